@@ -36,10 +36,10 @@ def score(*, prompt: str, response: str, answer: Any, metadata: dict[str, Any], 
 async def rewards_of(responses: list[str], answer: str, overrides: list[str]) -> list[float | None]:
     """The reward of each response under the section `reward` of a configuration."""
     # Imported here, so that a scoring process, which needs `score` only, does not import them.
-    from gspo_mega.base.episode_records import one_turn_episode
+    from gspo_mega.base.episodes import one_turn_episode
     from gspo_mega.base.records import Prompt
     from gspo_mega.config import load_config
-    from gspo_mega.rewards.scoring_pool import ScoringPool
+    from gspo_mega.rewards.pool import ScoringPool
 
     settings = load_config(ROOT / "configs/gsm8k.yaml", overrides).config.reward
     prompt = Prompt("train:0", "train", (1, 2), "What is 17 + 4?", answer)

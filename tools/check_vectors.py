@@ -14,7 +14,7 @@ if __package__ is None or __package__ == "":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from gspo_mega.base.errors import DataError
-from gspo_mega.base.printable import printable_output
+from gspo_mega.base.untrusted import printable_output
 from gspo_mega.verify.certify.vectors import replay_file
 
 

@@ -16,8 +16,8 @@ if __package__ is None or __package__ == "":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from gspo_mega.base.errors import GspoMegaError
-from gspo_mega.base.importing import uncollected
-from gspo_mega.base.printable import printable, printable_output
+from gspo_mega.base.garbage import uncollected
+from gspo_mega.base.untrusted import printable, printable_output
 
 with uncollected():
     import torch

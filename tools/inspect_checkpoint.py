@@ -11,8 +11,8 @@ from pathlib import Path
 
 from conversion_tool import add_described_by, guarded
 
-from gspo_mega.base.printable import printable_output
-from gspo_mega.checkpoint.compare_checkpoints import describe
+from gspo_mega.base.untrusted import printable_output
+from gspo_mega.checkpoint.compare import describe
 
 
 @printable_output()

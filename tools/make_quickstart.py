@@ -32,14 +32,11 @@ import torch
 from safetensors.torch import save_file
 
 from gspo_mega.base.errors import DataError, GspoMegaError
-from gspo_mega.base.guarded_files import read_json_file
-from gspo_mega.base.printable import printable_output
-from gspo_mega.data import arithmetic, calculator
-from gspo_mega.data.arithmetic import Split
-from gspo_mega.data.tokenizer import END_OF_TEXT, TURN_END, write_tokenizer
-from gspo_mega.data.turns_template import CHAT_TEMPLATE
-from gspo_mega.models.families import hf_tensors
+from gspo_mega.base.untrusted import printable_output, read_json_file
+from gspo_mega.data import calculator, quickstart
+from gspo_mega.data.quickstart import CHAT_TEMPLATE, END_OF_TEXT, TURN_END, Split, write_tokenizer
 from gspo_mega.models.huggingface import read_model_spec
+from gspo_mega.models.tensors import hf_tensors
 
 SHAPES = Path(__file__).resolve().parents[1] / "configs" / "models"
 
@@ -55,14 +52,14 @@ class Task(NamedTuple):
 
 TASKS = {
     "arithmetic": Task(
-        lambda split, number, seed: (arithmetic.row_of(*pair) for pair in arithmetic.problems(split, number, seed)),
+        lambda split, number, seed: (quickstart.row_of(*pair) for pair in quickstart.problems(split, number, seed)),
         40_000,
         "moe",
         CHAT_TEMPLATE,
     ),
     "mixed": Task(
         lambda split, number, seed: (
-            arithmetic.row_of(*pair) for pair in arithmetic.mixed_problems(split, number, seed)
+            quickstart.row_of(*pair) for pair in quickstart.mixed_problems(split, number, seed)
         ),
         40_000,
         "moe",

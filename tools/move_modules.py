@@ -2,6 +2,7 @@
 documentation, paths of files.
 
     python tools/move_modules.py STAGE [--table tools/moves.txt]
+    python tools/move_modules.py texts FILE ...     only what these files say, for pages of a branch that has no code
 
 Each line of the table is `room/file: old.module ...`. These modules, written without the leading `gspo_mega.`, become
 that file. Two stages keep `git log --follow` useful, because a file that only moves keeps its history:
@@ -103,11 +104,18 @@ PACKAGES = {"gspo_mega.config.schema": "gspo_mega.config.schema", "gspo_mega.eng
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", choices=["rooms", "merge"])
+    parser.add_argument("stage", choices=["rooms", "merge", "texts"])
+    parser.add_argument("files", nargs="*", type=Path)
     parser.add_argument("--table", type=Path, default=ROOT / "tools/moves.txt")
     arguments = parser.parse_args()
     table = read_table(arguments.table)
     rooms = stage_of_rooms(table)
+    if arguments.stage == "texts":
+        at_once = {old: target for target, sources in table.items() for old in sources}
+        for file in arguments.files:
+            text = rewrite_text(file.read_text(), file.resolve(), at_once)
+            file.write_text(text.replace(DONE, ""))
+        return 0
     if arguments.stage == "rooms":
         moves = {old: new for old, new in rooms.items() if old != new and file_of(old).exists()}
         for old, new in moves.items():

@@ -17,9 +17,9 @@ from typing import get_args
 import torch
 from conversion_tool import ProgressBar, add_described_by, add_file_bytes, guarded
 
-from gspo_mega.base.printable import printable_output
-from gspo_mega.checkpoint.quantize import to_blocks
-from gspo_mega.checkpoint.quantize_published import Rule
+from gspo_mega.base.untrusted import printable_output
+from gspo_mega.checkpoint.quantized import Rule
+from gspo_mega.checkpoint.served_folders import to_blocks
 from gspo_mega.checkpoint.tensor_sources import open_checkpoint
 
 

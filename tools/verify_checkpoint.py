@@ -12,8 +12,8 @@ from pathlib import Path
 
 from conversion_tool import ProgressBar, add_described_by, guarded
 
-from gspo_mega.base.printable import printable_output
-from gspo_mega.checkpoint.compare_checkpoints import differences
+from gspo_mega.base.untrusted import printable_output
+from gspo_mega.checkpoint.compare import differences
 from gspo_mega.checkpoint.tensor_sources import open_checkpoint
 
 

@@ -1,7 +1,7 @@
 """Write the pages of docs/ that come from code: `python tools/write_docs.py`.
 
 docs/configuration.md comes from the schema (gspo_mega/config/schema/) and the algorithms
-(gspo_mega/config/recipes.py), docs/metrics.md from the catalogue (gspo_mega/metrics/catalogue.py). A test in
+(gspo_mega/config/algorithms.py), docs/metrics.md from the catalogue (gspo_mega/metrics/catalogue.py). A test in
 tests/unit/docs fails when a page differs from what this script writes.
 
 `--check` writes nothing. Exit code 0: every page is up to date or was written; 1: `--check` found an outdated page.
@@ -21,7 +21,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from gspo_mega.config.recipes import RECIPES, Recipe
+from gspo_mega.config.algorithms import RECIPES, Recipe
 from gspo_mega.config.schema import Config
 from gspo_mega.metrics.catalogue import CATALOGUE
 

@@ -20,7 +20,7 @@ import subprocess
 import threading
 from typing import IO, Any
 
-from gspo_mega.rewards.worker_bounds import begin, leave, limit
+from gspo_mega.rewards.guard import begin, leave, limit
 
 SHOWN_BYTES = 4096
 """Of the end of an agent's output."""

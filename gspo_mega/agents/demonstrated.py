@@ -1,6 +1,6 @@
 """A demonstrated conversation as the tokens that an episode would have recorded, had the policy sampled its text.
 
-Owns what of a demonstration a rollout could bring about. The steps are those of a session (`episode_session.py`):
+Owns what of a demonstration a rollout could bring about. The steps are those of a session (`session.py`):
 locate, suffix, parse, record; a message of the assistant's takes the place of sampling. So the template's text between
 turns, the branches and the mask come from the same code as in a rollout.
 """
@@ -11,18 +11,18 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from gspo_mega.agents.message_parts import Parts, ToolFormat, format_of, parts_of
+from gspo_mega.agents.messages import Parts, ToolFormat, format_of, parts_of
+from gspo_mega.agents.protocol import Limits, Turn
 from gspo_mega.agents.recorder import Recorder
-from gspo_mega.agents.turn import Limits, Turn
-from gspo_mega.base.episode_records import Episode
+from gspo_mega.base.episodes import Episode
 from gspo_mega.base.errors import DataError
 from gspo_mega.base.records import Prompt
-from gspo_mega.config.episode_lengths import episode_lengths, is_one_turn
+from gspo_mega.config.derived import episode_lengths, is_one_turn
 from gspo_mega.config.schema import Config
 from gspo_mega.data.chat import Message, arguments_of
 from gspo_mega.data.demonstrations import DemonstratedRow
 from gspo_mega.data.prompts import encoder_of
-from gspo_mega.data.template_suffix import Rewritten, SuffixRule
+from gspo_mega.data.templates import Rewritten, SuffixRule
 
 _NO_PROMPT = Prompt("", "", (), "")
 

@@ -1,9 +1,19 @@
 """Runs one episode: a session for its turns, something that acts, the outcome as a record.
 
 Owns what becomes of an episode that fails: its record names the reason, and the run goes on. How many may fail is
-`rollout.sampled_groups`'s; turns are `episode_session.py`'s. What acts is a pool of worker processes
-(`episode_pool.py`), or agents that know no more than the endpoint's address (`foreign.py`): both are an
+`rollout.sampled_groups`'s; turns are `session.py`'s. What acts is a pool of worker processes
+(`pool.py`), or agents that know no more than the endpoint's address (`external_agent.py`): both are an
 `EpisodeRunner`.
+
+The default episode: one turn behind the prompt, judged by the reward functions.
+
+The built-in episode `tool_loop`: the policy calls the run's tools until it answers without a call.
+
+    turn -> run the tools that it calls -> their results, one message each -> turn -> ... -> a turn without a call
+
+The last turn is what the reward functions judge. A limit (`episodes.max_turns`, `episodes.max_tokens`) ends the loop as
+it ends every episode: the turns so far are scored and trained on. A call that cannot be read is no call; one that is
+wrong gets its error as the result, and the policy may try again.
 """
 
 from __future__ import annotations
@@ -13,15 +23,44 @@ import hashlib
 from dataclasses import replace
 from typing import Any, Protocol
 
-from gspo_mega.agents.conversation import Conversation
-from gspo_mega.agents.episode_session import NotReplayable, Session
-from gspo_mega.agents.finished import Failure, Finished
-from gspo_mega.agents.one_turn import OneTurn
-from gspo_mega.agents.protocol import Outcome, Task
-from gspo_mega.agents.turn import Limits, Params, TurnSampler
-from gspo_mega.base.episode_records import ENDED_BY_LIMIT, OWN_REWARD, Episode
+from gspo_mega.agents.protocol import Failure, Finished, Limits, Model, Outcome, Params, Task, Tools, TurnSampler
+from gspo_mega.agents.session import Conversation, NotReplayable, Session
+from gspo_mega.base.episodes import ENDED_BY_LIMIT, OWN_REWARD, Episode
 from gspo_mega.base.records import Prompt
-from gspo_mega.data.plain_json import copied
+from gspo_mega.data.rows import copied
+
+
+async def one_turn(task: Task, model: Model, tools: Tools) -> Outcome:
+    await model.turn(task.messages)
+    return Outcome()
+
+
+class OneTurn:
+    """Runs `one_turn` in this process: an `EpisodeRunner`. It is ours alone, so it needs no worker."""
+
+    def __init__(self) -> None:
+        self.tool_schemas: list[dict[str, Any]] = []
+        self.counts: collections.Counter[str] = collections.Counter()
+
+    async def start(self) -> None:
+        pass
+
+    async def run(self, task: Task, session: Session, name: str) -> Finished:
+        await session.turn(task.messages)
+        return Finished(Outcome())
+
+    async def close(self) -> None:
+        pass
+
+
+async def tool_loop(task: Task, model: Model, tools: Tools) -> Outcome:
+    """Leaves the reward to the reward functions. Raises TurnRefused, as a limit does."""
+    messages = [*task.messages]
+    while True:
+        message = await model.turn(messages)
+        if not message.get("tool_calls"):
+            return Outcome()
+        messages += [message, *await tools.answer(message)]
 
 
 class EpisodeRunner(Protocol):

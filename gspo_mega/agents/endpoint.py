@@ -6,6 +6,12 @@
 Owns HTTP: the address, the keys' check, the bounds on a body and its time, how an answer is written and how an error
 looks. Which request is which turn is `endpoint_session.py`'s, the form of bodies `openai_wire.py`'s. It runs on the
 event loop that samples, so it does nothing long.
+
+Which connections the agents' endpoint keeps: as many as its process has room for, and none that sends no request.
+
+Owns the bounds and the deadline of a request's head. A new connection may wait `HEAD_SECONDS` for its first request,
+one that was answered before `IDLE_SECONDS` for the next. Where too many new ones wait, the one that has waited longest
+is ended, which an honest client is not: it sends its head at once. Everything here runs on the endpoint's event loop.
 """
 
 from __future__ import annotations
@@ -13,22 +19,173 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
+import resource
 import secrets
+import time
+import traceback
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
 from gspo_mega.agents import openai_wire as wire
-from gspo_mega.agents.endpoint_gate import Gate, quiet_logger
 from gspo_mega.agents.endpoint_session import MOST_OPEN_REQUESTS, Call, Visit
-from gspo_mega.agents.episode_session import Answer, Session
-from gspo_mega.agents.message_parts import opens_thinking
+from gspo_mega.agents.messages import StreamedContent, opens_thinking
 from gspo_mega.agents.openai_wire import ApiError
-from gspo_mega.agents.streamed_text import StreamedContent
-from gspo_mega.base.addresses import with_port
+from gspo_mega.agents.session import Answer, Session
 from gspo_mega.base.errors import RolloutError
+from gspo_mega.base.network import with_port
 from gspo_mega.config.schema import Endpoint as Settings
+
+HEAD_SECONDS = 10.0
+GRACE_SECONDS = 1.0
+IDLE_SECONDS = 300.0
+# That have sent no request yet, of all peers and of one. Agents on this machine are one peer.
+MOST_WAITING, MOST_WAITING_OF_PEER = 512, 256
+_MOST_CONNECTIONS = 16_384
+
+
+def quiet_logger() -> logging.Logger:
+    """For the HTTP library: what it logs of a request that is none has the request's bytes, with the key in them."""
+    quiet = logging.getLogger("gspo_mega.agents.endpoint.http")
+    if not quiet.filters:
+        quiet.addFilter(_without_bytes)
+    return quiet
+
+
+def _without_bytes(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
+    record.msg, record.args = "a request could not be handled (%s)", (type(error).__name__,)
+    if isinstance(record.exc_info, tuple) and not hasattr(error, "code"):
+        # No error of the library about the request: the place in our code is of use, its text may have the request's.
+        record.exc_info = None
+        frames = traceback.extract_tb(error.__traceback__)[-3:] if error is not None else []
+        places = " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames))
+        record.msg, record.args = "a request could not be handled (%s, at %s)", (type(error).__name__, places)
+    record.exc_info = record.exc_text = None
+    return True
+
+
+class Gate:
+    """Makes the protocol of each connection of a server: `protocol`, to be given to `loop.create_server`."""
+
+    def __init__(self, handler: Callable[[], Any], most: int | None = None) -> None:
+        """`handler`: makes the library's protocol. `most`: connections at a time; by default half of the descriptors
+        that this process may have.
+        """
+        self._handler = handler
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._most = most if most is not None else min(_MOST_CONNECTIONS, max(64, soft // 2))
+        self._open: Counter[Any] = Counter()
+        self._by_handler: dict[Any, _Connection] = {}
+        self.waiting: dict[_Connection, None] = {}  # for their first request, in the order in which they came
+
+    def protocol(self) -> asyncio.Protocol:
+        return _Connection(self, self._handler())
+
+    def begun(self, handler: Any) -> None:
+        """A request of this connection is being answered. `handler`: the library's protocol of it."""
+        if (connection := self._by_handler.get(handler)) is not None:
+            connection.stop_waiting()
+
+    def ended(self, handler: Any) -> None:
+        """It has been."""
+        if (connection := self._by_handler.get(handler)) is not None:
+            connection.wait(IDLE_SECONDS)
+
+    # --- a connection's side ----------------------------------------------------------------------------------
+
+    def admits(self, connection: _Connection) -> bool:
+        """Whether there is room for one more; makes room among those that wait."""
+        peer = connection.peer
+        if self._open.total() >= self._most or self._open[peer] >= max(self._most // 2, MOST_WAITING_OF_PEER):
+            return False
+        self._open[peer] += 1
+        self._by_handler[connection.handler] = connection
+        late: list[_Connection] = []
+        if len(self.waiting) >= MOST_WAITING:
+            late = [next(iter(self.waiting))]
+        elif len(self.waiting) >= MOST_WAITING_OF_PEER:
+            of_peer = [one for one in self.waiting if one.peer == peer]
+            late = of_peer[:1] if len(of_peer) >= MOST_WAITING_OF_PEER else []
+        for one in late:
+            # Of many that come at once, no head has been read yet.
+            if time.monotonic() - one.since >= GRACE_SECONDS:
+                one.end()
+        return True
+
+    def left(self, connection: _Connection) -> None:
+        if self._by_handler.pop(connection.handler, None) is not None:
+            self._open[connection.peer] -= 1
+            if self._open[connection.peer] <= 0:
+                del self._open[connection.peer]
+
+
+class _Connection(asyncio.Protocol):
+    """The library's protocol of one connection, with a limit on its waiting."""
+
+    def __init__(self, gate: Gate, handler: Any) -> None:
+        self._gate, self.handler = gate, handler
+        self._transport: asyncio.Transport | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_in = False
+        self.peer: Any = None
+        self.since = time.monotonic()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        address = transport.get_extra_info("peername")
+        self.peer = address[0] if isinstance(address, tuple) else None
+        self._is_in = self._gate.admits(self)
+        if not self._is_in:
+            transport.abort()
+            return
+        self.handler.connection_made(transport)
+        self._gate.waiting[self] = None
+        self.wait(HEAD_SECONDS)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._is_in:
+            self._is_in = False
+            self.stop_waiting()
+            self._gate.left(self)
+            self.handler.connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_in:
+            self.handler.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        return self.handler.eof_received() if self._is_in else None
+
+    def pause_writing(self) -> None:
+        self.handler.pause_writing()
+
+    def resume_writing(self) -> None:
+        self.handler.resume_writing()
+
+    def wait(self, seconds: float) -> None:
+        """For a request, from now on."""
+        if self._is_in:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = asyncio.get_running_loop().call_later(seconds, self.end)
+
+    def stop_waiting(self) -> None:
+        self._gate.waiting.pop(self, None)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def end(self) -> None:
+        self.stop_waiting()
+        if self._transport is not None:
+            self._transport.abort()
+
 
 Decode = Callable[[list[int]], str]
 

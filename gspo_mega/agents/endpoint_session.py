@@ -18,9 +18,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from gspo_mega.agents.episode_session import Answer, Session
 from gspo_mega.agents.openai_wire import ApiError, ChatRequest, Sampling
 from gspo_mega.agents.protocol import ContextFull, TooManyTurns, TurnRefused
+from gspo_mega.agents.session import Answer, Session
 from gspo_mega.base.errors import DataError, EpisodeError
 from gspo_mega.config.schema import Episodes
 

@@ -40,13 +40,11 @@ from typing import Any
 from gspo_mega.agents.loop_watch import CURRENT, WatchedLoop
 from gspo_mega.agents.owned_processes import end_processes, mark_processes
 from gspo_mega.agents.protocol import EpisodeFunction, Outcome, Task, TurnRefused, Unreachable, load_episode, outcome_of
-from gspo_mega.agents.tool_schema import Tool, load_tools
-from gspo_mega.agents.worker_seat import BadMessages, Seat, TooLarge
+from gspo_mega.agents.tools import Tool, load_tools
+from gspo_mega.agents.worker_episode import BadMessages, Seat, TooLarge
 from gspo_mega.base.errors import EpisodeError
-from gspo_mega.rewards.guard import leave_network
-from gspo_mega.rewards.returned_values import BadResult
-from gspo_mega.rewards.user_functions import describe
-from gspo_mega.rewards.worker_bounds import begin, leave, limit
+from gspo_mega.rewards.functions import BadResult, describe
+from gspo_mega.rewards.guard import begin, leave, leave_network, limit
 
 # An episode that was ended has this long to clean up after itself.
 _GRACE_SECONDS = 1.0

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_mega.agents.loop_watch import CURRENT
-from gspo_mega.base.process_death import living_below, send_signal
+from gspo_mega.base.processes import living_below, send_signal
 
 _NAME = "GSPO_MEGA_EPISODE"
 _DIGITS = 20

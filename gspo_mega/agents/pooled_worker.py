@@ -1,7 +1,7 @@
 """One worker process of episodes as its parent sees it: which episodes it has, what it says, and how it was lost.
 
 Owns the messages (`episode_worker.py` has the format) and the reading of a worker's end. Which worker an episode goes
-to, and what becomes of the episodes of a lost one, is `episode_pool.py`'s.
+to, and what becomes of the episodes of a lost one, is `pool.py`'s.
 """
 
 from __future__ import annotations
@@ -11,17 +11,16 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
-from gspo_mega.agents.finished import FAILURE_KINDS, Failure, Finished
 from gspo_mega.agents.loop_watch import LoopWatch
 from gspo_mega.agents.owned_processes import NO_EPISODE
-from gspo_mega.agents.protocol import Outcome, Task, TurnRefused
-from gspo_mega.base.episode_records import ToolRecord
+from gspo_mega.agents.protocol import FAILURE_KINDS, Failure, Finished, Outcome, Task, TurnRefused
+from gspo_mega.base.episodes import ToolRecord
 from gspo_mega.base.errors import DataError, EpisodeError
 from gspo_mega.config.schema import EpisodeFunction, Episodes
 from gspo_mega.rewards.guarded_process import GuardedProcess, Kind
 
 if TYPE_CHECKING:
-    from gspo_mega.agents.episode_session import Answer
+    from gspo_mega.agents.session import Answer
 
 NO_BOUND = 2**31
 _MODULE = "gspo_mega.agents.episode_worker"

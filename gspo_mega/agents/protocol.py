@@ -1,4 +1,14 @@
-"""What a user writes: an episode function, and finding the one that a name stands for.
+"""How an episode ended: what it earned, or why it failed.
+
+Owns which failures are the episode's own and which are the infrastructure's. An own failure leaves its group: to draw
+another sample in its place would train on what does not fail. A failure of the infrastructure says nothing about any
+sample, because none was begun, so another is drawn in its place.
+
+One sampled turn, and who samples it.
+
+Owns the seam between episodes and the rollout servers: episodes say what they need, `rollout.sampling` provides it.
+
+What a user writes: an episode function, and finding the one that a name stands for.
 
 An episode is how the policy meets one task: which messages it is shown, which tools it may call, when it is over, and
 what it has earned. It is an async function
@@ -34,11 +44,89 @@ import inspect
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
+import numpy as np
+
+from gspo_mega.base.episodes import Episode, ToolRecord
 from gspo_mega.base.errors import EpisodeError
-from gspo_mega.rewards.returned_values import BadResult, number_of, verdict_of
-from gspo_mega.rewards.user_functions import import_function, place_of
+from gspo_mega.rewards.functions import BadResult, import_function, number_of, place_of, verdict_of
+
+OnTokens = Callable[[int, Sequence[int]], None]
+"""Called with a position in the turn and the tokens from there on, as they are reported. A position below what was
+reported already takes those tokens back: their server failed, and the turn was sampled again from there."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a server sampled behind a context. Sequences have one entry per sampled token.
+
+    `log_probs` are nats at the sampling temperature. `finish_reason` is `stop` (the last token is a stop token) or
+    `length`. `routed_experts` is [context + turn - 1, layers, top_k] integers, or None. `server_id` is the server that
+    sampled the last token, and so holds the prefix.
+    """
+
+    token_ids: Sequence[int]
+    log_probs: Sequence[float]
+    weight_versions: Sequence[int]
+    finish_reason: str
+    routed_experts: np.ndarray | None = None
+    server_id: str = ""
+
+
+class TurnParams(Protocol):
+    """How to sample a turn; `rollout.client.completion.SamplingParams` is one, and says what the values mean."""
+
+    @property
+    def max_new_tokens(self) -> int: ...
+
+    @property
+    def temperature(self) -> float: ...
+
+    @property
+    def top_p(self) -> float: ...
+
+    @property
+    def top_k(self) -> int: ...
+
+    def at_most(self, num_tokens: int) -> Self:
+        """The same with `max_new_tokens` no larger than `num_tokens`."""
+        ...
+
+
+Params = TypeVar("Params", bound=TurnParams)
+_Params = TypeVar("_Params", bound=TurnParams, contravariant=True)
+
+
+class TurnSampler(Protocol[_Params]):
+    """Samples turns; `rollout.sampling.Sampler` is one."""
+
+    async def sample(
+        self,
+        name: str,
+        token_ids: Sequence[int],
+        params: _Params,
+        request_id: str,
+        prefer: str | None = None,
+        on_tokens: OnTokens | None = None,
+    ) -> Turn:
+        """One whole turn behind the context `token_ids`. `name`: of the prompt, in errors. `prefer`: the server that
+        holds the context in its prefix cache, if it may work and is not overloaded.
+
+        Raises RolloutError where no server can do it, which ends the run.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Limits:
+    """`max_turns`: of an episode, branches included. `max_tokens`: of a context with its turn. A turn's own
+    `max_new_tokens` is in its TurnParams.
+    """
+
+    max_turns: int
+    max_tokens: int
+
 
 Message: TypeAlias = dict[str, Any]
 
@@ -115,7 +203,7 @@ class Model(Protocol):
 
 
 class Tools(Protocol):
-    """The run's tools (`rollout.tools`), which `tool_schema.py` describes."""
+    """The run's tools (`rollout.tools`), which `tools.py` describes."""
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
@@ -162,9 +250,9 @@ class BuiltIn(NamedTuple):
 
 
 BUILTINS: dict[str, BuiltIn] = {
-    "one_turn": BuiltIn("gspo_mega.agents.one_turn:one_turn", in_worker=False),
-    "tool_loop": BuiltIn("gspo_mega.agents.tool_loop:tool_loop", in_worker=True),  # where the tools are
-    "foreign": BuiltIn("gspo_mega.agents.foreign:ForeignAgents", in_worker=False),
+    "one_turn": BuiltIn("gspo_mega.agents.driver:one_turn", in_worker=False),
+    "tool_loop": BuiltIn("gspo_mega.agents.driver:tool_loop", in_worker=True),  # where the tools are
+    "foreign": BuiltIn("gspo_mega.agents.external_agent:ForeignAgents", in_worker=False),
     "gym_text": BuiltIn("gspo_mega.agents.adapters.gym_text:episode", in_worker=True),
     "openenv": BuiltIn("gspo_mega.agents.adapters.openenv:episode", in_worker=True),
 }
@@ -243,3 +331,60 @@ def _info(info: Any) -> dict[str, Any]:
     if len(text) > MAX_INFO_CHARACTERS:
         raise BadResult("wrong_type", f"Outcome.info has {len(text)} characters as JSON; at most {MAX_INFO_CHARACTERS}")
     return json.loads(text)
+
+
+# Every kind of failure, counted as `num_episode_failures_<kind>`.
+FAILURE_KINDS = (
+    "exception",  # the episode's function, or the agent, ended with an error
+    "wrong_type",  # what it returned is no outcome
+    "not_finite",
+    "deadline",  # episodes.turn_deadline_seconds or deadline_seconds, of its own time
+    "blocked",  # it held its process's event loop for longer than episodes.blocked_seconds
+    "crash",  # it ended its process
+    "memory",
+    "too_large",  # a message over episodes.endpoint.max_body_bytes
+    "messages",  # the chat template refuses its messages
+    "not_replayable",  # begun again, it asked for other turns than it had asked for
+    "no_turn",  # it ended without a turn, so there is nothing to train on
+    "unreachable",  # what it needs from outside cannot be reached (protocol.Unreachable)
+    "killed",  # an agent's process was ended by SIGKILL, twice
+    "not_started",  # an agent's process could not be started
+)
+
+# Failures of the infrastructure, each with the kind that it has once the episode has asked for a turn: what was sampled
+# may have caused it then, and it is the episode's own.
+INFRASTRUCTURE_KINDS = {"unreachable": "exception", "killed": "crash", "not_started": "crash"}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """`kind`: one of `FAILURE_KINDS`. `text`: the reason in words, with the tool that was running."""
+
+    kind: str
+    text: str
+
+    def behind(self, num_turns: int) -> Failure:
+        """This failure, of an episode that has asked for so many turns."""
+        if num_turns == 0 or self.kind not in INFRASTRUCTURE_KINDS:
+            return self
+        return Failure(INFRASTRUCTURE_KINDS[self.kind], self.text)
+
+
+def is_of_infrastructure(episode: Episode) -> bool:
+    """Whether another sample is drawn in this one's place."""
+    return episode.failure is not None and episode.failure.partition(":")[0] in INFRASTRUCTURE_KINDS
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The end of one episode: an `outcome` or a `failure`.
+
+    `limit`: the kind of the TurnRefused that ended it, if it did not catch that; its outcome is `Outcome()` then.
+    `tool_calls`: in the order in which they began. `own_seconds`: its own time, waiting for turns not counted.
+    """
+
+    outcome: Outcome | None
+    failure: Failure | None = None
+    limit: str = ""
+    tool_calls: list[ToolRecord] = field(default_factory=list)
+    own_seconds: float = 0.0

@@ -20,13 +20,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from gspo_mega.agents.turn import Turn
-from gspo_mega.base.episode_records import Node
+from gspo_mega.agents.protocol import Turn
+from gspo_mega.base.episodes import Node
 from gspo_mega.base.errors import DataError
-from gspo_mega.base.token_columns import floats, ints
+from gspo_mega.base.records import floats, ints
 from gspo_mega.data.chat import arguments_of
-from gspo_mega.data.plain_json import MOST_LEVELS, copied, nests_deeper
-from gspo_mega.data.template_suffix import HistoryMessage, Rendered
+from gspo_mega.data.rows import MOST_LEVELS, copied, nests_deeper
+from gspo_mega.data.templates import HistoryMessage, Rendered
 
 Message = dict[str, Any]
 

@@ -1,4 +1,17 @@
-"""Advantages of responses: relative to the group (arXiv:2507.18071, Eq. 6), leave-one-out (RLOO,
+"""Generalised advantage estimation (arXiv:1506.02438) over the tokens of a response: rewards of tokens and values in,
+advantages and returns out, and their whitening over a mini-batch.
+
+Owns the maths over active tokens, which are those that the policy sampled. The caller leaves out every other token,
+such as what an environment said between two turns: a turn's last token is followed by the next turn's first, without a
+discount for what stands in between. Where the values come from, and the sums over ranks, are the caller's.
+
+With r_t the reward of active token t, V_t the value of the state before it and n the number of active tokens,
+
+    delta_t = r_t + gamma V_{t+1} - V_t,     A_t = sum_{l >= 0} (gamma lambda)^l delta_{t+l},     R_t = A_t + V_t,
+
+where V_{n+1} is 0 if the episode ended there, and the value after its last token if it was cut off and is bootstrapped.
+
+Advantages of responses: relative to the group (arXiv:2507.18071, Eq. 6), leave-one-out (RLOO,
 arXiv:2402.14740) or normalised over the batch (REINFORCE++, arXiv:2501.03262). Rewards and group ids in.
 
     group          A_i = r_i - mean_g
@@ -6,16 +19,37 @@ arXiv:2402.14740) or normalised over the batch (REINFORCE++, arXiv:2501.03262). 
     batch          A_i = r_i - mean of all
 
 Divided by the standard deviation of the group's rewards, or of the batch's A; or not.
+
+Advantages of turns: rewards within an episode in, one advantage a turn out, for the token forms of the objective
+(GSPO-token, arXiv:2507.18071, Eq. 13-14, and GRPO).
+
+Owns the return of a turn and its normalisation within the group; which reward a turn has and where its advantage goes
+in the batch are the caller's.
+
+Episode i of a group of G has turns k with n_ik sampled tokens each, N_i together, and rewards r_ik. A turn's return is
+
+    R_ik = r_ik + gamma sum_c (T_c / sum_c' T_c') R_ic,
+
+over the turns c that were sampled next behind it. There is one where the episode did not branch, so that R_ik =
+sum_{j >= k} gamma^(j-k) r_ij; where it did, each counts by T_c, the tokens sampled in c and in all that follows it. A
+reward of the whole episode belongs to the last turn of every branch. With
+
+    mu = (1/G) sum_i sum_k (n_ik / N_i) R_ik,     sigma^2 = (1/(G - ddof)) sum_i sum_k (n_ik / N_i) (R_ik - mu)^2,
+
+every token of turn k has A_it = (R_ik - mu) / sigma; 0 where all returns of the group are equal. So an episode has the
+weight 1/G whatever its number of turns; a turn cut in two, with its reward on the second part, changes nothing at gamma
+= 1; with one reward an episode and gamma = 1, A_it is the A_i of Eq. 6; and sum_i (1/N_i) sum_t A_it = 0, as of Eq. 6.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from gspo_mega.base.records import are_equal_rewards
+from gspo_mega.base.records import REWARD_TOLERANCE, are_equal_rewards
 
 Baseline = Literal["group", "leave_one_out", "batch"]
 
@@ -74,3 +108,188 @@ def _deviation(deviations: Tensor, ddof: int) -> Tensor:
     """The standard deviation of numbers whose mean is 0 and which are not all 0: a scalar."""
     scale = deviations.abs().max()  # squares of very small or large rewards would leave float64
     return scale * ((deviations / scale).square().sum() / (deviations.numel() - ddof)).sqrt()
+
+
+def turn_returns(rewards: Tensor, parents: Tensor, num_tokens: Tensor, discount: float = 1.0) -> Tensor:
+    """R of each of K turns: [K] float64, in the unit of `rewards`.
+
+    `rewards: [K]`; `parents: [K]` int64, the turn that each one follows on its path, -1 where it is the first, always
+    one that stands before it; `num_tokens: [K]` sampled tokens, at least 1. Raises ValueError for a parent that does
+    not precede, a turn without tokens, and a `discount` outside [0, 1].
+    """
+    if not 0 <= discount <= 1:
+        raise ValueError(f"discount must be in [0, 1]; got {discount}")
+    above, tokens, returns = parents.tolist(), num_tokens.tolist(), rewards.detach().double().tolist()
+    for turn, parent in enumerate(above):
+        if not -1 <= parent < turn:
+            raise ValueError(f"turn {turn}: its parent {parent} does not precede it")
+        if tokens[turn] < 1:
+            raise ValueError(f"turn {turn}: {tokens[turn]} sampled tokens; a turn has at least one")
+    # Bottom up, as parents precede: first the tokens below each turn, then the means of the returns behind it.
+    subtree = list(tokens)
+    behind = [0] * len(above)
+    for turn in reversed(range(len(above))):
+        if above[turn] >= 0:
+            subtree[above[turn]] += subtree[turn]
+            behind[above[turn]] += subtree[turn]
+    for turn in reversed(range(len(above))):
+        if above[turn] >= 0:
+            returns[above[turn]] += discount * (subtree[turn] / behind[above[turn]]) * returns[turn]
+    return torch.tensor(returns, dtype=torch.float64)
+
+
+def turn_advantages(
+    rewards: Tensor,
+    *,
+    parents: Tensor,
+    episode_ids: Tensor,
+    group_ids: Tensor,
+    num_tokens: Tensor,
+    discount: float = 1.0,
+    std_ddof: int = 0,
+    divide_by_std: bool = True,
+) -> Tensor:
+    """A of each of K turns of any number of groups: [K] float64, in standard deviations of the group's returns.
+
+    `rewards: [K]` finite; `parents`, `num_tokens` and `discount` as in `turn_returns`, over the whole batch;
+    `episode_ids`, `group_ids: [K]` any integers, equal for the turns of an episode. `std_ddof` and `divide_by_std` as
+    in `group_advantages`, and so is when returns are equal; a group of at most `std_ddof` episodes has no signal.
+
+    Raises ValueError for a non-finite reward, shapes that differ, an episode in two groups, a path that leaves its
+    episode, and what `turn_returns` refuses.
+    """
+    shapes = {tuple(values.shape) for values in (rewards, parents, episode_ids, group_ids, num_tokens)}
+    if rewards.ndim != 1 or len(shapes) != 1:
+        raise ValueError(f"all arguments must be [K]; got shapes {sorted(shapes)}")
+    if not bool(torch.isfinite(rewards).all()):
+        raise ValueError(f"the reward of turn {int((~torch.isfinite(rewards)).to(torch.uint8).argmax())} is not finite")
+    returns = turn_returns(rewards, parents, num_tokens, discount)
+    follows = parents >= 0
+    if not torch.equal(episode_ids[follows], episode_ids[parents[follows]]):
+        raise ValueError("a turn follows one of another episode")
+    episodes, rows = torch.unique(episode_ids, return_inverse=True)
+    group_of = torch.zeros(len(episodes), dtype=group_ids.dtype).scatter(0, rows, group_ids)
+    if not torch.equal(group_of[rows], group_ids):
+        raise ValueError("an episode has turns in two groups")
+    tokens = num_tokens.double()
+    weights = tokens / torch.zeros(len(episodes), dtype=torch.float64).index_add(0, rows, tokens)[rows]
+
+    advantages = torch.zeros_like(returns)
+    for group_id in torch.unique(group_ids):
+        members = group_ids == group_id
+        group, weight = returns[members], weights[members]
+        _, own_rows = torch.unique(rows[members], return_inverse=True)
+        num_episodes = int(own_rows.max()) + 1
+        if num_episodes <= std_ddof or are_equal_rewards((float(group.min()), float(group.max()))):
+            continue
+
+        def by_episode(values: Tensor, rows: Tensor = own_rows, count: int = num_episodes) -> Tensor:
+            return torch.zeros(count, dtype=torch.float64).index_add(0, rows, values)
+
+        # As `group_advantages` does: moments about a member, and squares of numbers of size one.
+        shifted = group - group[0]
+        deviations = shifted - by_episode(weight * shifted).mean()
+        if divide_by_std:
+            scale = deviations.abs().max()
+            variance = by_episode(weight * (deviations / scale).square()).sum() / (num_episodes - std_ddof)
+            deviations = deviations / (scale * variance.sqrt())
+        advantages[members] = deviations
+    return advantages
+
+
+def token_rewards(num_tokens: int, ends: Sequence[int], rewards: Sequence[float]) -> Tensor:
+    """Rewards of turns as rewards of the `num_tokens` active tokens of one sequence: [num_tokens] float64.
+
+    `ends`: for each turn, the number of active tokens up to its end, above 0 and not falling; `rewards`: one per turn,
+    each of which its last token receives, so that turns with one end add up. Raises ValueError for other ends, and for
+    lists of two lengths.
+    """
+    if len(ends) != len(rewards):
+        raise ValueError(f"{len(ends)} turns have {len(rewards)} rewards")
+    result = torch.zeros(num_tokens, dtype=torch.float64)
+    before = 1
+    for end, reward in zip(ends, rewards, strict=True):
+        if not before <= end <= num_tokens:
+            raise ValueError(f"a turn ends behind {end} active tokens; expected {before} to {num_tokens}")
+        result[end - 1] += reward
+        before = end
+    return result
+
+
+def penalised_rewards(rewards: Tensor, log_probs: Tensor, reference_log_probs: Tensor, coefficient: float) -> Tensor:
+    """r_t - coefficient (log pi(t) - log pi_ref(t)): [T] float64, without gradient, in the unit of `rewards`.
+
+    `rewards: [T]`; `log_probs`, `reference_log_probs: [T]` nats of the policy that advantages are of and of the
+    reference. This is the penalty of RLHF (arXiv:2203.02155): its expectation over tokens of the policy is the KL
+    divergence, and single ones may be negative.
+    """
+    gap = log_probs.detach().double() - reference_log_probs.detach().double()
+    return rewards.detach().double() - coefficient * gap
+
+
+def generalised_advantages(
+    rewards: Tensor,
+    values: Tensor,
+    sequence_ids: Tensor,
+    num_sequences: int,
+    *,
+    discount: float = 1.0,
+    trace: float = 1.0,
+    values_behind: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(A, R) of T active tokens of S whole sequences: two [T] float64, without gradient, in the unit of `rewards`.
+
+    `rewards: [T]`; `values: [T]`, V of the state before each token; `sequence_ids: [T]` int64 in [0, S), not falling,
+    the tokens of a sequence in their order; `discount`: gamma; `trace`: lambda; `values_behind: [S]`: V of the state
+    after each one's last token where it is bootstrapped, 0 elsewhere; None: all 0.
+
+    The sums are made of pairs, pairs of pairs and so on: log2(T) operations on whole tensors, in an order that only the
+    lengths decide, and no device synchronisation. Raises ValueError for shapes that differ, and for a `discount` or a
+    `trace` outside [0, 1].
+    """
+    for name, number in (("discount", discount), ("trace", trace)):
+        if not 0 <= number <= 1:
+            raise ValueError(f"{name} must be in [0, 1]; got {number}")
+    shapes = {tuple(tensor.shape) for tensor in (rewards, values, sequence_ids)}
+    if rewards.ndim != 1 or len(shapes) != 1:
+        raise ValueError(f"rewards, values and sequence_ids must be [T]; got shapes {sorted(shapes)}")
+    old_values = values.detach().double()
+    behind = old_values.new_zeros(num_sequences) if values_behind is None else values_behind.detach().double()
+    if behind.shape != (num_sequences,):
+        raise ValueError(f"values_behind must be [{num_sequences}]; got {list(behind.shape)}")
+
+    following = torch.cat([old_values[1:], old_values.new_zeros(1)])[: len(old_values)]
+    next_values = torch.where(_continues(sequence_ids, 1), following, behind[sequence_ids])
+    advantages = rewards.detach().double() + discount * next_values - old_values
+    stride, factor = 1, discount * trace
+    while stride < len(advantages) and factor > 0:
+        ahead = torch.cat([advantages[stride:], advantages.new_zeros(stride)])
+        advantages = advantages + torch.where(_continues(sequence_ids, stride), factor * ahead, 0.0)
+        stride, factor = 2 * stride, factor * factor
+    return advantages, advantages + old_values
+
+
+def _continues(sequence_ids: Tensor, stride: int) -> Tensor:
+    """Whether the token `stride` further on is of the same sequence: [T] bool."""
+    return torch.cat([sequence_ids[stride:], sequence_ids.new_full((stride,), -1)])[: len(sequence_ids)] == sequence_ids
+
+
+def whitened(
+    advantages: Tensor, sum_over_ranks: Callable[[Tensor], Tensor] = lambda sums: sums, *, std_ddof: int = 0
+) -> Tensor:
+    """(A_t - mean) / standard deviation over the active tokens of a mini-batch: [T] float64.
+
+    `advantages: [T]` float64, those that this rank holds, each on one rank only; `sum_over_ranks`: from a float64
+    tensor its sum over the ranks that share the mini-batch. It is called three times, also where a rank has no token.
+    `std_ddof`: 0 divides by n, 1 by n - 1. All 0 where at most `std_ddof` tokens are active on all ranks, or where all
+    advantages are equal but for rounding.
+    """
+    count = sum_over_ranks(advantages.new_full((1,), float(advantages.numel())))
+    mean = sum_over_ranks(advantages.sum()[None]) / count.clamp(min=1.0)
+    deviations = advantages - mean
+    squares = sum_over_ranks(torch.stack([deviations.square().sum(), advantages.square().sum()]))
+    variance = squares[0] / (count - std_ddof).clamp(min=1.0)
+    # Rounding leaves deviations of the size of a rounding error of the numbers themselves.
+    is_spread = (squares[0] > squares[1] * REWARD_TOLERANCE**2) & (count > std_ddof)
+    scale = torch.where(is_spread, variance, 1.0).rsqrt()
+    return torch.where(is_spread, deviations * scale, 0.0)

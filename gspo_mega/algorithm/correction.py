@@ -1,4 +1,24 @@
-"""The correction of the engine gap: which responses a step trains on, and with what weight.
+"""The correction of the engine gap where tokens of several weight versions are trained together: by version segments.
+
+Owns the rule for segments; for one version `correction.py` is the whole rule, and this one is equal to it. A segment is
+the tokens of one response that one weight version sampled. docs/asynchronous_ratio.md derives the rule.
+
+d = trainer - rollout contains, besides the difference of the two engines, what the policy has moved since version v:
+its mean over tokens of version v is -(KL of the engines + KL of v to the policy). So each version has a centre m_v, and
+
+    z_iv = (sum_{t in v} d_it - L_iv m_v) / sqrt(L_iv),        z_i = sum_v sqrt(L_iv / L_i) z_iv.
+
+Both have the noise's own sd at every length. A response is kept where |z_i| <= bound_nats and |z_iv| <= bound_nats for
+each of its segments of at least `segment_tokens` tokens.
+
+The gap between the two engines: the trainer's log-probs against those the rollout server sampled with.
+
+Owns the mismatch metrics. d = trainer - rollout, nats, over active tokens; every KL is KL(rollout || trainer),
+because the rollout is what was sampled from. What is done about the gap is `correction`'s, its split by length and
+advantage `mismatch_report`'s. The gap to the *current* policy (staleness, the importance ratio) is not here: see
+`ratio` and `objective`.
+
+The correction of the engine gap: which responses a step trains on, and with what weight.
 
 Owns the rule and its arithmetic, for all responses of a rollout batch at once. Bringing their sums together from all
 ranks is `engine.shared_correction`'s; the metrics of the gap are `mismatch`'s. docs/mismatch.md derives the rule.
@@ -22,8 +42,165 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gspo_mega.algorithm.ratio import segment_sum
+from gspo_mega.algorithm.terms import active_values, exp_minus_linear, segment_sum, token_log_ratios
 from gspo_mega.base.errors import NumericsError
+from gspo_mega.config.derived import Band
+
+SUM_NAMES = (
+    "tokens",
+    "log_ratio",
+    "log_ratio_squared",
+    "k3",
+    "abs_log_ratio",
+    "second_order_chi2",
+    "truncated_ratio",
+    "truncated",
+    "icepop_kept",
+    "range_widths",
+    "clipped_if_negative",
+    "clipped_if_positive",
+)
+MAXIMUM_NAMES = ("abs_log_ratio", "abs_prob_difference", "negative_log_ratio")
+ICEPOP_BAND = (0.5, 5.0)
+TOKEN_CAP = 2.0  # of truncated importance sampling by tokens; a metric only
+
+
+def mismatch_sums(
+    trainer_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    mask: Tensor,
+    segment_ids: Tensor,
+    num_sequences: int,
+    token_cap: float = TOKEN_CAP,
+    band: Band | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What the metrics need of each sequence: sums [S, len(SUM_NAMES)] and maxima [S, len(MAXIMUM_NAMES)], float64.
+
+    All token arguments are [T]; masked entries may hold anything. A rank that holds part of a sequence's tokens
+    returns its part: add the sums and take the largest of the maxima over the context-parallel ranks. `token_cap`
+    bounds the token ratio in `truncated_ratio`. `band`: the range of tokens that the last three sums are of; they
+    are 0 without one, and with one of whole sequences. A sequence without active token has sums 0 and maxima -inf.
+    """
+    active = mask.bool()
+    d = token_log_ratios(trainer_log_probs.detach(), rollout_log_probs, mask)
+    ratio = d.exp()
+    trainer, rollout = active_values(trainer_log_probs.detach(), mask), active_values(rollout_log_probs.detach(), mask)
+    moved = trainer.exp() - rollout.exp()
+    columns = {
+        "tokens": torch.ones_like(d),
+        "log_ratio": d,
+        "log_ratio_squared": d.square(),
+        "k3": exp_minus_linear(d),
+        "abs_log_ratio": d.abs(),
+        "second_order_chi2": exp_minus_linear(2 * d),
+        "truncated_ratio": ratio.clamp(max=token_cap),
+        "truncated": (ratio > token_cap).double(),
+        "icepop_kept": ((ratio >= ICEPOP_BAND[0]) & (ratio <= ICEPOP_BAND[1])).double(),
+        **dict.fromkeys(("range_widths", "clipped_if_negative", "clipped_if_positive"), torch.zeros_like(d)),
+    }
+    if band is not None and band.per_token:
+        x = moved if band.of_probability else d
+        columns["range_widths"] = band.widths(x)
+        columns["clipped_if_negative"] = band.is_clipped(x, negative=True).double()
+        columns["clipped_if_positive"] = band.is_clipped(x, negative=False).double()
+    sums = torch.stack(
+        [segment_sum(torch.where(active, columns[n], 0.0), segment_ids, num_sequences) for n in SUM_NAMES], dim=1
+    )
+    candidates = {
+        "abs_log_ratio": d.abs(),
+        "abs_prob_difference": moved.abs(),
+        "negative_log_ratio": -d,
+    }
+    maxima = torch.full((num_sequences, len(MAXIMUM_NAMES)), -math.inf, dtype=torch.float64, device=d.device)
+    for column, name in enumerate(MAXIMUM_NAMES):
+        values = torch.where(active, candidates[name], -math.inf)
+        maxima[:, column] = maxima[:, column].scatter_reduce(0, segment_ids, values, "amax")
+    return sums, maxima
+
+
+def effective_sample_fraction(log_weights: Tensor) -> float:
+    """(sum w)^2 / (n sum w^2) of w = exp(log_weights: [N]), in (0, 1]; computed on w / max w. 1 for no weights."""
+    if log_weights.numel() == 0:
+        return 1.0
+    weights = (log_weights.double() - log_weights.max().double()).exp()
+    return float(weights.sum().square() / (weights.numel() * weights.square().sum()))
+
+
+def mismatch_metrics(sums: Tensor, maxima: Tensor) -> dict[str, float]:
+    """Metrics of all sequences of a batch from `mismatch_sums` gathered over ranks: [N, ...] each.
+
+    Token means weigh tokens alike, sequence means sequences; sequences without active token count in neither. `k1`,
+    `k2`, `k3` estimate the KL per token; `chi2_*` are mean(w^2) - 1, `ess_*` the effective share of the samples, for w
+    the token ratio, the sequence's full product exp(sum d) (`sequence`) or its geometric mean
+    (`sequence_length_normalised`). `chi2_sequence_log1p` = log(1 + chi2_sequence) stays finite where that overflows.
+    Without any active token: KLs 0, ratios and ESS 1.
+    """
+    present = sums[:, 0] > 0
+    by_name: dict[str, Tensor] = dict(zip(SUM_NAMES, sums[present].double().T, strict=True))
+    top = dict(zip(MAXIMUM_NAMES, maxima[present].double().T, strict=True))
+    lengths = by_name["tokens"]
+    if lengths.numel() == 0:
+        zero: dict[str, float] = dict.fromkeys(
+            (
+                "k1",
+                "k2",
+                "k3",
+                "abs_log_ratio_mean",
+                "abs_log_ratio_max",
+                "abs_prob_difference_max",
+                "log_ppl_difference_mean",
+                "chi2_token",
+                "chi2_sequence",
+                "chi2_sequence_log1p",
+                "chi2_sequence_length_normalised",
+                "token_truncated_fraction",
+            ),
+            0.0,
+        )
+        one: dict[str, float] = dict.fromkeys(
+            (
+                "ppl_ratio_mean",
+                "token_truncated_ratio_mean",
+                "ess_token",
+                "ess_sequence",
+                "icepop_kept_fraction",
+            ),
+            1.0,
+        )
+        return zero | one
+    num_tokens = float(lengths.sum())
+
+    def token_mean(name: str) -> float:
+        return float(by_name[name].sum()) / num_tokens
+
+    means = by_name["log_ratio"] / lengths
+    mean_d = token_mean("log_ratio")
+    chi2_token = 2 * mean_d + token_mean("second_order_chi2")  # = mean(exp(2d)) - 1, its cancelling part apart
+    return {
+        "k1": -mean_d,
+        "k2": token_mean("log_ratio_squared") / 2,
+        "k3": token_mean("k3"),
+        "abs_log_ratio_mean": token_mean("abs_log_ratio"),
+        "abs_log_ratio_max": float(top["abs_log_ratio"].max()),
+        "abs_prob_difference_max": float(top["abs_prob_difference"].max()),
+        "log_ppl_difference_mean": float(-means.mean()),
+        "ppl_ratio_mean": float((-means).exp().mean()),
+        "chi2_token": chi2_token,
+        "chi2_sequence": float(torch.expm1(2 * by_name["log_ratio"]).mean()),
+        "chi2_sequence_log1p": float(torch.logsumexp(2 * by_name["log_ratio"], 0)) - math.log(lengths.numel()),
+        "chi2_sequence_length_normalised": float(torch.expm1(2 * means).mean()),
+        "token_truncated_ratio_mean": token_mean("truncated_ratio"),
+        "token_truncated_fraction": token_mean("truncated"),
+        "ess_token": (1 + mean_d + token_mean("k3")) ** 2 / (1 + chi2_token),
+        "ess_sequence": effective_sample_fraction(by_name["log_ratio"]),
+        "icepop_kept_fraction": token_mean("icepop_kept"),
+    }
+
+
+def sequence_mean_log_ratio(sums: Tensor) -> Tensor:
+    """Mean over the response of trainer - rollout from `mismatch_sums`: [N] float64 nats; 0 for no active token."""
+    return sums[:, SUM_NAMES.index("log_ratio")] / sums[:, SUM_NAMES.index("tokens")].clamp(min=1.0)
+
 
 CorrectionMode = Literal["none", "truncate", "mask"]
 KeptWeight = Literal["one", "ratio"]
@@ -188,3 +365,82 @@ def acted_on(mode: CorrectionMode, bound_nats: float, keep: Tensor, deviations: 
     if mode == "truncate":
         return ~keep | (deviations > bound_nats)
     return ~keep
+
+
+# A version with fewer segments has no centre of its own: a lone segment would be its own centre, and never outside.
+LEAST_SEGMENTS = 8
+
+
+@dataclass(frozen=True)
+class SegmentCorrection:
+    """`result`: of the N responses; its `deviations` are those of largest size of a response and its judged segments,
+    its `centre` the token-weighted mean of the versions'. `num_judged` [N] float64: segments of at least
+    `segment_tokens` tokens. `by_segment` [N] bool: inside its band as a whole, and outside for a segment. `centres` [V]
+    float64 nats, oldest version first; NaN of a version without token.
+    """
+
+    result: CorrectionResult
+    num_judged: Tensor
+    by_segment: Tensor
+    centres: Tensor
+
+
+def segment_centres(sums: Tensor, lengths: Tensor, bound: float) -> Tensor:
+    """m_v of V versions, [V] float64 nats: `batch_centre` of the version's segments, of all segments where it has fewer
+    than `LEAST_SEGMENTS`; NaN where it has none. `sums`, `lengths`: [N, V] as in `correct_segments`.
+    """
+    pooled = batch_centre(sums.flatten(), lengths.flatten(), bound)
+    centres = []
+    for version in range(sums.shape[1]):
+        count = int((lengths[:, version] > 0).sum())
+        own = count >= LEAST_SEGMENTS
+        centre = batch_centre(sums[:, version], lengths[:, version], bound) if own else pooled
+        centres.append(centre if count else float("nan"))
+    return torch.tensor(centres, dtype=torch.float64)
+
+
+def correct_segments(rule: CorrectionRule, sums: Tensor, lengths: Tensor, num_vetoes: Tensor) -> SegmentCorrection:
+    """The rule on all N responses of a rollout batch with tokens of V weight versions.
+
+    `sums: [N, V]` float64 nats, of `exact_sums` over the tokens of each version; `lengths: [N, V]` their number, 0
+    where a response has none; `num_vetoes: [N]` as in `correct`. `truncate` cuts every judged segment at its own bound:
+    a response weighs exp(min(sum_v (L_iv / L_i) min(z_iv, bound) / sqrt(L_iv), bound / sqrt(L_i))). Raises
+    NumericsError naming the row of a sum that is not finite.
+    """
+    bad = ~torch.isfinite(sums).all(dim=1)
+    if bool(bad.any()):
+        row = int(bad.to(torch.uint8).argmax())
+        raise NumericsError(
+            f"the log ratio of trainer to server is not finite for trajectory {row} of the rollout batch"
+        )
+    sums, lengths, bound = sums.detach().double(), lengths.double(), rule.bound_nats
+    vetoed = num_vetoes > 0
+    centres = segment_centres(sums[~vetoed], lengths[~vetoed], bound)
+    # A version that only dropped responses have has no centre; they lie at the one of all.
+    pooled = batch_centre(sums[~vetoed].flatten(), lengths[~vetoed].flatten(), bound)
+    centres = torch.where(centres.isnan() & (lengths > 0).any(dim=0), pooled, centres)
+    shifts = torch.where(lengths > 0, sums - lengths * centres, 0.0)
+    tokens = lengths.sum(dim=1).clamp(min=1.0)
+    of_segments = shifts / lengths.clamp(min=1.0).sqrt()
+    whole = shifts.sum(dim=1) / tokens.sqrt()
+    judged = lengths >= rule.segment_tokens
+    outside = judged & (of_segments.abs() > bound)
+    every = torch.cat([whole[:, None], torch.where(judged, of_segments, 0.0)], dim=1)
+    deviations = every.gather(1, every.abs().argmax(dim=1, keepdim=True))[:, 0]
+
+    log_weights = whole / tokens.sqrt()
+    weights, keep = torch.ones_like(whole), torch.ones_like(whole, dtype=torch.bool)
+    by_segment = (whole.abs() <= bound) & outside.any(dim=1) & ~vetoed
+    if rule.mode == "truncate":
+        keep = ~vetoed
+        cut = torch.where(judged, of_segments.clamp(max=bound) * lengths.sqrt(), shifts).sum(dim=1) / tokens
+        weights = torch.minimum(cut, bound / tokens.sqrt()).exp()
+        by_segment = (whole <= bound) & (judged & (of_segments > bound)).any(dim=1) & ~vetoed
+    elif rule.mode == "mask":
+        keep = ~vetoed & (whole.abs() <= bound) & ~outside.any(dim=1)
+        if rule.kept_weight == "ratio":
+            weights = torch.where(keep, log_weights, 0.0).exp()
+    counted = lengths.sum(dim=0)
+    centre = float(torch.where(counted > 0, counted * centres, 0.0).sum() / counted.sum().clamp(min=1.0))
+    result = CorrectionResult(torch.where(keep, weights, 0.0), keep, deviations, centre)
+    return SegmentCorrection(result, judged.double().sum(dim=1), by_segment, centres)

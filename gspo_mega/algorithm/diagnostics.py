@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gspo_mega.algorithm.objective import ObjectiveOutput
-from gspo_mega.algorithm.ratio import active_values, exp_minus_linear
+from gspo_mega.algorithm.terms import active_values, exp_minus_linear
 
 POLICY_SUMS = (
     "objective",

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gspo_mega.algorithm.objective_settings import ObjectiveSettings
+from gspo_mega.algorithm.terms import ObjectiveSettings
 
 NEAR_ONE = 0.5  # |log ratio| up to which expm1 keeps more digits of the term than exp does
 

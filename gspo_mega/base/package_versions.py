@@ -1,6 +1,6 @@
 """The versions of the packages that one Python has, read without importing them.
 
-Standard library alone and nothing of this project: `two_pythons.py` runs this file's text in another Python, too.
+Standard library alone and nothing of this project: `versions.py` runs this file's text in another Python, too.
 
     python gspo_mega/base/package_versions.py        prints them as JSON
 """

@@ -1,8 +1,8 @@
 """The paths of a run folder, all in one place, and the atomic writes that fill it.
 
-Owns names; writing whole files is `durable.py`'s. It does not own what the files mean: checkpoints, published weights,
-journal, server registrations and metrics belong to their own packages. Standard library only, so that every layer may
-import it.
+Owns names; writing whole files is `atomic_io.py`'s. It does not own what the files mean: checkpoints, published
+weights, journal, server registrations and metrics belong to their own packages. Standard library only, so that every
+layer may import it.
 
     <run.dir>/<run.name>/
       config.resolved.yaml
@@ -43,9 +43,9 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from gspo_mega.base.durable import atomic_write_json, atomic_write_text
+from gspo_mega.base.atomic_io import atomic_write_json, atomic_write_text
 from gspo_mega.base.errors import FolderError
-from gspo_mega.base.guarded_files import NoRegularFileError, read_json_file, read_text
+from gspo_mega.base.untrusted import NoRegularFileError, read_json_file, read_text
 
 __all__ = [
     "CURRENT_WEIGHTS_NAME",

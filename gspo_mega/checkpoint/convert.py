@@ -2,7 +2,7 @@
 
 Owns the order of a conversion. Files are written one by one to a staging folder; each is synced and then recorded, so
 that the same command continues after an interruption. The complete folder is renamed. Peak memory is a few of the
-largest tensors. `torch_dist.py` and `safetensors_stream.py` own the formats, `models/families.py` the mapping of
+largest tensors. `torch_dist.py` and `tensor_sources.py` own the formats, `models/tensors.py` the mapping of
 tensors to parameters.
 """
 
@@ -22,17 +22,16 @@ import torch
 
 from gspo_mega.base.errors import CheckpointError
 from gspo_mega.base.run_folder import atomic_write_json
-from gspo_mega.checkpoint.carried_layers import carried_config, carried_modules
 from gspo_mega.checkpoint.gather import entry_dtype
 from gspo_mega.checkpoint.hf_export import DTYPE_NAMES, MANIFEST_NAME, copy_description, sync, tensor_digest
 from gspo_mega.checkpoint.hf_folder import INDEX_NAME, SINGLE_NAME
-from gspo_mega.checkpoint.quantize_published import PublishedForm
-from gspo_mega.checkpoint.safetensors_stream import write_safetensors
-from gspo_mega.checkpoint.tensor_sources import MEGATRON_FOLDER, TensorSource
+from gspo_mega.checkpoint.mtp_layers import carried_config, carried_modules
+from gspo_mega.checkpoint.quantized import PublishedForm
+from gspo_mega.checkpoint.tensor_sources import MEGATRON_FOLDER, TensorSource, write_safetensors
 from gspo_mega.checkpoint.torch_dist import write_chunks, write_index
 from gspo_mega.engine.parameter_names import by_parameter
 from gspo_mega.models.block_fp8 import quantization_config
-from gspo_mega.models.families import TensorEntry, parameter_blocks, parameter_shape
+from gspo_mega.models.tensors import TensorEntry, parameter_blocks, parameter_shape
 
 FILE_BYTES = 2 * 1024**3
 _PART_SUFFIX = ".converting"

@@ -1,7 +1,7 @@
 """The checkpoints of a run as folders: which are complete, which are intact, which are kept.
 
 Owns names, checksums and the order of creating and removing folders, so that one complete checkpoint exists at every
-moment. `train_state.py` owns their content. Only rank 0 changes folders; any rank may read.
+moment. `load.py` owns their content. Only rank 0 changes folders; any rank may read.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from gspo_mega.base import durable
+from gspo_mega.base import atomic_io
 from gspo_mega.base.errors import CheckpointError
-from gspo_mega.base.guarded_files import open_regular, read_text
 from gspo_mega.base.run_folder import RunFolder, read_json
+from gspo_mega.base.untrusted import open_regular, read_text
 
 # 2: `files`, the checksums, beside what 1 had.
 FORMAT_VERSION = 2
@@ -34,23 +34,23 @@ def clear(run_folder: RunFolder) -> None:
     """Remove drafts and half-removed folders of interrupted saves."""
     for pattern in ("step_*.part", ".step_*.removed"):
         for leftover in run_folder.checkpoints_dir.glob(pattern):
-            durable.remove_tree(leftover, at="save.clear")
+            atomic_io.remove_tree(leftover, at="save.clear")
 
 
 def put_in_place(run_folder: RunFolder, draft: Path, final: Path) -> None:
     """Give a complete draft its name and make it `latest`. Only then replace an earlier checkpoint of the same step."""
     aside = _aside(final)
-    durable.remove_tree(aside, at="save.drop")
+    atomic_io.remove_tree(aside, at="save.drop")
     if final.exists():
-        durable.rename(final, aside, at="save.aside")
-    durable.rename(draft, final, at="save.rename")
-    durable.remove_tree(aside, at="save.drop")
+        atomic_io.rename(final, aside, at="save.aside")
+    atomic_io.rename(draft, final, at="save.rename")
+    atomic_io.remove_tree(aside, at="save.drop")
     make_latest(run_folder, final)
 
 
 def make_latest(run_folder: RunFolder, folder: Path) -> None:
     """Make `latest` name a checkpoint."""
-    durable.atomic_write_text(run_folder.latest_checkpoint_file, folder.name, at="save.latest")
+    atomic_io.atomic_write_text(run_folder.latest_checkpoint_file, folder.name, at="save.latest")
 
 
 def repair(run_folder: RunFolder) -> None:
@@ -58,7 +58,7 @@ def repair(run_folder: RunFolder) -> None:
     for aside in run_folder.checkpoints_dir.glob(".step_*.aside"):
         final = aside.with_name(aside.name.removeprefix(".").removesuffix(".aside"))
         if not final.exists():
-            durable.rename(aside, final, at="save.rename")
+            atomic_io.rename(aside, final, at="save.rename")
 
 
 def prune(run_folder: RunFolder, step: int, keep_last: int, keep_every: int) -> None:
@@ -69,7 +69,7 @@ def prune(run_folder: RunFolder, step: int, keep_last: int, keep_every: int) -> 
     past = [folder for folder in complete(run_folder) if step_of(folder) <= step]
     for folder in past[:-keep_last]:
         if keep_every == 0 or step_of(folder) % keep_every:
-            durable.remove_tree(folder, at="save.prune")
+            atomic_io.remove_tree(folder, at="save.prune")
 
 
 def candidates(run_folder: RunFolder) -> list[Path]:
@@ -105,7 +105,7 @@ def set_aside_damaged(folder: Path) -> None:
     """Rename a damaged checkpoint, so that it is not considered again; its files stay for inspection."""
     if folder.is_dir():
         names = (f"{folder.name}.damaged{f'-{number}' if number > 1 else ''}" for number in itertools.count(1))
-        durable.rename(
+        atomic_io.rename(
             folder, next(target for name in names if not (target := folder.with_name(name)).exists()), at="save.aside"
         )
 

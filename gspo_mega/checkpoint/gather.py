@@ -13,15 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gspo_mega.base import beats
+from gspo_mega.base import progress
 from gspo_mega.base.errors import ModelError
+from gspo_mega.checkpoint.hf_folder import stacked
 from gspo_mega.checkpoint.quantized import plain_values
-from gspo_mega.checkpoint.stacked_tensors import stacked
-from gspo_mega.engine.collectives import all_gather_json, raise_together
 from gspo_mega.engine.parameter_names import canonical_parameters, replica_group, table_by_parameter, tensor_group
-from gspo_mega.models.families import TensorEntry, parameter_blocks
+from gspo_mega.engine.process_groups import all_gather_json, raise_together
 from gspo_mega.models.spec import ModelSpec
-from gspo_mega.models.stacked import Stacking, stackings
+from gspo_mega.models.tensors import Stacking, TensorEntry, parameter_blocks, stackings
 
 if TYPE_CHECKING:
     from gspo_mega.engine.model import PolicyModel
@@ -123,7 +122,7 @@ class PolicyTensors:
     def _gather(
         self, parameter: str, entries: list[TensorEntry], dtype: torch.dtype
     ) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-        beats.beat()
+        progress.beat()
         group = tensor_group(self.groups, entries[0])
         share = self._values(parameter).to(entry_dtype(entries[0], dtype))
         if group.size == 1 or entries[0].sharding == "replicated":

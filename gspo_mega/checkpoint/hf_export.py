@@ -1,7 +1,7 @@
 """Export: the policy as a Hugging Face folder, written by all ranks that own tensors.
 
 Owns files, index and manifest of one folder, and that the folder appears complete or not at all.
-`sync/published_versions.py` owns the versions that a run keeps.
+`sync/publish.py` owns the versions that a run keeps.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from gspo_mega.base import durable
+from gspo_mega.base import atomic_io
 from gspo_mega.base.errors import ModelError, PublishError
-from gspo_mega.base.guarded_files import read_json_file
-from gspo_mega.checkpoint.carried_layers import CarriedLayers
+from gspo_mega.base.untrusted import read_json_file
 from gspo_mega.checkpoint.gather import PolicyTensors
 from gspo_mega.checkpoint.hf_folder import INDEX_NAME, SINGLE_NAME
-from gspo_mega.checkpoint.quantize_published import PublishedForm, plain_form
-from gspo_mega.engine.collectives import all_gather_json, raise_together
+from gspo_mega.checkpoint.mtp_layers import CarriedLayers
+from gspo_mega.checkpoint.quantized import PublishedForm, plain_form
+from gspo_mega.engine.process_groups import all_gather_json, raise_together
 from gspo_mega.models.block_fp8 import KEY as QUANTIZATION_KEY
 from gspo_mega.models.block_fp8 import quantization_config
-from gspo_mega.models.description import description_files
+from gspo_mega.models.huggingface import description_files
 from gspo_mega.models.spec import BlockFp8, ModelSpec
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from gspo_mega.engine.process_groups import ParallelGroups
 
 MANIFEST_NAME = "manifest.json"
-sync = durable.sync
+sync = atomic_io.sync
 DTYPE_NAMES = {
     torch.float32: "float32",
     torch.bfloat16: "bfloat16",
@@ -210,9 +210,9 @@ class _Writer:
                 "sha256": tensor_digest(tensor),
                 "file": file,
             }
-        with durable.operation("publish.tensors"):
+        with atomic_io.operation("publish.tensors"):
             save_file(self._pending, self.folder / file, metadata={"format": "pt"})
-        durable.sync(self.folder / file, at="publish.sync")
+        atomic_io.sync(self.folder / file, at="publish.sync")
         with safe_open(self.folder / file, framework="pt") as saved:
             for name in self._pending:
                 if tensor_digest(saved.get_tensor(name)) != self.tensors[name]["sha256"]:
@@ -222,7 +222,7 @@ class _Writer:
 
     def rename(self, final_names: dict[str, str]) -> None:
         for file in self.files:
-            durable.rename(self.folder / file, self.folder / final_names[file], at="publish.name")
+            atomic_io.rename(self.folder / file, self.folder / final_names[file], at="publish.name")
 
 
 def _final_names(files: list[str]) -> dict[str, str]:
@@ -240,8 +240,8 @@ def _start(
     carried: list[CarriedLayers],
     end_token_ids: Sequence[int],
 ) -> None:
-    durable.remove_tree(staging, at="publish.clear")
-    durable.make_folder(staging, at="publish.folder")
+    atomic_io.remove_tree(staging, at="publish.clear")
+    atomic_io.make_folder(staging, at="publish.folder")
     edited = policy.config_json
     if carries:
         layers = CarriedLayers(source)
@@ -251,7 +251,7 @@ def _start(
     if end_token_ids:
         file = staging / "generation_config.json"
         generation = read_json_file(file) if file.exists() else {}
-        durable.atomic_write_json(file, {**generation, "eos_token_id": list(end_token_ids)}, at="publish.config")
+        atomic_io.atomic_write_json(file, {**generation, "eos_token_id": list(end_token_ids)}, at="publish.config")
 
 
 def copy_description(
@@ -269,7 +269,7 @@ def copy_description(
     Raises OSError, and ModelError for such a link.
     """
     for file in description_files(source):
-        durable.copy_file(file, target / file.name, at="publish.copy")
+        atomic_io.copy_file(file, target / file.name, at="publish.copy")
     config = read_json_file(source / "config.json")
     # Both spellings are in use.
     for key in ("dtype", "torch_dtype"):
@@ -282,7 +282,7 @@ def copy_description(
     config.pop(QUANTIZATION_KEY, None)
     if stored is not None:
         config[QUANTIZATION_KEY] = quantization_config(stored)
-    durable.atomic_write_json(target / "config.json", edited(config), at="publish.config")
+    atomic_io.atomic_write_json(target / "config.json", edited(config), at="publish.config")
 
 
 def _finish(staging: Path, out_dir: Path, manifest: dict[str, Any]) -> None:
@@ -291,12 +291,12 @@ def _finish(staging: Path, out_dir: Path, manifest: dict[str, Any]) -> None:
     if files != {SINGLE_NAME}:
         total = sum((staging / file).stat().st_size for file in files)
         index = {"metadata": {"total_size": total}, "weight_map": {n: t["file"] for n, t in tensors.items()}}
-        durable.atomic_write_json(staging / INDEX_NAME, index, at="publish.index")
-    durable.atomic_write_json(staging / MANIFEST_NAME, manifest, at="publish.manifest")
-    durable.sync(staging, at="publish.sync")
+        atomic_io.atomic_write_json(staging / INDEX_NAME, index, at="publish.index")
+    atomic_io.atomic_write_json(staging / MANIFEST_NAME, manifest, at="publish.manifest")
+    atomic_io.sync(staging, at="publish.sync")
     replaced = out_dir.with_name(out_dir.name + ".replaced")
-    durable.remove_tree(replaced, at="publish.drop")
+    atomic_io.remove_tree(replaced, at="publish.drop")
     if out_dir.exists():
-        durable.rename(out_dir, replaced, at="publish.aside")
-    durable.rename(staging, out_dir, at="publish.rename")
-    durable.remove_tree(replaced, at="publish.drop")
+        atomic_io.rename(out_dir, replaced, at="publish.aside")
+    atomic_io.rename(staging, out_dir, at="publish.rename")
+    atomic_io.remove_tree(replaced, at="publish.drop")

@@ -1,18 +1,33 @@
-"""Reading a Hugging Face folder of safetensors: the file and shape of each tensor, and slices of it.
+"""Reading a folder whose linear layers are FP8 blocks: their values, whole or in slices, as if they were plain.
+
+Owns joining a weight with its scales, and the check that each has exactly its own. `models/block_fp8.py` owns names and
+shapes, `gspo_mega.algorithm` the arithmetic.
+
+Reading a Hugging Face folder of safetensors: the file and shape of each tensor, and slices of it.
 
 Owns the folder on disk, a single file or sharded with an index. Knows nothing of models or ranks.
+
+Stacked tensors of experts (`models/tensors.py`) as values: put together for files and servers, and read apart.
+
+Owns the place of one expert's tensor in the stack, and the reading of folders that have stacks, plain or in MXFP4 as
+gpt-oss is published.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from gspo_mega.algorithm.fp8 import dequantize_blocks, dequantize_fp4
 from gspo_mega.base.errors import ModelError
-from gspo_mega.base.guarded_files import open_regular, read_json_file
+from gspo_mega.base.untrusted import open_regular, read_json_file
+from gspo_mega.models.block_fp8 import SCALE_SUFFIX, is_quantizable, is_quantized, scale_name, scale_shape
+from gspo_mega.models.huggingface import read_stored
+from gspo_mega.models.spec import BlockFp8, ModelSpec
+from gspo_mega.models.tensors import TensorEntry, hf_tensors, is_stacked, stackings
 
 # What safetensors calls the types that weights may have.
 _FLOATS = ("BF16", "F16", "F32", "F64")
@@ -151,3 +166,232 @@ def check_names_and_shapes(
         if (wrong := folder.type_problem(name)) is not None:
             problems.append(wrong)
     return problems + folder.problems(may_be_there)
+
+
+BLOCKS, SCALES = "_blocks", "_scales"
+_FP4_DTYPE = "U8"
+
+
+def part_of(whole: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
+    """One expert's tensor [entry.shape] in its stack: a view."""
+    assert entry.stack is not None and entry.expert is not None
+    rows = whole[entry.expert][..., entry.stack.first :: entry.stack.step]
+    return rows.t() if len(entry.shape) == 2 else rows
+
+
+def stacked(
+    spec: ModelSpec, tensors: Iterator[tuple[TensorEntry, torch.Tensor]]
+) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+    """Tensors as files have them, from those of `hf_tensors` in its order: (entry, tensor [entry.shape]). The parts of
+    a stack follow each other, and all of them or none are there.
+    """
+    wholes = {part.name: (whole, len(parts)) for whole, parts in stackings(hf_tensors(spec)) for part in parts}
+    begun: torch.Tensor | None = None
+    missing = 0
+    for entry, tensor in tensors:
+        if entry.stack is None:
+            yield entry, tensor
+            continue
+        whole, count = wholes[entry.name]
+        if begun is None:
+            begun, missing = torch.empty(whole.shape, dtype=tensor.dtype, device=tensor.device), count
+        part_of(begun, entry).copy_(tensor)
+        missing -= 1
+        if not missing:
+            yield whole, begun
+            begun = None
+
+
+class StackedFolder(HuggingFaceFolder):
+    """A folder of a model `spec` whose experts are stacked. `files` has the stacks; `read` takes the names of
+    `hf_tensors`, too. Weights in MXFP4 read as float32, and `files` has them under their plain names.
+    """
+
+    def __init__(self, folder: str | Path, spec: ModelSpec) -> None:
+        super().__init__(folder)
+        self._parts: dict[str, TensorEntry] = {}
+        self._packed: dict[str, tuple[int, ...]] = {}
+        for whole, parts in stackings(hf_tensors(spec)):
+            self._parts |= {part.name: part for part in parts if part.stack is not None}
+            if spec.stored_fp4 and parts[0].stack is not None and len(whole.shape) == 3:
+                self._packed[whole.name] = whole.shape
+        self._stored_files = dict(self.files)
+        for name in self._packed:
+            file = self.files.pop(name + BLOCKS, None)
+            self.files.pop(name + SCALES, None)
+            if file is not None:
+                self.files[name] = file
+
+    @property
+    def all_files(self) -> dict[str, str]:
+        return self._stored_files
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name not in self._packed:
+            return super().shape(name)
+        experts, rows, runs, half = self._stored(name + BLOCKS).get_shape()
+        return experts, runs * half * 2, rows
+
+    def stored_dtype(self, name: str) -> str:
+        return self._stored(name + BLOCKS).get_dtype() if name in self._packed else super().stored_dtype(name)
+
+    def file_of(self, name: str) -> str:
+        entry = self._parts.get(name)
+        return self.files[name if entry is None or entry.stack is None else entry.stack.name]
+
+    def type_problem(self, name: str) -> str | None:
+        """As of a plain folder; the types of MXFP4 weights are `problems`' business."""
+        return None if name in self._packed else super().type_problem(name)
+
+    def problems(self, may_be_there: Callable[[str], bool]) -> list[str]:
+        """What does not fit of MXFP4 weights: scales that are missing or of another shape, and other types."""
+        found = []
+        for name in self._packed:
+            if name not in self.files:
+                continue
+            if name + SCALES not in self._stored_files:
+                found.append(f"missing: {name}{SCALES}, the scales of {name}{BLOCKS}")
+                continue
+            blocks, scales = self._stored(name + BLOCKS), self._stored(name + SCALES)
+            found += [
+                f"wrong type: {name}{kind} is {part.get_dtype()}; MXFP4 is {_FP4_DTYPE}"
+                for kind, part in ((BLOCKS, blocks), (SCALES, scales))
+                if part.get_dtype() != _FP4_DTYPE
+            ]
+            if list(scales.get_shape()) != list(blocks.get_shape())[:3]:
+                found.append(
+                    f"wrong shape: {name}{SCALES} is {list(scales.get_shape())}, the blocks make it"
+                    f" {list(blocks.get_shape())[:3]}"
+                )
+        return found
+
+    def read(self, name: str, dim: int = 0, start: int = 0, length: int | None = None) -> torch.Tensor:
+        """As of a plain folder, for the tensors of one expert, too."""
+        entry = self._parts.get(name)
+        if entry is None:
+            return super().read(name, dim, start, length)
+        whole = self._expert(entry)
+        return whole if length is None and start == 0 else whole.narrow(dim, start, length or whole.shape[dim] - start)
+
+    def _expert(self, entry: TensorEntry) -> torch.Tensor:
+        stack, expert = entry.stack, entry.expert
+        assert stack is not None and expert is not None
+        if stack.name not in self._packed:
+            rows = self._stored(stack.name)[expert : expert + 1][0][..., stack.first :: stack.step]
+            return (rows.t() if len(entry.shape) == 2 else rows).contiguous()
+        blocks, scales = (self._stored(stack.name + kind)[expert : expert + 1][0] for kind in (BLOCKS, SCALES))
+        rows = slice(stack.first, None, stack.step)
+        try:
+            return dequantize_fp4(blocks[rows], scales[rows])
+        except ValueError as error:
+            raise ModelError(f"{stack.name}{SCALES}: expert {expert}: {error}") from error
+
+    def _stored(self, name: str):
+        return self._slice(name, self._stored_files.get(name))
+
+
+# Qwen3-FP8 stores scales in bfloat16, DeepSeek-V3 in float32; the last is a power of two in one byte.
+_SCALE_DTYPES = {"F32", "BF16", "F8_E8M0"}
+_DATA_DTYPE = "F8_E4M3"
+
+
+def open_folder(folder: str | Path, spec: ModelSpec) -> HuggingFaceFolder:
+    """The folder's tensors as plain values, in whichever layout its config.json says it is. Raises ModelError."""
+    if is_stacked(spec):
+        return StackedFolder(folder, spec)
+    stored = read_stored(folder)
+    return HuggingFaceFolder(folder) if stored is None else BlockFolder(folder, spec, stored)
+
+
+class BlockFolder(HuggingFaceFolder):
+    """A folder of a model `spec` in the layout `stored`. `files` has the weights without their scales; a quantised
+    weight reads as float32.
+    """
+
+    def __init__(self, folder: str | Path, spec: ModelSpec, stored: BlockFp8) -> None:
+        super().__init__(folder)
+        self._stored = stored
+        entries = hf_tensors(spec)
+        self._quantized = {entry.name: entry.shape for entry in entries if is_quantized(stored, entry)}
+        self._listed = {entry.name for entry in entries if is_quantizable(entry)} - self._quantized.keys()
+        self._own = {entry.name for entry in entries}
+        self._scale_files = {name: file for name, file in self.files.items() if name.endswith(SCALE_SUFFIX)}
+        self.files = {name: file for name, file in self.files.items() if name not in self._scale_files}
+
+    @property
+    def all_files(self) -> dict[str, str]:
+        return self.files | self._scale_files
+
+    def type_problem(self, name: str) -> str | None:
+        """As of a plain folder; where FP8 is right, `problems` says."""
+        return None if self.stored_dtype(name).startswith("F8") else super().type_problem(name)
+
+    def problems(self, may_be_there: Callable[[str], bool]) -> list[str]:
+        """What does not fit: scales that are missing, superfluous or of another shape; weights that are FP8 and should
+        not be, or the other way round. Missing weights and their shapes are `check_names_and_shapes`'.
+        """
+        found = []
+        for name in self.files:
+            if name not in self._own:
+                continue
+            kind = self.stored_dtype(name)
+            if name in self._quantized:
+                found += (
+                    [f"not quantised: {name} is {kind}, and config.json lists no such module in modules_to_not_convert"]
+                    if kind != _DATA_DTYPE
+                    else []
+                )
+                found += self._scale_problems(name)
+            elif kind.startswith("F8"):
+                why = "config.json's modules_to_not_convert lists it" if name in self._listed else "its kind is never"
+                found.append(f"quantised: {name} is {kind}, and {why}{'' if name in self._listed else ' quantised'}")
+        for name in self._scale_files:
+            weight = name.removesuffix(SCALE_SUFFIX)
+            if weight not in self._quantized and not may_be_there(weight):
+                found.append(f"unexpected: {name}, scales of a tensor that is not quantised")
+        return found
+
+    def _scale_problems(self, name: str) -> list[str]:
+        scales, shape = scale_name(name), list(scale_shape(self._quantized[name], self._stored.block))
+        if scales not in self._scale_files:
+            return [f"missing: {scales} {shape}, the scales of {name}"]
+        part = self._scale_slice(scales)
+        if (kind := part.get_dtype()) not in _SCALE_DTYPES:
+            return [f"wrong type: {scales} is {kind}; scales are one of {', '.join(sorted(_SCALE_DTYPES))}"]
+        if list(part.get_shape()) != shape:
+            rows, columns = self._stored.block
+            return [
+                f"wrong shape: {scales} is {list(part.get_shape())}, blocks of {rows} x {columns} of {name} make it"
+                f" {shape}"
+            ]
+        return []
+
+    def _scale_slice(self, scales: str):
+        return self._slice(scales, self._scale_files[scales])
+
+    def read(self, name: str, dim: int = 0, start: int = 0, length: int | None = None) -> torch.Tensor:
+        """As of a plain folder; a quantised weight is float32. Raises ModelError for scales that are no scales."""
+        if name not in self._quantized:
+            return super().read(name, dim, start, length)
+        size = self._quantized[name][dim]
+        stop, side = size if length is None else start + length, self._stored.block[dim]
+        first, last = start // side, -(-stop // side)
+        data = super().read(name, dim, first * side, min(last * side, size) - first * side)
+        scales = read_scales(self._scale_slice(scale_name(name))[:], self._stored, scale_name(name))
+        values = dequantize_blocks(data, scales.narrow(dim, first, last - first), self._stored.block)
+        return values.narrow(dim, start - first * side, stop - start)
+
+
+def read_scales(stored: torch.Tensor, layout: BlockFp8, name: str) -> torch.Tensor:
+    """The scales in float32, of the stored shape, exactly. Raises ModelError if one is negative or not finite, or not a
+    power of two where the layout says so; `name` is theirs.
+    """
+    scales = stored.float()
+    if not bool((torch.isfinite(scales) & (scales >= 0)).all()):
+        raise ModelError(f"{name}: has a scale that is negative or not finite")
+    mantissas = torch.frexp(scales).mantissa
+    if layout.power_of_two and not bool(((mantissas == 0.5) | (scales == 0)).all()):
+        raise ModelError(
+            f"{name}: has a scale that is not a power of two, as scale_fmt 'ue8m0' in config.json promises"
+        )
+    return scales

@@ -27,8 +27,7 @@ from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from gspo_mega.cpu.backend import is_cpu_backend
-from gspo_mega.engine.collectives import all_gather_json
-from gspo_mega.engine.process_groups import Group
+from gspo_mega.engine.process_groups import Group, all_gather_json
 
 # Bytes that a rank reads at a time, and elements that ranks exchange at a time, of one kind; one parameter at least.
 READ_BYTES, EXCHANGED_ELEMENTS = 2 * 1024**3, 2**27

@@ -3,6 +3,8 @@
 A pickle is a program: it may call any function that it names. The format's index (`.metadata`) is a pickle, and so are
 its byte entries. This unpickler allows the names that the formats themselves use (`ALLOWED`) and no others, whoever
 wrote the file. Megatron's own loader has no such list, so this module reads every file first and refuses unsafe ones.
+
+An error of Megatron's or torch's checkpoint code in one line. Owns the text only, not what is caught where.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -27,8 +30,15 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from gspo_mega.base.errors import CheckpointError
-from gspo_mega.base.guarded_files import open_regular, read_bytes, read_json_file
-from gspo_mega.checkpoint.error_text import first_cause
+from gspo_mega.base.untrusted import open_regular, read_bytes, read_json_file
+
+
+def first_cause(error: BaseException) -> str:
+    """The error in one line. A CheckpointException, which is not an Exception, has the errors of all ranks."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0]
+
 
 _DISTRIBUTED = "torch.distributed.checkpoint"
 # Classes of plain data, and functions that look a value up or make a tensor of given bytes.

@@ -25,13 +25,11 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
-from gspo_mega.base import durable
+from gspo_mega.base import atomic_io
 from gspo_mega.base.errors import CheckpointError
 from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.checkpoint import folders
-from gspo_mega.checkpoint.error_text import first_cause
-from gspo_mega.checkpoint.tensor_sources import MEGATRON_FOLDER
-from gspo_mega.checkpoint.train_state import (
+from gspo_mega.checkpoint.load import (
     CRITIC_FOLDER,
     TrainedModel,
     TrainState,
@@ -44,11 +42,13 @@ from gspo_mega.checkpoint.train_state import (
     rank_file,
     sharded_state,
 )
+from gspo_mega.checkpoint.safe_pickle import first_cause
+from gspo_mega.checkpoint.tensor_sources import MEGATRON_FOLDER
 from gspo_mega.config.schema import Checkpoint
-from gspo_mega.engine.collectives import all_gather_json, broadcast_json, raise_together
 from gspo_mega.engine.critic import CriticEngine
-from gspo_mega.engine.megatron_versions import asynchronous_save
 from gspo_mega.engine.policy import PolicyEngine
+from gspo_mega.engine.precision import asynchronous_save
+from gspo_mega.engine.process_groups import all_gather_json, broadcast_json, raise_together
 
 # In addition to the tensors: metadata, random state, state.json, and the rounding of a file system.
 _SPACE_FACTOR, _SPACE_BYTES = 1.02, 16 * 1024**2
@@ -158,7 +158,7 @@ class Saver:
         def make_room() -> None:
             folders.clear(self._run_folder)
             for name in (*self._models, "rng", *scales):
-                durable.make_folder(draft / name, at="save.folder")
+                atomic_io.make_folder(draft / name, at="save.folder")
 
         self._together(make_room, final, only_lead=True)
         record = {
@@ -173,7 +173,7 @@ class Saver:
         prepared: list[Any] = []
 
         def keep_random_state() -> None:
-            with durable.operation("save.random"):
+            with atomic_io.operation("save.random"):
                 save_file(random_state(), draft / rank_file("rng", groups.world.rank))
                 for name, one in scales.items():
                     save_file(one.state(), draft / rank_file(name, groups.world.rank))
@@ -188,7 +188,7 @@ class Saver:
                 if model.config.optimizer.distributed:  # the optimizer's tensors are copies already
                     trained = {key: part for key, part in trained.items() if key != "optimizer"}
                 changing = _memory_of(trained)
-                with durable.operation("save.common"):
+                with atomic_io.operation("save.common"):
                     request = dist_checkpointing.save(tensors[name], str(draft / name), **asynchronous_save())
                 prepared.append((request, self._copies(request, changing | _memory_of(trained))))
 
@@ -197,7 +197,7 @@ class Saver:
 
         def write() -> None:
             try:
-                with durable.operation("save.tensors"):
+                with atomic_io.operation("save.tensors"):
                     for request, buckets in prepared:
                         if request.async_fn is not None:
                             rank, _, results = request.async_fn_args
@@ -236,7 +236,7 @@ class Saver:
         needed = int(sum(all_gather_json(own, self._groups.host)) * _SPACE_FACTOR) + _SPACE_BYTES
 
         def check() -> None:
-            durable.make_folder(final.parent, at="save.folder")
+            atomic_io.make_folder(final.parent, at="save.folder")
             free = shutil.disk_usage(final.parent).free
             if free < needed:
                 raise OSError(
@@ -255,7 +255,7 @@ class Saver:
         )
 
         def finalize() -> None:
-            with durable.operation("save.index"):
+            with atomic_io.operation("save.index"):
                 for action in (action for request in writing.requests for action in request.finalize_fns):
                     action()
 
@@ -267,8 +267,8 @@ class Saver:
         }
 
         def commit() -> None:
-            durable.atomic_write_json(draft / "state.json", writing.record, at="save.state")
-            durable.sync_tree(draft, at="save.sync")
+            atomic_io.atomic_write_json(draft / "state.json", writing.record, at="save.state")
+            atomic_io.sync_tree(draft, at="save.sync")
             folders.put_in_place(self._run_folder, draft, final)
             folders.prune(
                 self._run_folder, writing.record["state"]["step"], self._settings.keep_last, self._settings.keep_every

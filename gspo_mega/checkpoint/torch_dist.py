@@ -2,7 +2,7 @@
 
 If layers are alike, a stored tensor holds a parameter of all layers (and experts), stacked in the first dimensions:
 `decoder.layers.mlp.linear_fc1.weight` is [layers, rows, columns], cut into chunks of any size. Megatron reads it into
-any tensor, pipeline and expert layout. Owns the place of a canonical parameter in it; `models/families.py` owns how
+any tensor, pipeline and expert layout. Owns the place of a canonical parameter in it; `models/tensors.py` owns how
 tensors are fused into parameters.
 
 The format's index (`.metadata`) is a pickle: `safe_pickle.py` reads it without running code.
@@ -31,10 +31,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from gspo_mega.base import durable
+from gspo_mega.base import atomic_io
 from gspo_mega.base.errors import CheckpointError
-from gspo_mega.base.guarded_files import open_regular
 from gspo_mega.base.run_folder import atomic_write_json
+from gspo_mega.base.untrusted import open_regular
 from gspo_mega.checkpoint.safe_pickle import FORMAT, read_index
 from gspo_mega.models.spec import ModelSpec
 
@@ -151,7 +151,7 @@ def write_index(folder: Path, chunks: list[dict[str, Any]]) -> None:
         stored.chunks.append(ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)))
         results.append(WriteResult(index, chunk.length, _StorageInfo(chunk.file, chunk.start, chunk.length)))
     torch.save({}, folder / "common.pt")
-    durable.sync(folder / "common.pt")
+    atomic_io.sync(folder / "common.pt")
     FileSystemWriter(folder).finish(Metadata(state_dict_metadata=dict(tensors)), [results])
     atomic_write_json(folder / "metadata.json", FORMAT)
 

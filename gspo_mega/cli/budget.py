@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from gspo_mega.verify.mismatch.conduct import budget  # needs numpy, which `--help` does not
+    from gspo_mega.verify.mismatch.run import budget  # needs numpy, which `--help` does not
 
     with Screen() as say:
         loaded = load_config(args.config, args.overrides, "budget")

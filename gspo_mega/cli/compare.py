@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from gspo_mega.verify.compare.compare_run import Request, compare, render  # needs numpy, which `--help` does not
+    from gspo_mega.verify.compare.run import Request, compare, render  # needs numpy, which `--help` does not
 
     names = [name.strip() for name in args.algorithms.split(",") if name.strip()]
     request = Request(args.run, names, args.weights, args.old, args.step, args.overrides)

@@ -11,8 +11,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from gspo_mega.report.difference_causes import cause, lines
-from gspo_mega.report.run_differences import compare
+from gspo_mega.report.differences import cause, compare, lines
 from gspo_mega.report.run_record import read_run
 
 

@@ -14,12 +14,10 @@ import argparse
 import socket
 from pathlib import Path
 
-from gspo_mega.base import two_pythons
-from gspo_mega.base.findings import Finding, render
-from gspo_mega.launcher.answer_deadline import DEADLINE_SECONDS, AnswerDeadline
-from gspo_mega.launcher.between_machines import Place, check_together
-from gspo_mega.launcher.machine_checks import check_machine
-from gspo_mega.launcher.server_variable import server_python_variable
+from gspo_mega.base import versions as two_pythons
+from gspo_mega.base.versions import Finding, render
+from gspo_mega.launcher.doctor import DEADLINE_SECONDS, AnswerDeadline, Place, check_machine, check_together
+from gspo_mega.launcher.server_python import server_python_variable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -143,8 +141,7 @@ def _check_tokenizer(folder: Path, tool_format: str) -> int:
     # The rest of the doctor works where none of these can be imported.
     from gspo_mega.agents.template_certificate import certify_template, summary
     from gspo_mega.data.chat import PromptEncoder, load_tokenizer
-    from gspo_mega.data.end_of_turn import run_end_tokens
-    from gspo_mega.data.template_suffix import SuffixRule
+    from gspo_mega.data.templates import SuffixRule, run_end_tokens
     from gspo_mega.models.huggingface import read_end_tokens
 
     configured = read_end_tokens(folder)

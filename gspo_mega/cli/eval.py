@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from gspo_mega.base.errors import ConfigError
-from gspo_mega.base.guarded_files import read_text
 from gspo_mega.base.run_folder import RunFolder, read_json
+from gspo_mega.base.untrusted import read_text
 from gspo_mega.cli.screen import Screen
 from gspo_mega.config import load_config
 from gspo_mega.config.prompt_sources import RESPONSES_FILE
-from gspo_mega.launcher.launch_local import launch
+from gspo_mega.launcher.local import launch
 
 # Nothing is trained, and no server is published to, whatever else is given.
 _NO_TRAINING = ("train=null", "sft=null")

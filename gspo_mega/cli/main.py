@@ -15,11 +15,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from gspo_mega import __version__
-from gspo_mega.base import proxies
+from gspo_mega.base import network
 from gspo_mega.base.errors import FolderError, GspoMegaError
-from gspo_mega.base.guarded_files import NoRegularFileError
-from gspo_mega.base.importing import uncollected
-from gspo_mega.base.printable import printable_output
+from gspo_mega.base.garbage import uncollected
+from gspo_mega.base.untrusted import NoRegularFileError, printable_output
 from gspo_mega.cli.screen import drop_standard_output, fill_standard_descriptors, show_error
 
 COMMANDS = {
@@ -43,8 +42,6 @@ COMMANDS = {
 }
 # Commands that run something: output that cannot be written does not change their exit code.
 RUNS = ("train", "sft", "reward-model", "eval", "serve", "certify", "budget", "compare")
-# Commands whose module has another name than they: a file name occurs once in the package.
-_OTHER_MODULES = {"completion": "shell_completion", "report": "run_report", "reward-model": "reward_model"}
 EXIT_USAGE = 2
 # The reader of the output is gone: the code that a shell reports for a program ended by SIGPIPE.
 EXIT_BROKEN_PIPE = 141
@@ -55,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     fill_standard_descriptors()
     # A log line that cannot be written is lost; Python would show a traceback for each.
     logging.raiseExceptions = False
-    proxies.keep_direct()
+    network.keep_direct()
     words = list(sys.argv[1:] if arguments is None else arguments)
     name = words[0] if words else ""
     try:
@@ -147,7 +144,7 @@ class Parser(argparse.ArgumentParser):
 
 def module_of(command: str) -> str:
     """The module that holds a command."""
-    return f"gspo_mega.cli.{_OTHER_MODULES.get(command, command)}"
+    return f"gspo_mega.cli.{command.replace('-', '_')}"
 
 
 def _help() -> str:

@@ -21,7 +21,7 @@ from gspo_mega.base.errors import ConfigError
 from gspo_mega.config import LoadedConfig, load_config, render_config, render_json_schema
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.plan import estimate, plan_run, refuse_what_does_not_fit, render_report
-from gspo_mega.plan.export import plan_json, plan_shell
+from gspo_mega.plan.report import plan_json, plan_shell
 from gspo_mega.plan.search import parse_grid, render_search, search_layouts
 
 

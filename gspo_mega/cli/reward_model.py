@@ -21,11 +21,11 @@ from gspo_mega.base.errors import ConfigError
 from gspo_mega.base.run_folder import RunFolder, read_json
 from gspo_mega.cli.screen import Screen
 from gspo_mega.config import load_config
-from gspo_mega.config.remote_rules import PLACEHOLDER
-from gspo_mega.data.jsonl import JsonlFile
+from gspo_mega.config.validate_rewards import PLACEHOLDER
+from gspo_mega.data.rows import JsonlFile
 
 if TYPE_CHECKING:
-    from gspo_mega.rewards.fit_data import Fitted, Fitting
+    from gspo_mega.rewards.fitting import Fitted, Fitting
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     _check(args)
-    from gspo_mega.rewards.fit_data import Fitting, examples_of, problem_of_row
+    from gspo_mega.rewards.fitting import Fitting, examples_of, problem_of_row
 
     how = Fitting(
         args.loss, args.train, args.epochs, args.lr or 1e-4, args.batch_size, args.max_tokens, args.held_out, args.seed
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         if fitted is None:
             return code
     else:
-        from gspo_mega.rewards.fit_reward_model import fit
+        from gspo_mega.rewards.fitting import fit
 
         fitted = fit(args.model, examples, args.out, how, print)
     if fitted.accuracy is not None:
@@ -104,8 +104,8 @@ def _check(args: argparse.Namespace) -> None:
 
 def _fit_by_ranks(args: argparse.Namespace, how: Fitting) -> tuple[int, Fitted | None]:
     """(the exit code, what was fitted or None). Raises ConfigError or PlanError before anything starts."""
-    from gspo_mega.launcher.launch_local import launch
-    from gspo_mega.rewards.fit_data import Fitted
+    from gspo_mega.launcher.local import launch
+    from gspo_mega.rewards.fitting import Fitted
 
     out = args.out.absolute()
     own = [f"model.path={args.model.resolve()}", f"run.dir={out.parent}", f"run.name={out.name}-fit"]

@@ -16,7 +16,7 @@ import sys
 import threading
 from typing import Any, TextIO
 
-from gspo_mega.base.printable import printable
+from gspo_mega.base.untrusted import printable
 
 # Its lines go to supervisor.log with the launcher's.
 logger = logging.getLogger("gspo_mega.launcher.screen")

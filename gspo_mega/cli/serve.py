@@ -17,21 +17,21 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from gspo_mega.base import descriptors
-from gspo_mega.base.addresses import address_problem
+from gspo_mega.base import processes
 from gspo_mega.base.errors import ConfigError, PublishError
+from gspo_mega.base.network import address_problem
 from gspo_mega.base.run_folder import Attempt, RunFolder, atomic_write_json
-from gspo_mega.checkpoint.server_start import CopyMaker, needed_copy
+from gspo_mega.checkpoint.served_folders import CopyMaker, needed_copy
 from gspo_mega.config import Config, load_config
 from gspo_mega.config.deadlines import preflight_seconds
 from gspo_mega.launcher.attempt_state import SILENCE_SECONDS, beats, read_state
-from gspo_mega.launcher.gpus_and_ports import device_here, task_of_step
 from gspo_mega.launcher.lease import hold
-from gspo_mega.rollout.server.copy_wait import StartCopy
+from gspo_mega.launcher.prepare import device_here, task_of_step
+from gspo_mega.rollout.server.multinode import PartSupervisor
 from gspo_mega.rollout.server.reward_server import own_model, reward_config, reward_folder
-from gspo_mega.rollout.server.supervise_part import PartSupervisor
-from gspo_mega.rollout.server.supervise_server import ServerSupervisor
-from gspo_mega.sync.software import ask
+from gspo_mega.rollout.server.start_weights import StartCopy
+from gspo_mega.rollout.server.supervise import ServerSupervisor
+from gspo_mega.sync.servers import ask
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         model = own_model(config, args.reward_model)
         config, attempt = reward_config(config, model), reward_folder(attempt, model.name)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    descriptors.raise_limit()  # the server's processes inherit it: each open request has a connection
+    processes.raise_limit()  # the server's processes inherit it: each open request has a connection
     if args.reward_model is not None:
         return ServerSupervisor(config, attempt, index, start=Path(config.model.path), classifies=True).run()
     if part > 0:

@@ -10,7 +10,7 @@ import argparse
 
 from gspo_mega.cli.screen import Screen
 from gspo_mega.config import load_config
-from gspo_mega.launcher.launch_local import launch
+from gspo_mega.launcher.local import launch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

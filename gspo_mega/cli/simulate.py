@@ -18,12 +18,9 @@ from pathlib import Path
 from gspo_mega.base.errors import ConfigError
 from gspo_mega.config import load_config
 from gspo_mega.plan import estimate, plan_run
-from gspo_mega.verify.simulate.fit_rates import read_measured
-from gspo_mega.verify.simulate.job import check_simulated
-from gspo_mega.verify.simulate.lengths import read_lengths
-from gspo_mega.verify.simulate.outcome import Asked, simulate
-from gspo_mega.verify.simulate.sim_chart import draw_outcome
-from gspo_mega.verify.simulate.sim_report import outcome_json, render_outcome
+from gspo_mega.verify.simulate.job import check_simulated, read_lengths
+from gspo_mega.verify.simulate.outcome import Asked, read_measured, simulate
+from gspo_mega.verify.simulate.report import draw_outcome, outcome_json, render_outcome
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from gspo_mega.cli.screen import Screen
 from gspo_mega.config import load_config
-from gspo_mega.launcher.launch_local import launch
-from gspo_mega.launcher.slurm.launch_job import launch_slurm
+from gspo_mega.launcher.local import launch
+from gspo_mega.launcher.slurm.job import launch_slurm
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,7 +1,7 @@
 """Which deadline must be shorter than which: one table for all that a configuration can set.
 
 Owns those relations and the fixed deadlines of a run. Relations that need an estimate are
-`plan/stop_deadlines.py`'s, those of a Slurm job's time `launcher/slurm/job_size.py`'s.
+`plan/estimate.py`'s, those of a Slurm job's time `launcher/slurm/size.py`'s.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from gspo_mega.config.episode_lengths import is_one_turn
+from gspo_mega.config.derived import is_one_turn
 from gspo_mega.config.schema import Config
 
 # A collective without progress for this time never finishes.

@@ -1,30 +1,175 @@
 """A run's YAML file and overrides to a checked `Config`: the one way in.
 
 Owns positions, the shorthands (`reward: name`) and the order of the checks: syntax, schema, then the rules
-between keys (`rules.py`). Everything wrong at one stage is reported at once, one line per problem.
+between keys (`validate.py`). Everything wrong at one stage is reported at once, one line per problem.
 Imports neither torch nor numpy: it runs on a login node.
+
+`key.sub=value` from the command line, laid over a parsed document before it is validated.
+
+Values are read by the same YAML rules as files; `data.sources.0.path=x` addresses list entries. The
+validation (`loader.py`) checks that the key exists and the value fits, and names the override.
+
+The shorthands of the section `metrics`, expanded in the tree of the YAML before the schema reads it.
+
+A `Config` as YAML text with every value written out: `config.resolved.yaml`.
+
+What is written loads back to an equal configuration, and other YAML readers see the same values: text that
+any of them would take for something else is quoted.
+
+The schema for editors: completion, descriptions and range checks while a YAML file is written.
 """
 
 from __future__ import annotations
 
 import errno
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import ValidationError
 
 from gspo_mega.base.errors import ConfigError
-from gspo_mega.base.guarded_files import NoRegularFileError, read_bytes
+from gspo_mega.base.untrusted import NoRegularFileError, read_bytes
 from gspo_mega.config.explain import explain
-from gspo_mega.config.metric_shorthands import expand_metrics
-from gspo_mega.config.objective_rules import resolve_defaults
-from gspo_mega.config.overrides import apply_override, parse_overrides
-from gspo_mega.config.rules import check_rules
-from gspo_mega.config.schema import Config
-from gspo_mega.config.strict_yaml import KeyPath, Position, parse
+from gspo_mega.config.schema import Config, Metrics
+from gspo_mega.config.strict_yaml import KeyPath, Position, implicit_resolvers, parse
+from gspo_mega.config.validate import check_rules
+from gspo_mega.config.validate_learning import resolve_defaults
+
+
+@dataclass(frozen=True)
+class Override:
+    text: str
+    path: tuple[str, ...]
+    value: Any
+
+
+def parse_overrides(texts: Sequence[str]) -> tuple[list[Override], list[str]]:
+    """Read all of them; returns (overrides, problem lines), a line for each one that cannot be read."""
+    overrides, problems = [], []
+    for text in texts:
+        key, separator, written = text.partition("=")
+        path = tuple(key.strip().split("."))
+        if not separator:
+            problems.append(f"override {text!r}: no `=` in it; write key=value, for example train.num_steps=10")
+        elif not all(path):
+            problems.append(f"override {text!r}: the key {key!r} has an empty part; write section.key=value")
+        else:
+            document = parse(written)
+            problems += [f"override {text!r}: {key}: {problem.text}" for problem in document.problems]
+            if not document.problems:
+                overrides.append(Override(text, path, document.value))
+    return overrides, problems
+
+
+def apply_override(tree: dict[str, Any], override: Override) -> tuple[KeyPath | None, str | None]:
+    """Change `tree` in place. Returns (path as in the tree, None), or (None, problem line).
+
+    Sections that are absent or empty (null) are made; list entries must exist.
+    """
+    node: Any = tree
+    path: list[str | int] = []
+    for index, part in enumerate(override.path):
+        last = index == len(override.path) - 1
+        if isinstance(node, list):
+            if not part.isdecimal() or int(part) >= len(node):
+                entries = f"entries 0 to {len(node) - 1}" if node else "no entries"
+                return None, f"override {override.text!r}: {_dotted(path)} is a list with {entries}, not {part!r}"
+            path.append(int(part))
+            if last:
+                node[int(part)] = override.value
+            elif node[int(part)] is None:
+                node[int(part)] = {}
+            node = node[int(part)]
+        elif isinstance(node, dict):
+            path.append(part)
+            if last:
+                node[part] = override.value
+            elif node.get(part) is None:
+                node[part] = {}
+            node = node[part]
+        else:
+            return None, f"override {override.text!r}: {_dotted(path)} is {node!r}, a value without keys inside"
+    return tuple(path), None
+
+
+def _dotted(path: Sequence[str | int]) -> str:
+    return ".".join(map(str, path))
+
+
+_SINKS = ("metrics", "sinks")
+
+
+def expand_metrics(metrics: dict[str, Any], origins: dict[KeyPath, Position | str]) -> None:
+    """A sink's name alone is short for {sink: NAME}. The older key `tensorboard` puts the sink of that name into
+    `sinks` or takes it out.
+    """
+    sinks = metrics.get("sinks")
+    if isinstance(sinks, list):
+        for number, name in enumerate(sinks):
+            if isinstance(name, str):
+                sinks[number] = {"sink": name}
+                where = origins.get((*_SINKS, number), origins.get(_SINKS, origins.get(("metrics",), "")))
+                origins[(*_SINKS, number)] = origins[(*_SINKS, number, "sink")] = where
+    if not isinstance(metrics.get("tensorboard"), bool) or not isinstance(sinks, list | None):
+        return
+    wanted = metrics.pop("tensorboard")
+    if sinks is None:
+        sinks = metrics["sinks"] = [{"sink": one.sink} for one in Metrics().sinks]
+        origins.setdefault(_SINKS, origins.get(("metrics", "tensorboard"), ""))
+    others = [one for one in sinks if not (isinstance(one, dict) and one.get("sink") == "tensorboard")]
+    if not wanted:
+        sinks[:] = others
+    elif len(others) == len(sinks):
+        sinks.append({"sink": "tensorboard"})
+
+
+def _union_of_resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
+    """Ours first, so that `1e-06` may stand as a number; YAML 1.1's after them, so that the text `no` is quoted."""
+    table = {first: list(entries) for first, entries in implicit_resolvers().items()}
+    for first, entries in yaml.resolver.Resolver.yaml_implicit_resolvers.items():
+        table.setdefault(first, []).extend(entries)
+    return table
+
+
+class _Dumper(yaml.SafeDumper):
+    yaml_implicit_resolvers = _union_of_resolvers()
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+def _represent_text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
+    # Only double quotes escape line breaks (there are five in Unicode); other styles fold them.
+    style = '"' if any(character in value for character in "\n\r\x85\u2028\u2029") else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
+def render_config(config: Config) -> str:
+    """YAML text in the schema's order; `load_config` of it gives an equal Config."""
+    values = config.model_dump(mode="json")
+    return yaml.dump(
+        values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=10_000
+    )
+
+
+def render_json_schema() -> str:
+    """JSON Schema (draft 2020-12) of a run's file, with its shorthand; ends in a newline."""
+    schema = Config.model_json_schema()
+    for properties, key, description in (
+        (schema["properties"], "reward", "A built-in verifier's name, or package.module:function."),
+        (schema["$defs"]["Rollout"]["properties"], "episode", "A built-in episode, or package.module:function."),
+    ):
+        properties[key] = {"anyOf": [{"type": "string", "description": description}, properties[key]]}
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "gspo_mega run"}
+    return json.dumps(schema, indent=2) + "\n"
 
 
 @dataclass(frozen=True)

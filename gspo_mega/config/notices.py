@@ -1,6 +1,6 @@
 """Settings that are allowed and change what a run's numbers mean: a line for each, shown at its start and its end.
 
-Owns no error; those are `rules.py`'s.
+Owns no error; those are `validate.py`'s.
 """
 
 from __future__ import annotations
@@ -8,13 +8,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from gspo_mega.config.critic_config import critic_of, critic_path, penalises_kl, policy_steps
-from gspo_mega.config.episode_rules import episode_notices
-from gspo_mega.config.old_pass import corrects, makes_old_pass
+from gspo_mega.config.algorithms import RECIPES
+from gspo_mega.config.derived import corrects, critic_of, critic_path, makes_old_pass, penalises_kl, policy_steps
 from gspo_mega.config.prompt_sources import eval_sets, own_rewards
-from gspo_mega.config.recipes import RECIPES
 from gspo_mega.config.schema import Config, Fp8, Objective
-from gspo_mega.config.staleness_rules import staleness_notices
+from gspo_mega.config.validate_episodes import episode_notices
+from gspo_mega.config.validate_learning import staleness_notices
 
 
 def notices(config: Config) -> Iterator[str]:

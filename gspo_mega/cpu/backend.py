@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._device import _device_constructors
 
-from gspo_mega.cpu import te_attention, te_loading
+from gspo_mega.cpu import te_layers, te_loading
 
 _CPU = torch.device("cpu")
 _FACTORIES = (
@@ -161,7 +161,7 @@ def _complete_megatron() -> None:
     from megatron.core.post_training.modelopt.layers import Linear
 
     if te_loading.is_loaded():
-        te_attention.replace_kernel()
+        te_layers.replace_kernel()
     else:
         multi_latent_attention.HAVE_TE = False
         multi_latent_attention.Linear = Linear

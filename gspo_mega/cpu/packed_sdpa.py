@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
-from gspo_mega.algorithm.context_positions import local_positions
+from gspo_mega.algorithm.terms import local_positions
 
 
 @dataclass

@@ -159,7 +159,7 @@ def get_cublasLt_version() -> int:
 
 @kernel
 def get_cudnn_version() -> int:
-    """A version that Transformer Engine accepts. Its attention is never called: see `te_attention.py`."""
+    """A version that Transformer Engine accepts. Its attention is never called: see `te_layers.py`."""
     return 91900
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from gspo_mega.algorithm import fp8, microscaling
+from gspo_mega.algorithm import fp8
+from gspo_mega.algorithm import fp8 as microscaling
 from gspo_mega.cpu.te_extension import kernel, torch_dtype
 from gspo_mega.cpu.te_quantized import build, dequantized, empty_buffers, fill, quantized_buffers, transposed
 

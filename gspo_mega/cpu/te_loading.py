@@ -1,6 +1,6 @@
 """Transformer Engine's released Python in a process without a GPU.
 
-Owns how a process says that it computes with it (the variable of `config/layer_library.py`, which a rank sets from its
+Owns how a process says that it computes with it (the variable of `config/derived.py`, which a rank sets from its
 configuration), where its wheel lies, and what has to stand in for the parts that cannot be imported here: the compiled
 extension (`te_extension.py`) and the ONNX export. Nothing is written into the wheel's folder. The kernels are in the
 `te_*.py` beside this file.
@@ -21,18 +21,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from gspo_mega.base.errors import ModelError
-from gspo_mega.config.block_scales import block_scale_variable
-from gspo_mega.config.layer_library import TRANSFORMER_ENGINE_VARIABLE as VARIABLE
-from gspo_mega.config.layer_library import wheel_folder
+from gspo_mega.config.derived import TRANSFORMER_ENGINE_VARIABLE as VARIABLE
+from gspo_mega.config.derived import block_scale_variable, wheel_folder
 
 _SETS_UP = "launch/setup.sh"
 # Each puts its functions into the extension when it is imported, which has to be before Transformer Engine copies them.
 _KERNELS: tuple[str, ...] = (
     "te_fp8",
-    "te_products",
-    "te_norms",
-    "te_activations",
-    "te_rotary",
+    "te_layers",
     "te_rows",
     "te_optimizer",
 )
@@ -84,7 +80,7 @@ def load_transformer_engine(folder: Path | None = None) -> None:
     sys.path.append(str(folder))
     _import_without_library(folder)
     importlib.import_module("gspo_mega.cpu.te_device").pretend()
-    importlib.import_module("gspo_mega.cpu.te_token_rows").replace_kernels()
+    importlib.import_module("gspo_mega.cpu.te_rows").replace_kernels()
     _loaded = True
 
 

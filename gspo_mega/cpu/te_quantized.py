@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from gspo_mega.algorithm import fp8, microscaling
+from gspo_mega.algorithm import fp8
+from gspo_mega.algorithm import fp8 as microscaling
 from gspo_mega.cpu.te_extension import torch_dtype
 
 BLOCK = 128

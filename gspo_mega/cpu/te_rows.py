@@ -1,4 +1,13 @@
-"""Transformer Engine's movements of rows on a CPU: the padding of each expert's rows, and the permutation of tokens by
+"""Transformer Engine's Triton kernels that move tokens to their experts' rows and back, as plain torch on a CPU.
+
+Each function has the name, the arguments and the result of one in `transformer_engine.pytorch.triton.permutation`, and
+stands in its place. Sums over a token's rows are fp32 and rounded once, as Triton's. Rows of FP8 numbers, and padding
+inside the permutation, have no function here: Megatron permutes bf16 rows, and pads them later (`te_rows.py`).
+
+A row map [T, 2 E + 1] int32 has for token t the rows of its copies, then from column E on the experts of those rows,
+and in the last column their number.
+
+Transformer Engine's movements of rows on a CPU: the padding of each expert's rows, and the permutation of tokens by
 the indices of their experts.
 
 A row map [k * T] int32 has for the j-th expert of token t, at j * T + t, the row of its copy, or -1 if it is dropped.
@@ -7,7 +16,9 @@ Rows are added in fp32 and rounded once; a GPU adds them in their own dtype.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -105,3 +116,154 @@ def moe_unpermute_bwd(
     result = torch.zeros_like(input_fwd)
     result[rows[is_there].long()] = by_row[is_there].to(result.dtype)
     return result, by_prob
+
+
+_REPLACED = "transformer_engine.pytorch.triton.permutation"
+
+
+def replace_kernels() -> None:
+    """Let Transformer Engine call these functions. Call it once, after it is imported."""
+    module: Any = sys.modules[_REPLACED]
+    for function in (
+        make_row_id_map,
+        permute_with_mask_map,
+        unpermute_with_mask_map,
+        unpermute_with_mask_map_bwd_with_merging_probs,
+        make_chunk_sort_map,
+        sort_chunks_by_map,
+    ):
+        if not callable(getattr(module, function.__name__, None)):
+            raise RuntimeError(f"{_REPLACED} has no {function.__name__}: another Transformer Engine than 2.20")
+        setattr(module, function.__name__, function)
+
+
+def make_row_id_map(routing_map: torch.Tensor, num_tokens: int, num_experts: int) -> torch.Tensor:
+    """The row map of `routing_map` [T, E]: rows are ordered by expert, then by token."""
+    chosen = routing_map.bool()
+    rows = (chosen.t().reshape(-1).cumsum(0) - 1).reshape(num_experts, num_tokens).t()
+    experts = torch.argsort((~chosen).to(torch.uint8), dim=1, stable=True)  # a token's own come first
+    counts = chosen.sum(dim=1, keepdim=True)
+    there = torch.arange(num_experts) < counts
+    parts = [torch.where(there, rows.gather(1, experts), -1), torch.where(there, experts, -1), counts]
+    return torch.cat(parts, dim=1).to(torch.int32)
+
+
+def _copies(row_map: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(token, expert, row) of every copy: [copies] int64 each."""
+    there = torch.arange(num_experts) < row_map[:, -1:]
+    tokens = there.nonzero()[:, 0]
+    return tokens, row_map[:, num_experts:-1][there].long(), row_map[:, :num_experts][there].long()
+
+
+def _require_plain(**absent: object) -> None:
+    for name, value in absent.items():
+        if value is not None:
+            raise NotImplementedError(f"{_REPLACED}: {name} has no CPU function; Megatron's permutation uses none")
+
+
+def permute_with_mask_map(
+    inp: torch.Tensor,
+    row_id_map: torch.Tensor,
+    probs: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    pad_offsets: torch.Tensor | None,
+    num_tokens: int,
+    num_experts: int,
+    num_out_tokens: int,
+    hidden_size: int,
+    scale_hidden_dim: int | None,
+) -> tuple[torch.Tensor, None, torch.Tensor | None]:
+    """Each token's copies [rows, H], None, and the weights of those rows [rows] from `probs` [T, E]. A row of weight 0
+    is zero.
+    """
+    _require_plain(scale=scale, pad_offsets=pad_offsets)
+    tokens, experts, rows = _copies(row_id_map, num_experts)
+    output = inp.new_zeros(num_out_tokens, hidden_size)
+    if probs is None:
+        output[rows] = inp[tokens]
+        return output, None, None
+    weights = probs[tokens, experts]
+    output[rows] = torch.where((weights == 0)[:, None], 0, inp[tokens])
+    permuted = probs.new_zeros(num_out_tokens)
+    permuted[rows] = weights
+    return output, None, permuted
+
+
+def unpermute_with_mask_map(
+    inp: torch.Tensor,
+    row_id_map: torch.Tensor,
+    merging_probs: torch.Tensor | None,
+    permuted_probs: torch.Tensor | None,
+    pad_offsets: torch.Tensor | None,
+    num_tokens: int,
+    num_experts: int,
+    hidden_size: int,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The sum of each token's rows [T, H], weighed by `merging_probs` [T, E] if there are any; and `permuted_probs`
+    [rows] at their tokens and experts, [T, E] with zeros elsewhere.
+    """
+    _require_plain(pad_offsets=pad_offsets)
+    tokens, experts, rows = _copies(row_id_map, num_experts)
+    copies = inp[rows].float()
+    if merging_probs is not None:
+        copies = copies * merging_probs[tokens, experts].float()[:, None]
+    output = torch.zeros(num_tokens, hidden_size).index_add_(0, tokens, copies).to(inp.dtype)
+    if permuted_probs is None:
+        return output, None
+    probs = permuted_probs.new_zeros(num_tokens, num_experts)
+    probs[tokens, experts] = permuted_probs[rows]
+    return output, probs
+
+
+def unpermute_with_mask_map_bwd_with_merging_probs(
+    fwd_output_grad: torch.Tensor,
+    row_id_map: torch.Tensor,
+    fwd_input: torch.Tensor,
+    merging_probs: torch.Tensor,
+    pad_offsets: torch.Tensor | None,
+    num_tokens: int,
+    num_experts: int,
+    num_out_tokens: int,
+    hidden_size: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of the weighed sum: by its rows [rows, H], and by `merging_probs` [T, E]."""
+    _require_plain(pad_offsets=pad_offsets)
+    tokens, experts, rows = _copies(row_id_map, num_experts)
+    outer = fwd_output_grad[tokens].float()
+    by_row = fwd_output_grad.new_zeros(num_out_tokens, hidden_size)
+    by_row[rows] = (outer * merging_probs[tokens, experts].float()[:, None]).to(by_row.dtype)
+    by_prob = merging_probs.new_zeros(num_tokens, num_experts)
+    by_prob[tokens, experts] = (outer * fwd_input[rows].float()).sum(dim=1).to(by_prob.dtype)
+    return by_row, by_prob
+
+
+def make_chunk_sort_map(
+    split_sizes: torch.Tensor, sorted_indices: torch.Tensor, num_tokens: int, num_splits: int
+) -> torch.Tensor:
+    """Where each row goes when chunks of `split_sizes` rows are put into the order `sorted_indices`: [T] int32."""
+    sizes, order = split_sizes.long(), sorted_indices.long()
+    starts = torch.empty_like(sizes)
+    starts[order] = sizes[order].cumsum(0) - sizes[order]  # of each chunk in the result
+    shift = starts - (sizes.cumsum(0) - sizes)
+    return (torch.arange(num_tokens) + shift.repeat_interleave(sizes)).to(torch.int32)
+
+
+def sort_chunks_by_map(
+    inp: torch.Tensor,
+    row_id_map: torch.Tensor,
+    probs: torch.Tensor | None,
+    num_tokens: int,
+    hidden_size: int,
+    is_forward: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rows [T, H] and `probs` [T] to their new places, or back with `is_forward` false."""
+    places = row_id_map.long()
+
+    def moved(values: torch.Tensor) -> torch.Tensor:
+        if not is_forward:
+            return values[places]
+        result = torch.empty_like(values)
+        result[places] = values
+        return result
+
+    return moved(inp), None if probs is None else moved(probs)

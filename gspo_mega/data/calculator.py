@@ -10,7 +10,7 @@ A row is
 
 A call is written in brackets; a third of the problems (`47*86=`) need one call, the others two. The tool does the
 arithmetic, so what has to be learned is to ask for the right thing and to copy what comes back. Judging the last turn
-is `reward/`'s, the loop of turns `agents/tool_loop.py`'s.
+is `reward/`'s, the loop of turns `agents/driver.py`'s.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any, NamedTuple
 
-from gspo_mega.data import turns_template
-from gspo_mega.data.arithmetic import HELDOUT_EVERY, Split
+from gspo_mega.data import quickstart
+from gspo_mega.data.quickstart import HELDOUT_EVERY, Split
 
 # The quickstart's turns, and before them a system turn that names each tool and its arguments.
 CHAT_TEMPLATE = (
@@ -36,7 +36,7 @@ CHAT_TEMPLATE = (
     {{- '<|im_end|>\\n' }}
 {%- endif %}
 """
-    + turns_template.CHAT_TEMPLATE
+    + quickstart.CHAT_TEMPLATE
 )
 # Characters of the longest expression that the tool takes; `9801+99` has seven.
 LONGEST_EXPRESSION = 12

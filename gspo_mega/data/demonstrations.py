@@ -14,10 +14,9 @@ from typing import Any, TypeAlias
 
 from gspo_mega.config.prompt_sources import sources_of
 from gspo_mega.config.schema import Data
-from gspo_mega.data.chat import Message, PromptEncoder
-from gspo_mega.data.jsonl import Enough, Row, type_name
-from gspo_mega.data.messages import problem_of_message, read_message
+from gspo_mega.data.chat import Message, PromptEncoder, problem_of_message, read_message
 from gspo_mega.data.prompts import RowSource, encoder_of, missing_key, problem_of_prompt
+from gspo_mega.data.rows import Enough, Row, type_name
 
 # A conversation is rendered several times, which takes milliseconds where a prompt takes a tenth of one.
 NUM_CONVERSATIONS_SURVEYED = 1_000

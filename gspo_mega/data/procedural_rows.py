@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gspo_mega.base.durable import atomic_write_text
+from gspo_mega.base.atomic_io import atomic_write_text
 from gspo_mega.base.errors import DataError
-from gspo_mega.base.guarded_files import read_json_file
-from gspo_mega.base.line_process import LineProcess
+from gspo_mega.base.processes import LineProcess
+from gspo_mega.base.untrusted import read_json_file
 from gspo_mega.config.prompt_sources import HELD_OUT_FILE
-from gspo_mega.config.schema.data_sections import Data, ReasoningGymTask
+from gspo_mega.config.schema.data import Data, ReasoningGymTask
 
 _WORKER = Path(__file__).parents[1] / "rewards" / "reasoning_gym_worker.py"
 _MADE_BY = "made_by.json"

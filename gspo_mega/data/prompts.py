@@ -21,8 +21,8 @@ from gspo_mega.base.records import Prompt
 from gspo_mega.config.prompt_sources import sources_of
 from gspo_mega.config.schema import Data, Source
 from gspo_mega.data.chat import PromptEncoder
-from gspo_mega.data.jsonl import Enough, Row, type_name
 from gspo_mega.data.row_files import open_rows
+from gspo_mega.data.rows import Enough, Row, type_name
 
 # Rows that are encoded at the start to count the over-long ones, which takes a few seconds. Later rows are counted as
 # they are drawn.

@@ -2,7 +2,7 @@
 
 A forward hook adds (alpha / rank) B A x to what a linear layer returns, so that Megatron's layer stays as it is. Every
 parameter but those of adapters is frozen. Owns the computation; names and shapes are `models/low_rank.py`'s, whole
-tensors of adapters `checkpoint/adapter_tensors.py`'s.
+tensors of adapters `checkpoint/adapters.py`'s.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from torch.nn import functional
 
 from gspo_mega.config.schema import Lora
 from gspo_mega.engine.process_groups import Group, ParallelGroups
-from gspo_mega.models.families import TensorEntry, parameter_blocks
 from gspo_mega.models.low_rank import adapted, adapter_tensors, half_parameter
 from gspo_mega.models.spec import ModelSpec
+from gspo_mega.models.tensors import TensorEntry, parameter_blocks
 
 if TYPE_CHECKING:
     from gspo_mega.engine.model import PolicyModel

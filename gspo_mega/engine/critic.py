@@ -1,45 +1,140 @@
-"""CriticEngine: the value model of one run on one rank. Values of a mini-batch, advantages, value step.
+"""From a mini-batch's values and rewards to what both models train on: advantages of tokens, and returns.
 
-Owns the passes of the critic and what they share over context and data ranks. The model is a second one in the
-policy's layout and packs, with optimizer and schedule of its own; `algorithm/gae.py` and `algorithm/value_loss.py` have
-the maths.
+Owns the order of the acts over the packs of one mini-batch and their sums over data ranks; `algorithm/advantages.py`
+has the maths. Runs on last-stage ranks: the advantages are written into the packs, where the policy's loss finds them.
+
+The critic's head: a number for each chosen hidden state, and the model that owns it in place of an LM head.
+
+Owns the product in chunks and its gradient over tensor ranks. The head is whole on every tensor rank; all of them
+compute the same values from the same gathered states, so that its gradient needs no sum over them.
+
+CriticEngine: the value model of one run on one rank. Values of a mini-batch, advantages, value step.
+
+Owns the passes of the critic and what they share over context and data ranks. The model is a second one in the policy's
+layout and packs, with optimizer and schedule of its own; `algorithm/advantages.py` and `algorithm/losses.py` have the
+maths.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from torch.autograd.function import once_differentiable
 
-from gspo_mega.algorithm.value_loss import value_loss, value_sums
+from gspo_mega.algorithm.advantages import generalised_advantages, penalised_rewards, whitened
+from gspo_mega.algorithm.losses import value_loss, value_sums
 from gspo_mega.base.records import MicroBatch
 from gspo_mega.config.schema import Config
-from gspo_mega.engine.balancing import LoadBalancing
-from gspo_mega.engine.context_parallel import sum_over_context
-from gspo_mega.engine.data_parallel import wrap_data_parallel
-from gspo_mega.engine.device_batch import DeviceBatch, held_rows
-from gspo_mega.engine.expert_bias import ExpertBias
+from gspo_mega.engine.device_batch import DeviceBatch, held_rows, sum_over_context
 from gspo_mega.engine.forward_backward import Head, Pipeline
-from gspo_mega.engine.fp8_scales import Fp8Scales
 from gspo_mega.engine.losses import PassOutput, require_finite
-from gspo_mega.engine.megatron_optimizer import (
+from gspo_mega.engine.model import PolicyModel, build_chunks, transformer_config
+from gspo_mega.engine.optimizer import (
     StepResult,
     apply_gradients,
     build_optimizer,
     build_scheduler,
     reload_parameters,
     require_optimizer,
+    wrap_data_parallel,
     write_parameters,
 )
-from gspo_mega.engine.model import build_chunks, transformer_config
-from gspo_mega.engine.process_groups import ParallelGroups
-from gspo_mega.engine.routing import Routers, RoutingPass
-from gspo_mega.engine.value_head import ValueModel, token_values
+from gspo_mega.engine.precision import Fp8Scales
+from gspo_mega.engine.process_groups import Group, ParallelGroups
+from gspo_mega.engine.routing import ExpertBias, LoadBalancing, Routers, RoutingPass
 from gspo_mega.models.spec import ModelSpec
+
+
+class ValueModel(PolicyModel):
+    """A `PolicyModel` whose last stage owns `value_head` [1, H] of the model's dtype, zero at the start, and no LM
+    head. Embeddings are never tied to anything."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs | {"share_embeddings_and_output_weights": False})
+        if self.post_process:
+            del self.output_layer
+            self.value_head = torch.nn.Linear(
+                self.config.hidden_size, 1, bias=False, dtype=self.config.params_dtype, device="cpu"
+            )
+            torch.nn.init.zeros_(self.value_head.weight)
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Of the backbone and, on the last stage, the head."""
+        has_head, self.post_process = self.post_process, False  # Megatron would look for the LM head's tensor
+        try:
+            return super().sharded_state_dict(*args, **kwargs)
+        finally:
+            self.post_process = has_head
+
+    def value_weight(self) -> torch.Tensor:
+        """The head of the last stage: [1, H] of the model's dtype. Raises ValueError on other stages."""
+        self.await_parameters()
+        if not self.post_process:
+            raise ValueError("this chunk holds no value head; only the last pipeline stage does")
+        return self.value_head.weight
+
+
+class _ChunkedValues(torch.autograd.Function):
+    """h w^T for each row, widened chunk by chunk. hidden [N, H], weight [1, H] of one dtype; returns [N] float32, or
+    float64 if they are."""
+
+    @staticmethod
+    def forward(ctx, hidden: torch.Tensor, weight: torch.Tensor, chunk_rows: int) -> torch.Tensor:
+        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        column = weight[0].to(wide)
+        values = hidden.new_empty(hidden.size(0), dtype=wide)
+        for start in range(0, hidden.size(0), chunk_rows):
+            rows = slice(start, start + chunk_rows)
+            values[rows] = hidden[rows].to(wide) @ column
+        ctx.save_for_backward(hidden, weight)
+        ctx.chunk_rows = chunk_rows
+        return values
+
+    @staticmethod
+    @once_differentiable
+    # `once_differentiable` makes `ctx` positional; autograd passes it so.
+    def backward(ctx, *grad_outputs: torch.Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (grad_values,) = grad_outputs
+        hidden, weight = ctx.saved_tensors
+        column = weight[0].to(grad_values.dtype)
+        grad_hidden, grad_column = torch.empty_like(hidden), torch.zeros_like(column)
+        for start in range(0, hidden.size(0), ctx.chunk_rows):
+            rows = slice(start, start + ctx.chunk_rows)
+            grad_hidden[rows] = (grad_values[rows, None] * column).to(hidden.dtype)
+            grad_column += grad_values[rows] @ hidden[rows].to(grad_values.dtype)
+        return grad_hidden, grad_column[None].to(weight.dtype), None
+
+
+def token_values(
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    rows: torch.Tensor,
+    *,
+    tensor_group: Group,
+    sequence_parallel: bool,
+    chunk_rows: int,
+) -> torch.Tensor:
+    """The value of the state at each of `rows`: [N] float32 in the unit of rewards, the same on all tensor ranks.
+
+    hidden_states: [t, 1, H] of the model's dtype, the last stage's output; with `sequence_parallel` t is this tensor
+    rank's share. weight: [1, H] of that dtype, the same on all tensor ranks. rows: [N] int64, positions in this context
+    rank's (gathered) pack. chunk_rows: rows that are widened at once. Differentiable with respect to hidden_states and
+    weight. Collective over the tensor group with `sequence_parallel`.
+    """
+    hidden = hidden_states
+    if tensor_group.size > 1 and sequence_parallel:
+        # Every rank has the whole gradient of the gathered states, so each keeps its share of it and adds up nothing.
+        hidden = gather_from_sequence_parallel_region(
+            hidden, tensor_parallel_output_grad=False, group=tensor_group.group
+        )
+    return _ChunkedValues.apply(hidden.squeeze(1).index_select(0, rows), weight, chunk_rows)
 
 
 @dataclass
@@ -289,3 +384,102 @@ def own_part(micro_batch: MicroBatch, whole: torch.Tensor, groups: ParallelGroup
 def _places(micro_batch: MicroBatch, groups: ParallelGroups) -> torch.Tensor:
     held, rows = held_rows(micro_batch, groups)
     return (torch.from_numpy(micro_batch.loss_mask) > 0).cumsum(0)[held[rows]] - 1
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """How advantages are estimated. `discount`: gamma; `trace`: lambda; `bootstraps`: whether a sequence that was cut
+    off goes on with the value behind its last token, else with 0; `whitens`: whether the advantages of a mini-batch
+    get mean 0 and standard deviation 1, with `std_ddof` as in `whitened`; `kl_coefficient`: of the penalty in the
+    reward, 0 for none."""
+
+    discount: float
+    trace: float
+    bootstraps: bool
+    whitens: bool
+    kl_coefficient: float
+    std_ddof: int
+
+
+@dataclass
+class TokenRewards:
+    """The rewards of one micro-batch, whole and the same on all context ranks. `of_tokens` [M] float64: of its active
+    tokens, in the pack's order; `is_truncated` [S] bool: whether the sequence was cut off."""
+
+    of_tokens: torch.Tensor
+    is_truncated: torch.Tensor
+
+    @classmethod
+    def of(cls, pack: MicroBatch) -> TokenRewards:
+        """Those that a pack carries (`token_rewards`, `truncated`), on the host."""
+        assert pack.token_rewards is not None
+        of_tokens = torch.from_numpy(pack.token_rewards[pack.loss_mask > 0])
+        return cls(of_tokens, torch.from_numpy(pack.sequence["truncated"] > 0))
+
+
+@dataclass
+class LogProbs:
+    """The log-probs of the KL penalty for one micro-batch, [N] float32 nats of this rank's active tokens each: of the
+    policy that the advantages are of, and of the reference."""
+
+    old: torch.Tensor
+    reference: torch.Tensor
+
+
+def estimate_returns(
+    micro_batches: list[MicroBatch],
+    values: Sequence[Values],
+    rewards: Sequence[TokenRewards],
+    estimator: Estimator,
+    groups: ParallelGroups,
+    log_probs: Sequence[LogProbs] | None = None,
+) -> list[torch.Tensor]:
+    """Write `token_advantages` into the packs; returns the returns of this rank's active tokens, [N] float64 in the
+    unit of rewards, before any whitening, one tensor per micro-batch.
+
+    Call it on last-stage ranks with one of `values`, `rewards` and, for a KL penalty, `log_probs` per micro-batch.
+    Raises ValueError if `log_probs` are given without a coefficient or the other way round. Collective over the data
+    and context groups of those ranks.
+    """
+    if (estimator.kl_coefficient > 0) != (log_probs is not None):
+        raise ValueError(
+            f"the KL penalty's coefficient is {estimator.kl_coefficient:g}, but log-probs of the reference were"
+            f" {'not ' if log_probs is None else ''}given"
+        )
+    advantages: list[torch.Tensor] = []
+    returns: list[torch.Tensor] = []
+    for place, (pack, value, reward) in enumerate(zip(micro_batches, values, rewards, strict=True)):
+        before = whole_pack(pack, value.before, groups)
+        of_tokens = reward.of_tokens.to(before.device)
+        if log_probs is not None:
+            old, reference = (
+                whole_pack(pack, one, groups) for one in (log_probs[place].old, log_probs[place].reference)
+            )
+            of_tokens = penalised_rewards(of_tokens, old, reference, estimator.kl_coefficient)
+        behind = value.behind * reward.is_truncated.to(before.device) if estimator.bootstraps else None
+        ids = torch.from_numpy(pack.sequence_ids[pack.loss_mask > 0]).to(before.device)
+        advantage, whole_returns = generalised_advantages(
+            of_tokens,
+            before,
+            ids,
+            pack.num_sequences,
+            discount=estimator.discount,
+            trace=estimator.trace,
+            values_behind=behind,
+        )
+        advantages.append(advantage)
+        returns.append(own_part(pack, whole_returns, groups))
+    if estimator.whitens and advantages:
+        # Every context rank has the whole packs, so that the sums are over data ranks alone.
+        flat = whitened(torch.cat(advantages), lambda sums: _sum_over_data(sums, groups), std_ddof=estimator.std_ddof)
+        advantages = list(flat.split([len(one) for one in advantages]))
+    for pack, advantage in zip(micro_batches, advantages, strict=True):
+        pack.token_advantages = np.zeros(pack.num_tokens, np.float64)
+        pack.token_advantages[pack.loss_mask > 0] = advantage.cpu().numpy()
+    return returns
+
+
+def _sum_over_data(sums: torch.Tensor, groups: ParallelGroups) -> torch.Tensor:
+    if groups.data.size > 1:
+        dist.all_reduce(sums, group=groups.data.group)
+    return sums

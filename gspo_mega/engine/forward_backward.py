@@ -13,15 +13,15 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from gspo_mega.algorithm.finite import deferred
-from gspo_mega.base import beats
+from gspo_mega.algorithm.terms import deferred
+from gspo_mega.base import progress
 from gspo_mega.base.records import MicroBatch
 from gspo_mega.engine.device_batch import DeviceBatch, to_device
-from gspo_mega.engine.fp8_scales import held_scales
 from gspo_mega.engine.invariant_layers import is_batch_invariant
 from gspo_mega.engine.log_probs import token_log_probs
 from gspo_mega.engine.losses import PassOutput
 from gspo_mega.engine.model import PolicyModel
+from gspo_mega.engine.precision import held_scales
 from gspo_mega.engine.process_groups import ParallelGroups
 from gspo_mega.engine.routing import RoutingPass
 from gspo_mega.models.spec import ModelSpec
@@ -69,7 +69,7 @@ class Pipeline:
             index, batch = next(batches)
             with routing.forward(self._index_of(model), index, forward_only):
                 hidden = model(batch.token_ids, batch.position_ids, None, packed_seq_params=batch.packed)
-            beats.beat()
+            progress.beat()
             return hidden, lambda out: finish(batch, out)
 
         for model in self.models:

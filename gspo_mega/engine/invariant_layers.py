@@ -1,7 +1,7 @@
 """Megatron's plain layers with operations that do not depend on the batch: those of `engine.batch_invariant`.
 
 Owns what stands where in a layer; the operations are `gspo_mega.cpu`'s, which the servers call, too. What
-cannot have them is refused by `plan/invariance_needs.py`. The forward pass alone is the same for a row in any batch:
+cannot have them is refused by `plan/validate_precision.py`. The forward pass alone is the same for a row in any batch:
 gradients are computed by the usual operations.
 """
 
@@ -15,13 +15,13 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.autograd.function import once_differentiable
 
-from gspo_mega.cpu import row_operations
-from gspo_mega.cpu.fixed_order_attention import attend as attend_in_fixed_order
+from gspo_mega.cpu import batch_invariant
+from gspo_mega.cpu.batch_invariant import attend as attend_in_fixed_order
 from gspo_mega.cpu.packed_sdpa import attend, padded_layout
-from gspo_mega.engine.megatron_versions import mlp_parts
-from gspo_mega.engine.packed_attention import PackedAttention
+from gspo_mega.engine.attention import PackedAttention
+from gspo_mega.engine.precision import mlp_parts
 
-ACTIVATION = row_operations.silu
+ACTIVATION = batch_invariant.silu
 
 
 def is_batch_invariant(megatron_config: TransformerConfig) -> bool:
@@ -33,14 +33,14 @@ class InvariantColumnLinear(ColumnParallelLinear):
     """Megatron's linear layer of one tensor rank, with rows that do not depend on each other."""
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *_: object, **options: Any) -> torch.Tensor:
-        return row_operations.linear(input, weight, options["bias"])
+        return batch_invariant.linear(input, weight, options["bias"])
 
 
 class InvariantRowLinear(RowParallelLinear):
     """The same, of attention's output and of the MLP's second half."""
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *_: object, **options: Any) -> torch.Tensor:
-        return row_operations.linear(input, weight, options["bias"])
+        return batch_invariant.linear(input, weight, options["bias"])
 
 
 class _Attention(torch.autograd.Function):

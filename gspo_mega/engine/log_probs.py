@@ -19,8 +19,8 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch.autograd.function import once_differentiable
 
-from gspo_mega.cpu.row_operations import divide, label_log_probs
-from gspo_mega.cpu.row_operations import logits as invariant_logits
+from gspo_mega.cpu.batch_invariant import divide, label_log_probs
+from gspo_mega.cpu.batch_invariant import logits as invariant_logits
 from gspo_mega.engine.process_groups import Group
 
 ENTROPY_PARTS = 8  # the entropy's scratch memory is a chunk divided by this

@@ -2,13 +2,37 @@
 
 Owns the translation into Megatron's `TransformerConfig` and layer spec. Weights come from
 `gspo_mega.checkpoint`; the LM head is applied by `log_probs.py`, in chunks, not here.
+
+Rotary frequencies of models whose positions were stretched after training, such as Llama 3.1.
+
+Megatron has the same formula with three of its four numbers fixed; this one takes all four from the checkpoint.
+
+The norm of a layer: Transformer Engine's, or this package's if Transformer Engine's layers are not used.
+
+Multi-head latent attention in Megatron's terms: its settings, and its parts in a layer spec.
+
+The attention itself is Megatron's; its core is Transformer Engine's, or `packed_attention.PackedAttention`.
+
+The layers of gpt-oss in Megatron's terms: biases everywhere, sinks, sliding windows, a clamped activation, YaRN.
+
+Owns the translation of these fields of a ModelSpec into Megatron's settings. The attention itself is
+`attention.py`'s.
+
+Megatron's marks on parameters: how often a gradient counts in the norm, and where it is summed.
+
+A mark is an attribute that Megatron's layers set, or forget: https://github.com/NVIDIA/Megatron-LM/issues/7452 (finding
+8) and https://github.com/NVIDIA/Megatron-LM/pull/5916 are two that were forgotten. Here the family table decides, which
+also says how a checkpoint is cut, so that a new family or layer cannot bring a mark of its own.
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from megatron.core.activations import quick_gelu
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -17,32 +41,217 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.post_training.modelopt.layers import Linear as ReplicatedLinear
 from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import nn
 
+from gspo_mega.base.errors import ModelError
 from gspo_mega.config.schema import Config, Moe, Parallel
 from gspo_mega.cpu.backend import is_cpu_backend
 from gspo_mega.engine.adapters import Adapter
-from gspo_mega.engine.balancing import megatron_coefficient
-from gspo_mega.engine.biased_layers import biased_settings, position_type, reach_expert_biases, set_yarn
+from gspo_mega.engine.attention import PackedAttention, TorchNorm
 from gspo_mega.engine.invariant_layers import ACTIVATION, is_batch_invariant, use_invariant_parts
-from gspo_mega.engine.latent import latent_settings, name_latent_parts, submodules_of
-from gspo_mega.engine.megatron_fusions import dispatcher_settings, fusion_settings, head_without_apex
-from gspo_mega.engine.megatron_precision import (
+from gspo_mega.engine.parameter_names import canonical_parameters, table_by_parameter
+from gspo_mega.engine.precision import (
+    dispatcher_settings,
+    fusion_settings,
+    head_without_apex,
     log_backends,
     precision_settings,
     require_precision,
     uses_transformer_engine,
 )
-from gspo_mega.engine.norms import norm_class
-from gspo_mega.engine.packed_attention import PackedAttention, TorchNorm
-from gspo_mega.engine.parameter_marks import set_marks
 from gspo_mega.engine.process_groups import ParallelGroups, stage_flags
-from gspo_mega.engine.rotary import scale_rotary
-from gspo_mega.models.families import padded_vocab_size
-from gspo_mega.models.spec import ModelSpec, MoeSpec, RopeScaling
+from gspo_mega.engine.routing import megatron_coefficient
+from gspo_mega.models.hf_fields import LATENT_NORM_EPS
+from gspo_mega.models.spec import LatentAttention, ModelSpec, MoeSpec, RopeScaling, YarnScaling
+from gspo_mega.models.tensors import TensorEntry, padded_vocab_size
+
+
+def scaled_frequencies(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+    """`frequencies` after Llama 3's scaling: [head_dim / 2] float32, radians per token, the same on all ranks, as
+    given.
+
+    With w = 2 pi / f and o = original_positions: f / factor if w > o / low_frequency_factor, f if
+    w < o / high_frequency_factor, and between them (1 - m) f / factor + m f with
+    m = (o / w - low_frequency_factor) / (high_frequency_factor - low_frequency_factor).
+    """
+    low, high, original = scaling.low_frequency_factor, scaling.high_frequency_factor, scaling.original_positions
+    wavelengths = 2 * math.pi / frequencies
+    share = ((original / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
+    between = (1 - share) * frequencies / scaling.factor + share * frequencies
+    result = torch.where(wavelengths > original / low, frequencies / scaling.factor, frequencies)
+    return torch.where((wavelengths <= original / low) & (wavelengths >= original / high), between, result)
+
+
+def scale_rotary(embedding: RotaryEmbedding, scaling: RopeScaling) -> None:
+    """Apply the model's scaling to a fresh rotary embedding, in place."""
+    embedding.inv_freq = scaled_frequencies(embedding.inv_freq, scaling)
+
+
+def norm_class(config: TransformerConfig) -> type:
+    """The class that makes norms of this configuration."""
+    if not uses_transformer_engine(config):
+        return TorchNorm
+    # This module imports Transformer Engine; `require_precision` has checked that it is installed.
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    return TENorm
+
+
+class LatentNorm:
+    """The norm of a latent. It has an epsilon of its own, so it is not fused into the projection after it."""
+
+    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float, **unused: object) -> torch.nn.Module:
+        return norm_class(config)(config=config, hidden_size=hidden_size, eps=LATENT_NORM_EPS)
+
+
+def latent_settings(spec: ModelSpec, latent: LatentAttention) -> dict:
+    """The settings of Megatron's MLATransformerConfig that define attention. They override those of other models."""
+    yarn = spec.rope_scaling if isinstance(spec.rope_scaling, YarnScaling) else None
+    rope: dict = dict(rope_type="rope", rotary_scaling_factor=1.0)
+    if yarn is not None:
+        rope = dict(
+            rope_type="yarn",
+            rotary_scaling_factor=yarn.factor,
+            original_max_position_embeddings=yarn.original_positions,
+            beta_fast=yarn.beta_fast,
+            beta_slow=yarn.beta_slow,
+            mscale=yarn.attention_scale,
+            mscale_all_dim=yarn.attention_scale_all,
+        )
+    return rope | dict(
+        rotary_base=spec.rope_theta,
+        q_lora_rank=latent.query_rank,
+        kv_lora_rank=latent.key_value_rank,
+        qk_head_dim=latent.content_dim,
+        qk_pos_emb_head_dim=latent.rotary_dim,
+        v_head_dim=latent.value_dim,
+        kv_channels=latent.value_dim,
+        # Megatron's fused kernel supports YaRN only.
+        apply_rope_fusion=False,
+    )
+
+
+class LatentAttentionLayer(MLASelfAttention):
+    """Megatron's layer with the norms and projections that the layer spec names."""
+
+    def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, object]:
+        # Only 0.19 calls this. Its own version cannot norm keys and values alone if queries have no latent.
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        return {name: getattr(submodules, name) for name in names}
+
+
+def submodules_of(spec: ModuleSpec) -> Any:
+    """The parts of a module as its spec names them. Megatron declares `object`: each module has a class of its own."""
+    return spec.submodules
+
+
+def name_latent_parts(attention: ModuleSpec) -> None:
+    """Complete the spec that Megatron made for a layer's attention."""
+    attention.module = LatentAttentionLayer
+    parts = submodules_of(attention)
+    parts.q_layernorm = parts.kv_layernorm = LatentNorm
+
+
+def biased_settings(spec: ModelSpec) -> dict[str, Any]:
+    """The settings of TransformerConfig that these fields decide; none for a model without them."""
+    settings: dict[str, Any] = {}
+    if spec.linear_bias:
+        # Megatron's fused activation gives every token of an expert the bias's whole gradient.
+        settings |= dict(add_bias_linear=True, bias_activation_fusion=False)
+    if spec.swiglu_limit is not None:
+        settings |= dict(
+            activation_func=quick_gelu, glu_linear_offset=1.0, activation_func_clamp_value=spec.swiglu_limit
+        )
+    if spec.sinks:
+        settings |= dict(softmax_type="learnable")
+    if spec.window is not None:
+        # Positions to the left and to the right, besides the token's own; a mark for each layer.
+        settings |= dict(
+            window_size=(spec.window.tokens - 1, 0),
+            window_attn_skip_freq=[int(is_windowed) for is_windowed in spec.window.layers],
+        )
+    return settings
+
+
+def position_type(spec: ModelSpec) -> str:
+    """Megatron's name for the model's positions. Latent attention turns its own."""
+    return "yarn" if spec.latent is None and isinstance(spec.rope_scaling, YarnScaling) else "rope"
+
+
+def set_yarn(megatron_config: TransformerConfig, spec: ModelSpec) -> None:
+    """YaRN of other models than those with latent attention: Megatron reads it from attributes that its configuration
+    does not declare.
+    """
+    if position_type(spec) != "yarn":
+        return
+    yarn, found = spec.rope_scaling, vars(megatron_config)
+    assert isinstance(yarn, YarnScaling)
+    found["yarn_rotary_scaling_factor"] = yarn.factor
+    found["yarn_original_max_position_embeddings"] = yarn.original_positions
+    found["yarn_beta_fast"], found["yarn_beta_slow"] = yarn.beta_fast, yarn.beta_slow
+    found["yarn_mscale"], found["yarn_mscale_all_dim"] = yarn.attention_scale, yarn.attention_scale_all
+    found["yarn_correction_range_round_to_int"] = yarn.rounds
+
+
+def reach_expert_biases(chunk: nn.Module) -> None:
+    """Give the biases after the second product of plain experts a gradient without expert parallelism.
+
+    Megatron 0.16 and 0.19 add such a bias in place to a view, which autograd refuses: the view is that of a reduction
+    over the one rank that an expert is on, so it is left out. (They also mark these biases as parameters whose gradient
+    is summed over the tensor group, whose other ranks have other experts; `model.py` sets that right.)
+    """
+    for name, module in chunk.named_modules():
+        if ".experts." in name and name.endswith(".linear_fc2") and getattr(module, "bias", None) is not None:
+            vars(module)["explicit_expert_comm"] = True
+
+
+if TYPE_CHECKING:
+    pass
+
+_CUT_ALONG = {"rows": 0, "vocabulary": 0, "columns": 1}
+
+
+def set_marks(spec: ModelSpec, groups: ParallelGroups, chunks: Sequence[PolicyModel]) -> None:
+    """Mark every parameter of the model's own as its tensors are cut. Before data parallelism and the optimizer, which
+    copy the marks.
+
+    `tensor_model_parallel`: each rank of the tensor group (for an expert, of the expert-tensor group) has another part
+    of it. `sequence_parallel`: it is whole on each of them and has seen that rank's positions, so that its gradient is
+    a sum over them; an expert's is complete, because its rank has all tokens that chose it.
+
+    Raises ModelError for a parameter that is in no table, or that Megatron reduces in a way that the table excludes.
+    """
+    table = table_by_parameter(spec)
+    owners = {parameter: entries[0] for parameter, entries in table.items()}
+    owners |= {copy: entries[0] for entries in table.values() for copy in entries[0].copies}
+    sequence_parallel = chunks[0].config.sequence_parallel
+    for name, parameter in canonical_parameters(spec, groups, chunks).items():
+        if isinstance(parameter, nn.Parameter):
+            _mark(name, parameter, owners[name], groups, sequence_parallel)
+
+
+def _mark(name: str, parameter: Any, entry: TensorEntry, groups: ParallelGroups, sequence_parallel: bool) -> None:
+    along = _CUT_ALONG.get(entry.sharding)
+    parameter.tensor_model_parallel = along is not None
+    parameter.partition_dim = -1 if along is None else along
+    if not hasattr(parameter, "partition_stride"):
+        parameter.partition_stride = 1
+    parameter.sequence_parallel = sequence_parallel and along is None and entry.expert is None
+    is_experts_own = entry.expert is not None and groups.expert.size > 1
+    if getattr(parameter, "allreduce", True) == is_experts_own:
+        raise ModelError(
+            f"{name}: Megatron reduces its gradient {'over all data ranks' if is_experts_own else 'as an expert'}, and"
+            f" the tensor table says that it is {'an expert' if is_experts_own else 'none'}"
+        )
+    if getattr(parameter, "average_gradients_across_tp_domain", False):
+        raise ModelError(
+            f"{name}: Megatron averages its gradient over the tensor group; no parameter of a known family is averaged"
+        )
 
 
 class PolicyModel(GPTModel):
@@ -174,7 +383,7 @@ def _expert_settings(routing: Moe, spec: ModelSpec, moe: MoeSpec) -> dict:
         moe_shared_expert_gate=moe.shared_gate,
         moe_router_dtype="fp32",
         moe_router_score_function=moe.score_function,
-        # `expert_bias.py` moves the bias. Megatron would do so before the optimizer step, and count padding.
+        # `routing.py` moves the bias. Megatron would do so before the optimizer step, and count padding.
         moe_router_enable_expert_bias=moe.expert_bias,
         moe_router_bias_update_rate=0.0,
         moe_router_num_groups=moe.num_groups if grouped else None,

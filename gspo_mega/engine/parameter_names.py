@@ -1,7 +1,7 @@
 """From a model chunk's own parameter names to canonical ones.
 
 Owns the differences between layer specs (plain and Transformer Engine) and between layouts (local layer and expert
-numbers). `models/families.py` declares the names themselves. Imports nothing of Megatron, because tools that convert
+numbers). `models/tensors.py` declares the names themselves. Imports nothing of Megatron, because tools that convert
 checkpoints need the names only.
 """
 
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from gspo_mega.base.errors import ModelError
-from gspo_mega.models.families import TensorEntry, hf_tensors, parameter_shape
 from gspo_mega.models.spec import ModelSpec
+from gspo_mega.models.tensors import TensorEntry, hf_tensors, parameter_shape
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _SEQUENTIAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))")
@@ -27,7 +27,7 @@ _FUSED_NORMS = {
 }
 # Megatron's buffers that are weights of the model.
 _BUFFER = ".router.expert_bias"
-# Adapters are no weights of the model; `checkpoint/adapter_tensors.py` has theirs.
+# Adapters are no weights of the model; `checkpoint/adapters.py` has theirs.
 ADAPTERS = "adapters."
 # Nor is a critic's head, which starts at zero.
 VALUE_HEAD = "value_head."

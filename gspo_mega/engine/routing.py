@@ -1,11 +1,39 @@
-"""The experts of each token: recorded in every pass, replayed if configured, compared.
+"""Balance without a loss: the expert bias favours experts that received too few tokens (arXiv:2408.15664).
+
+After an optimizer step, for each layer, where c_i tokens of the mini-batch went to expert i:
+
+    bias_i += rate x sign(mean(c) - c_i)
+
+The counts cover positions that a trained log-prob depends on, in training passes alone; they exclude padding, filler,
+the old pass and the reference's pass. The bias is therefore bitwise the same in every layout and packing with the same
+routes. Replayed routes count as taken. Under R2 all mini-batches of a step follow the bias of the old pass; under R3
+they follow the servers' bias, which is the published one.
+
+Megatron's own update moves the bias during gradient reduction, before it is known if the step is applied, and counts
+padding. It runs at a rate of zero.
+
+The experts of each token: recorded in every pass, replayed if configured, compared.
 
 Owns this rank's routers and Megatron's `RouterReplay` of each. R2 replays the routes of the old pass in the training
-passes; R3 replays the rollout engine's routes in all passes. `balancing.py` owns load-balancing losses.
+passes; R3 replays the rollout engine's routes in all passes. `routing.py` owns load-balancing losses.
 
 A rank's router sees the pack's positions on this context rank and, under sequence parallelism, this tensor rank's equal
 share of them. Comparisons cover positions up to a sequence's last active label: attention is causal, so no trained
 log-prob depends on the routes of later positions (the last token, padding, filler).
+
+Megatron's load-balancing loss and router z-loss in the training passes: their scale and their reported values.
+
+For one pack of T positions (padding included) and one layer of E experts, k per token, let f_i be the share of the
+T x k choices that went to expert i, and P_i the mean softmax probability of expert i:
+
+    balance = E sum_i f_i P_i                            (arXiv:2101.03961; 1 when even)
+    z       = mean_t logsumexp(router logits_t)^2        (arXiv:2202.08906)
+
+With sigmoid scores P_i is the mean share of a token's sum, and f_i ignores expert bias and groups.
+
+The loss of a mini-batch gains coefficient x sum over layers of the mean over its packs, weighted by T. This depends on
+the packs alone: neither on the number of micro-batches or data-parallel ranks, nor on tensor, context, expert or
+pipeline parallelism.
 """
 
 from __future__ import annotations
@@ -16,13 +44,17 @@ from typing import cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from gspo_mega.algorithm.context_positions import local_rows
+from gspo_mega.algorithm.terms import local_rows
 from gspo_mega.base.errors import NumericsError
 from gspo_mega.base.records import MicroBatch
+from gspo_mega.config.schema import Moe
+from gspo_mega.engine.precision import clear_router_losses, router_losses, router_losses_know_their_parts
 from gspo_mega.engine.process_groups import ParallelGroups, device
 from gspo_mega.models.spec import MoeSpec
 
@@ -260,3 +292,118 @@ def _margins(scores: torch.Tensor, count: int) -> torch.Tensor:
         return torch.full_like(scores[:, 0], torch.inf)
     best = scores.topk(count + 1, dim=1).values
     return best[:, -2] - best[:, -1]
+
+
+class LoadBalancing:
+    """The router losses of one rank. `num_routers`: layers with experts on this rank. Does nothing if both are off."""
+
+    def __init__(
+        self, settings: Moe, megatron_config: TransformerConfig, groups: ParallelGroups, num_routers: int
+    ) -> None:
+        self._settings, self._config, self._groups, self._num_routers = settings, megatron_config, groups, num_routers
+        self._num_micro_batches = 0
+
+    @property
+    def is_on(self) -> bool:
+        return has_router_losses(self._settings)
+
+    def start(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Set the scale for a mini-batch, before its training pass. Collective over data-parallel ranks if a loss is
+        on.
+
+        Each rank back-propagates its part of a pack's mean times the T / (tensor x context) positions that it holds:
+        Megatron expects a later division by tokens, which this loss has already had. The scale is therefore
+        tensor x context (in Megatron versions that leave this factor out) over the mini-batch's positions.
+        """
+        if not self.is_on:
+            return
+        num_positions = torch.tensor(
+            float(sum(m.num_tokens for m in micro_batches)), dtype=torch.float64, device=device()
+        )
+        if self._groups.data.size > 1:
+            dist.all_reduce(num_positions, group=self._groups.data.group)
+        scale = (1 if router_losses_know_their_parts() else self._parts) / float(num_positions)
+        # Routers read the coefficients in every forward, recomputed ones included. Megatron has no other way to scale
+        # them.
+        self._config.moe_aux_loss_coeff = megatron_coefficient(self._settings) * scale
+        if self._settings.z_loss_coefficient > 0:
+            self._config.moe_z_loss_coeff = self._settings.z_loss_coefficient * scale
+        self._num_micro_batches = len(micro_batches)
+        clear_router_losses()
+
+    def sums(self) -> dict[str, float]:
+        """This rank's part of each loss (before its coefficient), summed over layers and packs, and their number.
+
+        Valid after a training pass. Sums over all ranks, divided by the summed number, are means.
+        """
+        if not self.is_on:
+            return {}
+        losses = router_losses()
+        sums = {"num_router_losses": self._num_routers * self._num_micro_batches / self._parts}
+        if "load_balancing_loss" in losses:  # each rank of a pack holds its share of the value
+            sums["load_balancing_loss"] = float(losses["load_balancing_loss"].sum())
+        if "z_loss" in losses:  # each rank of a pack holds the mean over its own positions
+            sums["z_loss"] = float(losses["z_loss"].sum()) / self._parts
+        clear_router_losses()
+        return sums
+
+    @property
+    def _parts(self) -> int:
+        """Ranks that share one pack's positions."""
+        return self._groups.tensor.size * self._groups.context.size
+
+
+def megatron_coefficient(settings: Moe) -> float:
+    """The load-balancing coefficient in effect: 0 if the loss is off."""
+    return settings.load_balancing_coefficient if settings.load_balancing != "none" else 0.0
+
+
+def has_router_losses(settings: Moe) -> bool:
+    """Whether one of the routers' losses is on."""
+    return megatron_coefficient(settings) > 0 or settings.z_loss_coefficient > 0
+
+
+class ExpertBias:
+    """The biases of this rank's routers. Does nothing if `rate` is 0."""
+
+    def __init__(self, rate: float, routers: Routers, groups: ParallelGroups, num_layers: int) -> None:
+        self._rate, self._routers, self._groups, self._num_layers = rate, routers, groups, num_layers
+        self._counts: torch.Tensor | None = None
+
+    def count(self, micro_batches: Sequence[MicroBatch], routes: Sequence[Routes]) -> None:
+        """Count the routes of one training pass over a mini-batch.
+
+        routes: for each micro-batch the routes taken through this rank's routers, [t, k] int16 expert ids per layer.
+        """
+        if self._rate == 0:
+            return
+        assert self._routers.moe is not None
+        num_experts = self._routers.moe.num_experts
+        counts = torch.zeros(self._num_layers, num_experts, dtype=torch.int64, device=device())
+        for micro_batch, taken in zip(micro_batches, routes, strict=True):
+            counted = self._routers.compared(micro_batch)
+            for layer, experts in taken.items():
+                counts[layer] += torch.bincount(experts[counted].flatten().long(), minlength=num_experts)
+        self._counts = counts
+
+    @torch.no_grad()
+    def update(self) -> dict[str, float]:
+        """Move the biases by the last counts. Collective over all ranks if the rate is above 0.
+
+        Returns this rank's part of the sum over layers of the largest count over the mean count, and of the number of
+        layers.
+        """
+        if self._counts is None:
+            return {}
+        counts, self._counts = self._counts, None
+        # Each (position, layer) is on exactly one rank.
+        dist.all_reduce(counts, group=self._groups.world.group)
+        mean = counts.double().mean(dim=1, keepdim=True)
+        direction = (mean - counts).sign().float()
+        for layer, router in self._routers.all():
+            expert_bias_of(router).add_(self._rate * direction[layer])
+        if not self._groups.is_lead:
+            return {}
+        used = mean[:, 0] > 0
+        ratios = counts.amax(dim=1)[used] / mean[used, 0]
+        return {"load_max_over_mean": float(ratios.sum()), "num_loads": float(used.sum())}

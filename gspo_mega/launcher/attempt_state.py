@@ -2,19 +2,157 @@
 
 Owns the record and its heartbeat. `gspo-mega status` reads it; the progress of the ranks is in console.log and
 metrics.jsonl.
+
+Name the one cause of a failed run.
+
+Owns the choice of the cause among all failures (one failure breaks the collectives of every rank) and its text. Reads
+the ranks' error records and logs; ends nothing.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, get_args
 
+from gspo_mega.base.errors import GspoMegaError, RankError, RolloutError
 from gspo_mega.base.run_folder import Attempt, DamagedFileError, atomic_write_json, read_json
+from gspo_mega.launcher.children import Child
+
+_TAIL_LINES = 20
+_SIGKILL_HINT = ". The usual reason for a SIGKILL from outside is that the machine ran out of memory"
+# srun's lines about ended tasks, one or several (`task 3`, `tasks 0-1,4`), in the order in which they ended.
+_TASK_END = re.compile(r"^srun: error: (\S+): tasks? (\d+)\S*: (.+)$", re.MULTILINE)
+_KILLED = (
+    "Killed",
+    "Out Of Memory",
+    "Segmentation fault",
+    "Bus error",
+    "Aborted",
+    "Illegal instruction",
+    "Floating point exception",
+)
+
+
+def describe_failure(failed: Sequence[Child], attempt: Attempt) -> RankError:
+    """The error of the run.
+
+    `failed`: the children, at least one, that ended unexpectedly before anything was asked to end. The cause is, in
+    this order: a rank killed by a signal (it leaves no record, its peers' records are consequences), the earliest error
+    record, a rank without a record, a server that gave up. The returned error has the `exit_code` of the cause.
+    """
+    ranks = [child for child in failed if child.spec.kind == "rank"]
+    records = sorted(_records(attempt), key=lambda record: record["time"])
+    recorded = {record["rank"] for record in records}
+    silent = [child for child in ranks if child.spec.index not in recorded]
+    killed = [child for child in silent if (child.exit_code or 0) < 0]
+    if killed:
+        return _from_log(killed[0], attempt)
+    steps = [child for child in failed if child.spec.kind == "ranks"]
+    if steps and (killed_task := _killed_task(steps[0], recorded)) is not None:
+        return _error(killed_task + _tail(steps[0].spec.log), RankError.exit_code)
+    if records:
+        return _from_record(records[0], attempt)
+    if steps:
+        return _from_log(steps[0], attempt)
+    if silent:
+        return _from_log(silent[0], attempt)
+    return _from_server(failed[0], attempt)
+
+
+def one_line(error: GspoMegaError) -> str:
+    """A failure in one line: its first line, and with a traceback also the line that names the error.
+
+    That line has the indentation of "Traceback", which the end of a log shifts; the frames, and further lines of a
+    message, have more.
+    """
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    first = lines[0].strip().rstrip(":") if lines else type(error).__name__
+    begins = [number for number, line in enumerate(lines) if line.lstrip().startswith("Traceback")]
+    if not begins:
+        return first
+    margin = _margin(lines[begins[-1]])
+    after = [line.strip() for line in lines[begins[-1] + 1 :] if _margin(line) == margin]
+    named = [line for line in after if not line.startswith("(")]
+    return f"{first}: {named[-1]}" if named else first
+
+
+def _margin(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
+def _records(attempt: Attempt) -> list[dict]:
+    return [
+        record for path in sorted(attempt.errors_dir.glob("rank_*.json")) if (record := read_json(path)) is not None
+    ]
+
+
+def _killed_task(step: Child, recorded: set[int]) -> str | None:
+    """The text about the first rank of a Slurm step to end, if a signal killed it; such a rank leaves no record."""
+    try:
+        output = step.spec.log.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return None
+    first = _TASK_END.search(output)
+    if first is None or int(first[2]) in recorded or not first[3].startswith(_KILLED):
+        return None
+    node, rank, how = first.groups()
+    text = f"rank {rank} on {node} ended without an error report: {how}"
+    if how.startswith("Killed"):
+        text += _SIGKILL_HINT
+    return text
+
+
+def _error(text: str, exit_code: int) -> RankError:
+    error = RankError(text)
+    error.exit_code = exit_code
+    return error
+
+
+def _from_record(record: dict, attempt: Attempt) -> RankError:
+    rank = record["rank"]
+    if record["is_user_error"]:
+        return _error(record["text"], record["exit_code"])
+    return _error(
+        f"rank {rank} failed:\n\n{record['traceback'].rstrip()}\n\n(all of its output: {attempt.rank_log(rank)})",
+        record["exit_code"],
+    )
+
+
+def _from_log(child: Child, attempt: Attempt) -> RankError:
+    text = f"{child.name} {child.end_described} without an error report"
+    if child.exit_code == -9:
+        text += _SIGKILL_HINT
+    return _error(text + _tail(child.spec.log), RankError.exit_code)
+
+
+def _from_server(child: Child, attempt: Attempt) -> RankError:
+    is_the_policys = child.spec.kind == "server"  # a reward model's says why at the end of its log
+    registration = (read_json(attempt.server_file(f"server-{child.spec.index}")) or {}) if is_the_policys else {}
+    reason = registration.get("error")
+    text = f"server {child.spec.index} gave up: {reason}" if reason else f"{child.name} {child.end_described}"
+    # A reason of several lines already contains the end of the log.
+    text += f"\n(all of its output: {child.spec.log})" if reason and "\n" in reason else _tail(child.spec.log)
+    code = child.exit_code
+    return _error(text, code if code is not None and code > 0 else RolloutError.exit_code)
+
+
+def _tail(log: Path) -> str:
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        lines = []
+    if not lines:
+        return f"\n(its log {log} is empty)"
+    return f"\nend of {log}:\n  " + "\n  ".join(lines[-_TAIL_LINES:])
+
 
 logger = logging.getLogger(__name__)
 

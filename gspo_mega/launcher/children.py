@@ -1,6 +1,15 @@
 """Start the processes of one run on this machine, tied to this process, and end them with all that they started.
 
 Owns processes, sessions and signals. Knows neither what a rank or server does nor why it must end.
+
+Collect the signals that a supervisor receives.
+
+Owns the handlers while they are installed. `local/supervisor.py` and `slurm/stop_request.py` decide what a signal
+means.
+
+The output of one attempt: rank 0's console.log goes to the user, the launcher's log lines to supervisor.log.
+
+Owns no process. `cli/screen.py` writes to the terminal.
 """
 
 from __future__ import annotations
@@ -11,12 +20,83 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from gspo_mega.base import process_death
+from gspo_mega.base import processes
+from gspo_mega.base.untrusted import open_regular
+
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+@contextmanager
+def signals_taken(numbers: Iterable[int], received: list[int]) -> Iterator[None]:
+    """Within this context each of these signals is only appended to `received`. Main thread only."""
+    before = {number: signal.signal(number, lambda arrived, _: received.append(arrived)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def stack_signals() -> Iterator[list[int]]:
+    """The list of SIGUSR2, which asks for the stacks of all ranks, filled as by `stop_signals`."""
+    received: list[int] = []
+    with signals_taken([signal.SIGUSR2], received):
+        yield received
+
+
+@contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """The list of stop signals, filled while they arrive within this context. Signals that were ignored before stay
+    ignored: `nohup`, and background jobs of a script. Main thread only.
+    """
+    received: list[int] = []
+    with signals_taken([number for number in _STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN], received):
+        yield received
+
+
+class ConsoleTail:
+    """Pass on the lines that rank 0 appends to console.log, each one once and whole."""
+
+    def __init__(self, path: Path, say: Callable[[str], None]) -> None:
+        self._path, self._say = path, say
+        self._offset = 0
+
+    def pump(self) -> None:
+        try:
+            with open_regular(self._path) as file:
+                file.seek(self._offset)
+                new = file.read()
+        except OSError:  # the file does not exist yet, or the disk does not answer: a later call reads it
+            return
+        whole, newline, _ = new.rpartition(b"\n")
+        self._offset += len(whole) + len(newline)
+        if newline:
+            for line in whole.decode("utf-8", errors="replace").split("\n"):
+                self._say(line)
+
+
+@contextmanager
+def log_to(path: Path) -> Iterator[None]:
+    """Send the launcher's log lines to `path`, an attempt's supervisor.log, and nowhere else."""
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    launcher = logging.getLogger("gspo_mega.launcher")
+    launcher.addHandler(handler)
+    launcher.setLevel(logging.INFO)
+    launcher.propagate = False
+    try:
+        yield
+    finally:
+        launcher.removeHandler(handler)
+        handler.close()
+
 
 logger = logging.getLogger(__name__)
 
@@ -98,9 +178,9 @@ class Family:
     def __init__(self) -> None:
         self.children: list[Child] = []
         # Processes started before are not part of the run.
-        self._strangers = process_death.children()
-        self._reaper = process_death.Reaper()
-        process_death.adopt_orphans()
+        self._strangers = processes.children()
+        self._reaper = processes.Reaper()
+        processes.adopt_orphans()
 
     def start(self, spec: ChildSpec) -> Child:
         """Start one process. Call from the main thread. Raises OSError."""
@@ -119,16 +199,16 @@ class Family:
         for child in self.children:
             # Session leaders only: a server ends its own processes in order, those of a rank end with it.
             if child.exit_code is None:
-                process_death.send_signal(child.pid, signal.SIGTERM)
+                processes.send_signal(child.pid, signal.SIGTERM)
         deadline = time.monotonic() + grace_seconds
         while time.monotonic() < deadline and any(child.exit_code is None for child in self.children):
             time.sleep(_POLL_SECONDS)
-        left = process_death.kill_below(self._strangers, self._own())
+        left = processes.kill_below(self._strangers, self._own())
         for pid in left:
             logger.error("process %d cannot be killed: it waits for a device or a file server", pid)
         while not left and any(child.exit_code is None for child in self.children):
             time.sleep(_POLL_SECONDS)
-        process_death.adopt_orphans(False)
+        processes.adopt_orphans(False)
 
     def _own(self) -> list[int]:
         return [child.pid for child in self.children]

@@ -24,19 +24,18 @@ from gspo_mega.agents.demonstrated import demonstration_encoder
 from gspo_mega.base import errors
 from gspo_mega.base.errors import GspoMegaError
 from gspo_mega.config import Config, load_config
-from gspo_mega.config.critic_config import critic_of, penalises_kl
-from gspo_mega.config.episode_lengths import is_one_turn
+from gspo_mega.config.derived import critic_of, is_one_turn, penalises_kl
 from gspo_mega.config.prompt_sources import eval_sets, names_prompts, sources_of
 from gspo_mega.data.chat import check_vocabulary, load_tokenizer
 from gspo_mega.data.demonstrations import DemonstrationSource
-from gspo_mega.data.end_of_turn import check_taught_end, run_end_tokens
 from gspo_mega.data.prompts import PromptSource, RowSource, encoder_of
+from gspo_mega.data.templates import check_taught_end, run_end_tokens
 from gspo_mega.models.end_tokens import planned_end_tokens
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.models.value_models import SCORE, critic_tensors, may_be_beside, read_critic_spec
-from gspo_mega.rollout.server.server_spec import argument_names, check_options_sglang
-from gspo_mega.train.episode_parts import episode_driver
+from gspo_mega.rollout.server.spec import argument_names, check_options_sglang
 from gspo_mega.train.held_out import LoadedSet, row_check
+from gspo_mega.train.rollouts import episode_driver
 
 # All files together are read for so many seconds, and each to so many rows at least.
 READING_SECONDS = 8.0
@@ -196,8 +195,8 @@ def _source_key(config: Config, index: int) -> str:
 def _stored_tensors(trial: Trial) -> None:
     for key, folder, is_critic in folders_of(trial):
         with trial.at(key):
-            from gspo_mega.checkpoint.carried_layers import CarriedLayers
-            from gspo_mega.checkpoint.folder_check import check_folder
+            from gspo_mega.checkpoint.hf_import import check_folder
+            from gspo_mega.checkpoint.mtp_layers import CarriedLayers
 
             check_folder(folder, *tensors_of(folder, is_critic=is_critic), values=False)
             if not is_critic:
@@ -222,7 +221,7 @@ def tensors_of(folder: str, *, is_critic: bool) -> tuple[Any, Any, Any]:
     """The model of a folder, its tensors given those that it holds, and whether it may hold another name, as
     `check_folder` takes them.
     """
-    from gspo_mega.models.families import hf_tensors, may_be_there
+    from gspo_mega.models.tensors import hf_tensors, may_be_there
 
     if not is_critic:
         spec = read_model_spec(folder)
@@ -270,7 +269,7 @@ def run_checks(trial: Trial) -> dict[str, Any]:
 
 def read_weights(trial: Trial) -> dict[str, Any]:
     """The answer to a question about weights: every value of every folder is read. `notices` says how much."""
-    from gspo_mega.checkpoint.folder_check import check_folder
+    from gspo_mega.checkpoint.hf_import import check_folder
 
     for key, folder, is_critic in folders_of(trial):
         with trial.at(key):

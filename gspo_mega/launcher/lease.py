@@ -27,10 +27,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from gspo_mega.base import durable
+from gspo_mega.base import atomic_io
 from gspo_mega.base.errors import ConfigError, FolderError
-from gspo_mega.base.guarded_files import parse_json, read_bytes
 from gspo_mega.base.run_folder import RunFolder
+from gspo_mega.base.untrusted import parse_json, read_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ def hold(
     Raises ConfigError while another process holds the folder, FolderError where it cannot be written.
     """
     try:
-        durable.make_folder(folder.path)
+        atomic_io.make_folder(folder.path)
         lock = folder.lock_file.open("a+", encoding="ascii")
     except OSError as error:
         raise ConfigError(f"run.dir, run.name: cannot write the run folder {folder.path}: {error.strerror}") from None
@@ -223,7 +223,7 @@ def _make(folder: Path, number: int, holder: Holder) -> bool:
     beside = folder / f".{number:08d}.{holder.host}.{holder.pid}"
     try:
         _write(beside, holder, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        durable.sync(beside)
+        atomic_io.sync(beside)
         try:
             os.link(beside, final)
         except FileExistsError:
@@ -234,7 +234,7 @@ def _make(folder: Path, number: int, holder: Holder) -> bool:
                 _write(final, holder, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             except FileExistsError:
                 return False
-        durable.sync(folder)
+        atomic_io.sync(folder)
         return True
     finally:
         beside.unlink(missing_ok=True)

@@ -33,10 +33,10 @@ from gspo_mega.base.errors import (
     PlanError,
     RewardError,
 )
-from gspo_mega.base.guarded_files import NoRegularFileError, open_regular, parse_json, read_text
 from gspo_mega.base.run_folder import Attempt, DamagedFileError, RunFolder, atomic_write_json, read_json
+from gspo_mega.base.untrusted import NoRegularFileError, open_regular, parse_json, read_text
 from gspo_mega.config.schema import Train
-from gspo_mega.launcher.failure import one_line
+from gspo_mega.launcher.attempt_state import one_line
 
 # Older restarts do not count: a run of weeks may fail now and then.
 WINDOW_SECONDS = 24 * 3600.0

@@ -2,8 +2,10 @@
 another one than that of the ranks.
 
 Owns the command and the variables of `gspo-mega serve` in that Python, and refuses a Python in which it cannot start,
-or to which the ranks could not publish: `base/two_pythons.py` compares the two.
-Under Slurm `site_settings.py` reads the same variable, and the key replaces it.
+or to which the ranks could not publish: `base/versions.py` compares the two.
+Under Slurm `size.py` reads the same variable, and the key replaces it.
+
+The variable that names the servers' Python: GSPO_SERVER_PYTHON. Standard library alone, as the doctor needs it.
 """
 
 from __future__ import annotations
@@ -17,11 +19,18 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import gspo_mega
-from gspo_mega.base import sglang_release, two_pythons
+from gspo_mega.base import versions
 from gspo_mega.base.errors import PlanError
 from gspo_mega.config import LoadedConfig
 from gspo_mega.config.deadlines import preflight_seconds
-from gspo_mega.launcher.server_variable import SERVER_PYTHON, server_python_variable
+
+SERVER_PYTHON = "GSPO_SERVER_PYTHON"
+
+
+def server_python_variable(environment: Mapping[str, str] = os.environ) -> str | None:
+    """The Python that it names; None where it is unset or empty."""
+    return environment.get(SERVER_PYTHON) or None
+
 
 # Runs in the server's Python: looks for the imports of `gspo-mega serve` and the server without importing them.
 _LOOK = """
@@ -75,7 +84,7 @@ def serve_command(
         raise PlanError(
             f"{place}: has no {', '.join(missing)}; what a server needs there is in launch/env/gpu-server.txt"
         )
-    if too_old := sglang_release.problem(sglang):
+    if too_old := versions.problem(sglang):
         raise PlanError(f"{place}: {too_old}")
     return [found, "-m", "gspo_mega", "serve"], variables
 
@@ -86,14 +95,14 @@ def check_same_software(
     """For a run on GPUs: raises PlanError where weights go to the servers' `python` through NCCL, and PyTorch or NCCL
     are others there than in this Python. `variables`: of the servers, besides `environment`.
     """
-    if loaded.config.publish.method != "distributed" or two_pythons.is_this_python(python):
+    if loaded.config.publish.method != "distributed" or versions.is_this_python(python):
         return
     place = f"{loaded.where('publish.method')}: publish.method: distributed"
     try:
-        server = two_pythons.ask(python, preflight_seconds(loaded.config), {**environment, **variables})
+        server = versions.ask(python, preflight_seconds(loaded.config), {**environment, **variables})
     except ValueError as error:
         raise PlanError(f"{place}: {error}") from None
-    if different := two_pythons.differences(two_pythons.here(), server):
+    if different := versions.differences(versions.here(), server):
         raise PlanError("\n".join([f"{place}: {different[0]}", *different[1:]]))
 
 

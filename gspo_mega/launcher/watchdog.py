@@ -1,24 +1,170 @@
 """Notice ranks that are stuck, and name them and their place in the code; on one machine and under Slurm.
 
 Owns the verdict. The time limits come from `plan/watchdog_bounds.py`, the signs of life from
-`train/beat_writer.py`. Reads only the attempt's files, and /proc for ranks on this machine; ends nothing.
+`train/signals.py`. Reads only the attempt's files, and /proc for ranks on this machine; ends nothing.
 
     watchdog = Watchdog(attempt, num_ranks, patience(config, figures))
     while ...: if (error := watchdog.look()) is not None: the run failed with `error`
+
+Ask all ranks of an attempt for their Python stacks: on SIGUSR2, when the watchdog gives up, by `gspo-mega status`.
+
+Owns the request and the wait for the answers. The ranks answer by `train/signals.py`, whatever their main threads
+do. A rank that does not answer is stopped, gone, or in a call that holds the interpreter: SIGUSR2 to that process
+itself writes its main thread's stack to its log even then.
+
+Shows each failed start of a server to the user when it happens, once: the cause, its log, and how many are left.
+
+Owns the words. `gspo-mega serve` starts a server again by itself, and nobody looks into its log meanwhile. Servers that
+joined are shown as the launcher's own.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from gspo_mega.base import beats
-from gspo_mega.base.errors import StuckError
-from gspo_mega.base.run_folder import Attempt, read_json
+from gspo_mega.base import progress
+from gspo_mega.base.errors import RolloutError, StuckError
+from gspo_mega.base.run_folder import Attempt, atomic_write_text, read_json
+from gspo_mega.base.untrusted import read_text
 from gspo_mega.plan.watchdog_bounds import Patience
+from gspo_mega.rollout.registration import Registration, read_registrations
+from gspo_mega.train.signals import poll_seconds
+
+logger = logging.getLogger(__name__)
+
+# Above the time until the ranks look: reading stacks, writing a file to a shared folder.
+_MARGIN_SECONDS = 3.0
+_POLL_SECONDS = 0.05
+_FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
+_MOST_NAMED = 16
+
+
+class StackRequest:
+    """One request to the `num_ranks` ranks of an attempt. Raises OSError where it cannot be written."""
+
+    def __init__(self, attempt: Attempt, num_ranks: int) -> None:
+        number = attempt.stacks_asked() + 1
+        self.folder = attempt.stacks_dir(number)
+        self._files = [self.folder / f"rank_{rank}.txt" for rank in range(num_ranks)]
+        self._deadline = time.monotonic() + 2 * poll_seconds(num_ranks) + _MARGIN_SECONDS
+        atomic_write_text(attempt.stacks_request_file, f"{number}\n")
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that have not answered."""
+        return [rank for rank, file in enumerate(self._files) if not file.exists()]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all answered, or had the time to."""
+        return time.monotonic() > self._deadline or not self.missing
+
+    def wait(self) -> None:
+        while not self.is_over:
+            time.sleep(_POLL_SECONDS)
+
+    def text(self) -> str:
+        """What came of it, in one line."""
+        silent, total = self.missing, len(self._files)
+        text = f"stacks of {'all ' * (not silent)}{total - len(silent)}{f' of {total}' if silent else ''} ranks:"
+        text += f" {self.folder}"
+        if silent:
+            named = f"{', '.join(map(str, silent[:_MOST_NAMED]))}{' ...' * (len(silent) > _MOST_NAMED)}"
+            text += f"; no answer from rank{'s' * (len(silent) > 1)} {named}"
+        return text
+
+    def places(self) -> list[str]:
+        """A line per rank that answered: its phase, and where its main thread is."""
+        return [f"{_title(file)}; at {_innermost(file)}" for file in self._files if file.exists()]
+
+
+def _title(file: Path) -> str:
+    """ "rank 3, phase train" """
+    return ",".join(read_text(file).split(",", 2)[:2])
+
+
+def _innermost(file: Path) -> str:
+    """ "file:line in function" of the main thread, whose stack is the last."""
+    found = _FRAME.search(read_text(file).rpartition("Thread 0x")[2])
+    return "an unknown place" if found is None else f"{found[1]}:{found[2]} in {found[3]}"
+
+
+class StacksOnSignal:
+    """What a supervisor does on SIGUSR2: `signals` is filled by `signals_taken` while they arrive. `say` shows the user
+    a line.
+    """
+
+    def __init__(self, attempt: Attempt, num_ranks: int, signals: list[int], say: Callable[[str], None]) -> None:
+        self._attempt, self._num_ranks, self._signals, self._say = attempt, num_ranks, signals, say
+        self._open: StackRequest | None = None
+
+    def look(self) -> None:
+        """Begin what a signal asks for, and tell what came of it. Call it at any rate; it returns at once."""
+        if self._signals and self._open is None:
+            self._signals.clear()
+            self._open = self._ask()
+        if self._open is not None and self._open.is_over:
+            self._say(f"SIGUSR2: {self._open.text()}")
+            self._open = None
+
+    def now(self) -> str:
+        """Ask and wait a few seconds, for ranks that are about to be ended. Returns the line about it."""
+        request = self._ask()
+        if request is None:
+            return "their stacks could not be asked for"
+        request.wait()
+        return request.text()
+
+    def _ask(self) -> StackRequest | None:
+        try:
+            return StackRequest(self._attempt, self._num_ranks)
+        except OSError as error:
+            logger.warning("%s cannot be written: %s", self._attempt.stacks_request_file, error.strerror)
+            return None
+
+
+_LOOK_SECONDS = 1.0
+
+
+class ServerFailures:
+    """`folders`: in each of which servers register, with their common name in words; empty for the policy's."""
+
+    def __init__(self, folders: Iterable[tuple[Attempt, str]], say: Callable[[str], None]) -> None:
+        self._folders, self._say = list(folders), say
+        self._seen: dict[tuple[str, str], tuple[int, int]] = {}
+        self._look_again = 0.0
+
+    def look(self) -> None:
+        """Show what has failed since the last call; costs little to call often."""
+        if time.monotonic() < self._look_again:
+            return
+        self._look_again = time.monotonic() + _LOOK_SECONDS
+        for attempt, of in self._folders:
+            # A file that cannot be read now is read later, or its readers say what is wrong with it.
+            with contextlib.suppress(RolloutError, OSError):
+                for server in read_registrations(attempt.servers_dir, on_error=lambda path, error: None):
+                    self._look_at(server, attempt, of)
+
+    def _look_at(self, server: Registration, attempt: Attempt, of: str) -> None:
+        pid, seen = self._seen.get((of, server.server_id), (server.pid, 0))
+        seen = seen if pid == server.pid else 0  # another `serve` counts anew
+        self._seen[of, server.server_id] = server.pid, server.num_failures
+        number = server.server_id.rpartition("-")[2]
+        log = attempt.server_log(int(number)) if number.isdecimal() else attempt.logs_dir
+        new = min(server.num_failures - seen, len(server.recent_failures))
+        for before, cause in zip(range(new - 1, -1, -1), server.recent_failures[len(server.recent_failures) - new :]):
+            where = "" if str(log) in cause else f" (log: {log})"
+            attempts = f"attempt {max(1, server.failed_starts - before)} of {server.most_starts}"
+            text = f"{server.server_id}{of} failed ({attempts}): {cause}; it is started again{where}"
+            logger.warning("%s", text)
+            self._say(f"warning  {text}")
+
 
 _STATES = {
     "T": "stopped (T)",
@@ -35,11 +181,10 @@ _GAP_INTERVALS = 4
 # A rank whose main thread is in one of these files waits for another rank.
 _WAITING = (
     "torch/distributed/",
-    "gspo_mega/train/exchange.py",
-    "gspo_mega/train/fan_out.py",
+    "gspo_mega/train/scatter.py",
+    "gspo_mega/train/scatter.py",
     "megatron/core/pipeline_parallel/p2p_communication.py",
 )
-_FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
 _NEAR_FRAMES = 4
 _MOST_SHOWN = 3
 
@@ -50,7 +195,7 @@ class _Rank:
     of life.
     """
 
-    phase: str = beats.START
+    phase: str = progress.START
     count: int = -1
     tick: int = -1
     pid: int | None = None
@@ -60,7 +205,7 @@ class _Rank:
 
     @property
     def is_done(self) -> bool:
-        return self.phase == beats.DONE
+        return self.phase == progress.DONE
 
 
 class Watchdog:
@@ -106,7 +251,7 @@ class Watchdog:
         rank.silent += passed
         state = _state(self._pids[number]) if number in self._pids else None
         if number in self._pids and state in (None, "Z"):
-            rank.phase = beats.DONE  # its exit code says the rest
+            rank.phase = progress.DONE  # its exit code says the rest
         elif record is None:
             # Python is starting, perhaps from a slow disk; the time limit of the start phase covers that.
             if state not in _STOPPED:
@@ -125,7 +270,7 @@ class Watchdog:
             return None
 
     def _are_still(self, at_work: Mapping[int, _Rank]) -> bool:
-        busy = [rank for rank in at_work.values() if rank.phase != beats.WAIT]
+        busy = [rank for rank in at_work.values() if rank.phase != progress.WAIT]
         bound = max((self._patience.bound(rank.phase) for rank in busy), default=self._patience.longest)
         return min(rank.still for rank in at_work.values()) > bound
 
@@ -158,7 +303,7 @@ class Watchdog:
         for number in blamed[:_MOST_SHOWN]:
             rank, stack = at_work[number], stacks[number]
             place = f" at {stack[0]}" if stack else f", {self._state_text(number)}"
-            key = self._patience.key(rank.phase) if rank.phase != beats.WAIT else "watchdog"
+            key = self._patience.key(rank.phase) if rank.phase != progress.WAIT else "watchdog"
             lines.append(
                 f"{self._name(number)} is stuck: nothing got done for {still:.0f} s in phase {rank.phase} ({key}); it"
                 f" is{place}"

@@ -2,6 +2,16 @@
 
 Owns the names; computing values belongs to the parts that know them, writing to `writer.py`. A name with
 `<placeholder>` is a pattern: the placeholder stands for one or more of letters, digits, `.`, `_`, `-`.
+
+The bins of response lengths by which metrics are split. Fixed, so that runs and models can be compared.
+
+Owns the edges and their names; no torch.
+
+The counts and waits of a rollout batch, `rollout/<name>`: the unit of each, and what it counts.
+
+Names of metrics about what a step trains on: its episodes, its log-ratios in parts, the correction of the gap.
+
+Parts of the catalogue, by name: unit, reduction, meaning.
 """
 
 from __future__ import annotations
@@ -10,19 +20,201 @@ import difflib
 import functools
 import re
 from dataclasses import dataclass
+from typing import Literal
 
-from gspo_mega.metrics.length_bins import LENGTH_BINS
-from gspo_mega.metrics.rollout_counts import ROLLOUT_COUNTS
-from gspo_mega.metrics.training_names import (
-    BESIDE,
-    CORRECTION,
-    CRITIC,
-    EPISODE,
-    HELD_OUT,
-    HELD_OUT_OF_SEVERAL,
-    LOG_RATIO_PARTS,
-    Reduction,
-)
+import numpy as np
+
+# Fewest tokens of each bin, by the name that a metric has. Each is four times as wide as the one before.
+LENGTH_BINS: dict[str, int] = {
+    "1-63": 1,
+    "64-255": 64,
+    "256-1023": 256,
+    "1024-4095": 1024,
+    "4096-16383": 4096,
+    "16384-up": 16384,
+}
+
+
+def rows_by_length(lengths: np.ndarray) -> dict[str, np.ndarray]:
+    """[N] bool by the name of each bin that holds any of `lengths` [N], numbers of tokens; 0 is in none."""
+    place = np.searchsorted(np.array(list(LENGTH_BINS.values())), lengths, side="right") - 1
+    return {name: place == index for index, name in enumerate(LENGTH_BINS) if (place == index).any()}
+
+
+ROLLOUT_COUNTS = {
+    "num_trajectories": ("trajectories", "episodes that ended, failed ones included; without branches each is a row"),
+    "num_turns": ("turns", "turns sampled"),
+    "num_branches": ("rows", "rows of episodes beyond their first: branches of their trees"),
+    "num_branches_<cause>": (
+        "branches",
+        "branches begun: the agent edited its history (edited), the template rewrote it (template), it asked again for"
+        " what it had (resampled), or the history holds answers of others (not_ours)",
+    ),
+    "num_tool_calls": ("calls", "calls of tools"),
+    "num_tool_errors": ("calls", "calls of tools that were answered by an error"),
+    "num_broken_calls": ("calls", "calls in sampled text that could not be read; they stay content"),
+    "num_replayed_turns": ("turns", "turns answered from the record, to agents that began again"),
+    "num_episode_failures": ("episodes", "episodes whose own code failed, which are not trained on; all kinds"),
+    "num_episode_failures_<kind>": ("episodes", "episodes that failed, by kind"),
+    "num_episodes_redrawn": (
+        "episodes",
+        "samples that the infrastructure lost before their first turn, in whose place another was drawn; all kinds",
+    ),
+    "num_episodes_redrawn_<kind>": ("episodes", "samples drawn again, by what lost them"),
+    "num_endpoint_retries": (
+        "requests",
+        "requests of agents that joined the turn of an earlier one: nothing sampled twice",
+    ),
+    "num_endpoint_unheard": ("turns", "turns whose agent had gone before their end"),
+    "num_endpoint_errors": ("requests", "requests of agents that were refused"),
+    "num_ignored_sampling": ("requests", "requests of agents that asked for another distribution, and got the run's"),
+    "num_workers_recycled": (
+        "processes",
+        "processes of episodes that were replaced since the last batch, whatever the reason",
+    ),
+    "num_processes_ended": (
+        "processes",
+        "processes that episodes had started and left, which ended with them; since the last batch",
+    ),
+    "num_episodes_restarted": ("episodes", "episodes that began again in another process, from their record"),
+    "num_sessions_moved": ("turns", "turns sampled elsewhere than on the server that holds their context"),
+    "num_prompts_sampled": ("prompts", "prompts asked for, refills included"),
+    "num_groups_filtered": ("groups", "constant groups dropped by the filter"),
+    "num_groups_unscored": ("groups", "groups left out because fewer than two of their responses could be scored"),
+    "num_groups_missing": ("groups", "groups short of prompts_per_step: filtered or unscored and not replaced"),
+    "num_truncated": ("trajectories", "episodes with a turn cut at max_new_tokens at their end, or ended by a limit"),
+    "num_generated_tokens": ("tokens", "tokens in completed responses"),
+    "num_retries": ("requests", "requests that were retried"),
+    "num_request_failures": ("requests", "requests that failed, all kinds"),
+    "num_request_failures_<kind>": ("requests", "requests that failed, by kind"),
+    "num_aborted_requests": ("requests", "requests cut short by their server, continued from their tokens"),
+    "num_moved_responses": (
+        "responses",
+        "times that a response left a slow server and continued, from its tokens, on another",
+    ),
+    "num_drained_responses": ("responses", "times that a response left a server that was asked to stop for another"),
+    "num_paused_responses": ("responses", "times that a response was ended for a publish, and continued behind it"),
+    "num_partial_episodes": ("episodes", "episodes of the batch whose tokens are of several weight versions"),
+    "num_groups_in_flight": ("groups", "groups admitted for later steps when the batch was complete"),
+    "trainer_wait_seconds": ("seconds", "time from asking for the batch until it was complete"),
+    "straggler_wait_seconds": ("seconds", "part of it in which a single group was waited for"),
+    "servers_idle_seconds": ("seconds", "time without any request since the last batch, the mean over servers"),
+    "num_continued_requests": ("requests", "requests that continued a response from its tokens, for any reason"),
+    "num_discarded_tokens": (
+        "tokens",
+        (
+            "tokens of responses that could not be continued exactly: sampled with other weights, or without their"
+            " experts"
+        ),
+    ),
+    "num_registration_errors": ("readings", "reads of a server's registration that failed in the file system"),
+    "num_reward_failures": (
+        "trajectories",
+        "trajectories whose scoring failed (exception, NaN, deadline, crash) and that are not trained on",
+    ),
+    "num_response_faults": (
+        "scorings",
+        "scorings that one of our own reward functions could not do because of the response, which has 0 for that: all"
+        " causes",
+    ),
+    "num_response_faults_<cause>": (
+        "scorings",
+        "the same by cause: computed longer than its deadline (time), needed more memory than its bound (memory),"
+        " crashed the process (crash), or was written so that it could not be read (exception)",
+    ),
+    "num_servers_given_up": (
+        "servers",
+        "servers that failed more often than server.max_restarts allows and are not started again",
+    ),
+}
+
+
+Reduction = Literal["mean", "sum", "min", "max", "sd", "quantile", "ratio", "value"]
+
+EPISODE: dict[str, tuple[str, Reduction, str]] = {
+    "turns_mean": ("turns", "mean", "turns of an episode: answers of the policy"),
+    "turns_max": ("turns", "max", "turns of an episode: answers of the policy"),
+    "rows_mean": ("rows", "mean", "rows that an episode is trained as: branches, or turns with objective.scope turn"),
+    "context_tokens_mean": ("tokens", "mean", "an episode's longest row, prompt included"),
+    "context_tokens_max": ("tokens", "max", "an episode's longest row, prompt included"),
+    "masked_fraction": ("fraction", "ratio", "tokens behind a row's prompt that are not sampled, or not trained in it"),
+}
+# Means over a sequence, nats. The first two add up to all of it; with diagnostics.exact_staleness the last two to gap.
+LOG_RATIO_PARTS = {
+    "update": "mean(current - old): log s, what this step's updates moved",
+    "gap": "mean(old - server): what is between the trainer at the step's start and who sampled",
+    "staleness": "mean(old - the token's own version), both by the trainer: what the policy moved since it was sampled",
+    "mismatch": "mean(the token's own version, by the trainer - server): the engines' part of the gap",
+}
+CORRECTION: dict[str, tuple[str, Reduction, str]] = {
+    "acted_fraction": ("fraction", "ratio", "sequences that mismatch.correction dropped or whose weight it cut"),
+    "weight_mean": ("1", "mean", "correction weight of kept sequences"),
+    "centre": (
+        "nats",
+        "value",
+        "m, mean d per token of the responses inside their band: what the correction is centred on",
+    ),
+    "deviation_abs_max": ("nats", "max", "largest sqrt(L) |mean d - m| of a sequence; mismatch.bound_nats bounds it"),
+    "num_token_vetoes": ("tokens", "sum", "tokens with |d| above mismatch.token_veto_nats"),
+    "num_vetoed_sequences": ("sequences", "sum", "sequences dropped for such a token"),
+    "num_segments": ("segments", "sum", "version segments of at least mismatch.segment_tokens, judged on their own"),
+    "num_segment_decisions": ("sequences", "sum", "sequences dropped or cut for a segment alone, sound as a whole"),
+}
+
+CRITIC: dict[str, tuple[str, Reduction, str]] = {
+    "value_loss": ("reward^2", "mean", "the critic's loss over mini-batches"),
+    "explained_variance": (
+        "1",
+        "ratio",
+        "1 - Var(R - V) / Var(R) over tokens, V as the advantages were made with: 1 is perfect, 0 says the mean",
+    ),
+    "value_mean": ("reward", "mean", "value of the state before a token, as the advantages were made with"),
+    "return_mean": ("reward", "mean", "return R = A + V of a token: what the critic is trained on"),
+    "clip_fraction": ("fraction", "ratio", "tokens whose value moved beyond critic.clip_range: no gradient"),
+    "kl_reference": (
+        "nats",
+        "mean",
+        "log policy - log reference per token; critic.kl_coefficient is its weight",
+    ),
+    "grad_norm": ("1", "mean", "the critic's global gradient norm before clipping, over its optimizer steps"),
+    "grad_norm_max": ("1", "max", "the critic's global gradient norm before clipping, over its optimizer steps"),
+    "lr": ("1", "value", "learning rate of the critic's last optimizer step"),
+    "num_optimizer_steps": ("steps", "value", "the critic's optimizer steps since the run's start"),
+    "num_skipped": ("steps", "sum", "the critic's optimizer steps skipped for a non-finite gradient"),
+}
+
+# Of the first held-out set, and with `set/<set>/` of each.
+HELD_OUT: dict[str, tuple[str, Reduction, str]] = {
+    "accuracy": ("fraction", "mean", "held-out samples that are correct, of those that could be scored (avg@k)"),
+    "accuracy_standard_error": ("fraction", "value", "standard error of eval/accuracy, from the spread of prompts"),
+    "reward_mean": ("reward", "mean", "reward over held-out samples that could be scored"),
+    "response_length_mean": ("tokens", "mean", "held-out response length"),
+    "turns_mean": ("turns", "mean", "turns of a held-out episode"),
+    "truncated_fraction": ("fraction", "ratio", "held-out episodes cut at max_new_tokens or by a limit"),
+    "num_samples": ("samples", "sum", "held-out samples"),
+    "num_reward_failures": ("samples", "sum", "held-out samples whose scoring failed: in no mean"),
+}
+
+# Of an evaluation beside training, in the line of the step in which its results arrived.
+BESIDE: dict[str, tuple[str, Reduction, str]] = {
+    "measured_step": (
+        "step",
+        "value",
+        "the step whose weights the eval/ numbers of this line are of, where not its own",
+    ),
+    "beside/seconds": ("seconds", "value", "how long that evaluation took, beside training"),
+    "beside/num_servers": ("servers", "value", "servers that it took from training"),
+    "beside/num_begun": ("evaluations", "value", "how often it was begun: more than once where it lost its servers"),
+    "beside/num_steps": ("steps", "value", "steps that were trained meanwhile"),
+}
+
+# Of sets with several samples per prompt.
+HELD_OUT_OF_SEVERAL: dict[str, tuple[str, Reduction, str]] = {
+    "pass_at/<k>": ("fraction", "mean", "at least one of k samples is correct: unbiased, over prompts with k scored"),
+    "pass_at_standard_error/<k>": ("fraction", "value", "its standard error, from the spread of prompts"),
+    "majority": ("fraction", "mean", "the answer of most of a prompt's samples is correct (maj@k)"),
+    "majority_standard_error": ("fraction", "value", "its standard error, from the spread of prompts"),
+}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from gspo_mega.base.bounded_http import BoundedHandler, BoundedServer
+from gspo_mega.base.network import BoundedHandler, BoundedServer
 from gspo_mega.metrics.catalogue import CATALOGUE, Metric, find_metric
 
 logger = logging.getLogger(__name__)

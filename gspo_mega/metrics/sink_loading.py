@@ -1,4 +1,7 @@
-"""Finding the class of a sink by its name in the configuration, and checking it before a run."""
+"""Finding the class of a sink by its name in the configuration, and checking it before a run.
+
+The sink `tensorboard`: events in the run folder's `tensorboard/`. Imports torch when it is made.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,40 @@ from typing import Any
 
 from gspo_mega.base.errors import ConfigError
 from gspo_mega.config.schema import Config, MetricsSink
-from gspo_mega.metrics import tensorboard_sink, wandb_sink
-from gspo_mega.metrics.sinks import SinkMaker
-from gspo_mega.rewards.user_functions import import_function
+from gspo_mega.metrics import wandb_sink
+from gspo_mega.metrics.sinks import SinkMaker, SinkRun
+from gspo_mega.rewards.functions import import_function
 
-BUILTINS: dict[str, type] = {"tensorboard": tensorboard_sink.TensorBoardSink, "wandb": wandb_sink.WandbSink}
+
+def problem() -> str | None:
+    """Why the sink cannot be made with what is installed here, or None."""
+    if importlib.util.find_spec("tensorboard") is None:
+        return "the package tensorboard is not installed here; pip install tensorboard, or leave the sink out"
+    return None
+
+
+class TensorBoardSink:
+    """What was written of steps that come again is hidden by TensorBoard itself (`purge_step`)."""
+
+    def __init__(self, run: SinkRun) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._events = SummaryWriter(str(run.run.tensorboard_dir), purge_step=run.first_step)
+
+    def write(self, step: int, time: float, metrics: dict[str, float]) -> None:
+        measured = int(metrics.get("eval/measured_step", step))
+        for name, value in metrics.items():
+            self._events.add_scalar(name, value, measured if name.startswith("eval/") else step, walltime=time)
+        self._events.flush()
+
+    def close(self) -> None:
+        self._events.close()
+
+
+BUILTINS: dict[str, type] = {"tensorboard": TensorBoardSink, "wandb": wandb_sink.WandbSink}
 # Why a built-in one cannot be made with the packages that are installed here.
 _PROBLEMS: dict[str, Callable[[], str | None]] = {
-    "tensorboard": tensorboard_sink.problem,
+    "tensorboard": problem,
     "wandb": wandb_sink.problem,
 }
 # metrics.jsonl itself, which every run has: it may be named, and is no class.

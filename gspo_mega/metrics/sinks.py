@@ -34,8 +34,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from gspo_mega.base.guarded_files import open_regular
 from gspo_mega.base.run_folder import RunFolder, atomic_write_json, read_json
+from gspo_mega.base.untrusted import open_regular
 
 logger = logging.getLogger(__name__)
 

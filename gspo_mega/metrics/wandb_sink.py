@@ -17,8 +17,8 @@ import shutil
 from pathlib import Path
 from typing import Literal, get_args
 
-from gspo_mega.base.guarded_files import read_text
 from gspo_mega.base.run_folder import atomic_write_text
+from gspo_mega.base.untrusted import read_text
 from gspo_mega.metrics.sinks import SinkRun
 
 logger = logging.getLogger(__name__)

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from gspo_mega.config.block_scales import BLACKWELL, has_powers_of_two
+from gspo_mega.config.derived import BLACKWELL, BLOCK, has_powers_of_two, loads_quantized
 from gspo_mega.config.schema import Config
-from gspo_mega.config.server_precision import BLOCK, loads_quantized
-from gspo_mega.models.config_reader import ConfigReader
-from gspo_mega.models.families import TensorEntry
+from gspo_mega.models.hf_fields import ConfigReader
 from gspo_mega.models.spec import BlockFp8
+from gspo_mega.models.tensors import TensorEntry
 
 SCALE_SUFFIX = "_scale_inv"
 SERVED_BLOCK = BLOCK

@@ -4,7 +4,7 @@ Owns how these sources become one list, and the words where they differ. Rollout
 tokenizer and the template are what a model was taught to end with, and what a cold start teaches. In a Base model's
 folder they may well differ: a response that ended with a token outside the list would run on to its limit.
 
-`stated_end` reads the tokenizer's files as JSON, for a plan, which has no tokenizer; `data/end_of_turn.py` asks a
+`stated_end` reads the tokenizer's files as JSON, for a plan, which has no tokenizer; `data/templates.py` asks a
 loaded one and the chat template.
 """
 

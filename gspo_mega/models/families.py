@@ -1,266 +1,379 @@
-"""The tensors of one model, and how they are cut over ranks, derived from the family tables.
+"""The families: every tensor of a Hugging Face checkpoint, where Megatron keeps it, and what config.json leaves unsaid.
 
-The tables are `tables.py`; names, shapes, order, fusion and sharding are derived from them here for everything else:
-import, export, publish, conversion, parameter counts. Moves no data and imports no torch.
+Declarations only. What is derived from them (a model's tensors, how they are cut over ranks) is `tensors.py`, the
+reading of config.json `huggingface.py`. How to add a family: docs/families.md.
 
-Words: a *tensor* is one entry of the checkpoint; a *parameter* is Megatron's, often several tensors fused. A
-parameter's *canonical name* has the global layer and the global expert in it, whatever the layout:
-`decoder.layers.17.mlp.experts.5.linear_fc1.weight`.
+What a row of a family table is, and what a family has beside its rows.
+
+Declarations of types alone; the tables are `families.py`.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
-import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
-from gspo_mega.base.errors import ModelError
-from gspo_mega.models.spec import ModelSpec
-from gspo_mega.models.table_rows import Role, Sharding, Stack, Stage, TensorRule
-from gspo_mega.models.tables import EMBEDDING, FAMILIES, HEAD
-
-VOCABULARY_MULTIPLE = 128
-
-
-def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
-    """Rows of Megatron's embedding and output layer: the smallest multiple of lcm(128, tensor_parallel).
-
-    The multiple keeps the matrix products aligned, and is the same for every power of two up to 128, so that a
-    checkpoint's global shapes do not depend on the tensor-parallel size. Rows from `vocab_size` on are padding:
-    zero after import, dropped at export, and no part of any log-softmax. With a small vocabulary the last
-    ranks may hold nothing but padding.
-    """
-    multiple = math.lcm(VOCABULARY_MULTIPLE, tensor_parallel)
-    return -(-vocab_size // multiple) * multiple
+# How a tensor lies in its parameter. `q`, `k`, `v`: interleaved by key-value group, [q heads of the group, k, v].
+# `gate`, `up`: every rank's share of the gate, then its share of up.
+Role = Literal["whole", "q", "k", "v", "gate", "up"]
+# How a tensor is cut over a tensor-parallel group: rows (column-parallel layer), columns (row-parallel layer),
+# vocabulary rows (padded), or not at all.
+Sharding = Literal["replicated", "rows", "columns", "vocabulary"]
+# Which pipeline stage holds it.
+Stage = Literal["first", "layer", "last"]
+# Where a row holds: in layers without or with experts, in models whose queries have a latent or have none, in models
+# that have the norms or the biases.
+Where = Literal["dense layer", "expert layer", "query latent", "no query latent", "qk norm", "qkv bias"]
+# What a config.json may leave out: head_dim is then hidden_size / num_attention_heads, num_key_value_heads is
+# num_attention_heads, rope_theta 10000.
+Omissible = Literal["head_dim", "num_key_value_heads", "rope_theta"]
 
 
 @dataclass(frozen=True)
-class TensorEntry:
-    """One tensor of the checkpoint. `shape` is global; `layer` and `expert` are global, zero-based, or None.
+class TensorRule:
+    """One row of a family table; `{layer}` and `{expert}` are filled in, sizes are named as in `tensors.py`.
 
-    `parameter` is the canonical name of the parameter that owns it. `copies` are parameters that hold the same values
-    where they exist: the last pipeline stage's output layer when embeddings are tied. `is_buffer`: not trained by the
-    optimizer, and fp32 in a checkpoint of any dtype. `served_wide`: SGLang holds it in fp32. An expert's tensor is cut
-    over the expert-tensor group, any other over the tensor group. `stack`: the tensor of all experts that has this one
-    in files and on servers (`stacked.py`).
+    `where`: None for everywhere. `is_buffer`: Megatron keeps it as a buffer: no gradient, no optimizer, and fp32 in
+    whatever precision the model is. `served_wide`: SGLang holds it in fp32, whatever it is sent in. `stack`: the
+    checkpoint has no such tensor, but one of all experts with this one in it; `name` is then this package's.
     """
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[str, ...]
     parameter: str
     role: Role
     sharding: Sharding
     stage: Stage
-    layer: int | None
-    expert: int | None
-    copies: tuple[str, ...] = ()
+    where: Where | None = None
     is_buffer: bool = False
     served_wide: bool = False
     stack: Stack | None = None
 
-    @property
-    def num_elements(self) -> int:
-        return math.prod(self.shape)
+
+@dataclass(frozen=True)
+class Stack:
+    """A tensor `name` of all experts of a layer: [experts, columns, rows] with every expert's matrix transposed, or
+    [experts, rows] of biases. An expert's tensor has every `step`-th of these rows, from `first` on.
+    """
+
+    name: str
+    first: int = 0
+    step: int = 1
 
 
 @dataclass(frozen=True)
-class Block:
-    """[start, start + length) of a tensor equals [local_start, local_start + length) of a rank's parameter, along
-    `dim`.
+class ExpertKeys:
+    """Where a family's config.json describes its experts: `num_experts` under any of these keys, their width under
+    `intermediate_size`. `norm_topk_prob` is the family's own, or None where the key of that name says (absent: false).
+    `gated_shared`: the key of the width of a shared expert whose output a gate multiplies, None without one.
+    `deepseek`: DeepSeek-V3's router (sigmoid scores, a bias, groups), shared experts and first dense layers, under its
+    keys.
     """
 
-    dim: int
-    start: int
-    local_start: int
-    length: int
+    num_experts: tuple[str, ...]
+    intermediate_size: str
+    norm_topk_prob: bool | None = None
+    gated_shared: str | None = None
+    deepseek: bool = False
 
 
-def _sizes(spec: ModelSpec) -> dict[str, int]:
-    sizes = {
-        "vocabulary": spec.vocab_size,
-        "hidden": spec.hidden_size,
-        "head": spec.head_dim,
-        "heads": spec.num_heads,
-        "query": spec.num_heads * spec.head_dim,
-        "key_value": spec.num_kv_heads * spec.head_dim,
-        "value": spec.num_heads * spec.value_head_dim,
-        "intermediate": spec.intermediate_size,
-    }
-    if spec.latent is not None:
-        sizes |= {
-            "query_rank": spec.latent.query_rank or 0,
-            "key_value_rank": spec.latent.key_value_rank,
-            "latent": spec.latent.key_value_rank + spec.latent.rotary_dim,
-            "content_value": spec.num_heads * (spec.latent.content_dim + spec.latent.value_dim),
-        }
-    if spec.moe is not None:
-        sizes |= {
-            "experts": spec.moe.num_experts,
-            "expert_intermediate": spec.moe.expert_intermediate_size,
-            "shared_intermediate": spec.moe.shared_intermediate_size,
-            "one": 1,
-        }
-    return sizes
+@dataclass(frozen=True)
+class Family:
+    """One architecture. `architecture` is the class name in config.json; `qk_norm` and `qkv_bias` hold for every model
+    of it, or are a key of config.json that says so (absent: false). `rotary_share`: the part of a head that is turned
+    where config.json has no partial_rotary_factor; only families with less than 1 may have one.
 
-
-def _holds(spec: ModelSpec, rule: TensorRule, layer: int) -> bool:
-    """Is the row's tensor in this layer of this model?"""
-    if rule.where in ("dense layer", "expert layer"):
-        return spec.has_experts(layer) == (rule.where == "expert layer")
-    if rule.where in ("qk norm", "qkv bias"):
-        return spec.qk_norm if rule.where == "qk norm" else spec.attention_bias
-    if rule.where is not None:
-        return (spec.latent is not None and spec.latent.query_rank is not None) == (rule.where == "query latent")
-    return True
-
-
-def hf_tensors(spec: ModelSpec) -> list[TensorEntry]:
-    """Every tensor of the model's checkpoint, in the order in which it is exported and sent; experts that files stack
-    (`stacked.py`) one by one.
-
-    Order: embedding; layer by layer, experts innermost and in order (stack by stack); final norm; head. With tied
-    embeddings there is no head on disk. Raises ModelError for a family without a table or a feature that no table has.
+    `refused`: keys of config.json, and their meaning, that change this family's maths to what is not done here when
+    they are set; `understood`: keys that other families refuse. `latent`: multi-head latent attention. `gpt_oss`: what
+    `models/hf_fields.py` reads: biases everywhere, sinks, windows and a clamped activation.
     """
-    family = FAMILIES.get(spec.family)
-    if family is None:
-        raise ModelError(f"model family {spec.family!r} has no tensor table; known: {', '.join(sorted(FAMILIES))}")
-    fixed = [value if isinstance(value, bool) else None for value in (family.qkv_bias, family.qk_norm)]
-    if any(want not in (None, has) for want, has in zip(fixed, (spec.attention_bias, spec.qk_norm))):
-        raise ModelError(
-            f"{spec.family}: attention_bias={spec.attention_bias}, qk_norm={spec.qk_norm}: the tensor table is for "
-            f"attention_bias={family.qkv_bias}, qk_norm={family.qk_norm}"
-        )
-    if (spec.moe is None) != (family.experts is None):
-        raise ModelError(f"{spec.family}: the tensor table and the configuration disagree on whether there are experts")
-    if (spec.latent is None) == family.latent:
-        raise ModelError(
-            f"{spec.family}: the tensor table and the configuration disagree on whether attention is latent"
-        )
-    global _last
-    if _last is None or _last[0] is not spec:
-        _last = (spec, tuple(_entries(spec, family.tensors)))
-    return list(_last[1])
+
+    architecture: str
+    tensors: tuple[TensorRule, ...]
+    qk_norm: bool | str = False
+    qkv_bias: bool | str = False
+    rotary_share: float = 1.0
+    experts: ExpertKeys | None = None
+    may_omit: frozenset[Omissible] = frozenset()
+    refused: Mapping[str, str] = field(default_factory=dict)
+    understood: frozenset[str] = frozenset()
+    latent: bool = False
+    gpt_oss: bool = False
 
 
-# The tensors of the model that was last asked for: a large one has tens of thousands, and a plan asks for them often.
-_last: tuple[ModelSpec, tuple[TensorEntry, ...]] | None = None
-
-
-def _entries(spec: ModelSpec, rules: Sequence[TensorRule]) -> Iterator[TensorEntry]:
-    sizes = _sizes(spec)
-    yield from (_entry(spec, sizes, rule) for rule in rules if rule.stage == "first")
-    for layer in range(spec.num_layers):
-        per_layer = [rule for rule in rules if rule.stage == "layer" and _holds(spec, rule, layer)]
-        yield from (_entry(spec, sizes, rule, layer) for rule in per_layer if "{expert}" not in rule.name)
-        # Tensors that are stacked in files follow each other.
-        of_experts = [rule for rule in per_layer if "{expert}" in rule.name]
-        for _, own in itertools.groupby(of_experts, key=lambda rule: rule.stack and rule.stack.name):
-            rules_here = list(own)
-            for expert in range(spec.moe.num_experts if spec.moe is not None else 0):
-                yield from (_entry(spec, sizes, rule, layer, expert) for rule in rules_here)
-    for rule in rules:
-        if rule.stage == "last" and not (rule is HEAD and spec.tie_word_embeddings):
-            yield _entry(spec, sizes, rule)
-
-
-def _entry(
-    spec: ModelSpec, sizes: dict[str, int], rule: TensorRule, layer: int | None = None, expert: int | None = None
-) -> TensorEntry:
-    return TensorEntry(
-        name=rule.name.format(layer=layer, expert=expert),
-        shape=tuple(sizes[key] for key in rule.shape),
-        parameter=rule.parameter.format(layer=layer, expert=expert),
-        role=rule.role,
-        sharding=rule.sharding,
-        stage=rule.stage,
-        layer=layer,
-        expert=expert,
-        copies=(HEAD.parameter,) if rule is EMBEDDING and spec.tie_word_embeddings else (),
-        is_buffer=rule.is_buffer,
-        served_wide=rule.served_wide,
-        stack=None if rule.stack is None else replace(rule.stack, name=rule.stack.name.format(layer=layer)),
+def _layer(
+    name: str,
+    shape: tuple[str, ...],
+    parameter: str,
+    role: Role,
+    sharding: Sharding,
+    where: Where | None = None,
+    is_buffer: bool = False,
+) -> TensorRule:
+    return TensorRule(
+        f"model.layers.{{layer}}.{name}",
+        shape,
+        f"decoder.layers.{{layer}}.{parameter}",
+        role,
+        sharding,
+        "layer",
+        where,
+        is_buffer,
     )
 
 
-_IN_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+def _attention(*own: TensorRule) -> tuple[TensorRule, ...]:
+    """Norms and attention of one layer; `own` is what a family has besides."""
+    return (
+        _layer("input_layernorm.weight", ("hidden",), "input_layernorm.weight", "whole", "replicated"),
+        _layer("self_attn.q_proj.weight", ("query", "hidden"), "self_attention.linear_qkv.weight", "q", "rows"),
+        _layer("self_attn.k_proj.weight", ("key_value", "hidden"), "self_attention.linear_qkv.weight", "k", "rows"),
+        _layer("self_attn.v_proj.weight", ("key_value", "hidden"), "self_attention.linear_qkv.weight", "v", "rows"),
+        *own,
+        _layer("self_attn.o_proj.weight", ("hidden", "query"), "self_attention.linear_proj.weight", "whole", "columns"),
+        _layer("post_attention_layernorm.weight", ("hidden",), "pre_mlp_layernorm.weight", "whole", "replicated"),
+    )
 
 
-def may_be_there(spec: ModelSpec, name: str) -> bool:
-    """Is this a tensor that a checkpoint of the model may hold besides `hf_tensors`, and that is passed over?
+_QK_NORM = (
+    _layer("self_attn.q_norm.weight", ("head",), "self_attention.q_layernorm.weight", "whole", "replicated", "qk norm"),
+    _layer("self_attn.k_norm.weight", ("head",), "self_attention.k_layernorm.weight", "whole", "replicated", "qk norm"),
+)
+_QKV_BIAS = (
+    _layer("self_attn.q_proj.bias", ("query",), "self_attention.linear_qkv.bias", "q", "rows", "qkv bias"),
+    _layer("self_attn.k_proj.bias", ("key_value",), "self_attention.linear_qkv.bias", "k", "rows", "qkv bias"),
+    _layer("self_attn.v_proj.bias", ("key_value",), "self_attention.linear_qkv.bias", "v", "rows", "qkv bias"),
+)
 
-    The head a second time when embeddings are tied; the layers for multi-token prediction behind the last one.
+
+def _latent_attention() -> tuple[TensorRule, ...]:
+    """Norms and latent attention of one layer. Up-projections lie head by head on both sides: [content, rotary] of a
+    query, [content, value] of a key and its value. Down-projections are on every tensor rank.
     """
-    if name == HEAD.name:
-        return spec.tie_word_embeddings
-    found = _IN_LAYER.match(name)
-    return found is not None and 0 <= int(found[1]) - spec.num_layers < spec.num_ignored_layers
+    whole: tuple[Role, Sharding] = ("whole", "rows")
+    copied: tuple[Role, Sharding] = ("whole", "replicated")
+    return (
+        _layer("input_layernorm.weight", ("hidden",), "input_layernorm.weight", *copied),
+        _layer(
+            "self_attn.q_proj.weight",
+            ("query", "hidden"),
+            "self_attention.linear_q_proj.weight",
+            *whole,
+            "no query latent",
+        ),
+        _layer(
+            "self_attn.q_a_proj.weight",
+            ("query_rank", "hidden"),
+            "self_attention.linear_q_down_proj.weight",
+            *copied,
+            "query latent",
+        ),
+        _layer(
+            "self_attn.kv_a_proj_with_mqa.weight",
+            ("latent", "hidden"),
+            "self_attention.linear_kv_down_proj.weight",
+            *copied,
+        ),
+        _layer(
+            "self_attn.q_b_proj.weight",
+            ("query", "query_rank"),
+            "self_attention.linear_q_up_proj.weight",
+            *whole,
+            "query latent",
+        ),
+        _layer(
+            "self_attn.kv_b_proj.weight",
+            ("content_value", "key_value_rank"),
+            "self_attention.linear_kv_up_proj.weight",
+            *whole,
+        ),
+        _layer(
+            "self_attn.q_a_layernorm.weight",
+            ("query_rank",),
+            "self_attention.q_layernorm.weight",
+            *copied,
+            "query latent",
+        ),
+        _layer("self_attn.kv_a_layernorm.weight", ("key_value_rank",), "self_attention.kv_layernorm.weight", *copied),
+        _layer("self_attn.o_proj.weight", ("hidden", "value"), "self_attention.linear_proj.weight", "whole", "columns"),
+        _layer("post_attention_layernorm.weight", ("hidden",), "pre_mlp_layernorm.weight", *copied),
+    )
 
 
-def parameter_blocks(spec: ModelSpec, entry: TensorEntry, tensor_parallel: int, tensor_rank: int) -> list[Block]:
-    """Which parts of the tensor one rank's share of its parameter holds, and where.
-
-    `tensor_parallel` and `tensor_rank` are those of the expert-tensor group for an expert's tensor. A replicated
-    tensor is one whole block on every rank. Blocks of all ranks together cover a sharded tensor exactly once.
-    Raises ModelError when the sizes cannot be cut so.
-    """
-    if entry.sharding == "replicated":
-        return [Block(0, 0, 0, entry.shape[0])]
-    if entry.sharding == "columns":
-        width = _share(entry, entry.shape[1], tensor_parallel)
-        return [Block(1, tensor_rank * width, 0, width)]
-    if entry.sharding == "vocabulary":
-        rows = padded_vocab_size(spec.vocab_size, tensor_parallel) // tensor_parallel
-        length = min(rows, entry.shape[0] - tensor_rank * rows)
-        return [Block(0, tensor_rank * rows, 0, length)] if length > 0 else []
-    if entry.role in ("q", "k", "v"):
-        fused = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-        rows = _share(entry, fused, tensor_parallel)
-        return list(_cut(_fused_qkv_rows(spec, entry.role), tensor_rank * rows, rows))
-    rows = _share(entry, entry.shape[0], tensor_parallel)
-    return [Block(0, tensor_rank * rows, rows if entry.role == "up" else 0, rows)]
+def _mlp(
+    block: str, ours: str, width: str, names: tuple[str, str, str], where: Where | None = None
+) -> tuple[TensorRule, ...]:
+    """A gated MLP under the checkpoint's names for gate, up and down."""
+    gate, up, down = (f"{block}.{name}.weight" for name in names)
+    return (
+        _layer(gate, (width, "hidden"), f"{ours}.linear_fc1.weight", "gate", "rows", where),
+        _layer(up, (width, "hidden"), f"{ours}.linear_fc1.weight", "up", "rows", where),
+        _layer(down, ("hidden", width), f"{ours}.linear_fc2.weight", "whole", "columns", where),
+    )
 
 
-def parameter_shape(spec: ModelSpec, entry: TensorEntry, tensor_parallel: int) -> tuple[int, ...]:
-    """Shape of one rank's share of the parameter that holds the tensor."""
-    if entry.sharding == "replicated":
-        return entry.shape
-    if entry.sharding == "columns":
-        return (entry.shape[0], _share(entry, entry.shape[1], tensor_parallel))
-    if entry.sharding == "vocabulary":
-        return (padded_vocab_size(spec.vocab_size, tensor_parallel) // tensor_parallel, *entry.shape[1:])
-    if entry.role in ("q", "k", "v"):
-        fused = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    else:
-        fused = (2 if entry.role in ("gate", "up") else 1) * entry.shape[0]
-    return (_share(entry, fused, tensor_parallel), *entry.shape[1:])
+_NAMES = ("gate_proj", "up_proj", "down_proj")
+_DENSE_MLP = _mlp("mlp", "mlp", "intermediate", _NAMES)
 
 
-def _share(entry: TensorEntry, size: int, parts: int) -> int:
-    if size % parts:
-        raise ModelError(
-            f"{entry.name}: {size} rows or columns of {entry.parameter} cannot be divided over {parts} tensor-parallel"
-            " ranks"
-        )
-    return size // parts
+def _router(block: str) -> TensorRule:
+    return _layer(
+        f"{block}.gate.weight", ("experts", "hidden"), "mlp.router.weight", "whole", "replicated", "expert layer"
+    )
 
 
-def _fused_qkv_rows(spec: ModelSpec, role: Role) -> Iterator[Block]:
-    """Rows of q, k or v in the unsharded fused parameter, one block per key-value group."""
-    query = spec.num_heads // spec.num_kv_heads * spec.head_dim
-    length, offset = {"q": (query, 0), "k": (spec.head_dim, query), "v": (spec.head_dim, query + spec.head_dim)}[role]
-    for group in range(spec.num_kv_heads):
-        yield Block(0, group * length, group * (query + 2 * spec.head_dim) + offset, length)
+def _experts(block: str, names: tuple[str, str, str] = _NAMES) -> tuple[TensorRule, ...]:
+    """The experts of one layer, under the names that the checkpoint has for them."""
+    return _mlp(f"{block}.experts.{{expert}}", "mlp.experts.{expert}", "expert_intermediate", names, "expert layer")
 
 
-def _cut(blocks: Iterator[Block], start: int, length: int) -> Iterator[Block]:
-    """The parts of the blocks within rows [start, start + length) of the parameter, counted from `start`.
+_EXPERT_BIAS = _layer(
+    "mlp.gate.e_score_correction_bias",
+    ("experts",),
+    "mlp.router.expert_bias",
+    "whole",
+    "replicated",
+    "expert layer",
+    is_buffer=True,
+)
+_SHARED_EXPERTS = _mlp("mlp.shared_experts", "mlp.shared_experts", "shared_intermediate", _NAMES, "expert layer")
+_GATED_SHARED_EXPERT = (
+    _layer(
+        "mlp.shared_expert_gate.weight",
+        ("one", "hidden"),
+        "mlp.shared_experts.gate_weight",
+        "whole",
+        "replicated",
+        "expert layer",
+    ),
+    *_mlp("mlp.shared_expert", "mlp.shared_experts", "shared_intermediate", _NAMES, "expert layer"),
+)
+_FIRST_DENSE = _mlp("mlp", "mlp", "intermediate", _NAMES, "dense layer")
+# Of gpt-oss: what its layers have besides those of other families, and its experts, which its checkpoints stack.
+_SINKS = _layer("self_attn.sinks", ("heads",), "self_attention.core_attention.softmax_offset", "whole", "rows")
+_OUTPUT_BIAS = _layer("self_attn.o_proj.bias", ("hidden",), "self_attention.linear_proj.bias", "whole", "replicated")
+_BIASED_ROUTER = (
+    _layer("mlp.router.weight", ("experts", "hidden"), "mlp.router.weight", "whole", "replicated"),
+    _layer("mlp.router.bias", ("experts",), "mlp.router.bias", "whole", "replicated"),
+)
 
-    With more ranks than key-value groups a rank's share ends inside a group, so blocks are cut anywhere.
-    """
-    for block in blocks:
-        first = max(block.local_start, start)
-        last = min(block.local_start + block.length, start + length)
-        if first < last:
-            yield Block(block.dim, block.start + first - block.local_start, first - start, last - first)
+
+def _stacked(
+    name: str, shape: tuple[str, ...], parameter: str, role: Role, sharding: Sharding, stack: Stack
+) -> TensorRule:
+    own = _layer(f"mlp.experts.{{expert}}.{name}", shape, f"mlp.experts.{{expert}}.{parameter}", role, sharding)
+    return replace(own, stack=replace(stack, name=f"model.layers.{{layer}}.mlp.experts.{stack.name}"))
+
+
+def _gate_and_up(kind: str, shape: tuple[str, ...], stack: str) -> tuple[TensorRule, ...]:
+    parameter = f"linear_fc1.{kind}"
+    return (
+        _stacked(f"gate_proj.{kind}", shape, parameter, "gate", "rows", Stack(stack, 0, 2)),
+        _stacked(f"up_proj.{kind}", shape, parameter, "up", "rows", Stack(stack, 1, 2)),
+    )
+
+
+_WIDTH = "expert_intermediate"
+_STACKED_EXPERTS = (
+    *_gate_and_up("weight", (_WIDTH, "hidden"), "gate_up_proj"),
+    *_gate_and_up("bias", (_WIDTH,), "gate_up_proj_bias"),
+    _stacked("down_proj.weight", ("hidden", _WIDTH), "linear_fc2.weight", "whole", "columns", Stack("down_proj")),
+    _stacked("down_proj.bias", ("hidden",), "linear_fc2.bias", "whole", "replicated", Stack("down_proj_bias")),
+)
+_DEEPSEEK_KEYS = ExpertKeys(("n_routed_experts", "num_local_experts"), "moe_intermediate_size", deepseek=True)
+
+
+_VOCABULARY = ("vocabulary", "hidden")
+EMBEDDING = TensorRule(
+    "model.embed_tokens.weight", _VOCABULARY, "embedding.word_embeddings.weight", "whole", "vocabulary", "first"
+)
+_FINAL_NORM = TensorRule(
+    "model.norm.weight", ("hidden",), "decoder.final_layernorm.weight", "whole", "replicated", "last"
+)
+HEAD = TensorRule("lm_head.weight", _VOCABULARY, "output_layer.weight", "whole", "vocabulary", "last")
+
+
+def _decoder(*per_layer: TensorRule) -> tuple[TensorRule, ...]:
+    """The table of a family, in the order of export, from what every layer has."""
+    return (EMBEDDING, *per_layer, _FINAL_NORM, HEAD)
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(
+        "LlamaForCausalLM",
+        _decoder(*_attention(), *_DENSE_MLP),
+        may_omit=frozenset({"head_dim", "num_key_value_heads", "rope_theta"}),
+    ),
+    "qwen2": Family(
+        "Qwen2ForCausalLM",
+        _decoder(*_attention(*_QKV_BIAS), *_DENSE_MLP),
+        qkv_bias=True,
+        may_omit=frozenset({"head_dim"}),
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        _decoder(*_attention(*_QK_NORM), *_DENSE_MLP),
+        qk_norm=True,
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        _decoder(*_attention(*_QK_NORM), _router("mlp"), *_experts("mlp")),
+        qk_norm=True,
+        experts=ExpertKeys(
+            ("num_experts", "num_local_experts"), "moe_intermediate_size"
+        ),  # 4.x and 5.x of transformers
+        may_omit=frozenset({"head_dim"}),
+    ),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM",
+        _decoder(*_attention(*_QKV_BIAS), _router("mlp"), *_GATED_SHARED_EXPERT, *_experts("mlp")),
+        qkv_bias=True,
+        experts=ExpertKeys(
+            ("num_experts", "num_local_experts"),
+            "moe_intermediate_size",
+            gated_shared="shared_expert_intermediate_size",
+        ),
+        may_omit=frozenset({"head_dim"}),
+        understood=frozenset({"shared_expert_intermediate_size"}),
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        _decoder(*_attention(), _router("block_sparse_moe"), *_experts("block_sparse_moe", ("w1", "w3", "w2"))),
+        experts=ExpertKeys(("num_local_experts", "num_experts"), "intermediate_size", norm_topk_prob=True),
+        may_omit=frozenset({"head_dim"}),
+        refused={"sliding_window": "sliding-window attention", "router_jitter_noise": "noise in the router"},
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        _decoder(*_latent_attention(), *_FIRST_DENSE, _router("mlp"), _EXPERT_BIAS, *_SHARED_EXPERTS, *_experts("mlp")),
+        experts=_DEEPSEEK_KEYS,
+        may_omit=frozenset({"num_key_value_heads"}),
+        understood=frozenset({"n_shared_experts", "num_nextn_predict_layers", "q_lora_rank", "kv_lora_rank"}),
+        latent=True,
+    ),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM",
+        _decoder(
+            *_attention(*_QKV_BIAS, *_QK_NORM),
+            *_FIRST_DENSE,
+            replace(_router("mlp"), served_wide=True),
+            _EXPERT_BIAS,
+            *_SHARED_EXPERTS,
+            *_experts("mlp"),
+        ),
+        qk_norm="use_qk_norm",
+        qkv_bias="attention_bias",
+        rotary_share=0.5,
+        experts=_DEEPSEEK_KEYS,
+        may_omit=frozenset({"head_dim"}),
+        understood=frozenset({"n_shared_experts", "num_nextn_predict_layers"}),
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        _decoder(*_attention(*_QKV_BIAS, _SINKS), _OUTPUT_BIAS, *_BIASED_ROUTER, *_STACKED_EXPERTS),
+        qkv_bias=True,
+        experts=ExpertKeys(("num_local_experts", "num_experts"), "intermediate_size", norm_topk_prob=True),
+        gpt_oss=True,
+    ),
+}

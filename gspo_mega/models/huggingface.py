@@ -3,28 +3,114 @@
 Reads the files of transformers 4.x and 5.x. Settings that would change the maths and that the engine does not
 implement are refused by name: a model that computes something slightly different from its checkpoint is worse than
 one that does not start. Weights are not read.
+
+The files of a Hugging Face folder that describe a model, without weights and code: an export or a conversion copies
+them.
+
+Owns which files these are and which links among them are followed. A downloaded folder is not trusted: a link in it
+could carry any file that this user can read into a folder that is then published.
+
+Which weights are in a folder, as far as names, sizes and times of its files tell.
+
+Owns the digest by which copies that are made of a folder are named, so that a copy is used for its own source only. It
+reads no weights: a file that is written again has another time. `content_stamp` is for a folder that may be copied: it
+reads the ends of each file. Standard library only.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from gspo_mega.base.errors import ModelError
-from gspo_mega.base.guarded_files import NoRegularFileError, odd_file, read_json_file
+from gspo_mega.base.untrusted import NoRegularFileError, odd_file, open_regular, read_json_file
 from gspo_mega.models.block_fp8 import read_block_fp8
-from gspo_mega.models.config_reader import MOST_EXPERTS_OF_ALL_LAYERS, ConfigReader, shown
-from gspo_mega.models.deepseek import read_experts, read_latent_attention
-from gspo_mega.models.description import description_files
 from gspo_mega.models.end_tokens import stated_end
-from gspo_mega.models.gpt_oss import is_fp4, needs_plain_copy, read_gpt_oss
-from gspo_mega.models.rope import read_rope
+from gspo_mega.models.families import FAMILIES, ExpertKeys, Family
+from gspo_mega.models.hf_fields import (
+    MOST_EXPERTS_OF_ALL_LAYERS,
+    ConfigReader,
+    is_fp4,
+    needs_plain_copy,
+    read_experts,
+    read_gpt_oss,
+    read_latent_attention,
+    read_rope,
+    shown,
+)
 from gspo_mega.models.spec import BlockFp8, ModelSpec, MoeSpec
-from gspo_mega.models.table_rows import ExpertKeys, Family
-from gspo_mega.models.tables import FAMILIES
+
+# Configuration, generation configuration, tokenizer, chat template, model card. Never code: nothing here runs it.
+_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".spm", ".bpe", ".vocab", ".md")
+_WITHOUT_SUFFIX = ("LICENSE", "LICENCE", "NOTICE", "README", "COPYING")
+# Lists of the weights; whoever writes weights writes these anew.
+_OF_WEIGHTS = (".index.json", "manifest.json")
+
+
+def description_files(folder: Path) -> list[Path]:
+    """The files of `folder` that describe its model, by name.
+
+    A link is followed inside the folder, into the blobs of a Hugging Face cache that the folder belongs to, and to the
+    file of the same name in another model's folder. Raises ModelError naming a link that leads elsewhere.
+    """
+    files = sorted(entry for entry in folder.iterdir() if entry.is_file() and _describes(entry.name))
+    for file in files:
+        if file.is_symlink() and not _may_lead_to(file, folder):
+            raise ModelError(
+                f"{file}: this link leads to {os.path.realpath(file)}, outside the model's folder; its content would be"
+                " copied into every export. Put the file itself there, or remove the link"
+            )
+    return files
+
+
+def _describes(name: str) -> bool:
+    if name.startswith(".") or name.endswith(_OF_WEIGHTS):
+        return False
+    return name.endswith(_SUFFIXES) or (name.partition(".")[0] in _WITHOUT_SUFFIX and not name.endswith((".py", ".sh")))
+
+
+def _may_lead_to(link: Path, folder: Path) -> bool:
+    target, home = Path(os.path.realpath(link)), Path(os.path.realpath(folder))
+    if target.is_relative_to(home):
+        return True
+    # models--org--name/snapshots/REVISION/FILE -> models--org--name/blobs/HASH
+    if home.parent.name == "snapshots" and target.parent == home.parent.parent / "blobs":
+        return True
+    return target.name == link.name and (target.parent / "config.json").is_file()
+
+
+def weights_stamp(folder: str | Path, *settings: object) -> str:
+    """12 hex digits: of the folder's absolute path, its safetensors and config.json (names, sizes, times of the last
+    change), and of `settings`, by their `repr`, which a copy depends on besides. Raises OSError.
+    """
+    path = Path(folder)
+    files = sorted([*path.glob("*.safetensors"), *path.glob("config.json")])
+    found = [(file.name, status.st_size, status.st_mtime_ns) for file in files for status in [file.stat()]]
+    return hashlib.sha256(repr((str(path.absolute()), found, settings)).encode()).hexdigest()[:12]
+
+
+_END_BYTES = 64 * 1024
+
+
+def content_stamp(folder: str | Path) -> str:
+    """12 hex digits of the weights in a Hugging Face folder or beside a `megatron` folder: of each file's name and size
+    and of its first and last 64 KiB, wherever the folder lies. Raises OSError.
+    """
+    digest = hashlib.sha256()
+    for file in sorted([*Path(folder).glob("*.safetensors"), *Path(folder).glob("megatron/*.distcp")]):
+        size = file.stat().st_size
+        digest.update(repr((file.name, size)).encode())
+        with open_regular(file) as opened:
+            digest.update(opened.read(_END_BYTES))
+            opened.seek(max(0, size - _END_BYTES))
+            digest.update(opened.read())
+    return digest.hexdigest()[:12]
+
 
 ARCHITECTURES = {family.architecture: name for name, family in FAMILIES.items()}
 _DTYPES = ("float32", "bfloat16")

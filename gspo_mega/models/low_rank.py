@@ -13,8 +13,8 @@ from dataclasses import replace
 from typing import Literal
 
 from gspo_mega.base.errors import ModelError
-from gspo_mega.models.families import TensorEntry, hf_tensors
 from gspo_mega.models.spec import ModelSpec
+from gspo_mega.models.tensors import TensorEntry, hf_tensors
 
 PREFIX = "base_model.model."
 # The PEFT folder of a run's result, beside its Hugging Face folder.

@@ -1,6 +1,6 @@
 """ModelSpec: what a Hugging Face `config.json` says about a model, in this package's own words.
 
-Owns the record alone; reading a folder is `huggingface.py`, tensor names and shapes are `families.py`.
+Owns the record alone; reading a folder is `huggingface.py`, tensor names and shapes are `tensors.py`.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class BlockFp8:
 class ModelSpec:
     """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, gated SiLU MLP or MoE.
 
-    `family` is the key of the table in `tables.py` (`qwen3`, `llama`). Sizes are global, before any parallelism.
+    `family` is the key of the table in `families.py` (`qwen3`, `llama`). Sizes are global, before any parallelism.
     `head_dim` is a query's; with latent attention (`latent`) there are as many key-value heads as heads.
     `attention_bias`: the query, key and value projections add one. `rotary_share`:
     the first part of a head's elements, which positions turn; the rest stays. `torch_dtype` is the checkpoint's

@@ -1,4 +1,10 @@
-"""A critic as a Hugging Face model: which tensors it has, and what config.json says of it.
+"""A Hugging Face folder of a sequence classifier, as a server of a reward model loads it: its sizes, and whether SGLang
+can serve it.
+
+Owns reading them from config.json and the headers of the weights' files, of any architecture. Moves no data and imports
+no torch.
+
+A critic as a Hugging Face model: which tensors it has, and what config.json says of it.
 
 transformers has two classes for a backbone with a number for each state, `...ForTokenClassification` and
 `...ForSequenceClassification`, both with `score.weight`; a reward model is of the second one. Owns these names, for
@@ -7,14 +13,16 @@ import, export and conversion. Moves no data and imports no torch.
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gspo_mega.base.errors import ModelError
-from gspo_mega.base.guarded_files import read_json_file
-from gspo_mega.models.families import TensorEntry, hf_tensors, may_be_there
+from gspo_mega.base.errors import ConfigError, ModelError
+from gspo_mega.base.untrusted import MOST_JSON_BYTES, open_regular, parse_json, read_json_file
 from gspo_mega.models.huggingface import ARCHITECTURES, read_model_spec
 from gspo_mega.models.spec import ModelSpec
+from gspo_mega.models.tensors import TensorEntry, hf_tensors, may_be_there
 
 VALUE_HEAD = "value_head.weight"
 SCORE, SCORE_BIAS = "score.weight", "score.bias"
@@ -89,3 +97,95 @@ def _of_head(name: str, *columns: int) -> TensorEntry:
         layer=None,
         expert=None,
     )
+
+
+# SGLang 0.5.23 gives the head of these a bias. Where the weights have none, it is left as memory happens to be.
+_WITH_BIAS = ("Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification")
+
+
+@dataclass(frozen=True)
+class ClassifierSizes:
+    """`elements`: of the weights. `num_heads`, `num_kv_heads`, `head_dim`: None
+    where config.json does not say them. `latent`: elements per token and layer of a latent cache, which each GPU of a
+    server has whole. `positions`: the most tokens of a text, None for no limit.
+    """
+
+    elements: int
+    num_layers: int | None
+    num_heads: int | None
+    num_kv_heads: int | None
+    head_dim: int | None
+    latent: int | None
+    positions: int | None
+
+    def cached_elements(self, tensor: int) -> int | None:
+        """Elements of one token in the cache of one of `tensor` GPUs."""
+        if self.num_layers is None:
+            return None
+        if self.latent is not None:
+            return self.num_layers * self.latent
+        if self.num_kv_heads is None or self.head_dim is None:
+            return None
+        return 2 * self.num_layers * max(1, self.num_kv_heads // tensor) * self.head_dim
+
+
+def read_sizes(folder: str | Path) -> ClassifierSizes:
+    """The sizes of the classifier in `folder`. Raises ConfigError where it is no model's folder, or has its weights in
+    another form than servers load.
+    """
+    raw, shapes = read_config(Path(folder)), _shapes_in(Path(folder))
+    if shapes is None:
+        raise ConfigError(f"{folder} has no weights as safetensors; servers load no other form, which may hold code")
+
+    def number(*names: str) -> int | None:
+        return next((raw[name] for name in names if isinstance(raw.get(name), int)), None)
+
+    heads, hidden = number("num_attention_heads"), number("hidden_size")
+    latent, rope = number("kv_lora_rank"), number("qk_rope_head_dim")
+    return ClassifierSizes(
+        elements=sum(map(math.prod, shapes.values())),
+        num_layers=number("num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=number("num_key_value_heads", "num_attention_heads"),
+        head_dim=number("head_dim") or (hidden // heads if hidden and heads else None),
+        latent=latent + rope if latent is not None and rope is not None else None,
+        positions=number("max_position_embeddings"),
+    )
+
+
+def check_head(folder: str) -> None:
+    """Raise ConfigError where SGLang would add a number to every score that is in no file."""
+    architectures = read_config(Path(folder)).get("architectures") or []
+    if any(name in _WITH_BIAS for name in architectures) and "score.bias" not in (_shapes_in(Path(folder)) or {}):
+        raise ConfigError(
+            f"{folder}: its weights have no score.bias, and SGLang gives the head of a {architectures[0]} one that it"
+            " does not initialize: it would add another number to every score on each start. Add a tensor `score.bias`"
+            " of zeros, or fit the model with gspo-mega reward-model, which writes it"
+        )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The folder's config.json. Raises ConfigError."""
+    try:
+        raw = read_json_file(folder / "config.json")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder} is no Hugging Face model folder: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{folder}/config.json holds no object, so it describes no model")
+    return raw
+
+
+def _shapes_in(folder: Path) -> dict[str, list[int]] | None:
+    """Shapes by name, from the headers of the safetensors; None without any. Raises ConfigError for a file that is no
+    such one.
+    """
+    paths = sorted(folder.glob("*.safetensors"))
+    shapes: dict[str, list[int]] = {}
+    for path in paths:
+        try:
+            with open_regular(path) as file:
+                header = parse_json(file.read(min(int.from_bytes(file.read(8), "little"), MOST_JSON_BYTES)))
+            shapes |= {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ConfigError(f"{path} is damaged or cut off: {error}") from error
+    return shapes if paths else None

@@ -1,11 +1,9 @@
 """What is decided before a process starts: the layout, its checks, what it costs, a report. No torch."""
 
-from gspo_mega.plan.estimate import Estimate, estimate
+from gspo_mega.plan.estimate import Estimate, estimate, refuse_what_does_not_fit
 from gspo_mega.plan.layout import Coordinates, Layout
-from gspo_mega.plan.layout_of_config import resolve_layout
-from gspo_mega.plan.refusal import refuse_what_does_not_fit
 from gspo_mega.plan.report import render_report
-from gspo_mega.plan.resolve import Plan, plan_run
+from gspo_mega.plan.resolve import Plan, plan_run, resolve_layout
 
 __all__ = [
     "Coordinates",

@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from gspo_mega.config.fused_operations import fused_keys
+from gspo_mega.config.derived import fused_keys
 from gspo_mega.config.schema import Config
 from gspo_mega.models.spec import LatentAttention, ModelSpec, MoeSpec
 from gspo_mega.plan.layout import Layout
-from gspo_mega.plan.state_bytes import WEIGHT_BYTES
+from gspo_mega.plan.state import WEIGHT_BYTES
 
 # FP8 activations carry a scale: one byte per value, and at most 4 bytes per block of 128.
 _FP8_BYTES = 1 + 4 / 128

@@ -16,8 +16,8 @@ from pathlib import Path
 from gspo_mega.config.schema import Config
 from gspo_mega.models.spec import ModelSpec
 from gspo_mega.plan.memory import GIB
-from gspo_mega.plan.published_bytes import needs_start_folder, version_bytes
-from gspo_mega.plan.state_bytes import WEIGHT_BYTES
+from gspo_mega.plan.servers import needs_start_folder, version_bytes
+from gspo_mega.plan.state import WEIGHT_BYTES
 
 # The journal's bytes: per response token, its id (4), log-prob (8) and weight version (4); per prompt token, its id.
 RESPONSE_TOKEN_BYTES, PROMPT_TOKEN_BYTES = 16, 4
@@ -25,7 +25,7 @@ RESPONSE_TOKEN_BYTES, PROMPT_TOKEN_BYTES = 16, 4
 TEXT_BYTES_PER_TOKEN, EPISODE_BYTES, PROMPT_BYTES = 4, 418, 185
 # A turn beyond the first, with the messages before it.
 TURN_BYTES = 250
-# The trainer's difference of each token, and what names a response beside them (`data/journal/token_gaps.py`).
+# The trainer's difference of each token, and what names a response beside them (`data/journal/steps.py`).
 TOKEN_GAP_BYTES, RESPONSE_GAP_BYTES = 2, 40
 # Expert numbers are kept for every layer, in an array with a name.
 ROUTES_NAME_BYTES = 38

@@ -1,32 +1,243 @@
-"""All figures of a plan: exact state, estimated memory and time, checkpoint size, the nodes that groups span.
+"""Whether a plan whose figures are known can run: a GPU's memory, and the GPUs of the nodes.
 
-Owns putting them together and the verdict against a GPU; `report.py` and `export.py` show them.
+`gspo-mega plan`, the start of a run and the submission of a job show the report first, and then ask here. Everything
+that is impossible whatever the figures say is refused before (`validate.py`, `estimate.py`).
+
+What the servers of reward models need: GPUs, and the memory of one of these.
+
+Owns the figures and what does not fit. Where they are is `servers.py`'s, what a folder holds
+`models/value_models.py`'s. No torch.
+
+Compare deadlines with the plan's estimates: a deadline that is too short would end a healthy run.
+
+Owns the relations that need an estimate, and how long before its time limit Slurm signals a job. Relations between keys
+are `config/deadlines.py`'s.
+
+All figures of a plan: exact state, estimated memory and time, checkpoint size, the nodes that groups span.
+
+Owns putting them together and the verdict against a GPU; `report.py` and `report.py` show them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from gspo_mega.base.errors import FitError
-from gspo_mega.config.critic_config import critic_config
-from gspo_mega.config.schema import Config
-from gspo_mega.models.sizes import ParameterCounts, count_parameters, forward_flops_per_token
-from gspo_mega.plan.colocated_memory import rank_host_bytes, run_memory, servers_host_bytes
-from gspo_mega.plan.critic_needs import critic_state, saved_bytes
+from gspo_mega.base.errors import ConfigError, FitError, PlanError
+from gspo_mega.config.deadlines import COLLECTIVE_SECONDS
+from gspo_mega.config.derived import critic_config, episode_lengths, server_dtype
+from gspo_mega.config.schema import Config, ModelReward
+from gspo_mega.models.tensors import ParameterCounts, count_parameters, forward_flops_per_token
+from gspo_mega.models.value_models import ClassifierSizes, check_head, read_sizes
 from gspo_mega.plan.gpus import GPUS
-from gspo_mega.plan.layout_sizes import Sizes
-from gspo_mega.plan.memory import GIB, Memory, ServerMemory, gpu_bytes, server_memory
+from gspo_mega.plan.layout import Sizes
+from gspo_mega.plan.memory import (
+    GIB,
+    Memory,
+    ServerMemory,
+    critic_state,
+    gpu_bytes,
+    rank_host_bytes,
+    run_memory,
+    save_host_bytes,
+    saved_bytes,
+    server_memory,
+    servers_host_bytes,
+)
 from gspo_mega.plan.resolve import Plan
-from gspo_mega.plan.reward_needs import RewardNeeds, reward_needs
-from gspo_mega.plan.save_memory import save_host_bytes
-from gspo_mega.plan.server_places import check_rollout_nodes, place_servers, reward_gpus, reward_servers
-from gspo_mega.plan.shares import ModelShares, State
-from gspo_mega.plan.state_bytes import StateBytes, state_bytes
-from gspo_mega.plan.stop_deadlines import check_deadlines, stop_seconds
+from gspo_mega.plan.servers import (
+    DTYPE_BYTES,
+    check_rollout_nodes,
+    check_shared_nodes,
+    place_servers,
+    reward_gpus,
+    reward_servers,
+)
+from gspo_mega.plan.state import ModelShares, State, StateBytes, state_bytes
 from gspo_mega.plan.timing import StepTime, save_seconds, step_time
+
+# A text may be so many times as long in the tokens of another model.
+_LONGER_BY = 4
+
+
+@dataclass(frozen=True)
+class RewardNeeds:
+    """The servers of one reward model. `weights`, `cache`: bytes on one GPU; of the weights None where the folder is
+    not here, of the cache where config.json or the configuration does not say enough. `cache_tokens`: in the cache of
+    one whole server.
+    """
+
+    name: str
+    num_servers: int
+    tensor: int
+    context_tokens: int
+    weights: int | None
+    cache: int | None
+    cache_tokens: int | None
+
+    @property
+    def num_gpus(self) -> int:
+        return self.num_servers * self.tensor
+
+
+def text_tokens(config: Config, model: ModelReward, positions: int | None) -> int:
+    """The most tokens of a text: as given, else room for the policy's longest episode in a model with another
+    tokenizer, as far as its `positions` go.
+    """
+    wanted = _LONGER_BY * (config.server.context_tokens or episode_lengths(config).tokens)
+    return model.context_tokens or min(wanted, positions or wanted)
+
+
+def reward_needs(
+    config: Config, limit: int | None, where: Callable[[str], str], is_elsewhere: bool = False
+) -> tuple[RewardNeeds, ...]:
+    """Of each reward model that the run starts servers for; a run on recorded rollouts starts none. `limit`: bytes of
+    one GPU, None without one. `is_elsewhere`: the plan is for another machine, so that a folder may not be here.
+
+    Raises PlanError, with the key's place, where its folder cannot be served, or does not fit on its GPUs or nodes.
+    """
+    if config.train is not None and config.train.from_rollouts is not None:
+        return ()
+    needs = []
+    for number, model in enumerate(config.reward.model):
+        if model.path is None:
+            continue
+        place = f"reward.model.{number}"
+        if is_elsewhere and not Path(model.path).exists():
+            tokens = text_tokens(config, model, None)
+            needs.append(RewardNeeds(model.name, model.num_servers, model.tensor, tokens, None, None, None))
+            continue
+        try:
+            sizes = read_sizes(model.path)
+            check_head(model.path)
+        except ConfigError as error:
+            raise PlanError(f"{where(place)}: {place}.path: {error}") from None
+        needs.append(_needs(config, model, sizes, limit, f"{where(place)}: {place}"))
+    if needs:
+        _check_nodes(config, where)
+    return tuple(needs)
+
+
+def _needs(config: Config, model: ModelReward, sizes: ClassifierSizes, limit: int | None, place: str) -> RewardNeeds:
+    if sizes.num_heads is not None and sizes.num_heads % model.tensor:
+        valid = [count for count in range(1, sizes.num_heads + 1) if sizes.num_heads % count == 0]
+        raise PlanError(
+            f"{place}.tensor: {model.tensor} does not divide the {sizes.num_heads} attention heads of {model.path};"
+            f" valid: {', '.join(map(str, valid))}"
+        )
+    dtype = server_dtype(config) if model.dtype == "auto" else model.dtype
+    tokens = text_tokens(config, model, sizes.positions)
+    if sizes.positions is not None and tokens > sizes.positions:
+        raise PlanError(
+            f"{place}.context_tokens: {tokens} tokens, but the positions of {model.path} end at {sizes.positions}; at"
+            f" most {sizes.positions}"
+        )
+    weights = -(-sizes.elements * DTYPE_BYTES[dtype] // model.tensor)
+    element = sizes.cached_elements(model.tensor)
+    if limit is None or not element:
+        return RewardNeeds(model.name, model.num_servers, model.tensor, tokens, weights, None, None)
+    token = element * DTYPE_BYTES[dtype]
+    cached = max(0, int(limit * model.memory_fraction) - weights) // token
+    if cached < tokens:
+        raise FitError(
+            f"{place}.tensor: the weights of {Path(model.path or '').name} take {weights / GIB:.1f} GiB on each of"
+            f" {model.tensor} GPUs, and memory_fraction {model.memory_fraction:g} of {limit / GIB:.1f} GiB leaves room"
+            f" for {cached} tokens, while a text may have {tokens} (context_tokens); use more GPUs per server (tensor),"
+            " GPUs with more memory, a larger memory_fraction or a smaller context_tokens"
+        )
+    return RewardNeeds(model.name, model.num_servers, model.tensor, tokens, weights, cached * token, cached)
+
+
+def _check_nodes(config: Config, where: Callable[[str], str]) -> None:
+    """A single server that is larger than any node; whether all find room, `servers.py` says."""
+    cluster = config.cluster
+    node = cluster.gpus_per_node
+    if node is None:
+        return
+    for number, model in enumerate(config.reward.model):
+        if model.path is not None and model.tensor > node:
+            raise PlanError(
+                f"{where(f'reward.model.{number}')}: reward.model.{number}.tensor: a server on {model.tensor} GPUs does"
+                f" not fit on a node of {node} (cluster.gpus_per_node); at most {node}"
+            )
+
+
+# Reserved, of the time between Slurm's signal and the limit, to queue the job again whatever the ranks do.
+RESERVE_SECONDS = 20.0
+LEAST_SIGNAL_SECONDS = 300
+# The factor by which the estimates may be too low.
+MARGIN = 1.25
+
+
+def check_deadlines(config: Config, time: StepTime | None, save_seconds: float, where: Callable[[str], str]) -> None:
+    """Raises PlanError with a line for each deadline that is shorter than what the plan expects. `time`: None where no
+    GPU is named.
+    """
+    wrong = [f"{where(key)}: {key}: {text}" for key, text in _broken(config, time, save_seconds)]
+    if wrong:
+        raise PlanError("\n".join(wrong))
+
+
+def _broken(config: Config, time: StepTime | None, save_seconds: float) -> Iterator[tuple[str, str]]:
+    if time is None:
+        return
+    total = config.rollout.request_deadline_seconds
+    if total is not None and total <= time.rollout:
+        yield (
+            "rollout.request_deadline_seconds",
+            (
+                f"{total:g} s is shorter than a rollout ({time.rollout:.0f} s by estimate): the run would stop at the"
+                f" first response that takes longer. Set it above {time.rollout:.0f}, or leave it out"
+            ),
+        )
+    if config.publish.deadline_seconds <= time.publish and _publishes(config):
+        yield (
+            "publish.deadline_seconds",
+            (
+                f"{config.publish.deadline_seconds:g} s is shorter than a publish ({time.publish:.0f} s by estimate)."
+                f" Set it above {time.publish:.0f}"
+            ),
+        )
+    bound = config.watchdog.checkpoint_seconds
+    if bound is not None and bound <= save_seconds:
+        yield (
+            "watchdog.checkpoint_seconds",
+            (
+                f"{bound:g} s is shorter than a save ({save_seconds:.0f} s by estimate). Set it above"
+                f" {save_seconds:.0f}, or leave it out"
+            ),
+        )
+    if save_seconds >= COLLECTIVE_SECONDS:
+        yield (
+            "checkpoint",
+            (
+                f"a save takes {save_seconds:.0f} s by estimate, and ranks wait at most {COLLECTIVE_SECONDS:g} s for"
+                " each other. optimizer.moments_dtype makes checkpoints smaller"
+            ),
+        )
+
+
+def _publishes(config: Config) -> bool:
+    return config.train is None or config.train.from_rollouts is None
+
+
+def stop_seconds(time: StepTime | None, save_seconds: float) -> float:
+    """Seconds from a stop request to the end of the save, by estimate: the batch in training is finished first."""
+    return save_seconds + (0.0 if time is None else time.train.total + time.publish)
+
+
+def grace_seconds(signal_seconds: float) -> float:
+    """Seconds that ranks have, of the time between Slurm's signal and the time limit, to end their step and save."""
+    return max(signal_seconds - RESERVE_SECONDS, signal_seconds / 2)
+
+
+def signal_seconds(stop: float) -> int:
+    """Seconds before its time limit at which Slurm signals a job, whole minutes. `stop`: seconds that the job takes to
+    stop, by estimate.
+    """
+    return max(LEAST_SIGNAL_SECONDS, 60 * math.ceil((MARGIN * stop + RESERVE_SECONDS) / 60))
 
 
 @dataclass(frozen=True)
@@ -246,3 +457,60 @@ def _notices(plan: Plan, spans: tuple[Span, ...], memory: Memory | None, limit: 
     ):
         found.append("cluster.gpus_per_node is not given: servers are counted on machines of their own")
     return found
+
+
+# A part below this share of the peak is not worth a change.
+_WORTH = 0.1
+
+
+def refuse_what_does_not_fit(plan: Plan, figures: Estimate, where: Callable[[str], str]) -> None:
+    """Raises, with the key's place, PlanError where ranks and servers need more GPUs than their nodes have; FitError
+    where the estimate of a rank's peak is more than its GPU has and `plan.over_memory` is refuse. On a machine without
+    GPUs neither matters, and the peak does not where nothing is trained.
+    """
+    config, memory, limit = plan.config, figures.memory, figures.limit
+    if plan.device == "cpu":
+        return
+    check_shared_nodes(config, where)
+    if figures.fits is not False or config.plan.over_memory == "warn" or only_evaluates(config):
+        return
+    if memory is None or limit is None:
+        return
+    key = "cluster.gpu_memory_gib" if config.cluster.gpu_memory_gib is not None else "cluster.gpu"
+    largest = sorted(memory.parts, key=lambda part: -memory.parts[part])
+    parts = [part for part in largest if memory.parts[part] >= _WORTH * memory.peak]
+    changes = list(dict.fromkeys(change for part in parts for change in _changes(config, part)))
+    shown = ", ".join(f"{part} {memory.parts[part] / GIB:.1f} GiB" for part in parts)
+    raise FitError(
+        f"{where(key)}: {key}: by estimate a rank of stage {memory.stage} needs {memory.peak / GIB:.1f} GiB in"
+        f" {memory.peak_phase} and its GPU has {limit / GIB:.1f} GiB: over by {(memory.peak - limit) / GIB:.1f} GiB"
+        f" ({shown}). What would help: {'; '.join(changes)}. No GPU has checked these formulas yet: `plan.over_memory:"
+        " warn` starts the run all the same"
+    )
+
+
+def _changes(config: Config, part: str) -> list[str]:
+    """What makes a part of the memory smaller and is not done yet, as keys."""
+    more_ranks = "more parallelism (parallel.tensor, parallel.pipeline, parallel.expert) on more ranks"
+    optimizer = config.optimizer
+    if part in ("activations", "fragmentation", "pipeline buffers"):
+        full = config.recompute.granularity == "full"
+        return [
+            *([] if full else ["`recompute.granularity: full`"]),
+            f"a smaller batch.micro_batch_tokens than {config.batch.micro_batch_tokens}",
+            "a larger parallel.context or parallel.tensor",
+        ]
+    if part == "logits":
+        return [f"a smaller batch.log_prob_chunk_tokens than {config.batch.log_prob_chunk_tokens}"]
+    if part in ("main weights", "moments"):
+        return [
+            *([] if optimizer.distributed else ["`optimizer.distributed: true`"]),
+            *(["a smaller optimizer.moments_dtype"] if optimizer.moments_dtype == "fp32" else []),
+            f"a larger optimizer.cpu_offload_fraction than {optimizer.cpu_offload_fraction:g}",
+            more_ranks,
+        ]
+    if part == "reference":
+        return ["no reference (kl.coefficient: 0)", more_ranks]
+    if part == "publish":
+        return [f"a smaller publish.bucket_bytes than {config.publish.bucket_bytes}, or `publish.method: disk`"]
+    return [more_ranks, "GPUs with more memory"] if part != "reserve" else []

@@ -1,11 +1,243 @@
 """The sizes of every kind of parallelism, and each rank's place in them.
 
-`layout_of_config.py` makes a Layout of a configuration. Makes no process groups; the engine does, in the same order.
+`resolve.py` makes a Layout of a configuration. Makes no process groups; the engine does, in the same order.
+
+What FP8 products demand of sizes: multiples for a linear layer's sides on a rank, and for the length of a pack.
+
+Owns only the numbers; the packer adds the filler that brings a pack to such a length.
+
+How a model's sizes divide over ranks, and the nearest sizes that do.
+
+Owns no refusal: those are `validate.py`'s, `layout.py`'s and `validate.py`'s.
+
+Sizes that follow from a configuration alone: numbers of ranks, multiples to pad to, the longest sequence.
+
+How many layers each pipeline stage has: all alike, or the first and the last stage as the YAML says, as Megatron
+divides them.
+
+Owns the arithmetic and its refusals. Stages with fewer layers leave room for the embedding or the head, or make a
+number of layers divide that else would not.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+
+from gspo_mega.base.errors import Violation
+from gspo_mega.config.derived import episode_lengths
+from gspo_mega.config.schema import Config, Parallel
+from gspo_mega.models.spec import ModelSpec
+
+# What a product of Transformer Engine needs of either side of a layer, and of a rank's rows of a pack. Its forward pass
+# checks 16 for a row's length and 8 for the number of rows; the backward pass turns either side, and the rows, into a
+# row's length. One scale of mxfp8 serves 32 values in both directions. Blockwise takes a ragged last block.
+RECIPE_SIDES = {"delayed": 16, "tensorwise": 16, "mxfp8": 32, "blockwise": 16}
+# Rows of one block in the backward pass. With sequence parallelism Transformer Engine gathers a layer's input in FP8
+# where a rank has whole blocks. Elsewhere it gathers bf16, twice the bytes, and quantises for the backward pass what it
+# has rounded once already.
+_BLOCK_ROWS = 128
+
+
+def alignment_tokens(config: Config) -> int:
+    """Tokens that the length of every pack must be a multiple of; 1 without FP8.
+
+    A rank's rows x context size x (tensor size, with sequence parallelism): a pack is cut over those ranks before its
+    rows meet an FP8 product. It is always a multiple of what single sequences are padded to, so filler of whole
+    sequence multiples reaches it.
+    """
+    if config.precision != "fp8":
+        return 1
+    parallel = config.parallel
+    tensor = parallel.tensor if parallel.sequence else 1
+    rows = _BLOCK_ROWS if config.fp8.recipe == "blockwise" and tensor > 1 else RECIPE_SIDES[config.fp8.recipe]
+    return rows * parallel.context * tensor
+
+
+def nearest(value: int, valid: Iterable[int]) -> str:
+    """The closest valid values below and above, in words."""
+    choices = sorted(set(valid))
+    below = [choice for choice in choices if choice < value][-1:]
+    above = [choice for choice in choices if choice > value][:1]
+    return " or ".join(map(str, below + above))
+
+
+def divisors(number: int) -> list[int]:
+    """All positive divisors, ascending."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def dividing(world: int, others: int, choices: list[int]) -> list[int]:
+    """The `choices` whose product with `others` divides `world`; all of them where none does (the number of ranks then
+    has to change too).
+    """
+    return [choice for choice in choices if world % (choice * others) == 0] or choices
+
+
+def can_divide_model(config: Config, spec: ModelSpec) -> bool:
+    """Do `parallel.tensor` and `parallel.pipeline` divide the model? Where not, checks that follow from these sizes are
+    left out: the sizes have to change first.
+    """
+    return not undivided_sizes(spec, config.parallel.tensor) and bool(stage_layers(spec.num_layers, config.parallel))
+
+
+def stage_layers(num_layers: int, parallel: Parallel) -> tuple[int, ...] | None:
+    """Layers of each stage; None where they do not add up, or where a stage would have none."""
+    first, last = given_ends(parallel)
+    middle = parallel.pipeline - len(first) - len(last)
+    left = num_layers - sum(first) - sum(last)
+    if middle < 0 or left < middle or (left % middle if middle else left):
+        return None
+    return (*first, *[left // max(1, middle)] * middle, *last)
+
+
+def given_ends(parallel: Parallel) -> tuple[list[int], list[int]]:
+    """The numbers of layers that the YAML gives the first and the last stage: one each, or none."""
+    first, last = parallel.first_stage_layers, parallel.last_stage_layers
+    return [] if first is None else [first], [] if last is None else [last]
+
+
+def undivided_sizes(spec: ModelSpec, tensor: int) -> list[str]:
+    """The model's sizes that `tensor` ranks do not divide, in words."""
+    # With more ranks than key-value heads, several ranks share a head: Megatron gathers the projection's rows.
+    shared = tensor % spec.num_kv_heads == 0 and 2 * spec.num_kv_heads * spec.head_dim % tensor == 0
+    sizes = [
+        ("attention heads", spec.num_heads),
+        ("key-value heads", 0 if shared or spec.latent is not None else spec.num_kv_heads),
+    ]
+    if not spec.has_experts(0):
+        sizes.append(("intermediate size", spec.intermediate_size))
+    if spec.moe is not None:
+        sizes.append(("shared experts' intermediate size", spec.moe.shared_intermediate_size))
+    return [f"{name} {size}" for name, size in sizes if size % tensor]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes that follow from a configuration alone. `data` is rounded down where ranks do not divide."""
+
+    world: int
+    model: int
+    data: int
+    sequence_parallel: bool
+    sequence_multiple: int
+    pack_multiple: int
+    longest_sequence: int
+
+    @classmethod
+    def of(cls, config: Config) -> Sizes:
+        parallel = config.parallel
+        world = config.cluster.num_nodes * config.cluster.ranks_per_node
+        model = parallel.tensor * parallel.pipeline * parallel.context
+        sequence_parallel = parallel.sequence and parallel.tensor > 1
+        # Context parallelism gives each rank two equal slices of a sequence, one from either end, to balance causal
+        # attention; sequence parallelism cuts a pack's tokens evenly over tensor ranks.
+        multiple = (2 * parallel.context if parallel.context > 1 else 1) * (parallel.tensor if sequence_parallel else 1)
+        return cls(
+            world=world,
+            model=model,
+            data=max(1, world // model),
+            sequence_parallel=sequence_parallel,
+            sequence_multiple=multiple,
+            pack_multiple=math.lcm(multiple, alignment_tokens(config)),
+            longest_sequence=episode_lengths(config).tokens,
+        )
+
+
+_KEYS = ("parallel.first_stage_layers", "parallel.last_stage_layers")
+
+
+def lighter_ends(num_layers: int, pipeline: int) -> dict[str, int | None] | None:
+    """The values of both keys with which `pipeline` stages hold the layers, no stage more than needed, the last one the
+    fewest; None where that takes none of its ends, or cannot be done.
+    """
+    if pipeline < 2 or num_layers % pipeline == 0 or num_layers < pipeline:
+        return None
+    most = -(-num_layers // pipeline)
+    last = num_layers - most * (pipeline - 1)
+    if last >= 1 and last >= most - 2:
+        return {"first_stage_layers": None, "last_stage_layers": last}
+    both = num_layers - most * (pipeline - 2)
+    if both < 2:
+        return None
+    return {"first_stage_layers": both - both // 2, "last_stage_layers": both // 2}
+
+
+def check_stages(config: Config, spec: ModelSpec, sizes: Sizes) -> Iterator[Violation]:
+    """What of `parallel.pipeline` and its keys cannot run, and a block of recomputed layers that does not divide a
+    chunk.
+    """
+    parallel, pipeline = config.parallel, config.parallel.pipeline
+    given = [key for key, end in zip(_KEYS, given_ends(parallel), strict=True) if end]
+    virtual = parallel.virtual_pipeline
+    if pipeline == 1 and (given or virtual is not None):
+        for key in given:
+            yield Violation(key, "the only pipeline stage has all layers", "leave it out (null)")
+        if virtual is not None:
+            yield Violation(
+                "parallel.virtual_pipeline",
+                f"{virtual} chunks per rank need pipeline stages, and pipeline is 1",
+                "leave it out (null)",
+            )
+        return
+    layers = stage_layers(spec.num_layers, parallel)
+    if layers is None:
+        yield from _undivided(given, spec, parallel, sizes)
+        return
+    kinds = sorted(set(layers))
+    if virtual is not None and (odd := [count for count in kinds if count % virtual]):
+        choices = [d for d in divisors(kinds[-1]) if d > 1 and not any(count % d for count in kinds)]
+        yield Violation(
+            "parallel.virtual_pipeline",
+            f"{virtual} does not divide the {_words(odd)} layers of a pipeline stage",
+            nearest(virtual, choices) or "leave it out (null)",
+        )
+        return
+    chunks = [count // (virtual or 1) for count in kinds]
+    block = config.recompute.num_layers
+    if config.recompute.granularity == "full" and any(count % block for count in chunks):
+        # Megatron reads a layer behind the chunk's last one.
+        valid = [d for d in divisors(chunks[-1]) if not any(count % d for count in chunks)]
+        yield Violation(
+            "recompute.num_layers",
+            f"{block} does not divide the {_words(chunks)} layers of a model chunk",
+            nearest(block, valid),
+        )
+
+
+def _undivided(given: list[str], spec: ModelSpec, parallel: Parallel, sizes: Sizes) -> Iterator[Violation]:
+    first, last = given_ends(parallel)
+    pipeline, ends = parallel.pipeline, lighter_ends(spec.num_layers, parallel.pipeline)
+    described = ", ".join(f"{key}: {value}" for key, value in (ends or {}).items() if value is not None)
+    if given:
+        middle, left = pipeline - len(given), spec.num_layers - sum(first) - sum(last)
+        valid = described or "leave both keys out (null)"
+        if middle:
+            yield Violation(
+                given[-1],
+                f"{left} layers are left for the {middle} other stages of {pipeline}, which have equally many, at least"
+                " one",
+                valid,
+            )
+        else:
+            yield Violation(
+                given[-1],
+                f"the two stages have {sum(first) + sum(last)} layers, and the model has {spec.num_layers}",
+                valid,
+            )
+        return
+    valid = nearest(pipeline, dividing(sizes.world, sizes.model // pipeline, divisors(spec.num_layers)))
+    yield Violation(
+        "parallel.pipeline",
+        f"{pipeline} does not divide the model's {spec.num_layers} layers",
+        f"{valid} or `parallel: {{{described}}}`" if ends else valid,
+    )
+
+
+def _words(counts: list[int]) -> str:
+    return " or ".join(map(str, counts))
 
 
 @dataclass(frozen=True)
@@ -25,12 +257,12 @@ class Coordinates:
 class Layout:
     """A layout that can run. Sizes are numbers of ranks unless they say otherwise.
 
-    `data` excludes context parallelism. `expert_data`: ranks over which an expert's gradient is summed.
-    `stage_layers`: layers of each pipeline stage, of all its model chunks. `sequence_multiple_tokens`:
-    every packed sequence is padded to a multiple of it, and the whole pack to one of `pack_multiple_tokens`.
-    `mini_batch_sequences`: trajectories of each mini-batch when no sample is dropped, the largest first.
-    `attention_crossover_tokens`: the model's, see `models/sizes.py`. `equal_packs`: micro-batches that run at the same
-    time on different data-parallel ranks are padded to one length.
+    `data` excludes context parallelism. `expert_data`: ranks over which an expert's gradient is summed. `stage_layers`:
+    layers of each pipeline stage, of all its model chunks. `sequence_multiple_tokens`: every packed sequence is padded
+    to a multiple of it, and the whole pack to one of `pack_multiple_tokens`. `mini_batch_sequences`: trajectories of
+    each mini-batch when no sample is dropped, the largest first. `attention_crossover_tokens`: the model's, see
+    `models/tensors.py`. `equal_packs`: micro-batches that run at the same time on different data-parallel ranks are
+    padded to one length.
     """
 
     world_size: int

@@ -1,28 +1,97 @@
-"""Memory of one GPU over a step, by part and by phase; and memory of a GPU that serves rollouts.
+"""Memory of a GPU that a rank and a server use in turns, by phase; and what both keep on the host meanwhile.
 
-State is exact (`shares.py`); activations are formulas (`activations.py`); the reserve is a rule of thumb. Trainer and
-servers have GPUs of their own, or use the same in turns (`colocated_memory.py`). Knows no framework and allocates
+Owns who holds what in which phase, as `train/servers.py` moves it. What a process holds whatever the phase is (a
+CUDA context, libraries) is a rule of thumb, for the server as for the rank.
+
+What a critic adds to a plan: state on the ranks, bytes of a checkpoint.
+
+Owns which numbers follow from the critic's own precision, optimizer and head; the arithmetic is the policy's.
+
+What saving and loading a checkpoint takes besides, on the GPU and on the host (`checkpoint/optimizer_shards.py`).
+
+With the distributed optimizer a rank puts the fp32 state of some parameters together on the host before a save: about
+as much as it owns, and at most one parameter more, since whole parameters are written. Some parameters at a time go
+between the ranks, on GPUs through their memory, and a load reads some at a time.
+
+Memory of one GPU over a step, by part and by phase; and memory of a GPU that serves rollouts.
+
+State is exact (`state.py`); activations are formulas (`activations.py`); the reserve is a rule of thumb. Trainer and
+servers have GPUs of their own, or use the same in turns (`memory.py`). Knows no framework and allocates
 nothing.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from gspo_mega.config.critic_config import critic_config
+from gspo_mega.config.derived import critic_config, critic_of
 from gspo_mega.config.schema import Config
 from gspo_mega.models.spec import ModelSpec
+from gspo_mega.models.tensors import count_parameters
 from gspo_mega.plan.activations import HeadActivations, head_activations, layer_activations, value_head_activations
-from gspo_mega.plan.critic_needs import critic_state
-from gspo_mega.plan.draft_needs import draft_needs
 from gspo_mega.plan.gpus import GPUS
-from gspo_mega.plan.layout import Layout
-from gspo_mega.plan.layout_sizes import Sizes
-from gspo_mega.plan.save_memory import save_device_bytes
-from gspo_mega.plan.server_needs import cache_element_bytes, rank_weight_bytes
-from gspo_mega.plan.server_parallel import attention_ranks
-from gspo_mega.plan.shares import ModelShares
-from gspo_mega.plan.state_bytes import WEIGHT_BYTES, state_bytes
+from gspo_mega.plan.layout import Layout, Sizes
+from gspo_mega.plan.servers import attention_ranks, cache_element_bytes, draft_needs, rank_weight_bytes, weight_bytes
+from gspo_mega.plan.state import (
+    WEIGHT_BYTES,
+    ModelShares,
+    StageState,
+    StateBytes,
+    checkpoint_bytes,
+    state_bytes,
+    trained_parameters,
+)
+
+
+def critic_state(
+    config: Config, layout: Layout, shares: ModelShares, stage: int
+) -> tuple[StageState, StateBytes] | None:
+    """What the ranks of a stage hold of the critic; None without one. `shares`: the policy's."""
+    if critic_of(config) is None:
+        return None
+    own = critic_config(config)
+    held = shares.critic.state(own, layout, stage)
+    return held, state_bytes(own, held.largest, is_critic=True)
+
+
+def critic_parameters(spec: ModelSpec) -> int:
+    """Parameters of a critic: the policy's with a row in place of the LM head."""
+    counts = count_parameters(spec)
+    head = 0 if spec.tie_word_embeddings else counts.embedding
+    return counts.total - head + spec.hidden_size
+
+
+def saved_bytes(config: Config, spec: ModelSpec, total_parameters: int) -> int:
+    """Bytes of a checkpoint of the run: of what it trains of the policy, and of the critic."""
+    size = checkpoint_bytes(config, trained_parameters(config, spec, total_parameters))
+    return (
+        size if critic_of(config) is None else size + checkpoint_bytes(critic_config(config), critic_parameters(spec))
+    )
+
+
+# Bytes that a rank reads at a time, and elements that ranks exchange at a time; one parameter at least (`READ_BYTES`,
+# `EXCHANGED_ELEMENTS` there).
+READ_BYTES, EXCHANGED_ELEMENTS = 2 * 2**30, 2**27
+# Main weights and both moments, fp32 whatever their precision in training.
+_STATE_TENSORS, _FP32_BYTES = 3, 4
+
+
+def save_device_bytes(config: Config, state: StageState) -> int:
+    """On the GPU: of one kind of state, what a rank sends and what it gets at a time, at most."""
+    if not config.optimizer.distributed:
+        return 0
+    return max(2 * _FP32_BYTES * min(b.bucket, max(EXCHANGED_ELEMENTS, b.parameter)) for b in state.buffers)
+
+
+def save_host_bytes(config: Config, state: StageState, size: StateBytes) -> int:
+    """On the host, one rank of the stage, at most: what it writes. Loading takes less."""
+    if not config.optimizer.distributed:
+        return size.weights + size.main + size.moments
+    whole = _STATE_TENSORS * _FP32_BYTES
+    held = whole * (state.largest.optimized + max(buffer.parameter for buffer in state.buffers))
+    read = max(READ_BYTES, whole * max(buffer.parameter for buffer in state.buffers))
+    return max(size.weights + held, min(read, whole * state.largest.parameters))
+
 
 GIB = 2**30
 # Context, NCCL's buffers and library workspaces; and the allocator's fragmentation, as a share of activations.
@@ -210,3 +279,46 @@ def server_memory(config: Config, spec: ModelSpec, total_parameters: int, memory
         tokens = min(tokens, server.max_total_tokens)
     # Each data-parallel group of the attention has a cache of its own.
     return ServerMemory(weights, tokens * token, tokens * server.attention_data, draft.weights)
+
+
+# Context, NCCL's buffers and workspaces of one rank of a server, which the memory saver does not free.
+SERVER_RESERVE_BYTES = 3 * 2**30
+# What a rank moves to the host while servers sample; while it publishes, all of it but the weights.
+_MOVED = ("weights", "padding", "gradients", "main weights", "moments", "reference")
+_PUBLISHED = ("weights", "padding")
+
+
+def run_memory(config: Config, layout: Layout, shares: ModelShares, total_parameters: int, limit: int) -> Memory:
+    """The memory of the rank that needs most, on GPUs of `limit` bytes, with the server's part of it where they share.
+
+    In a phase `rollout` the server has the memory that `server.memory_fraction` gives it.
+    """
+    memory = trainer_memory(config, layout, shares)
+    if not config.cluster.colocated:
+        return memory
+    server = server_memory(config, shares.spec, total_parameters, limit)
+    stays = {kind: size for kind, size in memory.always.items() if kind not in _MOVED}
+    published = {kind: memory.always[kind] for kind in _PUBLISHED}
+    parts = {phase: {**memory.always, **own, "server": SERVER_RESERVE_BYTES} for phase, own in memory.by_phase.items()}
+    parts["publish"] = {
+        **stays,
+        **published,
+        **memory.by_phase["publish"],
+        "server": SERVER_RESERVE_BYTES + server.weights,
+    }
+    parts["rollout"] = {**stays, "server": SERVER_RESERVE_BYTES + round(limit * config.server.memory_fraction)}
+    phases = {phase: sum(own.values()) for phase, own in parts.items()}
+    return replace(memory, parts=parts[max(phases, key=lambda phase: phases[phase])], phases=phases)
+
+
+def rank_host_bytes(config: Config, size: StateBytes) -> int:
+    """What one rank keeps on the host while servers sample: its state but the gradients, which need no copy."""
+    return size.weights + size.main + size.moments + size.reference if config.cluster.colocated else 0
+
+
+def servers_host_bytes(config: Config, shares: ModelShares, total_parameters: int) -> int:
+    """What the servers of one node keep on the host while ranks train: a copy of their weights."""
+    if not config.cluster.colocated:
+        return 0
+    servers = -(-config.server.num_servers // config.cluster.num_nodes)
+    return servers * weight_bytes(config, shares.spec, total_parameters)

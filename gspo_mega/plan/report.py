@@ -1,26 +1,66 @@
-"""A plan as text for a person: model, ranks, batches, servers, memory, time, notices."""
+"""A plan for programs: one JSON object, or shell variables for a job script.
+
+A model's shape in words, for the report of a plan.
+
+A plan as text for a person: model, ranks, batches, servers, memory, time, notices.
+"""
 
 from __future__ import annotations
 
 import itertools
+import json
+import shlex
+from dataclasses import asdict
+from typing import Any
 
-from gspo_mega.config.critic_config import penalises_kl
-from gspo_mega.config.lora_rules import publishes_adapters
-from gspo_mega.config.server_precision import describe_server_precision
+from gspo_mega.config.derived import describe_server_precision, penalises_kl
+from gspo_mega.config.validate_learning import publishes_adapters
 from gspo_mega.models.block_fp8 import served_layout
+from gspo_mega.models.spec import ModelSpec
 from gspo_mega.plan.disk import disk_lines, disk_notices, disk_use
-from gspo_mega.plan.estimate import Estimate, estimate
+from gspo_mega.plan.estimate import Estimate, estimate, signal_seconds
 from gspo_mega.plan.gpus import ASSUMPTIONS
-from gspo_mega.plan.hand_out import hand_out, hand_out_lines
-from gspo_mega.plan.layout import Layout
-from gspo_mega.plan.layout_sizes import Sizes
+from gspo_mega.plan.layout import Layout, Sizes
 from gspo_mega.plan.memory import GIB
-from gspo_mega.plan.published_bytes import needs_start_folder
 from gspo_mega.plan.resolve import Plan
-from gspo_mega.plan.shape_text import shape_text, window_lines
-from gspo_mega.plan.shares import State
-from gspo_mega.plan.timing import StepTime
+from gspo_mega.plan.servers import needs_start_folder
+from gspo_mega.plan.state import State
+from gspo_mega.plan.timing import StepTime, hand_out, hand_out_lines
 from gspo_mega.plan.watchdog_bounds import patience
+
+
+def shape_text(spec: ModelSpec, padded_vocab_size: int) -> str:
+    """One line: layers, heads, vocabulary, latents, experts."""
+    shape = (
+        f"{spec.family}: {spec.num_layers} layers, hidden {spec.hidden_size}, {spec.num_heads} heads x {spec.head_dim} "
+        f"({spec.num_kv_heads} key-value), vocabulary {spec.vocab_size} (padded {padded_vocab_size})"
+    )
+    if spec.latent is not None:
+        shape += (
+            f", latents of {spec.latent.query_rank or 'no'} (query) and {spec.latent.key_value_rank} (key and value)"
+        )
+    if spec.moe is not None:
+        shape += (
+            f", {spec.moe.num_experts} experts of {spec.moe.expert_intermediate_size}, {spec.moe.experts_per_token} per"
+            " token"
+        )
+        if spec.moe.shared_intermediate_size:
+            shape += f", shared {spec.moe.shared_intermediate_size}"
+    if not spec.has_experts(0):
+        dense = f" in the first {spec.moe.num_dense_layers} layers" if spec.moe is not None else ""
+        shape += f", intermediate {spec.intermediate_size}{dense}"
+    return shape
+
+
+def window_lines(spec: ModelSpec) -> list[str]:
+    """What windows change, and what is estimated as if there were none."""
+    if spec.window is None:
+        return []
+    return [
+        f"{sum(spec.window.layers)} of {spec.num_layers} layers attend to the last {spec.window.tokens} tokens: FLOPs"
+        " and times are of that; a server's cache is estimated as if every layer kept all tokens"
+    ]
+
 
 _MOST_RANKS_SHOWN = 16
 
@@ -332,3 +372,110 @@ def _quantity(number: float) -> str:
         if number >= size:
             return f"{number / size:.3g} {unit}"
     return f"{number:.3g}"
+
+
+def plan_json(plan: Plan, figures: Estimate) -> str:
+    """Everything the report says, in bytes, seconds and elements; estimates are under `memory` and `time`."""
+    memory, time = figures.memory, figures.time
+    disk = disk_use(plan.config, plan.spec, figures.counts.total, figures.checkpoint_bytes)
+    handed_out = hand_out(plan.config, plan.spec, plan.layout)
+    value: dict[str, Any] = {
+        "run": {"name": plan.config.run.name, "dir": plan.config.run.dir},
+        "model": {
+            "path": str(plan.model),
+            "family": plan.spec.family,
+            "parameters": figures.counts.total,
+            "active_parameters": figures.counts.active,
+            "forward_flops_per_token": figures.flops_per_token,
+        },
+        "cluster": plan.config.cluster.model_dump(),
+        "layout": asdict(plan.layout),
+        "groups": [asdict(span) for span in figures.spans],
+        "servers": {
+            "num_servers": plan.config.server.num_servers,
+            "tensor": plan.config.server.tensor,
+            "nodes_per_server": plan.config.server.num_nodes,
+            "expert": plan.config.server.expert,
+            "attention_data": plan.config.server.attention_data,
+            "num_gpus": figures.servers.num_gpus,
+            "nodes": figures.servers.nodes,
+            "weights": plan.verification,
+            "memory_bytes": asdict(figures.servers.memory) if figures.servers.memory is not None else None,
+        },
+        "reward_models": [asdict(needs) | {"num_gpus": needs.num_gpus} for needs in figures.rewards],
+        "state": [
+            {"stage": stage, "elements": asdict(state), "bytes": asdict(size)}
+            for stage, (state, size) in enumerate(figures.states)
+        ],
+        "critic_state": [
+            {"stage": stage, "elements": asdict(state), "bytes": asdict(size)}
+            for stage, (state, size) in enumerate(figures.critic_states)
+        ],
+        "memory": None,
+        "time": None,
+        "checkpoint": {
+            "bytes": figures.checkpoint_bytes,
+            "save_seconds": figures.save_seconds,
+            "stop_seconds": figures.stop_seconds,
+        },
+        "hand_out": {
+            "shards_bytes": handed_out.shards,
+            "ahead_bytes": handed_out.ahead_bytes,
+            "routes": None if handed_out.routes is None else asdict(handed_out.routes),
+        },
+        "disk": None
+        if disk is None
+        else {
+            "journal_step_bytes": disk.journal_step,
+            "routes_step_bytes": disk.routes_step,
+            "run_bytes": disk.parts,
+            "free_bytes": disk.free,
+            "fits": disk.fits,
+        },
+        "fits": figures.fits,
+        "notices": [*plan.notices, *figures.notices, *disk_notices(disk)],
+    }
+    if memory is not None:
+        value["memory"] = {
+            "limit_bytes": figures.limit,
+            "peak_bytes": memory.peak,
+            "peak_phase": memory.peak_phase,
+            "stage": memory.stage,
+            "parts_bytes": memory.parts,
+            "phases_bytes": memory.phases,
+            "offloaded_bytes": memory.offloaded,
+            "verified_on_gpu": False,
+        }
+    if time is not None:
+        value["time"] = {
+            "phases_seconds": time.phases,
+            "training_seconds": time.train.training,
+            "total_seconds": time.total,
+            "bottleneck": time.bottleneck,
+            "samples_ahead": time.samples_ahead,
+            "hidden_by_overlap_seconds": time.hidden_by_overlap,
+            "assumptions": list(ASSUMPTIONS),
+        }
+    return json.dumps(value, indent=2)
+
+
+def plan_shell(plan: Plan, figures: Estimate) -> str:
+    """`GSPO_NAME=value` lines for `eval` in a job script; nothing in them needs further quoting."""
+    cluster, server = plan.config.cluster, plan.config.server
+    values = {
+        "RUN_NAME": plan.config.run.name,
+        "RUN_DIR": f"{plan.config.run.dir}/{plan.config.run.name}",
+        "TRAINER_NODES": cluster.num_nodes,
+        "RANKS_PER_NODE": cluster.ranks_per_node,
+        "WORLD_SIZE": plan.layout.world_size,
+        "GPUS_PER_NODE": cluster.gpus_per_node or cluster.ranks_per_node,
+        "NUM_SERVERS": server.num_servers,
+        "SERVER_TENSOR": server.tensor,
+        "SERVER_GPUS": figures.servers.num_gpus,
+        "REWARD_GPUS": sum(needs.num_gpus for needs in figures.rewards),
+        "ROLLOUT_NODES": cluster.num_rollout_nodes,
+        "CHECKPOINT_BYTES": figures.checkpoint_bytes,
+        "SIGNAL_SECONDS": signal_seconds(figures.stop_seconds),
+        "FITS": {None: "unknown", True: "yes", False: "no"}[figures.fits],
+    }
+    return "\n".join(f"GSPO_{name}={shlex.quote(str(value))}" for name, value in values.items())

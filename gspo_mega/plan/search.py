@@ -14,18 +14,15 @@ from itertools import product
 
 from gspo_mega.base.errors import ConfigError, PlanError
 from gspo_mega.config.schema import Config
-from gspo_mega.models.sizes import count_parameters
 from gspo_mega.models.spec import ModelSpec
-from gspo_mega.plan.colocated_memory import run_memory
+from gspo_mega.models.tensors import count_parameters
 from gspo_mega.plan.gpus import DEFAULT_GPU, GPUS
-from gspo_mega.plan.layout import Layout
-from gspo_mega.plan.layout_checks import check_layout
-from gspo_mega.plan.layout_of_config import layout_of
-from gspo_mega.plan.memory import GIB, Memory, gpu_bytes
-from gspo_mega.plan.model_division import divisors, stage_layers
-from gspo_mega.plan.shares import ModelShares
-from gspo_mega.plan.stages import lighter_ends
+from gspo_mega.plan.layout import Layout, divisors, lighter_ends, stage_layers
+from gspo_mega.plan.memory import GIB, Memory, gpu_bytes, run_memory
+from gspo_mega.plan.resolve import layout_of
+from gspo_mega.plan.state import ModelShares
 from gspo_mega.plan.timing import TrainTime, train_time
+from gspo_mega.plan.validate import check_layout
 
 _MOST_TENSOR, _MOST_CONTEXT, _MOST_VIRTUAL = 8, 8, 8
 _SHOWN = 10

@@ -10,10 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from gspo_mega.config.episode_lengths import is_one_turn
-from gspo_mega.config.remote_rules import longest_seconds
-from gspo_mega.config.reward_rules import MOST_ATTEMPTS, MOST_DEADLINES
+from gspo_mega.config.derived import is_one_turn
 from gspo_mega.config.schema import Config
+from gspo_mega.config.validate_rewards import MOST_ATTEMPTS, MOST_DEADLINES, longest_seconds
 from gspo_mega.plan.estimate import Estimate
 
 # The kind of each phase; a phase that is not named here is "other".

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, cast
 from urllib.parse import parse_qs, urlsplit
 
-from gspo_mega.base.bounded_http import BoundedHandler, BoundedServer
 from gspo_mega.base.errors import DataError
+from gspo_mega.base.network import BoundedHandler, BoundedServer
 from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.report.page import LIVE_SCRIPT, make_data, make_episodes, make_page
 from gspo_mega.report.run_record import read_run

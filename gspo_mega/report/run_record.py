@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from gspo_mega.base.errors import ConfigError, DataError
-from gspo_mega.base.guarded_files import NoRegularFileError, parse_json, read_bytes, read_text
 from gspo_mega.base.run_folder import Attempt, RunFolder, read_json
+from gspo_mega.base.untrusted import NoRegularFileError, parse_json, read_bytes, read_text
 from gspo_mega.config.schema import Config
 from gspo_mega.config.strict_yaml import Document, parse
 from gspo_mega.launcher.attempt_state import read_state

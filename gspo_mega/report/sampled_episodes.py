@@ -15,15 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from gspo_mega.base.episode_records import Episode, Node
+from gspo_mega.base.episodes import Episode, Group, Node
 from gspo_mega.base.errors import ConfigError, JournalError
-from gspo_mega.base.rollout_batch import Group
 from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.config import load_config
-from gspo_mega.config.critic_config import critic_of, least_of_group
+from gspo_mega.config.derived import critic_of, least_of_group
 from gspo_mega.data.journal.journal import Journal
-from gspo_mega.data.journal.step_record import StepRecord
-from gspo_mega.data.journal.token_gaps import TokenGaps, token_gaps_file
+from gspo_mega.data.journal.steps import StepRecord, TokenGaps, token_gaps_file
 
 logger = logging.getLogger(__name__)
 
@@ -241,7 +239,7 @@ def _fill_advantages(record: StepRecord, config: Any | None, sample: Sample) -> 
         return
     try:
         # Imported here: it imports torch, which a login node may not have.
-        from gspo_mega.train.assemble import fill_advantages
+        from gspo_mega.train.batches import fill_advantages
     except ImportError:
         missing = "advantages are not shown: PyTorch is not installed here"
         if missing not in sample.problems:

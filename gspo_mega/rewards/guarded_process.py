@@ -1,7 +1,7 @@
 """A guarded process that runs users' code, as its parent sees it: start, send, receive, end.
 
 Owns the process, its pipes and its environment. What it is told, and what a missing reply means, is decided by
-`scoring_pool.py` for reward functions and `episodes.episode_pool` for episodes; `scoring_worker.py` and
+`pool.py` for reward functions and `episodes.episode_pool` for episodes; `scoring_worker.py` and
 `episodes.episode_worker` are what runs inside.
 """
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from gspo_mega.base.errors import GspoMegaError
-from gspo_mega.base.proxies import direct, for_users_code
+from gspo_mega.base.network import direct, for_users_code
 
 # Importing a user's module may mean importing a large library from a slow disk.
 START_DEADLINE_SECONDS = 120.0

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from gspo_mega.base.errors import RewardError
+from gspo_mega.rewards.builtin import compiled
 from gspo_mega.rewards.fenced_code import last_block
-from gspo_mega.rewards.patterns import compiled
 
 
 def check_json_schema(schema: dict[str, Any], fenced: bool = False, compare: bool = False) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
-from gspo_mega.rewards.units import CURRENCIES, SYMBOLS, Unit, unit_named, unit_of
+from gspo_mega.rewards.numerals import CURRENCIES, SYMBOLS, Unit, unit_named, unit_of
 
 _TEXT = re.compile(
     r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|mathrm|mathbf|mathit|mathsf|mbox|operatorname\*?|textup)\s?"

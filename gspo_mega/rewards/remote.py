@@ -1,7 +1,7 @@
 """Requests to a service outside the run: JSON over HTTP, with a deadline, a few retries and the service's key.
 
 Owns what is sent where, when it is sent again, and what a failed request is. What a request asks and what its answer
-means is `http_rewards.py`'s. The address and the key come from environment variables; neither is in any text that this
+means is `services.py`'s. The address and the key come from environment variables; neither is in any text that this
 module makes.
 """
 
@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
 from gspo_mega.base.errors import RewardError
-from gspo_mega.base.proxies import proxy_of
-from gspo_mega.config.remote_rules import url_problem
+from gspo_mega.base.network import proxy_of
 from gspo_mega.config.schema import RemoteReward
+from gspo_mega.config.validate_rewards import url_problem
 
 if TYPE_CHECKING:  # imported where it is used: commands that only read a configuration do without it
     import aiohttp

@@ -23,11 +23,18 @@ from typing import Any
 
 from gspo_mega.base.errors import RewardError
 from gspo_mega.rewards.blame import HeldUp, cause_of
-from gspo_mega.rewards.functions import BUILTINS, RewardFunction, load_function, measured_by, zero_for
-from gspo_mega.rewards.guard import leave_network
-from gspo_mega.rewards.returned_values import BadResult, result_of
-from gspo_mega.rewards.user_functions import describe, file_of
-from gspo_mega.rewards.worker_bounds import begin, leave, limit
+from gspo_mega.rewards.functions import (
+    BUILTINS,
+    BadResult,
+    RewardFunction,
+    describe,
+    file_of,
+    load_function,
+    measured_by,
+    result_of,
+    zero_for,
+)
+from gspo_mega.rewards.guard import begin, leave, leave_network, limit
 
 
 def main() -> None:

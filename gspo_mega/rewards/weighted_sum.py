@@ -12,9 +12,8 @@ from typing import Any
 
 from gspo_mega.base.errors import RewardError
 from gspo_mega.base.records import REWARD_TOLERANCE
-from gspo_mega.config.remote_rules import services_of
-from gspo_mega.config.reward_rules import Condition, condition_of, names_of
 from gspo_mega.config.schema import OwnReward, Reward, RewardFunction
+from gspo_mega.config.validate_rewards import Condition, condition_of, names_of, services_of
 from gspo_mega.rewards.functions import BUILTINS, VERIFIERS
 
 # What one function answers, or None where a condition of its `only_if` did not hold and it was not asked.

@@ -22,9 +22,9 @@ from gspo_mega.rollout.arrival_order import (
     Arrival,
     CompletionQueue,
     Formed,
+    Freshness,
     Order,
 )
-from gspo_mega.rollout.freshness import Freshness
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Collects rollout batches: prompts in, complete scored groups out, while the trainer waits on its own thread.
 
 Owns the trainer's side: asking for batches, waiting for them, ending what runs. Which groups are sampled and when, on
-the pool's thread, is `continuous.py`'s; the driver runs episodes, and the scorer judges them.
+the pool's thread, is `scheduler.py`'s; the driver runs episodes, and the scorer judges them.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from dataclasses import replace
 from typing import Any
 
 from gspo_mega.agents.driver import EpisodeDriver
-from gspo_mega.base.episode_records import Episode
+from gspo_mega.base.episodes import Episode, Group, RolloutBatch
 from gspo_mega.base.errors import RolloutError
-from gspo_mega.base.rare_collections import RareCollections
+from gspo_mega.base.garbage import RareCollections
 from gspo_mega.base.records import Prompt
-from gspo_mega.base.rollout_batch import Group, RolloutBatch
 from gspo_mega.config.schema import Config
 from gspo_mega.rollout.client.completion import SamplingParams
-from gspo_mega.rollout.continuous import Asked, Collection, Position, Prompts
-from gspo_mega.rollout.sampled_groups import Acting, SampledGroups, TaskGroup
-from gspo_mega.rollout.sampling import Servers
-from gspo_mega.rollout.server_pool import ServerPool
+from gspo_mega.rollout.groups import Acting, SampledGroups, TaskGroup
+from gspo_mega.rollout.pool import ServerPool
+from gspo_mega.rollout.sampler import Servers
+from gspo_mega.rollout.scheduler import Asked, Collection, Position, Prompts
 
 _POLL_SECONDS = 0.05
 

@@ -2,21 +2,215 @@
 
 Owns this state of one generation of one server, and that its calls end when it is found gone. Which server gets a
 request is the pool's decision.
+
+Each server's load and speed: which server gets the next request, and which requests leave a slow server.
+
+Owns the measure of speed and both choices, as functions of the measurements; it moves nothing itself. Two responses
+never race for the same place in a group, because the first to end would be the shorter one. A response is moved
+instead, with its tokens. A later turn of an episode goes to the server that has read its context already, unless that
+one is much busier.
+
+One thread with one asyncio event loop, for everything that talks to servers.
+
+Owns the thread. The trainer's own threads submit coroutines to it and wait for results; if the thread has ended, they
+get an error, because no result would ever come.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import random
+import statistics
+import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
-from gspo_mega.base.errors import PublishError
-from gspo_mega.rollout.client.server_client import ServerClient, ServerError
+from gspo_mega.base.errors import PublishError, RolloutError
+from gspo_mega.rollout.client.server_client import Flight, ServerClient, ServerError
 from gspo_mega.rollout.client.server_control import HttpServerControl
-from gspo_mega.rollout.load import Load
-from gspo_mega.rollout.loop_thread import LoopThread
 from gspo_mega.rollout.registration import Registration, State
+
+SLOW_RATIO = 3.0
+"""A server is slow if its requests get their tokens this many times slower than those of the fastest server."""
+DWELL_SECONDS = 2.0
+"""Shortest time a request stays on a server: another server would have to read all of its tokens again."""
+
+PREFER_RATIO = 2.0
+"""A request stays with the server that it prefers while that one's load with it is at most this many times the load
+that the least loaded server would have with it. To move means that all of its context is read again.
+"""
+
+_REPORT_SECONDS = 10.0
+_UNKNOWN_REPORT_TOKENS = 32
+_MOST_REPORT_TOKENS = 512
+_MEMORY = 63 / 64  # weight that a measurement keeps when the next one is added
+
+
+class Load:
+    """The open requests of one server, and their speed.
+
+    Attributes:
+        flights: the open requests.
+        num_tokens: tokens in flight: the prompts and the tokens so far of all open requests.
+        speed: tokens per second of one request, by the last `measure`; None until something is known.
+    """
+
+    def __init__(self) -> None:
+        self.flights: set[Flight] = set()
+        self.num_tokens = 0
+        self.speed: float | None = None
+        self._tokens = self._seconds = 0.0
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether `speed` is measured, and not only an upper bound."""
+        return self._seconds > 0
+
+    def note(self, num_tokens: int, seconds: float, first: bool) -> None:
+        """One request got `num_tokens` new tokens, `seconds` after its last report. `first`: its first report, whose
+        time includes reading the prompt.
+        """
+        self.num_tokens += num_tokens
+        if not first or num_tokens > 1:
+            self._tokens = self._tokens * _MEMORY + num_tokens
+            self._seconds = self._seconds * _MEMORY + max(seconds, 1e-6)
+
+    def measure(self, now: float, progress_deadline_seconds: float) -> None:
+        """Update `speed`. Silence counts: a request cannot be faster than if its next report arrived now."""
+        known = self._tokens / self._seconds if self.is_measured else None
+        silent = [now - flight.last_report for flight in self.flights]
+        bound = self.report_tokens(progress_deadline_seconds) / max(statistics.median(silent), 1e-6) if silent else None
+        self.speed = min((value for value in (known, bound) if value is not None), default=None)
+
+    def report_tokens(self, progress_deadline_seconds: float) -> int:
+        """The number of tokens per report of a request: large, because a report has a cost, but small enough for
+        several reports before the deadline.
+        """
+        if not self.is_measured:
+            return _UNKNOWN_REPORT_TOKENS
+        seconds = min(_REPORT_SECONDS, progress_deadline_seconds / 8)
+        return min(_MOST_REPORT_TOKENS, max(1, int(self._tokens / self._seconds * seconds)))
+
+
+def least_loaded(
+    servers: Mapping[str, Load], avoid: Collection[str], prefer: str | None = None, num_tokens: int = 0
+) -> str:
+    """The server with the fewest tokens in flight relative to its speed; one of `avoid` only if there is no other. A
+    server whose speed is not known yet counts as fast. `prefer` is taken instead, if it is one of `servers` and not of
+    `avoid`, within `PREFER_RATIO`. `num_tokens`: of the request's context.
+    """
+    fastest = max((load.speed for load in servers.values() if load.speed), default=1.0)
+
+    def cost(server_id: str) -> tuple:
+        load = servers[server_id]
+        return server_id in avoid, (load.num_tokens + 1) / (load.speed or fastest), random.random()
+
+    least = min(servers, key=cost)
+    if prefer is None or prefer not in servers or prefer in avoid:
+        return least
+
+    def load_with_it(server_id: str) -> float:
+        load = servers[server_id]
+        return (load.num_tokens + num_tokens + 1) / (load.speed or fastest)
+
+    return prefer if load_with_it(prefer) <= PREFER_RATIO * load_with_it(least) else least
+
+
+def to_move(servers: Sequence[Load], room: Mapping[int, int], now: float) -> list[Flight]:
+    """The requests that slow servers have beyond their share by speed, at most as many as other servers have room for.
+
+    `room`: how many more requests a server may take, by its index in `servers`; only servers that may take any.
+    """
+    fastest = max((load.speed for load in servers if load.is_measured and load.speed), default=0.0)
+    slow = {i for i, load in enumerate(servers) if load.speed is not None and load.speed * SLOW_RATIO <= fastest}
+    left = sum(free for i, free in room.items() if i not in slow)
+    if not slow or left <= 0:
+        return []
+    total = sum(len(load.flights) for load in servers)
+    weights = [fastest if load.speed is None else load.speed for load in servers]
+    weight = sum(weights[i] for i in range(len(servers)) if i in slow or i in room)
+    moves: list[Flight] = []
+    for i in sorted(slow, key=lambda i: weights[i]):
+        excess = len(servers[i].flights) - int(total * weights[i] / weight)
+        able = [
+            flight for flight in servers[i].flights if flight.cause is None and now - flight.started >= DWELL_SECONDS
+        ]
+        # The fewest tokens to be read again. The number of tokens so far says nothing about a response's final length.
+        able.sort(key=lambda flight: flight.num_tokens)
+        chosen = able[: max(0, min(excess, left))]
+        left -= len(chosen)
+        moves += chosen
+    return moves
+
+
+_LOOK_SECONDS = 1.0
+
+
+class LoopThread:
+    """The thread starts at construction; `close()` cancels its tasks and ends it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._error: BaseException | None = None
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_forever()
+        except BaseException as error:  # SystemExit and KeyboardInterrupt of a task end the loop
+            self._error = error
+
+    def check(self) -> None:
+        """Raise RolloutError if the thread has ended."""
+        if not self._thread.is_alive():
+            raise RolloutError(f"the thread {self._name!r} has ended: {self._error!r}") from self._error
+
+    def submit(self, coroutine: Coroutine[Any, Any, Any]) -> concurrent.futures.Future:
+        """Run `coroutine` on the loop; the future may be waited for and cancelled from any other thread. Raises
+        RolloutError.
+        """
+        try:
+            self.check()
+        except RolloutError:
+            coroutine.close()
+            raise
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Run `coroutine` on the loop and wait for its result; the deadline is the coroutine's own. Never call this
+        from the loop. Raises what the coroutine raises, and RolloutError if the thread has ended.
+        """
+        future = self.submit(coroutine)
+        while True:
+            try:
+                return future.result(timeout=_LOOK_SECONDS)
+            except concurrent.futures.TimeoutError:
+                if future.done():
+                    raise  # the coroutine itself raised it
+                self.check()
+
+    def close(self) -> None:
+        """Cancel all tasks and end the thread."""
+        if self._loop.is_closed():
+            return
+        if self._thread.is_alive():
+            self.run(self._cancel_rest())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+        else:  # the thread has ended with tasks left: cancel them on this thread
+            self._loop.run_until_complete(self._cancel_rest())
+        self._loop.close()
+
+    async def _cancel_rest(self) -> None:
+        rest = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in rest:
+            task.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)
+
 
 T = TypeVar("T")
 
@@ -32,7 +226,7 @@ class PooledServer:
             from a committed version holds that one. Whoever begins to change its weights sets None; only
             `ServerPool.commit` sets a version again.
         is_draining: it ends soon, and gets no more work.
-        is_set_aside: it serves an evaluation beside training (`set_aside.py`): training and publishes do without it.
+        is_set_aside: it serves an evaluation beside training (`eval_servers.py`): training and publishes do without it.
         num_open: requests that the pool gave to it and that are not released yet.
         rest_until: monotonic time before which it gets no request, after a failure.
     """

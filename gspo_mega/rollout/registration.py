@@ -1,4 +1,14 @@
-"""servers/<server_id>.json: how a server registers with the run, and how the pool reads it.
+"""Whose turn the GPUs are that ranks and servers share: a file of the attempt that rank 0 writes and servers obey.
+
+Owns the file. A server that is being started would take memory that the ranks use: `gspo-mega serve` starts one in the
+servers' turn only. Without the file it is always their turn.
+
+The API key of an attempt: created, read, and kept out of every log.
+
+Owns the file format (one line, mode 0600) and the string type whose `repr` hides the key. SGLang logs all of its
+arguments by `repr`, also in tracebacks; a `Secret` shows `'***'` there, and survives copies and pickling.
+
+servers/<server_id>.json: how a server registers with the run, and how the pool reads it.
 
 Owns the record's fields and their meaning. Only the server's own `gspo-mega serve` writes its file; readers may see any
 earlier state of the file, but never a part of one.
@@ -7,14 +17,54 @@ earlier state of the file, but never a part of one.
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from gspo_mega.base.errors import RolloutError
-from gspo_mega.base.guarded_files import read_json_file
-from gspo_mega.base.run_folder import atomic_write_json
+from gspo_mega.base.errors import ConfigError, RolloutError
+from gspo_mega.base.run_folder import Attempt, atomic_write_json, read_json
+from gspo_mega.base.untrusted import read_json_file
+
+
+class Secret(str):
+    """A string whose `repr` hides it. `str()` and f-strings give the value: they build HTTP headers."""
+
+    def __repr__(self) -> str:
+        return "'***'"
+
+
+def read_secret(path: Path) -> Secret:
+    """Read a key file. Raises ConfigError if it is missing, empty, or readable by others."""
+    try:
+        mode = path.stat().st_mode & 0o777
+        value = path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot read the API key: {error}") from error
+    if mode & 0o077:
+        raise ConfigError(f"{path}: mode {mode:04o} lets others read the API key; it must be 0600")
+    if not value:
+        raise ConfigError(f"{path}: the API key file is empty")
+    return Secret(value)
+
+
+def ensure_secret(path: Path) -> Secret:
+    """Read the key at `path`; create one (mode 0600) if there is none. Several processes may call it at the same
+    time. Raises ConfigError as `read_secret`.
+    """
+    if not path.exists():
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+            file.write(secrets.token_urlsafe(32) + "\n")
+        try:
+            os.link(draft, path)  # unlike a rename, never replaces the key another process just made
+        except FileExistsError:
+            draft.unlink()
+            return read_secret(path)
+        draft.unlink()
+    return read_secret(path)
+
 
 State = Literal["waiting", "starting", "ready", "restarting", "draining", "failed", "stopped"]
 """`waiting`: it starts as soon as the ranks leave it their GPUs. `draining`: it answers, takes no new work, and ends
@@ -154,3 +204,20 @@ def versions_being_loaded(servers_dir: Path) -> set[int]:
     """The published versions that servers of the attempt are starting from. Raises OSError and RolloutError."""
     registered = read_registrations(servers_dir, on_error=lambda path, error: None)
     return {r.weight_version for r in registered if r.state == "starting" and r.weight_version is not None}
+
+
+Turn = Literal["ranks", "servers"]
+
+
+def _file(attempt: Attempt) -> Path:
+    return attempt.path / "gpu_turn.json"
+
+
+def give_turn(attempt: Attempt, turn: Turn) -> None:
+    """From now on it is this side's turn. Raises OSError."""
+    atomic_write_json(_file(attempt), {"turn": turn})
+
+
+def may_start(attempt: Attempt) -> bool:
+    """Whether a server may be started now."""
+    return (read_json(_file(attempt)) or {}).get("turn", "servers") == "servers"

@@ -1,36 +1,265 @@
 """Sending tensors to servers through process groups that the servers join: method `distributed`.
 
 Owns which rank sends when, the order of what the groups carry, and what a server that fails in between does to the
-others. Every rank that owns tensors sends them itself (`senders.py`); rank 0 makes the requests to the servers. A
-server receives one bucket at a time and blocks until it has it, so ranks go in turn: what is ready first goes first,
+others. Every rank that owns tensors sends them itself (`broadcast_group.py`); rank 0 makes the requests to the servers.
+A server receives one bucket at a time and blocks until it has it, so ranks go in turn: what is ready first goes first,
 and the next buckets are gathered meanwhile, by this rank and by others.
 
-All servers share one group with each rank that sends (`server_groups.py`), so what leaves a rank does not grow with
+All servers share one group with each rank that sends (`broadcast.py`), so what leaves a rank does not grow with
 their number. A server that refuses, hangs or dies in a broadcast breaks it for all: each of them then gets that bucket
 through a group of its own, which shows who failed, and the others share a new group for what follows.
+
+The process group of a rank that sends and some servers, as rank 0 leads it.
+
+Owns that the servers and the sender join one group through a store of rank 0, and how they leave it. The sender's side
+is `broadcast_group.py`'s, in the sender's process; `broadcast_group.py` tells that process what to do. `broadcast.py`
+decides who shares a group.
+
+Which servers share a process group with a rank that sends, from one publish to the next.
+
+Owns making groups, keeping them, and leaving those that are broken or of no more use. `broadcast.py` is one
+group. Every rank that sends has groups of its own, since the first rank of a group is the one that sends in it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import secrets
+import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
+from itertools import accumulate
 from queue import SimpleQueue
 
 import torch
+import torch.distributed as dist
 
 from gspo_mega.base.errors import GspoMegaError, PublishError
-from gspo_mega.sync.buckets import Listing
-from gspo_mega.sync.link import Sending
-from gspo_mega.sync.linked_servers import Link
-from gspo_mega.sync.other_rank import OtherRank
-from gspo_mega.sync.senders import OwnTensors, Sender
-from gspo_mega.sync.server_groups import ServerGroups
+from gspo_mega.sync.broadcast_group import LEAVE_SECONDS, Listing, OwnTensors, Place, Sender, Sending
+from gspo_mega.sync.remote_sender import OtherRank
 from gspo_mega.sync.servers import Fleet, ServerControl, in_parallel
+
+# How much later than the first server another one comes to a group at most.
+_LATE_SECONDS = 3.0
+
+Member = tuple[str, int]
+"""A server process: the server's id, and its start (generation)."""
+
+
+def members(servers: Iterable[ServerControl]) -> tuple[Member, ...]:
+    """The processes that serve now."""
+    return tuple((server.server_id, server.generation) for server in servers)
+
+
+class Link:
+    """The group of one sender and some server processes; the sender is its first rank."""
+
+    def __init__(
+        self,
+        sender: Sender,
+        servers: Sequence[ServerControl],
+        address: str,
+        backend: str,
+        timeout_seconds: float,
+        seconds: float,
+    ) -> None:
+        """`address`: rank 0's machine, as servers and senders reach it. `timeout_seconds` limits one gloo broadcast.
+        Raises GspoMegaError if a server does not join within `seconds`; then the others do not join either.
+        """
+        self.sender = sender
+        self.servers = tuple(servers)
+        self.members = members(servers)
+        # Servers identify groups by name and may outlive a trainer, so the name is random.
+        self.name = f"weights-{secrets.token_hex(8)}"
+        self.is_cut = False
+        self._lock = threading.Lock()
+        self._sending: Sending | None = None
+        until = time.monotonic() + seconds
+        offsets = list(accumulate((server.tensor_parallel for server in servers), initial=1))
+        size = offsets.pop()
+        host, port = _host_store(address, seconds)
+        # The store ends with this list's last reference to it: then who still waits for others to join is released.
+        self._hosts = [host]
+        del host
+
+        def join(server: ServerControl, rank_offset: int) -> None:
+            try:
+                server.init_group(
+                    master_address=address,
+                    master_port=port,
+                    rank_offset=rank_offset,
+                    world_size=size,
+                    group_name=self.name,
+                    backend=backend,
+                    deadline_seconds=seconds,
+                )
+            except BaseException:
+                # Not at once: a server that does not find the store at all tries for long.
+                threading.Timer(_LATE_SECONDS, self._hosts.clear).start()
+                raise
+
+        try:
+            sender.begin(Place(self.name, size, backend, address, port, timeout_seconds, seconds))
+            joins = [partial(join, server, offset) for server, offset in zip(servers, offsets, strict=True)]
+            for problem in in_parallel(joins):
+                if problem is not None:
+                    raise problem
+            sender.joined(self.name, until - time.monotonic())
+        except RuntimeError as error:
+            self._give_up()
+            names = ", ".join(server.server_id for server in servers)
+            verbs = ("reports", "it", "is") if len(servers) == 1 else ("report", "they", "are")
+            raise PublishError(
+                f"{names}: {verbs[0]} that {verbs[1]} joined the weight group, but {verbs[2]} not in it: {error}"
+            ) from error
+        except BaseException:
+            self._give_up()
+            raise
+
+    def _give_up(self) -> None:
+        self._hosts.clear()
+        self.sender.cut(self.name)
+        self.sender.leave(self.name)
+
+    def broadcast(self) -> Sending:
+        """Send the sender's bucket to all ranks of all servers. One at a time."""
+        with self._lock:
+            if self.is_cut:
+                raise PublishError("the group was cut, because a server in it failed")
+            self._sending = self.sender.broadcast(self.name)
+            return self._sending
+
+    def abort(self, failed: ServerControl) -> None:
+        """Cut the group's unfinished work, as far as its backend can; the link is unusable afterwards.
+
+        `failed`, if it still answers, leaves the group: other servers that wait for what it would pass on are released
+        by that.
+        """
+        with self._lock:
+            first, self.is_cut = not self.is_cut, True
+            sending, self._sending = self._sending, None
+        if sending is not None:
+            sending.cut()
+        if first:
+            self.sender.cut(self.name)
+        if len(self.servers) > 1:
+            self._destroy(failed)
+
+    def _destroy(self, server: ServerControl) -> None:
+        if (server.server_id, server.generation) in self.members:
+            with contextlib.suppress(GspoMegaError):  # the server's failure may be why the link is closed
+                server.destroy_group(self.name, deadline_seconds=LEAVE_SECONDS)
+
+    def close(self) -> None:
+        """Leave the group on both sides; a server that is dead or hangs delays this by a few seconds at most."""
+        in_parallel([partial(self._destroy, server) for server in self.servers])
+        with self._lock:
+            self.is_cut = True
+            self._sending = None
+        self.sender.leave(self.name)
+        threading.Thread(target=self._hosts.clear, daemon=True).start()
+
+
+def _host_store(address: str, seconds: float) -> tuple[dist.TCPStore, int]:  # pyright: ignore[reportPrivateImportUsage]
+    """The store through which a group's members find each other, and its port, on the job's own address only."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, 0), family=family)
+    port = listener.getsockname()[1]
+    # Documented under this name, and marked as private by the package's annotations.
+    store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+        address,
+        port,
+        is_master=True,
+        timeout=timedelta(seconds=seconds),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    return store, port
+
+
+# A healthy server joins in well under a second; an unhealthy one must not consume the whole deadline.
+_JOIN_SECONDS = 60.0
+
+
+class ServerGroups:
+    """The groups of some servers each. A group lasts until a server in it ends or fails, over many publishes.
+
+    `num_not_made` counts groups of several servers that one of them did not join.
+    """
+
+    def __init__(self, address: str, backend: str, timeout_seconds: float, servers_per_group: int | None) -> None:
+        """`address`, `backend` and `timeout_seconds` as for `Link`. `servers_per_group`: None for all."""
+        self._address = address
+        self._backend = backend
+        self._timeout_seconds = timeout_seconds
+        self._servers_per_group = servers_per_group
+        self._links: dict[tuple[int, tuple[Member, ...]], Link] = {}
+        self.num_not_made = 0
+
+    def connect(
+        self, sender: Sender, fleet: Fleet, servers: Iterable[ServerControl], alone: bool = False
+    ) -> list[Link]:
+        """The groups of `sender` that together contain those of `servers` that are active; `alone`: a group each.
+
+        If a server does not join a group of several, each of them gets its own. One that does not join its own leaves
+        the fleet.
+        """
+        targets = [server for server in servers if server in fleet.active]
+        now = dict(members(targets))
+        self._leave(lambda link: link.is_cut or any(now.get(name, start) != start for name, start in link.members))
+        size = 1 if alone else self._servers_per_group or max(1, len(targets))
+        parts = [targets[start : start + size] for start in range(0, len(targets), size)]
+        links: list[Link] = []
+        split: list[ServerControl] = []
+        problems = in_parallel([partial(self._make, sender, fleet, part) for part in parts])
+        for part, problem in zip(parts, problems, strict=True):
+            if problem is None:
+                links.append(self._links[sender.rank, members(part)])
+            elif len(part) == 1:
+                fleet.fail(part[0], str(problem))
+            else:
+                self.num_not_made += 1
+                split += part
+        return [*links, *self.connect(sender, fleet, split, alone=True)] if split else links
+
+    def _make(self, sender: Sender, fleet: Fleet, servers: Sequence[ServerControl]) -> None:
+        if (sender.rank, members(servers)) not in self._links:
+            seconds = min(_JOIN_SECONDS, fleet.deadline.left(servers[0].server_id) / 2)
+            link = Link(sender, servers, self._address, self._backend, self._timeout_seconds, seconds)
+            self._links[sender.rank, link.members] = link
+
+    def tidy(self, failed: Sequence[ServerControl]) -> None:
+        """Leave groups that are broken, that have a server of `failed`, and whose servers are all in another one of the
+        same sender.
+        """
+        gone = {server.server_id for server in failed}
+        whole = {
+            key: set(key[1])
+            for key, link in self._links.items()
+            if not link.is_cut and gone.isdisjoint(name for name, _ in link.members)
+        }
+
+        def ends(link: Link) -> bool:
+            rank, mine = link.sender.rank, set(link.members)
+            return (rank, link.members) not in whole or any(
+                mine < larger for (other, _), larger in whole.items() if other == rank
+            )
+
+        self._leave(ends)
+
+    def close(self) -> None:
+        """Leave all groups, side by side: a server that hangs delays only its own."""
+        self._leave(lambda _: True)
+
+    def _leave(self, ends: Callable[[Link], bool]) -> None:
+        gone = [key for key, link in self._links.items() if ends(link)]
+        in_parallel([self._links.pop(key).close for key in gone])
+
 
 _CLEAN_UP_SECONDS = 5.0
 # Groups that break, or are not joined, this often in one send are given up for its rest.

@@ -6,38 +6,109 @@ trainer never goes back to earlier weights.
 
 Owns the collective part: preparing the content, and gathering it for every send of rank 0. `transaction.py` owns the
 steps on the servers, `broadcast.py` sending through groups, `checkpoint/hf_export.py` writing files.
+
+The published versions of a run: folders `v<8 digits>` and `current.json`, which names the committed one.
+
+Owns that folder's layout and which versions it keeps. `checkpoint/hf_export.py` writes a version's content.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gspo_mega.algorithm.served import OnLoad
-from gspo_mega.base import kill_points
+from gspo_mega.algorithm.rounding import OnLoad
+from gspo_mega.base import atomic_io, failpoints
 from gspo_mega.base.errors import GspoMegaError, PublishError
+from gspo_mega.base.run_folder import CURRENT_WEIGHTS_NAME, weight_version_folder
+from gspo_mega.base.untrusted import read_json_file
 from gspo_mega.checkpoint.gather import PolicyTensors
 from gspo_mega.checkpoint.hf_export import export_policy, policy_digests
-from gspo_mega.checkpoint.quantize_published import PublishedForm, published_form, quantised_on_load
+from gspo_mega.checkpoint.quantized import PublishedForm, published_form, quantised_on_load
 from gspo_mega.config.schema import Config
-from gspo_mega.engine.collectives import all_gather_json, broadcast_json, raise_together
+from gspo_mega.engine.process_groups import all_gather_json, broadcast_json, raise_together
 from gspo_mega.models.spec import ModelSpec
-from gspo_mega.plan.verification import resolve_verification
+from gspo_mega.plan.gpus import resolve_verification
 from gspo_mega.sync.broadcast import GroupSender
-from gspo_mega.sync.other_rank import Channel, OtherRank, obey
-from gspo_mega.sync.published_versions import PublishedVersions
-from gspo_mega.sync.senders import OwnTensors
-from gspo_mega.sync.server_tensors import ExpectedChecksums, server_tensor_name, server_tensors
-from gspo_mega.sync.servers import Deadline, Fleet, ServerControl
-from gspo_mega.sync.software import check_same, here
+from gspo_mega.sync.broadcast_group import OwnTensors
+from gspo_mega.sync.remote_sender import Channel, OtherRank, obey
+from gspo_mega.sync.servers import Deadline, Fleet, ServerControl, check_same, here
 from gspo_mega.sync.transaction import Content, Memory, Send, Transaction
+from gspo_mega.sync.verify import ExpectedChecksums, server_tensor_name, server_tensors
 
 if TYPE_CHECKING:
     from gspo_mega.engine.model import PolicyModel
     from gspo_mega.engine.process_groups import ParallelGroups
+
+
+_VERSION = re.compile(r"v(\d{8})")
+_UNFINISHED = re.compile(r"v\d{8}\.(writing|replaced)|\.v\d{8}(\.\w+)?\.removed")
+
+
+@dataclass(frozen=True)
+class CommittedVersion:
+    weight_version: int
+    path: Path
+
+
+class PublishedVersions:
+    """The versions in one folder, visible to all nodes. Only rank 0 commits and prunes."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder).absolute()
+
+    def path(self, weight_version: int) -> Path:
+        """The folder of a version, existing or not."""
+        return weight_version_folder(self.folder, weight_version)
+
+    def current(self) -> CommittedVersion | None:
+        """The committed version, or None before the first. Raises PublishError if the file cannot be read."""
+        file = self.folder / CURRENT_WEIGHTS_NAME
+        try:
+            value = read_json_file(file)
+            return CommittedVersion(int(value["weight_version"]), Path(value["path"]))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise PublishError(
+                f"{file}: cannot be read ({error!r}); it must have weight_version and path of the committed weights"
+            ) from error
+
+    def commit(self, weight_version: int) -> None:
+        """Make a complete version the current one, atomically. Raises PublishError if that fails."""
+        path = self.path(weight_version)
+        if not path.is_dir():
+            raise PublishError(f"{path}: cannot be committed: there is no such folder")
+        file = self.folder / CURRENT_WEIGHTS_NAME
+        try:
+            atomic_io.atomic_write_json(
+                file, {"weight_version": weight_version, "path": str(path)}, at="publish.commit"
+            )
+        except OSError as error:
+            raise PublishError(f"{file}: version {weight_version} cannot be committed: {error}") from error
+
+    def prune(self, keep_last: int, held: Collection[int] = ()) -> list[Path]:
+        """Remove all but the newest `keep_last` versions, and remains of unfinished writes; never the current version,
+        nor those of `held`, which servers load.
+
+        Returns the removed folders. Raises PublishError if a folder cannot be removed.
+        """
+        current = self.current()
+        found = sorted(path for path in self.folder.iterdir() if _VERSION.fullmatch(path.name))
+        kept = {self.path(version) for version in held} | ({current.path} if current is not None else set())
+        old = [path for path in found[:-keep_last] if path not in kept]
+        old += [path for path in self.folder.iterdir() if _UNFINISHED.fullmatch(path.name)]
+        try:
+            for path in old:
+                atomic_io.remove_tree(path, at="publish.prune")
+        except OSError as error:
+            raise PublishError(f"{self.folder}: an old version cannot be removed: {error}") from error
+        return old
+
 
 __all__ = ["PublishResult", "Publisher", "ServerControl"]
 
@@ -280,7 +351,7 @@ class Publisher:
                 broadcast_json({"do": "send"}, self._groups.host)
                 self._sender.send(fleet, targets, self._form.owned(self._policy), version)
 
-            kill_points.reached("publish.sent")
+            failpoints.reached("publish.sent")
 
         transaction = self._transaction(content, deadline, send, keeps_requests)
         verified, failed = transaction.run(servers, lambda: commit(version))

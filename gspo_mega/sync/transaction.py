@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from gspo_mega.base import kill_points
-from gspo_mega.sync.server_tensors import ServerTensors
+from gspo_mega.base import failpoints
 from gspo_mega.sync.servers import Deadline, Fleet, ServerControl
-from gspo_mega.sync.verify import Baseline, check_replicas, check_tensors, read_reports
+from gspo_mega.sync.verify import Baseline, ServerTensors, check_replicas, check_tensors, read_reports
 
 Send = Callable[[Fleet, list[ServerControl]], None]
 
@@ -89,7 +88,7 @@ class Transaction:
             with self._phase("commit"):
                 if fleet.active:
                     commit()
-                    kill_points.reached("publish.committed")
+                    failpoints.reached("publish.committed")
                     self._memory.committed, self._memory.baseline = self._content, baseline
             with self._phase("resume"):
                 fleet.each(lambda s, left: s.resume(deadline_seconds=left))

@@ -2,18 +2,192 @@
 
 Owns the comparison of the servers' reports. SGLang reports success for unknown names and changes nothing, so an answer
 proves nothing; only the server's tensors after the update do.
+
+The fused tensors of an SGLang server after an update: their names and checksums.
+
+Owns the mapping from a checkpoint's tensors to SGLang's parameters (0.5.23; names are valid for any tensor-parallel
+size, checksums for size 1). The server's `/weights_checker` reports the same. Talks to no server.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
-from gspo_mega.sync.server_tensors import ServerTensors, differences
+import torch
+
+from gspo_mega.algorithm.rounding import OnLoad, served_experts, served_linear
+from gspo_mega.checkpoint.hf_export import tensor_bytes
+from gspo_mega.models.block_fp8 import is_quantizable, is_quantized, scale_name
+from gspo_mega.models.spec import BlockFp8, ModelSpec
+from gspo_mega.models.tensors import TensorEntry, checkpoint_tensors
 from gspo_mega.sync.servers import Fleet, ServerControl
+
+# SGLang pads the rows of its embedding and head to this, with zeros.
+_VOCABULARY_MULTIPLE = 64
+# Latent attention's projections of queries, and of keys and values: one matrix if the model has both.
+_DOWN_PROJECTIONS = (".q_a_proj", ".kv_a_proj_with_mqa")
+# Stacks of experts (`models/tensors.py`), and what SGLang calls them. It keeps their matrices the other way round.
+_STACK = re.compile(r"\.experts\.(gate_up_proj|down_proj)(|_bias)$")
+_STACKS = {"gate_up_proj": "w13", "down_proj": "w2"}
+# SGLang shows the first 8 bytes of the SHA-256, on CPU.
+_DIGITS = 16
+
+
+def server_tensor_name(spec: ModelSpec, entry: TensorEntry) -> str:
+    """The SGLang parameter that contains the tensor."""
+    if (stack := _STACK.search(entry.name)) is not None:
+        return f"{entry.name[: stack.start()]}.experts.{_STACKS[stack[1]]}_weight{stack[2]}"
+    owner, _, kind = entry.name.rpartition(".")  # model.layers.0.self_attn.q_proj, weight
+    if entry.expert is not None:
+        return f"{owner.partition('.experts.')[0]}.experts.{'w2' if entry.role == 'whole' else 'w13'}_{kind}"
+    if entry.role in ("q", "k", "v"):
+        return f"{owner.rpartition('.')[0]}.qkv_proj.{kind}"
+    if entry.role in ("gate", "up"):
+        return f"{owner.rpartition('.')[0]}.gate_up_proj.{kind}"
+    if spec.latent is not None and spec.latent.query_rank is not None and owner.endswith(_DOWN_PROJECTIONS):
+        return f"{owner.rpartition('.')[0]}.fused_qkv_a_proj_with_mqa.{kind}"
+    return entry.name
+
+
+def server_tensor_names(spec: ModelSpec, stored: BlockFp8 | None = None, reports_scales: bool = True) -> dict[str, str]:
+    """From every tensor that is sent to the SGLang parameter that contains it.
+
+    `stored`: how quantised tensors are sent. `reports_scales`: false for SGLang on a GPU, whose checksum of a quantised
+    parameter is that of its weights and scales together, under the weights' name.
+    """
+    names = {}
+    for entry in checkpoint_tensors(spec):
+        names[entry.name] = server_tensor_name(spec, entry)
+        if is_quantized(stored, entry):
+            names[scale_name(entry.name)] = scale_name(names[entry.name]) if reports_scales else names[entry.name]
+    return names
+
+
+@dataclass(frozen=True)
+class ServerTensors:
+    """`names`: from every tensor that is sent to the server's that contains it. `own_scales`: from the scales that the
+    server makes itself, while it quantises what it loads, to the tensor that they belong to.
+    """
+
+    names: Mapping[str, str]
+    own_scales: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def expected(self) -> set[str]:
+        """Everything that a server must report."""
+        return {*self.names.values(), *self.own_scales}
+
+
+def server_tensors(
+    spec: ModelSpec, stored: BlockFp8 | None = None, on_load: OnLoad | None = None, reports_scales: bool = True
+) -> ServerTensors:
+    """The tensors of a server that is sent quantised ones in layout `stored`, or quantises them itself `on_load`."""
+    names = server_tensor_names(spec, stored, reports_scales)
+    quantised = {names[entry.name] for entry in checkpoint_tensors(spec) if on_load and is_quantizable(entry)}
+    return ServerTensors(names, {own_scale_name(name): name for name in quantised})
+
+
+def own_scale_name(name: str) -> str:
+    """The scales that a server makes for its parameter `name`."""
+    return f"{name}_scale"
+
+
+def loads_with(name: str, before: str) -> bool:
+    """True if SGLang loads this tensor only in one request with `before`, the tensor before it.
+
+    Down-projections that SGLang fuses, and their scales, must come together: it drops one that comes alone, and still
+    reports success.
+    """
+    (owner, _, _), (previous, _, _) = name.rpartition("."), before.rpartition(".")
+    return (
+        owner.endswith(_DOWN_PROJECTIONS)
+        and previous.endswith(_DOWN_PROJECTIONS)
+        and owner.rpartition(".")[0] == previous.rpartition(".")[0]
+    )
+
+
+class ExpectedChecksums:
+    """The checksums that a server of tensor-parallel size 1 on a CPU must report, computed tensor by tensor.
+
+    Table order is the order of the rows in every fused parameter ([q; k; v], [gate; up], expert by expert), and in that
+    of its scales, so one running hash per parameter is enough and no fused tensor is built. Only what a server
+    quantises itself (`on_load`) is put together first, as it is there.
+    """
+
+    def __init__(self, spec: ModelSpec, stored: BlockFp8 | None = None, on_load: OnLoad | None = None) -> None:
+        self._names = server_tensor_names(spec, stored)
+        self._entries = {entry.name: entry for entry in checkpoint_tensors(spec)}
+        self._vocabulary = {name: e.shape for name, e in self._entries.items() if e.sharding == "vocabulary"}
+        self._on_load: OnLoad | None = on_load
+        self._num_experts = 0 if spec.moe is None else spec.moe.num_experts
+        self._missing = Counter(
+            self._names[name] for name, entry in self._entries.items() if on_load and is_quantizable(entry)
+        )
+        self._parts: dict[str, list[torch.Tensor]] = {}
+        self._hashes: dict[str, Any] = {}
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Add the next tensor in table order, a weight before its scales: the whole tensor as it is sent, local."""
+        if self._names[name] in self._missing:
+            self._add_part(name, tensor)
+            return
+        running = self._hashes.setdefault(self._names[name], hashlib.sha256())
+        entry = self._entries.get(name)  # None: scales
+        if tensor.dim() == 3:
+            tensor = tensor.transpose(1, 2)
+        running.update(tensor_bytes(tensor.float() if entry is not None and entry.served_wide else tensor))
+        if (shape := self._vocabulary.get(name)) is not None:
+            padding = -shape[0] % _VOCABULARY_MULTIPLE
+            running.update(bytes(padding * shape[1] * tensor.element_size()))
+
+    def _add_part(self, name: str, tensor: torch.Tensor) -> None:
+        """Keep a part of a parameter that the server quantises; with its last part, quantise as the server does."""
+        assert self._on_load is not None
+        fused = self._names[name]
+        parts = self._parts.setdefault(fused, [])
+        parts.append(tensor.detach().to("cpu", copy=True))
+        if len(parts) < self._missing[fused]:
+            return
+        del self._parts[fused]
+        if self._entries[name].expert is None:
+            data, scale = served_linear(torch.cat(parts), self._on_load)
+        else:
+            rows, columns = sum(part.shape[0] for part in parts) // self._num_experts, tensor.shape[1]
+            data, scale = served_experts(torch.cat(parts).view(self._num_experts, rows, columns), self._on_load)
+        self._hashes[fused] = hashlib.sha256(tensor_bytes(data))
+        self._hashes[own_scale_name(fused)] = hashlib.sha256(tensor_bytes(scale))
+
+    def checksums(self) -> dict[str, str]:
+        return {name: running.hexdigest()[:_DIGITS] for name, running in self._hashes.items()}
+
+
+def differences(found: Mapping[str, str], expected: Mapping[str, str], limit: int = 5) -> str | None:
+    """How a server's checksums differ from the expected ones, in words; None if they are equal.
+
+    No name is exempt: SGLang itself leaves its rotary caches out of the report.
+    """
+    parts = []
+    for words, names in (
+        ("the server lacks", expected.keys() - found.keys()),
+        ("the server has besides", found.keys() - expected.keys()),
+        ("differ in value", {n for n in expected.keys() & found.keys() if expected[n] != found[n]}),
+    ):
+        if names:
+            more = f" and {len(names) - limit} more" if len(names) > limit else ""
+            parts.append(f"{words}: {', '.join(sorted(names)[:limit])}{more}")
+    if parts and expected.keys() == found.keys() and all(expected[n] != found[n] for n in expected):
+        parts.append(
+            "all of them: a server on a GPU, or with another dtype, reports other checksums; set publish.verify:"
+            " replicas for such servers"
+        )
+    return "; ".join(parts) or None
+
 
 # One mapping from tensor name to checksum for each rank of a server.
 Reported = list[dict[str, str]]

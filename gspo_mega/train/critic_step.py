@@ -1,7 +1,7 @@
 """What PPO's critic does in a step: values of the whole rollout batch, advantages into its packs, value steps.
 
 Owns the order of these acts, and a rank's part of what the step says of them. The passes are `engine/critic.py`'s, the
-advantages `engine/critic_targets.py`'s; which number gets which name is `critic_report.py`'s.
+advantages `engine/critic.py`'s; which number gets which name is `reports.py`'s.
 """
 
 from __future__ import annotations
@@ -12,22 +12,21 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from gspo_mega.algorithm.aggregation import sequence_coefficients
-from gspo_mega.algorithm.objective_settings import ObjectiveSettings
-from gspo_mega.algorithm.value_loss import value_sums
+from gspo_mega.algorithm.losses import value_sums
+from gspo_mega.algorithm.objective import sequence_coefficients
+from gspo_mega.algorithm.terms import ObjectiveSettings
 from gspo_mega.base.errors import ModelError
 from gspo_mega.base.records import MicroBatch
-from gspo_mega.config.critic_config import critic_config, critic_path
+from gspo_mega.config.derived import critic_config, critic_path
 from gspo_mega.config.schema import Config
-from gspo_mega.config.schema.critic_sections import Critic
-from gspo_mega.engine.critic import CriticEngine, Values
-from gspo_mega.engine.critic_targets import Estimator, LogProbs, TokenRewards, estimate_returns
-from gspo_mega.engine.megatron_optimizer import StepResult
+from gspo_mega.config.schema.learning import Critic
+from gspo_mega.engine.critic import CriticEngine, Estimator, LogProbs, TokenRewards, Values, estimate_returns
+from gspo_mega.engine.optimizer import StepResult
 from gspo_mega.engine.policy import OldState
 from gspo_mega.engine.process_groups import ParallelGroups
 from gspo_mega.models.spec import ModelSpec, shape_differences
 from gspo_mega.models.value_models import read_critic_spec
-from gspo_mega.train.assemble import MiniBatch
+from gspo_mega.train.batches import MiniBatch
 
 
 def build_critic(config: Config, spec: ModelSpec, groups: ParallelGroups) -> CriticEngine:

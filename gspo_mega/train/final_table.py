@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from gspo_mega.config.old_pass import corrects
+from gspo_mega.config.derived import corrects
 from gspo_mega.metrics.catalogue import PHASES
-from gspo_mega.metrics.console import final_table
+from gspo_mega.metrics.writer import final_table
 from gspo_mega.train.session import Session
 
 

@@ -16,21 +16,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gspo_mega.base import beats
+from gspo_mega.base import progress
 from gspo_mega.base.errors import ModelError
 from gspo_mega.base.records import MicroBatch
 from gspo_mega.base.run_folder import Attempt, read_json
-from gspo_mega.checkpoint.critic_tensors import export_critic, import_critic
+from gspo_mega.checkpoint.critic import export_critic, import_critic
 from gspo_mega.config.schema import Config
 from gspo_mega.data.chat import load_tokenizer
 from gspo_mega.data.demonstrations import Demonstration
-from gspo_mega.data.jsonl import JsonlFile
+from gspo_mega.data.rows import JsonlFile
 from gspo_mega.engine.critic import CriticEngine
-from gspo_mega.engine.megatron_precision import DTYPES
+from gspo_mega.engine.precision import DTYPES
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
 from gspo_mega.models.value_models import read_critic_spec
 from gspo_mega.plan import resolve_layout
-from gspo_mega.rewards.fit_data import (
+from gspo_mega.rewards.fitting import (
     Example,
     Fitted,
     Fitting,
@@ -44,15 +44,15 @@ from gspo_mega.rewards.fit_data import (
     split_rows,
     token_ids,
 )
-from gspo_mega.train.assemble import assemble_supervised
-from gspo_mega.train.worker_context import WorkerContext
+from gspo_mega.train.batches import assemble_supervised
+from gspo_mega.train.context import WorkerContext
 
 
 def run_fit(context: WorkerContext) -> dict[str, Any] | None:
     """Fit, and write the folder; on rank 0 what `Fitted` holds, elsewhere None."""
     work = read_json(Attempt(context.attempt_dir).work_file)
     assert work is not None, "the attempt of a reward model has no work"
-    beats.enter("train")
+    progress.enter("train")
     config, how = context.config, Fitting(**work["how"])
     parallel = config.parallel
     groups = create_groups(
@@ -78,7 +78,7 @@ def run_fit(context: WorkerContext) -> dict[str, Any] | None:
             total = 0.0
             for rows in batches_of(trained, epoch, how):
                 total += scores.step(rows) * len(rows)
-                beats.beat()
+                progress.beat()
             losses.append(total / len(trained))
             context.console(f"epoch {epoch + 1}/{how.epochs}  loss {losses[-1]:.4f}")
         right = sum(num_right(*scores.of(rows), how.loss) for rows in in_batches(held_out, how.batch_size))

@@ -2,7 +2,7 @@
 starts it.
 
 Owns their names, values and where they are valid. A variable that is set already stays as it is, except that of block
-scales, which `fp8.block_scales` decides (`config/block_scales.py`). Servers get none of them.
+scales, which `fp8.block_scales` decides (`config/derived.py`). Servers get none of them.
 
     eval "$(python -m gspo_mega.train.gpu_variables)"     in a shell, for programs other than ranks
 """
@@ -16,7 +16,7 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 from gspo_mega.config import Config
-from gspo_mega.config.block_scales import block_scale_variable
+from gspo_mega.config.derived import block_scale_variable
 
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 

@@ -1,26 +1,141 @@
-"""Held-out prompts and the results on them: whether they are also trained on, how many responses are correct.
+"""The responses of an evaluation as a file: one JSON object per response, all that a person compares.
+
+Numbers of several samples per prompt: avg@k, pass@k, the majority's, each with the spread between prompts.
+
+Owns the mathematics. What is correct, and which responses agree, is the caller's.
+
+Whether a text is one of a set's prompts, by what it says: the same words, or most of the same runs of words.
+
+Owns the comparison. Which texts are compared is `held_out.py`'s.
+
+Held-out prompts and the results on them: whether they are also trained on, how many responses are correct.
 
 Owns the meaning of accuracy. Sampling and scoring are the collector's and the scoring pool's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import json
+import math
+import re
+import unicodedata
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, TextIO
 
-from gspo_mega.base.episode_records import Episode
+from gspo_mega.base.episodes import Episode, Group
 from gspo_mega.base.errors import DataError, RewardError
 from gspo_mega.base.records import Prompt, are_equal_rewards
-from gspo_mega.base.rollout_batch import Group
 from gspo_mega.config.prompt_sources import HeldOutSet, eval_sets, names_prompts, reward_names
 from gspo_mega.config.schema import Config, Data, OwnReward, Source
-from gspo_mega.data.jsonl import Enough, Row
 from gspo_mega.data.prompts import PromptSource, answer_keys, answer_of, encoder_of
-from gspo_mega.rewards.final_answers import final_answer
+from gspo_mega.data.rows import Enough, Row
 from gspo_mega.rewards.functions import problem_of_answer
-from gspo_mega.train.estimators import Estimate, ks_of, majority_correct, over_prompts, pass_at
-from gspo_mega.train.leaks import NUM_WORDS, PromptTexts, words_of
+from gspo_mega.rewards.mathematics import final_answer
+
+
+class Estimate(NamedTuple):
+    """A mean over prompts and its standard error, from the spread between prompts (0 for one prompt)."""
+
+    mean: float
+    standard_error: float
+
+
+def over_prompts(values: Iterable[float]) -> Estimate:
+    """The mean of one value per prompt. Raises ValueError without any."""
+    kept = list(values)
+    if not kept:
+        raise ValueError("no prompt to take a mean over")
+    mean = math.fsum(kept) / len(kept)
+    spread = math.fsum((value - mean) ** 2 for value in kept) / max(len(kept) - 1, 1)
+    return Estimate(mean, math.sqrt(spread / len(kept)))
+
+
+def pass_at(num_samples: int, num_correct: int, k: int) -> float:
+    """The unbiased estimate, from n samples of a prompt with c correct ones, of the probability that at least one of k
+    is correct: 1 - C(n - c, k) / C(n, k). Raises ValueError for k above n.
+    """
+    if not 1 <= k <= num_samples:
+        raise ValueError(f"pass@{k} of {num_samples} samples; k must be from 1 to that")
+    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def ks_of(num_samples: int) -> list[int]:
+    """The k that pass@k is given for: powers of two, and the number of samples itself."""
+    powers = [1 << power for power in range(num_samples.bit_length()) if 1 << power < num_samples]
+    return [*powers, num_samples]
+
+
+def majority_correct(votes: Sequence[tuple[Hashable | None, bool]]) -> float:
+    """Whether the answer that most samples of a prompt gave is correct: 1 or 0, and with a tie the correct share of the
+    tied answers. `votes`: (answer, or None for no vote; whether it is correct) of each sample. 0 where nobody votes.
+    """
+    # All correct samples gave one answer, however they wrote it.
+    counts: dict[tuple[bool, Hashable], int] = {}
+    for answer, is_correct in votes:
+        if answer is not None:
+            key = (True, None) if is_correct else (False, answer)
+            counts[key] = counts.get(key, 0) + 1
+    most = [key for key, count in counts.items() if count == max(counts.values())]
+    return sum(is_correct for is_correct, _ in most) / len(most) if most else 0.0
+
+
+# Of GPT-3's contamination check: texts that share a run of 13 words rarely do so by chance.
+NUM_WORDS = 13
+# A text with at least this share of a prompt's runs is close to it.
+CLOSE_SHARE = 0.5
+# A run that more prompts of a set have is an instruction that they share, and says nothing.
+_MOST_SHARING = 2
+
+_WORD = re.compile(r"\w+|[^\w\s]")
+_MARKS = frozenset(".,;:!?\"'`*_$\u2018\u2019\u201c\u201d")
+
+
+def words_of(prompt: Any) -> list[str]:
+    """The words and signs of a prompt (a text, or messages) without case, white space, quotes and marks of sentences.
+    Signs such as + and = count: `1+1` and `1-1` are different prompts.
+    """
+    if isinstance(prompt, list):
+        prompt = "\n".join(str(message.get("content")) for message in prompt if isinstance(message, dict))
+    found = _WORD.findall(unicodedata.normalize("NFKC", str(prompt)).casefold())
+    return [word for word in found if word not in _MARKS]
+
+
+class PromptTexts:
+    """The prompts of one set, to find texts among them. A prompt is its number."""
+
+    def __init__(self, prompts: Iterable[Sequence[str]]) -> None:
+        """`prompts`: the words of each, as `words_of` gives them."""
+        self._by_digest: dict[bytes, int] = {}
+        having: defaultdict[int, list[int]] = defaultdict(list)
+        for number, words in enumerate(prompts):
+            self._by_digest.setdefault(_digest(words), number)
+            for run in _runs(words):
+                having[run].append(number)
+        self._having = {run: numbers for run, numbers in having.items() if len(numbers) <= _MOST_SHARING}
+        self._num_runs = Counter(number for numbers in self._having.values() for number in numbers)
+
+    def same_as(self, words: Sequence[str]) -> int | None:
+        """The prompt with these words, or None."""
+        return self._by_digest.get(_digest(words))
+
+    def close_to(self, words: Sequence[str]) -> list[int]:
+        """The prompts of which at least half of the runs of 13 words are in the text; shorter ones have none."""
+        if not self._having or len(words) < NUM_WORDS:
+            return []
+        hits = Counter(number for run in _runs(words) for number in self._having.get(run, ()))
+        return [number for number, count in hits.items() if count >= CLOSE_SHARE * self._num_runs[number]]
+
+
+def _digest(words: Sequence[str]) -> bytes:
+    return hashlib.blake2b("\n".join(words).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def _runs(words: Sequence[str]) -> set[int]:
+    return {hash(tuple(words[start : start + NUM_WORDS])) for start in range(len(words) - NUM_WORDS + 1)}
+
 
 # Whose texts a set is compared with, beside the other sets by name; no set can have this name.
 TRAINING = "training data"
@@ -258,3 +373,27 @@ def row_check(config: Config, own_reward: OwnReward | None, data: Data) -> Calla
         return None if problem is None else f"{keys}: {problem}"
 
     return check
+
+
+def write_responses(file: TextIO, asked: HeldOutSet, groups: list[Group]) -> None:
+    """Append every response of a set, scored or not; of episodes with several turns the last turn's text."""
+    for group in groups:
+        for sample, episode in enumerate(group.episodes):
+            row = {
+                "set": asked.name,
+                "row": int(episode.prompt.prompt_id.rpartition(":")[2]) + 1,
+                "sample": sample,
+                "episode_id": episode.episode_id,
+                "prompt": episode.prompt.text,
+                "answer": episode.prompt.answer,
+                "response": episode.response_text,
+                "reward": episode.reward,
+                "correct": is_correct(episode, asked.correct_threshold, asked.place) if episode.is_scored else None,
+                "reward_parts": episode.reward_parts,
+                "failure": episode.failure or episode.reward_error,
+                "num_tokens": episode.num_sampled_tokens,
+                "num_turns": episode.num_turns,
+                "is_truncated": episode.is_truncated,
+            }
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    file.flush()

@@ -6,6 +6,11 @@
 With a critic the advantages come later: old log-probs -> values -> advantages -> [mini-batch: value step] -> policy.
 
 Every rank runs these lines; rank 0 also samples. The parts behind each line are assembled in `session.py`.
+
+Rollouts without training: every step's batch is sampled and written to the journal.
+
+`gspo-mega train CONFIG --rollouts-only`; the same command continues where the journal ends. Another run trains on the
+record with `--from-rollouts`.
 """
 
 from __future__ import annotations
@@ -14,24 +19,46 @@ from typing import Any
 
 import torch
 
-from gspo_mega.algorithm.objective_settings import objective_settings
-from gspo_mega.base.rollout_batch import RolloutBatch
-from gspo_mega.config.command_types import train_config
-from gspo_mega.config.critic_config import critic_of, penalises_kl, policy_steps
-from gspo_mega.config.old_pass import makes_old_pass
+from gspo_mega.algorithm.terms import objective_settings
+from gspo_mega.base.episodes import RolloutBatch
+from gspo_mega.config.derived import critic_of, makes_old_pass, penalises_kl, policy_steps, train_config
 from gspo_mega.config.schema import Critic
 from gspo_mega.engine.policy import OldState
-from gspo_mega.train.correction_report import correction_notice
+from gspo_mega.train.batches import fill_advantages, scored_batch
+from gspo_mega.train.context import StopRequested, WorkerContext
 from gspo_mega.train.critic_step import CriticStep
+from gspo_mega.train.evaluation import measure_end, measure_start, measure_step
 from gspo_mega.train.final_table import run_table
-from gspo_mega.train.measuring import measure_end, measure_start, measure_step
-from gspo_mega.train.rank_link import Work
-from gspo_mega.train.record_rollouts import run_rollouts
-from gspo_mega.train.reference_policy import reference_path
-from gspo_mega.train.session import Session
-from gspo_mega.train.step_report import StepReport
-from gspo_mega.train.stop import StopRequested
-from gspo_mega.train.worker_context import WorkerContext
+from gspo_mega.train.mismatch_report import correction_notice
+from gspo_mega.train.reports import StepReport
+from gspo_mega.train.scatter import Work
+from gspo_mega.train.session import Session, reference_path
+
+
+def run_rollouts(session: Session, num_steps: int) -> dict[str, Any] | None:
+    """Sample the batches of `num_steps` steps from `model.path`. Returns rank 0's result as `run_train`. Collective."""
+    state = session.state
+    stop = None
+    session.gpus.turn("sample")
+    while stop is None and state.step < num_steps:
+        batch = None
+        if session.lead is not None:
+            try:
+                with session.phase("rollout"):
+                    batch = session.lead.source.take(state.step, state.weight_version, session.on_wait)
+                batch = scored_batch(batch, session.config)
+                fill_advantages(batch, session.config, state.step)
+            except StopRequested as request:
+                stop = str(request)
+        stop = session.ranks.agree(stop)
+        if stop is None:
+            state.step += 1
+            StepReport(session, batch, 0).write()
+    if stop is not None:
+        session.say(f"stopped after step {state.step} ({stop}); the same command continues")
+        return {"stopped": stop, "step": state.step}
+    session.say(f"rollouts of {state.step} steps are in {session.run_folder.journal_dir}")
+    return {"step": state.step, "journal": str(session.run_folder.journal_dir)}
 
 
 def run_train(context: WorkerContext) -> dict[str, Any] | None:

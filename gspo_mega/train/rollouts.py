@@ -1,37 +1,150 @@
 """Everything that turns committed weights into scored trajectories: prompts, servers, rewards, held-out evaluation.
 
 Owns the lives of these parts and how they fit together; each part is its own package's. Rank 0 only.
+
+Where rollout batches come from: the protocols that `sources.py`, `sources.py` and `sources.py` implement.
+
+A run has one line of calls: the loop asks `JournalledSource.take`, which asks the source that it wraps for the groups
+that the journal does not have. Owns no code that samples or reads.
+
+What runs the episodes of a configuration: its function, its workers, its chat template, its limits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from gspo_mega.base import beats
-from gspo_mega.base.episode_records import Episode
+from gspo_mega.agents.driver import EpisodeDriver, EpisodeRunner, OneTurn
+from gspo_mega.agents.external_agent import ForeignAgents
+from gspo_mega.agents.messages import FORMATS
+from gspo_mega.agents.pool import EpisodePool
+from gspo_mega.agents.protocol import Limits
+from gspo_mega.agents.session import Conversation
+from gspo_mega.base import progress
+from gspo_mega.base.episodes import Episode, Group, RolloutBatch
 from gspo_mega.base.records import Prompt
-from gspo_mega.base.rollout_batch import Group
 from gspo_mega.base.run_folder import Attempt
-from gspo_mega.config.episode_lengths import is_one_turn
-from gspo_mega.config.lora_rules import publishes_adapters
+from gspo_mega.config.derived import episode_lengths, is_one_turn
 from gspo_mega.config.prompt_sources import HeldOutSet, names_prompts, source_rewards, sources_of
 from gspo_mega.config.schema import Config
+from gspo_mega.config.validate_learning import publishes_adapters
 from gspo_mega.data.chat import check_vocabulary, load_tokenizer
-from gspo_mega.data.end_of_turn import run_end_tokens
 from gspo_mega.data.prompts import PromptSource, encoder_of, load_prompts
 from gspo_mega.data.stream import PromptStream
+from gspo_mega.data.templates import SuffixRule, run_end_tokens
 from gspo_mega.models.end_tokens import planned_end_tokens
 from gspo_mega.models.low_rank import SERVED_NAME
 from gspo_mega.models.spec import ModelSpec
-from gspo_mega.rewards.scoring_pool import ScoringPool
+from gspo_mega.rewards.pool import ScoringPool
 from gspo_mega.rollout.collector import Collector
-from gspo_mega.rollout.sampling import Servers
+from gspo_mega.rollout.pool import ServerPool
+from gspo_mega.rollout.sampler import Servers
 from gspo_mega.rollout.server.reward_server import RewardServers
-from gspo_mega.rollout.server_pool import ServerPool
-from gspo_mega.train.episode_parts import episode_driver
 from gspo_mega.train.held_out import Evaluation, HeldOut, summarize
+
+
+def keep_nothing(episode: Episode) -> None:
+    """The `keep` of a caller that needs no episode before its batch is complete."""
+
+
+def admit_nothing(number: int, prompt: Prompt, weight_version: int) -> None:
+    """The `admit` of a caller that need not know when the sampling of a group begins."""
+
+
+def open_numbers(position: Mapping[str, Any], numbers: Iterable[int]) -> set[int]:
+    """Which of the group numbers `numbers` later steps may consume, at a position that `Source.state_dict` returned."""
+    tickets = position.get("tickets", {"first": 0, "done": []})
+    done = set(tickets["done"])
+    return {number for number in numbers if number >= tickets["first"] and number not in done}
+
+
+class Source(Protocol):
+    """Rollout batches by step, and the position in the prompts that they come from. Rank 0 only."""
+
+    def take(self, step: int, weight_version: int, on_wait: Callable[[], None]) -> RolloutBatch:
+        """The complete, scored batch of `step`, for a policy of `weight_version`.
+
+        Calls `on_wait` again and again while it waits. What `on_wait` raises ends the batch; its prompts are then the
+        next ones again.
+        """
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the prompts behind the batch that was taken last, as JSON types.
+
+        Where groups of later batches may have been sampled already, it is that of the first such group, and its key
+        `tickets` has that group's number, `first`, and `done`: the numbers behind it that are consumed or dropped.
+        Without the key, the groups of each batch are numbered from 0.
+        """
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a position that `state_dict` returned. Raises DataError where the prompts have changed."""
+        ...
+
+    def describe(self) -> list[str]:
+        """Lines for the user about the data."""
+        ...
+
+
+class ContinuableSource(Source, Protocol):
+    """A source that can complete a batch, some groups of which exist already."""
+
+    def on_ready(self, call: Callable[[int, list[Group]], None]) -> None:
+        """Have `call` get a step and its groups, from any thread, where these are complete before the step is asked
+        for. The batch may still be of others: `call` is then called again, or nobody knew.
+        """
+        ...
+
+    def take(
+        self,
+        step: int,
+        weight_version: int,
+        on_wait: Callable[[], None],
+        known: Mapping[int, Group] = ...,
+        keep: Callable[[Episode], None] = ...,
+        admit: Callable[[int, Prompt, int], None] = ...,
+    ) -> RolloutBatch:
+        """As `Source.take`. `known`: groups that exist already, by their number, in the order in which they completed;
+        they may lack episodes. `keep` is called for every other episode as it completes, `admit` with number, prompt
+        and weight version when the sampling of a group begins. A source that samples ahead calls them from its own
+        thread, between two batches as well; what they raise ends the sampling.
+        """
+        ...
+
+    def made_by(self, step: int) -> dict[str, str]:
+        """Fingerprints of everything that determines the groups of `step`, apart from the weights."""
+        ...
+
+    def due(self, step: int, numbers: Iterable[int]) -> dict[int, Prompt]:
+        """The prompts of the groups of these numbers, as `step` would sample them, by number; a group that is not due
+        is left out. The position in the prompts does not change.
+        """
+        ...
+
+
+def episode_driver(
+    config: Config, tokenizer: Any, end_token_ids: Sequence[int], decode: Callable[[list[int]], str]
+) -> EpisodeDriver:
+    """The driver of a run's episodes, not yet started. `end_token_ids`: the run's, one of which ends a turn. Raises
+    DataError: no several turns with this template.
+    """
+    lengths = episode_lengths(config)
+    limits = Limits(lengths.turns, lengths.tokens)
+    if is_one_turn(config):
+        return EpisodeDriver(Conversation(decode), limits, OneTurn(), config.run.seed)
+    template = str(tokenizer.get_chat_template())
+    rule = SuffixRule(encoder_of(config.data, tokenizer), end_token_ids)
+    conversation = Conversation(decode, rule, tool_format=config.episodes.tool_format, template=template)
+    runner: EpisodeRunner
+    if config.rollout.episode.function == "foreign":
+        openers = sorted({opener for one in FORMATS.values() for opener in one.format.openers})
+        runner = ForeignAgents(config, decode, openers, end_token_ids)
+    else:
+        runner = EpisodePool(config.episodes, config.rollout.episode, config.rollout.tools)
+    return EpisodeDriver(conversation, limits, runner, config.run.seed)
 
 
 class Rollouts:
@@ -106,7 +219,7 @@ class Rollouts:
 
     async def _score(self, episode: Episode) -> None:
         await self._scoring.score(episode)
-        beats.beat()  # sampled and scored: a long rollout is no stuck one
+        progress.beat()  # sampled and scored: a long rollout is no stuck one
 
     def _decode(self, token_ids: list[int]) -> str:
         """Text of sampled tokens, for rewards and people; never tokenised again."""

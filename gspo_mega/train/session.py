@@ -1,8 +1,10 @@
 """One rank's running parts, assembled: what `loop.py` and `sft_loop.py` are written in.
 
 Owns in which order the parts are set up and closed, and the few acts that need several of them. What each does is its
-own module's: `lead.py` (rank 0), `rank_link.py`, `server_link.py`, `saving.py`, `phases.py`. The order of a step's acts
-is the loop's.
+own module's: `rank0.py` (rank 0), `scatter.py`, `servers.py`, `checkpointing.py`, `phases.py`. The order of a step's
+acts is the loop's.
+
+The reference policy of a run's KL term: its folder, its weights, and the check that it has the policy's shape.
 """
 
 from __future__ import annotations
@@ -13,36 +15,53 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import TypeVar
 
-from gspo_mega.base import beats
-from gspo_mega.base.errors import NumericsError
+from gspo_mega.base import progress
+from gspo_mega.base.errors import ModelError, NumericsError
 from gspo_mega.base.run_folder import Attempt
-from gspo_mega.config.critic_config import critic_of, penalises_kl
+from gspo_mega.checkpoint.hf_import import import_huggingface
+from gspo_mega.config.derived import critic_of, penalises_kl
 from gspo_mega.config.prompt_sources import HeldOutSet, eval_sets
+from gspo_mega.config.schema import Config
 from gspo_mega.engine.critic import CriticEngine
-from gspo_mega.engine.device_memory import DeviceMemory
-from gspo_mega.engine.frozen_reference import OwnBase
+from gspo_mega.engine.memory import DeviceMemory
 from gspo_mega.engine.policy import PolicyEngine
-from gspo_mega.engine.process_groups import create_groups
-from gspo_mega.engine.snapshots import Snapshots
+from gspo_mega.engine.process_groups import ParallelGroups, create_groups
+from gspo_mega.engine.reference import OwnBase, ReferencePolicy, Snapshots
 from gspo_mega.models.huggingface import read_model_spec
+from gspo_mega.models.spec import ModelSpec, shape_differences
 from gspo_mega.plan import resolve_layout
 from gspo_mega.rollout.registration import versions_being_loaded
-from gspo_mega.sync.adapter_publish import publisher_of
-from gspo_mega.train.beside import EvaluationsBeside
+from gspo_mega.sync.adapters import publisher_of
+from gspo_mega.train.async_eval import EvaluationsBeside
+from gspo_mega.train.checkpointing import Saving, restore
+from gspo_mega.train.context import StopRequested, WorkerContext
 from gspo_mega.train.critic_step import build_critic
-from gspo_mega.train.exchange import Exchange
 from gspo_mega.train.held_out import Evaluation
-from gspo_mega.train.lead import Lead
-from gspo_mega.train.phases import Phases
-from gspo_mega.train.preparation import Preparation
-from gspo_mega.train.profiling import Profiling
-from gspo_mega.train.rank_link import RankLink
-from gspo_mega.train.reference_policy import load_reference
-from gspo_mega.train.saving import Saving, restore
-from gspo_mega.train.server_link import LiveServers, NoServers, ServerLink, local_address
-from gspo_mega.train.shared_gpus import Gpus, OwnGpus, SharedGpus
-from gspo_mega.train.stop import StopRequested
-from gspo_mega.train.worker_context import WorkerContext
+from gspo_mega.train.phases import Phases, Profiling
+from gspo_mega.train.prefetch import Preparation
+from gspo_mega.train.rank0 import Lead
+from gspo_mega.train.scatter import Exchange, RankLink
+from gspo_mega.train.servers import Gpus, LiveServers, NoServers, OwnGpus, ServerLink, SharedGpus, local_address
+
+
+def reference_path(config: Config) -> str:
+    """The Hugging Face folder of the KL term's reference."""
+    return config.kl.reference_path or config.model.path
+
+
+def load_reference(config: Config, spec: ModelSpec, groups: ParallelGroups) -> ReferencePolicy:
+    """The frozen reference of the KL term with its weights. Collective.
+
+    Raises ModelError where its shape is not the policy's, because it uses the policy's layout, packs and vocabulary.
+    """
+    path = reference_path(config)
+    other = shape_differences(read_model_spec(path), spec)
+    if other:
+        raise ModelError(f"kl.reference_path {path} has another shape than the policy: {', '.join(other)}")
+    reference = ReferencePolicy(config, spec, groups)
+    import_huggingface(path, spec, groups, reference.chunks)
+    return reference
+
 
 T = TypeVar("T")
 
@@ -101,9 +120,9 @@ class Session:
             self._cleanup.callback(self.preparation.close)
             self.lead.source.on_ready(self.preparation.begin)
         self.ranks = RankLink(self.exchange, self.layout, self.groups.world.rank)
-        beats.beat()
+        progress.beat()
         self.engine = PolicyEngine(config, self.spec, self.groups, num_optimizer_steps)
-        beats.beat()
+        progress.beat()
         self.reference = None
         if trains_policy and (config.kl.coefficient > 0 or penalises_kl(config)):
             own = config.lora is not None and config.kl.reference_path is None
@@ -113,14 +132,14 @@ class Session:
         rollouts_only = config.train is None or config.train.rollouts_only
         if trains_policy and not rollouts_only and critic_of(config) is not None:
             self.critic = build_critic(config, self.spec, self.groups)
-            beats.beat()
+            progress.beat()
 
         self.snapshots = None
         if trains_policy and config.diagnostics.exact_staleness and config.rollout.max_staleness > 0:
             self.snapshots = Snapshots(self.engine, config.rollout.max_staleness + 1)
 
         self.state, self.resumed_from = restore(self.run_folder, self.engine, config, self.say, self.critic)
-        beats.beat()
+        progress.beat()
         self.gpus: Gpus = OwnGpus()
         if config.cluster.colocated and recorded_dir is None:
             memory = DeviceMemory(self.engine, None if isinstance(self.reference, OwnBase) else self.reference)
@@ -236,7 +255,7 @@ class Session:
 
     def note_step(self, skipped: bool, grad_norm: float) -> None:
         """Count an optimizer step. Raises NumericsError after too many skipped ones in a row; alike on all ranks."""
-        beats.beat()
+        progress.beat()
         state = self.state
         state.num_optimizer_steps += not skipped
         state.skipped_in_a_row = state.skipped_in_a_row + 1 if skipped else 0
@@ -246,7 +265,7 @@ class Session:
     def note_critic_step(self, skipped: bool, grad_norm: float) -> None:
         """As `note_step`, for the critic."""
         assert self.critic is not None
-        beats.beat()
+        progress.beat()
         state = self.state
         state.num_critic_steps += not skipped
         state.critic_skipped_in_a_row = state.critic_skipped_in_a_row + 1 if skipped else 0

@@ -12,22 +12,20 @@ import numpy as np
 
 from gspo_mega.agents.demonstrated import demonstration_encoder
 from gspo_mega.base.errors import NumericsError, RewardError
-from gspo_mega.config.command_types import sft_config
+from gspo_mega.config.derived import sft_config
 from gspo_mega.config.prompt_sources import sources_of
 from gspo_mega.config.schema import Sft
 from gspo_mega.data.demonstrations import Demonstration, load_demonstrations
-from gspo_mega.data.end_of_turn import check_taught_end
 from gspo_mega.data.prompts import encoder_of
 from gspo_mega.data.stream import PromptStream
-from gspo_mega.metrics.console import progress_line
-from gspo_mega.train.adapter_report import adapter_metrics
-from gspo_mega.train.assemble import assemble_supervised
+from gspo_mega.data.templates import check_taught_end
+from gspo_mega.metrics.writer import progress_line
+from gspo_mega.train.batches import assemble_supervised
+from gspo_mega.train.context import WorkerContext
 from gspo_mega.train.final_table import accuracy_text
-from gspo_mega.train.held_out_report import due_sets, evaluation_metrics
-from gspo_mega.train.rank_link import Work
-from gspo_mega.train.routing_report import expert_loads, router_losses
+from gspo_mega.train.reports import adapter_metrics, due_sets, evaluation_metrics, expert_loads, router_losses
+from gspo_mega.train.scatter import Work
 from gspo_mega.train.session import Session
-from gspo_mega.train.worker_context import WorkerContext
 
 
 def run_sft(context: WorkerContext) -> dict[str, Any] | None:

@@ -3,10 +3,19 @@
 Owns what surrounds the work of a rank: log, signals, torch.distributed, the error record, the exit code. Reads RANK,
 WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, which the supervisor or torchrun sets. In a step of a Slurm job
 only the last two are set; the others are srun's SLURM_PROCID, SLURM_NTASKS and SLURM_LOCALID. The work itself is
-`loop.py`, `sft_loop.py`, `evaluate.py`, or a rank of `certify`, `budget` or
+`loop.py`, `sft_loop.py`, `evaluation.py`, or a rank of `certify`, `budget` or
 `compare`.
 
 Exit code: 0 done; 75 stopped on request, to be continued by the same command; otherwise the error's.
+
+The two ways a rank ends: in order, or at once with a record of what went wrong.
+
+Owns the error record and the exit. A failed rank must skip the normal shutdown of Python: destructors of process groups
+and atexit hooks wait for peers that wait for this rank.
+
+A rank's log and its lines for the user. A disk that refuses a line does not end the rank; the line is lost.
+
+Owns standard output and error of a rank, and console.log.
 """
 
 from __future__ import annotations
@@ -14,30 +23,156 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import importlib
+import io
+import logging
+import multiprocessing
 import os
 import signal
 import socket
-from collections.abc import Mapping
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from gspo_mega.base import descriptors, kill_points, process_death, proxies
-from gspo_mega.base.addresses import is_loopback
-from gspo_mega.base.errors import ConfigError, RankError
-from gspo_mega.base.importing import uncollected
+from gspo_mega.base import failpoints, network, processes
+from gspo_mega.base.errors import ConfigError, GspoMegaError, RankError
+from gspo_mega.base.garbage import uncollected
+from gspo_mega.base.network import is_loopback
 from gspo_mega.base.run_folder import EXIT_STOPPED, Attempt, atomic_write_json
+from gspo_mega.base.untrusted import printable
 from gspo_mega.config import Config, LoadedConfig, load_config
 from gspo_mega.config.deadlines import COLLECTIVE_SECONDS, preflight_seconds
-from gspo_mega.config.layer_library import TRANSFORMER_ENGINE_VARIABLE, has_transformer_engine_layers
+from gspo_mega.config.derived import TRANSFORMER_ENGINE_VARIABLE, has_transformer_engine_layers
 from gspo_mega.plan.watchdog_bounds import patience
-from gspo_mega.train.beat_writer import BeatWriter
+from gspo_mega.train.context import KeyValueStore, WorkerContext
 from gspo_mega.train.gpu_variables import set_variables
-from gspo_mega.train.rank_log import console, redirect_output
-from gspo_mega.train.shutdown import fail, leave
-from gspo_mega.train.stack_dump import StackDumps
-from gspo_mega.train.worker_context import KeyValueStore, WorkerContext
+from gspo_mega.train.signals import BeatWriter, StackDumps
+
+logger = logging.getLogger(__name__)
+
+
+def error_record(error: BaseException, rank: int) -> dict:
+    """What errors/rank_<r>.json holds.
+
+    `is_user_error`: the user needs the text alone (GspoMegaError, except RankError, whose traceback matters). Any other
+    error is a defect and shows `traceback`. `exit_code` is what the command returns. `time`: unix seconds.
+    """
+    is_user_error = isinstance(error, GspoMegaError) and not isinstance(error, RankError)
+    return {
+        "rank": rank,
+        "type": f"{type(error).__module__}.{type(error).__qualname__}",
+        "text": str(error),
+        "traceback": "".join(traceback.format_exception(error)),
+        "time": time.time(),
+        "is_user_error": is_user_error,
+        "exit_code": error.exit_code if isinstance(error, GspoMegaError) else RankError.exit_code,
+    }
+
+
+def fail(error: BaseException, rank: int, attempt: Attempt) -> NoReturn:
+    """Record `error` for the supervisor and end this process at once, without running destructors.
+
+    The record is durable before the process ends, and its time is the earliest: peers whose collective breaks because
+    of this end write theirs later.
+    """
+    record = error_record(error, rank)
+    logger.error("rank %d failed\n%s", rank, record["traceback"])
+    code = record["exit_code"]
+    try:
+        # A folder that cannot be written must not keep the rank alive; the log has the traceback then.
+        atomic_write_json(attempt.error_file(rank), record)
+    except OSError:
+        logger.error("the error record of rank %d could not be written\n%s", rank, traceback.format_exc())
+    _exit(code)
+
+
+def leave(exit_code: int, last: Sequence[Callable[[], None]] = ()) -> NoReturn:
+    """End after the work is done: agree with the other ranks, call `last`, take the process groups down, exit.
+
+    Collective over all ranks, so that none closes connections that another still reads from. Python's normal shutdown
+    is skipped here as well: with Megatron and its threads loaded it takes seconds and can only fail.
+    """
+    import torch.distributed as dist  # late: a rank whose torch import fails can still record that
+
+    if dist.is_initialized():
+        dist.barrier()
+    for call in last:
+        call()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _exit(exit_code)
+
+
+def _exit(code: int) -> NoReturn:
+    """End without Python's normal shutdown, which also ends the children of multiprocessing. They are killed here:
+    children of a library, such as Megatron's checkpoint writers, would wait for this process for ever.
+    """
+    for child in multiprocessing.active_children():
+        child.kill()
+    logging.shutdown()
+    os._exit(code)
+
+
+console_logger = logging.getLogger("gspo_mega.console")
+
+
+class _LossyFile(io.RawIOBase):
+    """A file object over a descriptor; text that the disk refuses is lost."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data) -> int:
+        try:
+            return os.write(self._descriptor, data)
+        except OSError:
+            return len(data)
+
+
+def redirect_output(log: Path) -> None:
+    """Redirect standard output and error, of this process and its libraries, to the rank's log."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    sys.stdout, sys.stderr = _text(1), _text(2)
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
+    )
+
+
+def _text(descriptor: int) -> io.TextIOWrapper:
+    buffer = io.BufferedWriter(_LossyFile(descriptor))
+    return io.TextIOWrapper(buffer, encoding="utf-8", errors="backslashreplace", line_buffering=True)
+
+
+def console(attempt: Attempt) -> Callable[[str], None]:
+    """A function that shows the user a line: it writes to console.log, which the supervisor shows, and to the log."""
+
+    def show(line: str) -> None:
+        try:
+            with attempt.console_log.open("a", encoding="utf-8") as file:
+                file.write(printable(line) + "\n")
+        except OSError as error:
+            console_logger.warning("%s cannot be written: %s", attempt.console_log, error.strerror)
+        console_logger.info("%s", line)
+
+    return show
+
 
 # A collective that has not ended after this time never will: with all ranks alive, the longest wait in one is for a
 # publish or a checkpoint. (Waiting for rollouts is not a collective.)
@@ -46,10 +181,10 @@ COLLECTIVE_TIMEOUT = timedelta(seconds=COLLECTIVE_SECONDS)
 ENTRY_POINTS = {
     "train": ("gspo_mega.train.loop", "run_train"),
     "sft": ("gspo_mega.train.sft_loop", "run_sft"),
-    "eval": ("gspo_mega.train.evaluate", "run_eval"),
-    "budget": ("gspo_mega.verify.mismatch.budget_ranks", "run_budget"),
+    "eval": ("gspo_mega.train.evaluation", "run_eval"),
+    "budget": ("gspo_mega.verify.mismatch.ranks", "run_budget"),
     "certify": ("gspo_mega.verify.certify.ranks", "run_certify"),
-    "compare": ("gspo_mega.verify.compare.compare_ranks", "run_compare"),
+    "compare": ("gspo_mega.verify.compare.ranks", "run_compare"),
     "reward_model": ("gspo_mega.train.fit_scores", "run_fit"),
 }
 
@@ -95,15 +230,15 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     attempt = Attempt(args.attempt)
     place = RankEnvironment.read(os.environ)
-    kill_points.arm(os.environ.get(kill_points.VARIABLE), place.rank)
+    failpoints.arm(os.environ.get(failpoints.VARIABLE), place.rank)
     # Megatron forks writers for a save: they must end with a killed rank.
-    process_death.forks_die_with_us()
+    processes.forks_die_with_us()
     redirect_output(attempt.rank_log(place.rank))
     _default_signals()
-    descriptors.raise_limit()  # rank 0 has a connection for every open request of every server
+    processes.raise_limit()  # rank 0 has a connection for every open request of every server
     try:
         loaded = load_config(args.config, command=args.command)
-        proxies.keep_direct([os.environ["MASTER_ADDR"], loaded.config.server.host])
+        network.keep_direct([os.environ["MASTER_ADDR"], loaded.config.server.host])
         bounds = patience(loaded.config)
         StackDumps(attempt, place.rank, place.world_size)
         writer = None if bounds is None else BeatWriter(attempt, place.rank, place.world_size, bounds)
@@ -139,7 +274,7 @@ def _work(command: str, loaded: LoadedConfig, attempt: Attempt, place: RankEnvir
 def _default_signals() -> None:
     """End at once on SIGTERM, also inside a collective, where no Python handler would run. SIGUSR2 writes the main
     thread's stack to the log; the stacks of other threads, which keep running, could change while they are read. (To
-    the supervisor it asks for all stacks of all ranks: `stack_dump.py`.)
+    the supervisor it asks for all stacks of all ranks: `signals.py`.)
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)

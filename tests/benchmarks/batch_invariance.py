@@ -17,8 +17,8 @@ from collections.abc import Callable
 import torch
 from torch.nn.functional import linear, log_softmax, scaled_dot_product_attention, silu
 
-from gspo_mega.cpu import row_operations as rows
-from gspo_mega.cpu.fixed_order_attention import attend
+from gspo_mega.cpu import batch_invariant as rows
+from gspo_mega.cpu.batch_invariant import attend
 
 HIDDEN, INTERMEDIATE, HEADS, DIM, VOCABULARY = 256, 512, 2, 128, 512
 PACKED, LENGTH = 4096, 64

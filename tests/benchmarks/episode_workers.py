@@ -18,9 +18,9 @@ from pathlib import Path
 
 import psutil
 
-from gspo_mega.agents.episode_pool import EpisodePool
-from gspo_mega.agents.episode_session import Answer
+from gspo_mega.agents.pool import EpisodePool
 from gspo_mega.agents.protocol import Task
+from gspo_mega.agents.session import Answer
 from gspo_mega.config.schema import EpisodeFunction, Episodes
 
 MODULE = """

@@ -47,7 +47,7 @@ def main() -> None:
 
 def parse(arguments: argparse.Namespace) -> None:
     from gspo_mega.models.huggingface import read_model_spec
-    from gspo_mega.rollout.client.routes import cut_routes, decode_routes
+    from gspo_mega.rollout.client.completion import cut_routes, decode_routes
 
     spec = read_model_spec(arguments.model)
     shape = (arguments.tokens - 1, spec.num_layers, spec.moe.experts_per_token)
@@ -91,8 +91,8 @@ def receive(event: bytes, num_experts: int, rounds: int = 6) -> None:
     """Whole answers over HTTP from another process: what of it is the event loop's own work."""
     from aiohttp import ClientSession
 
-    from gspo_mega.rollout.client.event_stream import read_events
-    from gspo_mega.rollout.client.routes import decode_routes_of
+    from gspo_mega.rollout.client.completion import decode_routes_of
+    from gspo_mega.rollout.client.http_stream import read_events
 
     async def fetch(port: int) -> None:
         async with ClientSession(auto_decompress=False) as session:
@@ -171,8 +171,7 @@ def _rank(rank, size, port, pipe, arguments, how, with_routes) -> None:
 
     sys.path.insert(0, str(ROOT / "tests" / "support"))
     from gspo_mega.engine.process_groups import create_groups
-    from gspo_mega.train.exchange import Exchange
-    from gspo_mega.train.rank_link import RankLink
+    from gspo_mega.train.scatter import Exchange, RankLink
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -184,8 +183,8 @@ def _rank(rank, size, port, pipe, arguments, how, with_routes) -> None:
     link = RankLink(exchange, layout, rank)
     parcels = None
     if rank == 0:
-        from gspo_mega.data.expert_routes import ExpertRoutes
-        from gspo_mega.train.parcels import Parcels
+        from gspo_mega.data.packing import ExpertRoutes
+        from gspo_mega.train.scatter import Parcels
 
         spec, rows = _rows(arguments, with_routes)
         if how == "ahead":
@@ -278,7 +277,7 @@ def _layout(arguments: argparse.Namespace):
 
 
 def _rows(arguments: argparse.Namespace, with_routes: bool):
-    from gspo_mega.base.episode_records import one_turn_row
+    from gspo_mega.base.episodes import one_turn_row
     from gspo_mega.base.records import Prompt
     from gspo_mega.models.huggingface import read_model_spec
 
@@ -305,7 +304,7 @@ def _rows(arguments: argparse.Namespace, with_routes: bool):
 
 def _shards(rows, layout):
     from gspo_mega.data.packing import build_micro_batch
-    from gspo_mega.train.assemble import MiniBatch
+    from gspo_mega.train.batches import MiniBatch
 
     records = [
         dict(

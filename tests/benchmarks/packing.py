@@ -17,8 +17,8 @@ from dataclasses import replace
 import numpy as np
 
 from gspo_mega.data.packing import padded_length, plan_packs
-from gspo_mega.models.sizes import attention_crossover_tokens, count_parameters, forward_flops_per_token
 from gspo_mega.models.spec import ModelSpec, MoeSpec
+from gspo_mega.models.tensors import attention_crossover_tokens, count_parameters, forward_flops_per_token
 
 LONGEST = 32_768
 DENSE = ModelSpec(

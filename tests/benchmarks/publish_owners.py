@@ -24,8 +24,8 @@ import torch.distributed as dist
 from publish import DEADLINE, NUM_TENSORS, Receiver, written
 
 from gspo_mega.sync.broadcast import GroupSender
-from gspo_mega.sync.other_rank import Channel, OtherRank, obey
-from gspo_mega.sync.senders import OwnTensors
+from gspo_mega.sync.broadcast_group import OwnTensors
+from gspo_mega.sync.remote_sender import Channel, OtherRank, obey
 from gspo_mega.sync.servers import Deadline, Fleet
 
 NUM_RANKS = 4

@@ -23,7 +23,7 @@ from tiny_models import EOS_TOKEN_ID, make_model
 from gspo_mega.config import load_config
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.rollout.client.completion import SamplingParams
-from gspo_mega.rollout.server_pool import ServerPool
+from gspo_mega.rollout.pool import ServerPool
 
 NUM_REQUESTS = 128
 NEW_TOKENS = (48, 192)

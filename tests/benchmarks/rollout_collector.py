@@ -28,12 +28,10 @@ from fast_answers import sampled
 from gspo_mega.data.journal.episode_log import EpisodeLog, FileBegin
 from gspo_mega.data.journal.journal import Journal
 from gspo_mega.rollout.admission import Admission
+from gspo_mega.rollout.arrival_order import Freshness
 from gspo_mega.rollout.client.completion import Completion
 from gspo_mega.rollout.client.server_client import ServerClient
-from gspo_mega.rollout.freshness import Freshness
-from gspo_mega.rollout.load import Load
-from gspo_mega.rollout.loop_thread import LoopThread
-from gspo_mega.rollout.pooled_server import PooledServer
+from gspo_mega.rollout.pooled_server import Load, LoopThread, PooledServer
 from gspo_mega.rollout.registration import Registration
 
 VOCAB = 150_000

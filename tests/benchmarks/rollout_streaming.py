@@ -26,10 +26,10 @@ from tiny_models import EOS_TOKEN_ID, make_model
 from gspo_mega.config import load_config
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.rollout.client.completion import SamplingParams
-from gspo_mega.rollout.client.flight import Flight
-from gspo_mega.rollout.load import Load
-from gspo_mega.rollout.secret import read_secret
-from gspo_mega.rollout.server_pool import ServerPool
+from gspo_mega.rollout.client.server_client import Flight
+from gspo_mega.rollout.pool import ServerPool
+from gspo_mega.rollout.pooled_server import Load
+from gspo_mega.rollout.registration import read_secret
 
 
 async def whole(address: str, key: str, prompts, params) -> int:

@@ -15,13 +15,12 @@ from pathlib import Path
 import numpy as np
 
 from gspo_mega.config import load_config
-from gspo_mega.models.sizes import count_parameters
+from gspo_mega.models.tensors import count_parameters
 from gspo_mega.plan import plan_run
-from gspo_mega.plan.shares import ModelShares
-from gspo_mega.verify.simulate.fit_rates import Measured, fit
-from gspo_mega.verify.simulate.job import Job, job_of
-from gspo_mega.verify.simulate.lengths import log_normal
-from gspo_mega.verify.simulate.run_events import RunEvents
+from gspo_mega.plan.state import ModelShares
+from gspo_mega.verify.simulate.events import RunEvents
+from gspo_mega.verify.simulate.job import Job, job_of, log_normal
+from gspo_mega.verify.simulate.outcome import Measured, fit
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "reward"))
 
 from math_pairs import pairs
 
-from gspo_mega.rewards import programs
+from gspo_mega.rewards import code
 from gspo_mega.rewards.functions import load_function
 
 TESTS = [{"input": f"{n}\n", "output": f"{n + 1}\n"} for n in range(20)]
@@ -59,7 +59,7 @@ def main() -> None:
     for isolation in ("namespaces", "landlock"):
         act = scored("code", PROGRAM, TESTS, isolation=isolation, total_seconds=60.0)
         print(f"code, {isolation}: {milliseconds(act, 10) / len(TESTS):.2f} ms per test")
-    for server in programs._SERVERS.values():
+    for server in code._SERVERS.values():
         server.end()
 
 

@@ -14,7 +14,7 @@ from gspo_mega.checkpoint.hf_import import import_huggingface
 from gspo_mega.engine.model import build_chunks, transformer_config
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
 from gspo_mega.models.huggingface import read_model_spec
-from gspo_mega.train.saving import look_at_carried_layers
+from gspo_mega.train.checkpointing import look_at_carried_layers
 
 
 def start(folder: str, spec_of: str) -> tuple[list[str], str | None]:

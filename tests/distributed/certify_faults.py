@@ -49,7 +49,7 @@ def mean_of_means() -> None:
 
 def value_gradient_summed_over_tensor_ranks() -> None:
     """Each tensor rank has the whole gradient of the critic's states; their sum is of a head that is cut over them."""
-    import gspo_mega.engine.value_head as value_head
+    import gspo_mega.engine.critic as value_head
 
     gather = value_head.gather_from_sequence_parallel_region
     value_head.gather_from_sequence_parallel_region = lambda states, tensor_parallel_output_grad, group: gather(
@@ -72,7 +72,7 @@ def second_rank_dies_in_one_case() -> None:
 
 
 if __name__ == "__main__":
-    from gspo_mega.base.importing import uncollected
+    from gspo_mega.base.garbage import uncollected
 
     with uncollected():
         import gspo_mega.engine  # noqa: F401  the CPU backend comes first

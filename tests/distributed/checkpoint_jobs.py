@@ -14,20 +14,20 @@ from layout_jobs import layout_config, recorded_sequences, shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gspo_mega.algorithm.objective import ObjectiveSettings
-from gspo_mega.base import kill_points
+from gspo_mega.base import failpoints
 from gspo_mega.base.errors import GspoMegaError
 from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.checkpoint import optimizer_shards
 from gspo_mega.checkpoint.gather import PolicyTensors
 from gspo_mega.checkpoint.hf_import import import_huggingface
+from gspo_mega.checkpoint.load import TrainState, find_checkpoint, load_checkpoint
 from gspo_mega.checkpoint.save import Saver
-from gspo_mega.checkpoint.train_state import TrainState, find_checkpoint, load_checkpoint
 from gspo_mega.config.schema import Checkpoint
-from gspo_mega.engine import data_parallel
+from gspo_mega.engine import optimizer
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
 from gspo_mega.models.huggingface import read_model_spec
-from gspo_mega.plan.alignment import alignment_tokens
+from gspo_mega.plan.layout import alignment_tokens
 
 
 class _Clones(TorchDispatchMode):
@@ -67,8 +67,8 @@ def small_buckets(num_elements: int | None) -> Iterator[None]:
     if num_elements is None:
         yield
         return
-    small = functools.partial(data_parallel.DistributedDataParallelConfig, bucket_size=num_elements)
-    with mock.patch.object(data_parallel, "DistributedDataParallelConfig", small):
+    small = functools.partial(optimizer.DistributedDataParallelConfig, bucket_size=num_elements)
+    with mock.patch.object(optimizer, "DistributedDataParallelConfig", small):
         yield
 
 
@@ -150,7 +150,7 @@ def run(
                 with mock.patch("shutil.disk_usage", return_value=SimpleNamespace(free=16 * 1024**2)):
                     saver.save(state)
             elif act.startswith("fault "):
-                kill_points.arm(act.removeprefix("fault "), groups.world.rank)
+                failpoints.arm(act.removeprefix("fault "), groups.world.rank)
             elif act == "commit":
                 (report,) = saver.finish()
                 assert (
@@ -182,7 +182,7 @@ def run(
         )
     finally:
         reading.close()
-        kill_points.arm(None, groups.world.rank)
+        failpoints.arm(None, groups.world.rank)
         destroy_groups()
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from gspo_mega.checkpoint.compare_checkpoints import differences
+from gspo_mega.checkpoint.compare import differences
 from gspo_mega.checkpoint.convert import to_huggingface, to_megatron
 from gspo_mega.checkpoint.tensor_sources import open_checkpoint
 

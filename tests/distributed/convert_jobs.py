@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from gspo_mega.base.errors import CheckpointError
 from gspo_mega.checkpoint.gather import PolicyTensors
-from gspo_mega.checkpoint.initial_weights import load_weights
+from gspo_mega.checkpoint.load import load_weights
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
 from gspo_mega.models.huggingface import read_model_spec

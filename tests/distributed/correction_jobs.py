@@ -15,10 +15,9 @@ from gspo_mega.algorithm.objective import ObjectiveSettings
 from gspo_mega.base.records import MicroBatch
 from gspo_mega.checkpoint.hf_import import import_huggingface
 from gspo_mega.engine.device_batch import to_device
-from gspo_mega.engine.losses import OldPass
+from gspo_mega.engine.losses import OldPass, correct_batch
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import ParallelGroups, create_groups, destroy_groups
-from gspo_mega.engine.shared_correction import correct_batch
 from gspo_mega.models.huggingface import read_model_spec
 
 NUM_ROWS = 12

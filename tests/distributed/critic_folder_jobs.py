@@ -11,11 +11,10 @@ from layout_jobs import layout_config, recorded_sequences, shard
 from megatron.core import dist_checkpointing
 
 from gspo_mega.base.errors import ModelError
-from gspo_mega.checkpoint.critic_tensors import export_critic, import_critic
-from gspo_mega.checkpoint.train_state import sharded_state
-from gspo_mega.engine.critic import CriticEngine
+from gspo_mega.checkpoint.critic import export_critic, import_critic
+from gspo_mega.checkpoint.load import sharded_state
+from gspo_mega.engine.critic import CriticEngine, ValueModel
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
-from gspo_mega.engine.value_head import ValueModel
 from gspo_mega.models.value_models import read_critic_spec
 
 

@@ -10,18 +10,15 @@ import torch.distributed as dist
 from layout_jobs import layout_config, recorded_sequences, shard
 from token_values import row_values, token_values
 
-from gspo_mega.algorithm.aggregation import sequence_coefficients
-from gspo_mega.algorithm.gae import token_rewards
-from gspo_mega.algorithm.objective import ObjectiveSettings
-from gspo_mega.checkpoint.critic_tensors import CriticTensors
+from gspo_mega.algorithm.advantages import token_rewards
+from gspo_mega.algorithm.objective import ObjectiveSettings, sequence_coefficients
+from gspo_mega.checkpoint.critic import CriticTensors
 from gspo_mega.checkpoint.hf_import import import_huggingface
-from gspo_mega.engine.critic import CriticEngine
-from gspo_mega.engine.critic_targets import Estimator, LogProbs, TokenRewards, estimate_returns
+from gspo_mega.engine.critic import CriticEngine, Estimator, LogProbs, TokenRewards, ValueModel, estimate_returns
 from gspo_mega.engine.device_batch import to_device
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
-from gspo_mega.engine.value_head import ValueModel
 from gspo_mega.models.huggingface import read_model_spec
-from gspo_mega.verify.certify.gradients import complete_gradients
+from gspo_mega.verify.certify.steps import complete_gradients
 
 SETTINGS = ObjectiveSettings(aggregation="token_mean")
 # With all that a layout could change: bootstrapping reads the value behind a sequence, whitening sums over data ranks.

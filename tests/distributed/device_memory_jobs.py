@@ -8,8 +8,8 @@ import torch
 from optimizer_jobs import Run, changed, layout
 
 from gspo_mega.checkpoint.hf_import import import_huggingface
-from gspo_mega.engine.device_memory import PARTS, DeviceMemory
-from gspo_mega.engine.frozen_reference import ReferencePolicy
+from gspo_mega.engine.memory import PARTS, DeviceMemory
+from gspo_mega.engine.reference import ReferencePolicy
 
 
 def moved(folder: str, parallel: dict, **sections) -> dict:

@@ -10,8 +10,8 @@ from episode_oracle import recorded_episodes
 from layout_jobs import layout_config
 
 from gspo_mega.algorithm.diagnostics import POLICY_SUMS
-from gspo_mega.algorithm.objective_settings import objective_settings
-from gspo_mega.base.rollout_batch import RolloutBatch
+from gspo_mega.algorithm.terms import objective_settings
+from gspo_mega.base.episodes import RolloutBatch
 from gspo_mega.checkpoint.gather import PolicyTensors
 from gspo_mega.checkpoint.hf_import import import_huggingface
 from gspo_mega.data.packing import build_micro_batch
@@ -19,9 +19,9 @@ from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.plan import resolve_layout
-from gspo_mega.train.assemble import assemble, fill_advantages, scored_batch
-from gspo_mega.verify.certify.gradients import complete_gradients
+from gspo_mega.train.batches import assemble, fill_advantages, scored_batch
 from gspo_mega.verify.certify.measure import gather_tokens
+from gspo_mega.verify.certify.steps import complete_gradients
 
 
 class Engine:

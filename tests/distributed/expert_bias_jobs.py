@@ -9,7 +9,7 @@ from routing_jobs import SETTINGS, Run, rollout_routes
 from gspo_mega.base.records import MicroBatch
 from gspo_mega.checkpoint.gather import PolicyTensors
 from gspo_mega.checkpoint.hf_import import import_huggingface
-from gspo_mega.engine.frozen_reference import ReferencePolicy
+from gspo_mega.engine.reference import ReferencePolicy
 
 RATE = 1e-3
 ROUTES = dict(layers=4, experts=16, top_k=4)

@@ -22,7 +22,7 @@ from gspo_mega.engine.losses import PassOutput
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
 from gspo_mega.engine.routing import RoutingPass
-from gspo_mega.models import families
+from gspo_mega.models import tensors
 from gspo_mega.models.huggingface import read_model_spec
 
 SIZES = ("tensor", "pipeline", "context", "expert", "expert_tensor")
@@ -192,18 +192,17 @@ def _injected(fault: str | None) -> Iterator[None]:
             name: dataclasses.replace(
                 family, tensors=tuple(dataclasses.replace(r, role=other.get(r.role, r.role)) for r in family.tensors)
             )
-            for name, family in families.FAMILIES.items()
+            for name, family in tensors.FAMILIES.items()
         }
         # The head and the embedding are told by identity.
         for name, family in swapped.items():
             kept = tuple(
-                old if old.role == new.role else new
-                for old, new in zip(families.FAMILIES[name].tensors, family.tensors)
+                old if old.role == new.role else new for old, new in zip(tensors.FAMILIES[name].tensors, family.tensors)
             )
             swapped[name] = dataclasses.replace(family, tensors=kept)
-        patch = mock.patch.object(families, "FAMILIES", swapped)
+        patch = mock.patch.object(tensors, "FAMILIES", swapped)
     elif fault in ("permuted experts", *_OF_ANOTHER_LAYER):
-        plain = families._entry
+        plain = tensors._entry
 
         def permuted(spec, sizes, rule, layer=None, expert=None):
             entry = plain(spec, sizes, rule, layer, expert)
@@ -221,16 +220,16 @@ def _injected(fault: str | None) -> Iterator[None]:
                 entry, parameter=rule.parameter.format(layer=layer, expert=(expert + 1) % spec.moe.num_experts)
             )
 
-        patch = mock.patch.object(families, "_entry", permuted)
+        patch = mock.patch.object(tensors, "_entry", permuted)
     elif fault in _REORDERED:
         ends, order = _REORDERED[fault]
-        plain_blocks = families.parameter_blocks
+        plain_blocks = tensors.parameter_blocks
 
         def reordered(spec, entry, tensor_parallel, tensor_rank):
             if not entry.name.endswith(ends):
                 return plain_blocks(spec, entry, tensor_parallel, tensor_rank)
             rows = order(spec, np.arange(entry.shape[0]))
-            return [families.Block(0, int(row), place, 1) for place, row in enumerate(rows)]
+            return [tensors.Block(0, int(row), place, 1) for place, row in enumerate(rows)]
 
         # Bound by name where they are used.
         patch = contextlib.ExitStack()
@@ -249,8 +248,8 @@ def _injected(fault: str | None) -> Iterator[None]:
         def one_after_the_other(spec, role):
             query, key = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
             start, length = {"q": (0, query), "k": (query, key), "v": (query + key, key)}[role]
-            yield families.Block(0, 0, start, length)
+            yield tensors.Block(0, 0, start, length)
 
-        patch = mock.patch.object(families, "_fused_qkv_rows", one_after_the_other)
+        patch = mock.patch.object(tensors, "_fused_qkv_rows", one_after_the_other)
     with patch:
         yield

@@ -10,7 +10,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from gspo_mega.models.tables import FAMILIES
+from gspo_mega.models.families import FAMILIES
 
 VOCAB_SIZE = 600  # no multiple of the padding, and no smaller than the ids of `recorded_sequences`
 NUM_TOKENS = 96

@@ -10,8 +10,8 @@ from layout_jobs import layout_config
 
 from gspo_mega.base.errors import GspoMegaError
 from gspo_mega.base.run_folder import Attempt
+from gspo_mega.train.context import WorkerContext
 from gspo_mega.train.fit_scores import run_fit
-from gspo_mega.train.worker_context import WorkerContext
 
 
 def fit(folder: str, parallel: dict, attempt: str, work: dict, **sections) -> dict | str | None:

@@ -18,18 +18,18 @@ from layout_jobs import layout_config, recorded_sequences, shard
 
 from gspo_mega.algorithm.objective import ObjectiveSettings
 from gspo_mega.checkpoint.hf_import import import_huggingface
-from gspo_mega.checkpoint.quantized import is_quantized, plain_values
+from gspo_mega.checkpoint.quantized import is_fp8_parameter, plain_values
 from gspo_mega.config import load_config
-from gspo_mega.engine import fp8_scales
+from gspo_mega.engine import precision
 from gspo_mega.engine.losses import PassOutput
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
 from gspo_mega.engine.routing import RoutingPass
 from gspo_mega.models.huggingface import read_model_spec
-from gspo_mega.plan.alignment import alignment_tokens
-from gspo_mega.train.worker_context import WorkerContext
+from gspo_mega.plan.layout import alignment_tokens
+from gspo_mega.train.context import WorkerContext
 from gspo_mega.verify.certify.cases import case_config
-from gspo_mega.verify.certify.compare_runs import Reference
+from gspo_mega.verify.certify.compare import Reference
 from gspo_mega.verify.certify.ranks import run_case
 
 
@@ -109,14 +109,14 @@ def certified(
 
 @contextlib.contextmanager
 def _some_amax_unshared() -> Iterator[None]:
-    shares = fp8_scales._manager().reduce_tensor_across_group_op_max
+    shares = precision._manager().reduce_tensor_across_group_op_max
 
     def shares_most(tensor: torch.Tensor, group: Any) -> None:
         own = tensor[: len(tensor) // 4].clone()
         shares(tensor, group)
         tensor[: len(own)] = own
 
-    with mock.patch.object(fp8_scales._manager(), "reduce_tensor_across_group_op_max", shares_most):
+    with mock.patch.object(precision._manager(), "reduce_tensor_across_group_op_max", shares_most):
         yield
 
 
@@ -125,7 +125,7 @@ def gradients(folder: str, denominator: float, passes: int | None = None, **sect
     config, spec = layout_config(folder, {"expert_tensor": 1}, **sections), read_model_spec(folder)
     groups = create_groups(tensor=1, pipeline=1, context=1, expert=1, expert_tensor=1)
     try:
-        with mock.patch.object(fp8_scales, "MEASURING_PASSES", passes or fp8_scales.MEASURING_PASSES):
+        with mock.patch.object(precision, "MEASURING_PASSES", passes or precision.MEASURING_PASSES):
             engine = PolicyEngine(config, spec, groups, num_optimizer_steps=20)
             import_huggingface(folder, spec, groups, engine.chunks)
             engine.after_weights_loaded()
@@ -193,7 +193,7 @@ def imported(folder: str, parallel: dict, fitted: bool, **sections) -> list[floa
     try:
         engine = PolicyEngine(layout_config(folder, parallel, **sections), read_model_spec(folder), groups, 20)
         import_huggingface(folder, engine.spec, groups, engine.chunks)
-        parameters = [p for p in engine.chunks[0].parameters() if is_quantized(p)]
+        parameters = [p for p in engine.chunks[0].parameters() if is_fp8_parameter(p)]
         loaded = [cast(Any, p).exact_values.float() for p in parameters]
         with contextlib.nullcontext() if fitted else mock.patch.object(engine.scales, "fit_parameters"):
             engine.after_weights_loaded()

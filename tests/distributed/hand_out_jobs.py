@@ -9,7 +9,7 @@ import numpy as np
 import torch.distributed as dist
 
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
-from gspo_mega.train.exchange import Exchange
+from gspo_mega.train.scatter import Exchange
 
 
 def hand_out(size: int, num_bytes: int, num_messages: int) -> dict:

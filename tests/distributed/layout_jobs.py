@@ -6,16 +6,15 @@ import numpy as np
 import torch
 from run_configs import make_config
 
+from gspo_mega.algorithm.correction import SUM_NAMES
 from gspo_mega.algorithm.diagnostics import POLICY_SUMS
-from gspo_mega.algorithm.mismatch import SUM_NAMES
 from gspo_mega.algorithm.objective import ObjectiveSettings
 from gspo_mega.base.records import MicroBatch
 from gspo_mega.checkpoint.gather import PolicyTensors
 from gspo_mega.checkpoint.hf_import import import_huggingface
 from gspo_mega.config.schema import Config
 from gspo_mega.engine.losses import PolicyLoss
-from gspo_mega.engine.pass_report import PassReport
-from gspo_mega.engine.policy import PolicyEngine
+from gspo_mega.engine.policy import PassReport, PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
 from gspo_mega.models.huggingface import read_model_spec
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from gspo_mega.models.families import hf_tensors
 from gspo_mega.models.huggingface import read_model_spec
+from gspo_mega.models.tensors import hf_tensors
 
 
 def make_folder(

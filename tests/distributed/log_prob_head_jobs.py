@@ -15,9 +15,9 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from gspo_mega.algorithm.context_positions import local_rows
 from gspo_mega.algorithm.correction import CorrectionRule
 from gspo_mega.algorithm.objective import ObjectiveSettings
+from gspo_mega.algorithm.terms import local_rows
 from gspo_mega.checkpoint.hf_import import import_huggingface
 from gspo_mega.engine import forward_backward
 from gspo_mega.engine.device_batch import DeviceBatch

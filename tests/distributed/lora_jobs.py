@@ -14,20 +14,19 @@ from token_values import token_values
 
 from gspo_mega.algorithm.objective import ObjectiveSettings
 from gspo_mega.base.errors import ModelError
-from gspo_mega.checkpoint.adapter_folder import export_adapters, start_of_adapters
-from gspo_mega.checkpoint.adapter_tensors import AdapterTensors, fill_adapters
+from gspo_mega.checkpoint.adapters import AdapterTensors, export_adapters, fill_adapters, start_of_adapters
 from gspo_mega.checkpoint.gather import PolicyTensors
 from gspo_mega.checkpoint.hf_export import export_huggingface
 from gspo_mega.checkpoint.hf_import import import_huggingface
 from gspo_mega.config.schema import Lora
 from gspo_mega.engine.adapters import adapter_norm
-from gspo_mega.engine.frozen_reference import OwnBase
-from gspo_mega.engine.megatron_optimizer import gradient_norm
+from gspo_mega.engine.optimizer import gradient_norm
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
+from gspo_mega.engine.reference import OwnBase
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.models.low_rank import adapter_tensors
-from gspo_mega.verify.certify.gradients import complete_gradients
+from gspo_mega.verify.certify.steps import complete_gradients
 
 
 def start_tensors(settings: Lora, spec, seed: int = 5) -> dict[str, torch.Tensor]:

@@ -10,13 +10,12 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from optimizer_jobs import layout
 
 from gspo_mega.algorithm.objective import ObjectiveSettings
-from gspo_mega.checkpoint.adapter_folder import start_of_adapters
-from gspo_mega.checkpoint.adapter_tensors import AdapterTensors
+from gspo_mega.checkpoint.adapters import AdapterTensors, start_of_adapters
 from gspo_mega.checkpoint.gather import PolicyTensors
 from gspo_mega.checkpoint.hf_import import import_huggingface
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.models.huggingface import read_model_spec
-from gspo_mega.verify.certify.gradients import complete_gradients
+from gspo_mega.verify.certify.steps import complete_gradients
 
 STEPS = 2
 

@@ -13,8 +13,8 @@ from layout_jobs import layout_config, recorded_sequences, shard
 from gspo_mega.algorithm.objective import ObjectiveSettings
 from gspo_mega.checkpoint.gather import PolicyTensors
 from gspo_mega.checkpoint.hf_import import import_huggingface
-from gspo_mega.engine import data_parallel
-from gspo_mega.engine.megatron_optimizer import gradient_norm
+from gspo_mega.engine import optimizer as data_parallel
+from gspo_mega.engine.optimizer import gradient_norm
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
 from gspo_mega.models.huggingface import read_model_spec

@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from gspo_mega.checkpoint import optimizer_shards, train_state
+from gspo_mega.checkpoint import load, optimizer_shards
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
 from gspo_mega.models.huggingface import read_model_spec
@@ -37,9 +37,9 @@ def compare(
         with small_buckets(bucket_size):
             engine = PolicyEngine(config, spec, groups, num_optimizer_steps=20)
         _fill(engine)
-        metadata = train_state._metadata(groups)
+        metadata = load._metadata(groups)
         names = ["model"] if len(engine.chunks) == 1 else [f"model{i}" for i in range(len(engine.chunks))]
-        weights = train_state._sharded_weights(engine, names)
+        weights = load._sharded_weights(engine, names)
         theirs = engine.optimizer.sharded_state_dict(weights, is_loading=False, metadata=metadata)
         with mock.patch.object(optimizer_shards, "EXCHANGED_ELEMENTS", exchanged_elements):
             ours = optimizer_shards.optimizer_state(engine.optimizer, weights, metadata, loading=False)

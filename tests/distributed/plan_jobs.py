@@ -9,10 +9,10 @@ from layout_jobs import layout_config, pack
 from gspo_mega.algorithm.objective import ObjectiveSettings
 from gspo_mega.config.schema import Config
 from gspo_mega.engine.critic import CriticEngine
-from gspo_mega.engine.frozen_reference import ReferencePolicy
-from gspo_mega.engine.megatron_optimizer import apply_gradients
+from gspo_mega.engine.optimizer import apply_gradients
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
+from gspo_mega.engine.reference import ReferencePolicy
 from gspo_mega.models.huggingface import read_model_spec
 
 

@@ -24,11 +24,11 @@ import sys
 import traceback
 import warnings
 
-from gspo_mega.base.importing import uncollected
-from gspo_mega.launcher.gpus_and_ports import free_port
+from gspo_mega.base.garbage import uncollected
+from gspo_mega.launcher.prepare import free_port
 
 # What the process imports of which ranks are forked.
-ENGINE_MODULES = ["gspo_mega.engine", "gspo_mega.train.loop", "gspo_mega.train.reference_policy"]
+ENGINE_MODULES = ["gspo_mega.engine", "gspo_mega.train.loop", "gspo_mega.train.session"]
 # A bound on what a rank's memory may pile up; its threads do not (test_groups.py).
 JOBS_A_POOL = 60
 _TEST_FOLDER = os.path.dirname(os.path.abspath(__file__))

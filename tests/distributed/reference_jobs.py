@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from routing_jobs import SETTINGS, Run
 
-from gspo_mega.algorithm.kl import KL_SUMS
-from gspo_mega.train.reference_policy import load_reference
+from gspo_mega.algorithm.losses import KL_SUMS
+from gspo_mega.train.session import load_reference
 
 
 def kl_run(

@@ -8,15 +8,13 @@ import numpy as np
 import torch
 from layout_jobs import layout_config, recorded_sequences, shard
 
-from gspo_mega.algorithm.columns import MISMATCH_SUMS, STALENESS_SUMS
-from gspo_mega.algorithm.context_positions import local_rows
-from gspo_mega.algorithm.mismatch import SUM_NAMES
-from gspo_mega.algorithm.objective_settings import ObjectiveSettings
+from gspo_mega.algorithm.correction import SUM_NAMES
+from gspo_mega.algorithm.terms import MISMATCH_SUMS, STALENESS_SUMS, ObjectiveSettings, local_rows
 from gspo_mega.base.records import MicroBatch
 from gspo_mega.checkpoint.hf_import import import_huggingface
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
-from gspo_mega.engine.snapshots import Snapshots
+from gspo_mega.engine.reference import Snapshots
 from gspo_mega.models.huggingface import read_model_spec
 
 NUM_VERSIONS = 3

@@ -457,7 +457,7 @@ def cases(faults: dict[str, Fault], **more: Any) -> Iterator[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    from gspo_mega.base.importing import uncollected
+    from gspo_mega.base.garbage import uncollected
 
     with uncollected():
         import gspo_mega.engine  # noqa: F401  the CPU backend comes first

@@ -11,14 +11,13 @@ from gspo_mega.algorithm.objective import ObjectiveSettings
 from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.checkpoint.gather import PolicyTensors
 from gspo_mega.checkpoint.hf_import import import_huggingface
-from gspo_mega.checkpoint.initial_weights import load_weights
-from gspo_mega.checkpoint.quantized import is_quantized
+from gspo_mega.checkpoint.load import TrainState, find_checkpoint, load_checkpoint, load_weights
+from gspo_mega.checkpoint.quantized import is_fp8_parameter
 from gspo_mega.checkpoint.save import Saver
-from gspo_mega.checkpoint.train_state import TrainState, find_checkpoint, load_checkpoint
 from gspo_mega.config.schema import Checkpoint
-from gspo_mega.engine.frozen_reference import ReferencePolicy
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
+from gspo_mega.engine.reference import ReferencePolicy
 from gspo_mega.models.huggingface import read_model_spec
 
 
@@ -28,7 +27,7 @@ def _copies(engine: PolicyEngine):
         groups = part.model_float16_groups, part.shard_fp32_from_float16_groups, part.shard_float16_groups
         for group in zip(*groups, strict=True):
             for model, numbers, stored in zip(*group, strict=True):
-                if is_quantized(model):
+                if is_fp8_parameter(model):
                     where = part._get_model_param_range_map(model)["param"]
                     # Where Transformer Engine's Adam owns them.
                     numbers = part.optimizer.state[stored]["master_param"] if numbers is None else numbers

@@ -9,7 +9,7 @@ import pytest
 from layout_models import make_folder
 from te_noise import relative
 
-from gspo_mega.algorithm.mismatch import SUM_NAMES
+from gspo_mega.algorithm.correction import SUM_NAMES
 
 ON = dict(engine=dict(batch_invariant=True))
 

@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save_file
 
 from gspo_mega.algorithm.fp8 import dequantize_blocks
 from gspo_mega.base.errors import ModelError
-from gspo_mega.checkpoint.carried_layers import CarriedLayers
 from gspo_mega.checkpoint.convert import to_huggingface, to_megatron
-from gspo_mega.checkpoint.quantize import to_blocks
+from gspo_mega.checkpoint.mtp_layers import CarriedLayers
+from gspo_mega.checkpoint.served_folders import to_blocks
 from gspo_mega.checkpoint.tensor_sources import open_checkpoint
 from gspo_mega.models.block_fp8 import scale_name
-from gspo_mega.models.families import hf_tensors
+from gspo_mega.models.tensors import hf_tensors
 
 LAYER = "model.layers.4."
 TOOLS = Path(__file__).resolve().parents[2] / "tools"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gspo_mega.config import load_config
-from gspo_mega.verify.certify.random_folder import make_random_folder
+from gspo_mega.verify.certify.program import make_random_folder
 
 SMALL = ["batch.prompts_per_step=3"]
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -17,9 +17,9 @@ from recovery_support import make_recording  # the folder is not a package
 from gspo_mega.algorithm.advantages import group_advantages
 from gspo_mega.base.run_folder import RunFolder, atomic_write_text
 from gspo_mega.config import load_config, render_config
-from gspo_mega.config.recipes import RECIPES
+from gspo_mega.config.algorithms import RECIPES
 from gspo_mega.data.journal.journal import Journal
-from gspo_mega.verify.compare.compare_run import Request, compare, render
+from gspo_mega.verify.compare.run import Request, compare, render
 
 NAMES = ["gspo", "gspo_token", "grpo", "dapo", "dr_grpo", "luspo", "cispo", "sapo", "dppo", "minirl", "vespo", "gmpo"]
 SLOW = {"dapo": "grpo", "dr_grpo": "grpo", "luspo": "gspo"}

@@ -18,13 +18,13 @@ from safetensors.torch import load_file, save_file
 from test_family_logits import layouts_of
 
 from gspo_mega.base.errors import CheckpointError, ModelError
-from gspo_mega.checkpoint.compare_checkpoints import describe
+from gspo_mega.checkpoint.compare import describe
 from gspo_mega.checkpoint.convert import to_huggingface, to_megatron
-from gspo_mega.checkpoint.stacked_tensors import part_of
+from gspo_mega.checkpoint.hf_folder import part_of
 from gspo_mega.checkpoint.tensor_sources import open_checkpoint
 from gspo_mega.checkpoint.torch_dist import TorchDistFolder
-from gspo_mega.models.families import hf_tensors
 from gspo_mega.models.huggingface import read_model_spec
+from gspo_mega.models.tensors import hf_tensors
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 

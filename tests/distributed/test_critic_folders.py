@@ -12,7 +12,7 @@ from layout_jobs import recorded_sequences
 from layout_models import make_folder
 from safetensors.torch import load_file, save_file
 
-from gspo_mega.checkpoint.compare_checkpoints import describe
+from gspo_mega.checkpoint.compare import describe
 from gspo_mega.checkpoint.convert import to_huggingface, to_megatron
 from gspo_mega.checkpoint.tensor_sources import open_checkpoint
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from family_models import VARIANTS, make_family_folder, save_gradients, token_ids
 
-from gspo_mega.models.tables import FAMILIES
+from gspo_mega.models.families import FAMILIES
 
 TOLERANCE = 1e-5
 DENSE = {"one": {}, "TP2": dict(tensor=2), "PP2": dict(pipeline=2)}

@@ -11,9 +11,8 @@ import torch
 from conversions import tensors_of
 from family_models import make_family_folder
 
-from gspo_mega.data.tokenizer import write_tokenizer
-from gspo_mega.rewards.fit_data import Fitting
-from gspo_mega.rewards.fit_reward_model import fit
+from gspo_mega.data.quickstart import write_tokenizer
+from gspo_mega.rewards.fitting import Fitting, fit
 from gspo_mega.train.fit_scores import read_examples
 
 TEXT = "{prompt}{response}"

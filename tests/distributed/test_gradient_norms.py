@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from family_models import VARIANTS, make_family_folder
 
-from gspo_mega.models.tables import FAMILIES
+from gspo_mega.models.families import FAMILIES
 
 # One layout of each way to cut a parameter, so that none is counted twice or not at all.
 DENSE = {"TP2": dict(tensor=2), "TP2 without SP": dict(tensor=2, sequence=False), "PP2": dict(pipeline=2)}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from hand_out_jobs import expected
 
-from gspo_mega.train import fan_out
+from gspo_mega.train import scatter
 
-SIZE = 2 * fan_out.CHUNK_BYTES + 12345
+SIZE = 2 * scatter.CHUNK_BYTES + 12345
 
 
 @pytest.mark.parametrize(("size", "messages"), [(1, 6), (2, 4), (4, 3)])

@@ -11,9 +11,8 @@ from layout_models import make_folder
 
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.plan import resolve_layout
-from gspo_mega.plan.save_memory import save_host_bytes
-from gspo_mega.plan.shares import ModelShares
-from gspo_mega.plan.state_bytes import state_bytes
+from gspo_mega.plan.memory import save_host_bytes
+from gspo_mega.plan.state import ModelShares, state_bytes
 
 # (experts, layout, ranks, precision, elements of a bucket)
 LAYOUTS = {

@@ -16,8 +16,7 @@ from gspo_mega.config import load_config
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.plan import resolve_layout
 from gspo_mega.plan.activations import head_activations, layer_activations
-from gspo_mega.plan.shares import ModelShares
-from gspo_mega.plan.state_bytes import state_bytes
+from gspo_mega.plan.state import ModelShares, state_bytes
 from gspo_mega.verify.certify.cases import case_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from gspo_mega.algorithm.fp8 import dequantize_blocks, quantize_blocks
 from gspo_mega.models.block_fp8 import is_quantizable, quantization_config
-from gspo_mega.models.families import hf_tensors, padded_vocab_size
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.models.spec import BlockFp8
+from gspo_mega.models.tensors import hf_tensors, padded_vocab_size
 
 WORLD = 4
 SHAPE = {
@@ -143,8 +143,8 @@ def run_layout(root: Path, name: str, kind: str, parallel: dict) -> dict:
     from gspo_mega.checkpoint.gather import gather_stream
     from gspo_mega.checkpoint.hf_export import export_huggingface, tensor_digest
     from gspo_mega.checkpoint.hf_import import import_huggingface
-    from gspo_mega.engine.megatron_precision import DTYPES
     from gspo_mega.engine.model import build_chunks, transformer_config
+    from gspo_mega.engine.precision import DTYPES
     from gspo_mega.engine.process_groups import create_groups, destroy_groups
 
     source = root / kind

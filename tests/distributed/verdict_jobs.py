@@ -9,23 +9,22 @@ import traceback
 import numpy as np
 import torch
 
-from gspo_mega.algorithm.objective_settings import objective_settings
-from gspo_mega.base.episode_records import one_turn_row
+from gspo_mega.algorithm.terms import objective_settings
+from gspo_mega.base.episodes import Group, RolloutBatch, one_turn_row
 from gspo_mega.base.records import Prompt
-from gspo_mega.base.rollout_batch import Group, RolloutBatch
 from gspo_mega.checkpoint.gather import PolicyTensors
 from gspo_mega.checkpoint.hf_import import import_huggingface
-from gspo_mega.config.old_pass import makes_old_pass
+from gspo_mega.config.derived import makes_old_pass
 from gspo_mega.config.schema import Config
-from gspo_mega.data.expert_routes import ExpertRoutes
+from gspo_mega.data.packing import ExpertRoutes
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.models.spec import ModelSpec
-from gspo_mega.plan.layout_of_config import layout_of
-from gspo_mega.train.assemble import assemble, fill_advantages
-from gspo_mega.train.reference_policy import load_reference
-from gspo_mega.verify.certify.gradients import complete_gradients
+from gspo_mega.plan.resolve import layout_of
+from gspo_mega.train.batches import assemble, fill_advantages
+from gspo_mega.train.session import load_reference
+from gspo_mega.verify.certify.steps import complete_gradients
 
 
 def attempt(config: str) -> dict:

@@ -19,9 +19,9 @@ import numpy as np
 from rank_pool import JOBS_A_POOL, RankPool
 from verdict_case import Case, plan_says
 
-from gspo_mega.config.rules import resolve_defaults
 from gspo_mega.config.schema import Config, Parallel, Recompute
-from gspo_mega.verify.certify.random_folder import make_random_folder
+from gspo_mega.config.validate import resolve_defaults
+from gspo_mega.verify.certify.program import make_random_folder
 
 # From the first rank's error on, how long the others may take to fail too; then they wait for it, and for ever.
 GRACE_SECONDS = 1.0

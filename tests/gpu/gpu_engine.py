@@ -29,19 +29,19 @@ import torch.distributed as dist
 from run_configs import make_config
 
 import gspo_mega.engine  # noqa: F401  the CPU backend comes before torch.distributed and Megatron
-from gspo_mega.base import two_pythons
+from gspo_mega.base import versions as two_pythons
 from gspo_mega.base.records import MicroBatch
 from gspo_mega.checkpoint.quantized import filled
 from gspo_mega.config.schema import Config
 from gspo_mega.data.packing import build_micro_batch
-from gspo_mega.engine.megatron_precision import describe_backends, transformer_engine_version
 from gspo_mega.engine.parameter_names import canonical_parameters
 from gspo_mega.engine.policy import PolicyEngine
+from gspo_mega.engine.precision import describe_backends, transformer_engine_version
 from gspo_mega.engine.process_groups import ParallelGroups, create_groups, destroy_groups
-from gspo_mega.launcher.gpus_and_ports import free_port
+from gspo_mega.launcher.prepare import free_port
 from gspo_mega.models.spec import ModelSpec, MoeSpec
-from gspo_mega.plan.alignment import alignment_tokens
-from gspo_mega.plan.precision_needs import check_precision
+from gspo_mega.plan.layout import alignment_tokens
+from gspo_mega.plan.validate_precision import check_precision
 
 CLIP_LOW, CLIP_HIGH = 3e-4, 4e-4
 RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from gpu_engine import ROOT
 
-from gspo_mega.base import two_pythons
-from gspo_mega.verify.certify.random_folder import make_random_folder
+from gspo_mega.base import versions
+from gspo_mega.verify.certify.program import make_random_folder
 
 CONFIG = ROOT / "configs/quickstart.yaml"
 # tiny: the quickstart's. small and large have sizes that a GPU's attention kernels take; large is 1.5 GB in bf16.
@@ -53,7 +53,7 @@ def placement(devices: int) -> list[str]:
 def server_python() -> str:
     """The servers' Python. Exits with 77 where it has no SGLang."""
     python = os.environ.get("GSPO_SERVER_PYTHON") or sys.executable
-    if two_pythons.ask(python, 120.0)["sglang"] is None:
+    if versions.ask(python, 120.0)["sglang"] is None:
         print(f"skipped: sglang is not installed for {python}; GSPO_SERVER_PYTHON names another Python for servers")
         raise SystemExit(77)
     return python

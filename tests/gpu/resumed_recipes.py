@@ -17,8 +17,8 @@ from gpu_engine import SHAPES, arguments, engine, finish, one_rank, precision_co
 
 from gspo_mega.base.records import MicroBatch
 from gspo_mega.base.run_folder import RunFolder
+from gspo_mega.checkpoint.load import TrainState, find_checkpoint, load_checkpoint
 from gspo_mega.checkpoint.save import Saver
-from gspo_mega.checkpoint.train_state import TrainState, find_checkpoint, load_checkpoint
 from gspo_mega.config.schema import Checkpoint
 from gspo_mega.engine.policy import PolicyEngine
 

@@ -26,7 +26,7 @@ from gpu_engine import (
 )
 
 from gspo_mega.algorithm.objective import ObjectiveSettings
-from gspo_mega.models.sizes import count_parameters, forward_flops_per_token
+from gspo_mega.models.tensors import count_parameters, forward_flops_per_token
 
 PEAK_FLOPS = 989e12
 WARM_UP = 2

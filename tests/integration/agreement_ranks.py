@@ -14,24 +14,23 @@ import torch
 import torch.distributed as dist
 from agreement_rule import Sampled, Scored
 
-from gspo_mega.agents.conversation import Conversation
 from gspo_mega.agents.driver import EpisodeDriver
-from gspo_mega.agents.turn import Limits
-from gspo_mega.algorithm.objective_settings import objective_settings
-from gspo_mega.base.episode_records import Episode
+from gspo_mega.agents.protocol import Limits
+from gspo_mega.agents.session import Conversation
+from gspo_mega.algorithm.terms import objective_settings
+from gspo_mega.base.episodes import Episode
 from gspo_mega.base.records import MicroBatch, Prompt, Trajectory
 from gspo_mega.base.run_folder import Attempt
-from gspo_mega.checkpoint.adapter_folder import start_of_adapters
+from gspo_mega.checkpoint.adapters import start_of_adapters
 from gspo_mega.checkpoint.gather import PolicyTensors
 from gspo_mega.checkpoint.hf_export import policy_digests
 from gspo_mega.checkpoint.hf_import import import_huggingface
-from gspo_mega.checkpoint.quantize_published import plain_form
+from gspo_mega.checkpoint.quantized import plain_form
 from gspo_mega.config import load_config
-from gspo_mega.config.lora_rules import publishes_adapters
 from gspo_mega.config.schema import Config
+from gspo_mega.config.validate_learning import publishes_adapters
 from gspo_mega.data.demonstrations import Demonstration
-from gspo_mega.data.expert_routes import ExpertRoutes
-from gspo_mega.data.packing import response_values
+from gspo_mega.data.packing import ExpertRoutes, response_values
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
 from gspo_mega.engine.routing import choice_margins
@@ -39,9 +38,9 @@ from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.models.low_rank import SERVED_NAME
 from gspo_mega.plan import resolve_layout
 from gspo_mega.rollout.collector import Collector
-from gspo_mega.rollout.server_pool import ServerPool
-from gspo_mega.sync.adapter_publish import publisher_of
-from gspo_mega.train.assemble import MiniBatch, assemble, assemble_supervised, fill_advantages
+from gspo_mega.rollout.pool import ServerPool
+from gspo_mega.sync.adapters import publisher_of
+from gspo_mega.train.batches import MiniBatch, assemble, assemble_supervised, fill_advantages
 
 FIRST_TOKEN, VOCAB_SIZE = 3, 512
 END_TOKENS = tuple(range(2, VOCAB_SIZE, 64))  # an untaught model ends too seldom for responses of many lengths

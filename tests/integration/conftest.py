@@ -20,7 +20,7 @@ from gspo_mega.config import load_config
 from gspo_mega.config.schema import Config
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.models.spec import ModelSpec
-from gspo_mega.rollout.server_pool import ServerPool
+from gspo_mega.rollout.pool import ServerPool
 
 # As on most clusters: whatever speaks to the job's own addresses by way of these is refused there, and does not end.
 for _name in ("http_proxy", "https_proxy", "all_proxy"):

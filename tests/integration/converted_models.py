@@ -9,7 +9,7 @@ from tiny_models import EOS_TOKEN_ID, VOCAB_SIZE, byte_tokenizer
 
 from gspo_mega.checkpoint.convert import to_huggingface, to_megatron
 from gspo_mega.checkpoint.tensor_sources import open_checkpoint
-from gspo_mega.models.tables import FAMILIES
+from gspo_mega.models.families import FAMILIES
 
 SHARED = dict(
     vocab_size=VOCAB_SIZE,

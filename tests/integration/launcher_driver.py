@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gspo_mega.base.errors import GspoMegaError
 from gspo_mega.config import load_config
-from gspo_mega.launcher.launch_local import launch
+from gspo_mega.launcher.local import launch
 
 STAND_IN = str(Path(__file__).with_name("launcher_stand_in.py"))
 WORKER = str(Path(__file__).with_name("launcher_worker.py"))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from gspo_mega.base.errors import ConfigError
 from gspo_mega.base.run_folder import Attempt, atomic_write_json
-from gspo_mega.train.shutdown import fail
+from gspo_mega.train.worker import fail
 
 
 def main():

@@ -6,7 +6,7 @@ import time
 
 from gspo_mega.base.errors import DataError
 from gspo_mega.train import worker
-from gspo_mega.train.stop import StopRequest
+from gspo_mega.train.context import StopRequest
 
 RANK = int(os.environ["RANK"])
 
@@ -67,10 +67,10 @@ def spin_while_others_wait(context):
     import torch
     import torch.distributed as dist
 
-    from gspo_mega.base import beats
+    from gspo_mega.base import progress
 
     dist.barrier()
-    beats.enter("train")
+    progress.enter("train")
     if RANK == 1:
         spin(time.monotonic() + 1000)
     dist.all_reduce(torch.ones(1))
@@ -84,10 +84,10 @@ def stop_while_others_wait(context):
     import torch
     import torch.distributed as dist
 
-    from gspo_mega.base import beats
+    from gspo_mega.base import progress
 
     dist.barrier()
-    beats.enter("train")
+    progress.enter("train")
     if RANK == 1:
         time.sleep(1.5)
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -100,13 +100,13 @@ def slow_but_steady(context):
     import torch
     import torch.distributed as dist
 
-    from gspo_mega.base import beats
+    from gspo_mega.base import progress
 
-    beats.enter("train")
+    progress.enter("train")
     if RANK == 1:
         for _ in range(30):
             time.sleep(0.2)
-            beats.beat()
+            progress.beat()
     dist.all_reduce(torch.ones(1))
     return {"sum": 1} if RANK == 0 else None
 

@@ -24,7 +24,7 @@ class Trainer:
         from gspo_mega.engine.model import build_chunks, transformer_config
         from gspo_mega.engine.process_groups import create_groups
         from gspo_mega.models.huggingface import read_model_spec
-        from gspo_mega.rollout.server_pool import ServerPool
+        from gspo_mega.rollout.pool import ServerPool
         from gspo_mega.sync.publish import Publisher
 
         config = load_config(config_path).config

@@ -156,7 +156,7 @@ class Command:
         os.kill(self.rank(number), signal.SIGUSR2)
         time.sleep(0.2)
         main_thread = log.read_bytes()[before:].rpartition(b"most recent call first")[2]
-        return b"torch/distributed" in main_thread or b"train/fan_out.py" in main_thread
+        return b"torch/distributed" in main_thread or b"train/scatter.py" in main_thread
 
     def end(self) -> list[int]:
         """Kill whatever still runs, at the end of a test; returns what was left although the command had ended."""

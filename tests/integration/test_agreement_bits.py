@@ -17,7 +17,7 @@ from rank_pool import RankPool
 from servers import Serve, run_config
 from test_agreement_trainer import LEARNT_STEPS, Side
 
-from gspo_mega.cpu.cpu_server import INVARIANT_ATTENTION_BACKEND, has_gpu
+from gspo_mega.cpu.sglang_hooks import INVARIANT_ATTENTION_BACKEND, has_gpu
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed"),

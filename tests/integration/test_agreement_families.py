@@ -14,7 +14,7 @@ from conftest import _running
 from converted_models import MODELS, make_converted_model
 from test_agreement_trainer import RankPool, Side
 
-from gspo_mega.models.tables import FAMILIES
+from gspo_mega.models.families import FAMILIES
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
 

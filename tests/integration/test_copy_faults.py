@@ -25,7 +25,7 @@ from gspo_mega.checkpoint.hf_export import tensor_digest
 from gspo_mega.cli.status import describe_run
 from gspo_mega.config import load_config
 from gspo_mega.models.huggingface import read_model_spec
-from gspo_mega.rollout.server_pool import ServerPool
+from gspo_mega.rollout.pool import ServerPool
 
 HERE = Path(__file__).parent
 IN_A_NAME_SPACE = ["unshare", "--map-root-user", "--mount"]

@@ -17,15 +17,15 @@ from run_support import REPOSITORY
 from safetensors.torch import save_file
 from servers import Serve, run_config, trust
 
-from gspo_mega.agents.tool_schema import load_tool
+from gspo_mega.agents.tools import load_tool
 from gspo_mega.base.records import Prompt
 from gspo_mega.config import load_config
 from gspo_mega.data.prompts import encoder_of
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.rollout.client.completion import SamplingParams
-from gspo_mega.rollout.sampling import Sampler
-from gspo_mega.rollout.server_pool import ServerPool
-from gspo_mega.train.episode_parts import episode_driver
+from gspo_mega.rollout.pool import ServerPool
+from gspo_mega.rollout.sampler import Sampler
+from gspo_mega.train.rollouts import episode_driver
 
 CALCULATOR = "gspo_mega.data.calculator:calculator"
 SCHEMA = load_tool(CALCULATOR).schema

@@ -16,13 +16,13 @@ from run_configs import make_config
 from servers import START_SECONDS
 from tiny_models import EOS_TOKEN_ID, make_model
 
-from gspo_mega.base.episode_records import one_turn_episode
+from gspo_mega.base.episodes import one_turn_episode
 from gspo_mega.base.records import Prompt
 from gspo_mega.config.schema import JudgeReward, Reward, RewardFunction
-from gspo_mega.launcher.gpus_and_ports import free_port
-from gspo_mega.rewards.scoring_pool import ScoringPool
-from gspo_mega.rollout.secret import ensure_secret
-from gspo_mega.rollout.server.server_spec import spec_from_config
+from gspo_mega.launcher.prepare import free_port
+from gspo_mega.rewards.pool import ScoringPool
+from gspo_mega.rollout.registration import ensure_secret
+from gspo_mega.rollout.server.spec import spec_from_config
 
 TEMPLATE, SYSTEM = "{prompt} {response} ({answer})", "Judge {metadata.topic}."
 ANSWERS = {"#7": "I see.\nScore: 9", "#8": "I cannot say."}
@@ -78,7 +78,7 @@ def judge_url(judge_model, tmp_path_factory):
     )
     spec.options["skip_tokenizer_init"] = False
     spec.write(folder / "spec.json")
-    entry = [sys.executable, "-m", "gspo_mega.rollout.server.server_entry", "--spec", str(folder / "spec.json")]
+    entry = [sys.executable, "-m", "gspo_mega.rollout.server.entry", "--spec", str(folder / "spec.json")]
     variables = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (folder / "log").open("wb") as log:
         server = subprocess.Popen([*entry, "--parent", str(os.getpid())], stdout=log, stderr=log, env=variables)

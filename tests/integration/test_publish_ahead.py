@@ -15,8 +15,8 @@ from test_publish_in_flight import PARAMS, PROMPTS, SAMPLES, SECONDS, SHORT, TOL
 from test_rollout_server import reference_log_probs
 
 from gspo_mega.rollout.client.completion import SamplingParams
-from gspo_mega.rollout.sampling import Sampler
-from gspo_mega.train.publish_pause import paused
+from gspo_mega.rollout.sampler import Sampler
+from gspo_mega.train.servers import paused
 
 
 @pytest.fixture(scope="module")

@@ -23,8 +23,8 @@ from tiny_models import perturb
 from gspo_mega.config import load_config
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.rollout.client.completion import Completion, SamplingParams
-from gspo_mega.rollout.client.flight import Flight
-from gspo_mega.rollout.server_pool import ServerPool
+from gspo_mega.rollout.client.server_client import Flight
+from gspo_mega.rollout.pool import ServerPool
 from gspo_mega.sync.broadcast import GroupSender
 from gspo_mega.sync.servers import Deadline, Fleet
 

@@ -19,8 +19,8 @@ from test_publish_servers import Side
 from gspo_mega.config import load_config
 from gspo_mega.models.huggingface import read_model_spec, read_stored
 from gspo_mega.models.spec import BlockFp8
-from gspo_mega.rollout.server_pool import ServerPool
-from gspo_mega.sync.server_tensors import server_tensor_names
+from gspo_mega.rollout.pool import ServerPool
+from gspo_mega.sync.verify import server_tensor_names
 
 SCALES = "layers.1.self_attn.o_proj.weight_scale_inv"
 EXPERT = "layers.1.mlp.experts.3.down_proj.weight"

@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
 from rank_pool import RankPool, RankPools
 from servers import Serve, run_config
 
-from gspo_mega.models.families import hf_tensors
 from gspo_mega.models.huggingface import read_model_spec
+from gspo_mega.models.tensors import hf_tensors
 
 # --- fixtures -----------------------------------------------------------------------------------------------------
 

@@ -12,20 +12,20 @@ import pytest
 import torch
 from fp8_by_numpy import nearest_fp8
 
-from gspo_mega.cpu import cpu_server
+from gspo_mega.cpu import sglang_hooks
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed"),
-    pytest.mark.skipif(cpu_server.has_gpu(), reason="the emulation is for machines without a GPU"),
+    pytest.mark.skipif(sglang_hooks.has_gpu(), reason="the emulation is for machines without a GPU"),
 ]
-cpu_server.activate()
+sglang_hooks.activate()
 
 QUANTIZATIONS = ("fp8", "fp8_block", "int8")
 N, K, EXPERTS, WIDTH = 256, 384, 3, 128
 
 
 def config(quantization: str, **changes):
-    from gspo_mega.cpu.sglang_cpu_quantization import CpuFp8Config, CpuInt8Config
+    from gspo_mega.cpu.sglang_quantization import CpuFp8Config, CpuInt8Config
 
     if quantization == "int8":
         return CpuInt8Config({})
@@ -38,7 +38,7 @@ def config(quantization: str, **changes):
 def linear_layer(quantization: str, dtype=torch.float32, **changes):
     """A layer of two parts of N / 2 rows, with random weights, as SGLang's model loader leaves it; its method; what was
     loaded."""
-    from gspo_mega.cpu.sglang_cpu_quantization import CpuQuantizedLinear
+    from gspo_mega.cpu.sglang_quantization import CpuQuantizedLinear
 
     settings = config(quantization, **changes)
     method = CpuQuantizedLinear(settings, "int8" if quantization == "int8" else settings.served)
@@ -170,7 +170,7 @@ def test_scales_of_powers_of_two_round_tokens_by_powers_of_two():
 
 
 def expert_layer(quantization: str):
-    from gspo_mega.cpu.sglang_cpu_experts import CpuQuantizedExperts
+    from gspo_mega.cpu.sglang_quantization import CpuQuantizedExperts
 
     settings = config(quantization)
     method = CpuQuantizedExperts(settings, "int8" if quantization == "int8" else settings.served)
@@ -291,7 +291,7 @@ def test_forms_that_are_not_emulated_are_refused_by_name():
         _ = config("fp8_block", weight_block_size=None).served
     from sglang.srt.layers.linear import LinearBase
 
-    from gspo_mega.cpu.sglang_cpu_quantization import CpuInt8Config
+    from gspo_mega.cpu.sglang_quantization import CpuInt8Config
 
     with pytest.raises(ValueError, match="INT8 checkpoints have no emulation"):
         CpuInt8Config({"quant_method": "w8a8_int8"}).get_quant_method(LinearBase.__new__(LinearBase), "x")

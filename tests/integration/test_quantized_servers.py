@@ -14,9 +14,9 @@ from servers import Serve, Unending, run_config, trust
 from tiny_models import IN_BLOCKS, make_model, perturb
 
 from gspo_mega.config import load_config
-from gspo_mega.cpu.cpu_server import has_gpu
+from gspo_mega.cpu.sglang_hooks import has_gpu
 from gspo_mega.models.huggingface import read_model_spec
-from gspo_mega.rollout.server_pool import ServerPool
+from gspo_mega.rollout.pool import ServerPool
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed"),

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from servers import START_SECONDS, Serve, run_config
 from tiny_models import make_model
 
-from gspo_mega.base.episode_records import one_turn_episode
+from gspo_mega.base.episodes import one_turn_episode
 from gspo_mega.base.records import Prompt
 from gspo_mega.config.schema import ModelReward, Reward, RewardFunction
-from gspo_mega.rewards.scoring_pool import ScoringPool
+from gspo_mega.rewards.pool import ScoringPool
 from gspo_mega.rollout.registration import read_registrations
 from gspo_mega.rollout.server.reward_server import RewardServers, reward_folder
 

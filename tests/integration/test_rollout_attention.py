@@ -13,10 +13,10 @@ from servers import Serve, run_config, trust
 from tiny_models import EOS_TOKEN_ID
 
 from gspo_mega.config import load_config
-from gspo_mega.cpu.cpu_server import has_gpu
+from gspo_mega.cpu.sglang_hooks import has_gpu
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.rollout.client.completion import SamplingParams
-from gspo_mega.rollout.server_pool import ServerPool
+from gspo_mega.rollout.pool import ServerPool
 
 pytestmark = pytest.mark.skipif(
     has_gpu(), reason="the batched CPU attention is registered on machines without a GPU only"
@@ -30,7 +30,7 @@ def backends():
     pytest.importorskip("sglang")
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-    from gspo_mega.cpu.sglang_cpu_attention import BatchedCpuAttention
+    from gspo_mega.cpu.sglang_attention import BatchedCpuAttention
 
     torch.manual_seed(0)
     cache = types.SimpleNamespace(
@@ -102,7 +102,7 @@ def test_one_call_equals_the_stock_loop(sizes, decode):
 @given(st.lists(st.tuples(st.integers(1, 300), st.integers(1, 4000)), min_size=1, max_size=60))
 def test_groups_waste_little_and_hold_everyone_once(sizes):
     pytest.importorskip("sglang")
-    from gspo_mega.cpu.sglang_cpu_attention import group_by_length
+    from gspo_mega.cpu.sglang_attention import group_by_length
 
     queries, keys = [q for q, _ in sizes], [q + k for q, k in sizes]
     groups = group_by_length(queries, keys, max_scores=200_000)

@@ -13,15 +13,15 @@ from test_rollout_server import check_response
 from tiny_models import EOS_TOKEN_ID, byte_tokenizer, perturb
 from waiting import until
 
-from gspo_mega.agents.conversation import Conversation
 from gspo_mega.agents.driver import EpisodeDriver
-from gspo_mega.agents.turn import Limits
+from gspo_mega.agents.protocol import Limits
+from gspo_mega.agents.session import Conversation
 from gspo_mega.base.records import Prompt
 from gspo_mega.base.run_folder import RunFolder, atomic_write_json
 from gspo_mega.config import load_config
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.rollout.collector import Collector
-from gspo_mega.rollout.server_pool import ServerPool
+from gspo_mega.rollout.pool import ServerPool
 
 
 class Stream:

@@ -15,9 +15,9 @@ from tiny_models import EOS_TOKEN_ID
 from waiting import until
 
 from gspo_mega.rollout.client.completion import Response, SamplingParams
-from gspo_mega.rollout.client.flight import Flight
-from gspo_mega.rollout.sampling import Sampler
-from gspo_mega.rollout.server_pool import ServerPool
+from gspo_mega.rollout.client.server_client import Flight
+from gspo_mega.rollout.pool import ServerPool
+from gspo_mega.rollout.sampler import Sampler
 
 PARAMS = SamplingParams(64, 1.0, 1.0, -1, (EOS_TOKEN_ID,))
 PROMPT = tuple(range(40, 52))

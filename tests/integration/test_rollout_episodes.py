@@ -12,19 +12,17 @@ from servers import trust
 from test_rollout_server import reference_log_probs
 from tiny_models import EOS_TOKEN_ID, byte_tokenizer
 
-from gspo_mega.agents.conversation import Conversation
-from gspo_mega.agents.episode_session import Session
-from gspo_mega.agents.turn import Limits
-from gspo_mega.base import process_death
-from gspo_mega.base.episode_check import check_episode
-from gspo_mega.base.episode_records import Episode
+from gspo_mega.agents.protocol import Limits
+from gspo_mega.agents.session import Conversation, Session
+from gspo_mega.base import processes
+from gspo_mega.base.episodes import Episode, check_episode
 from gspo_mega.base.records import Prompt
 from gspo_mega.data.chat import PromptEncoder
-from gspo_mega.data.template_suffix import SuffixRule
-from gspo_mega.rollout import load
+from gspo_mega.data.templates import SuffixRule
+from gspo_mega.rollout import pooled_server
 from gspo_mega.rollout.client.completion import SamplingParams
-from gspo_mega.rollout.sampling import Sampler
-from gspo_mega.rollout.server_pool import ServerPool
+from gspo_mega.rollout.pool import ServerPool
+from gspo_mega.rollout.sampler import Sampler
 
 LIMITS = Limits(8, 480)
 TURN = SamplingParams(12, 1.0, 1.0, -1, (EOS_TOKEN_ID,))
@@ -88,7 +86,7 @@ def test_turns_and_branches_have_the_models_log_probs(request, which):
 
 def test_a_session_stays_with_its_server_until_that_one_is_killed(dense_server, neighbour, monkeypatch):
     # A server that is much slower for a while gives sessions away (test_least_loaded.py); here both are as fast as the machine.
-    monkeypatch.setattr(load, "PREFER_RATIO", 1e9)
+    monkeypatch.setattr(pooled_server, "PREFER_RATIO", 1e9)
     with ServerPool(dense_server.config.rollout, dense_server.spec, dense_server.attempt) as pool:
         pool.wait_ready(2, 60)
         trust(pool)
@@ -114,7 +112,7 @@ def test_a_session_stays_with_its_server_until_that_one_is_killed(dense_server, 
         assert all(first == second for first, second in places), places
         assert sampler.counts["num_sessions_moved"] == 0
         for pid in neighbour.processes():
-            process_death.send_signal(pid, signal.SIGKILL)
+            processes.send_signal(pid, signal.SIGKILL)
         pool.loop.run(go_on())
         talk.close()
     lost = sum(turns[-1] == "server-1" for turns in places)

@@ -24,8 +24,8 @@ from waiting import alive, wait_gone
 from gspo_mega.base.errors import PublishError
 from gspo_mega.base.run_folder import RunFolder, atomic_write_json
 from gspo_mega.rollout.client.completion import SamplingParams
-from gspo_mega.rollout.client.flight import Flight
-from gspo_mega.rollout.secret import read_secret
+from gspo_mega.rollout.client.server_client import Flight
+from gspo_mega.rollout.registration import read_secret
 
 ROOT = Path(__file__).parents[2]
 PROMPT = (65, 66, 67, 68, 69)
@@ -108,7 +108,7 @@ REGISTERED_MODULES = """
 import json, sys
 from pathlib import Path
 from gspo_mega.rollout.server import server_entry
-from gspo_mega.rollout.server.server_spec import ServerSpec
+from gspo_mega.rollout.server.spec import ServerSpec
 server_entry.server_arguments(ServerSpec.read(Path(sys.argv[1])))
 from sglang.srt.models.registry import ModelRegistry
 import sglang.srt.entrypoints.http_server, sglang.srt.model_executor.model_runner

@@ -14,13 +14,13 @@ import pytest
 from servers import run_config
 from waiting import alive, until, wait_gone
 
-from gspo_mega.base import process_death
+from gspo_mega.base import processes
 from gspo_mega.base.errors import RolloutError
 from gspo_mega.base.run_folder import RunFolder, atomic_write_json
 from gspo_mega.config import load_config
 from gspo_mega.models.huggingface import read_model_spec
+from gspo_mega.rollout.pool import ServerPool
 from gspo_mega.rollout.registration import Registration, read_registrations
-from gspo_mega.rollout.server_pool import ServerPool
 
 # Of a process that ends at once on a free machine. Waiting longer costs nothing where all is well.
 PATIENCE_SECONDS = 120.0
@@ -341,7 +341,7 @@ def test_what_a_supervisor_left_that_was_killed_is_removed_by_the_next(
     killed.process.kill()
     killed.process.wait()
     for pid in (killed.head(), *killed.children()):
-        process_death.send_signal(pid, signal.SIGKILL)
+        processes.send_signal(pid, signal.SIGKILL)
     wait_gone([killed.head()], PATIENCE_SECONDS)
     assert left.exists() and len(list(tmp_path.glob("gspo-server-*"))) == 3
     killed.become("ok")

@@ -18,12 +18,12 @@ from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.config import load_config
 from gspo_mega.metrics.writer import read_metrics
 from gspo_mega.models.block_fp8 import is_quantizable, scale_name
-from gspo_mega.models.families import hf_tensors, parameter_blocks, parameter_shape
 from gspo_mega.models.huggingface import read_model_spec, read_stored
 from gspo_mega.models.spec import BlockFp8
-from gspo_mega.rollout.server_pool import ServerPool
-from gspo_mega.sync.server_tensors import ExpectedChecksums, differences
-from gspo_mega.verify.mismatch.coinciding_blocks import differing_blocks
+from gspo_mega.models.tensors import hf_tensors, parameter_blocks, parameter_shape
+from gspo_mega.rollout.pool import ServerPool
+from gspo_mega.sync.verify import ExpectedChecksums, differences
+from gspo_mega.verify.mismatch.findings import differing_blocks
 
 CONFIG = REPOSITORY / "configs/quickstart_fp8.yaml"
 NUM_STEPS = 2

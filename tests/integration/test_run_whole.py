@@ -17,14 +17,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from gspo_mega.base.run_folder import RunFolder, read_json
 from gspo_mega.config import load_config
 from gspo_mega.data.journal.journal import Journal
-from gspo_mega.data.journal.token_gaps import TokenGaps
-from gspo_mega.metrics.catalogue import CATALOGUE, PHASES, find_metric
-from gspo_mega.metrics.training_names import CRITIC
+from gspo_mega.data.journal.steps import TokenGaps
+from gspo_mega.metrics.catalogue import CATALOGUE, CRITIC, PHASES, find_metric
 from gspo_mega.metrics.writer import read_metrics
 from gspo_mega.report.learning_verdicts import learning_verdicts
 from gspo_mega.report.run_record import read_run
-from gspo_mega.rollout.registration import read_registrations
-from gspo_mega.rollout.secret import read_secret
+from gspo_mega.rollout.registration import read_registrations, read_secret
 
 CONFIG = REPOSITORY / "configs/quickstart.yaml"
 NUM_STEPS = 3

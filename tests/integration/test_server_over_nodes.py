@@ -20,8 +20,8 @@ from servers import STOP_SECONDS, Serve, run_config
 from test_rollout_server import reference_log_probs
 from waiting import alive, until
 
-from gspo_mega.rollout.secret import read_secret
-from gspo_mega.rollout.server.parts import PartReport
+from gspo_mega.rollout.registration import read_secret
+from gspo_mega.rollout.server.multinode import PartReport
 
 PROMPT = [5, 6, 7, 8, 9]
 # float32 on both sides.

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from gspo_mega.rollout.server_pool import ServerPool
+from gspo_mega.rollout.pool import ServerPool
 
 
 def listening(pids) -> set[tuple[str, int]]:
@@ -46,8 +46,8 @@ def one_rank(tmp_path):
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 def test_the_group_that_carries_weights_listens_on_the_runs_address_alone(dense_server, one_rank, monkeypatch, address):
-    from gspo_mega.sync.linked_servers import Link
-    from gspo_mega.sync.senders import OwnTensors
+    from gspo_mega.sync.broadcast import Link
+    from gspo_mega.sync.broadcast_group import OwnTensors
 
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     before = listening([psutil.Process().pid])
@@ -71,7 +71,7 @@ def test_a_server_and_its_clients_on_ipv6(dense_model, tmp_path):
     from gspo_mega.config import load_config
     from gspo_mega.models.huggingface import read_model_spec
     from gspo_mega.rollout.client.completion import SamplingParams
-    from gspo_mega.train.server_link import local_address
+    from gspo_mega.train.servers import local_address
 
     path = run_config(tmp_path, dense_model, server={"host": "::1", "start_deadline_seconds": 1200.0})
     config = load_config(path).config

@@ -10,7 +10,8 @@ import pytest
 from reference_objective import expected_of
 from test_vectors import KEYS, case_of, random_case, write
 
-from gspo_mega.algorithm import aggregation, objective
+from gspo_mega.algorithm import objective
+from gspo_mega.algorithm import objective as aggregation
 from gspo_mega.verify.certify import vectors
 from gspo_mega.verify.certify.vectors import replay_file
 

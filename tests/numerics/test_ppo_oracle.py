@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from gspo_mega.algorithm.aggregation import mini_batch_denominator, sequence_coefficients
-from gspo_mega.algorithm.gae import generalised_advantages, whitened
-from gspo_mega.algorithm.objective_settings import ObjectiveSettings
-from gspo_mega.algorithm.value_loss import value_loss
+from gspo_mega.algorithm.advantages import generalised_advantages, whitened
+from gspo_mega.algorithm.losses import value_loss
+from gspo_mega.algorithm.objective import mini_batch_denominator, sequence_coefficients
+from gspo_mega.algorithm.terms import ObjectiveSettings
 
 RECORDED = json.loads((Path(__file__).parent / "data" / "ppo_recorded.json").read_text())["cases"]
 NAMES = [f"{c['discount']}-{c['trace']}-{c['clip']}-{'tokens' if c['by_token'] else 'sequences'}" for c in RECORDED]

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from gspo_mega.base import kill_points
-from gspo_mega.base.episode_records import one_turn_row
+from gspo_mega.base import failpoints
+from gspo_mega.base.episodes import Group, RolloutBatch, one_turn_row
 from gspo_mega.base.records import Prompt
-from gspo_mega.base.rollout_batch import Group, RolloutBatch
 from gspo_mega.data.journal.journal import Journal
 
 NUM_STEPS = 3
@@ -31,7 +30,7 @@ def main(arguments: list[str]) -> None:
     """`arguments`: the journal's folder. Steps 0 to 2 and a step 9 of another history; then the routes of the first two
     go.
     """
-    kill_points.arm(os.environ.get(kill_points.VARIABLE), 0)
+    failpoints.arm(os.environ.get(failpoints.VARIABLE), 0)
     journal = Journal(Path(arguments[0]))
     if not list(journal.folder.glob("step_*")):
         write(journal, 9)

@@ -19,7 +19,7 @@ from servers import Serve
 from gspo_mega.base.run_folder import Attempt
 from gspo_mega.config import load_config
 from gspo_mega.models.huggingface import read_model_spec
-from gspo_mega.rollout.server_pool import ServerPool
+from gspo_mega.rollout.pool import ServerPool
 
 NUM_STEPS, NUM_GROUPS, GROUP_SIZE = 3, 3, 2
 BATCH = NUM_GROUPS * GROUP_SIZE

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 
-from gspo_mega.base import kill_points
+from gspo_mega.base import failpoints
 
 NUM_VERSIONS = 3
 NAMES = ("embed", "layer", "head")
@@ -22,10 +22,10 @@ def main(arguments: list[str]) -> None:
     import torch.distributed as dist
 
     from gspo_mega.checkpoint.hf_export import export_policy
-    from gspo_mega.checkpoint.quantize_published import plain_form
-    from gspo_mega.sync.published_versions import PublishedVersions
+    from gspo_mega.checkpoint.quantized import plain_form
+    from gspo_mega.sync.publish import PublishedVersions
 
-    kill_points.arm(os.environ.get(kill_points.VARIABLE), 0)
+    failpoints.arm(os.environ.get(failpoints.VARIABLE), 0)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     group = SimpleNamespace(rank=0, size=1, group=dist.group.WORLD, ranks=[0])
     versions = PublishedVersions(arguments[0])

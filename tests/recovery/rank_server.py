@@ -19,8 +19,8 @@ import time
 import uuid
 from pathlib import Path
 
-from gspo_mega.base import process_death
-from gspo_mega.base.importing import uncollected
+from gspo_mega.base import processes
+from gspo_mega.base.garbage import uncollected
 
 # Processes end by the kernel's hand at once; one that just begins asks for that a moment later.
 LEFT_SECONDS = 20.0
@@ -74,7 +74,7 @@ def _left_running(pids: list[int], marker: str) -> list[str]:
 
 def _living(pids: list[int], marker: str) -> list[str]:
     found = []
-    for pid in process_death.parents():
+    for pid in processes.parents():
         try:
             folder = Path("/proc", str(pid))
             if os.getpgid(pid) in pids or marker.encode() in (folder / "environ").read_bytes():

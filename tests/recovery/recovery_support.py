@@ -14,17 +14,15 @@ from pathlib import Path
 
 import numpy as np
 
-from gspo_mega.base import kill_points
-from gspo_mega.base.episode_records import one_turn_row
+from gspo_mega.base import failpoints
+from gspo_mega.base.episodes import Group, RolloutBatch, one_turn_row
 from gspo_mega.base.records import Prompt
-from gspo_mega.base.rollout_batch import Group, RolloutBatch
 from gspo_mega.base.run_folder import Attempt, RunFolder
 from gspo_mega.config import load_config
 from gspo_mega.data.journal.journal import Journal
-from gspo_mega.launcher.gpus_and_ports import free_port
 from gspo_mega.launcher.lease import hold
-from gspo_mega.launcher.prepare import new_attempt
-from gspo_mega.verify.certify.random_folder import make_random_folder
+from gspo_mega.launcher.prepare import free_port, new_attempt
+from gspo_mega.verify.certify.program import make_random_folder
 
 REPOSITORY = Path(__file__).parents[2]
 NUM_STEPS, GROUP_SIZE, NUM_GROUPS = 3, 2, 3
@@ -162,7 +160,7 @@ class Ranks:
                 "WORLD_SIZE": str(num_ranks),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(free_port()),
-                kill_points.VARIABLE: fault,
+                failpoints.VARIABLE: fault,
             }
             job = {"module": "gspo_mega.train.worker", "arguments": arguments}
             if watch is not None:
@@ -187,8 +185,8 @@ class Ranks:
         assert answer["left"] == [], "processes of the attempt outlive its ranks"
         codes = answer["codes"]
         for rank, (job, code) in enumerate(zip(jobs, codes, strict=True)):
-            fault = job["environment"].get(kill_points.VARIABLE)
-            armed = kill_points.Fault.parse(fault) if fault else kill_points.Fault()
+            fault = job["environment"].get(failpoints.VARIABLE)
+            armed = failpoints.Fault.parse(fault) if fault else failpoints.Fault()
             if (
                 code == KILLED
                 and job.get("kill_after") is None

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from gspo_mega.base.episode_records import Node
+from gspo_mega.base.episodes import Node
 from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.data.journal.journal import Journal
 

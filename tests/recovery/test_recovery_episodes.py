@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from recovery_support import GROUP_SIZE, KILLED, NUM_GROUPS, NUM_STEPS, leftovers, outcome, record
 
-from gspo_mega.base.episode_records import Episode, Node, ToolRecord
+from gspo_mega.base.episodes import Episode, Group, Node, ToolRecord
 from gspo_mega.base.records import Prompt
-from gspo_mega.base.rollout_batch import Group
 from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.data.journal.journal import Journal
 from gspo_mega.metrics.writer import read_metrics

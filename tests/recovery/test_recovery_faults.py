@@ -12,11 +12,11 @@ import pytest
 from recovery_support import KILLED, leftovers, outcome
 from test_recovery_kills import AFTER, ELSEWHERE
 
-from gspo_mega.base import kill_points
+from gspo_mega.base import failpoints
 from gspo_mega.base.errors import CheckpointError, JournalError, PublishError
 from gspo_mega.checkpoint import folders
 
-OPERATIONS = [name for name in kill_points.OPERATIONS if f"{name}.before" not in ELSEWHERE]
+OPERATIONS = [name for name in failpoints.OPERATIONS if f"{name}.before" not in ELSEWHERE]
 ERRORS = {"save": CheckpointError, "journal": JournalError, "publish": PublishError}
 REASONS = {"disk_full": "No space left on device", "denied": "Permission denied"}
 # Failures that follow each other in one run before its end is compared.

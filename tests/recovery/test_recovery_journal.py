@@ -11,15 +11,15 @@ from journal_job import NUM_STEPS, batch_of
 from recovery_support import KILLED
 from watch import outside_operations
 
-from gspo_mega.base import kill_points
+from gspo_mega.base import failpoints
 from gspo_mega.base.errors import JournalError
 from gspo_mega.data.journal.journal import Journal
 
-POINTS = [point for point in kill_points.POINTS if point.startswith(("journal.aside.", "journal.routes."))]
+POINTS = [point for point in failpoints.POINTS if point.startswith(("journal.aside.", "journal.routes."))]
 
 
 def work(ranks, folder, fault="", watch=None):
-    job = {"module": "journal_job", "arguments": [str(folder)], "environment": {kill_points.VARIABLE: fault}}
+    job = {"module": "journal_job", "arguments": [str(folder)], "environment": {failpoints.VARIABLE: fault}}
     if watch is not None:
         job["watch"] = {"folders": [str(folder)], "file": str(watch)}
     (code,) = ranks.call([job])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from recovery_support import KILLED, NUM_STEPS, leftovers, outcome
 
-from gspo_mega.base import kill_points
+from gspo_mega.base import failpoints
 from gspo_mega.metrics.writer import read_metrics
 
 # What a replayed run of one rank does not come to: publishing to servers (test_recovery_publish.py, and with live
@@ -13,7 +13,7 @@ from gspo_mega.metrics.writer import read_metrics
 # (test_recovery_journal.py).
 ELSEWHERE = {
     point
-    for point in kill_points.POINTS
+    for point in failpoints.POINTS
     if point.startswith(("publish.commit.", "publish.prune.", "publish.index.", "journal.aside.", "journal.routes."))
     or point in ("rollout.admitted", "rollout.turn", "publish.paused", "publish.sent", "publish.committed")
 }
@@ -29,7 +29,7 @@ KILLS_A_RUN = 6
 
 
 def points() -> list[str]:
-    return [point for point in kill_points.POINTS if point not in ELSEWHERE]
+    return [point for point in failpoints.POINTS if point not in ELSEWHERE]
 
 
 def before(point: str) -> str:

@@ -10,7 +10,7 @@ import time
 import uuid
 from pathlib import Path
 
-from gspo_mega.base import process_death
+from gspo_mega.base import processes
 
 PATIENCE_SECONDS = 300.0
 GONE_SECONDS = 60.0
@@ -76,7 +76,7 @@ def test_a_killed_supervisor_leaves_no_writer_behind(ranks, tmp_path):
         assert left == [], [(pid, command_of(pid), Path(f"/proc/{pid}/stat").read_text()) for pid in left]
     finally:
         for pid in of_the_run(marker):
-            process_death.send_signal(pid, signal.SIGKILL)
+            processes.send_signal(pid, signal.SIGKILL)
         supervisor.wait()
 
 
@@ -99,7 +99,7 @@ def command_of(pid: int) -> bytes:
 
 def of_the_run(marker: str) -> list[int]:
     found = []
-    for pid in process_death.parents():
+    for pid in processes.parents():
         try:
             if marker.encode() in Path(f"/proc/{pid}/environ").read_bytes():
                 found.append(pid)

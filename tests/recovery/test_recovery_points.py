@@ -9,7 +9,7 @@ from recovery_support import KILLED
 from test_recovery_publish import publish
 from watch import differing, look, outside_operations
 
-from gspo_mega.base import kill_points
+from gspo_mega.base import failpoints
 
 # What only a publish to servers does.
 PUBLISHED_ALONE = ("commit.write", "commit.rename", "prune", "index.write", "index.rename")
@@ -35,8 +35,8 @@ def test_saves_journal_and_exports_change_the_disk_in_operations_alone(ranks, tm
         changed |= operations_that_changed(noted(file))
     # What only flushes or opens changes nothing; nothing is in the way here, and a run's exports have one file and no
     # versions.
-    silent = {name for name in kill_points.OPERATIONS if name.endswith((".sync", ".drop", ".aside", "journal.open"))}
-    assert kill_points.OPERATIONS.keys() - silent - changed == {f"publish.{name}" for name in PUBLISHED_ALONE} | {
+    silent = {name for name in failpoints.OPERATIONS if name.endswith((".sync", ".drop", ".aside", "journal.open"))}
+    assert failpoints.OPERATIONS.keys() - silent - changed == {f"publish.{name}" for name in PUBLISHED_ALONE} | {
         "journal.routes.write",
         "journal.routes.rename",
     }
@@ -67,4 +67,4 @@ def test_a_change_between_two_operations_is_seen(tmp_path):
 
 
 def test_every_declared_point_was_killed_at(all_kills):
-    assert set(kill_points.POINTS) - all_kills == set()
+    assert set(failpoints.POINTS) - all_kills == set()

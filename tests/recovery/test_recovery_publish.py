@@ -6,12 +6,12 @@ import pytest
 from publish_job import NUM_VERSIONS, check
 from recovery_support import KILLED
 
-from gspo_mega.base import kill_points
+from gspo_mega.base import failpoints
 from gspo_mega.base.errors import PublishError
 
 # Without servers nothing is paused or committed on them; with them, test_recovery_ahead.py kills there.
 ELSEWHERE = ("publish.paused", "publish.sent", "publish.committed", "publish.aside.before", "publish.aside.after")
-POINTS = [point for point in kill_points.POINTS if point.startswith("publish.") and point not in ELSEWHERE]
+POINTS = [point for point in failpoints.POINTS if point.startswith("publish.") and point not in ELSEWHERE]
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def source(ranks):
 
 
 def publish(ranks, folder, source, fault="", watch=None):
-    job = {"module": "publish_job", "arguments": [str(folder), source], "environment": {kill_points.VARIABLE: fault}}
+    job = {"module": "publish_job", "arguments": [str(folder), source], "environment": {failpoints.VARIABLE: fault}}
     if watch is not None:
         job["watch"] = {"folders": [str(folder)], "file": str(watch)}
     (code,) = ranks.call([job])

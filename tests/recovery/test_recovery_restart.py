@@ -19,9 +19,9 @@ from recovery_support import NUM_STEPS, leftovers, outcome
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb_files import offline_files, offline_rows
 
-from gspo_mega.base import kill_points
+from gspo_mega.base import failpoints
 from gspo_mega.base.run_folder import read_json
-from gspo_mega.launcher.gpus_and_ports import free_port
+from gspo_mega.launcher.prepare import free_port
 from gspo_mega.metrics.writer import SINK_FAILURES, read_metrics
 
 
@@ -48,7 +48,7 @@ def test_a_run_that_loses_its_rank_twice_ends_by_itself_where_an_uninterrupted_o
         **os.environ,
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
-        kill_points.VARIABLE: "point=step.published,hit=2",
+        failpoints.VARIABLE: "point=step.published,hit=2",
     }
     port = free_port()
     command = [

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import os
 
-from gspo_mega.base import kill_points
+from gspo_mega.base import failpoints
 
 
 def start(folders: list[str], file: str) -> None:
     """From here on each point reached adds a line to `file`: {"point", "changed": paths since the point before}."""
-    reached, last = kill_points.reached, look(folders)
+    reached, last = failpoints.reached, look(folders)
 
     def note(point: str) -> None:
         nonlocal last
@@ -24,7 +24,7 @@ def start(folders: list[str], file: str) -> None:
         last = now
         reached(point)
 
-    kill_points.reached = note
+    failpoints.reached = note
 
 
 def look(folders: list[str]) -> dict[str, tuple[int, int, int]]:

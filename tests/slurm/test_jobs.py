@@ -17,7 +17,7 @@ from slurm_jobs import listening, variables
 from gspo_mega.base.run_folder import read_json
 from gspo_mega.launcher.attempt_state import read_state
 from gspo_mega.metrics.writer import read_metrics
-from gspo_mega.rollout.secret import read_secret
+from gspo_mega.rollout.registration import read_secret
 
 
 def test_a_job_whose_rank_is_killed_goes_on_and_near_its_time_limit_is_queued_again(submit, tmp_path):

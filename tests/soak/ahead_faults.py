@@ -32,27 +32,27 @@ from chaos_server import ChaosServer
 
 from gspo_mega.base.errors import GspoMegaError
 from gspo_mega.base.run_folder import RunFolder, atomic_write_text
-from gspo_mega.rollout import continuous
+from gspo_mega.rollout import scheduler
 from gspo_mega.rollout.client.completion import Completion, Response
 
 BOUND, PROMPTS, SHARE = 2, 6, 0.25
 
 
 def lose() -> None:
-    continuous.admission_of = lambda config: Discarding(
-        PROMPTS, PROMPTS, continuous.Freshness(BOUND), "completion", num_steps=config.train.num_steps
+    scheduler.admission_of = lambda config: Discarding(
+        PROMPTS, PROMPTS, scheduler.Freshness(BOUND), "completion", num_steps=config.train.num_steps
     )
 
 
 def double() -> None:
-    make, first = continuous.Collection._make, []
+    make, first = scheduler.Collection._make, []
 
     def once_more(self, formed):
         batch = make(self, formed)
         first[:] = first or batch.groups[:1]
         return replace(batch, groups=[*batch.groups, *first] if batch.step == 2 else batch.groups)
 
-    continuous.Collection._make = once_more
+    scheduler.Collection._make = once_more
 
 
 def bias() -> None:

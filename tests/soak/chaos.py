@@ -36,9 +36,9 @@ from collector_support import SPEC, Stream, collector_config, collector_of
 from fake_answers import EOS
 
 from gspo_mega.base.run_folder import RunFolder, atomic_write_text
-from gspo_mega.rollout import load
-from gspo_mega.rollout import server_pool as pool_module
-from gspo_mega.rollout.server_pool import ServerPool
+from gspo_mega.rollout import pool as pool_module
+from gspo_mega.rollout import pooled_server
+from gspo_mega.rollout.pool import ServerPool
 
 
 def drive(name: str, fault: Fault, num_trajectories: int, seed: int, limit_seconds: float) -> Counter:
@@ -129,7 +129,7 @@ def check(batch, stream: Stream, num_prompts: int) -> None:
 
 def hurry() -> None:
     """Shorten waiting times that are meant for a cluster: the fakes answer at once."""
-    load.DWELL_SECONDS = 0.05
+    pooled_server.DWELL_SECONDS = 0.05
     pool_module._POLL_SECONDS = 0.05
 
 

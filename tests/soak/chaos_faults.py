@@ -16,9 +16,9 @@ from typing import Literal
 
 from chaos_server import EOS, MAX_NEW_TOKENS, VOCAB, ChaosServer, sample_of
 
-from gspo_mega.base import guarded_files
+from gspo_mega.base import untrusted
 from gspo_mega.base.run_folder import Attempt
-from gspo_mega.rollout.server_pool import ServerPool
+from gspo_mega.rollout.pool import ServerPool
 
 NUM_SERVERS = 4
 GROUP_SIZE = 4
@@ -162,15 +162,15 @@ def unreadable(number: int, share: float = 0.5) -> Callable[[Scene], None]:
     """While the batch runs, this share of all reads of registrations fails with this errno."""
 
     def start(scene: Scene) -> None:
-        rng, real = random.Random(number), guarded_files.open_regular
+        rng, real = random.Random(number), untrusted.open_regular
 
         def opened(path, most_bytes=None):
             if Path(path).parent == scene.attempt.servers_dir and rng.random() < share:
                 raise OSError(number, os.strerror(number), str(path))
             return real(path, most_bytes)
 
-        guarded_files.open_regular = opened
-        scene.restore = lambda: setattr(guarded_files, "open_regular", real)
+        untrusted.open_regular = opened
+        scene.restore = lambda: setattr(untrusted, "open_regular", real)
 
     return start
 

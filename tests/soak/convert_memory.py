@@ -24,9 +24,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from gspo_mega.checkpoint.safetensors_stream import write_safetensors
-from gspo_mega.models.families import hf_tensors
+from gspo_mega.checkpoint.tensor_sources import write_safetensors
 from gspo_mega.models.huggingface import read_model_spec
+from gspo_mega.models.tensors import hf_tensors
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 SHAPE = dict(

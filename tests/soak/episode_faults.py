@@ -26,7 +26,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "unit" / "episodes")]
 from pool_support import TOOLS, USER_EPISODES, PolicySession, settings, task
 from test_episode_isolation import ENDS_ITSELF, LOSES_ITS_WORKER
 
-from gspo_mega.agents.episode_pool import EpisodePool
+from gspo_mega.agents.pool import EpisodePool
 from gspo_mega.config.schema import EpisodeFunction
 
 HEALTHY = (

@@ -21,8 +21,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from gspo_mega.metrics.falls import find_falls
-from gspo_mega.metrics.trends import setbacks_of, trend_of
+from gspo_mega.metrics.trends import find_falls, setbacks_of, trend_of
 
 STATED = 0.01
 

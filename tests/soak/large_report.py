@@ -26,12 +26,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "browser"), str(ROOT / "tests" /
 from chromium import Browser, program
 from report_runs import add_metrics, make_run
 
-from gspo_mega.base.episode_records import one_turn_row
+from gspo_mega.base.episodes import Group, RolloutBatch, one_turn_row
 from gspo_mega.base.records import Prompt
-from gspo_mega.base.rollout_batch import Group, RolloutBatch
 from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.data.journal.journal import Journal
-from gspo_mega.data.journal.token_gaps import write_token_gaps
+from gspo_mega.data.journal.steps import write_token_gaps
 from gspo_mega.report.page import make_report
 
 GROUP_SIZE, GROUPS_PER_STEP, NUM_PROMPTS = 8, 32, 400

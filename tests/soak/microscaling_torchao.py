@@ -22,7 +22,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from gspo_mega.algorithm.microscaling import quantize_mx
+from gspo_mega.algorithm.fp8 import quantize_mx
 
 FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 SOURCES = (torch.float32, torch.bfloat16)

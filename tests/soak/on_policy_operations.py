@@ -33,9 +33,9 @@ import yaml
 from safetensors.torch import load_file
 
 from gspo_mega.config import Config, load_config
-from gspo_mega.rollout.secret import ensure_secret
-from gspo_mega.rollout.server.server_spec import spec_from_config
-from gspo_mega.verify.certify.random_folder import make_random_folder
+from gspo_mega.rollout.registration import ensure_secret
+from gspo_mega.rollout.server.spec import spec_from_config
+from gspo_mega.verify.certify.program import make_random_folder
 
 HERE = Path(__file__).parent
 RESPONSE_TOKENS = 21
@@ -156,7 +156,7 @@ class Trainer:
 
     def __init__(self, config: Config, tokens: Tokens) -> None:
         from gspo_mega.engine.process_groups import device
-        from gspo_mega.verify.mismatch.trainer_scores import build_engine
+        from gspo_mega.verify.mismatch.scores import build_engine
 
         self.engine, self.config, self.tokens = build_engine(config), config, tokens
         (self.chunk,) = self.engine.chunks

@@ -17,8 +17,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from gspo_mega.rollout.server import server_entry  # first: it makes SGLang importable
-from gspo_mega.rollout.server.server_spec import ServerSpec
+from gspo_mega.rollout.server import entry  # first: it makes SGLang importable
+from gspo_mega.rollout.server.spec import ServerSpec
 
 # The functions of `sglang_cpu_layers.layers_forward` in the order of their calls, of a layer and after the last.
 _LAYER = ("norm1", "qkv", "q_norm", "q_rot", "k_norm", "k_rot", "out", "norm2", "gate_up", "silu", "down")
@@ -27,7 +27,7 @@ _INPUTS = {"norm1": "hidden", "out": "attn", "norm2": "middle", "down": "act"}
 
 def runner_of(spec: ServerSpec) -> Any:
     """SGLang's model runner, as `sglang.benchmark.one_batch` makes it."""
-    arguments = server_entry.server_arguments(spec)
+    arguments = entry.server_arguments(spec)
     from sglang.benchmark import one_batch
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.distributed import bootstrap
@@ -36,7 +36,7 @@ def runner_of(spec: ServerSpec) -> Any:
     from sglang.srt.server_args import PortArgs
 
     arguments.resolve_once()
-    server_entry.use_private_rendezvous(spec)
+    entry.use_private_rendezvous(spec)
     one_batch._set_envs_and_config(arguments)
     publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
     one_batch._init_process_global_configs()
@@ -73,7 +73,8 @@ class Tape:
 
 def record_functions(tape: Tape, num_layers: int, batch_invariant: bool) -> None:
     """Record what `layers_forward` computes: its functions are wrapped, and known by the order of their calls."""
-    from gspo_mega.cpu import row_operations, sglang_cpu_invariant, sglang_cpu_layers
+    from gspo_mega.cpu import batch_invariant as row_operations
+    from gspo_mega.cpu import sglang_layers
 
     names = [f"{layer}/{name}" for layer in range(num_layers) for name in _LAYER] + ["final_norm"]
     state = {"next": 0}
@@ -96,11 +97,11 @@ def record_functions(tape: Tape, num_layers: int, batch_invariant: bool) -> None
 
     if batch_invariant:
         own = {name: wrapped(getattr(row_operations, name)) for name in ("linear", "rotate", "silu")}
-        sglang_cpu_invariant.rows = SimpleNamespace(**{**vars(row_operations), **own})
-        sglang_cpu_invariant.rms_norm = wrapped(sglang_cpu_invariant.rms_norm)
+        sglang_layers.rows = SimpleNamespace(**{**vars(row_operations), **own})
+        sglang_layers.rms_norm = wrapped(sglang_layers.rms_norm)
         return
     for name in ("linear", "rms_norm", "rotate", "silu"):
-        setattr(sglang_cpu_layers, name, wrapped(getattr(sglang_cpu_layers, name)))
+        setattr(sglang_layers, name, wrapped(getattr(sglang_layers, name)))
 
 
 def record_modules(tape: Tape, model: Any) -> None:
@@ -222,7 +223,7 @@ def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     spec = ServerSpec(**job["spec"])
     runner = runner_of(spec)
-    from gspo_mega.cpu.sglang_cpu_layers import is_plain_model
+    from gspo_mega.cpu.sglang_layers import is_plain_model
 
     tape = Tape()
     if spec.batch_invariant or is_plain_model(runner.model.model):

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from gspo_mega.algorithm.mantissa import round_mantissa
+from gspo_mega.algorithm.rounding import round_mantissa
 from gspo_mega.checkpoint.gather import PolicyTensors
 from gspo_mega.config import load_config
-from gspo_mega.launcher.launch_local import launch
-from gspo_mega.models.families import TensorEntry
+from gspo_mega.launcher.local import launch
+from gspo_mega.models.tensors import TensorEntry
 from gspo_mega.sync import publish
 from gspo_mega.train import worker
 

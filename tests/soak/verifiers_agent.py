@@ -21,9 +21,9 @@ import chat_templates as families
 from run_configs import make_config
 from session_support import USER, side_of
 
-from gspo_mega.agents.foreign import ForeignAgents
+from gspo_mega.agents.external_agent import ForeignAgents
 from gspo_mega.agents.protocol import Task
-from gspo_mega.base.episode_check import check_episode
+from gspo_mega.base.episodes import check_episode
 
 CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 47, "b": 86}}\n</tool_call>'
 _AGENT = re.compile(r"```python\n(# verifiers_agent\.py\n.*?)```", re.DOTALL)

@@ -45,7 +45,7 @@ HOMES: dict[str, set[str]] = {
     },
     "sglang": {"rollout", "cpu"},
     "wandb": {"metrics/wandb_sink.py"},
-    "pyarrow": {"data/table_files.py"},
+    "pyarrow": {"data/row_files.py"},
     "aiohttp": {
         "rollout",
         "agents/endpoint.py",
@@ -57,23 +57,23 @@ HOMES: dict[str, set[str]] = {
     "httpx": set(),
     "http": {
         "rollout",
-        "base/bounded_http.py",
+        "base/network.py",
         "metrics/prometheus.py",
         "agents/endpoint.py",
         "agents/adapters/openenv.py",
         "report/live_page.py",
     },
-    "urllib.request": {"rollout", "launcher/alert_calls.py"},
+    "urllib.request": {"rollout", "launcher/alerts.py"},
     "pickle": {"checkpoint/safe_pickle.py"},  # which reads what others wrote so, by a list of names
     "os.environ": {
         "launcher",
         "train/worker.py",
-        "sync/link.py",
+        "sync/broadcast_group.py",
         "cpu/backend.py",
         "cpu/te_loading.py",
-        "rollout/server/server_entry.py",
-        "rollout/server/running.py",
-        "cpu/cpu_server.py",
+        "rollout/server/entry.py",
+        "rollout/server/process.py",
+        "cpu/sglang_hooks.py",
         "rewards/guarded_process.py",
         "rewards/remote.py",  # the keys of services
         "rewards/reasoning_gym_worker.py",  # for itself, before it begins
@@ -81,7 +81,7 @@ HOMES: dict[str, set[str]] = {
         "agents/agent_worker.py",
         "agents/owned_processes.py",
         "train/gpu_variables.py",
-        "base/proxies.py",
+        "base/network.py",
     },
     "os.getenv": set(),
     "os.putenv": set(),

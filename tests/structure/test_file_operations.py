@@ -17,7 +17,7 @@ def test_the_exceptions_are_there():
     assert [name for name in file_operations.APART if not (ROOT / "gspo_mega" / name).is_file()] == []
 
 
-def check(tmp_path, source, name="journal/x.py"):
+def check(tmp_path, source, name="data/journal/x.py"):
     path = tmp_path / "gspo_mega" / name
     path.parent.mkdir(parents=True)
     path.write_text(source + "\n")
@@ -45,10 +45,10 @@ def check(tmp_path, source, name="journal/x.py"):
         "save_file(tensors, path)",
         "torch.save(x, path)",
         "dist_checkpointing.save(x, path)",
-        "with durable.operation('save.tensors'):\n    def later():\n        path.unlink()",
+        "with atomic_io.operation('save.tensors'):\n    def later():\n        path.unlink()",
         "with other(), suppress(OSError):\n    path.unlink()",
-        "durable.sync(path)",
-        "durable.atomic_write_json(path, {})",
+        "atomic_io.sync(path)",
+        "atomic_io.atomic_write_json(path, {})",
         "atomic_write_text(path, '')",
     ],
 )
@@ -65,10 +65,10 @@ def test_a_change_of_the_disk_elsewhere_is_reported(tmp_path, source):
         "path.read_text()",
         "text.replace('a', 'b')",
         "shutil.disk_usage(path)",
-        "with durable.operation('save.tensors'):\n    for file in files:\n        save_file(x, file)",
-        "durable.rename(a, b, at='save.rename')",
-        "durable.sync(path, at='publish.sync')",
-        "durable.atomic_write_json(path, {}, at='save.state')",
+        "with atomic_io.operation('save.tensors'):\n    for file in files:\n        save_file(x, file)",
+        "atomic_io.rename(a, b, at='save.rename')",
+        "atomic_io.sync(path, at='publish.sync')",
+        "atomic_io.atomic_write_json(path, {}, at='save.state')",
     ],
 )
 def test_what_reads_or_has_a_name_is_not_reported(tmp_path, source):

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gspo_mega.base.episode_records import Episode, Node
+from gspo_mega.base.episodes import Episode, Group, Node, RolloutBatch
 from gspo_mega.base.records import Prompt
-from gspo_mega.base.rollout_batch import Group, RolloutBatch
 
 # By episode and node, one number for each of the node's tokens.
 ByToken = dict[tuple[int, int], np.ndarray]

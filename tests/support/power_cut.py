@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from gspo_mega.base import kill_points
+from gspo_mega.base import failpoints
 
 
 class Disk:
@@ -81,12 +81,12 @@ class Disk:
     def cut_at_every_operation(self, look: Callable[[Path], None]) -> Iterator[None]:
         """`look` at what a power cut leaves before and after each file operation of the block, and after the block."""
 
-        def reached(point: str, before: Callable[[str], None] = kill_points.reached) -> None:
+        def reached(point: str, before: Callable[[str], None] = failpoints.reached) -> None:
             before(point)
             self.look(look)
 
         with self.patch.context() as patch:
-            patch.setattr(kill_points, "reached", reached)
+            patch.setattr(failpoints, "reached", reached)
             yield
         self.look(look)
 

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import numpy as np
 
-from gspo_mega.base.episode_records import one_turn_row
+from gspo_mega.base.episodes import Group, RolloutBatch, one_turn_row
 from gspo_mega.base.records import Prompt
-from gspo_mega.base.rollout_batch import Group, RolloutBatch
 from gspo_mega.base.run_folder import RunFolder, atomic_write_json, atomic_write_text
 from gspo_mega.config import load_config, render_config
 from gspo_mega.data.journal.journal import Journal
-from gspo_mega.data.journal.token_gaps import write_token_gaps
+from gspo_mega.data.journal.steps import write_token_gaps
 
 # (step from 0, group): what a test changes in it.
 Change = Callable[[int, Group], None] | None

@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import warnings
 
-from gspo_mega.base.importing import uncollected
+from gspo_mega.base.garbage import uncollected
 
 
 def _load() -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from transformers import AutoTokenizer
 
-from gspo_mega.data.tokenizer import write_tokenizer
-from gspo_mega.data.turns_template import CHAT_TEMPLATE
+from gspo_mega.data.quickstart import CHAT_TEMPLATE, write_tokenizer
 
 QUICKSTART = CHAT_TEMPLATE
 

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from gspo_mega.base.episode_check import num_routed_rows
-from gspo_mega.base.episode_records import Episode, Node, ToolRecord
+from gspo_mega.base.episodes import Episode, Node, ToolRecord, num_routed_rows
 from gspo_mega.base.records import Prompt
 
 TASK = Prompt("tasks:7", "tasks", (3, 1, 4), "say it", "it", {"difficulty": 2})

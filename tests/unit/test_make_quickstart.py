@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from gspo_mega.config.schema import Data
 from gspo_mega.data.demonstrations import load_demonstrations
-from gspo_mega.data.tokenizer import VOCAB_SIZE, build_tokenizer
+from gspo_mega.data.quickstart import VOCAB_SIZE, build_tokenizer
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.rewards.builtin import arithmetic
 
@@ -102,7 +102,7 @@ def test_no_merge_touches_a_digit_or_a_sign():
 
 
 def test_the_tokenizer_is_the_same_in_every_process():
-    code = "from gspo_mega.data.tokenizer import build_tokenizer; print(build_tokenizer().to_str())"
+    code = "from gspo_mega.data.quickstart import build_tokenizer; print(build_tokenizer().to_str())"
     others = [
         subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=TOOL.parents[1]

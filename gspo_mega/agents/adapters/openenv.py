@@ -31,7 +31,7 @@ import aiohttp
 from gspo_mega.agents.adapters.environment_loop import Step, pattern_of, play
 from gspo_mega.agents.protocol import Model, Outcome, Task, Tools, Unreachable
 from gspo_mega.base.errors import EpisodeError
-from gspo_mega.base.proxies import proxy_of
+from gspo_mega.base.network import proxy_of
 
 _MOST_BYTES = 8 * 1024**2
 _MOST_SEED = 2**31

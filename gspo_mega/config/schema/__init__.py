@@ -1,7 +1,7 @@
 """The typed shape of a run's YAML file: every key, its unit, range, default and meaning.
 
 Owns the schema alone, a file for each group of sections. Reading YAML and positions is `loader.py`; rules between keys
-are `rules.py`; what a layout needs from a model is `plan/`. Sections are frozen and refuse unknown keys.
+are `validate.py`; what a layout needs from a model is `plan/`. Sections are frozen and refuse unknown keys.
 """
 
 from __future__ import annotations
@@ -10,16 +10,24 @@ from typing import Literal
 
 from pydantic import Field
 
-from gspo_mega.config.recipes import AlgorithmName
-from gspo_mega.config.schema.budget_sections import Budget
-from gspo_mega.config.schema.certify_sections import Certify, CertifyCase
-from gspo_mega.config.schema.critic_sections import Critic
-from gspo_mega.config.schema.data_sections import Data, ReasoningGym, ReasoningGymTask, Source
-from gspo_mega.config.schema.episode_sections import Endpoint, EpisodeFunction, Episodes
-from gspo_mega.config.schema.eval_sections import Eval, EvalSet
-from gspo_mega.config.schema.learning_sections import (
+from gspo_mega.config.algorithms import AlgorithmName
+from gspo_mega.config.schema.data import (
+    Data,
+    HttpReward,
+    JudgeReward,
+    ModelReward,
+    OwnReward,
+    ReasoningGym,
+    ReasoningGymTask,
+    RemoteReward,
+    Reward,
+    RewardFunction,
+    Source,
+)
+from gspo_mega.config.schema.learning import (
     Advantage,
     Batch,
+    Critic,
     Kl,
     Lora,
     Mismatch,
@@ -28,10 +36,15 @@ from gspo_mega.config.schema.learning_sections import (
     Sft,
     Train,
 )
-from gspo_mega.config.schema.record_sections import (
+from gspo_mega.config.schema.measuring import (
     Alerts,
+    Budget,
+    Certify,
+    CertifyCase,
     Checkpoint,
     Diagnostics,
+    Eval,
+    EvalSet,
     Journal,
     Metrics,
     MetricsSink,
@@ -39,18 +52,9 @@ from gspo_mega.config.schema.record_sections import (
     Prometheus,
     Watchdog,
 )
-from gspo_mega.config.schema.reward_sections import (
-    HttpReward,
-    JudgeReward,
-    ModelReward,
-    OwnReward,
-    RemoteReward,
-    Reward,
-    RewardFunction,
-)
-from gspo_mega.config.schema.run_sections import Cluster, Engine, Fp8, Model, Moe, Parallel, PlanRules, Recompute, Run
+from gspo_mega.config.schema.rollout import Endpoint, EpisodeFunction, Episodes, Publish, Rollout, Server
+from gspo_mega.config.schema.run import Cluster, Engine, Fp8, Model, Moe, Parallel, PlanRules, Recompute, Run
 from gspo_mega.config.schema.section import MAY_CHANGE, Section
-from gspo_mega.config.schema.server_sections import Publish, Rollout, Server
 
 __all__ = [
     "Advantage",

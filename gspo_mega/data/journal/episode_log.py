@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from gspo_mega.base.episode_records import Episode
+from gspo_mega.base.episodes import Episode, Group, RolloutBatch
 from gspo_mega.base.errors import JournalError
 from gspo_mega.base.records import Prompt
-from gspo_mega.base.rollout_batch import Group, RolloutBatch
 from gspo_mega.data.journal.journal import Journal
-from gspo_mega.data.journal.step_writer import StepWriter
+from gspo_mega.data.journal.steps import StepWriter
 
 
 @dataclass(frozen=True)

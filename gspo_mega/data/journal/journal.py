@@ -1,4 +1,9 @@
-"""The journal of one run: the sampled episodes, a file for each step, written as groups are admitted and complete.
+"""Takes routed experts out of the files of old steps while the run goes on.
+
+Owns the thread: rewriting a step's file reads every byte of it, tens of gigabytes for a large model, for which no step
+waits. Which routes are not needed any more is the caller's to know; the files are `journal.py`'s.
+
+The journal of one run: the sampled episodes, a file for each step, written as groups are admitted and complete.
 
 Every episode is handed to the kernel as soon as it is scored, so a killed process loses none. It reaches the disk at
 the end of the batch, and every few seconds before, so a machine that loses power loses the last seconds of one step.
@@ -15,20 +20,18 @@ step takes over is `batches.journalled`'s.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from gspo_mega.base import durable
+from gspo_mega.base import atomic_io, processes
+from gspo_mega.base.episodes import Group
 from gspo_mega.base.errors import JournalError
-from gspo_mega.base.rollout_batch import Group
-from gspo_mega.data.journal.episode_frames import drop_routes
-from gspo_mega.data.journal.frames import MAGIC, FrameFile, encode_frame
-from gspo_mega.data.journal.step_record import StepRecord, read_file, well_formed
-from gspo_mega.data.journal.step_writer import StepWriter, disk_errors
-from gspo_mega.data.journal.token_gaps import token_gaps_file
+from gspo_mega.data.journal.frames import MAGIC, FrameFile, drop_routes, encode_frame
+from gspo_mega.data.journal.steps import StepRecord, StepWriter, disk_errors, read_file, token_gaps_file, well_formed
 
 _NAME = re.compile(r"step_(\d{8})")
 _OLD = re.compile(r"step_\d{8}\.old-\d{4,}")
@@ -134,7 +137,7 @@ class Journal:
         The files of later steps belong to another history from here on and are moved aside.
         """
         with disk_errors(self.folder):
-            durable.make_folder(self.folder, at="journal.folder")
+            atomic_io.make_folder(self.folder, at="journal.folder")
         for later in self.steps():
             if later > step:
                 self.put_aside(later)
@@ -152,7 +155,7 @@ class Journal:
             file = self.file(step)
             number = 1 + max((int(old.name.rpartition("-")[2]) for old in self._aside(step)), default=0)
             target = file.with_name(f"{file.name}.old-{number:04d}")
-            durable.rename(file, target, at="journal.aside")
+            atomic_io.rename(file, target, at="journal.aside")
             return target
 
     def prune(self, before_step: int) -> None:
@@ -190,7 +193,7 @@ class Journal:
         gaps = token_gaps_file(self.folder, step)
         # The step's own file last: while it is there, the step's removal is tried again.
         for file in (*([gaps] if gaps.exists() else []), *self._aside(step), self.file(step)):
-            durable.remove_file(file, at="journal.drop")
+            atomic_io.remove_file(file, at="journal.drop")
 
     def _prune_routes(self, step: int) -> None:
         file, frames = FrameFile(self.file(step)), [MAGIC]
@@ -205,7 +208,54 @@ class Journal:
             frames.append(encode_frame(values, arrays))
         if had_routes and is_complete:
             with disk_errors(self.file(step)):
-                durable.write_whole(self.file(step), b"".join(frames), at="journal.routes")
+                atomic_io.write_whole(self.file(step), b"".join(frames), at="journal.routes")
 
     def _aside(self, step: int) -> list[Path]:
         return sorted(old for old in self.folder.glob(f"step_{step:08d}.old-*") if _OLD.fullmatch(old.name))
+
+
+class RoutePruning:
+    """One per run. Use it from one thread."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._lock = threading.Lock()
+        self._before = 0
+        self._is_running = False
+        self._future: concurrent.futures.Future[None] | None = None
+
+    def begin(self, before_step: int) -> None:
+        """Routes of the steps before this one go. Returns at once. Raises as `check`."""
+        self.check()
+        with self._lock:
+            self._before = max(self._before, before_step)
+            if not self._is_running:
+                self._is_running = True
+                self._future = processes.begin("journal.prune_routes", self._run)
+
+    def check(self) -> None:
+        """Raise JournalError where a file could not be rewritten: it stays as it is."""
+        if self._future is not None and self._future.done():
+            future, self._future = self._future, None
+            future.result()
+
+    def wait(self) -> None:
+        """Returns when all is done. Raises as `check`."""
+        if self._future is not None:
+            concurrent.futures.wait([self._future])
+        self.check()
+
+    def _run(self) -> None:
+        done = 0
+        try:
+            while True:
+                with self._lock:
+                    before = self._before
+                    if before == done:
+                        self._is_running = False
+                        return
+                self._journal.prune_routes(before)
+                done = before
+        except BaseException:
+            self._is_running = False
+            raise

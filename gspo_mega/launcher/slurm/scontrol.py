@@ -1,6 +1,15 @@
-"""A job's questions to Slurm: its nodes and their addresses, lost nodes, time left; and its requeue.
+"""Know which nodes of a job are lost, and whether a lost node explains a failure.
+
+Owns that knowledge, which outlives an attempt: a lost node does not return to its job. The reactions are in
+`job.py` and `steps.py`.
+
+A job's questions to Slurm: its nodes and their addresses, lost nodes, time left; and its requeue.
 
 Owns the calls of `scontrol` and `srun true`, and the reading of SLURM_* variables. Starts no rank or server.
+
+Bridge the time in which Slurm's controller does not answer: ranks and servers need it only to start and to end.
+
+Owns the time limit, one for all questions of a job. The questions themselves are in `scontrol.py`.
 """
 
 from __future__ import annotations
@@ -8,9 +17,11 @@ from __future__ import annotations
 import re
 import subprocess
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
+from typing import TypeVar
 
 from gspo_mega.base.errors import PlanError, RankError
 
@@ -183,3 +194,100 @@ def _output(command: list[str]) -> str:
     if done.returncode != 0:
         raise NoAnswerError(f"{shown}: {done.stderr.strip() or f'exit code {done.returncode}'}")
     return done.stdout
+
+
+_T = TypeVar("_T")
+# How long a run continues without an answer: the controller may be restarted or moved.
+NO_ANSWER_SECONDS = 600.0
+ASK_AGAIN_SECONDS = 5.0
+
+
+class Answers:
+    """The answers of Slurm's controller. `say` shows a line in the job's log."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._missing_since: float | None = None
+
+    @property
+    def are_missing(self) -> bool:
+        """Whether the last question had no answer."""
+        return self._missing_since is not None
+
+    @contextmanager
+    def or_later(self) -> Iterator[None]:
+        """Wrap questions that are repeated later: without an answer the block ends, with one warning for all of them.
+        Raises NoAnswerError when Slurm has not answered for `NO_ANSWER_SECONDS`.
+        """
+        try:
+            yield
+        except NoAnswerError as error:
+            now = time.monotonic()
+            if self._missing_since is None:
+                self._missing_since = now
+                self._say(
+                    f"warning  Slurm does not answer; the run continues without it for {NO_ANSWER_SECONDS / 60:.0f} min"
+                    f" ({error})"
+                )
+            elif now - self._missing_since > NO_ANSWER_SECONDS:
+                raise
+        else:
+            if self._missing_since is not None:
+                self._missing_since = None
+                self._say("Slurm answers again.")
+
+    def demand(self, question: Callable[[], _T]) -> _T:
+        """Ask until there is an answer. Raises NoAnswerError as `or_later` does."""
+        while True:
+            with self.or_later():
+                return question()
+            time.sleep(ASK_AGAIN_SECONDS)
+
+    def insist(self, question: Callable[[], _T], unless: Callable[[], bool]) -> _T | None:
+        """As `demand`; None once `unless` is true. Raises NoAnswerError as `or_later` does."""
+        while not unless():
+            with self.or_later():
+                return question()
+            time.sleep(ASK_AGAIN_SECONDS)
+        return None
+
+
+_POLL_SECONDS = 1.0
+# Slurm checks for silent nodes at intervals. A node still in the job this long after Slurm's own limit stays in it.
+_MARGIN_SECONDS = 30.0
+
+
+class LostNodes:
+    """`known`: lost nodes whose loss is handled, or about to be. Questions to Slurm raise NoAnswerError."""
+
+    def __init__(self, allocation: Allocation, say: Callable[[str], None]) -> None:
+        self._allocation, self._say = allocation, say
+        self.known: set[Node] = set()
+
+    def learn(self) -> None:
+        self.known |= set(lost_nodes(self._allocation.job_id, self._allocation.nodes))
+
+    def trainers(self) -> list[Node]:
+        """Lost trainer nodes. The remaining ones may wait for them in a collective for half an hour."""
+        return lost_nodes(self._allocation.job_id, self._allocation.trainer_nodes)
+
+    def behind_failure(self) -> list[Node]:
+        """Nodes whose loss explains that ranks failed just now. Ranks fail before Slurm notices the loss, so this waits
+        for Slurm.
+        """
+        nodes = self._allocation.nodes
+        lost = lost_nodes(self._allocation.job_id, nodes)
+        if not lost and (silent := self._silent(nodes)):
+            names = ", ".join(node.name for node in silent)
+            self._say(f"warning  {names} does not answer; waiting for Slurm to confirm the loss")
+            deadline = time.monotonic() + slurmd_timeout_seconds() + _MARGIN_SECONDS
+            while not (lost := lost_nodes(self._allocation.job_id, silent)) and time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
+            lost = lost or self._silent(silent)
+        # Known lost nodes do not explain a new failure, except those of ranks.
+        return lost if set(lost) - self.known or set(lost) & set(self._allocation.trainer_nodes) else []
+
+    def _silent(self, nodes: Sequence[Node]) -> list[Node]:
+        """Nodes that are silent twice in a row: one failed step may be due to Slurm's controller or the network."""
+        silent = silent_nodes([node for node in nodes if node not in self.known])
+        return silent_nodes(silent) if silent else []

@@ -1,7 +1,17 @@
-"""Async HTTP client of one SGLang server: generation, and the calls that `server_control.py` is made of.
+"""The log-probs that a server gives to tokens it did not sample: the form of the request, and what its answer must be.
+
+Owns SGLang's prompt log-probs, which are at temperature 1 whatever the request says. It chooses no server.
+
+One request while a server works on it: the tokens reported so far, and an early end that loses none of them.
+
+Owns the judgement that a request no longer makes progress. A request that makes progress is never ended for being long:
+a deadline on the whole request would cut long responses and keep short ones. To end a request early is to ask the
+server for its tokens so far: the answer ends with them, and the response continues on another server.
+
+Async HTTP client of one SGLang server: generation, and the calls that `server_control.py` is made of.
 
 Owns the connection, the form of a generate request, and what counts as a failed answer; every call has a deadline. It
-does not choose a server, retry, or know which weights are current (`server_pool.py`, `sampling.py`). Token ids go in
+does not choose a server, retry, or know which weights are current (`pool.py`, `sampler.py`). Token ids go in
 and token ids come out.
 """
 
@@ -11,14 +21,15 @@ import asyncio
 import json
 import logging
 import secrets
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol
 
 import aiohttp
+import numpy as np
 import orjson
 
+from gspo_mega.base import progress
 from gspo_mega.base.errors import RolloutError
-from gspo_mega.rollout.client.answer_fields import shown
 from gspo_mega.rollout.client.completion import (
     Answer,
     Completion,
@@ -26,12 +37,120 @@ from gspo_mega.rollout.client.completion import (
     RefusedAnswer,
     RoutingShape,
     SamplingParams,
+    decode_routes_of,
+    log_prob_of,
+    shown,
 )
-from gspo_mega.rollout.client.event_stream import IDENTITY, answer_bytes, read_body, read_events
-from gspo_mega.rollout.client.flight import Flight
-from gspo_mega.rollout.client.routes import decode_routes_of
-from gspo_mega.rollout.client.stream_client import StreamClient
-from gspo_mega.rollout.secret import Secret
+from gspo_mega.rollout.client.http_stream import IDENTITY, StreamClient, answer_bytes, read_body, read_events
+from gspo_mega.rollout.registration import Secret
+
+Cause = Literal["stalled", "moved", "drained", "paused"]
+
+GRACE_SECONDS = 5.0
+"""Longest time that a server may take to end a request early."""
+
+
+class Meter(Protocol):
+    """Counts tokens as they are reported, as `rollout.load.Load` does."""
+
+    def note(self, num_tokens: int, seconds: float, first: bool) -> None:
+        """A request reported `num_tokens` new tokens, `seconds` after its last report."""
+        ...
+
+
+def _nothing() -> None: ...
+
+
+class Flight:
+    """One open request, between `begin` and `close`. Use it on one event loop.
+
+    Attributes:
+        prompt: the prompt's name; `is_named`: its silence was told to the user.
+        num_tokens: tokens that this request has reported so far.
+        cause: why the request is being ended early, or None.
+    """
+
+    def __init__(
+        self,
+        deadline_seconds: float,
+        meter: Meter | None = None,
+        on_tokens: Callable[[int, Sequence[int]], None] | None = None,
+        prompt: str = "",
+    ) -> None:
+        """`deadline_seconds`: longest wait for the first report of new tokens, and from one report to the next.
+        `on_tokens` is called with every report's tokens and the number of those before them; it must not raise.
+        `prompt`: its name, for messages.
+        """
+        self._deadline = deadline_seconds
+        self._meter = meter
+        self._on_tokens = on_tokens
+        self._timer: asyncio.TimerHandle | None = None
+        self._limit: asyncio.Timeout | None = None
+        self._abort: Callable[[], None] = _nothing
+        self._answer: Answer | None = None
+        self._num_at_end = 0
+        self.prompt, self.is_named = prompt, False
+        self.num_tokens = 0
+        self.cause: Cause | None = None
+        self.started = self.last_report = asyncio.get_running_loop().time()
+
+    @property
+    def grace_seconds(self) -> float:
+        return min(GRACE_SECONDS, self._deadline)
+
+    @property
+    def made_no_progress(self) -> bool:
+        """Whether the request was ended because it stalled, and its last report brought no token either."""
+        return self.cause == "stalled" and self.num_tokens == self._num_at_end
+
+    def begin(self, answer: Answer, limit: asyncio.Timeout, abort: Callable[[], None]) -> None:
+        """The request is being sent. `abort` asks the server to end it early; `limit` ends it if that fails."""
+        self._answer, self._limit, self._abort = answer, limit, abort
+        self._watch()
+
+    def close(self) -> None:
+        """The request is over; there is nothing left to end."""
+        self._limit = None
+        self._abort = _nothing  # the caller's function knows this flight: its tokens would wait for Python's collector
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def report(self, num_tokens: int) -> None:
+        """The server reported `num_tokens` new tokens."""
+        now = asyncio.get_running_loop().time()
+        if self._meter is not None:
+            self._meter.note(num_tokens, now - self.last_report, first=self.num_tokens == 0)
+        if self._on_tokens is not None and self._answer is not None:
+            self._on_tokens(self.num_tokens, self._answer.tokens_from(self.num_tokens))
+        self.num_tokens += num_tokens
+        self.last_report = now
+        progress.beat()  # rank 0 is not stuck while a long response makes progress
+
+    def end(self, cause: Cause, asks: bool = True) -> None:
+        """Ask the server to end the request; its last report has the tokens so far. Without `asks`, the caller does."""
+        if self.cause is not None or self._limit is None:
+            return
+        self.cause = cause
+        self._num_at_end = self.num_tokens
+        self._limit.reschedule(asyncio.get_running_loop().time() + self.grace_seconds)
+        if asks:
+            self._abort()
+
+    def so_far(self) -> Completion:
+        """All tokens reported so far, as a response that was cut short; no tokens if they make no sense."""
+        try:
+            return Completion([], [], [], "abort") if self._answer is None else self._answer.so_far()
+        except NonsenseAnswer:
+            return Completion([], [], [], "abort")
+
+    def _watch(self) -> None:
+        loop = asyncio.get_running_loop()
+        due = self.last_report + self._deadline
+        if loop.time() >= due:
+            self.end("stalled")
+        else:
+            self._timer = loop.call_at(due, self._watch)
+
 
 logger = logging.getLogger(__name__)
 
@@ -304,3 +423,55 @@ def _message(text: str) -> str:
 
 def _said(message: Any) -> str:
     return message[:2000] if isinstance(message, str) else shown(message)
+
+
+async def score_tokens(
+    client: ServerClient, token_ids: Sequence[int], start: int, vocab_size: int, deadline_seconds: float
+) -> np.ndarray:
+    """Log-probs of the tokens from `start` on, each given those before it, in one pass: [len(token_ids) - start]
+    float64, nats, at temperature 1.
+
+    `start` is at least 1, because the first token has no log-prob. The server may take keys and values of the tokens
+    before `start` - 1 from its cache; the others it computes anew. Raises ServerError, also for an answer about other
+    tokens.
+    """
+    body = {
+        "input_ids": list(token_ids),
+        "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+        "return_logprob": True,
+        "logprob_start_len": start - 1,
+    }
+    if client.adapter is not None:
+        body["lora_path"] = client.adapter
+    answer = await client.call_object("/generate", body, deadline_seconds, what="score")
+    try:
+        return read_scores(answer, token_ids, start, vocab_size)
+    except NonsenseAnswer as error:
+        raise ServerError(client.server_id, "score", "nonsense", str(error)) from error
+
+
+def read_scores(answer: Any, token_ids: Sequence[int], start: int, vocab_size: int) -> np.ndarray:
+    """The log-probs in SGLang's answer to a request of `score_tokens`: [len(token_ids) - start] float64, nats.
+
+    Its entries are [log-prob, token id, text] from token `start` - 1 on, whose own log-prob is null or of no use.
+    Raises NonsenseAnswer.
+    """
+    # SGLang shows the last token of the vocabulary as 0 here; its log-prob is the token's own.
+    named = {vocab_size - 1: (vocab_size - 1, 0)}
+    meta = answer.get("meta_info") if isinstance(answer, dict) else None
+    entries = meta.get("input_token_logprobs") if isinstance(meta, dict) else None
+    if not isinstance(entries, list):
+        raise NonsenseAnswer(f"no input_token_logprobs in {shown(answer)}")
+    sent = meta.get("prompt_tokens") if meta is not None else None
+    if type(sent) is not int or sent != len(token_ids):
+        raise NonsenseAnswer(f"{shown(sent)} prompt tokens; {len(token_ids)} were sent")
+    wanted = list(token_ids[start:])
+    if len(entries) != len(wanted) + 1:
+        raise NonsenseAnswer(f"{len(entries)} log-probs of prompt tokens; {len(wanted) + 1} expected")
+    values = np.zeros(len(wanted))
+    for place, (entry, token) in enumerate(zip(entries[1:], wanted, strict=True)):
+        is_entry = isinstance(entry, list) and len(entry) >= 2 and type(entry[1]) is int
+        if not is_entry or entry[1] not in named.get(token, (token,)):
+            raise NonsenseAnswer(f"log-prob entry {shown(entry)} at token {start + place}; token id {token} was sent")
+        values[place] = log_prob_of(entry[0], f"of token {token} at place {start + place}")
+    return values

@@ -14,7 +14,7 @@ from typing import Any
 
 from gspo_mega.base.errors import PublishError
 from gspo_mega.models.low_rank import SERVED_NAME
-from gspo_mega.rollout.client.answer_fields import NonsenseAnswer, log_prob_of, shown, version_of
+from gspo_mega.rollout.client.completion import NonsenseAnswer, log_prob_of, shown, version_of
 from gspo_mega.rollout.client.server_client import ServerClient, ServerError
 from gspo_mega.rollout.registration import Registration
 

@@ -1,6 +1,6 @@
 """The servers of a reward model: what they are of a run's configuration, and where they register.
 
-Owns the differences from a server of the policy. Their supervision is the same (`supervise_server.py`); they are in a
+Owns the differences from a server of the policy. Their supervision is the same (`supervise.py`); they are in a
 folder of their own in the attempt, so that neither the pool nor a publish sees them.
 """
 
@@ -11,10 +11,9 @@ from pathlib import Path
 from gspo_mega.base.errors import ConfigError
 from gspo_mega.base.run_folder import Attempt
 from gspo_mega.config.schema import Config, ModelReward
-from gspo_mega.models.classifier_folder import read_config
-from gspo_mega.plan.reward_needs import text_tokens
-from gspo_mega.rollout.registration import read_registrations
-from gspo_mega.rollout.secret import read_secret
+from gspo_mega.models.value_models import read_config
+from gspo_mega.plan.estimate import text_tokens
+from gspo_mega.rollout.registration import read_registrations, read_secret
 
 _FOLDER = "reward_models"
 

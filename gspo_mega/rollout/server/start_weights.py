@@ -1,15 +1,103 @@
-"""The weights that a start of a server loads: the run's committed version, or the folder that the run began with."""
+"""The weights that a start of a server loads: the run's committed version, or the folder that the run began with.
+
+The wait for a copy of the model that a server is started from: `model.path` has another form than servers hold.
+
+Owns what of it is shown, and when it ends without a copy: the maker has failed, left or fallen silent, or gets no
+further. Server 0 of an attempt makes the copy, and the others read how far it is in its registration. Who needs a copy,
+and how one is made, is `checkpoint/served_folders.py`'s.
+"""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
-from gspo_mega.base.errors import ConfigError
+from gspo_mega.base.errors import CheckpointError, ConfigError
 from gspo_mega.base.run_folder import Attempt, read_json
-from gspo_mega.config.lora_rules import publishes_adapters
 from gspo_mega.config.schema import Config
+from gspo_mega.config.validate_learning import publishes_adapters
 from gspo_mega.models.block_fp8 import served_layout
 from gspo_mega.models.huggingface import read_stored
+from gspo_mega.rollout.registration import Registration, amount
+from gspo_mega.rollout.server.multinode import SILENCE_SECONDS, Silence
+
+MAKER_ID = "server-0"
+
+
+class CopyWork(Protocol):
+    """A process that makes the copy."""
+
+    def look(self) -> tuple[int, int]:
+        """Bytes done, and in total; 0 where it does not know that yet. Raises GspoMegaError where it ended without."""
+        ...
+
+    def end(self) -> None:
+        """End the process, if it still runs. What it has made is kept, and made use of by the next."""
+        ...
+
+
+@dataclass(frozen=True)
+class StartCopy:
+    """The folder `path` appears whole or not at all. `make` begins to make it; None on all servers but server 0."""
+
+    path: Path
+    make: Callable[[], CopyWork] | None
+
+
+class CopyWait:
+    """Call `look` until it returns None, and `end` in any case. `seconds`: the longest time without progress."""
+
+    def __init__(self, copy: StartCopy, attempt: Attempt, seconds: float) -> None:
+        self._copy, self._attempt, self._seconds = copy, attempt, seconds
+        self._work = copy.make() if copy.make is not None else None
+        self._maker = Silence()
+        self._best, self._since = 0, time.monotonic()
+        self.what = f"the copy {copy.path.name} of the model, which {MAKER_ID} makes"
+
+    def look(self) -> tuple[int, int] | None:
+        """Bytes done, and in total; None once the copy is there. Raises GspoMegaError, which names the maker."""
+        if self._copy.path.is_dir():
+            return None
+        done, total = self._work.look() if self._work is not None else self._heard()
+        now = time.monotonic()
+        if done > self._best:
+            self._best, self._since = done, now
+        if now - self._since > self._seconds:
+            raise CheckpointError(
+                f"{self._copy.path}: {MAKER_ID}, which makes it, got no further for {self._seconds:g} s"
+                f" (server.start_deadline_seconds), at {amount(done, total)}. For a large model, write it once with"
+                " tools/quantize_checkpoint.py and name that folder as model.path, which must have the same files and"
+                " times on every node"
+            )
+        return done, total
+
+    def end(self) -> None:
+        if self._work is not None:
+            self._work.end()
+
+    def _heard(self) -> tuple[int, int]:
+        """What the maker's registration says."""
+        try:
+            found = read_json(self._attempt.server_file(MAKER_ID))
+        except OSError:  # the file system fails now, and is asked again
+            found = None
+        if found is None:
+            return 0, 0
+        try:
+            maker, maker_gone = Registration.of(found), None
+        except ValueError as error:
+            file = self._attempt.server_file(MAKER_ID)
+            raise CheckpointError(f"{file}: not a server's registration: {error}") from error
+        if maker.state in ("failed", "stopped", "draining"):
+            maker_gone = f"has ended: {(maker.error or maker.state).strip().splitlines()[0]}"
+        elif (silent := self._maker.seconds(maker.heartbeat)) > SILENCE_SECONDS:
+            maker_gone = f"is silent for {silent:.0f} s (process {maker.pid})"
+        if maker_gone is not None and not self._copy.path.is_dir():
+            raise CheckpointError(f"{self._copy.path}: {MAKER_ID}, which makes it, {maker_gone}")
+        return (maker.done_bytes, maker.total_bytes) if maker.is_preparing else (0, 0)
 
 
 def current_weights(config: Config, attempt: Attempt, start_folder: str) -> tuple[int | None, str]:

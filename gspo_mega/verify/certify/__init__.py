@@ -2,6 +2,6 @@
 
 `cases.py` says what runs, `program.py` starts ranks for it, `ranks.py`
 runs the cases on them, `batch.py` is the recorded batch, `measure.py` what is measured,
-`compare_runs.py` how far that is from the reference, `table.py` the report.
+`compare.py` how far that is from the reference, `program.py` the report.
 `vectors.py` replays reference vectors (tools/check_vectors.py) and needs no ranks.
 """

@@ -2,6 +2,8 @@
 
 Owns the step from a case's `set` to a loaded configuration and its reason to be refused. Starts nothing, imports no
 torch.
+
+Names of what is compared. No torch: the table is drawn without it.
 """
 
 from __future__ import annotations
@@ -15,10 +17,44 @@ from typing import Any, Literal
 
 from gspo_mega.base.errors import ConfigError, GspoMegaError, PlanError
 from gspo_mega.config import LoadedConfig, load_config
-from gspo_mega.config.block_scales import multiplies_blocks
+from gspo_mega.config.derived import multiplies_blocks
 from gspo_mega.config.schema import CertifyCase, Config
 from gspo_mega.plan import plan_run
-from gspo_mega.verify.certify.trees import require_room
+from gspo_mega.verify.certify.batch import require_room
+
+# Of optimizer steps: see `steps.py`.
+STEP_KINDS = ("norm", "steps", "state")
+# Beside the kinds of `compare_runs.Tolerance`; each tolerates what that one of the policy does.
+CRITIC_KINDS = {
+    "values": "log_prob",
+    "value_gradient": "gradient",
+    "value_weights": "weights",
+    **{f"value_{kind}": kind for kind in STEP_KINDS},
+}
+# The parameter groups in which a norm is taken apart.
+PARAMETER_KINDS = (
+    *("embeddings", "matrices", "norms", "biases", "sinks", "routers", "experts", "biases of experts", "adapters"),
+)
+
+
+def parameter_kind(name: str) -> str:
+    """One of PARAMETER_KINDS, from Megatron's or a checkpoint's name of a parameter."""
+    if "lora_" in name or name.startswith("adapters."):
+        return "adapters"
+    if ".experts." in name:
+        return "biases of experts" if "bias" in name.rpartition(".experts.")[2] else "experts"
+    if name.endswith(("sinks", "softmax_offset")):
+        return "sinks"
+    if any(part in name for part in (".router.", "mlp.gate.", "moe.gate.", "shared_expert_gate", "gate_weight")):
+        return "routers"
+    if "norm" in name:
+        return "norms"
+    if name.endswith("bias"):
+        return "biases"
+    if any(part in name for part in ("embed", "lm_head", "output_layer", "score.", "value_head")):
+        return "embeddings"
+    return "matrices"
+
 
 # In the attempt's folder: a line for each case that is done.
 RESULTS_FILE = "cases.jsonl"

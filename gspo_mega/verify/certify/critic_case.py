@@ -15,24 +15,20 @@ import torch
 import torch.distributed as dist
 
 from gspo_mega.base.records import MicroBatch
-from gspo_mega.checkpoint.block_folder import open_folder
-from gspo_mega.checkpoint.critic_tensors import CriticTensors, import_critic
-from gspo_mega.checkpoint.hf_folder import HuggingFaceFolder
-from gspo_mega.config.critic_config import critic_config, critic_of, critic_path
+from gspo_mega.checkpoint.critic import CriticTensors, import_critic
+from gspo_mega.checkpoint.hf_folder import HuggingFaceFolder, open_folder
+from gspo_mega.config.derived import critic_config, critic_of, critic_path
 from gspo_mega.config.schema import Config
-from gspo_mega.engine.critic import CriticEngine, Values, own_part
-from gspo_mega.engine.critic_targets import TokenRewards, estimate_returns
+from gspo_mega.engine.critic import CriticEngine, TokenRewards, ValueModel, Values, estimate_returns, own_part
 from gspo_mega.engine.device_batch import to_device
 from gspo_mega.engine.process_groups import ParallelGroups
-from gspo_mega.engine.value_head import ValueModel
 from gspo_mega.models.spec import ModelSpec
 from gspo_mega.models.value_models import SCORE
-from gspo_mega.train.assemble import MiniBatch
+from gspo_mega.train.batches import MiniBatch
 from gspo_mega.train.critic_step import estimator_of, value_coefficients
-from gspo_mega.verify.certify.compare_runs import Comparison, Difference, Reference
-from gspo_mega.verify.certify.gradients import complete_gradients
+from gspo_mega.verify.certify.compare import Comparison, Difference, Reference
 from gspo_mega.verify.certify.measure import Measurement, Take, gather_tokens
-from gspo_mega.verify.certify.steps import Steps, StepWatch
+from gspo_mega.verify.certify.steps import Steps, StepWatch, complete_gradients
 
 # How far the values that the loss is clipped around are from the critic's, in clip ranges; by the last two bits of a
 # token's recorded log-prob, which every layout has alike.

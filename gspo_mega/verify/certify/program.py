@@ -1,24 +1,205 @@
 """The whole of `gspo-mega certify`: references first, then every case, on ranks that live for many cases.
 
 Owns which ranks are started for what, and goes on after a case that fails. Imports no torch.
+
+A Hugging Face folder of random weights in a model's shape, for certifying a layout or measuring.
+
+Written tensor by tensor from the family table; no torch module is built.
+
+The certificate as a table for people, and whether it holds.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from safetensors.numpy import save_file
+
 from gspo_mega.base.errors import RankError
 from gspo_mega.base.run_folder import RunFolder
+from gspo_mega.base.untrusted import read_text
 from gspo_mega.config import LoadedConfig, load_config
 from gspo_mega.config.schema import CertifyCase
-from gspo_mega.launcher.gpus_and_ports import device_here
-from gspo_mega.launcher.launch_local import WORKER_COMMAND, launch
-from gspo_mega.verify.certify.cases import RESULTS_FILE, Case, case_config, folder_name, resolve_cases, starts
-from gspo_mega.verify.certify.random_folder import make_random_folder
-from gspo_mega.verify.certify.table import Row, render_batch, render_table
+from gspo_mega.launcher.local import WORKER_COMMAND, launch
+from gspo_mega.launcher.prepare import device_here
+from gspo_mega.models.huggingface import read_model_spec
+from gspo_mega.models.tensors import TensorEntry, checkpoint_tensors
+from gspo_mega.verify.certify.cases import (
+    CRITIC_KINDS,
+    RESULTS_FILE,
+    STEP_KINDS,
+    Case,
+    case_config,
+    folder_name,
+    resolve_cases,
+    starts,
+)
+
+# Large enough that experts are distinguishable and log-probs differ from those of a uniform distribution.
+_MATRIX_STD, _VECTOR_STD = 0.08, 0.1
+_FILE_BYTES = 2 * 1024**3
+
+
+def make_random_folder(shape_file: str | Path, folder: Path, seed: int) -> Path:
+    """Write `folder` with the config.json in `shape_file` and fp32 weights drawn from `seed`; returns it.
+
+    An existing folder with the same shape and seed is kept. Raises ModelError for a shape that is not supported.
+    """
+    spec = read_model_spec(shape_file)
+    stamp = json.dumps({"shape": spec.raw, "seed": seed}, sort_keys=True)
+    stamp_file = folder / "random.json"
+    if stamp_file.is_file() and read_text(stamp_file) == stamp:
+        return folder
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    shutil.copyfile(shape_file, folder / "config.json")
+    entries = checkpoint_tensors(spec)
+    shards: list[list[TensorEntry]] = [[]]
+    room = _FILE_BYTES
+    for entry in entries:
+        if shards[-1] and entry.num_elements * 4 > room:
+            shards.append([])
+            room = _FILE_BYTES
+        shards[-1].append(entry)
+        room -= entry.num_elements * 4
+    names = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file(
+            {entry.name: _draw(entry, index + len(names), seed) for index, entry in enumerate(shard)}, folder / file
+        )
+        names |= {entry.name: file for entry in shard}
+    size = sum(entry.num_elements * 4 for entry in entries)
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {"total_size": size}, "weight_map": names}), encoding="utf-8"
+    )
+    stamp_file.write_text(stamp, encoding="utf-8")
+    return folder
+
+
+def _draw(entry: TensorEntry, index: int, seed: int) -> np.ndarray:
+    values = np.random.default_rng((seed, index)).standard_normal(entry.shape, dtype=np.float32)
+    if len(entry.shape) > 1:
+        return _MATRIX_STD * values
+    return _VECTOR_STD * values if entry.name.endswith("bias") else 1 + _VECTOR_STD * values
+
+
+KINDS = ("log_prob", "loss", "gradient", "weights", *STEP_KINDS)
+_HEADINGS = ("log-prob", "loss", "gradient", "weights", *STEP_KINDS)
+_CRITIC_HEADINGS = ("values", "v. grad", "v. weight", *(f"v. {kind}" for kind in STEP_KINDS))
+
+_LEGEND = (
+    "log-prob: nats per token; loss: relative to mean |s A|; gradient: relative L2 of the tensor where it is largest;",
+    "weights: relative L2 of the update. norm: that of each step's gradient, relative, and what each kind of parameter",
+    "counts in it. steps: each step's clipped gradient, and Adam's moments, relative L2 of the tensor where it is",
+    "largest, and routers' sums. state: rates, decay, zeros, skipped steps, buffers, copies that are not the same.",
+    "flips: sequences clipped differently than in the reference, and tokens (times layers) that go to other experts.",
+    "on edges: the same in a second batch, whose ratios and routers are on an edge on purpose, so that rounding",
+    "decides; it is counted, not judged.",
+)
+_REACHED_LEGEND = (
+    "reached: the share of tokens with a number that FP8 rounds otherwise; the others differ by fp32's rounding."
+)
+_CRITIC_LEGEND = (
+    "values, v. grad, v. weight, v. norm ...: the critic's values, in the unit of rewards; the others as the policy's."
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A case and its outcome. `result`: of `Comparison.result`, None when there is none; `failed`: kinds outside
+    the tolerance; `error`: why there is no result.
+    """
+
+    case: Case
+    result: dict[str, Any] | None
+    failed: tuple[str, ...] = ()
+    error: str = ""
+
+    @property
+    def passed(self) -> bool:
+        if self.case.spec.refused:
+            return self.case.refusal is not None
+        return self.result is not None and not self.failed
+
+
+def render_batch(name: str, batch: dict[str, Any]) -> str:
+    """One line about a reference's recorded batch."""
+    low, high = batch["response_lengths"]
+    return (
+        f"{name}: {batch['num_trajectories']} trajectories, {batch['num_tokens']} tokens, groups of"
+        f" {' and '.join(map(str, batch['group_sizes']))}, responses of {low} to {high}, {batch['num_fully_masked']}"
+        f" fully masked; {batch['num_clipped_high']} clipped above, {batch['num_clipped_low']} below,"
+        f" {batch['num_positive']} with A > 0, {batch['num_negative']} with A < 0; nearest clip edge"
+        f" {batch['clip_margin']:.1e} away"
+        + (
+            f", {batch['num_routes']} routes, nearest tie {batch['router_margin'] or math.nan:.1e} away"
+            if batch["num_routes"]
+            else ""
+        )
+        + f"; |grad| {', '.join(f'{norm:.6f}' for norm in batch['grad_norms'])}"
+    )
+
+
+def render_table(rows: Sequence[Row]) -> str:
+    """Largest differences by case, the worst tensor, and pass or FAIL; reasons of refusals and errors below.
+
+    Flips are sequences clipped otherwise than in the reference, and tokens of a layer with other experts; `on edges`
+    the same where ratios and routers were put on the edge on purpose, and nothing is compared but counted.
+    """
+    has_critic = any(row.result is not None and "values" in row.result for row in rows)
+    has_reached = any(row.result is not None and "reached" in row.result for row in rows)
+    kinds, headings = (*KINDS, *CRITIC_KINDS) if has_critic else KINDS, _HEADINGS
+    if has_critic:
+        headings = (*_HEADINGS, *_CRITIC_HEADINGS)
+    if has_reached:
+        kinds, headings = ("reached", *kinds), ("reached", *headings)
+    width = max(len("case"), *(len(row.case.name) for row in rows))
+    lines = [
+        f"{'case':<{width}}  ranks  "
+        + "  ".join(f"{heading:>8}" for heading in headings)
+        + "  flips  on edges  verdict   largest gradient difference in"
+    ]
+    notes = []
+    for row in rows:
+        begin = f"{row.case.name:<{width}}  {row.case.spec.ranks:>5}  "
+        blank = "  ".join(f"{'-':>8}" for _ in kinds) + "      -         -"
+        if row.case.refusal is not None:
+            lines.append(f"{begin}{blank}  {'refused' if row.passed else 'REFUSED'}")
+            notes.append(f"{row.case.name}: refused: {row.case.refusal}")
+        elif row.result is None:
+            lines.append(f"{begin}{blank}  FAILED")
+            notes.append(f"{row.case.name}: {row.error}")
+        elif row.case.spec.refused:
+            lines.append(f"{begin}{_numbers(row, kinds)}  NOT REFUSED")
+        else:
+            place = row.result["gradient"]["place"]
+            lines.append(f"{begin}{_numbers(row, kinds)}  {'pass' if row.passed else 'FAIL':<8}  {place}")
+            notes += [
+                f"{row.case.name}: {kind} differs by {row.result[kind]['value']:.3g}, at most in"
+                f" {row.result[kind]['place']}"
+                for kind in row.failed
+            ]
+    legend = (*_LEGEND, *([_CRITIC_LEGEND] if has_critic else []), *([_REACHED_LEGEND] if has_reached else []))
+    return "\n".join([*lines, "", *legend, *([""] if notes else []), *notes])
+
+
+def _numbers(row: Row, kinds: Sequence[str]) -> str:
+    assert row.result is not None
+    edges = row.result.get("edges")
+    on_edges = f"{edges['num_clip_flips']}, {edges['num_route_flips']}" if edges is not None else "-"
+    flips = f"{row.result['num_clip_flips']}, {row.result['num_route_flips']}"
+    found = [row.result.get(kind) for kind in kinds]
+    numbers = [f"{one['value']:8.1e}" if one is not None else f"{'-':>8}" for one in found]
+    return "  ".join(numbers) + f"  {flips:>5}  {on_edges:>8}"
+
 
 # The start's own configuration needs a layout that fits any model; each case brings its own.
 _ONE_OF_EACH = (

@@ -17,28 +17,27 @@ from typing import Any
 
 import numpy as np
 
-from gspo_mega.algorithm.objective_settings import objective_settings
 from gspo_mega.algorithm.surrogates import low_edge
+from gspo_mega.algorithm.terms import objective_settings
 from gspo_mega.base.run_folder import RunFolder, atomic_write_json
-from gspo_mega.checkpoint.adapter_folder import start_of_adapters
-from gspo_mega.checkpoint.block_folder import open_folder
+from gspo_mega.checkpoint.adapters import start_of_adapters
+from gspo_mega.checkpoint.hf_folder import open_folder
 from gspo_mega.checkpoint.hf_import import import_huggingface
+from gspo_mega.config.derived import is_sharp
 from gspo_mega.config.schema import CertifyCase, Config, Objective
-from gspo_mega.config.sharp_fp8 import is_sharp
-from gspo_mega.engine.balancing import has_router_losses
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
+from gspo_mega.engine.routing import has_router_losses
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.models.spec import ModelSpec
 from gspo_mega.plan import resolve_layout
 from gspo_mega.plan.layout import Layout
-from gspo_mega.train.worker_context import WorkerContext
+from gspo_mega.train.context import WorkerContext
 from gspo_mega.verify.certify.batch import Draws, old_log_probs, recorded_batch, redraw, set_old_log_probs
 from gspo_mega.verify.certify.cases import RESULTS_FILE, case_config, folder_name
-from gspo_mega.verify.certify.compare_runs import Comparison, Reference, outside, tolerance_of
+from gspo_mega.verify.certify.compare import Comparison, Reference, outside, tolerance_of
 from gspo_mega.verify.certify.critic_case import CriticMeasurement, build_critic, compare_critic, record_critic
-from gspo_mega.verify.certify.measure import Measurement, Numbers
-from gspo_mega.verify.certify.route_comparison import RouterMargins, gather_routes, tie_routers
+from gspo_mega.verify.certify.measure import Measurement, Numbers, RouterMargins, gather_routes, tie_routers
 
 # Minimum distance of the recorded batch's router scores from a tie. A large model has too many routes for that; its
 # flips are counted.

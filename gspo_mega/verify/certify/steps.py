@@ -8,6 +8,10 @@ routers counted and lost; and afterwards Adam's moments, buffers, and whether al
 Of a step's whole tensors a sketch is kept, not the numbers: squares, zeros, and the products with a few vectors of
 random signs from both sides. Where two tensors differ by d in the relative L2, so do these products, in the root mean
 square.
+
+Whole gradients on every rank, which certify compares tensor by tensor.
+
+Owns the exchange of the parts that the distributed optimizer leaves on each rank. Computing gradients is the engine's.
 """
 
 from __future__ import annotations
@@ -16,17 +20,17 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from gspo_mega.checkpoint.quantized import plain_values
-from gspo_mega.engine.collectives import all_gather_json
 from gspo_mega.engine.critic import CriticEngine
-from gspo_mega.engine.megatron_optimizer import StepResult
-from gspo_mega.engine.optimizer_reads import (
+from gspo_mega.engine.optimizer import (
     SETTINGS,
+    StepResult,
     counted_squares,
     held_parameters,
     moment,
@@ -35,8 +39,29 @@ from gspo_mega.engine.optimizer_reads import (
 )
 from gspo_mega.engine.parameter_names import canonical_name, canonical_parameters, table_by_parameter, tensor_group
 from gspo_mega.engine.policy import PolicyEngine
-from gspo_mega.verify.certify.gradients import complete_gradients
-from gspo_mega.verify.certify.kinds import PARAMETER_KINDS, parameter_kind
+from gspo_mega.engine.process_groups import all_gather_json
+from gspo_mega.verify.certify.cases import PARAMETER_KINDS, parameter_kind
+
+
+@torch.no_grad()
+def complete_gradients(engine: PolicyEngine | CriticEngine) -> None:
+    """Make every parameter's `main_grad` the whole reduced gradient, in place.
+
+    With the distributed optimizer the reduction leaves each data-parallel rank only its own part of a gradient buffer;
+    this exchanges the parts. Without it nothing is left to do. Collective over the data-parallel groups.
+    """
+    for chunk in engine.wrapped:
+        if not chunk.ddp_config.use_distributed_optimizer:
+            continue
+        wrapped = cast(
+            Any, chunk
+        )  # torch declares `buffers` a method of every module; Megatron's wrapper makes it a list
+        for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers):
+            group = buffer.data_parallel_group
+            for bucket in buffer.buckets:
+                part = bucket.grad_data.view(group.size(), -1)[group.rank()].clone()
+                dist.all_gather(list(bucket.grad_data.view(group.size(), -1).unbind()), part, group=group)
+
 
 Tensors = Iterator[tuple[str, torch.Tensor]]
 _SIGN_VECTORS = 8

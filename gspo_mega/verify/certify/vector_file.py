@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from gspo_mega.base.errors import DataError
-from gspo_mega.base.guarded_files import read_json_file
-from gspo_mega.config.recipes import RECIPES, Aggregation, Ratio
+from gspo_mega.base.untrusted import read_json_file
+from gspo_mega.config.algorithms import RECIPES, Aggregation, Ratio
 
 # The recipes with a ratio of their own, and GSPO with the product of the token ratios in place of their geometric mean.
 RAW_SEQUENCE = "gspo_rawseq"

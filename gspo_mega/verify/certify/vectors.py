@@ -17,22 +17,23 @@ import torch
 from torch import Tensor
 
 from gspo_mega.algorithm.advantages import group_advantages
-from gspo_mega.algorithm.aggregation import mini_batch_denominator
-from gspo_mega.algorithm.correction import CorrectionMode, CorrectionResult, CorrectionRule, weigh
-from gspo_mega.algorithm.diagnostics import POLICY_SUMS, band_fractions, policy_metrics, policy_sums
-from gspo_mega.algorithm.mismatch import (
+from gspo_mega.algorithm.correction import (
     MAXIMUM_NAMES,
     SUM_NAMES,
+    CorrectionMode,
+    CorrectionResult,
+    CorrectionRule,
     effective_sample_fraction,
     mismatch_metrics,
     mismatch_sums,
     sequence_mean_log_ratio,
+    weigh,
 )
-from gspo_mega.algorithm.objective import ObjectiveOutput, policy_objective
-from gspo_mega.algorithm.objective_settings import ObjectiveSettings
-from gspo_mega.algorithm.ratio import sequence_log_ratio_sums
+from gspo_mega.algorithm.diagnostics import POLICY_SUMS, band_fractions, policy_metrics, policy_sums
+from gspo_mega.algorithm.objective import ObjectiveOutput, mini_batch_denominator, policy_objective
+from gspo_mega.algorithm.terms import ObjectiveSettings, sequence_log_ratio_sums
 from gspo_mega.base.errors import DataError, GspoMegaError
-from gspo_mega.config.recipes import RECIPES
+from gspo_mega.config.algorithms import RECIPES
 from gspo_mega.verify.certify.vector_file import (
     Combination,
     clip_of,

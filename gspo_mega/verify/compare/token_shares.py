@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from gspo_mega.algorithm.aggregation import mini_batch_denominator
 from gspo_mega.algorithm.diagnostics import policy_metrics, policy_sums
-from gspo_mega.algorithm.objective import policy_objective
-from gspo_mega.algorithm.objective_settings import objective_settings
-from gspo_mega.base.rollout_batch import RolloutBatch
+from gspo_mega.algorithm.objective import mini_batch_denominator, policy_objective
+from gspo_mega.algorithm.terms import objective_settings
+from gspo_mega.base.episodes import RolloutBatch
 from gspo_mega.config.schema import Config
 
 

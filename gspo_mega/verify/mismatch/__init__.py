@@ -2,8 +2,8 @@
 
 Functions of numbers alone: `causes.py` is the list of causes, `walks.py` changes them
 one after the other, `attribution.py` makes rows of the differences, `faults.py` finds
-what is no rounding, `budget_findings.py` is all of that for one budget, `advice.py`
-says it in words, `report_budget.py` shows it. `conduct.py` starts servers and ranks for
-it, and `budget_ranks.py` runs on them, with `fixed_tokens.py`,
-`server_scores.py` and `trainer_scores.py`.
+what is no rounding, `findings.py` is all of that for one budget, `findings.py`
+says it in words, `run.py` shows it. `run.py` starts servers and ranks for
+it, and `ranks.py` runs on them, with `scores.py`,
+`scores.py` and `scores.py`.
 """

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gspo_mega.config.mismatch_range import Band
+from gspo_mega.config.derived import Band
 
 _RESAMPLES = 2000
 
@@ -109,7 +109,7 @@ class AtLength:
 @dataclass(frozen=True)
 class Row:
     """One difference x of log-probs. `k3`: mean(e^x - 1 - x) per token, nats. `mean`: of x per token. `maximum`:
-    largest |x|. What follows is of the clip range as the recipe means it (`config/mismatch_range.py`), and None where
+    largest |x|. What follows is of the clip range as the recipe means it (`config/derived.py`), and None where
     nothing is clipped. `band_share`: the mean size in widths of the range. `below`, `above`: the share of all sequences
     (tokens, where those are clipped) below and above it. `clipped_negative`, `clipped_positive`: of those with A < 0
     and A > 0 the share that is clipped; None where there is none of that sign.

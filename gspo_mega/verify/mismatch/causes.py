@@ -2,7 +2,7 @@
 
 A new cause is one entry of `CAUSES`. Every cause has a *neutral* setting, in which it contributes nothing: all of them
 neutral is the reference, one fp32 (or `budget.reference`) rank without packing against one plain server of the same
-precision. Owns no numbers and starts nothing; `walks.py` orders the causes, `conduct.py` evaluates them.
+precision. Owns no numbers and starts nothing; `walks.py` orders the causes, `run.py` evaluates them.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from gspo_mega.config.layer_library import has_transformer_engine_layers
+from gspo_mega.config.derived import has_transformer_engine_layers, server_dtype
 from gspo_mega.config.schema import Config
-from gspo_mega.config.server_precision import server_dtype
 from gspo_mega.models.spec import ModelSpec
 from gspo_mega.verify.mismatch.served_folders import folder_of
 

@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from gspo_mega.config import Config
-from gspo_mega.config.server_precision import loads_quantized, server_dtype
-from gspo_mega.models.huggingface import read_stored
-from gspo_mega.models.weights_stamp import weights_stamp
+from gspo_mega.config.derived import loads_quantized, server_dtype
+from gspo_mega.models.huggingface import read_stored, weights_stamp
 
 if TYPE_CHECKING:
     import torch
 
-    from gspo_mega.models.families import TensorEntry
+    from gspo_mega.models.tensors import TensorEntry
 
 Kind = Literal["quantized", "rounded"]
 
@@ -55,8 +54,8 @@ def make_folder(config: Config, folder: Path) -> None:
     if (folder / "config.json").is_file():
         return
     from gspo_mega.checkpoint.convert import FILE_BYTES, to_huggingface
-    from gspo_mega.checkpoint.quantize import to_form
-    from gspo_mega.checkpoint.quantize_published import published_form
+    from gspo_mega.checkpoint.quantized import published_form
+    from gspo_mega.checkpoint.served_folders import to_form
     from gspo_mega.checkpoint.tensor_sources import open_checkpoint
 
     def progress(_done: int, _total: int, _name: str) -> None: ...
@@ -74,11 +73,10 @@ def _rounded_form(config: Config, source: Any) -> Any:
     import torch
 
     from gspo_mega.algorithm.fp8 import dequantize_blocks
-    from gspo_mega.algorithm.int8 import dequantize_int8_rows
-    from gspo_mega.algorithm.served import served_experts, served_linear
-    from gspo_mega.checkpoint.quantize_published import PublishedForm, published_form, quantize_weight
+    from gspo_mega.algorithm.rounding import dequantize_int8_rows, served_experts, served_linear
+    from gspo_mega.checkpoint.quantized import PublishedForm, published_form, quantize_weight
     from gspo_mega.models.block_fp8 import is_quantizable, is_quantized, served_layout
-    from gspo_mega.models.families import hf_tensors
+    from gspo_mega.models.tensors import hf_tensors
 
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[server_dtype(config)]
     layout, rule = served_layout(config), published_form(config).rule

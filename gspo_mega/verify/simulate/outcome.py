@@ -1,25 +1,244 @@
 """What a simulation found: the run, the division of its nodes, the interval of its saves.
 
-Owns putting these together from a configuration; `sim_report.py` and `sim_chart.py` show them.
+Owns putting these together from a configuration; `report.py` and `report.py` show them.
+
+Two rates from a run that was measured: how many times the cost model's seconds its servers and its trainer take.
+
+Owns reading the measured steps and the two factors. What is measured and known is no longer estimated: the publish.
+
+How often to save: by simulated failures, beside what Young's and Daly's formulas say.
+
+Owns the long run at mean step times: many failures with exponential gaps, the same ones for every interval that is
+tried. Young (1974) and Daly (2006) count all lost work at its first price; a run of gspo_mega trains lost steps again
+on recorded rollouts, which takes less time, so the best interval is longer than theirs.
+
+How to divide nodes between trainer and servers: every division that the plan accepts, simulated for a few steps.
+
+The layout's sizes stay the configuration's; data parallelism and the number of servers follow the nodes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
-from gspo_mega.base.errors import PlanError
+from gspo_mega.base.errors import ConfigError, PlanError
+from gspo_mega.base.untrusted import MOST_BYTES, parse_json, read_text
+from gspo_mega.config.schema import Config
 from gspo_mega.plan.estimate import Estimate
-from gspo_mega.plan.resolve import Plan
-from gspo_mega.plan.shares import ModelShares
-from gspo_mega.verify.simulate.checkpoint_interval import Costs, Intervals, best_interval
-from gspo_mega.verify.simulate.fit_rates import Fit, Measured, fit
-from gspo_mega.verify.simulate.job import Job, job_of
-from gspo_mega.verify.simulate.lengths import Lengths
-from gspo_mega.verify.simulate.node_split import Split, splits
-from gspo_mega.verify.simulate.run_events import Record, RunEvents
+from gspo_mega.plan.layout import Layout
+from gspo_mega.plan.memory import gpu_bytes, trainer_memory
+from gspo_mega.plan.resolve import Plan, layout_of
+from gspo_mega.plan.servers import place_servers, reward_gpus, reward_servers
+from gspo_mega.plan.state import ModelShares
+from gspo_mega.plan.validate import check_layout
+from gspo_mega.verify.simulate.events import Record, RunEvents
+from gspo_mega.verify.simulate.job import Job, Lengths, job_of
+
+# The first steps of a run include what happens once.
+_SKIPPED_STEPS = 2
+_SIMULATED = 30
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Mean seconds of a step of a run without sampling ahead."""
+
+    rollout: float
+    training: float
+    publish: float
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Factors on the cost model's seconds."""
+
+    decode: float
+    train: float
+
+
+def read_measured(path: Path) -> Measured:
+    """Of a run's folder, or its metrics.jsonl. Raises ConfigError."""
+    file = path / "metrics.jsonl" if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError(f"--fit {path}: no such file; valid: the folder of a run, or its metrics.jsonl")
+    rows = []
+    for number, line in enumerate(read_text(file, MOST_BYTES).splitlines(), 1):
+        try:
+            row = parse_json(line)
+        except ValueError:
+            raise ConfigError(f"{file}:{number}: not a line of metrics.jsonl") from None
+        if isinstance(row, dict) and "time/step_seconds" in row and "time/rollout_seconds" in row:
+            rows.append(row)
+    rows = rows[_SKIPPED_STEPS:] or rows
+    if not rows:
+        raise ConfigError(f"--fit {file}: no step with time/step_seconds and time/rollout_seconds")
+    if max(row.get("rollout/staleness_max", 0) for row in rows) > 0:
+        raise ConfigError(
+            f"--fit {file}: the run sampled ahead, so that its rollouts' seconds are not measured; valid: a run with"
+            " rollout.max_staleness: 0"
+        )
+
+    def mean(name: str) -> float:
+        return sum(float(row.get(name, 0.0)) for row in rows) / len(rows)
+
+    rollout, publish = mean("time/rollout_seconds"), mean("time/publish_seconds")
+    # Saves and evaluations are no part of a step's training.
+    rest = mean("time/checkpoint_seconds") + mean("time/eval_seconds")
+    return Measured(rollout, max(1e-9, mean("time/step_seconds") - rollout - publish - rest), publish)
+
+
+def fit(job: Job, measured: Measured, seed: int = 1) -> tuple[Job, Fit]:
+    """The job with its servers and its trainer as fast as measured."""
+    alone = replace(job, max_staleness=0, publish=0.0, save_every=0, shared=False)
+    record = RunEvents(alone, seed).run(num_steps=_SIMULATED)
+    found = Fit(
+        decode=measured.rollout * _SIMULATED / record.waiting, train=measured.training * _SIMULATED / record.training
+    )
+    return replace(job.scaled(found.decode, found.train), publish=measured.publish), found
+
+
+_FAILURES = 4000
+_TRIED = 25
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds: of a step, of the same step when it is trained again, of a save, from a failure to training on, and
+    between failures.
+    """
+
+    step: float
+    redo: float
+    save: float
+    restart: float
+    mtbf: float
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """`shares`: the share of time that goes into steps trained for the first time, by steps between saves. `best`: the
+    number of steps with the largest. `young`, `daly`: seconds of work between saves.
+    """
+
+    shares: dict[int, float]
+    best: int
+    young: float
+    daly: float
+
+
+def young_seconds(save: float, mtbf: float) -> float:
+    """Work between two saves that loses least, to first order."""
+    return math.sqrt(2 * save * mtbf)
+
+
+def daly_seconds(save: float, mtbf: float) -> float:
+    """The same to higher order (Daly 2006, equation 37)."""
+    if save >= 2 * mtbf:
+        return mtbf
+    part = save / (2 * mtbf)
+    return math.sqrt(2 * save * mtbf) * (1 + math.sqrt(part) / 3 + part / 9) - save
+
+
+def effective_share(costs: Costs, every: int, gaps: list[float]) -> float:
+    """The share of useful time with a save every `every` steps. `gaps`: seconds from each failure to the next."""
+    step, redo, save = costs.step, costs.redo, costs.save
+    cycle, done, behind, elapsed = every * step + save, 0, 0, 0.0
+    for gap in gaps:  # `behind`: steps that were trained since the last save
+        elapsed += gap
+        left = gap - costs.restart - behind * redo
+        if left < 0:
+            continue
+        first = (every - behind) * step + save
+        if left < first:
+            more = min(int(left / step), every - behind)
+            behind += more
+        else:
+            cycles, rest = divmod(left - first, cycle)
+            last = min(int(rest / step), every)
+            more = every - behind + int(cycles) * every + last
+            behind = last
+        done += more
+    return done * step / elapsed
+
+
+def best_interval(costs: Costs, seed: int = 1) -> Intervals | None:
+    """None where nothing fails or saving takes no time: then every step may as well be saved, or none."""
+    if not math.isfinite(costs.mtbf) or costs.save <= 0:
+        return None
+    rng = np.random.default_rng([seed, 2])
+    gaps = rng.exponential(costs.mtbf, _FAILURES).tolist()
+    middle = daly_seconds(costs.save, costs.mtbf) / costs.step
+    tried = sorted({max(1, round(middle * 10 ** (place / 12 - 1))) for place in range(_TRIED)})
+    shares = {every: effective_share(costs, every, gaps) for every in tried}
+    best = max(tried, key=lambda every: shares[every])
+    return Intervals(shares, best, young_seconds(costs.save, costs.mtbf), daly_seconds(costs.save, costs.mtbf))
+
+
+_MOST_SIMULATED = 12
+
+
+@dataclass(frozen=True)
+class Split:
+    """A division that can run, as a configuration."""
+
+    config: Config
+    layout: Layout
+
+    @property
+    def trainer_nodes(self) -> int:
+        return self.config.cluster.num_nodes
+
+    @property
+    def server_nodes(self) -> int:
+        return self.config.cluster.num_rollout_nodes
+
+
+def splits(plan: Plan, shares: ModelShares, num_nodes: int, where: Callable[[str], str]) -> list[Split]:
+    """The divisions of `num_nodes` nodes that the plan accepts and whose trainer fits its memory by estimate, fewest
+    nodes for the trainer first; with many, a selection over the whole range. Raises PlanError where there is none.
+    """
+    config, spec, limit = plan.config, plan.spec, gpu_bytes(plan.config)
+    found: list[Split] = []
+    reasons: dict[str, str] = {}
+    gpus, tensor = config.cluster.gpus_per_node or config.cluster.ranks_per_node, config.server.tensor
+    for trainer in range(1, num_nodes):
+        groups, over = divmod(num_nodes - trainer, config.server.num_nodes)
+        servers = groups * (gpus * config.server.num_nodes // tensor)
+        # As many as leave room for the servers of reward models.
+        while servers >= 1 and max(place_servers(config, servers, num_nodes - trainer).gpus) > gpus:
+            servers -= 1
+        if servers < 1 or over:
+            scored = f" and {reward_gpus(config)} GPUs of reward models" if reward_gpus(config) else ""
+            reasons["server.tensor"] = f"{num_nodes - trainer} nodes of {gpus} GPUs for servers of {tensor}{scored}"
+            continue
+        scorers = len(reward_servers(config))
+        used = min(num_nodes - trainer, servers * config.server.num_nodes + scorers)
+        cluster = config.cluster.model_copy(update={"num_nodes": trainer, "num_rollout_nodes": used})
+        server = config.server.model_copy(update={"num_servers": servers})
+        candidate = config.model_copy(update={"cluster": cluster, "server": server})
+        if problems := check_layout(candidate, spec, "gpu"):
+            reasons[problems[0].key] = f"{trainer} nodes: {problems[0].text}"
+            continue
+        layout = layout_of(candidate, spec, plan.layout.attention_crossover_tokens)
+        if limit is not None and (memory := trainer_memory(candidate, layout, shares)).peak > limit:
+            reasons["memory"] = f"{trainer} nodes need {memory.peak / 2**30:.0f} GiB per GPU of {limit / 2**30:.0f} GiB"
+            continue
+        found.append(Split(candidate, layout))
+    if not found:
+        told = "; ".join(f"{key}: {reason}" for key, reason in reasons.items()) or "one node cannot be divided"
+        raise PlanError(
+            f"{where('cluster.num_nodes')}: {num_nodes} nodes cannot be divided between trainer and servers: {told}"
+        )
+    if len(found) <= _MOST_SIMULATED:
+        return found
+    last = len(found) - 1
+    return [found[round(place * last / (_MOST_SIMULATED - 1))] for place in range(_MOST_SIMULATED)]
+
 
 _SPLIT_STEPS, _SKIPPED = 24, 4
 _DAY = 86_400.0

@@ -11,10 +11,10 @@ import urllib.parse
 import openai
 
 from gspo_mega.agents.endpoint import Endpoint
-from gspo_mega.agents.episode_session import Answer, Session
+from gspo_mega.agents.session import Answer, Session
 from gspo_mega.config.schema import Endpoint as Settings
 from gspo_mega.rollout.client.completion import SamplingParams
-from gspo_mega.rollout.loop_thread import LoopThread
+from gspo_mega.rollout.pooled_server import LoopThread
 
 STOP = 256
 OPENERS = ("<think>", "<tool_call>")

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from gspo_mega.agents.episode_pool import EpisodePool
-from gspo_mega.agents.episode_session import Answer
+from gspo_mega.agents.pool import EpisodePool
 from gspo_mega.agents.protocol import Task, TooManyTurns
+from gspo_mega.agents.session import Answer
 from gspo_mega.base.errors import EpisodeError
 from gspo_mega.config.schema import EpisodeFunction, Episodes
 

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field, replace
 
 from chat_templates import TOOLS, tokenizer_with
 
-from gspo_mega.agents.conversation import Conversation
-from gspo_mega.agents.episode_session import Session
-from gspo_mega.agents.turn import Limits, Turn
-from gspo_mega.base.episode_records import Episode
+from gspo_mega.agents.protocol import Limits, Turn
+from gspo_mega.agents.session import Conversation, Session
+from gspo_mega.base.episodes import Episode
 from gspo_mega.base.records import Prompt
 from gspo_mega.data.chat import PromptEncoder
-from gspo_mega.data.template_suffix import SuffixRule
+from gspo_mega.data.templates import SuffixRule
 
 USER = {"role": "user", "content": "2+2?"}
 

@@ -11,17 +11,16 @@ from chat_templates import TOOLS, call_of, tokenizer_with
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gspo_mega.agents.conversation import Conversation
 from gspo_mega.agents.demonstrated import DemonstrationEncoder
-from gspo_mega.agents.episode_session import Session
-from gspo_mega.agents.message_parts import format_of
-from gspo_mega.agents.turn import Limits, Turn
-from gspo_mega.base.episode_records import Episode
+from gspo_mega.agents.messages import format_of
+from gspo_mega.agents.protocol import Limits, Turn
+from gspo_mega.agents.session import Conversation, Session
+from gspo_mega.base.episodes import Episode
 from gspo_mega.base.errors import DataError
 from gspo_mega.base.records import Prompt
 from gspo_mega.data import calculator
 from gspo_mega.data.chat import PromptEncoder
-from gspo_mega.data.template_suffix import SuffixRule
+from gspo_mega.data.templates import SuffixRule
 
 ENDS = ("<|im_end|>", "<|endoftext|>")
 PROMPT = [{"role": "user", "content": "47*86+39="}]

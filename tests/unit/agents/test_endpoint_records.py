@@ -9,8 +9,8 @@ import pytest
 from session_support import USER, Said, in_loop, side_of
 
 from gspo_mega.agents.endpoint import Endpoint
-from gspo_mega.agents.message_parts import FORMATS
-from gspo_mega.base.episode_check import check_episode
+from gspo_mega.agents.messages import FORMATS
+from gspo_mega.base.episodes import check_episode
 from gspo_mega.config.schema import Endpoint as Settings
 
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "2+2"}}\n</tool_call>'

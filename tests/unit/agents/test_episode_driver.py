@@ -9,17 +9,13 @@ import chat_templates as families
 import pytest
 from session_support import USER, Params, in_loop, side_of
 
-from gspo_mega.agents.driver import EpisodeDriver
-from gspo_mega.agents.episode_counts import counts_of
-from gspo_mega.agents.finished import Failure, Finished, is_of_infrastructure
-from gspo_mega.agents.one_turn import OneTurn
-from gspo_mega.agents.protocol import Outcome, TurnRefused, outcome_of
-from gspo_mega.agents.turn import Limits
-from gspo_mega.base.episode_check import check_episode
-from gspo_mega.base.episode_records import ToolRecord
+from gspo_mega.agents.driver import EpisodeDriver, OneTurn
+from gspo_mega.agents.protocol import Failure, Finished, Limits, Outcome, TurnRefused, is_of_infrastructure, outcome_of
+from gspo_mega.agents.session import counts_of
+from gspo_mega.base.episodes import ToolRecord, check_episode
 from gspo_mega.base.errors import DataError, RolloutError
 from gspo_mega.config.schema import Reward
-from gspo_mega.rewards.scoring_pool import ScoringPool
+from gspo_mega.rewards.pool import ScoringPool
 
 MORE = {"role": "user", "content": "go on"}
 

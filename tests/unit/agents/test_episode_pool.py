@@ -6,7 +6,7 @@ import os
 import pytest
 from pool_support import PolicySession, kinds, run, settings, task
 
-from gspo_mega.agents.episode_pool import EpisodePool, check_functions
+from gspo_mega.agents.pool import EpisodePool, check_functions
 from gspo_mega.base.errors import DataError, EpisodeError, RolloutError
 from gspo_mega.config.schema import EpisodeFunction
 

@@ -7,7 +7,7 @@ import psutil
 import pytest
 from pool_support import PolicySession, kinds, run, settings, task
 
-from gspo_mega.agents.episode_pool import EpisodePool
+from gspo_mega.agents.pool import EpisodePool
 from gspo_mega.config.schema import EpisodeFunction
 
 pytestmark = pytest.mark.usefixtures("folder", "nothing_is_left")

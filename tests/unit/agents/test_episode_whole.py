@@ -13,10 +13,10 @@ from pool_support import settings
 from session_support import Params, side_of
 
 from gspo_mega.agents.driver import EpisodeDriver
-from gspo_mega.agents.episode_counts import counts_of
-from gspo_mega.agents.episode_pool import EpisodePool
-from gspo_mega.agents.turn import Limits, Turn
-from gspo_mega.base.episode_check import check_episode
+from gspo_mega.agents.pool import EpisodePool
+from gspo_mega.agents.protocol import Limits, Turn
+from gspo_mega.agents.session import counts_of
+from gspo_mega.base.episodes import check_episode
 from gspo_mega.config.schema import EpisodeFunction
 
 pytestmark = pytest.mark.usefixtures("folder", "nothing_is_left")

@@ -15,9 +15,8 @@ from run_configs import make_config
 from session_support import Params, Said, side_of
 
 from gspo_mega.agents.driver import EpisodeDriver
-from gspo_mega.agents.foreign import ForeignAgents
-from gspo_mega.agents.protocol import ContextFull, Outcome, Task
-from gspo_mega.agents.turn import Limits
+from gspo_mega.agents.external_agent import ForeignAgents
+from gspo_mega.agents.protocol import ContextFull, Limits, Outcome, Task
 from gspo_mega.base.errors import EpisodeError, RolloutError
 
 HEAD = "import json, os, pathlib, sys, time, urllib.request\n"
@@ -284,7 +283,7 @@ def test_what_an_agent_wrote_is_removed_beside_the_event_loop(monkeypatch):
         threads.append(threading.current_thread())
         remove(path, **options)
 
-    monkeypatch.setattr("gspo_mega.agents.foreign.shutil.rmtree", removing)
+    monkeypatch.setattr("gspo_mega.agents.external_agent.shutil.rmtree", removing)
     run_agent("pathlib.Path(os.environ['TMPDIR'], 'a').mkdir()\n" + TWO_TURNS)
     assert len(threads) == 2 and threading.main_thread() not in threads
 

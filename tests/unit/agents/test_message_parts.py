@@ -12,7 +12,7 @@ from chat_templates import TOOLS
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gspo_mega.agents.message_parts import FORMATS, format_of, parts_of
+from gspo_mega.agents.messages import FORMATS, format_of, parts_of
 from gspo_mega.base.errors import DataError
 from gspo_mega.data.calculator import CHAT_TEMPLATE
 

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 from pool_support import PolicySession, kinds, run, settings, task
 
-from gspo_mega.agents import episode_pool
-from gspo_mega.agents.episode_pool import EpisodePool
+from gspo_mega.agents import pool as episode_pool
+from gspo_mega.agents.pool import EpisodePool
 from gspo_mega.base.errors import EpisodeError
 from gspo_mega.config.schema import EpisodeFunction
 

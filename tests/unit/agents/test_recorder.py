@@ -10,13 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gspo_mega.agents.protocol import Turn
 from gspo_mega.agents.recorder import Recorder
-from gspo_mega.agents.turn import Turn
-from gspo_mega.base.episode_check import check_episode
-from gspo_mega.base.episode_records import Episode
+from gspo_mega.base.episodes import Episode, check_episode
 from gspo_mega.base.errors import DataError
 from gspo_mega.base.records import Prompt
-from gspo_mega.data.template_suffix import Rendered
+from gspo_mega.data.templates import Rendered
 
 USER = {"role": "user", "content": "2+2?"}
 MORE = {"role": "user", "content": "And 5?"}

@@ -10,7 +10,7 @@ import chat_templates as families
 import pytest
 from session_support import USER, Said, in_loop, side_of
 
-from gspo_mega.agents.episode_session import NotReplayable
+from gspo_mega.agents.session import NotReplayable
 from gspo_mega.base.errors import DataError
 
 

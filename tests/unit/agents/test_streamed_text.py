@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gspo_mega.agents.streamed_text import StreamedContent, TokenText
+from gspo_mega.agents.messages import StreamedContent, TokenText
 
 OPENERS = ("<think>", "<tool_call>")
 STOP = 256

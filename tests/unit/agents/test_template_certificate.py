@@ -14,7 +14,7 @@ from gspo_mega.agents.template_certificate import certify_template, summary
 from gspo_mega.agents.template_dialogues import KINDS, dialogues
 from gspo_mega.cli.main import main
 from gspo_mega.data.chat import MaskedText, PromptEncoder
-from gspo_mega.data.template_suffix import Rendered, Rewritten, SuffixRule
+from gspo_mega.data.templates import Rendered, Rewritten, SuffixRule
 
 STOPS = {"TOOLS_LAST": ["</s>"], "SHARED_END": ["<|user|>", "<|observation|>"]}
 
@@ -192,7 +192,7 @@ def test_the_command_fails_where_there_is_a_drift(tmp_path, capsys, monkeypatch)
     command = ["doctor", "--tokenizer", saved(tmp_path, families.QUICKSTART)]
     assert main(command) == 0
     capsys.readouterr()
-    monkeypatch.setattr("gspo_mega.data.template_suffix.SuffixRule", DropsALetter)
+    monkeypatch.setattr("gspo_mega.data.templates.SuffixRule", DropsALetter)
     assert main(command) == 1
     said = capsys.readouterr()
     *findings, last = said.out.splitlines()

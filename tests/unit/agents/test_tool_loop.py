@@ -7,16 +7,15 @@ from pathlib import Path
 import pytest
 
 from gspo_mega.agents.demonstrated import demonstration_encoder
-from gspo_mega.agents.protocol import Outcome, Task, TooManyTurns, load_episode, runs_in_worker
-from gspo_mega.agents.tool_loop import tool_loop
-from gspo_mega.agents.turn import Turn
+from gspo_mega.agents.driver import tool_loop
+from gspo_mega.agents.protocol import Outcome, Task, TooManyTurns, Turn, load_episode, runs_in_worker
 from gspo_mega.base.records import Prompt
 from gspo_mega.config import load_config
 from gspo_mega.data.calculator import CHAT_TEMPLATE, Problem, demonstrate
 from gspo_mega.data.chat import load_tokenizer
-from gspo_mega.data.tokenizer import write_tokenizer
+from gspo_mega.data.quickstart import write_tokenizer
 from gspo_mega.models.huggingface import read_model_spec
-from gspo_mega.train.episode_parts import episode_driver
+from gspo_mega.train.rollouts import episode_driver
 
 REPOSITORY = Path(__file__).parents[3]
 

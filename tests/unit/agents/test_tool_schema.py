@@ -5,8 +5,7 @@ import sys
 
 import pytest
 
-from gspo_mega.agents.argument_types import ToolError
-from gspo_mega.agents.tool_schema import MAX_RESULT_CHARACTERS, load_tool, load_tools, text_of
+from gspo_mega.agents.tools import MAX_RESULT_CHARACTERS, ToolError, load_tool, load_tools, text_of
 from gspo_mega.base.errors import EpisodeError
 
 SOURCE = '''

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gspo_mega.algorithm.advantages import group_advantages
-from gspo_mega.base.episode_records import one_turn_row
+from gspo_mega.base.episodes import Group, one_turn_row
 from gspo_mega.base.records import Prompt
-from gspo_mega.base.rollout_batch import Group
 
 REWARDS = st.lists(st.tuples(st.sampled_from([0.0, 0.1, 0.5, 1.0]), st.integers(0, 3)), min_size=1, max_size=30)
 

@@ -8,10 +8,9 @@ from algorithm_cases import AGGREGATIONS, RATIOS, Batch, settings_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gspo_mega.algorithm.aggregation import mini_batch_denominator, sequence_coefficients
 from gspo_mega.algorithm.diagnostics import POLICY_SUMS, policy_sums
-from gspo_mega.algorithm.kl import reference_kl
-from gspo_mega.algorithm.objective import policy_objective
+from gspo_mega.algorithm.losses import reference_kl
+from gspo_mega.algorithm.objective import mini_batch_denominator, policy_objective, sequence_coefficients
 
 EVERY = [(ratio, aggregation) for ratio in RATIOS for aggregation in AGGREGATIONS]
 F64 = torch.float64

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gspo_mega.algorithm.columns import COLUMNS, CORRECTION_WEIGHT, ENTROPY_SUM, LOG_S, MISMATCH_MAXIMA, merge_columns
+from gspo_mega.algorithm.terms import COLUMNS, CORRECTION_WEIGHT, ENTROPY_SUM, LOG_S, MISMATCH_MAXIMA, merge_columns
 
 
 def part(rows, **columns):

@@ -10,15 +10,22 @@ import math
 import pytest
 import torch
 
-from gspo_mega.algorithm.correction import CorrectionRule, weigh
+from gspo_mega.algorithm.advantages import whitened
+from gspo_mega.algorithm.correction import (
+    LEAST_SEGMENTS,
+    MAXIMUM_NAMES,
+    CorrectionRule,
+    correct_segments,
+    mismatch_metrics,
+    mismatch_sums,
+    segment_centres,
+    sequence_mean_log_ratio,
+    weigh,
+)
 from gspo_mega.algorithm.diagnostics import POLICY_SUMS, band_fractions, policy_metrics, policy_sums
-from gspo_mega.algorithm.gae import whitened
-from gspo_mega.algorithm.kl import reference_kl
-from gspo_mega.algorithm.mismatch import MAXIMUM_NAMES, mismatch_metrics, mismatch_sums, sequence_mean_log_ratio
+from gspo_mega.algorithm.losses import reference_kl, value_loss
 from gspo_mega.algorithm.objective import policy_objective
-from gspo_mega.algorithm.objective_settings import ObjectiveSettings
-from gspo_mega.algorithm.segment_correction import LEAST_SEGMENTS, correct_segments, segment_centres
-from gspo_mega.algorithm.value_loss import value_loss
+from gspo_mega.algorithm.terms import ObjectiveSettings
 
 F64 = torch.float64
 E = math.exp

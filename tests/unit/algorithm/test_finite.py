@@ -6,7 +6,7 @@ import pytest
 import torch
 from device_reads import DeviceReads
 
-from gspo_mega.algorithm.finite import NonFiniteToken, deferred, not_finite, require_finite, settle
+from gspo_mega.algorithm.terms import NonFiniteToken, deferred, not_finite, require_finite, settle
 from gspo_mega.base.errors import NumericsError
 
 MASK, IDS = torch.tensor([0.0, 1.0, 1.0, 1.0]), torch.tensor([0, 0, 4, 4])

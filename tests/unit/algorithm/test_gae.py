@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gspo_mega.algorithm.gae import generalised_advantages, penalised_rewards, token_rewards, whitened
+from gspo_mega.algorithm.advantages import generalised_advantages, penalised_rewards, token_rewards, whitened
 
 NUMBERS = st.floats(-4, 4, allow_nan=False, width=32)
 SHARES = st.sampled_from([0.0, 0.25, 0.95, 1.0])

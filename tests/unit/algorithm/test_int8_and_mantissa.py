@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from gspo_mega.algorithm.int8 import dequantize_int8_rows, quantize_int8_rows
-from gspo_mega.algorithm.mantissa import round_mantissa
+from gspo_mega.algorithm.rounding import dequantize_int8_rows, quantize_int8_rows, round_mantissa
 
 
 def test_int8_rows_by_hand():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from algorithm_cases import AGGREGATIONS, Batch
 
-from gspo_mega.algorithm.kl import reference_kl, token_kl
+from gspo_mega.algorithm.losses import reference_kl, token_kl
 from gspo_mega.algorithm.objective import ObjectiveSettings
 from gspo_mega.base.errors import NumericsError
 

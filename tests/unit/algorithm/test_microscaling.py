@@ -7,8 +7,7 @@ import pytest
 import torch
 from fp8_by_numpy import LARGEST, fp8_value, nearest_fp8
 
-from gspo_mega.algorithm.fp8 import from_fp8
-from gspo_mega.algorithm.microscaling import dequantize_mx, e8m0_from_amax, e8m0_values, quantize_mx
+from gspo_mega.algorithm.fp8 import dequantize_mx, e8m0_from_amax, e8m0_values, from_fp8, quantize_mx
 
 NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 

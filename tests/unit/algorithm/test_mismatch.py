@@ -7,11 +7,7 @@ import math
 import pytest
 import torch
 
-from gspo_mega.algorithm.mismatch import (
-    effective_sample_fraction,
-    mismatch_metrics,
-    mismatch_sums,
-)
+from gspo_mega.algorithm.correction import effective_sample_fraction, mismatch_metrics, mismatch_sums
 
 
 def test_parts_of_context_parallel_ranks_combine_to_the_whole():

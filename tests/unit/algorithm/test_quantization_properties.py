@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 
 from gspo_mega.algorithm.fp8 import (
     dequantize_blocks,
+    dequantize_mx,
     from_fp8,
     quantize_blocks,
+    quantize_mx,
     quantize_published_blocks,
     quantize_tensorwise,
 )
-from gspo_mega.algorithm.int8 import dequantize_int8_rows, quantize_int8_rows
-from gspo_mega.algorithm.mantissa import round_mantissa
-from gspo_mega.algorithm.microscaling import dequantize_mx, quantize_mx
+from gspo_mega.algorithm.rounding import dequantize_int8_rows, quantize_int8_rows, round_mantissa
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # Half a step relative to a normal value, and half of the least subnormal, in units of scale_inv.

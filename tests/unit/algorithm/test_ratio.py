@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gspo_mega.algorithm.ratio import exp_minus_linear, segment_sum, sequence_log_ratio_sums
-from gspo_mega.algorithm.supervised_loss import supervised_loss
+from gspo_mega.algorithm.losses import supervised_loss
+from gspo_mega.algorithm.terms import exp_minus_linear, segment_sum, sequence_log_ratio_sums
 
 
 @given(ids=st.lists(st.integers(0, 6), max_size=200), seed=st.integers(0, 1000))

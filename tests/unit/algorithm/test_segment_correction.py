@@ -11,8 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gspo_mega.algorithm.correction import CorrectionRule, acted_on, correct
-from gspo_mega.algorithm.segment_correction import LEAST_SEGMENTS, correct_segments, segment_centres
+from gspo_mega.algorithm.correction import (
+    LEAST_SEGMENTS,
+    CorrectionRule,
+    acted_on,
+    correct,
+    correct_segments,
+    segment_centres,
+)
 from gspo_mega.base.errors import NumericsError
 
 F64 = torch.float64

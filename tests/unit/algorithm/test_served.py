@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gspo_mega.algorithm.fp8 import from_fp8
-from gspo_mega.algorithm.served import rounded_call, rounded_tokens, served_experts, served_linear
+from gspo_mega.algorithm.rounding import rounded_call, rounded_tokens, served_experts, served_linear
 
 
 def test_a_channel_of_a_linear_layer_has_its_own_scale():

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gspo_mega.algorithm.objective import policy_objective
-from gspo_mega.algorithm.objective_settings import ObjectiveSettings, objective_settings
-from gspo_mega.config.recipes import RECIPES
+from gspo_mega.algorithm.terms import ObjectiveSettings, objective_settings
+from gspo_mega.config.algorithms import RECIPES
 from gspo_mega.config.schema import Objective
 
 SLOW = {"dapo": "grpo", "dr_grpo": "grpo", "luspo": "gspo"}

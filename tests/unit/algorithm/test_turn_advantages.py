@@ -12,8 +12,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from gspo_mega.algorithm.advantages import group_advantages
-from gspo_mega.algorithm.turn_advantages import turn_advantages, turn_returns
+from gspo_mega.algorithm.advantages import group_advantages, turn_advantages, turn_returns
 
 ROOT3 = math.sqrt(3)
 

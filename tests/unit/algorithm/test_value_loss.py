@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gspo_mega.algorithm.value_loss import VALUE_SUMS, explained_variance, value_loss, value_sums
+from gspo_mega.algorithm.losses import VALUE_SUMS, explained_variance, value_loss, value_sums
 
 
 def of(values, old, returns, *, ids, lengths, coefficients, clip_range=None):

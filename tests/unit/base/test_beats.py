@@ -6,35 +6,35 @@ import asyncio
 
 import pytest
 
-from gspo_mega.base import beats
-from gspo_mega.rollout.client.flight import Flight
+from gspo_mega.base import progress
+from gspo_mega.rollout.client.server_client import Flight
 
 
 @pytest.fixture(autouse=True)
 def start():
-    beats.enter(beats.START)
+    progress.enter(progress.START)
     yield
-    beats.enter(beats.START)
+    progress.enter(progress.START)
 
 
 def count():
-    return beats.now()[1]
+    return progress.now()[1]
 
 
 def test_phases_nest_and_each_change_is_progress():
     before = count()
-    with beats.during("train"):
-        assert beats.now() == ("train", before + 1)
-        with beats.during(beats.WAIT):
-            assert beats.now()[0] == beats.WAIT
-        assert beats.now()[0] == "train"
-    assert beats.now() == (beats.START, before + 4)
+    with progress.during("train"):
+        assert progress.now() == ("train", before + 1)
+        with progress.during(progress.WAIT):
+            assert progress.now()[0] == progress.WAIT
+        assert progress.now()[0] == "train"
+    assert progress.now() == (progress.START, before + 4)
 
 
 def test_a_phase_ends_with_its_error():
-    with pytest.raises(ValueError), beats.during("publish"):
+    with pytest.raises(ValueError), progress.during("publish"):
         raise ValueError
-    assert beats.now()[0] == beats.START
+    assert progress.now()[0] == progress.START
 
 
 def test_new_tokens_of_a_long_response_are_progress():

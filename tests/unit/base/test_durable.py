@@ -5,7 +5,7 @@ import stat
 
 import pytest
 
-from gspo_mega.base import durable
+from gspo_mega.base import atomic_io
 
 
 @pytest.fixture
@@ -26,8 +26,8 @@ def mode(path):
 @pytest.mark.parametrize("mask", [0o022, 0o077, 0o027, 0o002])
 def test_what_is_written_whole_has_the_permissions_that_the_umask_leaves(tmp_path, umask, mask):
     umask(mask)
-    durable.atomic_write_text(tmp_path / "prompts", "secret")
-    durable.write_whole(tmp_path / "key", b"secret", mode=0o600)
+    atomic_io.atomic_write_text(tmp_path / "prompts", "secret")
+    atomic_io.write_whole(tmp_path / "key", b"secret", mode=0o600)
     assert mode(tmp_path / "prompts") == 0o666 & ~mask
     assert mode(tmp_path / "key") == 0o600
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["key", "prompts"]
@@ -39,10 +39,10 @@ def test_what_is_written_whole_has_the_permissions_that_the_umask_leaves(tmp_pat
 def test_a_copy_is_for_no_more_people_than_its_source(tmp_path, umask, source, copy):
     (tmp_path / "from").write_text("secret")
     (tmp_path / "from").chmod(source)
-    durable.copy_file(tmp_path / "from", tmp_path / "to", at="publish.copy")
+    atomic_io.copy_file(tmp_path / "from", tmp_path / "to", at="publish.copy")
     assert mode(tmp_path / "to") == copy and (tmp_path / "to").read_text() == "secret"
     (tmp_path / "from").write_text("again")
-    durable.copy_file(tmp_path / "from", tmp_path / "to", at="publish.copy")
+    atomic_io.copy_file(tmp_path / "from", tmp_path / "to", at="publish.copy")
     assert (tmp_path / "to").read_text() == "again", "a copy that was cut short is in nobody's way"
 
 
@@ -50,12 +50,12 @@ def test_nothing_is_written_through_a_link_at_the_target(tmp_path):
     (tmp_path / "from").write_text("new")
     (tmp_path / "other").write_text("old")
     (tmp_path / "to").symlink_to(tmp_path / "other")
-    durable.copy_file(tmp_path / "from", tmp_path / "to", at="publish.copy")
+    atomic_io.copy_file(tmp_path / "from", tmp_path / "to", at="publish.copy")
     assert (tmp_path / "other").read_text() == "old" and (tmp_path / "to").read_text() == "new"
 
 
 def test_a_reader_sees_a_folder_whole_or_not_at_all_while_it_is_removed(tmp_path, monkeypatch):
-    folder, seen, remove = tmp_path / "step", [], durable.shutil.rmtree
+    folder, seen, remove = tmp_path / "step", [], atomic_io.shutil.rmtree
     (folder / "inner").mkdir(parents=True)
     (folder / "inner" / "file").write_text("text")
 
@@ -63,15 +63,15 @@ def test_a_reader_sees_a_folder_whole_or_not_at_all_while_it_is_removed(tmp_path
         seen.append(folder.exists())
         remove(path, *arguments, **more)
 
-    monkeypatch.setattr(durable.shutil, "rmtree", removed)
+    monkeypatch.setattr(atomic_io.shutil, "rmtree", removed)
     (tmp_path / ".step.removed").mkdir()  # of a removal that was cut short
-    durable.remove_tree(folder, at="save.drop")
+    atomic_io.remove_tree(folder, at="save.drop")
     assert seen[0] is True and seen[-1] is False and list(tmp_path.iterdir()) == []
-    durable.remove_tree(folder, at="save.drop")
+    atomic_io.remove_tree(folder, at="save.drop")
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path, monkeypatch):
-    durable.atomic_write_text(tmp_path / "state", "old")
+    atomic_io.atomic_write_text(tmp_path / "state", "old")
 
     def full(descriptor):
         raise OSError(28, "No space left on device")
@@ -79,14 +79,14 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path, 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         with pytest.raises(OSError, match="No space left"):
-            durable.atomic_write_text(tmp_path / "state", "new")
+            atomic_io.atomic_write_text(tmp_path / "state", "new")
     assert (tmp_path / "state").read_text() == "old" and [path.name for path in tmp_path.iterdir()] == ["state"]
 
 
 def test_what_a_killed_writer_left_beside_a_file_goes_with_the_next_write(tmp_path):
     left, other = tmp_path / ".latest.0123abcd.part", tmp_path / ".later.0123abcd.part"
     left.write_text("half"), other.write_text("half")
-    durable.atomic_write_text(tmp_path / "latest", "new", at="save.latest")
+    atomic_io.atomic_write_text(tmp_path / "latest", "new", at="save.latest")
     assert sorted(path.name for path in tmp_path.iterdir()) == [other.name, "latest"]
 
 
@@ -94,8 +94,8 @@ def test_all_of_a_long_write_is_written(tmp_path, monkeypatch):
     """The kernel may take a part of what it is given."""
     write = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, bytes(data)[:3]))
-    durable.write_whole(tmp_path / "file", b"0123456789")
-    descriptor = durable.open_end(tmp_path / "file", at="journal.open")
-    durable.append(descriptor, b"abcdefgh", at="journal.append")
+    atomic_io.write_whole(tmp_path / "file", b"0123456789")
+    descriptor = atomic_io.open_end(tmp_path / "file", at="journal.open")
+    atomic_io.append(descriptor, b"abcdefgh", at="journal.append")
     os.close(descriptor)
     assert (tmp_path / "file").read_bytes() == b"0123456789abcdefgh"

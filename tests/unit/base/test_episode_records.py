@@ -12,9 +12,8 @@ import pytest
 from episode_trees import TASK, context, episodes, routed, sampled
 from hypothesis import given, settings
 
-from gspo_mega.base import episode_records
-from gspo_mega.base.episode_check import check_episode
-from gspo_mega.base.episode_records import Episode, leaves_of, one_turn_episode, one_turn_row, rows_of
+from gspo_mega.base import episodes as episode_records
+from gspo_mega.base.episodes import Episode, check_episode, leaves_of, one_turn_episode, one_turn_row, rows_of
 from gspo_mega.base.records import Trajectory
 
 

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 from report_runs import make_run
 
-from gspo_mega.base import guarded_files
+from gspo_mega.base import untrusted
 from gspo_mega.base.errors import DataError, FolderError, GspoMegaError, ModelError
-from gspo_mega.base.guarded_files import MOST_JSON_BYTES, NoRegularFileError, open_regular, read_bytes
+from gspo_mega.base.untrusted import MOST_JSON_BYTES, NoRegularFileError, open_regular, read_bytes
 from gspo_mega.cli.main import main
 from gspo_mega.data.chat import load_tokenizer
 from gspo_mega.models.huggingface import read_model_spec, spec_from_config
-from gspo_mega.rollout.server.running import log_tail
+from gspo_mega.rollout.server.process import log_tail
 
 SECONDS = 60
 DEEP = b"[" * 100_000
@@ -315,12 +315,12 @@ def test_a_bound_of_gigabytes_takes_no_memory_and_holds_for_a_file_that_grows(tm
     path.write_bytes(b"line\n" * 10)
     assert read_bytes(path, 64 * 2**40) == b"line\n" * 10  # more than any machine has
 
-    def grown(path, most_bytes=None, real=guarded_files.open_regular):
+    def grown(path, most_bytes=None, real=untrusted.open_regular):
         file = real(path, most_bytes)
         with path.open("ab") as more:
             more.write(b"x" * 100)
         return file
 
-    monkeypatch.setattr(guarded_files, "open_regular", grown)
+    monkeypatch.setattr(untrusted, "open_regular", grown)
     with pytest.raises(OSError, match="has more than 100 bytes"):
         read_bytes(path, 100)

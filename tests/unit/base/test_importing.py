@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from gspo_mega.base.importing import uncollected
+from gspo_mega.base.garbage import uncollected
 
 
 class Cycle:
@@ -51,7 +51,7 @@ def test_a_failed_import_leaves_the_collector_on():
 def test_an_orderly_exit_frees_what_was_made_inside():
     """Compiled libraries report objects that outlive Python, as leaks, in the log of whatever ended."""
     code = (
-        "import gspo_mega.base.importing as importing\n"
+        "import gspo_mega.base.garbage as importing\n"
         "class Cycle:\n"
         "    def __init__(self): self.itself = self\n"
         "    def __del__(self): print('freed', flush=True)\n"

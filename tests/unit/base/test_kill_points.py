@@ -2,45 +2,45 @@
 
 import pytest
 
-from gspo_mega.base import durable, kill_points
+from gspo_mega.base import atomic_io, failpoints
 
 
 @pytest.fixture(autouse=True)
 def disarmed():
     yield
-    kill_points.arm(None, 0)
+    failpoints.arm(None, 0)
 
 
 def test_the_nth_time_on_its_rank_alone(tmp_path):
-    kill_points.arm("point=journal.sync.before,hit=2,do=disk_full,rank=1", rank=0)
+    failpoints.arm("point=journal.sync.before,hit=2,do=disk_full,rank=1", rank=0)
     for _ in range(3):
-        kill_points.reached("journal.sync.before")
-    kill_points.arm("point=journal.sync.before,hit=2,do=disk_full,rank=1", rank=1)
-    kill_points.reached("journal.sync.before")
-    kill_points.reached("journal.sync.after")
+        failpoints.reached("journal.sync.before")
+    failpoints.arm("point=journal.sync.before,hit=2,do=disk_full,rank=1", rank=1)
+    failpoints.reached("journal.sync.before")
+    failpoints.reached("journal.sync.after")
     with pytest.raises(OSError, match="No space left"):
-        kill_points.reached("journal.sync.before")
-    kill_points.reached("journal.sync.before")
+        failpoints.reached("journal.sync.before")
+    failpoints.reached("journal.sync.before")
 
 
 @pytest.mark.parametrize("text", ["point=nowhere", "do=explode", "who=me", "hit=often"])
 def test_what_cannot_be_armed_is_refused(text):
     with pytest.raises(ValueError):
-        kill_points.arm(text, 0)
+        failpoints.arm(text, 0)
 
 
 def test_a_point_must_be_declared():
     with pytest.raises(KeyError):
-        kill_points.reached("save.everything")
+        failpoints.reached("save.everything")
 
 
 def test_a_whole_file_or_the_old_one(tmp_path):
     file = tmp_path / "f"
-    durable.atomic_write_text(file, "old", at="save.latest")
+    atomic_io.atomic_write_text(file, "old", at="save.latest")
     for point in ("write.before", "write.after", "rename.before"):
-        kill_points.arm(f"point=save.latest.{point},do=denied", 0)
+        failpoints.arm(f"point=save.latest.{point},do=denied", 0)
         with pytest.raises(PermissionError):
-            durable.atomic_write_text(file, "new", at="save.latest")
+            atomic_io.atomic_write_text(file, "new", at="save.latest")
         assert file.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["f"]
 
 
@@ -49,10 +49,10 @@ def test_a_folder_whose_removal_was_cut_short_has_no_name_left(tmp_path, monkeyp
     folder.mkdir()
     (folder / "a").write_text("a")
     monkeypatch.setattr(
-        durable.shutil,
+        atomic_io.shutil,
         "rmtree",
         lambda path: (_ for _ in ()).throw(PermissionError() if path.exists() else FileNotFoundError()),
     )
     with pytest.raises(PermissionError):
-        durable.remove_tree(folder, at="save.prune")
+        atomic_io.remove_tree(folder, at="save.prune")
     assert not folder.exists() and (tmp_path / ".step.removed" / "a").exists()

@@ -10,21 +10,19 @@ import pytest
 import torch
 from power_cut import Disk
 
-from gspo_mega.base import durable
-from gspo_mega.base.episode_records import Episode, Node
+from gspo_mega.base import atomic_io
+from gspo_mega.base.episodes import Episode, Group, Node, RolloutBatch
 from gspo_mega.base.records import Prompt
-from gspo_mega.base.rollout_batch import Group, RolloutBatch
 from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.checkpoint import folders
 from gspo_mega.checkpoint.convert import to_huggingface, to_megatron
 from gspo_mega.checkpoint.hf_export import copy_description
-from gspo_mega.checkpoint.safetensors_stream import write_safetensors
-from gspo_mega.checkpoint.tensor_sources import open_checkpoint
+from gspo_mega.checkpoint.tensor_sources import open_checkpoint, write_safetensors
 from gspo_mega.data.journal.journal import Journal
-from gspo_mega.data.journal.token_gaps import TokenGaps, write_token_gaps
+from gspo_mega.data.journal.steps import TokenGaps, write_token_gaps
 from gspo_mega.metrics.writer import MetricsWriter, read_metrics
 from gspo_mega.rollout.registration import Registration, read_registrations
-from gspo_mega.verify.certify.random_folder import make_random_folder
+from gspo_mega.verify.certify.program import make_random_folder
 
 SHAPE = dict(
     architectures=["Qwen3ForCausalLM"], model_type="qwen3", vocab_size=64, hidden_size=32, num_hidden_layers=2,
@@ -55,10 +53,10 @@ def test_the_model_itself_loses_what_is_not_flushed(disk):
     (disk.root / "file").write_text("new")
     flushed, named = disk.leavings()
     assert contents(flushed) == {} and contents(named) == {"file": ""}
-    durable.sync(disk.root / "file")
+    atomic_io.sync(disk.root / "file")
     flushed, named = disk.leavings()
     assert contents(flushed) == {} and contents(named) == {"file": "new"}
-    durable.sync(disk.root)
+    atomic_io.sync(disk.root)
     (disk.root / "file").write_text("newer")
     os.rename(disk.root / "file", disk.root / "other")
     flushed, named = disk.leavings()
@@ -73,16 +71,16 @@ def test_a_file_that_is_written_whole(disk, before):
     old, new = ({} if before is None else {"latest": before}), {"latest": "new"}
     seen = []
     with disk.cut_at_every_operation(lambda left: seen.append(visible(left))):
-        durable.atomic_write_text(disk.root / "latest", "new", at="save.latest")
+        atomic_io.atomic_write_text(disk.root / "latest", "new", at="save.latest")
     assert all(one in (old, new) for one in seen) and seen[0] == old
     assert seen[-2:] == [new, new], "it is there when the call has returned"
     assert len(seen) == 10
 
 
 def test_small_files_without_a_kill_point_too(disk):
-    durable.atomic_write_json(disk.root / "state.json", {"state": 1})
+    atomic_io.atomic_write_json(disk.root / "state.json", {"state": 1})
     assert [contents(left) for left in disk.leavings()] == [{"state.json": '{"state": 1}\n'}] * 2
-    durable.write_whole(disk.root / "state.json", b"2")
+    atomic_io.write_whole(disk.root / "state.json", b"2")
     assert [contents(left) for left in disk.leavings()] == [{"state.json": "2"}] * 2
 
 
@@ -91,10 +89,10 @@ def test_a_renamed_file_and_a_copy(disk):
     disk.settle()
     (disk.root / "inner").mkdir()
     disk.settle()
-    durable.rename(disk.root / "from", disk.root / "inner" / "to", at="journal.aside")
+    atomic_io.rename(disk.root / "from", disk.root / "inner" / "to", at="journal.aside")
     assert [contents(left).get("inner/to") for left in disk.leavings()] == ["text", "text"]
-    durable.copy_file(disk.root / "inner" / "to", disk.root / "copy", at="publish.copy")
-    durable.sync(disk.root)  # the copier's caller, which makes many of them in one folder
+    atomic_io.copy_file(disk.root / "inner" / "to", disk.root / "copy", at="publish.copy")
+    atomic_io.sync(disk.root)  # the copier's caller, which makes many of them in one folder
     assert [contents(left).get("copy") for left in disk.leavings()] == ["text", "text"]
 
 
@@ -117,7 +115,7 @@ def test_a_checkpoint_is_complete_under_its_name_at_every_moment(disk):
 
     def save(step: int, mark: str) -> None:
         draft = write_draft(run, step, mark)
-        durable.sync_tree(draft, at="save.sync")
+        atomic_io.sync_tree(draft, at="save.sync")
         folders.put_in_place(run, draft, run.checkpoint_dir(step))
 
     def marks(left: Path) -> set[str]:
@@ -184,7 +182,7 @@ def test_a_step_of_the_journal(disk):
 
 
 def test_what_a_long_step_has_so_far_reaches_the_disk_before_its_end(disk, monkeypatch):
-    monkeypatch.setattr("gspo_mega.data.journal.step_writer.SYNC_SECONDS", -1.0)
+    monkeypatch.setattr("gspo_mega.data.journal.steps.SYNC_SECONDS", -1.0)
     with Journal(disk.root / "journal").begin(0, 0, 2, {}) as writer:
         writer.add(episode_of(0))
         for left in disk.leavings():
@@ -237,7 +235,7 @@ def test_a_file_of_weights_and_a_models_description(disk, tmp_path):
     disk.settle()
     write_safetensors(target / "x.safetensors", {"w": (torch.float32, (2,))}, iter([torch.tensor([1.0, 2.0])]))
     copy_description(source, target, "bfloat16")
-    durable.sync(target)
+    atomic_io.sync(target)
     for left in disk.leavings():
         assert (left / "target" / "config.json").read_text() == '{"dtype": "bfloat16"}\n'
         assert (left / "target" / "tokenizer.json").read_text() == "{}"

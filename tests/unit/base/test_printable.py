@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from report_runs import make_run
 
-from gspo_mega.base.printable import printable, printable_output
 from gspo_mega.base.run_folder import RunFolder, atomic_write_json
+from gspo_mega.base.untrusted import printable, printable_output
 from gspo_mega.cli.main import main
 from gspo_mega.rollout.registration import Registration
 

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from gspo_mega.base import process_death
+from gspo_mega.base import processes
 
 LONGEST_SECONDS = 20.0
 
@@ -30,7 +30,7 @@ def program(body: str) -> subprocess.Popen:
 
 
 def is_alive(pid: int) -> bool:
-    return pid in process_death.parents()
+    return pid in processes.parents()
 
 
 def wait_gone(pids: list[int]) -> list[int]:

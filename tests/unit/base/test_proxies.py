@@ -7,10 +7,10 @@ import urllib.request
 
 import pytest
 
-from gspo_mega.base import proxies
+from gspo_mega.base import network
 from gspo_mega.base.errors import RewardError
 from gspo_mega.rewards.guarded_process import Kind, environment_of
-from gspo_mega.rollout.server.running import Running
+from gspo_mega.rollout.server.process import Running
 
 ALL = {
     spelled: "http://127.0.0.1:9"
@@ -43,11 +43,11 @@ def test_own_addresses_are_added_to_what_no_proxy_was(proxied, lower, upper, kep
     for name, value in (("no_proxy", lower), ("NO_PROXY", upper)):
         if value is not None:
             proxied.setenv(name, value)
-    made = proxies.direct(["node17", "10.1.2.3"])
+    made = network.direct(["node17", "10.1.2.3"])
     assert made["no_proxy"] == made["NO_PROXY"]
     listed = made["no_proxy"].split(",")
     assert listed[: len(kept)] == kept and {"localhost", "127.0.0.1", "::1", "node17", "10.1.2.3"} <= set(listed)
-    assert set(proxies.own_hosts()) <= set(listed) and len(set(listed)) == len(listed)
+    assert set(network.own_hosts()) <= set(listed) and len(set(listed)) == len(listed)
     proxied.setenv("no_proxy", made["no_proxy"])
     for own in ("localhost", "127.0.0.1", "[::1]", "node17", "10.1.2.3"):
         assert urllib.request.proxy_bypass_environment(own.strip("[]")), own
@@ -56,7 +56,7 @@ def test_own_addresses_are_added_to_what_no_proxy_was(proxied, lower, upper, kep
 
 def test_a_star_stays_a_star(proxied):
     proxied.setenv("NO_PROXY", "*")
-    assert proxies.direct(["node17"]) == {"no_proxy": "*", "NO_PROXY": "*"}
+    assert network.direct(["node17"]) == {"no_proxy": "*", "NO_PROXY": "*"}
 
 
 def test_addresses_come_from_the_kernels_tables(tmp_path):
@@ -68,8 +68,8 @@ def test_addresses_come_from_the_kernels_tables(tmp_path):
         "00000000000000000000000000000001 01 80 10 80       lo\nfe800000000000000000000000000001 02 40 20 80 eth0\n"
         "20010db8000000000000000000000007 02 40 00 80     eth0\n"
     )
-    assert proxies.own_hosts(tmp_path)[-2:] == ["10.0.0.7", "2001:db8::7"]
-    assert proxies.own_hosts(tmp_path / "none")[:3] == ["localhost", "127.0.0.1", "::1"]
+    assert network.own_hosts(tmp_path)[-2:] == ["10.0.0.7", "2001:db8::7"]
+    assert network.own_hosts(tmp_path / "none")[:3] == ["localhost", "127.0.0.1", "::1"]
 
 
 def test_a_servers_processes_have_no_proxy_at_all(proxied, tmp_path):
@@ -116,7 +116,7 @@ def test_users_code_keeps_the_way_out_and_asks_the_job_directly(proxied):
     ],
 )
 def test_the_proxy_of_a_service(url, environment, expected):
-    assert proxies.proxy_of(url, environment) == expected
+    assert network.proxy_of(url, environment) == expected
 
 
 def test_every_command_and_what_it_starts_asks_the_job_directly(proxied, tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gspo_mega.base.token_columns import Column, constant, distinct, floats, ints, joined
+from gspo_mega.base.records import Column, constant, distinct, floats, ints, joined
 
 INTS = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=20)
 FLOATS = st.lists(st.floats() | st.floats(width=32) | st.sampled_from([0.0, -0.0, math.nan, -math.inf]), max_size=20)

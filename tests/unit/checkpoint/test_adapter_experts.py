@@ -10,8 +10,15 @@ import torch
 from safetensors.torch import save_file
 
 from gspo_mega.base.errors import ModelError
-from gspo_mega.checkpoint.adapter_experts import from_peft, peft_settings, peft_shapes, stacks, to_peft
-from gspo_mega.checkpoint.adapter_folder import read_adapters, served_config
+from gspo_mega.checkpoint.adapters import (
+    from_peft,
+    peft_settings,
+    peft_shapes,
+    read_adapters,
+    served_config,
+    stacks,
+    to_peft,
+)
 from gspo_mega.config.schema import Lora
 from gspo_mega.models.low_rank import adapter_tensors
 from gspo_mega.models.spec import LatentAttention, ModelSpec, MoeSpec

@@ -14,12 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from gspo_mega.algorithm.fp8 import quantize_blocks
 from gspo_mega.base.errors import ModelError
-from gspo_mega.checkpoint.block_folder import open_folder
-from gspo_mega.checkpoint.hf_folder import check_names_and_shapes
+from gspo_mega.checkpoint.hf_folder import check_names_and_shapes, open_folder
 from gspo_mega.models.block_fp8 import is_quantizable, quantization_config
-from gspo_mega.models.families import hf_tensors, may_be_there
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.models.spec import BlockFp8
+from gspo_mega.models.tensors import hf_tensors, may_be_there
 
 CONFIG = {
     "architectures": ["Qwen3MoeForCausalLM"],

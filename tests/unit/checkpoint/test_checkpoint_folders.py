@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from gspo_mega.base import kill_points
+from gspo_mega.base import failpoints
 from gspo_mega.base.errors import CheckpointError
 from gspo_mega.base.run_folder import RunFolder, atomic_write_json
 from gspo_mega.checkpoint import folders
@@ -17,7 +17,7 @@ def run(tmp_path):
     folder = RunFolder(tmp_path)
     folder.checkpoints_dir.mkdir()
     yield folder
-    kill_points.arm(None, 0)
+    failpoints.arm(None, 0)
 
 
 def draft(run, step, mark="new"):
@@ -60,10 +60,10 @@ OPERATIONS = [f"save.{name}" for name in ("aside", "rename", "drop", "latest.wri
 def test_the_same_step_saved_again_is_there_at_every_moment(run, point):
     save(run, 1, "old", keep_last=1)
     again = draft(run, 1)
-    kill_points.arm(f"point={point},do=denied", 0)
+    failpoints.arm(f"point={point},do=denied", 0)
     with pytest.raises(PermissionError):
         folders.put_in_place(run, again, run.checkpoint_dir(1))
-    kill_points.arm(None, 0)
+    failpoints.arm(None, 0)
     folders.repair(run)
     (found,) = folders.candidates(run)
     assert (found / "mark").read_text() in ("old", "new") and folders.read_record(found)

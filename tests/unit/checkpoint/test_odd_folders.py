@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from gspo_mega.base.errors import CheckpointError, ModelError
-from gspo_mega.checkpoint import folder_check
+from gspo_mega.checkpoint import hf_import
 from gspo_mega.checkpoint.hf_folder import INDEX_NAME, SINGLE_NAME, HuggingFaceFolder
-from gspo_mega.checkpoint.safetensors_stream import SafetensorsFile
+from gspo_mega.checkpoint.tensor_sources import SafetensorsFile
 
 
 def with_header(path: Path, header: bytes, data: bytes = b"\0" * 16) -> Path:
@@ -132,9 +132,9 @@ def test_a_folder_in_which_every_name_is_another_is_refused_in_a_moment(tmp_path
     count, spec = 30_000, SimpleNamespace(family="qwen3_moe")
     entries = [SimpleNamespace(name=f"layers.{n}.weight", shape=(2, 2), stack=None) for n in range(count)]
     save_file({"other": torch.zeros(2)}, tmp_path / SINGLE_NAME)
-    monkeypatch.setattr(folder_check, "open_folder", lambda folder, spec: HuggingFaceFolder(folder))
-    monkeypatch.setattr(folder_check, "as_stored", lambda entries: entries)
+    monkeypatch.setattr(hf_import, "open_folder", lambda folder, spec: HuggingFaceFolder(folder))
+    monkeypatch.setattr(hf_import, "as_stored", lambda entries: entries)
     begun = time.process_time()
     with pytest.raises(ModelError, match=f"{count + 1 - 20} more"):
-        folder_check.check_folder(tmp_path, spec, lambda source: entries, lambda spec, name: False, values=values)
+        hf_import.check_folder(tmp_path, spec, lambda source: entries, lambda spec, name: False, values=values)
     assert time.process_time() - begun < 20  # each name against each problem took minutes

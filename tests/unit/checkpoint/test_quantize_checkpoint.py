@@ -17,14 +17,14 @@ import quantize_checkpoint
 from test_block_folder import CONFIG, EXPERT, QUERY
 
 from gspo_mega.algorithm.fp8 import quantize_blocks, quantize_published_blocks
-from gspo_mega.checkpoint.block_folder import open_folder
-from gspo_mega.checkpoint.compare_checkpoints import describe
+from gspo_mega.checkpoint.compare import describe
 from gspo_mega.checkpoint.hf_export import tensor_digest
-from gspo_mega.checkpoint.quantize import to_blocks
+from gspo_mega.checkpoint.hf_folder import open_folder
+from gspo_mega.checkpoint.served_folders import to_blocks
 from gspo_mega.checkpoint.tensor_sources import open_checkpoint
 from gspo_mega.models.block_fp8 import is_quantizable
-from gspo_mega.models.families import hf_tensors
 from gspo_mega.models.huggingface import read_model_spec
+from gspo_mega.models.tensors import hf_tensors
 
 FILE_BYTES = 20_000  # about a tensor a file
 

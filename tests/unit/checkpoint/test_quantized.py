@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from gspo_mega.checkpoint.quantized import filled, is_quantized, keep_exact, plain_values
+from gspo_mega.checkpoint.quantized import filled, is_fp8_parameter, keep_exact, plain_values
 
 
 class EightBits(torch.Tensor):
@@ -30,7 +30,7 @@ VALUES = torch.linspace(-3, 3, 24).reshape(4, 6)
 
 def test_a_plain_parameter_is_filled_in_place_and_read_without_a_copy():
     parameter = nn.Parameter(torch.full((4, 6), 7.0))
-    assert not is_quantized(parameter)
+    assert not is_fp8_parameter(parameter)
     with filled(parameter) as values:
         values.narrow(0, 0, 3).copy_(VALUES[:3])
     assert torch.equal(parameter[:3], VALUES[:3]) and not parameter[3].any()
@@ -40,7 +40,7 @@ def test_a_plain_parameter_is_filled_in_place_and_read_without_a_copy():
 
 def test_a_quantized_parameter_is_filled_whole_and_read_as_a_plain_tensor():
     parameter = EightBits.of(torch.full((4, 6), 7.0))
-    assert is_quantized(parameter)
+    assert is_fp8_parameter(parameter)
     with filled(parameter) as values:
         for half in (0, 2):
             values.narrow(0, half, 2).copy_(VALUES[half : half + 2])

@@ -5,10 +5,10 @@ import json
 import numpy as np
 from safetensors.numpy import load_file
 
-from gspo_mega.models.families import hf_tensors
 from gspo_mega.models.huggingface import read_model_spec
-from gspo_mega.verify.certify import random_folder
-from gspo_mega.verify.certify.random_folder import make_random_folder
+from gspo_mega.models.tensors import hf_tensors
+from gspo_mega.verify.certify import program
+from gspo_mega.verify.certify.program import make_random_folder
 
 SHAPE = "configs/models/certify_moe.json"
 
@@ -39,7 +39,7 @@ def test_what_is_there_is_kept_and_another_seed_replaces_it(tmp_path):
 
 
 def test_large_models_are_written_in_several_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(random_folder, "_FILE_BYTES", 100_000)
+    monkeypatch.setattr(program, "_FILE_BYTES", 100_000)
     whole = tensors(make_random_folder(SHAPE, tmp_path / "whole", 1))
     assert len(list((tmp_path / "whole").glob("*.safetensors"))) > 3
     monkeypatch.undo()

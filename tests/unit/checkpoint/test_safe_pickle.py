@@ -25,7 +25,7 @@ from gspo_mega.base.errors import CheckpointError
 from gspo_mega.checkpoint.convert import to_megatron
 from gspo_mega.checkpoint.safe_pickle import read_index, refuse_code, safe_loads, write_tags_by_value
 from gspo_mega.checkpoint.tensor_sources import open_checkpoint
-from gspo_mega.verify.certify.random_folder import make_random_folder
+from gspo_mega.verify.certify.program import make_random_folder
 
 ROOT = Path(__file__).parents[3]
 

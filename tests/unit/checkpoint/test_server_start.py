@@ -18,12 +18,12 @@ from waiting import until
 
 from gspo_mega.algorithm.fp8 import quantize_blocks
 from gspo_mega.base.run_folder import RunFolder
-from gspo_mega.checkpoint.server_start import CopyMaker, needed_copy, start_folder
+from gspo_mega.checkpoint.served_folders import CopyMaker, needed_copy, start_folder
 from gspo_mega.config import load_config
 from gspo_mega.models.block_fp8 import served_layout
-from gspo_mega.models.families import hf_tensors
 from gspo_mega.models.huggingface import read_model_spec, read_stored
 from gspo_mega.models.spec import BlockFp8
+from gspo_mega.models.tensors import hf_tensors
 from gspo_mega.rollout.server.start_weights import current_weights
 
 ROOT = Path(__file__).parents[3]

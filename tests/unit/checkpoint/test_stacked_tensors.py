@@ -9,16 +9,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gspo_mega.base.errors import ModelError
-from gspo_mega.checkpoint.block_folder import open_folder
 from gspo_mega.checkpoint.convert import to_huggingface, to_megatron
-from gspo_mega.checkpoint.quantize import to_blocks, to_form
-from gspo_mega.checkpoint.quantize_published import plain_form
-from gspo_mega.checkpoint.stacked_tensors import stacked
+from gspo_mega.checkpoint.hf_folder import open_folder, stacked
+from gspo_mega.checkpoint.quantized import plain_form
+from gspo_mega.checkpoint.served_folders import to_blocks, to_form
 from gspo_mega.checkpoint.tensor_sources import open_checkpoint
-from gspo_mega.models.families import hf_tensors
 from gspo_mega.models.huggingface import spec_from_config
-from gspo_mega.models.stacked import checkpoint_tensors
-from gspo_mega.sync.server_tensors import ExpectedChecksums
+from gspo_mega.models.tensors import checkpoint_tensors, hf_tensors
+from gspo_mega.sync.verify import ExpectedChecksums
 
 CONFIG = dict(
     architectures=["GptOssForCausalLM"],

@@ -17,16 +17,16 @@ from test_server_start import plain_folder, run
 from waiting import until, wait_gone
 
 from gspo_mega.base.errors import CheckpointError
-from gspo_mega.checkpoint import server_start as module
-from gspo_mega.checkpoint.server_start import CopyMaker, _make, start_folder
-from gspo_mega.rollout.server.copy_wait import CopyWait, StartCopy
+from gspo_mega.checkpoint import served_folders as module
+from gspo_mega.checkpoint.served_folders import CopyMaker, _make, start_folder
+from gspo_mega.rollout.server.start_weights import CopyWait, StartCopy
 
 ROOT = Path(__file__).parents[3]
 BLOCKS = ("precision=bf16", "server.quantization=fp8_block")
 MAKE = """
 import sys, time
 from pathlib import Path
-from gspo_mega.checkpoint.server_start import CopyMaker
+from gspo_mega.checkpoint.served_folders import CopyMaker
 from gspo_mega.config import load_config
 if __name__ == "__main__":
     maker = CopyMaker(load_config(sys.argv[1], sys.argv[2:4]).config, Path(sys.argv[4]))

@@ -5,10 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from gspo_mega.base import kill_points
-from gspo_mega.base.episode_records import Episode, one_turn_row
+from gspo_mega.base import failpoints
+from gspo_mega.base.episodes import Episode, Group, RolloutBatch, one_turn_row
 from gspo_mega.base.records import Prompt
-from gspo_mega.base.rollout_batch import Group, RolloutBatch
 from gspo_mega.base.run_folder import RunFolder, atomic_write_text
 from gspo_mega.cli.main import main
 from gspo_mega.config import load_config, render_config
@@ -150,4 +149,4 @@ def test_what_is_not_there_is_named(run, tmp_path, capsys):
 
 def test_kill_points_are_listed(capsys):
     assert main(["inspect", "--kill-points", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == kill_points.POINTS
+    assert json.loads(capsys.readouterr().out) == failpoints.POINTS

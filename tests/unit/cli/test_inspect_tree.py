@@ -9,10 +9,9 @@ from episode_trees import TASK, context, sampled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gspo_mega.base.episode_records import Episode, ToolRecord
-from gspo_mega.base.rollout_batch import Group, RolloutBatch
+from gspo_mega.base.episodes import Episode, Group, RolloutBatch, ToolRecord
 from gspo_mega.base.run_folder import RunFolder, atomic_write_text
-from gspo_mega.cli.inspect_tree import WIDTH, describe_episode, tree_text
+from gspo_mega.cli.inspect import WIDTH, describe_episode, tree_text
 from gspo_mega.cli.main import main
 from gspo_mega.config import load_config, render_config
 from gspo_mega.data.journal.journal import Journal

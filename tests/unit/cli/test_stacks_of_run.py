@@ -8,7 +8,7 @@ import pytest
 
 from gspo_mega.base.errors import ConfigError
 from gspo_mega.base.run_folder import RunFolder
-from gspo_mega.cli.stacks_of_run import ask_for_stacks
+from gspo_mega.cli.status import ask_for_stacks
 from gspo_mega.launcher.attempt_state import StateKeeper
 
 

@@ -16,9 +16,8 @@ from waiting import until
 
 from gspo_mega.base.errors import RankError
 from gspo_mega.base.run_folder import RunFolder
-from gspo_mega.cli import status_watch
-from gspo_mega.cli.status import shown_pairs
-from gspo_mega.cli.status_watch import screen_of, watch
+from gspo_mega.cli import status
+from gspo_mega.cli.status import screen_of, shown_pairs, watch
 from gspo_mega.launcher.attempt_state import StateKeeper
 from gspo_mega.launcher.restarts import Furthest, Restarts
 
@@ -73,7 +72,7 @@ def test_a_failed_attempt_after_which_another_begins_is_not_the_end(tmp_path, mo
     folder, attempt = made(tmp_path)
     output = io.StringIO()
     looks = []
-    monkeypatch.setattr(status_watch.time, "sleep", lambda seconds: looks.append(seconds) or sleep(0.01))
+    monkeypatch.setattr(status.time, "sleep", lambda seconds: looks.append(seconds) or sleep(0.01))
     with StateKeeper(attempt) as state:
         restarts = Restarts(1, Furthest())
         decision = restarts.settle(attempt, RankError("rank 1 was killed"))
@@ -91,7 +90,7 @@ def test_a_failed_attempt_after_which_another_begins_is_not_the_end(tmp_path, mo
 
 def test_a_supervisor_that_dies_between_two_attempts_ends_the_view(tmp_path, monkeypatch):
     folder, attempt = made(tmp_path)
-    monkeypatch.setattr(status_watch, "SILENCE_SECONDS", -1.0)
+    monkeypatch.setattr(status, "SILENCE_SECONDS", -1.0)
     with StateKeeper(attempt) as state:
         Restarts(1, Furthest()).settle(attempt, RankError("rank 1 was killed"))
         state.tell("failed", error="rank 1 was killed")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gspo_mega.base.addresses import address_problem, is_loopback, with_port
+from gspo_mega.base.network import address_problem, is_loopback, with_port
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from gspo_mega.base.errors import ConfigError
 from gspo_mega.config import load_config
-from gspo_mega.config.command_types import sft_config, train_config
+from gspo_mega.config.derived import sft_config, train_config
 
 
 def test_every_section_is_the_same_object(write):

@@ -3,7 +3,7 @@
 import pytest
 
 from gspo_mega.config import load_config
-from gspo_mega.config.critic_config import (
+from gspo_mega.config.derived import (
     compares_within_groups,
     critic_config,
     critic_of,

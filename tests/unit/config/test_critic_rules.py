@@ -4,8 +4,7 @@ import pytest
 from config_refusals import refused
 
 from gspo_mega.config import load_config
-from gspo_mega.config.critic_config import penalises_kl
-from gspo_mega.config.old_pass import makes_old_pass, may_correct_in_training
+from gspo_mega.config.derived import makes_old_pass, may_correct_in_training, penalises_kl
 
 PPO = "algorithm=ppo"
 

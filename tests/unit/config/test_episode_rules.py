@@ -4,7 +4,7 @@ import pytest
 from config_refusals import refused
 
 from gspo_mega.config import load_config
-from gspo_mega.config.episode_lengths import episode_lengths
+from gspo_mega.config.derived import episode_lengths
 
 AGENT = ("rollout.episode=my.agents:play", "episodes.max_tokens=64")
 FOREIGN = ["rollout.episode={function: foreign, options: {command: [x]}}", "episodes.max_tokens=64"]

@@ -6,8 +6,8 @@ import pytest
 from config_refusals import refused
 
 from gspo_mega.config import load_config
-from gspo_mega.config.speculative import speculative_arguments
-from gspo_mega.rollout.server.server_spec import draft_architectures, sglang_arguments, spec_from_config
+from gspo_mega.config.validate_servers import speculative_arguments
+from gspo_mega.rollout.server.spec import draft_architectures, sglang_arguments, spec_from_config
 
 SENT = ("publish.method=distributed",)
 

@@ -11,8 +11,8 @@ from documented_runs import documented_runs
 
 from gspo_mega.base.errors import ConfigError
 from gspo_mega.config import load_config
-from gspo_mega.config.critic_config import compares_within_groups, least_of_group
-from gspo_mega.config.recipes import RECIPES
+from gspo_mega.config.algorithms import RECIPES
+from gspo_mega.config.derived import compares_within_groups, least_of_group
 from gspo_mega.plan import plan_run
 
 ROOT = Path(__file__).parents[3]

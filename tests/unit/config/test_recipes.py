@@ -6,13 +6,13 @@ from typing import get_args
 
 import pytest
 
-from gspo_mega.algorithm.aggregation import RULES, mini_batch_denominator
-from gspo_mega.algorithm.objective_settings import objective_settings
+from gspo_mega.algorithm.objective import RULES, mini_batch_denominator
+from gspo_mega.algorithm.terms import objective_settings
 from gspo_mega.base.errors import ConfigError
 from gspo_mega.config import load_config
-from gspo_mega.config.recipes import RECIPES, Aggregation
-from gspo_mega.config.rules import resolve_defaults
+from gspo_mega.config.algorithms import RECIPES, Aggregation
 from gspo_mega.config.schema import Config, Objective
+from gspo_mega.config.validate import resolve_defaults
 
 
 def test_the_schema_offers_the_names_of_the_table():

@@ -4,7 +4,7 @@ import pytest
 from config_refusals import refused
 
 from gspo_mega.config import load_config
-from gspo_mega.config.remote_rules import longest_seconds, services_of
+from gspo_mega.config.validate_rewards import longest_seconds, services_of
 from gspo_mega.plan.watchdog_bounds import patience
 
 QUALITY = "{name: quality, url: 'http://judge:8000/score'%s}"

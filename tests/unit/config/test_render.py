@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gspo_mega.config import Config, load_config, render_config
-from gspo_mega.config.server_options import option_problems
+from gspo_mega.config.validate_servers import option_problems
 
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=20) | st.sampled_from(
     [

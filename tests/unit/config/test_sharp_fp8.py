@@ -6,7 +6,7 @@ import pytest
 from config_refusals import refused
 
 from gspo_mega.config import load_config
-from gspo_mega.config.sharp_fp8 import is_sharp
+from gspo_mega.config.derived import is_sharp
 
 SHARP = ("precision=fp8", "certify.sharp_fp8=true")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from gspo_mega.cpu import te_token_rows as ours
+from gspo_mega.cpu import te_rows as ours
 
 TOKENS, EXPERTS, WIDTH = 11, 5, 96
 GENERATOR = torch.Generator().manual_seed(0)

@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 
-from gspo_mega.cpu.sglang_cpu_layers import add_gated, experts_forward_plain, gated, rotate, rotation_of, sample
+from gspo_mega.cpu.sglang_layers import add_gated, experts_forward_plain, gated, rotate, rotation_of, sample
 
 
 def test_samples_have_the_distribution():

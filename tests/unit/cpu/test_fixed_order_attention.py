@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from gspo_mega.cpu import fixed_order_attention
-from gspo_mega.cpu.fixed_order_attention import attend
+from gspo_mega.cpu import batch_invariant
+from gspo_mega.cpu.batch_invariant import attend
 
 LENGTHS = (1, 7, 63, 64, 65, 150)
 HEADS, KV_HEADS, DIM = 4, 2, 16
@@ -62,7 +62,7 @@ def test_a_query_has_the_same_bits_however_it_is_computed(dtype, heads):
 def test_pieces_of_a_large_batch_change_nothing(monkeypatch):
     parts = sequences(torch.float32)
     expected = [alone(*part) for part in parts]
-    monkeypatch.setattr(fixed_order_attention, "_MAX_SCORES", 64 * 20)
+    monkeypatch.setattr(batch_invariant, "_MAX_SCORES", 64 * 20)
     for part, own in zip(parts, expected, strict=True):
         assert torch.equal(alone(*part), own)
 

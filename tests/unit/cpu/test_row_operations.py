@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gspo_mega.cpu import row_operations as rows
+from gspo_mega.cpu import batch_invariant as rows
 
 SIZES = (1, 2, 3, 5, 8, 15, 16, 17, 33, 100)
 STARTS = (0, 7, 190)

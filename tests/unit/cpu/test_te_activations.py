@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from te_process import in_te_process
 
-from gspo_mega.cpu import te_activations
+from gspo_mega.cpu import te_layers
 
 # One rounding to bf16 has half of 2^-7 of a value; fp32 has a few of 6e-8, more where terms cancel.
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2**-8 * 1.01}
@@ -30,7 +30,7 @@ def close(got, want):
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_swiglu_and_its_gradient(dtype):
     x, outer = numbers(5, 3, 96, seed=0, spread=4.0).to(dtype), numbers(5, 3, 48, seed=1).to(dtype)
-    got, by_x = te_activations.swiglu(x, None), te_activations.dswiglu(outer, x, None)
+    got, by_x = te_layers.swiglu(x, None), te_layers.dswiglu(outer, x, None)
     assert got.shape == (5, 3, 48) and by_x.shape == x.shape and got.dtype == by_x.dtype == dtype
     for mine, theirs in zip((got, by_x), wanted(x, outer), strict=True):
         close(mine, theirs)
@@ -38,8 +38,8 @@ def test_swiglu_and_its_gradient(dtype):
 
 def test_extreme_gates_give_no_nan():
     x = torch.tensor([[100.0, -100.0, 3.0, 3.0], [3e38, -3e38, 0.0, 1.0]])
-    assert te_activations.swiglu(x, None).tolist() == [[300.0, 0.0], [0.0, 0.0]]
-    assert te_activations.dswiglu(torch.ones(2, 2), x, None)[0].tolist() == [3.0, 0.0, 100.0, 0.0]
+    assert te_layers.swiglu(x, None).tolist() == [[300.0, 0.0], [0.0, 0.0]]
+    assert te_layers.dswiglu(torch.ones(2, 2), x, None)[0].tolist() == [3.0, 0.0, 100.0, 0.0]
 
 
 @pytest.mark.parametrize("name", ["delayed", "tensorwise", "blockwise", "mxfp8"])
@@ -67,8 +67,8 @@ def test_quantised_results_are_those_of_the_rounded_or_the_fp32_value(name):
     x, outer = numbers(128, 512, seed=2, spread=3.0).bfloat16(), numbers(128, 256, seed=3).bfloat16()
     with fp8(name):
         for got, value in (
-            (te_activations.swiglu(x, quantizer()), te_activations.swiglu(x.float(), None)),
-            (te_activations.dswiglu(outer, x, quantizer()), te_activations.dswiglu(outer.float(), x.float(), None)),
+            (te_layers.swiglu(x, quantizer()), te_layers.swiglu(x.float(), None)),
+            (te_layers.dswiglu(outer, x, quantizer()), te_layers.dswiglu(outer.float(), x.float(), None)),
         ):
             by_fp32, by_rounded = (te_fp8.quantize(v, quantizer()).dequantize() for v in (value, value.bfloat16()))
             fused = name in ("delayed", "mxfp8")

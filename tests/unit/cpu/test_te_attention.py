@@ -6,7 +6,7 @@ import pytest
 import torch
 from megatron.core.transformer.enums import AttnMaskType
 
-from gspo_mega.cpu.te_attention import _forward
+from gspo_mega.cpu.te_layers import _forward
 
 
 @pytest.mark.parametrize("kind", [AttnMaskType.no_mask, AttnMaskType.padding, AttnMaskType.arbitrary, None])

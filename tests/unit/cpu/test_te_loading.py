@@ -16,7 +16,7 @@ import pytest
 from run_configs import make_config
 
 from gspo_mega.base.errors import ModelError
-from gspo_mega.config.layer_library import has_transformer_engine_layers
+from gspo_mega.config.derived import has_transformer_engine_layers
 from gspo_mega.cpu import te_extension, te_loading
 
 REPOSITORY = Path(__file__).parents[3]
@@ -28,7 +28,7 @@ import megatron.core.extensions.transformer_engine as megatron
 import transformer_engine_torch as extension
 from transformer_engine.pytorch import onnx_extensions
 from gspo_mega.cpu import is_cpu_backend
-from gspo_mega.engine.megatron_precision import describe_backends, require_precision
+from gspo_mega.engine.precision import describe_backends, require_precision
 from run_configs import make_config
 seen = {}
 try:

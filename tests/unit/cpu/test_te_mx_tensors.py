@@ -1,4 +1,4 @@
-"""MXFP8 of Transformer Engine's tensors on a CPU: the rounding of `algorithm/microscaling.py` in its padded scale layout.
+"""MXFP8 of Transformer Engine's tensors on a CPU: the rounding of `algorithm/fp8.py` in its padded scale layout.
 
 The rounding has its own oracles in tests/unit/algorithm/test_microscaling.py.
 """
@@ -7,7 +7,7 @@ import pytest
 import torch
 from te_process import in_te_process
 
-from gspo_mega.algorithm.microscaling import quantize_mx
+from gspo_mega.algorithm.fp8 import quantize_mx
 
 SHAPES = [(32, 32), (160, 96), (2, 64, 128)]
 

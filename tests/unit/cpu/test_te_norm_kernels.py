@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gspo_mega.cpu import te_norms
+from gspo_mega.cpu import te_layers
 from gspo_mega.cpu.te_extension import DType
 
 TAGS = {torch.float32: DType.kFloat32, torch.bfloat16: DType.kBFloat16}
@@ -34,14 +34,14 @@ def test_rms_norm(dtype, zero_centered):
     x, outer, weight, _ = inputs(dtype)
     want = F.rms_norm(x, (48,), weight + 1 if zero_centered else weight, eps=1e-3)
     given = x.detach().to(dtype), weight.detach().to(dtype)
-    result, mean, inverse = te_norms.rmsnorm_fwd(given[0], given[1], 1e-3, None, None, TAGS[dtype], 0, zero_centered)
+    result, mean, inverse = te_layers.rmsnorm_fwd(given[0], given[1], 1e-3, None, None, TAGS[dtype], 0, zero_centered)
     assert mean is None and inverse.shape == (15,) and result.dtype == dtype
     close(result, want.detach())
     by_x, by_weight = torch.autograd.grad(want, (x, weight), outer)
-    got = te_norms.rmsnorm_bwd(outer.to(dtype), given[0], inverse, given[1], 0, zero_centered)
+    got = te_layers.rmsnorm_bwd(outer.to(dtype), given[0], inverse, given[1], 0, zero_centered)
     close(got[0], by_x)
     close(got[1], by_weight)
-    added = te_norms.rmsnorm_bwd_add(outer.to(dtype), given[0], given[0], inverse, given[1], 0, zero_centered)
+    added = te_layers.rmsnorm_bwd_add(outer.to(dtype), given[0], given[0], inverse, given[1], 0, zero_centered)
     close(added[0], by_x + x.detach())
     assert torch.equal(added[1], got[1])
 
@@ -52,16 +52,16 @@ def test_layer_norm(dtype, zero_centered):
     x, outer, weight, bias = inputs(dtype)
     want = F.layer_norm(x, (48,), weight + 1 if zero_centered else weight, bias, eps=1e-3)
     given = x.detach().to(dtype), weight.detach().to(dtype), bias.detach().to(dtype)
-    result, mean, inverse = te_norms.layernorm_fwd(*given, 1e-3, None, None, TAGS[dtype], 0, zero_centered)
+    result, mean, inverse = te_layers.layernorm_fwd(*given, 1e-3, None, None, TAGS[dtype], 0, zero_centered)
     assert mean.shape == inverse.shape == (15,) and result.dtype == dtype
     close(result, want.detach())
     wanted = torch.autograd.grad(want, (x, weight, bias), outer)
-    got = te_norms.layernorm_bwd(outer.to(dtype), given[0], mean, inverse, given[1], 0, zero_centered)
+    got = te_layers.layernorm_bwd(outer.to(dtype), given[0], mean, inverse, given[1], 0, zero_centered)
     for mine, theirs in zip(got, wanted, strict=True):
         close(mine, theirs)
 
 
 def test_a_given_output_is_written_in_place():
     x, weight, out = torch.ones(2, 4), torch.ones(4), torch.zeros(2, 4)
-    result, _, _ = te_norms.rmsnorm_fwd(x, weight, 0.0, out, None, DType.kFloat32, 0, False)
+    result, _, _ = te_layers.rmsnorm_fwd(x, weight, 0.0, out, None, DType.kFloat32, 0, False)
     assert result is out and torch.equal(out, x)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gspo_mega.cpu import te_products
+from gspo_mega.cpu import te_layers
 from gspo_mega.cpu.te_extension import DType
 
 # 40 products of unit normals are summed in fp32 (errors of some 1e-6 each way) and rounded once.
@@ -22,7 +22,7 @@ def close(got: torch.Tensor, want: torch.Tensor) -> None:
 
 def gemm(a, layout, b, out=None, dtype=None, bias=None, grad=False, accumulate=False, **more):
     dtype = TAGS[dtype] if dtype is not None else None
-    return te_products.generic_gemm(
+    return te_layers.generic_gemm(
         *(a, layout[0] == "T", b, layout[1] == "T", out, None, dtype, bias, DType.kBFloat16, False, None, grad),
         *(torch.empty(0), 0, accumulate, True),
         **more,
@@ -85,7 +85,7 @@ def test_what_is_not_written_is_refused(more):
 
 def grouped(a, layout, b, out, splits, bias=(), single=False, grad=False, accumulate=False):
     empty = [torch.empty(0)] * len(a)
-    return te_products.te_general_grouped_gemm(
+    return te_layers.te_general_grouped_gemm(
         *(a, layout[0] == "T", b, layout[1] == "T", out, DType.kBFloat16, splits, bias or empty, DType.kBFloat16),
         *(single, empty, grad, [], 0, accumulate, True, 1),
     )

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import gspo_mega.engine  # noqa: F401  the CPU backend comes before Megatron
-from gspo_mega.algorithm.context_positions import local_positions
-from gspo_mega.cpu import te_rotary
+from gspo_mega.algorithm.terms import local_positions
+from gspo_mega.cpu import te_layers
 from gspo_mega.cpu.te_extension import extension
 
 THD, SBHD, BSHD = (extension.NVTE_QKV_Format[f"NVTE_{name}"] for name in ("THD", "SBHD", "BSHD"))
@@ -33,7 +33,7 @@ def unfused(x: torch.Tensor, freqs: torch.Tensor, interleaved: bool = False) -> 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_a_pack_is_rotated_as_its_sequences_one_by_one(interleaved):
     x, freqs = numbers(32, 3, 12), table(interleaved=interleaved)  # 8 of 12 are rotated
-    got = te_rotary.fused_rope_forward(x, freqs, None, THD, interleaved, CU_SEQLENS, 1, 0)
+    got = te_layers.fused_rope_forward(x, freqs, None, THD, interleaved, CU_SEQLENS, 1, 0)
     want = torch.cat([unfused(part[:, None], freqs, interleaved)[:, 0] for part in x.split(LENGTHS)])
     assert torch.allclose(got, want, atol=1e-6) and not torch.allclose(got, x, atol=1e-2)
 
@@ -41,18 +41,18 @@ def test_a_pack_is_rotated_as_its_sequences_one_by_one(interleaved):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_context_rank_rotates_by_the_positions_that_it_holds(rank):
     x, freqs = numbers(32, 3, 12), table()
-    whole = te_rotary.fused_rope_forward(x, freqs, None, THD, False, CU_SEQLENS, 1, 0)
+    whole = te_layers.fused_rope_forward(x, freqs, None, THD, False, CU_SEQLENS, 1, 0)
     rows = torch.cat([start + local_positions(n, 2, rank) for start, n in zip(CU_SEQLENS.tolist(), LENGTHS)])
-    assert torch.equal(te_rotary.fused_rope_forward(x[rows], freqs, None, THD, False, CU_SEQLENS, 2, rank), whole[rows])
+    assert torch.equal(te_layers.fused_rope_forward(x[rows], freqs, None, THD, False, CU_SEQLENS, 2, rank), whole[rows])
 
 
 def test_batches_and_start_positions():
     x, freqs = numbers(6, 2, 3, 8), table()
     want = unfused(x, freqs)
-    assert torch.allclose(te_rotary.fused_rope_forward(x, freqs, None, SBHD, False, None, 1, 0), want, atol=1e-6)
-    turned = te_rotary.fused_rope_forward(x.transpose(0, 1), freqs, None, BSHD, False, None, 1, 0)
+    assert torch.allclose(te_layers.fused_rope_forward(x, freqs, None, SBHD, False, None, 1, 0), want, atol=1e-6)
+    turned = te_layers.fused_rope_forward(x.transpose(0, 1), freqs, None, BSHD, False, None, 1, 0)
     assert torch.allclose(turned.transpose(0, 1), want, atol=1e-6)
-    later = te_rotary.fused_rope_forward(x[2:], freqs, torch.tensor([2, 2]), SBHD, False, None, 1, 0)
+    later = te_layers.fused_rope_forward(x[2:], freqs, torch.tensor([2, 2]), SBHD, False, None, 1, 0)
     assert torch.allclose(later, want[2:], atol=1e-6)
 
 
@@ -61,19 +61,19 @@ def test_the_gradient_is_autograds(interleaved):
     x, freqs, outer = numbers(32, 3, 12).requires_grad_(), table(interleaved=interleaved), numbers(32, 3, 12).flip(0)
     want = torch.cat([unfused(part[:, None], freqs, interleaved)[:, 0] for part in x.split(LENGTHS)])
     (by_x,) = torch.autograd.grad(want, x, outer)
-    got = te_rotary.fused_rope_backward(outer, freqs, None, THD, interleaved, CU_SEQLENS, 1, 0)
+    got = te_layers.fused_rope_backward(outer, freqs, None, THD, interleaved, CU_SEQLENS, 1, 0)
     assert torch.allclose(got, by_x, atol=1e-6)
 
 
 def test_bf16_is_rounded_once():
     x, freqs = numbers(32, 3, 12).bfloat16(), table()
-    got = te_rotary.fused_rope_forward(x, freqs, None, THD, False, CU_SEQLENS, 1, 0)
-    exact = te_rotary.fused_rope_forward(x.float(), freqs, None, THD, False, CU_SEQLENS, 1, 0)
+    got = te_layers.fused_rope_forward(x, freqs, None, THD, False, CU_SEQLENS, 1, 0)
+    exact = te_layers.fused_rope_forward(x.float(), freqs, None, THD, False, CU_SEQLENS, 1, 0)
     assert got.dtype == torch.bfloat16 and torch.equal(got, exact.bfloat16())
 
 
 def test_other_formats_are_refused():
     with pytest.raises(NotImplementedError, match="fused_rope"):
-        te_rotary.fused_rope_forward(
+        te_layers.fused_rope_forward(
             numbers(2, 2, 2, 8), table(), None, extension.NVTE_QKV_Format.NVTE_BHSD, False, None, 1, 0
         )

@@ -4,7 +4,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from gspo_mega.config.schema import Data
-from gspo_mega.data.tokenizer import write_tokenizer
+from gspo_mega.data.quickstart import write_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -13,9 +13,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gspo_mega.base.episode_records import one_turn_row
+from gspo_mega.base.episodes import Group, RolloutBatch, one_turn_row
 from gspo_mega.base.errors import DataError
-from gspo_mega.base.rollout_batch import Group, RolloutBatch
 from gspo_mega.config import load_config
 from gspo_mega.config.schema import Data
 from gspo_mega.data.chat import PromptEncoder

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gspo_mega.data.arithmetic import HELDOUT_EVERY, mixed_problems, problems, row_of, solve, split_of
+from gspo_mega.data.quickstart import HELDOUT_EVERY, mixed_problems, problems, row_of, solve, split_of
 
 numbers = st.integers(0, 10**9)
 

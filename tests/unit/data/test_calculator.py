@@ -17,7 +17,7 @@ from gspo_mega.data.calculator import (
     row_of,
     split_of,
 )
-from gspo_mega.data.tokenizer import write_tokenizer
+from gspo_mega.data.quickstart import write_tokenizer
 
 TWO_DIGITS = st.integers(10, 99)
 PROBLEMS = st.tuples(TWO_DIGITS, TWO_DIGITS).map(lambda parts: Problem(*parts)) | st.tuples(

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from gspo_mega.base.errors import DataError
 from gspo_mega.data.chat import PromptEncoder, load_tokenizer
-from gspo_mega.data.tokenizer import write_tokenizer
+from gspo_mega.data.quickstart import write_tokenizer
 
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 

@@ -7,8 +7,8 @@ from transformers import AutoTokenizer
 
 from gspo_mega.base.errors import DataError
 from gspo_mega.data.chat import PromptEncoder
-from gspo_mega.data.end_of_turn import run_end_tokens
-from gspo_mega.data.tokenizer import write_tokenizer
+from gspo_mega.data.quickstart import write_tokenizer
+from gspo_mega.data.templates import run_end_tokens
 from gspo_mega.models.end_tokens import EndTokens
 
 # In the manner of Llama 3, gpt-oss, Phi-3, and one that refuses all but users.

@@ -5,12 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gspo_mega.base.episode_records import one_turn_row
+from gspo_mega.base.episodes import Group, RolloutBatch, one_turn_row
 from gspo_mega.base.errors import RolloutError
 from gspo_mega.base.records import Prompt, Trajectory
-from gspo_mega.base.rollout_batch import Group, RolloutBatch
-from gspo_mega.data.expert_routes import ExpertRoutes, has_repeated
-from gspo_mega.data.packing import build_micro_batch
+from gspo_mega.data.packing import ExpertRoutes, build_micro_batch, has_repeated
 from gspo_mega.models.spec import ModelSpec, MoeSpec
 
 LAYERS, TOP_K = 3, 2

@@ -3,7 +3,7 @@ import os
 import pytest
 
 from gspo_mega.base.errors import DataError
-from gspo_mega.data.jsonl import JsonlFile, check_first_rows
+from gspo_mega.data.rows import JsonlFile, check_first_rows
 
 
 def no_check(row):
@@ -134,7 +134,7 @@ def test_a_whole_surrogate_pair_and_a_number_near_the_limit_are_rows(write_jsonl
 
 
 def test_a_line_without_end_is_refused_and_not_read_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr("gspo_mega.data.jsonl.MOST_LINE_BYTES", 1000)
+    monkeypatch.setattr("gspo_mega.data.rows.MOST_LINE_BYTES", 1000)
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"a": 1}\n' + b" " * 990 + b'{"a": 2}\n')
     assert [JsonlFile(path, needs_a)[row]["a"] for row in range(2)] == [1, 2]

@@ -8,8 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gspo_mega.base.errors import PlanError
-from gspo_mega.data.balance import balanced_packs, fewest_bins, spread, waiting_costs
-from gspo_mega.data.packing import build_micro_batch, padded_length, plan_packs, plan_rollout_batch, sequence_cost
+from gspo_mega.data.packing import (
+    balanced_packs,
+    build_micro_batch,
+    fewest_bins,
+    padded_length,
+    plan_packs,
+    plan_rollout_batch,
+    sequence_cost,
+    spread,
+    waiting_costs,
+)
 
 CROSSOVER = 50_000
 LONGEST = 32_768

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gspo_mega.data.balance import balanced_packs, fewest_bins, spread, waiting_costs
-from gspo_mega.data.packing import build_micro_batch
+from gspo_mega.data.packing import balanced_packs, build_micro_batch, fewest_bins, spread, waiting_costs
 
 
 def test_an_item_may_fill_the_room_that_is_left_exactly():

@@ -2,7 +2,7 @@
 
 import copy
 
-from gspo_mega.data.plain_json import copied
+from gspo_mega.data.rows import copied
 
 
 def test_a_copy_equals_the_value_and_shares_no_container_with_it():

@@ -17,9 +17,9 @@ import pytest
 from procedural_package import write_package
 
 from gspo_mega.base.errors import DataError, RewardError
-from gspo_mega.config.schema.data_sections import Data
+from gspo_mega.config.schema.data import Data
 from gspo_mega.data.procedural_rows import make_rows
-from gspo_mega.rewards import procedural
+from gspo_mega.rewards import builtin
 from gspo_mega.rewards.functions import load_function
 
 REAL = Path(sys.prefix) / "opt" / "reasoning_gym" / "bin" / "python"
@@ -30,9 +30,9 @@ PINNED = Path(__file__).parents[3] / "launch" / "env" / "reasoning-gym.txt"
 def package(tmp_path, monkeypatch):
     file = write_package(tmp_path / "packages")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
-    monkeypatch.setattr(procedural, "_SCORERS", {})
+    monkeypatch.setattr(builtin, "_SCORERS", {})
     yield file
-    for scorer in procedural._SCORERS.values():
+    for scorer in builtin._SCORERS.values():
         scorer.process.end()
 
 
@@ -150,7 +150,7 @@ def test_a_scorer_that_ended_fails_one_scoring_and_is_started_again(tmp_path, pa
     make_rows(data_of(tmp_path))
     row = rows_in(tmp_path / "made/sums.train.jsonl")[0]
     scored(row, "x")
-    first = procedural._SCORERS[sys.executable].process
+    first = builtin._SCORERS[sys.executable].process
     os.kill(first.pid, signal.SIGKILL)
     with pytest.raises(RuntimeError, match=r"its process ended \(exit code -9\)"):
         scored(row, "x")
@@ -162,7 +162,7 @@ def test_a_scorer_that_ended_fails_one_scoring_and_is_started_again(tmp_path, pa
     not REAL.exists(), reason="reasoning-gym is not installed; launch/setup.sh --tests does it, with a C compiler"
 )
 def test_the_real_package(tmp_path, monkeypatch):
-    monkeypatch.setattr(procedural, "_SCORERS", {})
+    monkeypatch.setattr(builtin, "_SCORERS", {})
     python = str(REAL)
     data = data_of(tmp_path, {"leg_counting": 1.0, "chain_sum": 1.0}).model_copy(update={"procedural_python": python})
     made = re.search(r"^reasoning-gym==(\S+)", PINNED.read_text(encoding="utf-8"), re.MULTILINE)
@@ -172,4 +172,4 @@ def test_the_real_package(tmp_path, monkeypatch):
     for row in held_out:
         assert scored(row, f"So it is <answer>{row['answer']}</answer>", python=python)["correct"]
         assert not scored(row, "nothing", python=python)["correct"]
-    procedural._SCORERS[python].process.end()
+    builtin._SCORERS[python].process.end()

@@ -143,7 +143,7 @@ def test_ten_thousand_prompts_load_in_seconds(write_jsonl, data_settings, tokeni
 def test_importing_the_package_costs_no_transformers():
     code = (
         "import sys, gspo_mega.data.prompts, gspo_mega.data.demonstrations, gspo_mega.data.stream,"
-        " gspo_mega.data.arithmetic\nassert 'transformers' not in sys.modules and 'torch' not in sys.modules and"
+        " gspo_mega.data.quickstart\nassert 'transformers' not in sys.modules and 'torch' not in sys.modules and"
         " 'tokenizers' not in sys.modules"
     )
     subprocess.run(

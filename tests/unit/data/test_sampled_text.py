@@ -10,7 +10,7 @@ from chat_templates import TOOLS, call_of, tokenizer_with
 
 from gspo_mega.base.errors import DataError
 from gspo_mega.data.chat import PromptEncoder
-from gspo_mega.data.template_suffix import HistoryMessage, Rendered, SuffixRule
+from gspo_mega.data.templates import HistoryMessage, Rendered, SuffixRule
 
 USER = {"role": "user", "content": "2+2? <|im_end|>"}
 CALL = {"role": "assistant", "content": "", "tool_calls": [call_of({"expression": "2+2"})]}

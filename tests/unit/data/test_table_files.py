@@ -12,9 +12,9 @@ import os
 import pytest
 
 from gspo_mega.base.errors import DataError
-from gspo_mega.data.jsonl import JsonlFile
 from gspo_mega.data.prompts import load_prompts
 from gspo_mega.data.row_files import check_first_rows, open_rows
+from gspo_mega.data.rows import JsonlFile
 from gspo_mega.data.stream import PromptStream
 
 pytest.importorskip("pyarrow")
@@ -181,11 +181,11 @@ def test_folders_and_files_that_are_no_data(tmp_path):
 
 
 def test_row_groups_are_read_when_they_are_asked_for_and_only_some_are_kept(tmp_path, monkeypatch):
-    from gspo_mega.data import table_files
+    from gspo_mega.data import row_files
 
-    file = table_files.TableFile(parquet(tmp_path / "rows.parquet", row_group_size=5), no_check)
+    file = row_files.TableFile(parquet(tmp_path / "rows.parquet", row_group_size=5), no_check)
     read, part = [], file._parts[0]
-    assert isinstance(part, table_files._ParquetPart)
+    assert isinstance(part, row_files._ParquetPart)
     plain = part._parquet.read_row_group
     monkeypatch.setattr(
         part,
@@ -194,7 +194,7 @@ def test_row_groups_are_read_when_they_are_asked_for_and_only_some_are_kept(tmp_
     )
     assert [file[k]["prompt"] for k in (7, 8, 22, 6)] == ["7+1=", "8+1=", "22+1=", "6+1="]
     assert read == [1, 4]
-    monkeypatch.setattr(table_files, "_KEPT_BYTES", 1)
+    monkeypatch.setattr(row_files, "_KEPT_BYTES", 1)
     assert [file[k]["prompt"] for k in (0, 1, 7, 0)] == ["0+1=", "1+1=", "7+1=", "0+1="]
     assert read == [1, 4, 0, 1, 0], "the one that was read last stays"
 

@@ -10,7 +10,7 @@ from chat_templates import TOOLS, call_of, tokenizer_with
 
 from gspo_mega.base.errors import DataError
 from gspo_mega.data.chat import PromptEncoder
-from gspo_mega.data.template_suffix import HistoryMessage, Rendered, Rewritten, SuffixRule
+from gspo_mega.data.templates import HistoryMessage, Rendered, Rewritten, SuffixRule
 
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "2+2"}}\n</tool_call>'
 CALLS = [call_of({"expression": "2+2"})]

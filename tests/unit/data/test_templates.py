@@ -14,8 +14,8 @@ import pytest
 
 from gspo_mega.base.errors import DataError
 from gspo_mega.data.chat import PromptEncoder
-from gspo_mega.data.templates import ChatTemplate
-from gspo_mega.data.turns_template import CHAT_TEMPLATE
+from gspo_mega.data.quickstart import CHAT_TEMPLATE
+from gspo_mega.data.template_process import ChatTemplate
 
 MESSAGES = [
     {"role": "system", "content": "  Be brief.\n"},
@@ -130,7 +130,7 @@ def test_one_process_serves_all_prompts_and_ends_with_its_owner(tokenizer):
 def test_it_ends_with_a_process_that_is_killed():
     code = """
 import os
-from gspo_mega.data.templates import ChatTemplate
+from gspo_mega.data.template_process import ChatTemplate
 one = ChatTemplate("x", {})
 one.render([])
 print(one._process.pid, flush=True)

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from gspo_mega.base.records import MicroBatch
-from gspo_mega.engine.critic import Values
-from gspo_mega.engine.critic_targets import Estimator, LogProbs, TokenRewards, estimate_returns
+from gspo_mega.engine.critic import Estimator, LogProbs, TokenRewards, Values, estimate_returns
 
 ALONE = SimpleNamespace(context=SimpleNamespace(size=1), data=SimpleNamespace(size=1))
 

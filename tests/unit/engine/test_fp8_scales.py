@@ -5,15 +5,15 @@ from typing import Any, cast
 
 import pytest
 
-from gspo_mega.engine import fp8_scales
-from gspo_mega.engine.fp8_scales import MEASURING_PASSES, Fp8Scales
+from gspo_mega.engine import precision
+from gspo_mega.engine.precision import MEASURING_PASSES, Fp8Scales
 
 
 @pytest.fixture
 def updates(monkeypatch):
     calls = []
     manager = SimpleNamespace(reduce_and_update_fp8_tensors=lambda forward: calls.append(forward))
-    monkeypatch.setattr(fp8_scales, "_manager", lambda: manager)
+    monkeypatch.setattr(precision, "_manager", lambda: manager)
     return calls
 
 

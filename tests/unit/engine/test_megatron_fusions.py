@@ -8,7 +8,7 @@ import torch
 from run_configs import make_config
 from te_process import in_te_process
 
-import gspo_mega.engine.megatron_fusions as fusions
+import gspo_mega.engine.precision as fusions
 from gspo_mega.base.errors import ModelError
 
 BF16 = dict(precision="bf16")
@@ -69,7 +69,7 @@ def test_what_is_asked_for_and_cannot_be_is_refused(sections, has_experts, words
 
 def test_a_library_that_is_missing_turns_a_default_off_and_refuses_a_wish(on_gpu, caplog):
     on_gpu(fuse_activation="torch.compile needs Triton on a GPU, and it is not installed")
-    caplog.set_level(logging.INFO, "gspo_mega.engine.megatron_fusions")
+    caplog.set_level(logging.INFO, "gspo_mega.engine.precision")
     fusions._log.cache_clear()
     assert settings(**BF16)["bias_activation_fusion"] is False and settings(**BF16)["moe_permute_fusion"] is True
     assert caplog.messages == [

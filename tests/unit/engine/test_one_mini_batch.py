@@ -11,9 +11,8 @@ from run_configs import make_config
 
 from gspo_mega.algorithm.correction import CorrectionRule
 from gspo_mega.algorithm.objective import ObjectiveSettings
-from gspo_mega.config.old_pass import makes_old_pass, may_correct_in_training, old_is_current
-from gspo_mega.engine.losses import OldPass, PolicyLoss
-from gspo_mega.engine.shared_correction import SequenceCorrection
+from gspo_mega.config.derived import makes_old_pass, may_correct_in_training, old_is_current
+from gspo_mega.engine.losses import OldPass, PolicyLoss, SequenceCorrection
 
 GROUPS = SimpleNamespace(context=SimpleNamespace(size=1, rank=0, group=None))
 

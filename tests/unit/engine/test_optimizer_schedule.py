@@ -9,8 +9,8 @@ from run_configs import make_config
 import gspo_mega.engine  # noqa: F401  the CPU backend comes before Megatron
 from gspo_mega.base.errors import ModelError
 from gspo_mega.config.schema import Optimizer
-from gspo_mega.engine import megatron_optimizer
-from gspo_mega.engine.megatron_optimizer import build_scheduler
+from gspo_mega.engine import optimizer
+from gspo_mega.engine.optimizer import build_scheduler
 from gspo_mega.engine.policy import PolicyEngine
 
 
@@ -84,10 +84,8 @@ def test_main_parameters_are_whole_fp32_whatever_the_moments_are(monkeypatch, mo
     cannot be read back.
     """
     made = []
-    monkeypatch.setattr(
-        megatron_optimizer, "OptimizerConfig", SimpleNamespace
-    )  # Megatron's own asks for Transformer Engine
-    monkeypatch.setattr(megatron_optimizer, "get_megatron_optimizer", lambda config, chunks, **_: made.append(config))
+    monkeypatch.setattr(optimizer, "OptimizerConfig", SimpleNamespace)  # Megatron's own asks for Transformer Engine
+    monkeypatch.setattr(optimizer, "get_megatron_optimizer", lambda config, chunks, **_: made.append(config))
     chunk = SimpleNamespace(config=SimpleNamespace(fp8_recipe=None, fp8_param=False, params_dtype=torch.bfloat16))
-    megatron_optimizer.build_optimizer(Optimizer(lr=1e-6, moments_dtype=moments), [chunk])
+    optimizer.build_optimizer(Optimizer(lr=1e-6, moments_dtype=moments), [chunk])
     assert made[0].store_param_remainders is False and made[0].use_precision_aware_optimizer is (moments != "fp32")

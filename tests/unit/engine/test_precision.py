@@ -4,7 +4,7 @@ import pytest
 import torch
 from run_configs import make_config
 
-import gspo_mega.engine.megatron_precision as precision
+import gspo_mega.engine.precision as precision
 from gspo_mega.base.errors import ModelError
 from gspo_mega.engine.model import transformer_config
 from gspo_mega.models.spec import ModelSpec
@@ -162,7 +162,7 @@ def test_backends_are_described_and_logged_once(pretend, caplog):
         "Transformer Engine: no (ImportError: libcudart.so.13)" in line for line in precision.describe_backends()
     )
     pretend((9, 0))
-    caplog.set_level(logging.INFO, "gspo_mega.engine.megatron_precision")
+    caplog.set_level(logging.INFO, "gspo_mega.engine.precision")
     precision.log_backends.cache_clear()
     precision.log_backends()
     precision.log_backends()

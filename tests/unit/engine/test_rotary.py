@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import gspo_mega.engine  # noqa: F401  the CPU backend comes before Megatron
-from gspo_mega.engine.rotary import scaled_frequencies
+from gspo_mega.engine.model import scaled_frequencies
 from gspo_mega.models.spec import RopeScaling
 
 SETTINGS = {

@@ -20,12 +20,12 @@ def test_equal_to_the_bit_where_the_rule_says_so_and_only_there(head_dim, tensor
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 
     from gspo_mega.checkpoint.hf_export import tensor_digest
-    from gspo_mega.checkpoint.quantize_published import PublishedForm
+    from gspo_mega.checkpoint.quantized import PublishedForm
     from gspo_mega.models.block_fp8 import is_quantizable
-    from gspo_mega.models.families import hf_tensors, parameter_blocks, parameter_shape
     from gspo_mega.models.huggingface import spec_from_config
     from gspo_mega.models.spec import BlockFp8
-    from gspo_mega.verify.mismatch.coinciding_blocks import block_difference
+    from gspo_mega.models.tensors import hf_tensors, parameter_blocks, parameter_shape
+    from gspo_mega.verify.mismatch.findings import block_difference
 
     spec = spec_from_config(json.loads(MODEL.read_text()) | SIZES | dict(head_dim=head_dim))
     rule = "power_of_two" if power_of_two else "float32"

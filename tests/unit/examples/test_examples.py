@@ -13,12 +13,12 @@ import torch
 import yaml
 from report_runs import make_run
 
-from gspo_mega.agents.episode_pool import EpisodePool
-from gspo_mega.agents.episode_session import Answer
+from gspo_mega.agents.pool import EpisodePool
 from gspo_mega.agents.protocol import Task, load_episode
+from gspo_mega.agents.session import Answer
 from gspo_mega.algorithm.advantages import group_advantages
 from gspo_mega.algorithm.objective import policy_objective
-from gspo_mega.algorithm.objective_settings import ObjectiveSettings
+from gspo_mega.algorithm.terms import ObjectiveSettings
 from gspo_mega.base.errors import JournalError
 from gspo_mega.config import load_config
 from gspo_mega.config.schema import EpisodeFunction, Episodes

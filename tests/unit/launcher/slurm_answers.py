@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gspo_mega.config import load_config
-from gspo_mega.launcher.slurm.site_settings import Site
+from gspo_mega.launcher.slurm.size import Site
 
 REPOSITORY = Path(__file__).parents[3]
 CONFIG = REPOSITORY / "configs/quickstart.yaml"

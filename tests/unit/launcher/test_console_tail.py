@@ -1,4 +1,4 @@
-from gspo_mega.launcher.attempt_output import ConsoleTail
+from gspo_mega.launcher.children import ConsoleTail
 
 
 def test_whole_lines_once_each_and_no_half_of_a_character(tmp_path):

@@ -4,7 +4,7 @@ import pytest
 
 from gspo_mega.base.errors import GspoMegaError
 from gspo_mega.base.run_folder import Attempt, atomic_write_json
-from gspo_mega.launcher.failure import describe_failure, one_line
+from gspo_mega.launcher.attempt_state import describe_failure, one_line
 
 
 @pytest.fixture

@@ -3,13 +3,7 @@ import socket
 import pytest
 
 from gspo_mega.base.errors import PlanError
-from gspo_mega.launcher.gpus_and_ports import (
-    free_port,
-    rank_environments,
-    reward_gpus,
-    share_gpus,
-    visible_gpus,
-)
+from gspo_mega.launcher.prepare import free_port, rank_environments, reward_gpus, share_gpus, visible_gpus
 
 
 def test_ranks_get_what_torchrun_would_give():

@@ -22,7 +22,7 @@ from gspo_mega.base.errors import ModelError, RankError
 from gspo_mega.base.run_folder import DamagedFileError
 from gspo_mega.cli.main import main
 from gspo_mega.config import load_config
-from gspo_mega.launcher import input_trial, launch_local, trial_process
+from gspo_mega.launcher import input_trial, local, trial_process
 from gspo_mega.launcher.input_trial import CHECKS, Trial, read_weights, run_checks
 
 ROOT = Path(__file__).parents[3]
@@ -322,11 +322,11 @@ def test_a_run_on_recorded_rollouts_reads_weights_alone(inputs):
 
 
 def test_the_start_of_a_run_on_recorded_rollouts_tries_what_its_ranks_read(inputs, monkeypatch):
-    monkeypatch.setattr(launch_local, "is_replay", lambda loaded, command: True)
+    monkeypatch.setattr(local, "is_replay", lambda loaded, command: True)
     missing_tensor(inputs)
     loaded = load_config(CONFIG, inputs.words(), "train")
     with pytest.raises(ModelError, match="cannot be loaded as qwen3_moe:\n *missing: model.norm"):
-        launch_local.launch(loaded, "train", lambda line: None)
+        local.launch(loaded, "train", lambda line: None)
     assert not inputs.run_dir.exists()
 
 

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from run_configs import smallest_yaml
 
-from gspo_mega.base.episode_records import one_turn_row
+from gspo_mega.base.episodes import Group, RolloutBatch, one_turn_row
 from gspo_mega.base.errors import ConfigError, DataError, EpisodeError, JournalError, RewardError
 from gspo_mega.base.records import Prompt
-from gspo_mega.base.rollout_batch import Group, RolloutBatch
 from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.cli.main import main
 from gspo_mega.config import load_config

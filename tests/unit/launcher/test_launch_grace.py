@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gspo_mega.config import load_config
-from gspo_mega.launcher import launch_local as module
+from gspo_mega.launcher import local as module
 from gspo_mega.plan.estimate import estimate
 
 REPOSITORY = Path(__file__).parents[3]

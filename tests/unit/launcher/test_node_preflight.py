@@ -9,18 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from gspo_mega.base import two_pythons
+from gspo_mega.base import versions
 from gspo_mega.base.errors import RankError
 from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.config import load_config
 from gspo_mega.launcher.children import ChildSpec, Family
-from gspo_mega.launcher.slurm.controller_outage import Answers
-from gspo_mega.launcher.slurm.job_size import job_size
-from gspo_mega.launcher.slurm.node_preflight import preflight
-from gspo_mega.launcher.slurm.scontrol import Allocation, Node
-from gspo_mega.launcher.slurm.site_settings import Site
-from gspo_mega.launcher.slurm.step_commands import Steps
-from gspo_mega.launcher.slurm.step_starts import Starts
+from gspo_mega.launcher.slurm.scontrol import Allocation, Answers, Node
+from gspo_mega.launcher.slurm.size import Site, job_size
+from gspo_mega.launcher.slurm.steps import Starts, Steps, preflight
 
 REPOSITORY = Path(__file__).parents[3]
 CONFIG = REPOSITORY / "configs/quickstart.yaml"
@@ -43,8 +39,8 @@ def test_servers_that_do_not_fit_the_trainer_end_the_job_before_it_starts(tmp_pa
         (node, ChildSpec("doctor", index, [sys.executable, "-c", ""], attempt.logs_dir / f"doctor_{index}.log", {}))
         for index in (0, 1)
     ]
-    two_pythons.record(attempt.software_dir, 0, "trainer", OURS)
-    two_pythons.record(attempt.software_dir, 1, "server", server)
+    versions.record(attempt.software_dir, 0, "trainer", OURS)
+    versions.record(attempt.software_dir, 1, "server", server)
     try:
         preflight(
             Starts(family, attempt, said.append),
@@ -53,7 +49,7 @@ def test_servers_that_do_not_fit_the_trainer_end_the_job_before_it_starts(tmp_pa
             doctors,
             60.0,
             said.append,
-            lambda: two_pythons.compare_records(Path(attempt.software_dir), by_nccl),
+            lambda: versions.compare_records(Path(attempt.software_dir), by_nccl),
         )
     except RankError as error:
         said.append(str(error))

@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 from procedural_package import write_package
 
-from gspo_mega.base.episode_records import one_turn_episode
+from gspo_mega.base.episodes import one_turn_episode
 from gspo_mega.cli.main import main
 from gspo_mega.config import load_config
 from gspo_mega.config.prompt_sources import HELD_OUT, source_rewards
 from gspo_mega.data.chat import load_tokenizer
 from gspo_mega.data.prompts import load_prompts
-from gspo_mega.data.tokenizer import write_tokenizer
-from gspo_mega.rewards.scoring_pool import ScoringPool
+from gspo_mega.data.quickstart import write_tokenizer
+from gspo_mega.rewards.pool import ScoringPool
 from gspo_mega.train.held_out import HeldOut
 
 SHAPE = str(Path(__file__).parents[3] / "configs" / "models" / "quickstart_dense.json")

@@ -7,7 +7,7 @@ import pytest
 
 from gspo_mega.base.run_folder import Attempt
 from gspo_mega.launcher.children import ChildSpec, Family
-from gspo_mega.launcher.remaining_servers import RemainingServers
+from gspo_mega.launcher.local import RemainingServers
 from gspo_mega.rollout.registration import Registration, read_registrations
 
 

@@ -13,12 +13,11 @@ from gspo_mega.base.errors import ConfigError, GspoMegaError, PlanError
 from gspo_mega.base.run_folder import Attempt, RunFolder
 from gspo_mega.config.schema import ModelReward
 from gspo_mega.launcher.children import Child, ChildSpec, Family
-from gspo_mega.launcher.launch_local import _scorers
+from gspo_mega.launcher.local import Supervisor, _scorers
 from gspo_mega.launcher.slurm import scontrol as calls
-from gspo_mega.launcher.slurm import step_starts
-from gspo_mega.launcher.slurm.job_size import job_size, sbatch_options
-from gspo_mega.launcher.slurm.step_commands import Steps
-from gspo_mega.launcher.supervisor import Supervisor
+from gspo_mega.launcher.slurm import steps as step_starts
+from gspo_mega.launcher.slurm.size import job_size, sbatch_options
+from gspo_mega.launcher.slurm.steps import Steps
 from gspo_mega.rollout.server.reward_server import make_reward_folder, reward_folder
 
 STYLE = "{name: style, path: m, num_servers: 3, tensor: 2}"

@@ -9,7 +9,7 @@ from run_configs import smallest_yaml
 from gspo_mega.base.errors import RewardError
 from gspo_mega.cli.main import main
 from gspo_mega.config import load_config
-from gspo_mega.launcher.reward_trial import try_rewards
+from gspo_mega.launcher.inputs import try_rewards
 
 FUNCTIONS = """
 import os, sys, time

@@ -6,15 +6,15 @@ from dataclasses import replace
 import pytest
 
 from gspo_mega.base.run_folder import Attempt
-from gspo_mega.launcher import server_failures
-from gspo_mega.launcher.server_failures import ServerFailures
+from gspo_mega.launcher import watchdog
+from gspo_mega.launcher.watchdog import ServerFailures
 from gspo_mega.rollout.registration import Registration
-from gspo_mega.rollout.server.running import last_word
+from gspo_mega.rollout.server.process import last_word
 
 
 @pytest.fixture
 def attempt(tmp_path, monkeypatch):
-    monkeypatch.setattr(server_failures, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(watchdog, "_LOOK_SECONDS", 0.0)
     made = Attempt(tmp_path / "0001")
     made.servers_dir.mkdir(parents=True)
     return made

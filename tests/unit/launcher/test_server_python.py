@@ -13,9 +13,9 @@ import pytest
 from gspo_mega.base.errors import PlanError
 from gspo_mega.config import load_config
 from gspo_mega.launcher import server_python
-from gspo_mega.launcher.launch_local import launch
+from gspo_mega.launcher.local import launch
 from gspo_mega.launcher.server_python import serve_command
-from gspo_mega.launcher.slurm.site_settings import Site
+from gspo_mega.launcher.slurm.size import Site
 
 REPOSITORY = Path(__file__).parents[3]
 CONFIG = REPOSITORY / "configs/quickstart.yaml"

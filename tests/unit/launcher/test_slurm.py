@@ -16,13 +16,13 @@ from slurm_answers import CONFIG, REPOSITORY, loaded, scontrol, site  # noqa: F4
 from gspo_mega.base.errors import ConfigError, JournalError, PlanError, RankError
 from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.config import load_config
-from gspo_mega.launcher.launch_local import launch
+from gspo_mega.launcher.local import launch
 from gspo_mega.launcher.slurm import scontrol as calls
-from gspo_mega.launcher.slurm.job_size import job_size, sbatch_options, with_signal_time
-from gspo_mega.launcher.slurm.launch_job import describe_nodes
-from gspo_mega.launcher.slurm.step_commands import Steps
+from gspo_mega.launcher.slurm.job import describe_nodes
+from gspo_mega.launcher.slurm.size import job_size, sbatch_options, with_signal_time
+from gspo_mega.launcher.slurm.steps import Steps
 from gspo_mega.plan import estimate, plan_run
-from gspo_mega.plan.export import plan_shell
+from gspo_mega.plan.report import plan_shell
 
 SHAPE = REPOSITORY / "configs/models/quickstart_moe.json"
 
@@ -180,7 +180,7 @@ def test_what_plan_exports_for_a_job_script_is_read_by_it():
 
 
 def test_the_size_as_shell_and_refusals_as_lines():
-    command = [sys.executable, "-m", "gspo_mega.launcher.slurm.job_size", str(CONFIG), "run.dir=/tmp/a b", "run.name=x"]
+    command = [sys.executable, "-m", "gspo_mega.launcher.slurm.size", str(CONFIG), "run.dir=/tmp/a b", "run.name=x"]
     environment = {**os.environ, "GSPO_GPUS_PER_NODE": "0"}
     refused = subprocess.run(
         [*command, f"model.path={REPOSITORY / 'nowhere'}"], capture_output=True, text=True, env=environment

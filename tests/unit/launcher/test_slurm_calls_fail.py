@@ -14,14 +14,7 @@ from gspo_mega.base.errors import FolderError, RankError
 from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.config import load_config
 from gspo_mega.launcher.attempt_state import read_state
-from gspo_mega.launcher.slurm import (
-    controller_outage,
-    job_supervisor,
-    launch_job,
-    node_preflight,
-    step_starts,
-    stop_request,
-)
+from gspo_mega.launcher.slurm import job, scontrol, steps, stop
 from gspo_mega.rollout.registration import read_registrations
 
 REPOSITORY = Path(__file__).parents[3]
@@ -96,7 +89,7 @@ class Slurm:
         cluster = "cluster={num_nodes: 2, ranks_per_node: 1, num_rollout_nodes: 1}"
         shape = f"model.path={REPOSITORY / 'configs/models/quickstart_moe.json'}"
         words = [shape, cluster, f"run.dir={self.folder / 'runs'}", "run.name=run", *overrides]
-        return launch_job.launch_slurm(
+        return job.launch_slurm(
             load_config(REPOSITORY / "configs/quickstart.yaml", words, "train"), "train", self.said.append
         )
 
@@ -111,16 +104,16 @@ class Slurm:
 def slurm(tmp_path_factory, monkeypatch):
     """slurm(n): a new job."""
     for module, name, seconds in (
-        (controller_outage, "ASK_AGAIN_SECONDS", 0.05),
-        (step_starts, "ASK_AGAIN_SECONDS", 0.05),
-        (job_supervisor, "_POLL_SECONDS", 0.02),
-        (job_supervisor, "_SETTLE_SECONDS", 0.02),
-        (job_supervisor, "_LOOK_SECONDS", 0.1),
-        (job_supervisor, "_WATCH_AGAIN_SECONDS", 0.05),
-        (stop_request, "_ENDED_PAUSE_SECONDS", 0.05),
-        (stop_request, "_POLL_SECONDS", 0.02),
-        (node_preflight, "_POLL_SECONDS", 0.02),
-        (launch_job, "versions_text", lambda: ""),
+        (scontrol, "ASK_AGAIN_SECONDS", 0.05),
+        (steps, "ASK_AGAIN_SECONDS", 0.05),
+        (job, "_POLL_SECONDS", 0.02),
+        (job, "_SETTLE_SECONDS", 0.02),
+        (job, "_LOOK_SECONDS", 0.1),
+        (job, "_WATCH_AGAIN_SECONDS", 0.05),
+        (stop, "_ENDED_PAUSE_SECONDS", 0.05),
+        (stop, "_POLL_SECONDS", 0.02),
+        (steps, "_POLL_SECONDS", 0.02),
+        (job, "versions_text", lambda: ""),
     ):
         monkeypatch.setattr(module, name, seconds)
 
@@ -184,7 +177,7 @@ def test_a_rank_fails_then_a_node(slurm):
 
 
 def test_a_server_gives_up_then_the_time_limit_is_near(slurm, monkeypatch):
-    monkeypatch.setattr(job_supervisor, "_LOOK_SECONDS", 30.0)
+    monkeypatch.setattr(job, "_LOOK_SECONDS", 30.0)
 
     def scenario(made):
         monkeypatch.setenv("GSPO_PREFLIGHT", "0")

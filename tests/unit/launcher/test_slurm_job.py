@@ -18,15 +18,13 @@ from gspo_mega.base.errors import RankError
 from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.config import load_config
 from gspo_mega.launcher.attempt_state import StateKeeper, read_state
-from gspo_mega.launcher.received_signals import signals_taken
-from gspo_mega.launcher.slurm import controller_outage
-from gspo_mega.launcher.slurm.controller_outage import Answers
-from gspo_mega.launcher.slurm.job_size import job_size
-from gspo_mega.launcher.slurm.job_supervisor import JobContext, SlurmJob
-from gspo_mega.launcher.slurm.scontrol import Allocation, NoAnswerError, Node
-from gspo_mega.launcher.slurm.site_settings import Site
-from gspo_mega.launcher.slurm.step_commands import Steps
-from gspo_mega.launcher.slurm.stop_request import SIGNALS
+from gspo_mega.launcher.children import signals_taken
+from gspo_mega.launcher.slurm import scontrol
+from gspo_mega.launcher.slurm.job import JobContext, SlurmJob
+from gspo_mega.launcher.slurm.scontrol import Allocation, Answers, NoAnswerError, Node
+from gspo_mega.launcher.slurm.size import Site, job_size
+from gspo_mega.launcher.slurm.steps import Steps
+from gspo_mega.launcher.slurm.stop import SIGNALS
 
 CONFIG = Path(__file__).parents[3] / "configs/quickstart.yaml"
 
@@ -171,7 +169,7 @@ def test_a_run_goes_on_while_slurms_controller_is_restarted(here, monkeypatch):
         # Only silence in a row counts.
         here.slurm(answers=False)
         assert not here.look(job)
-        monkeypatch.setattr(controller_outage, "NO_ANSWER_SECONDS", 0.0)
+        monkeypatch.setattr(scontrol, "NO_ANSWER_SECONDS", 0.0)
         with pytest.raises(NoAnswerError, match="Unable to contact slurm controller"):
             here.look(job)
 

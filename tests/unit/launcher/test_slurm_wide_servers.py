@@ -8,8 +8,8 @@ from slurm_answers import loaded, scontrol, site  # noqa: F401  the fixture is a
 from gspo_mega.base.errors import PlanError
 from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.launcher.slurm import scontrol as calls
-from gspo_mega.launcher.slurm.job_size import job_size
-from gspo_mega.launcher.slurm.step_commands import Steps
+from gspo_mega.launcher.slurm.size import job_size
+from gspo_mega.launcher.slurm.steps import Steps
 
 OVER_TWO = "server={num_servers: 2, tensor: 8, num_nodes: 2}"
 

@@ -6,8 +6,8 @@ import re
 import subprocess
 from importlib import metadata
 
-from gspo_mega.config.layer_library import wheel_folder
-from gspo_mega.launcher.software_versions import PACKAGES, commit, versions, versions_text
+from gspo_mega.config.derived import wheel_folder
+from gspo_mega.launcher.prepare import PACKAGES, commit, versions, versions_text
 
 
 def git(folder, *words):

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from gspo_mega.base import two_pythons
+from gspo_mega.base import versions
 from gspo_mega.base.errors import PlanError
-from gspo_mega.base.findings import Finding
+from gspo_mega.base.versions import Finding
 from gspo_mega.config import load_config
 from gspo_mega.launcher.server_python import check_same_software
 
@@ -47,8 +47,8 @@ def trainer(python):
     return python("trainer", TRAINER)
 
 
-def asked(program: str) -> two_pythons.Versions:
-    return two_pythons.ask(program, 60.0, {**os.environ, "PYTHONPATH": ""})
+def asked(program: str) -> versions.Versions:
+    return versions.ask(program, 60.0, {**os.environ, "PYTHONPATH": ""})
 
 
 def nvidia_smi(folder: Path, text: str) -> str:
@@ -66,14 +66,14 @@ def test_another_python_tells_its_versions_without_importing_its_packages(traine
     on_cpu = asked(python("on-cpu", {"torch": "2.13.0+cpu"}, cuda=None))
     assert (on_cpu["torch"], on_cpu["CUDA"]) == ("2.13.0+cpu", None)
     path = nvidia_smi(tmp_path, "echo 580.95.05; echo 580.95.05")
-    assert two_pythons.ask(trainer, 60.0, {**os.environ, "PATH": path})["driver"] == "580.95.05"
+    assert versions.ask(trainer, 60.0, {**os.environ, "PATH": path})["driver"] == "580.95.05"
     for broken in ("echo NVIDIA-SMI has failed; exit 9", "echo no version"):
         path = nvidia_smi(tmp_path, broken)
-        assert two_pythons.ask(trainer, 60.0, {**os.environ, "PATH": path})["driver"] is None
+        assert versions.ask(trainer, 60.0, {**os.environ, "PATH": path})["driver"] is None
 
 
 def test_the_same_release_agrees_whatever_its_build_and_a_server_may_have_more(trainer, python):
-    (found,) = two_pythons.compare(asked(trainer), asked(python("server", SERVER)), by_nccl=True)
+    (found,) = versions.compare(asked(trainer), asked(python("server", SERVER)), by_nccl=True)
     assert found.level == "ok" and found.text.endswith(
         "agree: torch 2.14.1+cu130, NCCL 2.30.7, CUDA 13.0, safetensors 0.8.0"
     )
@@ -81,7 +81,7 @@ def test_the_same_release_agrees_whatever_its_build_and_a_server_may_have_more(t
 
 def test_another_torch_or_nccl_is_wrong_with_both_versions_and_what_to_do(trainer, python):
     other = python("other", {**SERVER, "torch": "2.11.0", "nvidia-nccl-cu13": "2.28.9", "safetensors": "0.7.0"})
-    torch, nccl, told = two_pythons.compare(asked(trainer), asked(other), by_nccl=True)
+    torch, nccl, told = versions.compare(asked(trainer), asked(other), by_nccl=True)
     assert torch.level == nccl.level == "wrong"
     assert torch.text.startswith(
         f"torch is 2.14.1+cu130 in the trainer's Python ({trainer}) and 2.11.0 in the servers' ({other}); "
@@ -89,7 +89,7 @@ def test_another_torch_or_nccl_is_wrong_with_both_versions_and_what_to_do(traine
     assert nccl.text.startswith("NCCL is 2.30.7 in") and "launch/setup_gpu.sh makes both" in nccl.text
     assert "`publish.method: disk`" in nccl.text
     assert told == Finding("note", "pythons", "trainer's and servers' differ in: safetensors 0.8.0 and 0.7.0")
-    assert [f.level for f in two_pythons.compare(asked(trainer), asked(other), by_nccl=False)] == ["note"] * 3
+    assert [f.level for f in versions.compare(asked(trainer), asked(other), by_nccl=False)] == ["note"] * 3
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_another_torch_or_nccl_is_wrong_with_both_versions_and_what_to_do(traine
     ],
 )
 def test_a_driver_that_is_too_old(cuda, driver, words):
-    problem = two_pythons.driver_problem({"torch": "2.14.1", "CUDA": cuda, "driver": driver})
+    problem = versions.driver_problem({"torch": "2.14.1", "CUDA": cuda, "driver": driver})
     assert (problem is None) if words is None else words in str(problem)
 
 
@@ -123,7 +123,7 @@ def test_what_is_no_python_is_said(tmp_path, text, words):
         program.write_text(f"#!/bin/sh\n{text}\n")
         program.chmod(0o755)
     with pytest.raises(ValueError, match=words):
-        two_pythons.ask(str(program), 0.2 if "sleep" in str(text) else 60.0)
+        versions.ask(str(program), 0.2 if "sleep" in str(text) else 60.0)
 
 
 def doctor(trainer: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
@@ -157,12 +157,12 @@ def test_doctors_of_a_job_record_and_their_records_are_compared(trainer, python,
     other = python("fourth", {**SERVER, "nvidia-nccl-cu13": "2.28.9"})
     records = tmp_path / "software"
     words = ["--folder", str(tmp_path), "--versions", str(records)]
-    assert two_pythons.compare_records(records, by_nccl=True) == []
+    assert versions.compare_records(records, by_nccl=True) == []
     ended = doctor(trainer, *words, "--role", "trainer", GSPO_SERVER_PYTHON=other)
-    assert two_pythons.compare_records(records, by_nccl=True) == [] and "pythons" not in ended.stdout
+    assert versions.compare_records(records, by_nccl=True) == [] and "pythons" not in ended.stdout
     doctor(other, *words, "--role", "server", "--index", "3")
     assert json.loads((records / "machine-3-server.json").read_text())["NCCL"] == "2.28.9"
-    (found,) = two_pythons.compare_records(records, by_nccl=True)
+    (found,) = versions.compare_records(records, by_nccl=True)
     assert found.level == "wrong" and "NCCL is 2.30.7 in the trainer's" in found.text
 
 

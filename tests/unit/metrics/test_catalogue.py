@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gspo_mega.algorithm.correction import mismatch_metrics, mismatch_sums
 from gspo_mega.algorithm.diagnostics import POLICY_SUMS, log_ratio_summary, policy_metrics
-from gspo_mega.algorithm.mismatch import mismatch_metrics, mismatch_sums
 from gspo_mega.metrics.catalogue import CATALOGUE, PHASES, _entries, find_metric
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from gspo_mega.metrics import console
+from gspo_mega.metrics import writer
 from gspo_mega.metrics.catalogue import PHASES, find_metric
-from gspo_mega.metrics.console import final_table, progress_line
-from gspo_mega.metrics.timer import PhaseTimer
+from gspo_mega.metrics.reductions import PhaseTimer
+from gspo_mega.metrics.writer import final_table, progress_line
 
 
 class Clock:
@@ -95,9 +95,9 @@ def test_progress_line_shows_what_there_is():
 
 
 def test_the_console_reads_only_metrics_that_exist():
-    for _, name, *_ in (*console._PROGRESS, *console._FAILURES):
+    for _, name, *_ in (*writer._PROGRESS, *writer._FAILURES):
         find_metric(name)
-    assert set(console._PHASE_ORDER) <= set(PHASES)
+    assert set(writer._PHASE_ORDER) <= set(PHASES)
 
 
 def test_final_table_is_aligned():

@@ -10,8 +10,7 @@ import math
 import numpy as np
 import pytest
 
-from gspo_mega.metrics.falls import find_falls, noise_until
-from gspo_mega.metrics.trends import setbacks_of, trend_of
+from gspo_mega.metrics.trends import find_falls, noise_until, setbacks_of, trend_of
 
 RUNS, STEPS = 150, 2000
 

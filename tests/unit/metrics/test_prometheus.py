@@ -12,7 +12,7 @@ from collections import Counter
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gspo_mega.base import bounded_http
+from gspo_mega.base import network
 from gspo_mega.metrics.catalogue import CATALOGUE
 from gspo_mega.metrics.prometheus import CONTENT_TYPE, PrometheusEndpoint, exposed_name, exposition
 from gspo_mega.metrics.writer import MetricsWriter
@@ -114,8 +114,8 @@ def test_it_answers_under_its_own_names_only(host, status):
 
 
 def test_half_a_request_is_not_waited_for_and_keeps_nobody_out(monkeypatch):
-    monkeypatch.setattr(bounded_http, "HEAD_SECONDS", 1.0)
-    monkeypatch.setattr(bounded_http, "MOST_WAITING", 20)
+    monkeypatch.setattr(network, "HEAD_SECONDS", 1.0)
+    monkeypatch.setattr(network, "MOST_WAITING", 20)
     port = free_port()
     with PrometheusEndpoint("127.0.0.1", port, "demo", 1, print):
         half = [socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(100)]
@@ -129,7 +129,7 @@ def test_half_a_request_is_not_waited_for_and_keeps_nobody_out(monkeypatch):
 
 
 def test_connections_for_which_no_thread_could_start_leave_room_for_others(monkeypatch):
-    monkeypatch.setattr(bounded_http, "MOST_CONNECTIONS", 4)
+    monkeypatch.setattr(network, "MOST_CONNECTIONS", 4)
     port, start, refused = free_port(), threading.Thread.start, []
 
     def refuse_some(thread):

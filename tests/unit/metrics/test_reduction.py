@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gspo_mega.metrics.reduction import reduced
+from gspo_mega.metrics.reductions import reduced
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,12 @@ from types import SimpleNamespace
 import pytest
 from run_configs import make_config
 
-from gspo_mega.base.episode_records import one_turn_row
+from gspo_mega.base.episodes import Group, RolloutBatch, one_turn_row
 from gspo_mega.base.records import Prompt
-from gspo_mega.base.rollout_batch import Group, RolloutBatch
-from gspo_mega.metrics.sampled import sampled_metrics
+from gspo_mega.metrics.reductions import sampled_metrics
 from gspo_mega.metrics.trends import trend_of
-from gspo_mega.train.assemble import fill_advantages, scored_batch
-from gspo_mega.train.step_report import StepReport
+from gspo_mega.train.batches import fill_advantages, scored_batch
+from gspo_mega.train.reports import StepReport
 
 
 def group(number, rewards, source="train", errors=(), lengths=None, finish="stop"):

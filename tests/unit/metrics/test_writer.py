@@ -10,8 +10,8 @@ import torch
 
 from gspo_mega.base.errors import DataError
 from gspo_mega.base.run_folder import RunFolder
+from gspo_mega.metrics.sink_loading import TensorBoardSink
 from gspo_mega.metrics.sinks import SinkMaker, Sinks
-from gspo_mega.metrics.tensorboard_sink import TensorBoardSink
 from gspo_mega.metrics.writer import MetricsWriter, read_metrics
 
 

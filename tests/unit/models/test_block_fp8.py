@@ -19,10 +19,10 @@ from gspo_mega.models.block_fp8 import (
     served_layout,
     stored_bytes,
 )
-from gspo_mega.models.config_reader import ConfigReader
-from gspo_mega.models.families import hf_tensors
+from gspo_mega.models.hf_fields import ConfigReader
 from gspo_mega.models.huggingface import read_stored, spec_from_config
 from gspo_mega.models.spec import BlockFp8, ModelSpec, shape_differences
+from gspo_mega.models.tensors import hf_tensors
 
 ROOT = Path(__file__).parents[3]
 DEEPSEEK_V3 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from gspo_mega.base.errors import ConfigError
-from gspo_mega.models.classifier_folder import check_head, read_sizes
+from gspo_mega.models.value_models import check_head, read_sizes
 
 LLAMA = dict(num_hidden_layers=3, num_attention_heads=8, hidden_size=64, num_key_value_heads=2)
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from gspo_mega.base.errors import ModelError
-from gspo_mega.models.families import hf_tensors, may_be_there
 from gspo_mega.models.huggingface import spec_from_config
 from gspo_mega.models.spec import LatentAttention, YarnScaling
+from gspo_mega.models.tensors import hf_tensors, may_be_there
 
 YARN = dict(
     type="yarn",

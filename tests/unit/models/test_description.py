@@ -9,8 +9,7 @@ import pytest
 
 from gspo_mega.base.errors import ModelError
 from gspo_mega.checkpoint.hf_export import copy_description
-from gspo_mega.models.description import description_files
-from gspo_mega.models.huggingface import read_model_spec
+from gspo_mega.models.huggingface import description_files, read_model_spec
 
 SHAPE = Path(__file__).parents[3] / "configs/models/certify_dense.json"
 

@@ -11,11 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gspo_mega.base.errors import ModelError
-from gspo_mega.models.families import TensorEntry, hf_tensors, padded_vocab_size, parameter_blocks, parameter_shape
+from gspo_mega.models.families import FAMILIES
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.models.spec import ModelSpec, MoeSpec
-from gspo_mega.models.stacked import checkpoint_tensors
-from gspo_mega.models.tables import FAMILIES
+from gspo_mega.models.tensors import (
+    TensorEntry,
+    checkpoint_tensors,
+    hf_tensors,
+    padded_vocab_size,
+    parameter_blocks,
+    parameter_shape,
+)
 
 
 def make_spec(moe: bool, **changes) -> ModelSpec:

@@ -2,8 +2,8 @@ import pytest
 
 from gspo_mega.base.errors import ModelError
 from gspo_mega.models.huggingface import spec_from_config
-from gspo_mega.models.sizes import count_parameters
 from gspo_mega.models.spec import MoeSpec, RopeScaling
+from gspo_mega.models.tensors import count_parameters
 
 # As published, shortened to what is read: Llama-2-7b (no rope_theta, no head_dim), Llama-3.1-8B, Qwen2.5-0.5B,
 # Mixtral-8x7B.

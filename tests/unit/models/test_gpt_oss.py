@@ -6,16 +6,18 @@ from pathlib import Path
 import pytest
 
 from gspo_mega.base.errors import ModelError
-from gspo_mega.models.families import hf_tensors
 from gspo_mega.models.huggingface import folder_needs_plain_copy, read_stored, spec_from_config
-from gspo_mega.models.sizes import (
+from gspo_mega.models.spec import SlidingWindow, YarnScaling, shape_differences
+from gspo_mega.models.tensors import (
     attended_positions,
     attention_crossover_tokens,
+    checkpoint_tensors,
     count_parameters,
     forward_flops_per_token,
+    hf_tensors,
+    is_stacked,
+    stackings,
 )
-from gspo_mega.models.spec import SlidingWindow, YarnScaling, shape_differences
-from gspo_mega.models.stacked import checkpoint_tensors, is_stacked, stackings
 
 SHAPES = Path(__file__).parents[3] / "configs" / "models"
 # As published; gpt-oss-120b differs in these.

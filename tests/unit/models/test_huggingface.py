@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gspo_mega.base import guarded_files
+from gspo_mega.base import untrusted
 from gspo_mega.base.errors import ModelError
 from gspo_mega.models.huggingface import read_model_spec, spec_from_config
 from gspo_mega.models.spec import MoeSpec
@@ -240,7 +240,7 @@ def test_a_file_that_is_no_json_or_cannot_be_read_is_named(tmp_path, monkeypatch
     def refused(path, most_bytes=None):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
-    monkeypatch.setattr(guarded_files, "open_regular", refused)
+    monkeypatch.setattr(untrusted, "open_regular", refused)
     with pytest.raises(ModelError, match="config.json: cannot be read: Permission denied"):
         read_model_spec(tmp_path)
 

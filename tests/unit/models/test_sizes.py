@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from gspo_mega.models.huggingface import spec_from_config
-from gspo_mega.models.sizes import attention_crossover_tokens, count_parameters, forward_flops_per_token
+from gspo_mega.models.tensors import attention_crossover_tokens, count_parameters, forward_flops_per_token
 
 SHAPES = Path(__file__).parents[3] / "configs" / "models"
 

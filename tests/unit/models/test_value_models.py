@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from gspo_mega.base.errors import ModelError
-from gspo_mega.models.families import hf_tensors
+from gspo_mega.models.families import FAMILIES
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.models.spec import shape_differences
-from gspo_mega.models.tables import FAMILIES
+from gspo_mega.models.tensors import hf_tensors
 from gspo_mega.models.value_models import (
     critic_config_json,
     critic_tensors,

@@ -8,9 +8,14 @@ import pytest
 from gspo_mega.base.errors import PlanError
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.plan import resolve_layout
-from gspo_mega.plan.adapter_shares import check_adapters, num_adapter_parameters, trained_parameters
-from gspo_mega.plan.shares import ModelShares
-from gspo_mega.plan.state_bytes import has_reference, state_bytes
+from gspo_mega.plan.state import (
+    ModelShares,
+    check_adapters,
+    has_reference,
+    num_adapter_parameters,
+    state_bytes,
+    trained_parameters,
+)
 
 MODELS = Path(__file__).parents[3] / "configs/models"
 LORA = "lora={rank: 4, alpha: 8, targets: [q_proj, v_proj, o_proj]}"

@@ -2,8 +2,7 @@ from math import lcm
 
 import pytest
 
-from gspo_mega.plan.alignment import RECIPE_SIDES, alignment_tokens
-from gspo_mega.plan.layout_sizes import Sizes
+from gspo_mega.plan.layout import RECIPE_SIDES, Sizes, alignment_tokens
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -12,10 +12,10 @@ import torch
 from gspo_mega.algorithm.fp8 import quantize_blocks
 from gspo_mega.config import load_config
 from gspo_mega.models.block_fp8 import is_quantizable
-from gspo_mega.models.families import hf_tensors, parameter_blocks, parameter_shape
 from gspo_mega.models.huggingface import spec_from_config
 from gspo_mega.models.spec import ModelSpec
-from gspo_mega.verify.mismatch.coinciding_blocks import block_difference, differing_blocks
+from gspo_mega.models.tensors import hf_tensors, parameter_blocks, parameter_shape
+from gspo_mega.verify.mismatch.findings import block_difference, differing_blocks
 
 ROOT = Path(__file__).parents[3]
 

@@ -3,11 +3,9 @@
 import pytest
 
 from gspo_mega.base.errors import PlanError
-from gspo_mega.launcher.slurm.job_size import job_size
-from gspo_mega.launcher.slurm.site_settings import Site
+from gspo_mega.launcher.slurm.size import Site, job_size
 from gspo_mega.plan import estimate, plan_run, render_report
-from gspo_mega.plan.colocated_memory import SERVER_RESERVE_BYTES
-from gspo_mega.plan.memory import GIB
+from gspo_mega.plan.memory import GIB, SERVER_RESERVE_BYTES
 
 BIG = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=8, vocab_size=32000)
 SHARED = "cluster.colocated=true"

@@ -5,15 +5,14 @@ import json
 import pytest
 
 from gspo_mega.base.errors import ModelError, PlanError
-from gspo_mega.config.critic_config import critic_config
+from gspo_mega.config.derived import critic_config
 from gspo_mega.models.huggingface import read_model_spec
-from gspo_mega.models.sizes import count_parameters
+from gspo_mega.models.tensors import count_parameters
 from gspo_mega.plan import estimate, plan_run, render_report, resolve_layout
-from gspo_mega.plan.critic_needs import critic_parameters, critic_state, saved_bytes
-from gspo_mega.plan.export import plan_json
-from gspo_mega.plan.hand_out import MORE_POSITION_BYTES, hand_out
-from gspo_mega.plan.shares import ModelShares
-from gspo_mega.plan.state_bytes import has_reference, state_bytes
+from gspo_mega.plan.memory import critic_parameters, critic_state, saved_bytes
+from gspo_mega.plan.report import plan_json
+from gspo_mega.plan.state import ModelShares, has_reference, state_bytes
+from gspo_mega.plan.timing import MORE_POSITION_BYTES, hand_out
 from gspo_mega.plan.watchdog_bounds import patience
 from gspo_mega.verify.simulate.job import job_of
 

@@ -5,16 +5,15 @@ import json
 import numpy as np
 import pytest
 
-from gspo_mega.base.episode_records import one_turn_row
+from gspo_mega.base.episodes import Group, RolloutBatch, one_turn_row
 from gspo_mega.base.records import Prompt, route_type
-from gspo_mega.base.rollout_batch import Group, RolloutBatch
 from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.cli.main import main
 from gspo_mega.data.journal.journal import Journal
-from gspo_mega.data.journal.token_gaps import token_gaps_file, write_token_gaps
+from gspo_mega.data.journal.steps import token_gaps_file, write_token_gaps
 from gspo_mega.metrics.catalogue import CATALOGUE
+from gspo_mega.metrics.sink_loading import TensorBoardSink
 from gspo_mega.metrics.sinks import SinkMaker, Sinks
-from gspo_mega.metrics.tensorboard_sink import TensorBoardSink
 from gspo_mega.metrics.writer import MetricsWriter
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.plan import disk

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from gspo_mega.base.errors import PlanError
-from gspo_mega.models.families import hf_tensors
 from gspo_mega.models.huggingface import read_model_spec
+from gspo_mega.models.tensors import hf_tensors
 from gspo_mega.plan import estimate, plan_run, render_report
-from gspo_mega.plan.draft_needs import DraftNeeds, draft_needs
 from gspo_mega.plan.memory import server_memory
+from gspo_mega.plan.servers import DraftNeeds, draft_needs
 
 SHAPES = Path(__file__).parents[3] / "configs/models"
 WORDS = ["publish.method=distributed", "publish.verify=replicas", "precision=bf16"]

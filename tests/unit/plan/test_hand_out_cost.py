@@ -8,17 +8,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from gspo_mega.base.episode_records import one_turn_row
+from gspo_mega.base.episodes import Group, RolloutBatch, one_turn_row
 from gspo_mega.base.records import Prompt
-from gspo_mega.base.rollout_batch import Group, RolloutBatch
 from gspo_mega.cli.main import main
-from gspo_mega.data.expert_routes import ExpertRoutes
+from gspo_mega.data.packing import ExpertRoutes
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.plan import resolve_layout
-from gspo_mega.plan.hand_out import HTTP_ROUTE_BYTES, hand_out
-from gspo_mega.train import exchange
-from gspo_mega.train.assemble import assemble, fill_advantages
-from gspo_mega.train.rank_link import RankLink
+from gspo_mega.plan.timing import HTTP_ROUTE_BYTES, hand_out
+from gspo_mega.train import scatter
+from gspo_mega.train.batches import assemble, fill_advantages
+from gspo_mega.train.scatter import RankLink
 
 LAYOUTS = {
     "one rank": ["cluster.ranks_per_node=1"],
@@ -67,7 +66,7 @@ def test_the_estimate_is_what_leaves_rank_0(load, shape, monkeypatch, layout_nam
     ).config
     spec = read_model_spec(shape("moe", num_hidden_layers=4))
     layout = resolve_layout(config, spec)
-    monkeypatch.setattr(exchange, "Sending", lambda *_: SimpleNamespace(wait=lambda: None))
+    monkeypatch.setattr(scatter, "Sending", lambda *_: SimpleNamespace(wait=lambda: None))
     store = SimpleNamespace(set=lambda *_: None)
     replicas = [layout.ranks_of(data) for data in range(layout.data)]
     sent = []
@@ -76,7 +75,7 @@ def test_the_estimate_is_what_leaves_rank_0(load, shape, monkeypatch, layout_nam
         fill_advantages(batch, config, 0)
         shards = assemble(batch, config, layout, 0, weight_version=6 + config.rollout.max_staleness)
         routes = ExpertRoutes.of(batch.trajectories, spec, to_replay=True) if with_routes else None
-        wire = exchange.Exchange(store, SimpleNamespace(size=layout.world_size, rank=0, group=None), replicas)
+        wire = scatter.Exchange(store, SimpleNamespace(size=layout.world_size, rank=0, group=None), replicas)
         RankLink(wire, layout, 0).hand_out(shards, routes)
         sent.append(wire.num_sent_bytes)
     cost = hand_out(config, spec, layout)

@@ -3,7 +3,7 @@
 import pytest
 
 from gspo_mega.base.errors import ModelError
-from gspo_mega.config.rules import check_rules
+from gspo_mega.config.validate import check_rules
 from gspo_mega.plan import plan_run
 
 # GRPO, so that a KL term is allowed.

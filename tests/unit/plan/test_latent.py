@@ -7,11 +7,11 @@ import pytest
 
 from gspo_mega.base.errors import PlanError
 from gspo_mega.models.huggingface import read_model_spec
-from gspo_mega.models.sizes import count_parameters
+from gspo_mega.models.tensors import count_parameters
 from gspo_mega.plan import estimate, plan_run, render_report
 from gspo_mega.plan.activations import layer_activations
 from gspo_mega.plan.memory import GIB, server_memory
-from gspo_mega.plan.shares import ModelShares
+from gspo_mega.plan.state import ModelShares
 
 SHAPES = Path(__file__).parents[3] / "configs" / "models"
 

@@ -2,7 +2,7 @@ import pytest
 
 from gspo_mega.base.errors import ModelError, PlanError
 from gspo_mega.plan import plan_run
-from gspo_mega.plan.model_division import divisors, nearest
+from gspo_mega.plan.layout import divisors, nearest
 
 
 def ranks(n):

@@ -5,7 +5,7 @@ import pytest
 from gspo_mega.base.errors import PlanError
 from gspo_mega.config.schema import Optimizer
 from gspo_mega.plan import plan_run
-from gspo_mega.plan.optimizer_needs import check_optimizer
+from gspo_mega.plan.validate_precision import check_optimizer
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from gspo_mega.base.errors import PlanError
 from gspo_mega.config import load_config
 from gspo_mega.plan import estimate, plan_run
-from gspo_mega.plan.stop_deadlines import LEAST_SIGNAL_SECONDS, check_deadlines, grace_seconds, signal_seconds
+from gspo_mega.plan.estimate import LEAST_SIGNAL_SECONDS, check_deadlines, grace_seconds, signal_seconds
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = ROOT / "configs"

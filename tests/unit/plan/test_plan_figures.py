@@ -10,7 +10,7 @@ import pytest
 from gspo_mega.cli.main import main
 from gspo_mega.config import load_config
 from gspo_mega.models.huggingface import read_model_spec
-from gspo_mega.models.sizes import count_parameters
+from gspo_mega.models.tensors import count_parameters
 from gspo_mega.plan import estimate, plan_run, render_report
 
 ROOT = Path(__file__).parents[3]

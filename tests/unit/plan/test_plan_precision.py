@@ -4,7 +4,7 @@ import pytest
 
 from gspo_mega.base.errors import PlanError
 from gspo_mega.plan import plan_run
-from gspo_mega.plan.precision_needs import check_precision
+from gspo_mega.plan.validate_precision import check_precision
 
 SHAPES = Path(__file__).parents[3] / "configs" / "models"
 HOPPER, ADA, AMPERE, BLACKWELL, CONSUMER = (9, 0), (8, 9), (8, 0), (10, 0), (12, 0)

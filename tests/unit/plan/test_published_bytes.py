@@ -11,13 +11,12 @@ import pytest
 from gspo_mega.config import load_config
 from gspo_mega.models.block_fp8 import quantization_config
 from gspo_mega.models.huggingface import spec_from_config
-from gspo_mega.models.sizes import count_parameters
 from gspo_mega.models.spec import BlockFp8
+from gspo_mega.models.tensors import count_parameters
 from gspo_mega.plan import plan_run, render_report
 from gspo_mega.plan.disk import disk_use
 from gspo_mega.plan.memory import server_memory
-from gspo_mega.plan.published_bytes import needs_start_folder, version_bytes
-from gspo_mega.plan.server_needs import weight_bytes
+from gspo_mega.plan.servers import needs_start_folder, version_bytes, weight_bytes
 
 ROOT = Path(__file__).parents[3]
 SPEC = spec_from_config(json.loads((ROOT / "configs/models/qwen3_4b.json").read_text()))

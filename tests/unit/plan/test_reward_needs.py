@@ -7,8 +7,8 @@ import pytest
 
 from gspo_mega.base.errors import PlanError
 from gspo_mega.plan import estimate, plan_run, render_report
-from gspo_mega.plan.export import plan_json, plan_shell
 from gspo_mega.plan.memory import GIB
+from gspo_mega.plan.report import plan_json, plan_shell
 
 # 2 key-value heads of 64 in 10 layers: 5 KiB of cache per token in bf16.
 SHAPE = dict(

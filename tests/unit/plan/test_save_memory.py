@@ -2,10 +2,8 @@
 
 from gspo_mega.config.schema import Config
 from gspo_mega.plan import estimate, plan_run, render_report
-from gspo_mega.plan.memory import GIB
-from gspo_mega.plan.save_memory import save_device_bytes, save_host_bytes
-from gspo_mega.plan.shares import BufferSize, State
-from gspo_mega.plan.state_bytes import StateBytes
+from gspo_mega.plan.memory import GIB, save_device_bytes, save_host_bytes
+from gspo_mega.plan.state import BufferSize, State, StateBytes
 
 
 class Stage:

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from gspo_mega.base.errors import PlanError
+from gspo_mega.models.families import FAMILIES
 from gspo_mega.models.huggingface import read_model_spec
-from gspo_mega.models.tables import FAMILIES
 from gspo_mega.plan import plan_run, render_report
 from gspo_mega.plan.memory import server_memory
-from gspo_mega.plan.server_needs import WITH_OWN_HEAD, cache_element_bytes, weight_bytes
+from gspo_mega.plan.servers import WITH_OWN_HEAD, cache_element_bytes, weight_bytes
 
 SHAPES = Path(__file__).parents[3] / "configs" / "models"
 # Every side a multiple of 128: 4 heads of 64 and 2 key-value heads.

@@ -5,12 +5,11 @@ from pathlib import Path
 import pytest
 
 from gspo_mega.base.errors import PlanError
-from gspo_mega.models.families import hf_tensors
 from gspo_mega.models.huggingface import read_model_spec
-from gspo_mega.models.sizes import count_parameters
+from gspo_mega.models.tensors import count_parameters, hf_tensors
 from gspo_mega.plan import estimate, plan_run, render_report
 from gspo_mega.plan.memory import server_memory
-from gspo_mega.plan.server_needs import rank_weight_bytes
+from gspo_mega.plan.servers import rank_weight_bytes
 
 SHAPES = Path(__file__).parents[3] / "configs/models"
 EIGHT = "server.tensor=8"

@@ -3,7 +3,7 @@
 import pytest
 from run_configs import make_config
 
-from gspo_mega.plan.server_places import RewardPlace, place_servers, reward_gpus, reward_servers
+from gspo_mega.plan.servers import RewardPlace, place_servers, reward_gpus, reward_servers
 
 
 def config_with(models, **sections):

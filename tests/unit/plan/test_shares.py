@@ -8,8 +8,7 @@ import pytest
 
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.plan import resolve_layout
-from gspo_mega.plan.shares import ModelShares, Share, State, _Buffer
-from gspo_mega.plan.state_bytes import state_bytes
+from gspo_mega.plan.state import ModelShares, Share, State, _Buffer, state_bytes
 
 # The quickstart's dense model: hidden 64, 4 x 16 heads, 2 key-value, intermediate 128, vocabulary 512.
 ATTENTION = 64 * 64 + 2 * 32 * 64 + 64 * 64 + 2 * 16

@@ -12,9 +12,8 @@ from gspo_mega.base.errors import PlanError
 from gspo_mega.config.schema import Parallel
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.plan import plan_run
-from gspo_mega.plan.layout_of_config import layout_of
-from gspo_mega.plan.model_division import stage_layers
-from gspo_mega.plan.stages import lighter_ends
+from gspo_mega.plan.layout import lighter_ends, stage_layers
+from gspo_mega.plan.resolve import layout_of
 
 ENDS = (None, 1, 2, 3, 4)
 

@@ -5,12 +5,11 @@ import pytest
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.plan import estimate, plan_run, render_report
 from gspo_mega.plan.gpus import EXPERT_SHARE, GPUS, LINK_SHARE, MATRIX_SHARE, STORAGE_BYTES_PER_SECOND, Gpu
-from gspo_mega.plan.rollout_timing import rollout_seconds
-from gspo_mega.plan.shares import ModelShares
-from gspo_mega.plan.state_bytes import checkpoint_bytes
+from gspo_mega.plan.state import ModelShares, checkpoint_bytes
 from gspo_mega.plan.timing import (
     _all_to_all,
     mean_tokens,
+    rollout_seconds,
     save_seconds,
     step_time,
     train_time,
@@ -261,7 +260,7 @@ def test_an_average_episode_has_a_prompt_however_tight_its_limit_is(load):
 
 def test_a_server_over_several_nodes_pays_for_the_network(load, shape):
     """Two sums per layer: a latency each, and the share of each GPU of what the nodes exchange. By hand."""
-    from gspo_mega.plan.rollout_timing import between_nodes
+    from gspo_mega.plan.timing import between_nodes
 
     spec = read_model_spec(shape("dense", **REAL))
     over = load("server={tensor: 8, num_nodes: 2}", "cluster.num_nodes=2", "precision=bf16").config

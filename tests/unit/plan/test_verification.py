@@ -9,8 +9,8 @@ import pytest
 
 from gspo_mega.base.errors import PlanError
 from gspo_mega.plan import estimate, plan_run, render_report
-from gspo_mega.plan.export import plan_json
-from gspo_mega.plan.verification import resolve_verification
+from gspo_mega.plan.gpus import resolve_verification
+from gspo_mega.plan.report import plan_json
 
 TWO = ["server.tensor=2"]
 

@@ -10,11 +10,10 @@ from report_runs import add_metrics, make_run
 from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.cli.main import main
 from gspo_mega.data.journal.journal import Journal
-from gspo_mega.data.journal.token_gaps import write_token_gaps
-from gspo_mega.report.difference_causes import cause, lines
-from gspo_mega.report.run_differences import compare
+from gspo_mega.data.journal.steps import write_token_gaps
+from gspo_mega.report.differences import cause, compare, lines
 from gspo_mega.report.run_record import read_run
-from gspo_mega.verify.certify.random_folder import make_random_folder
+from gspo_mega.verify.certify.program import make_random_folder
 
 GROUPS = 3
 

@@ -4,10 +4,10 @@ import asyncio
 
 import psutil
 
-from gspo_mega.base.episode_records import Episode, one_turn_episode
+from gspo_mega.base.episodes import Episode, one_turn_episode
 from gspo_mega.base.records import Prompt
 from gspo_mega.config.schema import Reward, RewardFunction
-from gspo_mega.rewards.scoring_pool import ScoringPool
+from gspo_mega.rewards.pool import ScoringPool
 
 USER_FUNCTIONS = '''
 import os, subprocess, sys, time

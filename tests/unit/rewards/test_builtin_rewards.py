@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from gspo_mega.data.arithmetic import problems, row_of
+from gspo_mega.data.quickstart import problems, row_of
 from gspo_mega.rewards.builtin import arithmetic, exact_match, gsm8k, problem_of_gsm8k_answer
 from gspo_mega.rewards.numerals import final_number
 

@@ -5,10 +5,9 @@ import time
 
 import pytest
 
-from gspo_mega.rewards.code_tests import listed_tests, same_output, same_value
+from gspo_mega.rewards.code import code, listed_tests, same_output, same_value
 from gspo_mega.rewards.fenced_code import program_of
 from gspo_mega.rewards.functions import problem_of_answer
-from gspo_mega.rewards.programs import code
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ from run_configs import smallest_yaml
 from safetensors.torch import load_file, save_file
 
 from gspo_mega.cli.main import main
-from gspo_mega.rewards.fit_data import loss_of
-from gspo_mega.rewards.fit_reward_model import give_served_bias
+from gspo_mega.rewards.fitting import give_served_bias, loss_of
 
 
 def test_pointwise_is_binary_cross_entropy_with_the_label():

@@ -9,7 +9,7 @@ from scoring_support import score, trajectory
 
 from gspo_mega.base.errors import RewardError
 from gspo_mega.config.schema import HttpReward, Reward, RewardFunction
-from gspo_mega.rewards.scoring_pool import ScoringPool, check_reward
+from gspo_mega.rewards.pool import ScoringPool, check_reward
 
 
 def reward_of(asked, *functions, **changes):

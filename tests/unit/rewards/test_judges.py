@@ -8,8 +8,8 @@ from scoring_support import score, trajectory
 
 from gspo_mega.base.errors import RewardError
 from gspo_mega.config.schema import JudgeReward, Reward, RewardFunction
-from gspo_mega.rewards.judges import number_in
-from gspo_mega.rewards.scoring_pool import check_reward
+from gspo_mega.rewards.pool import check_reward
+from gspo_mega.rewards.services import number_in
 
 NUMBER = r"Score:\s*(?P<reward>\S+)"
 

@@ -5,8 +5,8 @@ import pytest
 from math_pairs import pairs
 from scoring_support import score, settings, trajectory
 
-from gspo_mega.rewards.final_answers import final_answer
 from gspo_mega.rewards.functions import load_function, problem_of_answer
+from gspo_mega.rewards.mathematics import final_answer
 
 
 def test_the_table():

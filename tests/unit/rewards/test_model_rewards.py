@@ -8,7 +8,7 @@ from reward_services import service
 from scoring_support import score, trajectory
 
 from gspo_mega.config.schema import ModelReward, Reward, RewardFunction
-from gspo_mega.rewards.scoring_pool import ScoringPool
+from gspo_mega.rewards.pool import ScoringPool
 
 
 def classified(answer, *episodes, **changes):

@@ -10,8 +10,8 @@ import zlib
 
 import pytest
 
-from gspo_mega.rewards import packed_tests
-from gspo_mega.rewards.code_tests import listed_tests
+from gspo_mega.rewards import code
+from gspo_mega.rewards.code import listed_tests
 from gspo_mega.rewards.functions import problem_of_answer
 
 STDIN = {"input": "2\n", "output": "4\n", "testtype": "stdin"}
@@ -95,6 +95,6 @@ def test_rows_that_cannot_be_read_are_refused(answer, said):
 
 
 def test_what_unpacks_to_too_much_is_refused(monkeypatch):
-    monkeypatch.setattr(packed_tests, "_MOST_BYTES", 1000)
+    monkeypatch.setattr(code, "_MOST_BYTES", 1000)
     problem = problem_of_answer(row([], packed([STDIN] * 100)), ["code"])
     assert problem is not None and "has more than 1000 bytes of tests" in problem

@@ -3,8 +3,8 @@
 import pytest
 from scoring_support import score, settings, trajectory
 
-from gspo_mega.config.reward_rules import condition_of
 from gspo_mega.config.schema import RewardFunction
+from gspo_mega.config.validate_rewards import condition_of
 from gspo_mega.rewards.weighted_sum import Entry, sum_of, tally
 
 SHAPE = RewardFunction(function="regex", name="shape", weight=0.25, options={"pattern": r"^<a>"})

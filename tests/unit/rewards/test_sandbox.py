@@ -14,7 +14,7 @@ from scoring_support import score, settings, trajectory
 
 from gspo_mega.base.errors import RewardError
 from gspo_mega.config.schema import RewardFunction
-from gspo_mega.rewards import programs
+from gspo_mega.rewards import code as programs
 
 MIB = 1024**2
 

@@ -7,7 +7,7 @@ from scoring_support import BEHAVE, alive, score, settings, trajectory
 
 from gspo_mega.config.schema import RewardFunction
 from gspo_mega.rewards import guarded_process
-from gspo_mega.rewards.scoring_pool import FAILURE_KINDS, MAX_RESPONSE_CHARACTERS
+from gspo_mega.rewards.pool import FAILURE_KINDS, MAX_RESPONSE_CHARACTERS
 
 pytestmark = pytest.mark.usefixtures("folder", "no_process_is_left")
 

@@ -13,7 +13,7 @@ from scoring_support import alive, score, settings, trajectory
 
 from gspo_mega.base.errors import RewardError
 from gspo_mega.config.schema import RewardFunction
-from gspo_mega.rewards.scoring_pool import ScoringPool, check_reward
+from gspo_mega.rewards.pool import ScoringPool, check_reward
 
 pytestmark = pytest.mark.usefixtures("folder", "no_process_is_left")
 
@@ -137,7 +137,7 @@ def test_children_in_sessions_of_their_own_end_with_the_pools_parent(folder):
     """The parent is killed without a chance to clean up."""
     (folder / "parent.py").write_text(
         "import asyncio, sys, time\nfrom gspo_mega.config.schema import Reward, RewardFunction\nfrom gspo_mega.base.records"
-        " import Prompt\nfrom gspo_mega.base.episode_records import one_turn_episode\nfrom gspo_mega.rewards.scoring_pool import ScoringPool\nasync def main():\n    pool ="
+        " import Prompt\nfrom gspo_mega.base.episodes import one_turn_episode\nfrom gspo_mega.rewards.pool import ScoringPool\nasync def main():\n    pool ="
         " ScoringPool(Reward(functions=(RewardFunction(function='user_rewards:behave'),), num_workers=1))\n    await"
         " pool.start()\n    t = one_turn_episode('0', 0, Prompt('p', 's', (), '', None), [], [], [], 'stop',"
         f" {KEEP_PIDS!r})\n    await pool.score(t)\n    print(t.reward, flush=True)\n   "
@@ -158,9 +158,9 @@ def test_processes_die_with_their_parent_even_inside_a_function(folder):
     (folder / "parent.py").write_text(
         "import asyncio, sys\n"
         "from gspo_mega.config.schema import Reward, RewardFunction\n"
-        "from gspo_mega.base.episode_records import one_turn_episode\n"
+        "from gspo_mega.base.episodes import one_turn_episode\n"
         "from gspo_mega.base.records import Prompt\n"
-        "from gspo_mega.rewards.scoring_pool import ScoringPool\n"
+        "from gspo_mega.rewards.pool import ScoringPool\n"
         "async def main():\n"
         "    pool = ScoringPool(Reward(functions=(RewardFunction(function='user_rewards:stuck'),), num_workers=2))\n"
         "    await pool.start()\n"

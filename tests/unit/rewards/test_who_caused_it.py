@@ -16,9 +16,10 @@ from scoring_support import score, settings, trajectory
 
 from gspo_mega.base.errors import RewardError
 from gspo_mega.config.schema import RewardFunction
-from gspo_mega.rewards import blame, programs, scoring_worker
+from gspo_mega.rewards import blame, scoring_worker
+from gspo_mega.rewards import code as programs
 from gspo_mega.rewards.functions import BUILTINS
-from gspo_mega.rewards.scoring_pool import ScoringPool
+from gspo_mega.rewards.pool import ScoringPool
 
 MIB = 1024**2
 HEAD = """

@@ -17,17 +17,17 @@ from chaos_faults import changed
 from chaos_server import EOS, ChaosServer, sample_of
 from collector_support import SPEC, Stream, collector_config
 
-from gspo_mega.agents.conversation import Conversation
 from gspo_mega.agents.driver import EpisodeDriver
-from gspo_mega.agents.turn import Limits
+from gspo_mega.agents.protocol import Limits
+from gspo_mega.agents.session import Conversation
 from gspo_mega.base.errors import PublishError
-from gspo_mega.config.on_publish import on_publish
+from gspo_mega.config.derived import on_publish
 from gspo_mega.config.schema import Train
 from gspo_mega.rollout.admission import Admission
 from gspo_mega.rollout.arrival_order import CompletionQueue, Formed
 from gspo_mega.rollout.collector import Collector
-from gspo_mega.rollout.server_pool import ServerPool
-from gspo_mega.train.publish_pause import paused
+from gspo_mega.rollout.pool import ServerPool
+from gspo_mega.train.servers import paused
 
 __all__ = ["Ahead", "sample_of"]
 

@@ -13,7 +13,7 @@ from collector_support import SPEC, collector_config, collector_of, random_score
 from fake_server import FakeServer
 
 from gspo_mega.base.run_folder import RunFolder, atomic_write_text
-from gspo_mega.rollout.server_pool import ServerPool
+from gspo_mega.rollout.pool import ServerPool
 
 
 @pytest.fixture

@@ -11,8 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gspo_mega.rollout.admission import Admission
-from gspo_mega.rollout.arrival_order import Arrival, Formed
-from gspo_mega.rollout.freshness import Freshness
+from gspo_mega.rollout.arrival_order import Arrival, Formed, Freshness
 
 ORDERS = ("admission", "completion")
 

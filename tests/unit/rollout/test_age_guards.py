@@ -13,28 +13,26 @@ from collector_support import collector_config
 from fake_answers import EOS
 from test_refilled_groups import Pool, Prompts
 
-from gspo_mega.agents.conversation import Conversation
 from gspo_mega.agents.driver import EpisodeDriver
-from gspo_mega.agents.turn import Limits
-from gspo_mega.base.episode_records import one_turn_episode
+from gspo_mega.agents.protocol import Limits
+from gspo_mega.agents.session import Conversation
+from gspo_mega.base.episodes import Group, one_turn_episode
 from gspo_mega.base.errors import RolloutError
 from gspo_mega.base.records import Prompt
-from gspo_mega.base.rollout_batch import Group
 from gspo_mega.config.schema import Train
 from gspo_mega.rollout.admission import Admission
-from gspo_mega.rollout.arrival_order import Formed
+from gspo_mega.rollout.arrival_order import Formed, Freshness
 from gspo_mega.rollout.client.completion import Completion, SamplingParams
 from gspo_mega.rollout.collector import Collector
-from gspo_mega.rollout.freshness import Freshness
-from gspo_mega.rollout.load import Load
-from gspo_mega.rollout.sampling import Sampler
+from gspo_mega.rollout.pooled_server import Load
+from gspo_mega.rollout.sampler import Sampler
 
 STEP = 5
 
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
-    monkeypatch.setattr("gspo_mega.rollout.sampling._BACKOFF_SECONDS", 0.0)
+    monkeypatch.setattr("gspo_mega.rollout.sampler._BACKOFF_SECONDS", 0.0)
 
 
 async def score(episode) -> None:

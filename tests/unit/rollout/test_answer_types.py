@@ -14,8 +14,7 @@ from test_completion import ROUTING, SIX, VOCAB, answer_of, parse
 
 from gspo_mega.base.errors import PublishError
 from gspo_mega.rollout.client.completion import NonsenseAnswer, RefusedAnswer
-from gspo_mega.rollout.client.prompt_scores import read_scores
-from gspo_mega.rollout.client.server_client import _added
+from gspo_mega.rollout.client.server_client import _added, read_scores
 from gspo_mega.rollout.client.server_control import HttpServerControl
 from gspo_mega.rollout.registration import Registration
 

@@ -12,9 +12,9 @@ import pytest
 from collector_support import Stream, check_whole
 from waiting import until
 
-from gspo_mega.base import guarded_files
+from gspo_mega.base import untrusted
 from gspo_mega.base.errors import RolloutError
-from gspo_mega.rollout.loop_thread import LoopThread
+from gspo_mega.rollout.pooled_server import LoopThread
 
 
 @pytest.fixture
@@ -22,13 +22,13 @@ def failing_reads(monkeypatch):
     """Reading a registration fails with these errors, one after another; then it works again."""
     errors: list[int] = []
 
-    def opened(path, most_bytes=None, real=guarded_files.open_regular):
+    def opened(path, most_bytes=None, real=untrusted.open_regular):
         if pathlib.Path(path).parent.name == "servers" and errors:
             number = errors.pop()
             raise OSError(number, os.strerror(number), str(path))
         return real(path, most_bytes)
 
-    monkeypatch.setattr(guarded_files, "open_regular", opened)
+    monkeypatch.setattr(untrusted, "open_regular", opened)
     return errors
 
 
@@ -67,7 +67,7 @@ def test_a_folder_among_the_registrations_stops_nothing(fakes, collect, attempt,
 
 
 def test_registrations_that_are_never_readable_end_the_wait_by_name(fakes, pools, monkeypatch):
-    monkeypatch.setattr("gspo_mega.rollout.roster.STALE_SECONDS", 0.3)
+    monkeypatch.setattr("gspo_mega.rollout.pool.STALE_SECONDS", 0.3)
     fakes("server-0")
     pool = pools(no_server_deadline_seconds=0.3)
     pool.wait_ready(1, 60)
@@ -101,7 +101,7 @@ def test_a_watch_that_ends_is_the_batchs_error(fakes, collect, monkeypatch, erro
     def broken(self):
         raise error
 
-    monkeypatch.setattr("gspo_mega.rollout.roster.Roster.read", broken)
+    monkeypatch.setattr("gspo_mega.rollout.pool.Roster.read", broken)
     started = time.monotonic()
     with pytest.raises(RolloutError, match=type(error).__name__) as raised:
         collector.take(0)

@@ -13,7 +13,7 @@ from aiohttp.base_protocol import BaseProtocol
 from collector_support import Stream, check_whole
 from fake_answers import gzip_bomb
 
-from gspo_mega.rollout.client.event_stream import read_body, read_events
+from gspo_mega.rollout.client.http_stream import read_body, read_events
 
 
 def of_another(answer):

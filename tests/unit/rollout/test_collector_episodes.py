@@ -7,12 +7,11 @@ import collections
 import pytest
 from collector_support import Stream, collector_config, random_score
 
-from gspo_mega.agents.finished import Failure, Finished
-from gspo_mega.agents.protocol import Outcome
+from gspo_mega.agents.protocol import Failure, Finished, Outcome
 from gspo_mega.base.errors import EpisodeError
 from gspo_mega.data.journal.journal import Journal
 from gspo_mega.rollout.client.completion import SamplingParams
-from gspo_mega.rollout.sampling import Sampler
+from gspo_mega.rollout.sampler import Sampler
 
 
 class Agents:
@@ -84,7 +83,7 @@ class Reached(Agents):
 
 @pytest.fixture
 def at_once(monkeypatch):
-    monkeypatch.setattr("gspo_mega.rollout.sampled_groups._BACKOFF_SECONDS", 0.001)
+    monkeypatch.setattr("gspo_mega.rollout.groups._BACKOFF_SECONDS", 0.001)
 
 
 def test_a_sample_that_the_infrastructure_lost_is_drawn_again(fakes, collect, at_once):

@@ -12,10 +12,10 @@ from fake_answers import EOS
 from waiting import until
 
 from gspo_mega.base.errors import RolloutError
-from gspo_mega.rollout import continuous
+from gspo_mega.rollout import scheduler
 from gspo_mega.rollout.client.completion import SamplingParams
-from gspo_mega.rollout.sampling import Sampler
-from gspo_mega.train.publish_pause import paused
+from gspo_mega.rollout.sampler import Sampler
+from gspo_mega.train.servers import paused
 
 
 @pytest.fixture
@@ -218,7 +218,7 @@ def test_servers_that_stay_behind_while_the_trainer_waits_end_the_run(ahead):
 
 
 def test_a_server_that_keeps_its_requests_does_not_hold_the_publish(ahead, monkeypatch):
-    monkeypatch.setattr("gspo_mega.rollout.client.flight.GRACE_SECONDS", 0.2)
+    monkeypatch.setattr("gspo_mega.rollout.client.server_client.GRACE_SECONDS", 0.2)
     run = ahead(max_staleness=1, token_seconds=0.05, num_steps=3, servers=1)
     run.servers[0].answers_aborts = False
     started = time.monotonic()
@@ -295,9 +295,9 @@ def test_lengths_control_discarding_is_seen(ahead, monkeypatch):
     """The certificate's control: trained responses are shorter than sampled ones, and `check` sees it."""
 
     def admission_of(config):
-        return Discarding(4, 4, continuous.Freshness(1), "completion", num_steps=14)
+        return Discarding(4, 4, scheduler.Freshness(1), "completion", num_steps=14)
 
-    monkeypatch.setattr(continuous, "admission_of", admission_of)
+    monkeypatch.setattr(scheduler, "admission_of", admission_of)
     run = ahead(max_staleness=1, token_seconds=0.01, train_seconds=0.0, num_steps=14)
     run.run()
     trained = [episode.num_sampled_tokens for episode in run.episodes]

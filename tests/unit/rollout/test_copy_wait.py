@@ -11,8 +11,8 @@ from waiting import until
 
 from gspo_mega.base.errors import CheckpointError, RolloutError
 from gspo_mega.rollout.registration import Registration
-from gspo_mega.rollout.server import copy_wait
-from gspo_mega.rollout.server.copy_wait import CopyWait, StartCopy
+from gspo_mega.rollout.server import start_weights
+from gspo_mega.rollout.server.start_weights import CopyWait, StartCopy
 
 GIB = 1024**3
 
@@ -133,7 +133,7 @@ def test_a_maker_that_is_gone_is_named_at_once(attempt, waiting, state):
 
 
 def test_a_maker_that_is_silent_is_named(attempt, waiting, monkeypatch):
-    monkeypatch.setattr(copy_wait, "SILENCE_SECONDS", 0.2)
+    monkeypatch.setattr(start_weights, "SILENCE_SECONDS", 0.2)
     preparing(attempt, 0, done_bytes=GIB)
     waiting.look()
     time.sleep(0.3)

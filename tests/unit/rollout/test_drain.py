@@ -9,7 +9,7 @@ import pytest
 from collector_support import Stream, check_whole
 from waiting import until
 
-from gspo_mega.rollout.server.drain import drain
+from gspo_mega.rollout.server.supervise import drain
 
 
 class Scripted:
@@ -85,7 +85,7 @@ def test_who_is_told_to_end_at_once_does():
 
 def test_open_requests_leave_a_draining_server_with_their_tokens(fakes, collect, monkeypatch):
     """No token is sampled twice, no request fails, and the server gets no new work."""
-    monkeypatch.setattr("gspo_mega.rollout.server_pool._POLL_SECONDS", 0.05)
+    monkeypatch.setattr("gspo_mega.rollout.pool._POLL_SECONDS", 0.05)
     servers = [fakes(f"server-{i}") for i in range(2)]
     for server in servers:
         server.token_seconds, server.length = 0.01, lambda ids: 60 + ids[1] % 20
@@ -123,7 +123,7 @@ def test_a_draining_server_counts_as_gone_but_not_as_failed(fakes, pools):
 
 def test_a_request_waits_where_the_only_server_drains(fakes, collect, monkeypatch):
     """Until one comes: its weights count, and the response goes on from its tokens."""
-    monkeypatch.setattr("gspo_mega.rollout.server_pool._POLL_SECONDS", 0.05)
+    monkeypatch.setattr("gspo_mega.rollout.pool._POLL_SECONDS", 0.05)
     first = fakes("server-0")
     first.token_seconds, first.length = 0.01, lambda ids: 60
     stream = Stream()

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gspo_mega.rollout.client.completion import NonsenseAnswer
-from gspo_mega.rollout.client.event_stream import _LARGE, read_events
+from gspo_mega.rollout.client.http_stream import _LARGE, read_events
 
 
 def read(body: bytes, cuts: list[int]) -> list:

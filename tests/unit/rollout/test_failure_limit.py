@@ -5,7 +5,7 @@ import math
 import pytest
 
 from gspo_mega.base.errors import EpisodeError
-from gspo_mega.rollout.failure_limit import FailureLimit
+from gspo_mega.rollout.groups import FailureLimit
 
 
 def outcome(num_failed, num_done, fraction=0.1, most_done=None, least_done=0):

@@ -7,7 +7,7 @@ from collector_support import Stream, check_whole
 from test_pool import acquire
 
 from gspo_mega.base.errors import RolloutError
-from gspo_mega.rollout.freshness import Freshness
+from gspo_mega.rollout.arrival_order import Freshness
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gspo_mega.rollout.client import http_stream
-from gspo_mega.rollout.client.answer_fields import NonsenseAnswer
-from gspo_mega.rollout.client.stream_client import StreamClient
+from gspo_mega.rollout.client.completion import NonsenseAnswer
+from gspo_mega.rollout.client.http_stream import StreamClient
 
 BODY = b"data: one\n\ndata: two\r\n\r\n0\r\n\r\n" * 3
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\n"

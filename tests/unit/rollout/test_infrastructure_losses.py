@@ -19,17 +19,15 @@ import pytest
 from collector_support import collector_config
 from fake_answers import EOS
 
-from gspo_mega.agents.conversation import Conversation
 from gspo_mega.agents.driver import EpisodeDriver
-from gspo_mega.agents.finished import Failure, Finished
-from gspo_mega.agents.protocol import Outcome
-from gspo_mega.agents.turn import Limits
+from gspo_mega.agents.protocol import Failure, Finished, Limits, Outcome
+from gspo_mega.agents.session import Conversation
+from gspo_mega.base.episodes import RolloutBatch
 from gspo_mega.base.records import Prompt
-from gspo_mega.base.rollout_batch import RolloutBatch
 from gspo_mega.rollout.client.completion import Completion, SamplingParams
-from gspo_mega.rollout.load import Load
-from gspo_mega.rollout.sampled_groups import Acting, SampledGroups
-from gspo_mega.train.assemble import fill_advantages, scored_batch
+from gspo_mega.rollout.groups import Acting, SampledGroups
+from gspo_mega.rollout.pooled_server import Load
+from gspo_mega.train.batches import fill_advantages, scored_batch
 
 GROUP = 3
 CHANCES = np.array([0.5, 0.3, 0.2])
@@ -149,7 +147,7 @@ def trained(cases: list[Case]) -> tuple[np.ndarray, collections.Counter[str]]:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
-    monkeypatch.setattr("gspo_mega.rollout.sampled_groups._BACKOFF_SECONDS", 0.0)
+    monkeypatch.setattr("gspo_mega.rollout.groups._BACKOFF_SECONDS", 0.0)
 
 
 def test_a_refilled_group_has_the_expected_gradient_of_one_that_lost_nobody():

@@ -23,8 +23,7 @@ import torch
 from fake_answers import EOS, VOCAB
 from waiting import until
 
-from gspo_mega.algorithm.correction import CorrectionRule
-from gspo_mega.algorithm.segment_correction import correct_segments
+from gspo_mega.algorithm.correction import CorrectionRule, correct_segments
 from gspo_mega.base.run_folder import RunFolder, atomic_write_text
 from gspo_mega.config.schema import Mismatch
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gspo_mega.rollout.load import PREFER_RATIO, Load, least_loaded
+from gspo_mega.rollout.pooled_server import PREFER_RATIO, Load, least_loaded
 
 
 def server(num_tokens: int, speed: float | None = None) -> Load:

@@ -10,16 +10,14 @@ import pytest
 from collector_support import SPEC_OF_TOKENIZER, collector_config
 
 from gspo_mega.base.run_folder import RunFolder, atomic_write_text
-from gspo_mega.checkpoint.train_state import TrainState
+from gspo_mega.checkpoint.load import TrainState
 from gspo_mega.config.schema import Config
 from gspo_mega.data.journal.journal import Journal
-from gspo_mega.data.tokenizer import write_tokenizer
-from gspo_mega.train.journalled import journalled_source
-from gspo_mega.train.live import LiveSource
-from gspo_mega.train.provenance import made_by
-from gspo_mega.train.publish_pause import paused
-from gspo_mega.train.recorded import RecordedSource
+from gspo_mega.data.quickstart import write_tokenizer
+from gspo_mega.train.reusable_records import made_by
 from gspo_mega.train.rollouts import Rollouts
+from gspo_mega.train.servers import paused
+from gspo_mega.train.sources import LiveSource, RecordedSource, journalled_source
 
 REWARDS = """
 import zlib

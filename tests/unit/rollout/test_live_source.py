@@ -10,12 +10,11 @@ from collector_support import SPEC_OF_TOKENIZER, collector_config
 
 from gspo_mega.config.schema import Config
 from gspo_mega.data.journal.journal import Journal
-from gspo_mega.data.tokenizer import write_tokenizer
-from gspo_mega.train.assemble import fill_advantages, scored_batch
-from gspo_mega.train.journalled import journalled_source
-from gspo_mega.train.live import LiveSource
-from gspo_mega.train.provenance import made_by
+from gspo_mega.data.quickstart import write_tokenizer
+from gspo_mega.train.batches import fill_advantages, scored_batch
+from gspo_mega.train.reusable_records import made_by
 from gspo_mega.train.rollouts import Rollouts
+from gspo_mega.train.sources import LiveSource, journalled_source
 
 REWARDS = '''
 import zlib

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from gspo_mega.rollout.load import DWELL_SECONDS, SLOW_RATIO, Load, to_move
-from gspo_mega.rollout.silence import Silence
+from gspo_mega.rollout.pool import Silence
+from gspo_mega.rollout.pooled_server import DWELL_SECONDS, SLOW_RATIO, Load, to_move
 
 NOW = 100.0
 

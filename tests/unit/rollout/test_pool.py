@@ -151,7 +151,7 @@ def test_a_heartbeat_that_goes_on_counts_whatever_the_clocks_say(fakes, pools, m
     server.register("ready", heartbeat=time.time() - 3595)
     pool.wait_ready(1, deadline_seconds=60)
 
-    monkeypatch.setattr("gspo_mega.rollout.roster.STALE_SECONDS", 1.0)
+    monkeypatch.setattr("gspo_mega.rollout.pool.STALE_SECONDS", 1.0)
     server.register("ready", heartbeat=time.time() + 3600)  # a clock that was set forward, and the server fell silent
     deadline = time.monotonic() + 5
     while pool.controls() and time.monotonic() < deadline:

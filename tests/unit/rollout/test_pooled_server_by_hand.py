@@ -10,14 +10,14 @@ from fake_answers import EOS
 from test_age_guards import known_group
 from test_refilled_groups import Pool, Prompts
 
-from gspo_mega.agents.conversation import Conversation
 from gspo_mega.agents.driver import EpisodeDriver
-from gspo_mega.agents.turn import Limits
+from gspo_mega.agents.protocol import Limits
+from gspo_mega.agents.session import Conversation
 from gspo_mega.config.schema import Train
 from gspo_mega.rollout.admission import Admission
+from gspo_mega.rollout.arrival_order import Freshness
 from gspo_mega.rollout.client.server_client import ServerError
 from gspo_mega.rollout.collector import Collector
-from gspo_mega.rollout.freshness import Freshness
 from gspo_mega.rollout.pooled_server import PooledServer
 from gspo_mega.rollout.registration import Registration
 
@@ -100,7 +100,7 @@ async def right_if_long(episode) -> None:
 
 def test_behind_dropped_groups_a_run_goes_on_with_the_prompt_that_was_not_drawn(monkeypatch):
     """With the filter on and nothing sampled ahead: the position is that of the first prompt of the next batch."""
-    monkeypatch.setattr("gspo_mega.rollout.sampling._BACKOFF_SECONDS", 0.0)
+    monkeypatch.setattr("gspo_mega.rollout.sampler._BACKOFF_SECONDS", 0.0)
     settings = dict(
         group_size=2, prompts_per_step=2, filter_constant_groups=True, max_oversampling=8.0, max_attempts=60
     )
@@ -126,7 +126,7 @@ def test_behind_dropped_groups_a_run_goes_on_with_the_prompt_that_was_not_drawn(
 
 
 def test_an_episode_of_two_versions_is_a_partial_one(monkeypatch):
-    monkeypatch.setattr("gspo_mega.rollout.sampling._BACKOFF_SECONDS", 0.0)
+    monkeypatch.setattr("gspo_mega.rollout.sampler._BACKOFF_SECONDS", 0.0)
     config = collector_config(group_size=2, prompts_per_step=1, max_staleness=2, max_attempts=60)
     config = config.model_copy(update={"train": Train(num_steps=40)})
     pool = Pool()
@@ -166,7 +166,7 @@ async def _answered(one: PooledServer) -> str:
 
 @pytest.mark.parametrize(("turns", "num_filtered"), [("return_to_go", 0.0), ("episode", 2.0)])
 def test_the_filter_keeps_groups_of_equal_sums_where_turns_have_rewards(monkeypatch, turns, num_filtered):
-    monkeypatch.setattr("gspo_mega.rollout.sampling._BACKOFF_SECONDS", 0.0)
+    monkeypatch.setattr("gspo_mega.rollout.sampler._BACKOFF_SECONDS", 0.0)
 
     async def score(episode) -> None:
         episode.turns[0].reward = 0.25

@@ -9,8 +9,8 @@ from collector_support import Stream, check_whole
 from fake_server import FakeServer
 
 from gspo_mega.base.errors import RolloutError
-from gspo_mega.rollout import load
-from gspo_mega.rollout.client.flight import Flight
+from gspo_mega.rollout import pooled_server
+from gspo_mega.rollout.client.server_client import Flight
 
 
 def long_and_short(ids):
@@ -130,8 +130,8 @@ def test_what_cannot_be_continued_with_its_experts_is_sampled_again(fakes, colle
 @pytest.mark.parametrize("experts", [False, True])
 def test_a_slow_server_loses_its_requests_to_the_others(fakes, collect, monkeypatch, experts):
     """One of four servers is 20 times slower: its responses continue elsewhere, and it samples few tokens itself."""
-    monkeypatch.setattr(load, "DWELL_SECONDS", 0.1)
-    monkeypatch.setattr("gspo_mega.rollout.server_pool._POLL_SECONDS", 0.05)
+    monkeypatch.setattr(pooled_server, "DWELL_SECONDS", 0.1)
+    monkeypatch.setattr("gspo_mega.rollout.pool._POLL_SECONDS", 0.05)
     servers: list[FakeServer] = [fakes(f"server-{i}") for i in range(4)]
     for server in servers:
         server.token_seconds, server.length = 0.004, lambda ids: 80 + ids[1] % 20
@@ -170,7 +170,7 @@ class Silent:
 def loads_of(*speeds, open_requests=8, now=100.0):
     made = []
     for speed in speeds:
-        made.append(load.Load())
+        made.append(pooled_server.Load())
         made[-1].flights = {Silent(now - 50, now - 0.1) for _ in range(open_requests)}
         if speed is not None:
             made[-1].note(int(speed * 10), 10.0, first=False)
@@ -180,15 +180,18 @@ def loads_of(*speeds, open_requests=8, now=100.0):
 
 def test_requests_leave_for_a_much_faster_server_only():
     room = {0: 100, 1: 100, 2: 100}
-    assert load.to_move(loads_of(50, 40, 30), room, 100.0) == []
+    assert pooled_server.to_move(loads_of(50, 40, 30), room, 100.0) == []
     slow = loads_of(50, 50, 5)
-    moved = load.to_move(slow, room, 100.0)
+    moved = pooled_server.to_move(slow, room, 100.0)
     assert set(moved) < slow[2].flights and len(moved) == 7
-    assert load.to_move(slow, {0: 2, 1: 1, 2: 9}, 100.0) and len(load.to_move(slow, {0: 2, 1: 1, 2: 9}, 100.0)) == 3
-    assert load.to_move(slow, {2: 100}, 100.0) == []  # nobody has room
+    assert (
+        pooled_server.to_move(slow, {0: 2, 1: 1, 2: 9}, 100.0)
+        and len(pooled_server.to_move(slow, {0: 2, 1: 1, 2: 9}, 100.0)) == 3
+    )
+    assert pooled_server.to_move(slow, {2: 100}, 100.0) == []  # nobody has room
     for flight in slow[2].flights:
         flight.started = 99.0
-    assert load.to_move(slow, room, 100.0) == []  # they only just began
+    assert pooled_server.to_move(slow, room, 100.0) == []  # they only just began
 
 
 def test_silence_makes_a_server_slow_before_the_deadline():
@@ -196,15 +199,15 @@ def test_silence_makes_a_server_slow_before_the_deadline():
     for flight in silent.flights:
         flight.last_report = 60.0
     silent.measure(100.0, 120.0)
-    assert silent.speed < 50 / load.SLOW_RATIO
-    assert len(load.to_move([fast, silent], {0: 100, 1: 100}, 100.0)) >= 4
+    assert silent.speed < 50 / pooled_server.SLOW_RATIO
+    assert len(pooled_server.to_move([fast, silent], {0: 100, 1: 100}, 100.0)) >= 4
 
 
 def test_new_requests_go_by_tokens_in_flight_and_speed():
     def shares(*loads_):
         named = {f"s{i}": each for i, each in enumerate(loads_)}
         for _ in range(400):
-            named[load.least_loaded(named, ())].num_tokens += 100
+            named[pooled_server.least_loaded(named, ())].num_tokens += 100
         return [each.num_tokens / sum(each.num_tokens for each in loads_) for each in loads_]
 
     assert shares(*loads_of(50, 50)) == pytest.approx([0.5, 0.5], abs=0.01)
@@ -213,7 +216,7 @@ def test_new_requests_go_by_tokens_in_flight_and_speed():
     full, empty = loads_of(50, 50)
     full.num_tokens = 20_000
     assert shares(full, empty) == pytest.approx([0.5, 0.5], abs=0.01)
-    assert load.least_loaded({"a": full, "b": empty}, {"b"}) == "a"
+    assert pooled_server.least_loaded({"a": full, "b": empty}, {"b"}) == "a"
 
 
 def test_reports_come_often_enough_before_the_deadline_and_seldom_otherwise():

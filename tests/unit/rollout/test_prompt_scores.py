@@ -7,8 +7,7 @@ import asyncio
 import pytest
 
 from gspo_mega.rollout.client.completion import NonsenseAnswer
-from gspo_mega.rollout.client.prompt_scores import read_scores, score_tokens
-from gspo_mega.rollout.client.server_client import ServerError
+from gspo_mega.rollout.client.server_client import ServerError, read_scores, score_tokens
 
 TOKENS, VOCABULARY = [5, 7, 0, 9], 10
 

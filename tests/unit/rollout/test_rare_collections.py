@@ -8,11 +8,10 @@ import gc
 import pytest
 from fake_answers import EOS, VOCAB
 
-from gspo_mega.base import rare_collections
-from gspo_mega.base.rare_collections import RareCollections
+from gspo_mega.base import garbage
+from gspo_mega.base.garbage import RareCollections
 from gspo_mega.rollout.client.completion import SamplingParams
-from gspo_mega.rollout.client.flight import Flight
-from gspo_mega.rollout.client.server_client import ServerClient, ServerError
+from gspo_mega.rollout.client.server_client import Flight, ServerClient, ServerError
 
 
 @pytest.fixture
@@ -35,7 +34,7 @@ def pile(num: int) -> list:
 
 
 def test_everything_is_collected_when_it_has_doubled(num_full, monkeypatch):
-    monkeypatch.setattr(rare_collections, "_FIRST", 10)
+    monkeypatch.setattr(garbage, "_FIRST", 10)
     thresholds, kept = gc.get_threshold(), []
     with pytest.raises(KeyError), RareCollections() as collections:
         counts = []

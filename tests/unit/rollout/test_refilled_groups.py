@@ -22,20 +22,18 @@ from ahead_support import Discarding
 from collector_support import collector_config
 from fake_answers import EOS
 
-from gspo_mega.agents.conversation import Conversation
 from gspo_mega.agents.driver import EpisodeDriver
-from gspo_mega.agents.turn import Limits
+from gspo_mega.agents.protocol import Limits
+from gspo_mega.agents.session import Conversation
 from gspo_mega.base.records import Prompt
 from gspo_mega.config.schema import Train
-from gspo_mega.rollout import continuous
-from gspo_mega.rollout.arrival_order import Formed
+from gspo_mega.rollout import scheduler
+from gspo_mega.rollout.arrival_order import Formed, Freshness
 from gspo_mega.rollout.client.completion import Completion
 from gspo_mega.rollout.client.server_client import ServerError
 from gspo_mega.rollout.collector import Collector
-from gspo_mega.rollout.freshness import Freshness
-from gspo_mega.rollout.load import Load
-from gspo_mega.rollout.loop_thread import LoopThread
-from gspo_mega.train.assemble import fill_advantages, scored_batch
+from gspo_mega.rollout.pooled_server import Load, LoopThread
+from gspo_mega.train.batches import fill_advantages, scored_batch
 
 GROUP, PROMPTS, STEPS, BOUND = 4, 6, 40, 2
 RIGHT = {"hard": 0.25, "easy": 0.6}
@@ -143,7 +141,7 @@ def trained(order: str, steps: int = STEPS, pool: Pool | None = None) -> list[tu
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
     """Failed requests are sent again at once, so that what takes long are right answers alone."""
-    monkeypatch.setattr("gspo_mega.rollout.sampling._BACKOFF_SECONDS", 0.0)
+    monkeypatch.setattr("gspo_mega.rollout.sampler._BACKOFF_SECONDS", 0.0)
 
 
 def binomial(p: float) -> dict[int, float]:
@@ -216,5 +214,5 @@ def test_a_collector_that_trains_what_completes_first_is_seen(monkeypatch):
         admission.pool = pool
         return admission
 
-    monkeypatch.setattr(continuous, "admission_of", admission_of)
+    monkeypatch.setattr(scheduler, "admission_of", admission_of)
     assert worst_deviation(trained("completion", 3 * STEPS // 2, pool)) > LIMIT + 1

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gspo_mega.rollout.server.restart_budget import RestartBudget
+from gspo_mega.rollout.server.supervise import RestartBudget
 
 HOUR = 3600.0
 

@@ -9,10 +9,9 @@ from run_configs import make_config
 
 from gspo_mega.base.errors import ConfigError
 from gspo_mega.base.run_folder import Attempt
-from gspo_mega.rollout.registration import Registration
-from gspo_mega.rollout.secret import ensure_secret
+from gspo_mega.rollout.registration import Registration, ensure_secret
 from gspo_mega.rollout.server.reward_server import RewardServers, own_model, reward_config, reward_folder
-from gspo_mega.rollout.server.server_spec import sglang_arguments, spec_from_config
+from gspo_mega.rollout.server.spec import sglang_arguments, spec_from_config
 
 OWN = dict(name="sums", path="/models/sums", num_servers=2, tensor=2, dtype="bf16", context_tokens=300, batch_size=4)
 

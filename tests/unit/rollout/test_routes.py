@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gspo_mega.rollout.client import routes
+from gspo_mega.rollout.client import completion
 
 
 def text_of(numbers) -> str:
@@ -22,7 +22,7 @@ def text_of(numbers) -> str:
 @given(st.integers(0, 200), st.sampled_from([4, 256, 257, 1024]), st.integers(0, 10**6))
 def test_numbers_come_through(count, num_experts, seed):
     numbers = np.random.default_rng(seed).integers(0, num_experts, count)
-    found = routes.decode_routes(text_of(numbers), num_experts)
+    found = completion.decode_routes(text_of(numbers), num_experts)
     assert found.dtype == (np.uint8 if num_experts <= 256 else np.int16)
     np.testing.assert_array_equal(found, numbers)
 
@@ -30,7 +30,7 @@ def test_numbers_come_through(count, num_experts, seed):
 @pytest.mark.parametrize("count", [3 * 2**14 - 1, 3 * 2**14, 3 * 2**14 + 1, 7 * 2**14])
 def test_blocks_join(count):
     numbers = np.arange(count) % 251
-    np.testing.assert_array_equal(routes.decode_routes(text_of(numbers).encode(), 251), numbers)
+    np.testing.assert_array_equal(completion.decode_routes(text_of(numbers).encode(), 251), numbers)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_blocks_join(count):
         (lambda text: text[:-1], "characters"),
         (lambda text: text[:-4] + "A\nAA", "base64 of int32"),
         (lambda text: text[:100] + "====" + text[104:], "base64 of int32"),
-        (lambda text: text[: routes._BLOCK - 1] + "=" + text[routes._BLOCK :], "base64 of int32"),
+        (lambda text: text[: completion._BLOCK - 1] + "=" + text[completion._BLOCK :], "base64 of int32"),
         (lambda text: text[:-4] + "AAé", "base64 of int32"),
         (lambda text: text[:-4], "base64 of int32"),
         (lambda text: text_of([0, 300]), "from 0 to 300; 0 to 255 exist"),
@@ -50,14 +50,14 @@ def test_blocks_join(count):
 def test_what_is_wrong_is_said(spoil, says):
     good = text_of(np.zeros(3 * 2**14 + 7))
     with pytest.raises(ValueError, match=says):
-        routes.decode_routes(spoil(good), 256)
+        completion.decode_routes(spoil(good), 256)
 
 
 @pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
 def test_routes_are_cut_out_of_the_json_alone(separators):
     says = 'a text with "routed_experts":"AAAA" in it \\'
     report = {"text": says, "meta_info": {"a": 1, "routed_experts": text_of([1, 2, 3]), "finish_reason": {"b": says}}}
-    rest, found = routes.cut_routes(json.dumps(report, separators=separators).encode())
+    rest, found = completion.cut_routes(json.dumps(report, separators=separators).encode())
     assert bytes(found.text).decode() == report["meta_info"]["routed_experts"]
     report["meta_info"]["routed_experts"] = ""
     assert json.loads(rest) == report
@@ -67,7 +67,7 @@ def test_routes_are_cut_out_of_the_json_alone(separators):
     "event", [b'{"meta_info":{}}', b'{"meta_info":{"routed_experts":null}}', b'{"routed_experts":"A']
 )
 def test_a_report_without_routes_stays_as_it_is(event):
-    assert routes.cut_routes(event) == (event, None)
+    assert completion.cut_routes(event) == (event, None)
 
 
 def test_decoding_is_not_the_event_loops_work(monkeypatch):
@@ -77,10 +77,10 @@ def test_decoding_is_not_the_event_loops_work(monkeypatch):
         seen.append(threading.current_thread())
         return np.zeros(1, np.uint8)
 
-    monkeypatch.setattr(routes, "decode_routes", decode)
-    report = {"meta_info": {"routed_experts": routes.EncodedRoutes(memoryview(b"AAAA"))}}
-    asyncio.run(routes.decode_routes_of(report, 4))
-    asyncio.run(routes.decode_routes_of({"meta_info": {"routed_experts": "AAAA"}}, 4))
-    asyncio.run(routes.decode_routes_of([1], 4))
+    monkeypatch.setattr(completion, "decode_routes", decode)
+    report = {"meta_info": {"routed_experts": completion.EncodedRoutes(memoryview(b"AAAA"))}}
+    asyncio.run(completion.decode_routes_of(report, 4))
+    asyncio.run(completion.decode_routes_of({"meta_info": {"routed_experts": "AAAA"}}, 4))
+    asyncio.run(completion.decode_routes_of([1], 4))
     assert len(seen) == 1 and seen[0] is not threading.main_thread()
     assert isinstance(report["meta_info"]["routed_experts"], np.ndarray)

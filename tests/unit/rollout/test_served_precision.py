@@ -10,8 +10,8 @@ import pytest
 from collector_support import collector_config
 
 from gspo_mega.base.errors import ConfigError, RankError
-from gspo_mega.rollout.secret import ensure_secret
-from gspo_mega.rollout.server.served_precision import served_precision
+from gspo_mega.rollout.registration import ensure_secret
+from gspo_mega.rollout.server.spec import served_precision
 
 
 @pytest.fixture

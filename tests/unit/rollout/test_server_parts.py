@@ -16,9 +16,8 @@ from waiting import until
 from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.config import load_config
 from gspo_mega.rollout.registration import Registration
-from gspo_mega.rollout.server.parts import SILENCE_SECONDS, Order, PartReport, Parts
-from gspo_mega.rollout.server.server_spec import ServerSpec, sglang_arguments, spec_from_config
-from gspo_mega.rollout.server.supervise_part import PartSupervisor
+from gspo_mega.rollout.server.multinode import SILENCE_SECONDS, Order, PartReport, Parts, PartSupervisor
+from gspo_mega.rollout.server.spec import ServerSpec, sglang_arguments, spec_from_config
 
 CONFIG = Path(__file__).parents[3] / "configs/quickstart.yaml"
 OVER_TWO = ["server={tensor: 4, num_nodes: 2}", "cluster.num_rollout_nodes=2", "server.drain_seconds=0"]

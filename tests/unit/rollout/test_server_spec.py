@@ -14,10 +14,9 @@ import pytest
 from collector_support import collector_config
 
 from gspo_mega.base.errors import ConfigError, RolloutError
-from gspo_mega.config.server_options import OWN, REFUSED
-from gspo_mega.rollout.registration import Registration, read_registrations
-from gspo_mega.rollout.secret import Secret, ensure_secret, read_secret
-from gspo_mega.rollout.server.server_spec import (
+from gspo_mega.config.validate_servers import OWN, REFUSED
+from gspo_mega.rollout.registration import Registration, Secret, ensure_secret, read_registrations, read_secret
+from gspo_mega.rollout.server.spec import (
     ServerSpec,
     argument_names,
     check_batch_invariant,

@@ -7,10 +7,10 @@ import threading
 import pytest
 from ahead_support import Ahead, sample_of
 
-from gspo_mega.base import background
+from gspo_mega.base import processes
 from gspo_mega.base.errors import RolloutError
 from gspo_mega.base.records import Prompt
-from gspo_mega.rollout.set_aside import set_aside
+from gspo_mega.rollout.eval_servers import set_aside
 
 PROMPTS = [Prompt(f"held:{k}", "held", (3, 60 + k, 5), "q") for k in range(4)]
 MOST = 64
@@ -30,7 +30,7 @@ class Beside:
 
     def begin(self):
         sample = self.run.collector.sample
-        self.future = background.begin("evaluation", lambda: sample(PROMPTS, 4, 0.0, servers=self.servers))
+        self.future = processes.begin("evaluation", lambda: sample(PROMPTS, 4, 0.0, servers=self.servers))
         return self
 
     def end(self):

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from gspo_mega.base.sglang_release import TESTED, problem
-from gspo_mega.launcher.machine_checks import _packages
+from gspo_mega.base.versions import TESTED, problem
+from gspo_mega.launcher.doctor import _packages
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,11 @@ from fake_server import FakeServer
 from waiting import until
 
 from gspo_mega.base.errors import RolloutError
-from gspo_mega.rollout.gpu_turn import give_turn, may_start
-from gspo_mega.rollout.registration import read_registrations
-from gspo_mega.rollout.server.supervise_server import ServerSupervisor
-from gspo_mega.train import shared_gpus
+from gspo_mega.rollout.registration import give_turn, may_start, read_registrations
+from gspo_mega.rollout.server.supervise import ServerSupervisor
+from gspo_mega.train import servers as shared_gpus
 from gspo_mega.train.phases import Phases
-from gspo_mega.train.shared_gpus import SharedGpus
+from gspo_mega.train.servers import SharedGpus
 
 ALL = {"weights", "kv_cache", "cuda_graph"}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-from gspo_mega.rollout.silence import Silence
+from gspo_mega.rollout.pool import Silence
 
 
 @dataclass(eq=False)

@@ -9,8 +9,8 @@ import pytest
 
 from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.config import load_config
-from gspo_mega.rollout.secret import ensure_secret
-from gspo_mega.rollout.server import served_precision, supervise_server
+from gspo_mega.rollout.registration import ensure_secret
+from gspo_mega.rollout.server import spec, supervise
 
 CONFIG = Path(__file__).parents[3] / "configs/quickstart.yaml"
 STAND_IN = """
@@ -28,12 +28,12 @@ http.server.ThreadingHTTPServer((spec["host"], spec["port"]), Handler).serve_for
 
 @pytest.mark.parametrize(("behaviour", "said"), [("dies", "ConnectionRefusedError"), ("busy", "JSONDecodeError")])
 def test_it_is_a_cause_to_start_again(tmp_path, monkeypatch, behaviour, said):
-    monkeypatch.setattr(served_precision, "_PAUSE_SECONDS", 0.2)
+    monkeypatch.setattr(spec, "_PAUSE_SECONDS", 0.2)
     attempt = RunFolder(tmp_path / "run").new_attempt()
     attempt.logs_dir.mkdir(parents=True, exist_ok=True)
     ensure_secret(attempt.api_key_file)
     config = load_config(CONFIG, ["server.dtype=bf16"]).config
-    server = supervise_server.ServerSupervisor(config, attempt, 0, entry=(sys.executable, "-c", STAND_IN, behaviour))
+    server = supervise.ServerSupervisor(config, attempt, 0, entry=(sys.executable, "-c", STAND_IN, behaviour))
     try:
         cause = server._serve_once()
     finally:
@@ -47,10 +47,10 @@ def test_a_server_that_answers_the_second_question_is_ready(monkeypatch):
     def once(*_):
         answer = next(answers)
         if isinstance(answer, OSError):
-            raise served_precision.RankError("does not say what it computes in")
+            raise spec.RankError("does not say what it computes in")
         return answer
 
-    monkeypatch.setattr(served_precision, "_server_info", once)
-    monkeypatch.setattr(served_precision, "_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(spec, "_server_info", once)
+    monkeypatch.setattr(spec, "_PAUSE_SECONDS", 0.0)
     config = load_config(CONFIG, ["server.dtype=bf16"]).config
-    assert served_precision.served_precision(config, "http://x", Path("key")).startswith("bf16 activations")
+    assert spec.served_precision(config, "http://x", Path("key")).startswith("bf16 activations")

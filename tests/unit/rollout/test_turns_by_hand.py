@@ -12,15 +12,15 @@ from fake_answers import EOS
 from gspo_mega.base.errors import RolloutError
 from gspo_mega.rollout.client.completion import Completion, SamplingParams
 from gspo_mega.rollout.client.server_client import ServerError
-from gspo_mega.rollout.load import Load
-from gspo_mega.rollout.sampling import Sampler
+from gspo_mega.rollout.pooled_server import Load
+from gspo_mega.rollout.sampler import Sampler
 
 PROMPT = (3, 4, 5)
 
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
-    monkeypatch.setattr("gspo_mega.rollout.sampling._BACKOFF_SECONDS", 0.0)
+    monkeypatch.setattr("gspo_mega.rollout.sampler._BACKOFF_SECONDS", 0.0)
 
 
 class Servers:

@@ -11,8 +11,8 @@ import torch
 
 from gspo_mega.checkpoint.gather import PolicyTensors
 from gspo_mega.config import load_config
-from gspo_mega.models.families import hf_tensors
 from gspo_mega.models.huggingface import read_model_spec
+from gspo_mega.models.tensors import hf_tensors
 from gspo_mega.sync import publish
 
 REPOSITORY = Path(__file__).parents[3]

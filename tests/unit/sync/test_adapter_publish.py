@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from gspo_mega.config import load_config
-from gspo_mega.sync.adapter_publish import AdapterPublisher, AdapterTransaction, publisher_of
+from gspo_mega.sync.adapters import AdapterPublisher, AdapterTransaction, publisher_of
 from gspo_mega.sync.publish import Publisher
-from gspo_mega.sync.server_tensors import ServerTensors
 from gspo_mega.sync.servers import Deadline
 from gspo_mega.sync.transaction import Content, Memory
+from gspo_mega.sync.verify import ServerTensors
 
 EXPECTED = {"w": "0"}
 

@@ -18,9 +18,9 @@ from torch._C._distributed_c10d import _create_work_from_future
 from waiting import until
 
 from gspo_mega.base.errors import PublishError
-from gspo_mega.sync import link
+from gspo_mega.sync import broadcast_group
 from gspo_mega.sync.broadcast import GroupSender
-from gspo_mega.sync.link import errors_left_to_us
+from gspo_mega.sync.broadcast_group import errors_left_to_us
 from gspo_mega.sync.servers import Deadline, Fleet
 
 # What a test waits for a sender that hangs, in place of for ever.
@@ -209,7 +209,9 @@ def die(server: Server, seconds: float) -> None:
 )
 def test_a_server_that_leaves_the_trainer_in_a_broadcast_fails_alone(fault, words, deaf, monkeypatch):
     """Whether closing the group ends the broadcast (NCCL) or not (gloo, and NCCL while it connects)."""
-    monkeypatch.setattr(link, "_LEAST_WAIT_SECONDS", 0.1)  # of the deadlines of real publishes it is a small part
+    monkeypatch.setattr(
+        broadcast_group, "_LEAST_WAIT_SECONDS", 0.1
+    )  # of the deadlines of real publishes it is a small part
     HeldGroup.deaf_to_abort = deaf
     bad, good = Server("bad", fault), Server("good")
     fleet, drawn = publish([bad, good], seconds=4.0)

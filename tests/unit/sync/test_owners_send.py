@@ -16,8 +16,8 @@ from test_server_groups import DEADLINE, ELEMENTS, GlooServer
 
 from gspo_mega.base.errors import PublishError
 from gspo_mega.sync.broadcast import GroupSender
-from gspo_mega.sync.other_rank import Channel, OtherRank, obey
-from gspo_mega.sync.senders import OwnTensors
+from gspo_mega.sync.broadcast_group import OwnTensors
+from gspo_mega.sync.remote_sender import Channel, OtherRank, obey
 from gspo_mega.sync.servers import Deadline, Fleet
 
 SIZE = 4 * ELEMENTS

@@ -12,12 +12,11 @@ import torch
 
 from gspo_mega.base.errors import PublishError
 from gspo_mega.models.spec import ModelSpec, MoeSpec
-from gspo_mega.sync.buckets import buckets
-from gspo_mega.sync.published_versions import PublishedVersions
-from gspo_mega.sync.server_tensors import server_tensor_names, server_tensors
+from gspo_mega.sync.broadcast_group import buckets
+from gspo_mega.sync.publish import PublishedVersions
 from gspo_mega.sync.servers import Deadline, Fleet
 from gspo_mega.sync.transaction import Content, Memory, Transaction
-from gspo_mega.sync.verify import Baseline, check_replicas
+from gspo_mega.sync.verify import Baseline, check_replicas, server_tensor_names, server_tensors
 
 SPEC = ModelSpec(
     family="qwen3_moe",

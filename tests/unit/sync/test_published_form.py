@@ -15,21 +15,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gspo_mega.algorithm.fp8 import dequantize_blocks, quantize_blocks
-from gspo_mega.algorithm.served import served_experts, served_linear
+from gspo_mega.algorithm.rounding import served_experts, served_linear
 from gspo_mega.base.errors import PublishError
-from gspo_mega.checkpoint import hf_export, quantize_published
+from gspo_mega.checkpoint import hf_export, quantized
 from gspo_mega.checkpoint.gather import PolicyTensors
-from gspo_mega.checkpoint.quantize_published import PublishedForm, published_form, quantised_on_load, quantize_weight
+from gspo_mega.checkpoint.quantized import PublishedForm, published_form, quantised_on_load, quantize_weight
 from gspo_mega.config import load_config
 from gspo_mega.models.block_fp8 import is_quantizable, scale_name
-from gspo_mega.models.families import hf_tensors
 from gspo_mega.models.huggingface import spec_from_config
 from gspo_mega.models.spec import BlockFp8
+from gspo_mega.models.tensors import hf_tensors
 from gspo_mega.sync import publish
-from gspo_mega.sync.buckets import buckets, flattened
-from gspo_mega.sync.server_tensors import ExpectedChecksums, loads_with, server_tensors
+from gspo_mega.sync.broadcast_group import buckets, flattened
 from gspo_mega.sync.servers import Deadline, Fleet
-from gspo_mega.sync.verify import Baseline, check_replicas
+from gspo_mega.sync.verify import Baseline, ExpectedChecksums, check_replicas, loads_with, server_tensors
 
 ROOT = Path(__file__).parents[3]
 RAW = json.loads((ROOT / "configs/models/certify_moe.json").read_text())
@@ -215,7 +214,7 @@ def test_fused_down_projections_and_their_scales_stay_in_one_bucket():
 def test_scales_of_another_shape_are_not_sent(monkeypatch):
     form = PublishedForm(torch.float32, torch.float32, BlockFp8(), "float32")
     entry = next(e for e in hf_tensors(SPEC) if e.name == f"{ATTENTION}.o_proj.weight")
-    monkeypatch.setattr(quantize_published, "quantize_blocks", lambda x, *_, **__: quantize_blocks(x, (1, 128)))
+    monkeypatch.setattr(quantized, "quantize_blocks", lambda x, *_, **__: quantize_blocks(x, (1, 128)))
     with pytest.raises(PublishError, match=f"{entry.name}_scale_inv: has the shape"):
         list(form.tensors(entry, torch.randn(entry.shape)))
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 import torch
 from test_publish_parts import NAMES, SPEC
 
-from gspo_mega.models.families import hf_tensors
 from gspo_mega.models.spec import MoeSpec
-from gspo_mega.sync.server_tensors import ExpectedChecksums, differences
+from gspo_mega.models.tensors import hf_tensors
+from gspo_mega.sync.verify import ExpectedChecksums, differences
 
 
 def test_expected_checksums_are_of_the_fused_tensors():

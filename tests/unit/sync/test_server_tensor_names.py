@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from gspo_mega.models.families import FAMILIES
 from gspo_mega.models.huggingface import spec_from_config
-from gspo_mega.models.tables import FAMILIES
-from gspo_mega.sync.server_tensors import server_tensor_names
+from gspo_mega.sync.verify import server_tensor_names
 
 SIZES = dict(
     hidden_size=16,

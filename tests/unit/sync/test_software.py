@@ -11,8 +11,8 @@ from gspo_mega.base.run_folder import RunFolder, read_json
 from gspo_mega.cli import main as command_line
 from gspo_mega.cli import serve
 from gspo_mega.cli.serve import record
-from gspo_mega.sync import publish, software
-from gspo_mega.sync.software import ask, check_same, here
+from gspo_mega.sync import publish, servers
+from gspo_mega.sync.servers import ask, check_same, here
 
 OURS = {"torch": "2.14.1+cu130", "NCCL": "2.30.7"}
 
@@ -90,7 +90,7 @@ def test_a_server_says_what_it_has_where_weights_go_through_nccl(tmp_path, monke
             return 0
 
     monkeypatch.setattr(serve, "ServerSupervisor", Supervisor)
-    config = str(software.Path(__file__).parents[3] / "configs/quickstart.yaml")
+    config = str(servers.Path(__file__).parents[3] / "configs/quickstart.yaml")
     words = [
         f"run.dir={tmp_path}",
         "run.name=run",

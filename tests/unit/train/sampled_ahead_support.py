@@ -8,13 +8,12 @@ import copy
 import random
 from types import SimpleNamespace
 
-from gspo_mega.base.episode_records import one_turn_episode
+from gspo_mega.base.episodes import Group, RolloutBatch, one_turn_episode
 from gspo_mega.base.records import Prompt
-from gspo_mega.base.rollout_batch import Group, RolloutBatch
 from gspo_mega.data.journal.journal import Journal
-from gspo_mega.rollout.freshness import Freshness
-from gspo_mega.train.journalled import JournalledSource
-from gspo_mega.train.source import open_numbers
+from gspo_mega.rollout.arrival_order import Freshness
+from gspo_mega.train.rollouts import open_numbers
+from gspo_mega.train.sources import JournalledSource
 
 STEPS, AHEAD, PROMPTS, SIZE = 6, 2, 2, 2
 

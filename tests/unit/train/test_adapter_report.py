@@ -15,7 +15,7 @@ from gspo_mega.engine.adapters import Adapter
 from gspo_mega.metrics.catalogue import find_metric
 from gspo_mega.models.low_rank import adapted
 from gspo_mega.models.spec import ModelSpec
-from gspo_mega.train.adapter_report import adapter_metrics
+from gspo_mega.train.reports import adapter_metrics
 
 SPEC = ModelSpec(
     family="qwen3",

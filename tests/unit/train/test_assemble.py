@@ -10,16 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from run_configs import make_config
 
-from gspo_mega.base.episode_records import one_turn_row
+from gspo_mega.base.episodes import Group, RolloutBatch, one_turn_row
 from gspo_mega.base.errors import RewardError
 from gspo_mega.base.records import Prompt
-from gspo_mega.base.rollout_batch import Group, RolloutBatch
 from gspo_mega.config.schema import Config
 from gspo_mega.data.demonstrations import DemonstratedRow, Demonstration
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.plan import resolve_layout
-from gspo_mega.train.assemble import MiniBatch, assemble, assemble_supervised, fill_advantages, scored_batch
-from gspo_mega.train.message_codec import decode, encode
+from gspo_mega.train.batches import MiniBatch, assemble, assemble_supervised, fill_advantages, scored_batch
+from gspo_mega.train.scatter import decode, encode
 
 SHAPE = dict(
     architectures=["Qwen3ForCausalLM"],

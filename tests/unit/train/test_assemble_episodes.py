@@ -16,13 +16,11 @@ from hypothesis import strategies as st
 from run_configs import make_config
 from test_assemble import make_batch
 
-from gspo_mega.base.episode_records import Episode
+from gspo_mega.base.episodes import Episode, Group, RolloutBatch
 from gspo_mega.base.records import Prompt
-from gspo_mega.base.rollout_batch import Group, RolloutBatch
 from gspo_mega.plan.layout import Layout
-from gspo_mega.train.assemble import MiniBatch, assemble, fill_advantages, scored_batch
-from gspo_mega.train.message_codec import decode, encode
-from gspo_mega.train.turn_credit import fill_turn_advantages
+from gspo_mega.train.batches import MiniBatch, assemble, fill_advantages, fill_turn_advantages, scored_batch
+from gspo_mega.train.scatter import decode, encode
 
 LAYOUT = Layout(
     world_size=2,

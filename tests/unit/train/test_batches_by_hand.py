@@ -14,20 +14,17 @@ from test_assemble import make_batch
 from test_assemble_episodes import LAYOUT, config_of, hand_made, one_turn, two_branches
 from test_journalled import Source, tokens
 
-from gspo_mega.base.episode_records import Episode
+from gspo_mega.base.episodes import Episode, Group, RolloutBatch
 from gspo_mega.base.errors import RolloutError
 from gspo_mega.base.records import Prompt
-from gspo_mega.base.rollout_batch import Group, RolloutBatch
 from gspo_mega.data.journal.episode_log import FileBegin
 from gspo_mega.data.journal.journal import Journal
-from gspo_mega.rollout.continuous import Position
-from gspo_mega.rollout.freshness import Freshness
-from gspo_mega.train.assemble import assemble, fill_advantages, scored_batch
+from gspo_mega.rollout.arrival_order import Freshness
+from gspo_mega.rollout.scheduler import Position
+from gspo_mega.train.batches import assemble, fill_advantages, scored_batch
 from gspo_mega.train.held_out import summarize
-from gspo_mega.train.journalled import JournalledSource
-from gspo_mega.train.live import LiveSource
-from gspo_mega.train.recorded import RecordedSource
-from gspo_mega.train.taken_over import Records, Standard
+from gspo_mega.train.reusable_records import Records, Standard
+from gspo_mega.train.sources import JournalledSource, LiveSource, RecordedSource
 
 PROMPT = Prompt("t:0", "t", (3, 1, 4), "")
 

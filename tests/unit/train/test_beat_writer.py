@@ -13,7 +13,7 @@ START = """
 import ctypes, pathlib, sys, threading, time
 from gspo_mega.plan.watchdog_bounds import Patience
 from gspo_mega.base.run_folder import Attempt
-from gspo_mega.train.beat_writer import BeatWriter
+from gspo_mega.train.signals import BeatWriter
 attempt = Attempt(pathlib.Path(sys.argv[1]))
 writer = BeatWriter(attempt, 0, 1, Patience({"start": SECONDS, "other": SECONDS}, SILENCE))
 """

@@ -20,13 +20,13 @@ from gspo_mega.base.errors import RewardError
 from gspo_mega.base.records import Prompt
 from gspo_mega.base.run_folder import RunFolder, atomic_write_text
 from gspo_mega.checkpoint.convert import to_megatron
+from gspo_mega.checkpoint.load import TrainState
 from gspo_mega.checkpoint.tensor_sources import open_checkpoint
-from gspo_mega.checkpoint.train_state import TrainState
 from gspo_mega.config.schema import Eval, Model
-from gspo_mega.train.beside import DUE, EvaluationsBeside
+from gspo_mega.train.async_eval import DUE, EvaluationsBeside
+from gspo_mega.train.context import StopRequested
 from gspo_mega.train.held_out import Evaluation
-from gspo_mega.train.stop import StopRequested
-from gspo_mega.verify.certify.random_folder import make_random_folder
+from gspo_mega.verify.certify.program import make_random_folder
 
 ROOT = Path(__file__).parents[3]
 PROMPTS = [Prompt(f"held:{k}", "held", (3, 60 + k, 5), "q") for k in range(4)]

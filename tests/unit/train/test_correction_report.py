@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from run_configs import make_config
 
-from gspo_mega.train.correction_report import NOTICE_AFTER_STEPS, correction_metrics, correction_notice, note_correction
+from gspo_mega.train.mismatch_report import NOTICE_AFTER_STEPS, correction_metrics, correction_notice, note_correction
 
 # Four responses within 0.13 of the centre; then one beyond the bound, and one that two tokens vetoed.
 ORDINARY = dict(weights=[1.0] * 4, deviations=[0.1, -0.13, 0.0, 0.05], vetoes=[0, 0, 0, 0])

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from gspo_mega.engine.megatron_optimizer import StepResult
+from gspo_mega.engine.optimizer import StepResult
 from gspo_mega.metrics.catalogue import find_metric
-from gspo_mega.train.critic_report import critic_metrics, fill_mean_advantages
 from gspo_mega.train.critic_step import CriticPart
+from gspo_mega.train.reports import critic_metrics, fill_mean_advantages
 
 RESULTS = [StepResult(3.0, 2e-5, False), StepResult(1.0, 1e-5, True)]
 

@@ -10,14 +10,13 @@ import torch
 from episode_trees import context, sampled
 from run_configs import make_config
 
-from gspo_mega.base.episode_records import Episode
+from gspo_mega.base.episodes import Episode, Group, RolloutBatch
 from gspo_mega.base.records import Prompt
-from gspo_mega.base.rollout_batch import Group, RolloutBatch
-from gspo_mega.config.critic_config import critic_of
+from gspo_mega.config.derived import critic_of
 from gspo_mega.engine.critic import Values
-from gspo_mega.engine.megatron_optimizer import StepResult
+from gspo_mega.engine.optimizer import StepResult
 from gspo_mega.plan.layout import Layout
-from gspo_mega.train.assemble import assemble, fill_advantages
+from gspo_mega.train.batches import assemble, fill_advantages
 from gspo_mega.train.critic_step import CriticStep
 
 LAYOUT = Layout(

@@ -6,9 +6,9 @@ import pytest
 from episode_oracle import TREES, recorded_episodes
 
 from gspo_mega.metrics.catalogue import find_metric
-from gspo_mega.metrics.console import progress_line
-from gspo_mega.metrics.reduction import reduced
-from gspo_mega.train.episode_report import episode_shapes, staleness_shapes, token_staleness
+from gspo_mega.metrics.reductions import reduced
+from gspo_mega.metrics.writer import progress_line
+from gspo_mega.train.reports import episode_shapes, staleness_shapes, token_staleness
 
 # Of the trees: rows, tokens of the longest row, tokens of all rows behind their prompts, and of these the trained ones.
 # Prompts are of 3, 5 and 7 tokens, and 2 tokens of context come before every turn that follows another.

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from gspo_mega.train.estimators import ks_of, majority_correct, over_prompts, pass_at
+from gspo_mega.train.held_out import ks_of, majority_correct, over_prompts, pass_at
 
 
 @pytest.mark.parametrize(("n", "c"), [(5, 0), (5, 1), (5, 2), (6, 3), (4, 4)])

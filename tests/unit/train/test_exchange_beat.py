@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from gspo_mega.base.errors import RankError
-from gspo_mega.train import exchange
+from gspo_mega.train import scatter
 
 
 class Broken:
@@ -17,9 +17,9 @@ class Broken:
 
 
 def test_a_heartbeat_that_ends_is_said_by_rank_0(monkeypatch):
-    monkeypatch.setattr(exchange, "HEARTBEAT_SECONDS", 0.01)
+    monkeypatch.setattr(scatter, "HEARTBEAT_SECONDS", 0.01)
     store = SimpleNamespace(set=lambda key, value: None)
-    lead = exchange.Exchange(store, SimpleNamespace(size=1, rank=0, group=None), [[0]], Broken())
+    lead = scatter.Exchange(store, SimpleNamespace(size=1, rank=0, group=None), [[0]], Broken())
     deadline = time.monotonic() + 10
     with pytest.raises(RankError, match="rank 0's heartbeat ended: the store is gone"):
         while time.monotonic() < deadline:

@@ -7,14 +7,13 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
-from gspo_mega.base.episode_records import one_turn_row
+from gspo_mega.base.episodes import Group, one_turn_row
 from gspo_mega.base.errors import DataError, RewardError
 from gspo_mega.base.records import Prompt
-from gspo_mega.base.rollout_batch import Group
 from gspo_mega.config.prompt_sources import HELD_OUT, source_rewards
 from gspo_mega.config.schema import Config, RewardFunction
 from gspo_mega.data.prompts import load_prompts
-from gspo_mega.data.tokenizer import write_tokenizer
+from gspo_mega.data.quickstart import write_tokenizer
 from gspo_mega.train.held_out import HeldOut, summarize
 
 

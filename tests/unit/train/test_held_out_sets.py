@@ -8,18 +8,16 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
-from gspo_mega.base.episode_records import one_turn_row
+from gspo_mega.base.episodes import Group, one_turn_row
 from gspo_mega.base.errors import DataError
 from gspo_mega.base.records import Prompt
-from gspo_mega.base.rollout_batch import Group
 from gspo_mega.config import load_config
 from gspo_mega.config.prompt_sources import eval_sets, source_rewards
 from gspo_mega.config.schema import RewardFunction
 from gspo_mega.data.prompts import load_prompts
-from gspo_mega.data.tokenizer import write_tokenizer
-from gspo_mega.train.held_out import HeldOut, summarize
-from gspo_mega.train.held_out_report import evaluation_metrics
-from gspo_mega.train.responses import write_responses
+from gspo_mega.data.quickstart import write_tokenizer
+from gspo_mega.train.held_out import HeldOut, summarize, write_responses
+from gspo_mega.train.reports import evaluation_metrics
 
 PLAIN = """
 run: {name: t}

@@ -7,12 +7,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from gspo_mega.base.episode_records import Episode, one_turn_row
+from gspo_mega.base.episodes import Episode, Group, RolloutBatch, one_turn_row
 from gspo_mega.base.records import Prompt
-from gspo_mega.base.rollout_batch import Group, RolloutBatch
 from gspo_mega.data.journal.journal import Journal
-from gspo_mega.rollout.freshness import Freshness
-from gspo_mega.train.journalled import JournalledSource
+from gspo_mega.rollout.arrival_order import Freshness
+from gspo_mega.train.sources import JournalledSource
 
 
 def TrainState():

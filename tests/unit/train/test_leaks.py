@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gspo_mega.train.leaks import PromptTexts, words_of
+from gspo_mega.train.held_out import PromptTexts, words_of
 
 PROBLEM = (
     "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May."

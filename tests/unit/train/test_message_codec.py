@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from gspo_mega.train.message_codec import decode, encode
+from gspo_mega.train.scatter import decode, encode
 
 ARRAYS = hnp.arrays(
     dtype=st.sampled_from([np.float32, np.float64, np.int32, np.int64, np.uint8]),

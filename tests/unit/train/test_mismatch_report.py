@@ -10,9 +10,8 @@ import pytest
 import torch
 from run_configs import make_config
 
-from gspo_mega.algorithm.mismatch import MAXIMUM_NAMES, mismatch_sums
-from gspo_mega.metrics.catalogue import find_metric
-from gspo_mega.metrics.length_bins import LENGTH_BINS, rows_by_length
+from gspo_mega.algorithm.correction import MAXIMUM_NAMES, mismatch_sums
+from gspo_mega.metrics.catalogue import LENGTH_BINS, find_metric, rows_by_length
 from gspo_mega.train.mismatch_report import WARN_AGAIN_STEPS, GapRows, gap_metrics, gap_warnings
 
 FILE = Path("run/config.resolved.yaml")

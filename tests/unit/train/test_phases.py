@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from gspo_mega.base import beats, kill_points
+from gspo_mega.base import failpoints, progress
 from gspo_mega.train.phases import Phases
 
 
 @pytest.fixture
 def reached(tmp_path):
-    kill_points.arm(f"record={tmp_path / 'points'}", 0)
+    failpoints.arm(f"record={tmp_path / 'points'}", 0)
     yield lambda: (tmp_path / "points").read_text().split() if (tmp_path / "points").exists() else []
-    kill_points.arm(None, 0)
+    failpoints.arm(None, 0)
 
 
 def test_the_moments_of_a_step(reached):
@@ -21,7 +21,7 @@ def test_the_moments_of_a_step(reached):
         pass
     assert list(phases.each("old_log_probs", range(2))) == [0, 1]
     for _ in phases.each("train", range(2)):
-        assert beats.now()[0] == "train"
+        assert progress.now()[0] == "train"
     assert reached() == [
         "rollout.batch",
         *["step.old_pass"] * 2,
@@ -44,7 +44,7 @@ def test_every_moment_of_a_step_has_its_phase(reached):
     for name in ("rollout", "assemble", "old_log_probs", "train", "publish", "report", "write", "checkpoint"):
         for _ in phases.each(name, [0]):
             pass
-    of_a_step = {point for point in kill_points.MOMENTS if point.startswith("step.")} | {"rollout.batch"}
+    of_a_step = {point for point in failpoints.MOMENTS if point.startswith("step.")} | {"rollout.batch"}
     assert set(reached()) == of_a_step
 
 

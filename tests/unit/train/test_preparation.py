@@ -10,16 +10,14 @@ import numpy as np
 import pytest
 from run_configs import smallest_yaml
 
-from gspo_mega.base.episode_records import one_turn_row
+from gspo_mega.base.episodes import Group, RolloutBatch, one_turn_row
 from gspo_mega.base.errors import RewardError
 from gspo_mega.base.records import Prompt
-from gspo_mega.base.rollout_batch import Group, RolloutBatch
 from gspo_mega.config import load_config
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.plan import resolve_layout
-from gspo_mega.train.message_codec import encode
-from gspo_mega.train.parcels import Parcels
-from gspo_mega.train.preparation import Preparation
+from gspo_mega.train.prefetch import Preparation
+from gspo_mega.train.scatter import Parcels, encode
 
 SHAPES = Path(__file__).parents[3] / "configs" / "models"
 

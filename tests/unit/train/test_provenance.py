@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gspo_mega.config import load_config
-from gspo_mega.train.provenance import first_weights, made_by, source_digest
+from gspo_mega.train.reusable_records import first_weights, made_by, source_digest
 
 CONFIG = "configs/quickstart.yaml"
 

@@ -9,9 +9,8 @@ import pytest
 
 from gspo_mega.base.records import MicroBatch
 from gspo_mega.plan.layout import Layout
-from gspo_mega.train.assemble import MiniBatch
-from gspo_mega.train.message_codec import decode, encode
-from gspo_mega.train.rank_link import RankLink
+from gspo_mega.train.batches import MiniBatch
+from gspo_mega.train.scatter import RankLink, decode, encode
 
 
 def layout_of(data: int = 1, **sizes: int) -> Layout:

@@ -10,7 +10,7 @@ RANK = """
 import faulthandler, logging, sys
 from pathlib import Path
 from gspo_mega.base.run_folder import RunFolder
-from gspo_mega.train.rank_log import console, redirect_output
+from gspo_mega.train.worker import console, redirect_output
 
 attempt = RunFolder(sys.argv[1]).new_attempt()
 log = Path(sys.argv[2])

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from gspo_mega.train.routing_report import router_losses
+from gspo_mega.train.reports import router_losses
 
 REPORTS = [{"num_router_losses": 2.0, "load_balancing_loss": 3.0, "z_loss": 1.0}, {"num_router_losses": 2.0}]
 

@@ -4,7 +4,7 @@ import pytest
 
 from gspo_mega.config.schema import Moe
 from gspo_mega.metrics.catalogue import find_metric
-from gspo_mega.train.routing_report import changed_routes, expert_loads, replaced_experts, router_losses
+from gspo_mega.train.reports import changed_routes, expert_loads, replaced_experts, router_losses
 
 
 def test_the_load_is_the_mean_over_layers_and_steps_and_absent_where_the_bias_stands_still():

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from gspo_mega.base.run_folder import Attempt, RunFolder, atomic_write_json, atomic_write_text, read_json
-from gspo_mega.rollout.secret import read_secret
+from gspo_mega.rollout.registration import read_secret
 
 
 def test_paths_are_those_of_the_contract(tmp_path):

@@ -12,12 +12,11 @@ import pytest
 from sampled_ahead_support import PROMPTS, SIZE, STEPS, Ahead, Killed, Run, World, content, is_dropped
 from waiting import until
 
+from gspo_mega.base.episodes import RolloutBatch
 from gspo_mega.base.errors import JournalError
-from gspo_mega.base.rollout_batch import RolloutBatch
 from gspo_mega.data.journal.journal import Journal
-from gspo_mega.rollout.freshness import Freshness
-from gspo_mega.train.journalled import JournalledSource
-from gspo_mega.train.recorded import RecordedSource
+from gspo_mega.rollout.arrival_order import Freshness
+from gspo_mega.train.sources import JournalledSource, RecordedSource
 
 
 def check(run):

@@ -7,13 +7,13 @@ import threading
 import pytest
 from sampled_ahead_support import AHEAD, STEPS, Run, World
 
-from gspo_mega.base import durable
-from gspo_mega.base.episode_records import one_turn_episode
+from gspo_mega.base import atomic_io
+from gspo_mega.base.episodes import one_turn_episode
 from gspo_mega.base.records import Prompt
 from gspo_mega.data.journal.episode_log import EpisodeLog
 from gspo_mega.data.journal.journal import Journal
-from gspo_mega.data.journal.step_writer import StepWriter
-from gspo_mega.train.journalled import JournalledSource
+from gspo_mega.data.journal.steps import StepWriter
+from gspo_mega.train.sources import JournalledSource
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_a_group_that_is_admitted_while_a_step_is_recorded_keeps_its_record(tmp_
 def test_sampling_does_not_wait_until_a_step_is_on_disk(tmp_path, monkeypatch, late):
     run, waited = Run(tmp_path, World(0)), []
     logs: list[EpisodeLog] = []
-    consume, sync = EpisodeLog.consume, durable.sync_descriptor
+    consume, sync = EpisodeLog.consume, atomic_io.sync_descriptor
     monkeypatch.setattr(EpisodeLog, "consume", lambda log, *args: (logs.append(log), consume(log, *args))[1])
 
     def slow_disk(descriptor, at):
@@ -60,7 +60,7 @@ def test_sampling_does_not_wait_until_a_step_is_on_disk(tmp_path, monkeypatch, l
         waited.append(thread.is_alive())
         sync(descriptor, at)
 
-    monkeypatch.setattr(durable, "sync_descriptor", slow_disk)
+    monkeypatch.setattr(atomic_io, "sync_descriptor", slow_disk)
     run.start(num_steps=1)
     assert waited == [False]
     journal = Journal(tmp_path)

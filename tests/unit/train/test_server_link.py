@@ -10,12 +10,10 @@ import pytest
 from gspo_mega.base.errors import FolderError, PublishError
 from gspo_mega.config.schema import Rollout
 from gspo_mega.sync.publish import PublishResult
-from gspo_mega.train import server_link
+from gspo_mega.train import servers as server_link
+from gspo_mega.train.context import StopRequested
 from gspo_mega.train.phases import Phases
-from gspo_mega.train.publish_pause import Pause
-from gspo_mega.train.server_link import LiveServers, NoServers
-from gspo_mega.train.shared_gpus import OwnGpus
-from gspo_mega.train.stop import StopRequested
+from gspo_mega.train.servers import LiveServers, NoServers, OwnGpus, Pause
 
 
 class Pool:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from gspo_mega.base.errors import NumericsError
-from gspo_mega.checkpoint.train_state import TrainState
+from gspo_mega.checkpoint.load import TrainState
 from gspo_mega.train.session import Session
 
 

@@ -9,21 +9,19 @@ import numpy as np
 import pytest
 from run_configs import make_config
 
+from gspo_mega.algorithm.correction import MAXIMUM_NAMES, SUM_NAMES
 from gspo_mega.algorithm.diagnostics import POLICY_SUMS
-from gspo_mega.algorithm.kl import KL_SUMS
-from gspo_mega.algorithm.mismatch import MAXIMUM_NAMES, SUM_NAMES
-from gspo_mega.base.episode_records import one_turn_row
+from gspo_mega.algorithm.losses import KL_SUMS
+from gspo_mega.base.episodes import Group, RolloutBatch, one_turn_row
 from gspo_mega.base.records import Prompt
-from gspo_mega.base.rollout_batch import Group, RolloutBatch
 from gspo_mega.base.run_folder import RunFolder
-from gspo_mega.checkpoint.train_state import TrainState
-from gspo_mega.engine.megatron_optimizer import StepResult
-from gspo_mega.engine.pass_report import PassReport
+from gspo_mega.checkpoint.load import TrainState
+from gspo_mega.engine.optimizer import StepResult
+from gspo_mega.engine.policy import PassReport
 from gspo_mega.metrics.catalogue import find_metric
 from gspo_mega.train.final_table import run_table
 from gspo_mega.train.held_out import Evaluation
-from gspo_mega.train.held_out_report import due_sets
-from gspo_mega.train.step_report import StepReport, add_to_summary
+from gspo_mega.train.reports import StepReport, add_to_summary, due_sets
 
 # Of four responses: tokens, sum of d = trainer - server, of d^2, of the policy's entropy, and log s in the training pass.
 LENGTHS, D, SQUARES = [1, 2, 3, 4], [0.1, 0.0, -0.3, 0.4], [0.01, 0.02, 0.03, 0.04]

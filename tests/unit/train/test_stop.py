@@ -1,5 +1,5 @@
 from gspo_mega.base.run_folder import RunFolder
-from gspo_mega.train.stop import StopRequest
+from gspo_mega.train.context import StopRequest
 
 
 def test_a_request_is_seen_with_its_first_reason(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 
 from gspo_mega.base.errors import FolderError
 from gspo_mega.base.run_folder import RunFolder
-from gspo_mega.train.lead import Lead
+from gspo_mega.train.rank0 import Lead
 
 
 def test_it_stops_before_it_writes(tmp_path):

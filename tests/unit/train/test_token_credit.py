@@ -9,12 +9,11 @@ from hypothesis import given, settings
 from test_assemble import make_batch
 from test_assemble_episodes import LAYOUT, batches, config_of
 
-from gspo_mega.base.episode_records import ENDED_BY_LIMIT, Episode, leaves_of
+from gspo_mega.base.episodes import ENDED_BY_LIMIT, Episode, Group, RolloutBatch, leaves_of
 from gspo_mega.base.errors import RewardError
 from gspo_mega.base.records import Prompt
-from gspo_mega.base.rollout_batch import Group, RolloutBatch
-from gspo_mega.train.assemble import MiniBatch, assemble, fill_advantages, scored_batch
-from gspo_mega.train.message_codec import decode, encode
+from gspo_mega.train.batches import MiniBatch, assemble, fill_advantages, scored_batch
+from gspo_mega.train.scatter import decode, encode
 
 
 def ppo(**sections):

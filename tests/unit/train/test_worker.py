@@ -11,8 +11,7 @@ import pytest
 from gspo_mega.base.errors import CheckpointError, ConfigError, NumericsError, RankError
 from gspo_mega.base.run_folder import RunFolder, read_json
 from gspo_mega.config import load_config
-from gspo_mega.train.shutdown import error_record
-from gspo_mega.train.worker import ENTRY_POINTS, RankEnvironment, _keep_to_this_machine, _store_of_job
+from gspo_mega.train.worker import ENTRY_POINTS, RankEnvironment, _keep_to_this_machine, _store_of_job, error_record
 
 PLACE = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -50,7 +49,7 @@ def test_ranks_beside_their_servers_listen_on_the_loopback_alone(monkeypatch, ma
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_the_address_by_which_a_server_reaches_this_machine(host):
-    from gspo_mega.train.server_link import local_address
+    from gspo_mega.train.servers import local_address
 
     assert local_address(host) == host
 
@@ -107,7 +106,7 @@ def test_a_failure_leaves_its_record_and_no_time_for_anything_else(tmp_path):
     code = """
 import atexit, threading, time
 from gspo_mega.base.errors import CheckpointError
-from gspo_mega.train.shutdown import fail
+from gspo_mega.train.worker import fail
 atexit.register(lambda: time.sleep(60))
 threading.Thread(target=time.sleep, args=(60,)).start()
 fail(CheckpointError("torn"), 1, attempt)
@@ -121,7 +120,7 @@ def test_an_end_takes_along_what_multiprocessing_started(tmp_path, end):
     attempt = RunFolder(tmp_path).new_attempt()
     # As a library may. It holds our end of the output open for as long as it lives.
     code = (
-        "import multiprocessing\nfrom gspo_mega.train.shutdown import fail, leave\nmanager ="
+        "import multiprocessing\nfrom gspo_mega.train.worker import fail, leave\nmanager ="
         f" multiprocessing.get_context('spawn').Manager()\n{end}"
     )
     assert run_worker(attempt.path, code).returncode == 7
@@ -131,7 +130,7 @@ def test_a_record_that_cannot_be_written_does_not_keep_the_rank_alive(tmp_path):
     code = """
 import logging
 logging.basicConfig()
-from gspo_mega.train.shutdown import fail
+from gspo_mega.train.worker import fail
 fail(ValueError("lost"), 0, attempt)
 """
     ended = run_worker(tmp_path / "no" / "such" / "0001", code)

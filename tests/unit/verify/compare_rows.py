@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 
-from gspo_mega.base.episode_records import one_turn_row
+from gspo_mega.base.episodes import Group, RolloutBatch, one_turn_row
 from gspo_mega.base.records import Prompt
-from gspo_mega.base.rollout_batch import Group, RolloutBatch
 from gspo_mega.config.schema import Config
 
 LENGTHS = ((2, 1), (3, 4))

@@ -9,14 +9,13 @@ import pytest
 import yaml
 from run_configs import make_config
 
-from gspo_mega.config.mismatch_range import band_of
+from gspo_mega.config.derived import band_of
 from gspo_mega.models.huggingface import read_model_spec
-from gspo_mega.verify.mismatch.advice import advise
 from gspo_mega.verify.mismatch.attribution import Tokens, explained_share, make_row
-from gspo_mega.verify.mismatch.budget_findings import Findings, Other, Part, _k3_change
 from gspo_mega.verify.mismatch.causes import ENGINES, PREFIX_CACHE, R3, Facts, Nothing
 from gspo_mega.verify.mismatch.faults import Fault
-from gspo_mega.verify.mismatch.report_budget import as_json, render
+from gspo_mega.verify.mismatch.findings import Findings, Other, Part, _k3_change, advise
+from gspo_mega.verify.mismatch.run import as_json, render
 
 PROMPTS, EACH, LENGTH = 30, 4, 50
 SEQUENCE, PROMPT = np.repeat(np.arange(PROMPTS * EACH), LENGTH), np.repeat(np.arange(PROMPTS), EACH)

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from gspo_mega.config import load_config
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.plan import resolve_layout
-from gspo_mega.train.assemble import assemble, plan_batch
+from gspo_mega.train.batches import assemble, plan_batch
 from gspo_mega.verify.certify.batch import Draws, old_log_probs, recorded_batch, redraw, set_old_log_probs
-from gspo_mega.verify.certify.packings import packing
+from gspo_mega.verify.certify.measure import packing
 
 VOCAB = 500
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from gspo_mega.base.errors import ConfigError, PlanError
 from gspo_mega.config import load_config
 from gspo_mega.config.schema import CertifyCase
+from gspo_mega.models.families import FAMILIES
 from gspo_mega.models.huggingface import read_model_spec
-from gspo_mega.models.tables import FAMILIES
 from gspo_mega.verify.certify.cases import Case, case_config, own_layout, resolve_cases, starts
 
 DENSE = "configs/certify_dense.yaml"

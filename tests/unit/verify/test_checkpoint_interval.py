@@ -5,13 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from gspo_mega.verify.simulate.checkpoint_interval import (
-    Costs,
-    best_interval,
-    daly_seconds,
-    effective_share,
-    young_seconds,
-)
+from gspo_mega.verify.simulate.outcome import Costs, best_interval, daly_seconds, effective_share, young_seconds
 
 
 def exact(costs, every):

@@ -8,7 +8,7 @@ from compare_rows import batch, config
 from gspo_mega.base.errors import ConfigError, JournalError
 from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.data.journal.journal import Journal
-from gspo_mega.verify.compare.compare_run import Request, compare, find_step, render, weights_folder
+from gspo_mega.verify.compare.run import Request, compare, find_step, render, weights_folder
 
 
 def recorded(folder, steps):

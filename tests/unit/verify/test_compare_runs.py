@@ -9,7 +9,7 @@ from run_configs import make_config
 
 from gspo_mega.config.schema import CertifyCase
 from gspo_mega.verify.certify.cases import Case
-from gspo_mega.verify.certify.compare_runs import (
+from gspo_mega.verify.certify.compare import (
     TOLERANCES,
     Comparison,
     Difference,
@@ -19,9 +19,8 @@ from gspo_mega.verify.certify.compare_runs import (
     outside,
     tolerance_of,
 )
-from gspo_mega.verify.certify.measure import Edges, Numbers
-from gspo_mega.verify.certify.route_comparison import num_route_flips
-from gspo_mega.verify.certify.table import Row, render_table
+from gspo_mega.verify.certify.measure import Edges, Numbers, num_route_flips
+from gspo_mega.verify.certify.program import Row, render_table
 
 SUMS = {"objective": 2.0, "positive_mass": 3.0, "negative_mass": 1.0}
 EDGES = (-0.1, 0.1)

@@ -13,15 +13,15 @@ from safetensors.numpy import load_file, save_file
 
 from gspo_mega.base.errors import ConfigError, PlanError
 from gspo_mega.config import load_config, render_config
-from gspo_mega.launcher.software_versions import commit
+from gspo_mega.launcher.prepare import commit
 from gspo_mega.models.block_fp8 import is_quantizable
-from gspo_mega.models.families import hf_tensors
 from gspo_mega.models.huggingface import read_model_spec
+from gspo_mega.models.tensors import hf_tensors
 from gspo_mega.plan import plan_run
-from gspo_mega.verify.certify.random_folder import make_random_folder
+from gspo_mega.verify.certify.program import make_random_folder
 from gspo_mega.verify.mismatch.causes import ONE_RANK, Nothing, formats
-from gspo_mega.verify.mismatch.conduct import Conduct
-from gspo_mega.verify.mismatch.fixed_tokens import FixedTokens, Sampled
+from gspo_mega.verify.mismatch.run import Conduct
+from gspo_mega.verify.mismatch.scores import FixedTokens, Sampled
 from gspo_mega.verify.mismatch.served_folders import folder_of, make_folder, remove_folders, start_folder
 from gspo_mega.verify.mismatch.walks import Point, make_plan
 
@@ -62,7 +62,7 @@ def test_what_the_plan_refuses_is_named_as_unchangeable(monkeypatch):
             raise PlanError("no such backend\nand more about it")
         return plan_run(loaded, device)
 
-    monkeypatch.setattr("gspo_mega.verify.mismatch.conduct.plan_run", refusing)
+    monkeypatch.setattr("gspo_mega.verify.mismatch.run.plan_run", refusing)
     made = conduct()
     assert "server attention" in {link.cause for link in make_plan(made.facts).walks["forward"]}
     made.refuse_impossible()
@@ -202,5 +202,5 @@ def test_numbers_say_what_they_were_made_of_and_by_what(monkeypatch):
     assert (origin["config"], origin["overrides"], origin["device"]) == (CONFIG, [MODEL, "precision=bf16"], "cpu")
     assert {"torch", "sglang", "megatron-core", "transformer-engine"} < origin["versions"].keys()
     assert origin["versions"]["torch"] == torch.__version__ and origin["commit"] == commit()
-    monkeypatch.setattr("gspo_mega.verify.mismatch.conduct.commit", lambda: None)
+    monkeypatch.setattr("gspo_mega.verify.mismatch.run.commit", lambda: None)
     assert made.origin()["commit"] == "not known: these sources are in no git repository"

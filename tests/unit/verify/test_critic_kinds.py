@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from gspo_mega.config.schema import CertifyCase
 from gspo_mega.verify.certify.cases import Case
-from gspo_mega.verify.certify.compare_runs import TOLERANCES, outside
-from gspo_mega.verify.certify.table import Row, render_table
+from gspo_mega.verify.certify.compare import TOLERANCES, outside
+from gspo_mega.verify.certify.program import Row, render_table
 
 POLICY = ("log_prob", "loss", "gradient", "weights")
 

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gspo_mega.verify.simulate.fluid_servers import FluidServers
-from gspo_mega.verify.simulate.server_costs import DecodeCost, ServerCost
+from gspo_mega.verify.simulate.servers import DecodeCost, FluidServers, ServerCost
 
 DECODE = DecodeCost(weights=0.02, cached=3e-6, computed=4e-4, unread=0.9, fixed=0.001)
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from gspo_mega.base.episode_records import one_turn_episode
+from gspo_mega.base.episodes import one_turn_episode
 from gspo_mega.base.records import Prompt
 from gspo_mega.data.journal.journal import Journal
-from gspo_mega.verify.simulate.lengths import constant, log_normal, read_lengths
+from gspo_mega.verify.simulate.job import constant, log_normal, read_lengths
 
 
 @pytest.mark.parametrize("mean, sigma, most", [(8192, 0.7, 16384), (100, 0.6, 5000), (900, 0.1, 1000)])

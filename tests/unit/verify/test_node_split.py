@@ -7,11 +7,11 @@ from run_configs import smallest_yaml
 
 from gspo_mega.base.errors import PlanError
 from gspo_mega.config import load_config
-from gspo_mega.models.sizes import count_parameters
+from gspo_mega.models.tensors import count_parameters
 from gspo_mega.plan import plan_run
-from gspo_mega.plan.shares import ModelShares
+from gspo_mega.plan.state import ModelShares
 from gspo_mega.verify.simulate.job import job_of
-from gspo_mega.verify.simulate.node_split import splits
+from gspo_mega.verify.simulate.outcome import splits
 
 SHAPE = Path(__file__).parents[3] / "configs" / "models" / "quickstart_moe.json"
 

@@ -12,14 +12,14 @@ import pytest
 import torch
 from run_configs import make_config
 
-from gspo_mega.algorithm.mismatch import mismatch_sums
-from gspo_mega.config.mismatch_range import Band, band_of
-from gspo_mega.config.recipes import RECIPES
+from gspo_mega.algorithm.correction import mismatch_sums
+from gspo_mega.config.algorithms import RECIPES
+from gspo_mega.config.derived import Band, band_of
 from gspo_mega.report.run_record import RunRecord, flat
 from gspo_mega.report.verdicts import verdicts_of
 from gspo_mega.train.mismatch_report import GapRows, gap_metrics, gap_warnings
-from gspo_mega.verify.mismatch.advice import Advice, _budget, _direct_use, _origin
 from gspo_mega.verify.mismatch.attribution import Tokens, make_row
+from gspo_mega.verify.mismatch.findings import Advice, _budget, _direct_use, _origin
 
 # Two responses, A < 0 and A > 0, of two tokens and of one; the trainer's log-probs less the servers'.
 D = np.array([0.3, -0.5, 0.2])

@@ -6,8 +6,8 @@ import pytest
 from compare_rows import config
 
 from gspo_mega.base.errors import ConfigError
-from gspo_mega.config.recipes import RECIPES
-from gspo_mega.verify.compare.recipes_of_run import check_algorithms, config_of, range_of
+from gspo_mega.config.algorithms import RECIPES
+from gspo_mega.verify.compare.run import check_algorithms, config_of, range_of
 
 
 def test_the_runs_own_algorithm_keeps_what_the_run_says():

@@ -9,11 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gspo_mega.rollout.admission import Admission
-from gspo_mega.rollout.freshness import Freshness
-from gspo_mega.verify.simulate.job import Job
-from gspo_mega.verify.simulate.lengths import constant, log_normal, of_values
-from gspo_mega.verify.simulate.run_events import RunEvents
-from gspo_mega.verify.simulate.server_costs import DecodeCost, ServerCost
+from gspo_mega.rollout.arrival_order import Freshness
+from gspo_mega.verify.simulate.events import RunEvents
+from gspo_mega.verify.simulate.job import Job, constant, log_normal, of_values
+from gspo_mega.verify.simulate.servers import DecodeCost, ServerCost
 
 SERVER = ServerCost(DecodeCost(weights=0.01, cached=0.0, computed=0.0), 0.0, cache_tokens=1e12, most_requests=64)
 JOB = Job(

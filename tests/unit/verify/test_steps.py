@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from gspo_mega.verify.certify.compare_steps import (
+from gspo_mega.verify.certify.cases import PARAMETER_KINDS, parameter_kind
+from gspo_mega.verify.certify.compare import (
     differences_of_norm,
     differences_of_state,
     differences_of_steps,
     norm_differences,
 )
-from gspo_mega.verify.certify.kinds import PARAMETER_KINDS, parameter_kind
 from gspo_mega.verify.certify.steps import Steps, sketch
 
 CLIP = 0.1

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from compare_rows import batch, config
 
-from gspo_mega.train.assemble import fill_advantages
-from gspo_mega.verify.compare.recipes_of_run import config_of
+from gspo_mega.train.batches import fill_advantages
+from gspo_mega.verify.compare.run import config_of
 from gspo_mega.verify.compare.token_shares import TokenLogProbs, pull_of
 
 

@@ -9,13 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gspo_mega.base.episode_check import check_episode
+from gspo_mega.base.episodes import check_episode
 from gspo_mega.base.errors import PlanError
 from gspo_mega.base.records import Prompt
 from gspo_mega.config import load_config
-from gspo_mega.train.assemble import fill_advantages
-from gspo_mega.verify.certify.batch import Draws, recorded_batch, redraw
-from gspo_mega.verify.certify.trees import recorded_tree, require_room
+from gspo_mega.train.batches import fill_advantages
+from gspo_mega.verify.certify.batch import Draws, recorded_batch, recorded_tree, redraw, require_room
 
 
 def config_of(*overrides):

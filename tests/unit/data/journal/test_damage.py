@@ -20,9 +20,9 @@ from gspo_mega.cli.main import main
 from gspo_mega.data.journal.episode_log import FileBegin
 from gspo_mega.data.journal.frames import _FRAME, MAGIC, JournalDamage
 from gspo_mega.data.journal.journal import Journal
-from gspo_mega.data.journal.step_record import read_file
-from gspo_mega.rollout.freshness import Freshness
-from gspo_mega.train.taken_over import Records, Standard
+from gspo_mega.data.journal.steps import read_file
+from gspo_mega.rollout.arrival_order import Freshness
+from gspo_mega.train.reusable_records import Records, Standard
 
 GROUPS = [make_group(0), make_group(1)]
 

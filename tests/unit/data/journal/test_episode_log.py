@@ -6,10 +6,9 @@ import threading
 
 import pytest
 
-from gspo_mega.base.episode_records import one_turn_episode
+from gspo_mega.base.episodes import Group, RolloutBatch, one_turn_episode
 from gspo_mega.base.errors import JournalError
 from gspo_mega.base.records import Prompt
-from gspo_mega.base.rollout_batch import Group, RolloutBatch
 from gspo_mega.data.journal.episode_log import EpisodeLog, FileBegin
 from gspo_mega.data.journal.journal import Journal
 

@@ -12,12 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from whole_groups import whole_groups
 
-from gspo_mega.base.episode_records import Episode, Node
+from gspo_mega.base.episodes import Episode, Group, Node, RolloutBatch
 from gspo_mega.base.errors import JournalError
 from gspo_mega.base.records import Prompt
-from gspo_mega.base.rollout_batch import Group, RolloutBatch
-from gspo_mega.data.journal.episode_frames import decode_episode, encode_episode, tools_id
-from gspo_mega.data.journal.frames import MAGIC, FrameFile
+from gspo_mega.data.journal.frames import MAGIC, FrameFile, decode_episode, encode_episode, tools_id
 from gspo_mega.data.journal.journal import Journal
 
 FIRST_FORMAT = Path(__file__).with_name("data")
@@ -137,7 +135,7 @@ def test_a_tree_that_no_recorder_makes_is_refused_before_it_is_written(tmp_path,
 
 def test_a_record_with_a_right_checksum_and_wrong_content_is_named(tmp_path, monkeypatch):
     tree = [context(0, -1, [3, 1]), replace(sampled(1, 0, [5, 6]), finish_reason="")]
-    monkeypatch.setattr("gspo_mega.data.journal.episode_frames.check_episode", lambda episode: None)
+    monkeypatch.setattr("gspo_mega.data.journal.frames.check_episode", lambda episode: None)
     with Journal(tmp_path).begin(3, 3, 1, {}) as writer:
         writer.add(Episode("g0-s000", 0, TASK, tree, reward=1.0))
     monkeypatch.undo()

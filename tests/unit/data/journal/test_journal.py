@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 from whole_groups import whole_groups
 
-from gspo_mega.base import kill_points
-from gspo_mega.base.episode_records import one_turn_episode, one_turn_row
+from gspo_mega.base import failpoints
+from gspo_mega.base.episodes import Group, RolloutBatch, one_turn_episode, one_turn_row
 from gspo_mega.base.errors import JournalError
 from gspo_mega.base.records import Prompt
-from gspo_mega.base.rollout_batch import Group, RolloutBatch
 from gspo_mega.data.journal.frames import FrameFile, encode_frame
 from gspo_mega.data.journal.journal import Journal
 
@@ -148,12 +147,12 @@ def test_a_newer_format_is_refused(tmp_path):
 def test_a_disk_that_refuses_is_named_and_what_was_written_stays(tmp_path, fault):
     journal = Journal(tmp_path / "journal")
     groups = [make_group(0), make_group(1)]
-    kill_points.arm(f"point=journal.append.before,hit=3,do={fault}", rank=0)
+    failpoints.arm(f"point=journal.append.before,hit=3,do={fault}", rank=0)
     try:
         with pytest.raises(JournalError, match="cannot be written: (No space|Permission)"):
             write(journal, groups, finish=True)
     finally:
-        kill_points.arm(None, rank=0)
+        failpoints.arm(None, rank=0)
     assert same(whole_groups(journal.read(4))[0], groups[0])
 
 

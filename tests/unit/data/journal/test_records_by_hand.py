@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from gspo_mega.base.episode_records import Episode, one_turn_episode
+from gspo_mega.base.episodes import Episode, Group, RolloutBatch, one_turn_episode
 from gspo_mega.base.records import Prompt
-from gspo_mega.base.rollout_batch import Group, RolloutBatch
 from gspo_mega.data.journal.episode_log import EpisodeLog, FileBegin
 from gspo_mega.data.journal.journal import Journal
-from gspo_mega.data.journal.step_record import StepRecord
+from gspo_mega.data.journal.steps import StepRecord
 
 
 def prompt(number: int) -> Prompt:

@@ -8,15 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gspo_mega.base import durable
-from gspo_mega.base.episode_records import one_turn_row
+from gspo_mega.base import atomic_io
+from gspo_mega.base.episodes import Group, RolloutBatch, one_turn_row
 from gspo_mega.base.errors import JournalError
 from gspo_mega.base.records import Prompt
-from gspo_mega.base.rollout_batch import Group, RolloutBatch
-from gspo_mega.data.journal.journal import Journal
-from gspo_mega.data.journal.route_pruning import RoutePruning
-from gspo_mega.rollout.freshness import Freshness
-from gspo_mega.train.journalled import JournalledSource
+from gspo_mega.data.journal.journal import Journal, RoutePruning
+from gspo_mega.rollout.arrival_order import Freshness
+from gspo_mega.train.sources import JournalledSource
 
 NUM_STEPS = 4
 
@@ -37,14 +35,14 @@ def journal(tmp_path):
 @pytest.fixture
 def slow_disk(monkeypatch):
     """(begun, going_on): rewriting a file waits for the second, and says so with the first."""
-    begun, going_on, usual = threading.Event(), threading.Event(), durable.write_whole
+    begun, going_on, usual = threading.Event(), threading.Event(), atomic_io.write_whole
 
     def slow(*args, **more):
         begun.set()
         assert going_on.wait(20)
         usual(*args, **more)
 
-    monkeypatch.setattr(durable, "write_whole", slow)
+    monkeypatch.setattr(atomic_io, "write_whole", slow)
     return begun, going_on
 
 
@@ -87,7 +85,7 @@ def test_a_disk_that_refuses_is_told_once_and_the_file_stays(journal, monkeypatc
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(durable, "write_whole", refuse)
+        patch.setattr(atomic_io, "write_whole", refuse)
         pruning = RoutePruning(journal)
         pruning.begin(2)
         with pytest.raises(JournalError, match="step_00000000: the rollout journal cannot be written: No space left"):

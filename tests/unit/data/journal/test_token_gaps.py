@@ -5,12 +5,11 @@ import pytest
 from episode_trees import context, sampled
 from test_journal import make_group
 
-from gspo_mega.base.episode_records import Episode
+from gspo_mega.base.episodes import Episode, Group, RolloutBatch
 from gspo_mega.base.errors import JournalError
 from gspo_mega.base.records import Prompt
-from gspo_mega.base.rollout_batch import Group, RolloutBatch
 from gspo_mega.data.journal.journal import Journal
-from gspo_mega.data.journal.token_gaps import TokenGaps, token_gaps_file, write_token_gaps
+from gspo_mega.data.journal.steps import TokenGaps, token_gaps_file, write_token_gaps
 
 
 def part(*triples):

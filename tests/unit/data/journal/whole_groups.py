@@ -1,7 +1,7 @@
 """Which groups of a step's record are whole."""
 
-from gspo_mega.base.rollout_batch import Group
-from gspo_mega.data.journal.step_record import StepRecord
+from gspo_mega.base.episodes import Group
+from gspo_mega.data.journal.steps import StepRecord
 
 
 def whole_groups(record: StepRecord) -> dict[int, Group]:

@@ -1,0 +1,490 @@
+"""The rules that the tree of a recorded episode keeps: what is journalled, and what is read back, is checked by them.
+
+Owns the refusals. The records themselves and the rows that follow from them are `episodes.py`'s.
+
+The record of one episode: a tree of messages with the tokens that each adds, and the rows that are trained on.
+
+Owns `Node`, `Episode` and the rows of a tree: plain data. Every sampled token is in exactly one row with mask 1.
+
+What one step samples: the group of episodes of each prompt, and the batch that they are.
+
+Owns which episodes of a batch are trained on: those with a reward, in groups of enough of them. What is inside an
+episode is `episodes.py`'s.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from gspo_mega.base.records import Prompt, Trajectory, are_equal_rewards, constant, floats, joined
+
+# The key in `Episode.reward_parts` of the reward that the episode gave itself; its further numbers are `episode/NAME`.
+OWN_REWARD = "episode"
+# The key in `Episode.info` of the limit that ended it (`context_full`, `too_many_turns`).
+ENDED_BY_LIMIT = "ended_by_limit"
+
+
+@dataclass
+class Node:
+    """A message of the tree with the tokens that it adds behind its parent's.
+
+    A `context` node's tokens are the template's text from the parent's last token up to where the next assistant
+    message begins (several messages at once: `messages`). A `sampled` node is one turn: its tokens as sampled, the end
+    token too, and the one message that they are.
+
+    `log_probs` (nats at the sampling temperature) and `weight_versions` have one entry per token of a sampled node and
+    none in a context node. `routed_experts` is [rows, layers, top_k] of `route_type`, or None: the positions behind
+    those of the nearest sampled ancestor, up to this node's last token but one, so that those of a path follow each
+    other without a gap. `text` is a sampled node's text without its end token. `finish_reason` is `stop` or `length`.
+    `reward` is the turn's own, where the episode gives one. `cause` says why a branch begins here: `edited`,
+    `template`, `resampled` or `not_ours`; it is empty where none does.
+    """
+
+    node_id: int
+    parent: int
+    kind: Literal["context", "sampled"]
+    messages: list[dict[str, Any]]
+    token_ids: Sequence[int]
+    log_probs: Sequence[float] = field(default_factory=list)
+    weight_versions: Sequence[int] = field(default_factory=list)
+    routed_experts: np.ndarray | None = None
+    finish_reason: str = ""
+    text: str = ""
+    reward: float | None = None
+    server_id: str = ""
+    cause: str = ""
+
+    @property
+    def is_sampled(self) -> bool:
+        return self.kind == "sampled"
+
+
+@dataclass
+class ToolRecord:
+    """One call of a tool. `turn`: the turn that asked for it, counted from 0 in the order of sampling; -1 before the
+    first. Either `result` or `error` is the text that the call gave.
+    """
+
+    turn: int
+    name: str
+    arguments: dict[str, Any]
+    result: str | None = None
+    error: str | None = None
+    seconds: float = 0.0
+
+
+@dataclass
+class Episode:
+    """What one run of an agent on one prompt sampled, as a tree: `nodes[i].node_id` is i, behind its parent's.
+
+    `prompt` is the task; an episode of one turn has its tokens in node 0. `tools`: schemas that the agent could call.
+    Rewards are as in `Trajectory`. `failure`: why it did not end by itself, or None. `info`: what its code wants
+    recorded, JSON types. `counts`: what happened that the tree does not say, by metric name.
+    """
+
+    episode_id: str
+    group_id: int
+    prompt: Prompt
+    nodes: list[Node]
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    tool_calls: list[ToolRecord] = field(default_factory=list)
+    reward: float | None = None
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    reward_error: str | None = None
+    correct: bool | None = None
+    failure: str | None = None
+    info: dict[str, Any] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    _rows: list[Trajectory] | None = field(default=None, init=False, repr=False, compare=False)
+
+    @classmethod
+    def of_row(cls, row: Trajectory) -> Episode:
+        """The episode of which `row` is the only row: `rows` returns that very object."""
+        episode = one_turn_episode(
+            row.trajectory_id,
+            row.group_id,
+            row.prompt,
+            row.response_token_ids,
+            row.rollout_log_probs,
+            row.weight_versions,
+            row.finish_reason,
+            row.response_text,
+            routed_experts=row.routed_experts,
+        )
+        if not all(row.response_mask):
+            episode.nodes[1:] = _nodes_by_mask(row)
+        episode.reward, episode.reward_parts = row.reward, row.reward_parts
+        episode.reward_error, episode.correct = row.reward_error, row.correct
+        episode._rows = [row]
+        return episode
+
+    def rows(self) -> list[Trajectory]:
+        """The rows to train on, in the order in which their last turns were sampled. Built once, when the episode has
+        ended; always with the episode's present reward. None where nothing was sampled.
+        """
+        if self._rows is None:
+            self._rows = rows_of(self)
+        for row in self._rows:
+            row.reward, row.reward_parts = self.reward, self.reward_parts
+            row.reward_error, row.correct = self.reward_error, self.correct
+        return self._rows
+
+    def by_turn(self) -> Episode:
+        """The same record, whose rows are its turns."""
+        copy = replace(self)
+        copy._rows = rows_of(copy, by_turn=True)
+        return copy
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the episode has a reward to learn from. A failure of the episode's code or of a scorer says nothing
+        about what was sampled.
+        """
+        return self.reward is not None and self.reward_error is None and self.failure is None
+
+    @property
+    def turns(self) -> list[Node]:
+        """The sampled nodes, in the order of sampling."""
+        return [node for node in self.nodes if node.is_sampled]
+
+    @property
+    def num_turns(self) -> int:
+        return len(self.turns)
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        return sum(len(node.token_ids) for node in self.turns)
+
+    @property
+    def num_branches(self) -> int:
+        """How many rows the episode has, beyond the first."""
+        return max(0, len(leaves_of(self.nodes)) - 1)
+
+    @property
+    def branch_causes(self) -> list[str]:
+        """Why each of the `num_branches` began, in the order in which their first nodes were added."""
+        ways: dict[int, list[Node]] = {}
+        for node in self._sampled_below():
+            ways.setdefault(node.parent, []).append(node)
+        later = [node for siblings in ways.values() for node in siblings[1:]]
+        return [node.cause for node in sorted(later, key=lambda node: node.node_id)]
+
+    def _sampled_below(self) -> list[Node]:
+        """The nodes that are sampled or lead to one that is, in their order."""
+        there: set[int] = set()
+        for node in self.turns:
+            there.update(one.node_id for one in self.path(node.node_id))
+        return [self.nodes[place] for place in sorted(there)]
+
+    @property
+    def response_text(self) -> str:
+        """The text of the first row's last turn: what rewards read."""
+        leaves = leaves_of(self.nodes)
+        return self.nodes[leaves[0]].text if leaves else ""
+
+    @property
+    def is_truncated(self) -> bool:
+        """Did a row end because there was no room for more tokens, or the episode at a limit?"""
+        last = [self.nodes[leaf] for leaf in leaves_of(self.nodes)]
+        return ENDED_BY_LIMIT in self.info or any(node.finish_reason == "length" for node in last)
+
+    def path(self, node_id: int) -> list[Node]:
+        """The nodes from the root to `node_id`."""
+        path = []
+        while node_id >= 0:
+            path.append(self.nodes[node_id])
+            node_id = self.nodes[node_id].parent
+        return path[::-1]
+
+    def tokens(self, node_id: int) -> list[int]:
+        """All tokens from the root up to the end of `node_id`: what a model that goes on from there is given."""
+        return [token for node in self.path(node_id) for token in node.token_ids]
+
+
+def one_turn_episode(
+    episode_id: str,
+    group_id: int,
+    prompt: Prompt,
+    token_ids: Sequence[int],
+    log_probs: Sequence[float],
+    weight_versions: Sequence[int],
+    finish_reason: str,
+    text: str = "",
+    *,
+    routed_experts: np.ndarray | None = None,
+    server_id: str = "",
+) -> Episode:
+    """The prompt and one response to it: two nodes. The sequences have one entry per token of the response;
+    `routed_experts` is [prompt + response - 1, layers, top_k] of `route_type`, or None.
+    """
+    asked = Node(0, -1, "context", [{"role": "user", "content": prompt.text}], list(prompt.token_ids))
+    answered = Node(
+        1,
+        0,
+        "sampled",
+        [{"role": "assistant", "content": text}],
+        token_ids,
+        log_probs,
+        weight_versions,
+        routed_experts,
+        finish_reason,
+        text,
+        server_id=server_id,
+    )
+    return Episode(episode_id, group_id, prompt, [asked, answered])
+
+
+def one_turn_row(
+    trajectory_id: str,
+    group_id: int,
+    prompt: Prompt,
+    response_token_ids: Sequence[int],
+    response_mask: Sequence[int],
+    rollout_log_probs: Sequence[float],
+    weight_versions: Sequence[int],
+    finish_reason: str,
+    response_text: str = "",
+    **more: Any,
+) -> Trajectory:
+    """The only row of an episode of one turn. `more`: further fields of `Trajectory`."""
+    row = Trajectory(
+        trajectory_id,
+        group_id,
+        prompt,
+        response_token_ids,
+        response_mask,
+        rollout_log_probs,
+        weight_versions,
+        finish_reason,
+        response_text,
+        **more,
+    )
+    row.episode_id = trajectory_id
+    end = 0
+    for node_id, (is_active, run) in enumerate(itertools.groupby(response_mask), 1):
+        start, end = end, end + len(list(run))
+        if is_active:
+            row.turns.append((start, end))
+            row.turn_nodes.append(node_id)
+    return row
+
+
+def _nodes_by_mask(row: Trajectory) -> list[Node]:
+    """The response as turns (mask 1) with context between them."""
+    nodes: list[Node] = []
+    start = end = routed = 0
+    for is_active, run in itertools.groupby(row.response_mask):
+        start, end = end, end + len(list(run))
+        node = Node(len(nodes) + 1, len(nodes), "context", [], row.response_token_ids[start:end])
+        if is_active:
+            node.kind, node.messages, node.finish_reason = "sampled", [{"role": "assistant", "content": ""}], "stop"
+            node.log_probs, node.weight_versions = row.rollout_log_probs[start:end], row.weight_versions[start:end]
+            if row.routed_experts is not None:
+                routed, first = len(row.prompt.token_ids) + end - 1, routed
+                node.routed_experts = row.routed_experts[first:routed]
+        nodes.append(node)
+    if row.response_mask and row.response_mask[-1]:
+        nodes[-1].finish_reason, nodes[-1].text = row.finish_reason, row.response_text
+    return nodes
+
+
+def leaves_of(nodes: Sequence[Node]) -> list[int]:
+    """The turns behind which nothing more was sampled, in the order of sampling: the ends of the rows."""
+    continued: set[int] = set()
+    for node in nodes:
+        parent = node.parent if node.is_sampled else -1
+        while parent >= 0 and parent not in continued:
+            continued.add(parent)
+            parent = nodes[parent].parent
+    return [node.node_id for node in nodes if node.is_sampled and node.node_id not in continued]
+
+
+def rows_of(episode: Episode, by_turn: bool = False) -> list[Trajectory]:
+    """The rows of a tree, without a reward. A token that several paths share is trained in the first of them.
+
+    `by_turn`: a row for each turn in the order of sampling, its response alone; what is before it is its prompt.
+    """
+    trained: set[int] = set()
+    rows = []
+    ends = [node.node_id for node in episode.turns] if by_turn else leaves_of(episode.nodes)
+    for branch, end in enumerate(ends):
+        path = episode.path(end)
+        first = len(path) - 1 if by_turn else next(place for place, node in enumerate(path) if node.is_sampled)
+        context = tuple(token for node in path[:first] for token in node.token_ids)
+        prompt = episode.prompt if context == episode.prompt.token_ids else replace(episode.prompt, token_ids=context)
+        row = Trajectory(
+            trajectory_id=episode.episode_id if branch == 0 else f"{episode.episode_id}-b{branch:03d}",
+            group_id=episode.group_id,
+            prompt=prompt,
+            response_token_ids=joined([node.token_ids for node in path[first:]]),
+            response_mask=[],
+            rollout_log_probs=[],
+            weight_versions=[],
+            finish_reason=path[-1].finish_reason,
+            response_text=path[-1].text,
+            routed_experts=_routes_of(path),
+            episode_id=episode.episode_id,
+            branch=branch,
+        )
+        start = 0
+        columns: list[tuple[Sequence[int], Sequence[float], Sequence[int]]] = []
+        for node in path[first:]:
+            length, is_active = len(node.token_ids), node.is_sampled and node.node_id not in trained
+            log_probs = node.log_probs if is_active else floats([0.0] * length)
+            versions = node.weight_versions if node.is_sampled else constant(0, length)
+            columns.append((constant(int(is_active), length), log_probs, versions))
+            if is_active:
+                trained.add(node.node_id)
+                row.turns.append((start, start + length))
+                row.turn_nodes.append(node.node_id)
+            start += length
+        row.response_mask, row.rollout_log_probs, row.weight_versions = map(joined, zip(*columns, strict=True))
+        row.weight = sum(end - start for start, end in row.turns) / episode.num_sampled_tokens
+        rows.append(row)
+    return rows
+
+
+def _routes_of(path: Sequence[Node]) -> np.ndarray | None:
+    """Where a path's tokens were sent, [tokens - 1, layers, top_k]; None unless it is known of all of them."""
+    routes = [node.routed_experts for node in path if node.is_sampled]
+    known = [one for one in routes if one is not None]
+    if len(known) < len(routes):
+        return None
+    return known[0] if len(known) == 1 else np.concatenate(known)
+
+
+@dataclass
+class Group:
+    """The episodes of one prompt in one rollout batch. Uneven groups are normal: samples may be dropped."""
+
+    group_id: int
+    prompt: Prompt
+    episodes: list[Episode]
+
+    @classmethod
+    def of_rows(cls, group_id: int, prompt: Prompt, rows: Iterable[Trajectory]) -> Group:
+        """A group of episodes of one turn each, whose rows are these very objects."""
+        return cls(group_id, prompt, [Episode.of_row(row) for row in rows])
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        """The rows of all episodes, episode by episode."""
+        return [row for episode in self.episodes for row in episode.rows()]
+
+    @property
+    def scored(self) -> list[Episode]:
+        """The episodes that have a reward."""
+        return [episode for episode in self.episodes if episode.is_scored]
+
+    @property
+    def rewards(self) -> list[float]:
+        """The reward of every episode that has one."""
+        return [float(episode.reward or 0.0) for episode in self.scored]
+
+    @property
+    def is_constant(self) -> bool:
+        """True when the group carries no signal: the rewards of its episodes are all equal (or fewer than two)."""
+        rewards = self.rewards
+        return len(rewards) < 2 or are_equal_rewards(rewards)
+
+    @property
+    def is_constant_by_turn(self) -> bool:
+        """`is_constant` where turns are credited with what follows them: rewards within an episode are a signal, too,
+        even if the episodes' sums are equal.
+        """
+        return self.is_constant and not any(turn.reward for episode in self.scored for turn in episode.turns)
+
+
+@dataclass
+class RolloutBatch:
+    """What `source.take(step)` returns: the complete, scored groups of one step, and how they were sampled.
+
+    `counts` holds the collector's own numbers for metrics (`num_*`), `phase_seconds` its times. `sampled`: metrics of
+    all groups that were sampled for the step, those that a filter left out, too; empty where that is not known.
+    """
+
+    step: int
+    groups: list[Group]
+    counts: dict[str, float] = field(default_factory=dict)
+    phase_seconds: dict[str, float] = field(default_factory=dict)
+    sampled: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def episodes(self) -> list[Episode]:
+        return [episode for group in self.groups for episode in group.episodes]
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        """The rows of all episodes, group by group."""
+        return [row for group in self.groups for row in group.trajectories]
+
+    def by_turn(self) -> RolloutBatch:
+        """The same episodes with a row for each turn."""
+        groups = [replace(group, episodes=[one.by_turn() for one in group.episodes]) for group in self.groups]
+        return replace(self, groups=groups)
+
+    def drop_routes(self) -> None:
+        """Forget the routed experts, nearly all of what a batch with them takes in memory."""
+        for episode in self.episodes:
+            for part in (*episode.nodes, *episode.rows()):
+                part.routed_experts = None
+
+    def scored(self, least_of_group: int = 2) -> RolloutBatch:
+        """What is trained on: the episodes that have a reward, in groups of at least `least_of_group` of them."""
+        groups = [replace(group, episodes=group.scored) for group in self.groups]
+        return replace(self, groups=[group for group in groups if len(group.episodes) >= least_of_group])
+
+
+def num_routed_rows(episode: Episode, node_id: int) -> int:
+    """How many positions the `routed_experts` of a sampled node have: those behind its nearest sampled ancestor's."""
+    above = itertools.dropwhile(lambda node: not node.is_sampled, reversed(episode.path(node_id)[:-1]))
+    ancestor = next(above, None)
+    here = len(episode.tokens(node_id)) - 1
+    return here if ancestor is None else here - (len(episode.tokens(ancestor.node_id)) - 1)
+
+
+def check_episode(episode: Episode) -> None:
+    """Raise ValueError, naming the node, for a tree that no recorder makes."""
+    name = episode.episode_id
+    for place, node in enumerate(episode.nodes):
+        where = f"episode {name}, node {place}"
+        if node.node_id != place:
+            raise ValueError(f"{where}: its node_id is {node.node_id}")
+        if not -1 <= node.parent < place:
+            raise ValueError(f"{where}: its parent {node.parent} does not precede it")
+        per_token = {"log_probs": len(node.log_probs), "weight_versions": len(node.weight_versions)}
+        if node.kind == "sampled":
+            _check_turn(episode, node, where, per_token)
+        elif node.kind == "context":
+            if any(per_token.values()) or node.routed_experts is not None or node.finish_reason:
+                raise ValueError(f"{where}: a context node has no log-probs, versions, routes or finish reason")
+            parent = episode.nodes[node.parent] if node.parent >= 0 else None
+            if parent is not None and parent.finish_reason == "length" and not node.token_ids:
+                raise ValueError(f"{where}: follows a turn that ended by length without the tokens that close it")
+        else:
+            raise ValueError(f"{where}: kind is {node.kind!r}, not 'context' or 'sampled'")
+    if episode.is_scored and not episode.turns:
+        raise ValueError(f"episode {name}: has a reward and no sampled turn, so there is nothing to train on")
+
+
+def _check_turn(episode: Episode, node: Node, where: str, per_token: dict[str, int]) -> None:
+    if not node.token_ids:
+        raise ValueError(f"{where}: a sampled turn has at least one token")
+    for name, length in per_token.items():
+        if length != len(node.token_ids):
+            raise ValueError(f"{where}: {length} {name} for {len(node.token_ids)} tokens")
+    if node.parent < 0:
+        raise ValueError(f"{where}: a sampled turn has a context before it")
+    if node.finish_reason not in ("stop", "length"):
+        raise ValueError(f"{where}: finish_reason is {node.finish_reason!r}, not 'stop' or 'length'")
+    if len(node.messages) != 1:
+        raise ValueError(f"{where}: a sampled turn is one message, not {len(node.messages)}")
+    if node.routed_experts is not None:
+        rows, expected = node.routed_experts.shape[0], num_routed_rows(episode, node.node_id)
+        if rows != expected:
+            raise ValueError(f"{where}: routes of {rows} positions; {expected} lie behind the turn before it")

@@ -1,0 +1,152 @@
+"""Named moments of a run at which a test can kill the process or make a file operation fail.
+
+Owns their list and the effect of reaching one: nothing, unless `arm` was called. It has a point before and after every
+file operation of a save, the rollout journal and a publish through the disk (`atomic_io.py` reaches them), and the
+moments of a step between them (`train/phases.py` reaches most). `gspo-mega inspect --kill-points` shows the list.
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+# Tests set it in a rank's environment: comma-separated `point=NAME`, `hit=N`, `do=kill|disk_full|denied`, `rank=R`,
+# `record=FILE`.
+VARIABLE = "GSPO_MEGA_FAULT"
+
+# Each is a point before it (`NAME.before`) and one after it (`NAME.after`).
+OPERATIONS = {
+    "save.clear": "removing the draft that an interrupted save left",
+    "save.folder": "making the draft's folders",
+    "save.common": "writing what Megatron keeps apart from tensors",
+    "save.tensors": "writing weights and optimizer state",
+    "save.index": "writing Megatron's metadata of them",
+    "save.random": "writing a rank's random state",
+    "save.state.write": "writing counters, prompt order and checksums beside state.json",
+    "save.state.rename": "renaming that to state.json",
+    "save.sync": "having the whole draft reach the disk",
+    "save.aside": "renaming the checkpoint of the same step out of the way",
+    "save.rename": "renaming the draft to the checkpoint",
+    "save.drop": "removing the checkpoint that was in the way",
+    "save.latest.write": "writing the new name beside `latest`",
+    "save.latest.rename": "renaming that to `latest`",
+    "save.prune": "removing a checkpoint that is not kept",
+    "journal.folder": "making the journal's folder",
+    "journal.create.write": "writing the beginning of a step's file, and what is taken over, beside it",
+    "journal.create.rename": "renaming that to the step's file",
+    "journal.open": "opening the step's file to append",
+    "journal.append": "appending a record",
+    "journal.sync": "having the step's file reach the disk",
+    "journal.aside": "renaming a step's file of another history out of the way",
+    "journal.routes.write": "writing a step's file without its routed experts beside it",
+    "journal.routes.rename": "renaming that to the step's file",
+    "journal.gaps.write": "writing the mismatch of a step's tokens beside it",
+    "journal.gaps.rename": "renaming that to the step's file of them",
+    "journal.drop": "removing a step's file that is not kept",
+    "publish.clear": "removing what an interrupted publish left",
+    "publish.folder": "making the folder that is written",
+    "publish.copy": "copying configuration and tokenizer",
+    "publish.config.write": "writing config.json beside it",
+    "publish.config.rename": "renaming that to config.json",
+    "publish.tensors": "writing a file of tensors",
+    "publish.name": "giving a file of tensors its final name",
+    "publish.index.write": "writing the index of files beside it",
+    "publish.index.rename": "renaming that to the index",
+    "publish.manifest.write": "writing the manifest beside it",
+    "publish.manifest.rename": "renaming that to the manifest",
+    "publish.sync": "having files and their names reach the disk",
+    "publish.aside": "renaming the folder of the same name out of the way",
+    "publish.rename": "renaming the written folder to its name",
+    "publish.drop": "removing the folder that was in the way",
+    "publish.commit.write": "writing the new version beside current.json",
+    "publish.commit.rename": "renaming that to current.json",
+    "publish.prune": "removing a version that is not kept",
+}
+
+MOMENTS = {
+    "rollout.admitted": "a group is about to be sampled, and is not in the journal yet",
+    "rollout.turn": "a turn of an episode was sampled, and the episode goes on",
+    "rollout.trajectory": "a trajectory was sampled and scored, and is not in the journal yet",
+    "rollout.batch": "the rollout batch is complete, and nothing of it was trained on",
+    "step.old_pass": "the old log-probs of one mini-batch are known",
+    "step.optimizer": "one optimizer step was made",
+    "step.trained": "all optimizer steps were made, nothing was published",
+    "publish.paused": "no request is open or begins, nothing was sent",
+    "publish.sent": "the weights were sent, nothing is committed",
+    "publish.committed": "the version is committed, no server serves it yet",
+    "step.published": "the step's weights are with the servers, its metrics are not written",
+    "step.written": "the step's metrics are written, its checkpoint is not",
+}
+
+POINTS: dict[str, str] = {
+    **{f"{name}.{side}": f"{side} {what}" for name, what in OPERATIONS.items() for side in ("before", "after")},
+    **MOMENTS,
+}
+
+
+@dataclass
+class Fault:
+    """The action `do` at the `hit`-th time that rank `rank` reaches `point`.
+
+    `do`: kill (SIGKILL to this process), disk_full or denied (the operation fails with that OSError). `record`: a file
+    to which the name of every reached point is appended.
+    """
+
+    point: str = ""
+    hit: int = 1
+    do: str = "kill"
+    rank: int = 0
+    record: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Fault:
+        """Raises ValueError for an unknown key, point or action."""
+        known = {field.name: field.type for field in fields(cls)}
+        values: dict[str, str | int] = {}
+        for part in text.split(","):
+            key, _, value = part.partition("=")
+            if key not in known:
+                raise ValueError(f"{VARIABLE}: {key!r} is not one of {', '.join(known)}")
+            values[key] = int(value) if known[key] == "int" else value
+        fault = cls(**values)  # type: ignore[arg-type]
+        if fault.point and fault.point not in POINTS:
+            raise ValueError(
+                f"{VARIABLE}: there is no point {fault.point!r}; `gspo-mega inspect --kill-points` lists them"
+            )
+        if fault.do not in ("kill", "disk_full", "denied"):
+            raise ValueError(f"{VARIABLE}: do={fault.do}; valid: kill, disk_full, denied")
+        return fault
+
+
+_armed: list[Fault] = []
+
+
+def arm(text: str | None, rank: int) -> None:
+    """Arm the fault that `text` describes if it is for this rank; None or an empty text disarms. Raises ValueError as
+    `Fault.parse`.
+    """
+    _armed.clear()
+    if text and (fault := Fault.parse(text)).rank == rank:
+        _armed.append(fault)
+
+
+def reached(point: str) -> None:
+    """Note that a point of `POINTS` is reached. Raises KeyError for any other name, OSError if that fault is armed."""
+    POINTS[point]
+    for fault in _armed:
+        if fault.record:
+            with Path(fault.record).open("a", encoding="ascii") as file:
+                file.write(point + "\n")
+        if fault.point != point:
+            continue
+        fault.hit -= 1
+        if fault.hit:
+            continue
+        if fault.do == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        number = errno.ENOSPC if fault.do == "disk_full" else errno.EACCES
+        raise OSError(number, os.strerror(number), point)

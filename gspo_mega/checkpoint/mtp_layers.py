@@ -1,0 +1,130 @@
+"""Layers for multi-token prediction, which stand behind the last decoder layer: read from the folder that a policy came
+from, and carried as they are into Hugging Face folders that are made of the policy.
+
+Owns which tensors these are, that a layer is whole, and their values. They are neither loaded nor trained: whoever
+drafts with them drafts with the layers of the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gspo_mega.algorithm.fp8 import dequantize_blocks
+from gspo_mega.base.errors import ModelError
+from gspo_mega.checkpoint.hf_folder import INDEX_NAME, SINGLE_NAME, HuggingFaceFolder, read_scales
+from gspo_mega.models.block_fp8 import SCALE_SUFFIX, scale_name
+from gspo_mega.models.huggingface import read_model_spec
+from gspo_mega.models.spec import ModelSpec
+from gspo_mega.models.tensors import TensorEntry, hf_tensors, may_be_there
+
+KEY = "num_nextn_predict_layers"
+_FP8 = "F8_E4M3"
+
+
+class CarriedLayers:
+    """Those of the folder of a model; none where its config.json names none, or where the folder has none of their
+    tensors (a config alone, or a folder that transformers wrote, which drops them).
+
+    `entries`: the tensors in the folder's order.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ModelError naming what a layer lacks, and tensors of another shape than those of the last decoder
+        layer, which these layers repeat.
+        """
+        self.spec = read_model_spec(folder)
+        self.entries: list[TensorEntry] = []
+        if not self.spec.num_ignored_layers or not any((folder / name).is_file() for name in (INDEX_NAME, SINGLE_NAME)):
+            return
+        self._folder = HuggingFaceFolder(folder)
+        names = [name for name in self._folder.files if name != "lm_head.weight" and may_be_there(self.spec, name)]
+        scales = {name for name in names if name.endswith(SCALE_SUFFIX)}
+        held = {name: self._folder.shape(name) for name in names if name not in scales}
+        if not held:
+            return
+        problems = list(_problems(self.spec, held))
+        for name in held:
+            is_fp8 = self._folder.stored_dtype(name) == _FP8
+            if is_fp8 and (self.spec.stored is None or scale_name(name) not in scales):
+                problems.append(f"missing: {scale_name(name)}, the scales of {name}")
+        if problems:
+            raise ModelError(
+                f"{folder}: its layers for multi-token prediction ({KEY} {self.spec.num_ignored_layers}) are not whole;"
+                f" repair the folder, or set {KEY} to 0 in its config.json to leave them out:\n  "
+                + "\n  ".join(problems[:20])
+            )
+        self.entries = [_entry(name, shape) for name, shape in held.items()]
+
+    def dtype(self, entry: TensorEntry) -> torch.dtype:
+        """That of `read`: the stored one; of FP8 blocks the one that config.json names."""
+        if self._folder.stored_dtype(entry.name) == _FP8:
+            return getattr(torch, self.spec.torch_dtype)
+        return self._folder.read(entry.name, 0, 0, 0).dtype
+
+    def read(self, entry: TensorEntry) -> torch.Tensor:
+        """The whole tensor [entry.shape] as it is stored, on the host; FP8 blocks as the values that they stand for."""
+        tensor = self._folder.read(entry.name)
+        if self._folder.stored_dtype(entry.name) != _FP8:
+            return tensor
+        assert self.spec.stored is not None
+        scales = read_scales(self._folder.read(scale_name(entry.name)), self.spec.stored, scale_name(entry.name))
+        return dequantize_blocks(tensor, scales, self.spec.stored.block).to(self.dtype(entry))
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor by its name, one at a time."""
+        return ((entry.name, self.read(entry)) for entry in self.entries)
+
+    def config_json(self, raw: dict[str, Any]) -> dict[str, Any]:
+        """The config.json of a folder that has them, from one that names none."""
+        return carried_config(self.spec, raw) if self.entries else raw
+
+
+def carried_config(spec: ModelSpec, raw: dict[str, Any]) -> dict[str, Any]:
+    """`raw`, a config.json, with the number of layers that `spec` names."""
+    return raw | {KEY: spec.num_ignored_layers}
+
+
+def carried_modules(spec: ModelSpec) -> tuple[str, ...]:
+    """The layers' names, as `modules_to_not_convert` has them."""
+    return tuple(f"model.layers.{spec.num_layers + place}" for place in range(spec.num_ignored_layers))
+
+
+def is_carried(entry: TensorEntry) -> bool:
+    """Is it one of `CarriedLayers.entries`?"""
+    return entry.parameter == entry.name
+
+
+def _problems(spec: ModelSpec, held: dict[str, tuple[int, ...]]) -> Iterator[str]:
+    """What the layers lack: each has the tensors of the last decoder layer, two norms and a projection of both."""
+    last = spec.num_layers - 1
+    like = {entry.name: entry.shape for entry in hf_tensors(spec) if entry.layer == last}
+    wide = spec.hidden_size
+    for place in range(spec.num_ignored_layers):
+        here = f"model.layers.{spec.num_layers + place}."
+        wanted = {name.replace(f"model.layers.{last}.", here): shape for name, shape in like.items()}
+        wanted |= {f"{here}{norm}.weight": (wide,) for norm in ("enorm", "hnorm")}
+        wanted[f"{here}eh_proj.weight"] = (wide, 2 * wide)
+        for name, shape in wanted.items():
+            if name not in held:
+                yield f"missing: {name} {list(shape)}"
+            elif held[name] != shape:
+                yield f"wrong shape: {name} is {list(held[name])}, config.json makes it {list(shape)}"
+
+
+def _entry(name: str, shape: tuple[int, ...]) -> TensorEntry:
+    """A tensor that no parameter owns; kept plain where others are quantised."""
+    return TensorEntry(
+        name=name,
+        shape=shape,
+        parameter=name,
+        role="whole",
+        sharding="replicated",
+        stage="last",
+        layer=None,
+        expert=None,
+        is_buffer=name.endswith("e_score_correction_bias"),
+    )

@@ -1,0 +1,269 @@
+"""What each `algorithm` means: one table of recipes, which configuration, training and certification read.
+
+A recipe names its paper, its term and importance ratio, its defaults, and the settings that contradict it. A new
+algorithm is one entry here and a file of reference vectors for `tools/check_vectors.py`; a new way to average is an
+entry of `algorithm/objective.py` as well, a new term one of `algorithm/surrogates.py`. docs/objectives.md has their
+equations and sources. Owns no formula, and imports no torch: a login node reads this table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+Ratio = Literal["sequence", "sequence_token", "token"]
+Surrogate = Literal["clip", "cispo", "sapo", "dppo", "minirl", "vespo", "gmpo"]
+Aggregation = Literal[
+    "sequence_mean_token_mean",
+    "token_mean",
+    "sequence_mean_token_sum",
+    "sequence_mean_token_sum_norm",
+    "group_mean_token_mean",
+]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One algorithm.
+
+    `ratio`: its importance ratio; None where `objective.ratio` chooses. `surrogate`: the term of each unit. `clip_low`,
+    `clip_high`, `aggregation`, and the further `parameters`: defaults of the keys of `objective`. `published_as`: the
+    algorithm whose published clip range these are. `settings`: defaults of other keys, by section; "" are those at the
+    top.
+
+    What contradicts it, and is refused: a clip width above `largest_clip` (None: none is too wide), an aggregation
+    other than its own where `fixes_aggregation`, a KL term unless `takes_kl`, and for each key of `fixes` another value
+    than that of `settings`, for the reason given there. A term of whole sequences takes no advantages of tokens, and
+    one that does not clip no dual clip.
+
+    `has_critic`: whether its advantages are estimated from a critic's values, instead of relative to a group.
+    """
+
+    name: str
+    paper: str
+    ratio: Ratio | None
+    clip_low: float
+    clip_high: float
+    published_as: str
+    aggregation: Aggregation = "sequence_mean_token_mean"
+    largest_clip: float | None = None
+    fixes_aggregation: bool = False
+    takes_kl: bool = True
+    surrogate: Surrogate = "clip"
+    parameters: Mapping[str, float] = field(default_factory=dict)
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    fixes: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    has_critic: bool = False
+
+    @property
+    def is_clipped(self) -> bool:
+        """Whether anything is clipped. Otherwise the clip range has no effect."""
+        return self.surrogate not in ("sapo", "vespo")
+
+    @property
+    def has_one_advantage(self) -> bool:
+        """Whether the term is of a whole sequence, which has one advantage."""
+        return self.ratio == "sequence" or self.surrogate in ("vespo", "gmpo")
+
+    @property
+    def objective_defaults(self) -> Mapping[str, Any]:
+        """Values of the keys of `objective` that a configuration leaves out."""
+        return {
+            "clip_low": self.clip_low,
+            "clip_high": self.clip_high,
+            "aggregation": self.aggregation,
+            **self.parameters,
+        }
+
+
+# A sequence ratio is a mean over tokens: this width is already hundreds of times the paper's.
+_LARGEST_SEQUENCE_CLIP = 0.05
+
+RECIPES: dict[str, Recipe] = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe(
+            name="gspo",
+            paper="arXiv:2507.18071, Eq. 5",
+            ratio="sequence",
+            clip_low=3e-4,
+            clip_high=4e-4,
+            published_as="gspo",
+            largest_clip=_LARGEST_SEQUENCE_CLIP,
+            fixes_aggregation=True,
+            takes_kl=False,
+        ),
+        Recipe(
+            name="gspo_token",
+            paper="arXiv:2507.18071, Eq. 13",
+            ratio="sequence_token",
+            clip_low=3e-4,
+            clip_high=4e-4,
+            published_as="gspo_token",
+            largest_clip=_LARGEST_SEQUENCE_CLIP,
+            fixes_aggregation=True,
+            takes_kl=False,
+        ),
+        Recipe(
+            name="grpo",
+            paper="arXiv:2402.03300; the clip range is that of the baseline in arXiv:2507.18071, § 5.1",
+            ratio="token",
+            clip_low=0.2,
+            clip_high=0.27,
+            published_as="grpo",
+        ),
+        Recipe(
+            name="dapo",
+            paper="arXiv:2503.14476, Eq. 10; § 4.1",
+            ratio="token",
+            clip_low=0.2,
+            clip_high=0.28,
+            published_as="dapo",
+            aggregation="token_mean",
+            fixes_aggregation=True,
+            takes_kl=False,
+        ),
+        Recipe(
+            name="dr_grpo",
+            paper="arXiv:2503.20783, § 3.2; App. G",
+            ratio="token",
+            clip_low=0.2,
+            clip_high=0.2,
+            published_as="dr_grpo",
+            aggregation="sequence_mean_token_sum_norm",
+            fixes_aggregation=True,
+            takes_kl=False,
+            settings={"advantage": {"divide_by_std": False}},
+            fixes={("advantage", "divide_by_std"): "which removes the division by the group's standard deviation"},
+        ),
+        Recipe(
+            name="luspo",
+            paper="arXiv:2602.05261, Eq. 7; § 5.1",
+            ratio="sequence",
+            clip_low=2e-3,
+            clip_high=2.5e-3,
+            published_as="luspo",
+            aggregation="sequence_mean_token_sum",
+            largest_clip=_LARGEST_SEQUENCE_CLIP,
+            fixes_aggregation=True,
+            takes_kl=False,
+        ),
+        Recipe(
+            name="cispo",
+            paper="arXiv:2506.13585, Eq. 4-5; clip_high is that of arXiv:2510.13786",
+            ratio="token",
+            surrogate="cispo",
+            clip_low=1.0,
+            clip_high=4.0,
+            published_as="cispo",
+            aggregation="token_mean",
+            fixes_aggregation=True,
+            takes_kl=False,
+        ),
+        Recipe(
+            name="sapo",
+            paper="arXiv:2511.20347, Eq. 5-6; clips nothing: clip_low, clip_high, which are GRPO's, have no effect",
+            ratio="token",
+            surrogate="sapo",
+            clip_low=0.2,
+            clip_high=0.27,
+            published_as="grpo",
+            parameters={"temperature_positive": 1.0, "temperature_negative": 1.05},
+            fixes_aggregation=True,
+            takes_kl=False,
+        ),
+        Recipe(
+            name="dppo",
+            paper="arXiv:2602.04879, Eq. 12-13, Binary-TV, App. C.1; the range is of probabilities, not of ratios",
+            ratio="token",
+            surrogate="dppo",
+            clip_low=0.15,
+            clip_high=0.15,
+            published_as="dppo",
+            aggregation="sequence_mean_token_sum_norm",
+            takes_kl=False,
+            settings={"": {"old_log_probs": "rollout"}, "advantage": {"divide_by_std": False}},
+        ),
+        Recipe(
+            name="minirl",
+            paper="arXiv:2512.01374, Eq. 7; § 4.2",
+            ratio="token",
+            surrogate="minirl",
+            clip_low=0.2,
+            clip_high=0.27,
+            published_as="minirl",
+            aggregation="sequence_mean_token_sum",
+            parameters={"weight_limit": 5.0},
+            fixes_aggregation=True,
+            takes_kl=False,
+            settings={
+                "": {"old_log_probs": "trainer"},
+                "advantage": {"divide_by_std": False},
+                "mismatch": {"correction": "none"},
+            },
+            fixes={
+                ("", "old_log_probs"): "which clips by the trainer's own old log-probs",
+                ("advantage", "divide_by_std"): "whose advantage is R - E[R]",
+                ("mismatch", "correction"): "which weighs every token by its ratio to the server's log-prob",
+            },
+        ),
+        Recipe(
+            name="vespo",
+            paper="arXiv:2602.10693, Eq. 20; clips nothing: clip_low, clip_high, which are GRPO's, have no effect",
+            ratio="token",
+            surrogate="vespo",
+            clip_low=0.2,
+            clip_high=0.27,
+            published_as="grpo",
+            aggregation="token_mean",
+            parameters={
+                "power_positive": 2.0,
+                "decay_positive": 3.0,
+                "power_negative": 3.0,
+                "decay_negative": 2.0,
+            },
+            takes_kl=False,
+            settings={"advantage": {"divide_by_std": False}},
+        ),
+        Recipe(
+            name="gmpo",
+            paper="arXiv:2507.20673, Eq. 4, Algorithm 1; the range is of log ratios, nats",
+            ratio="token",
+            surrogate="gmpo",
+            clip_low=0.4,
+            clip_high=0.4,
+            published_as="gmpo",
+            fixes_aggregation=True,
+            takes_kl=False,
+        ),
+        Recipe(
+            name="ppo",
+            paper="arXiv:1707.06347, Eq. 7, § 6.1; advantages: arXiv:1506.02438",
+            ratio="token",
+            clip_low=0.2,
+            clip_high=0.2,
+            published_as="ppo",
+            aggregation="token_mean",
+            takes_kl=False,
+            has_critic=True,
+        ),
+        Recipe(
+            name="custom",
+            paper="none: any combination of ratio, clip range, aggregation and KL term",
+            ratio=None,
+            clip_low=3e-4,
+            clip_high=4e-4,
+            published_as="gspo",
+        ),
+    )
+}
+
+# The keys of `objective` that belong to single recipes.
+PARAMETERS = tuple(sorted({key for recipe in RECIPES.values() for key in recipe.parameters}))
+
+if TYPE_CHECKING:
+    AlgorithmName = str
+else:
+    # The schema's choices are the names of the table.
+    AlgorithmName = Literal[tuple(RECIPES)]

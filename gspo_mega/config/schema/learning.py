@@ -1,0 +1,362 @@
+"""The section about PPO's critic: its model, optimizer and loss, and how advantages are made of its values.
+
+The sections about what is learned: objective, advantages, KL term, batches, optimizer, and how long.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from gspo_mega.config.algorithms import RECIPES, Aggregation, Ratio
+from gspo_mega.config.schema.run import Recompute
+from gspo_mega.config.schema.section import MAY_CHANGE, Section
+
+_PAPER = RECIPES["gspo"]
+
+
+class Objective(Section):
+    clip_low: float = Field(
+        default=_PAPER.clip_low, ge=0, description="Lower clip width of the ratio. The paper's: 3e-4."
+    )
+    clip_high: float = Field(
+        default=_PAPER.clip_high, ge=0, description="Upper clip width of the ratio. The paper's: 4e-4."
+    )
+    dual_clip: float | None = Field(
+        default=None, gt=1, description="For A < 0, also bound the term from below by this times A. Off by default."
+    )
+    ratio: Ratio | None = Field(
+        default=None,
+        description=(
+            "With `algorithm: custom`: importance ratio of a sequence (GSPO), its token form (GSPO-token), or of a"
+            " token (GRPO)."
+        ),
+    )
+    aggregation: Aggregation = Field(
+        default=_PAPER.aggregation,
+        description="How tokens and sequences are averaged. The paper's: sequence_mean_token_mean.",
+    )
+    norm_constant_tokens: int | None = Field(
+        default=None, ge=1, description="The constant of sequence_mean_token_sum_norm."
+    )
+    temperature_positive: float | None = Field(
+        default=None, gt=0, description="With `algorithm: sapo`: temperature of the gate for A > 0. The paper's: 1."
+    )
+    temperature_negative: float | None = Field(
+        default=None, gt=0, description="With `algorithm: sapo`: temperature of the gate for A < 0. The paper's: 1.05."
+    )
+    weight_limit: float | None = Field(
+        default=None,
+        gt=0,
+        description="With `algorithm: minirl`: upper limit of a token's ratio to the server's. The paper's: 5.",
+    )
+    power_positive: float | None = Field(
+        default=None, ge=0, description="With `algorithm: vespo`: k of the weight W^k exp(lambda (1 - W)) for A > 0: 2."
+    )
+    decay_positive: float | None = Field(
+        default=None, ge=0, description="With `algorithm: vespo`: lambda of the weight for A > 0: 3."
+    )
+    power_negative: float | None = Field(
+        default=None, ge=0, description="With `algorithm: vespo`: k of the weight for A < 0: 3."
+    )
+    decay_negative: float | None = Field(
+        default=None, ge=0, description="With `algorithm: vespo`: lambda of the weight for A < 0: 2."
+    )
+    scope: Literal["trajectory", "turn"] = Field(
+        default="trajectory",
+        description=(
+            "What has an importance ratio of its own, is clipped and is averaged with a weight: all turns of a"
+            " trajectory together, or each turn."
+        ),
+    )
+
+
+class Advantage(Section):
+    std_ddof: Literal[0, 1] = Field(default=0, description="0: population standard deviation; 1: sample.")
+    divide_by_std: bool = Field(default=True, description="False leaves A = r - mean.")
+    baseline: Literal["group", "leave_one_out", "batch"] = Field(
+        default="group",
+        description=(
+            "What is subtracted from a reward: the mean of its group; of the others of its group (RLOO); of the whole"
+            " rollout batch (REINFORCE++)."
+        ),
+    )
+    std_over: Literal["group", "batch"] = Field(
+        default="group",
+        description=(
+            "Whose standard deviation divides: the rewards' of the group, or that of all advantages of the rollout"
+            " batch (REINFORCE++; with `baseline: group` its form with a baseline)."
+        ),
+    )
+    turns: Literal["episode", "return_to_go"] = Field(
+        default="episode",
+        description=(
+            "episode: all tokens of an episode have the advantage of its reward. return_to_go: those of a turn have the"
+            " advantage of the rewards from this turn on; needs a ratio per token (gspo_token, grpo)."
+        ),
+    )
+    turn_discount: float = Field(
+        default=1.0,
+        ge=0,
+        le=1,
+        description="With return_to_go: weight of the next turn's reward, its square of the one after it, and so on.",
+    )
+
+
+class Kl(Section):
+    """A KL term to a frozen reference policy, with `algorithm: grpo` or `custom`. No reference is loaded when the
+    coefficient is 0."""
+
+    coefficient: float = Field(
+        default=0.0, ge=0, description="Weight of a KL term to a reference policy. GSPO has none."
+    )
+    estimator: Literal["k1", "k2", "k3"] = Field(
+        default="k3",
+        description=(
+            "Estimator of KL(policy || reference) per token: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d, with d = log"
+            " reference - log policy."
+        ),
+    )
+    reference_path: str | None = Field(
+        default=None, min_length=1, description="Hugging Face folder of the reference; model.path when absent."
+    )
+
+
+class Mismatch(Section):
+    """The gap between the two engines, d = log pi_old(trainer) - log mu(server) of a sampled token, apart from the
+    policy ratio (docs/mismatch.md)."""
+
+    correction: Literal["none", "truncate", "mask"] = Field(
+        default="mask",
+        description=(
+            "mask: drop a response of L tokens whose mean d is further than bound_nats / sqrt(L) from the batch's mean"
+            " m. truncate: keep it, and weigh every response by exp(mean d - m), cut above at that bound."
+        ),
+    )
+    bound_nats: float = Field(
+        default=0.5,
+        gt=0,
+        description=(
+            "Bound of sqrt(L) x |mean d - m|, nats; the noise of rounding has sd sqrt(2 KL) there, .04 (BF16) to .10"
+            " (FP8 KV cache), at every length."
+        ),
+    )
+    token_veto_nats: float | None = Field(
+        default=9.2,
+        gt=0,
+        description="A token with |d| above this drops its response: a ratio of 10,000. null: none does.",
+    )
+    kept_weight: Literal["one", "ratio"] = Field(
+        default="one",
+        description=(
+            "What a response that `mask` keeps weighs: 1, or exp(mean d - m). The second only adds the noise of mean d"
+            " to A; the importance weight that would remove a bias is exp(sum d)."
+        ),
+    )
+    segment_tokens: int = Field(
+        default=64,
+        ge=1,
+        description=(
+            "Where a response has tokens of several weight versions: those of one version are judged apart from this"
+            " number on, by the same bound (docs/asynchronous_ratio.md)."
+        ),
+    )
+    budget: float = Field(
+        default=0.5,
+        gt=0,
+        json_schema_extra=MAY_CHANGE,
+        description=(
+            "Warn when the mean |mean d| of responses exceeds this share of clip_low + clip_high: a response in the"
+            " middle of the clip range is half of it away from an edge."
+        ),
+    )
+
+
+class Batch(Section):
+    prompts_per_step: int = Field(ge=1, description="Prompts per rollout batch.")
+    group_size: int = Field(
+        ge=1,
+        description=(
+            "Trajectories per prompt (G): at least 2, or 1 with a critic (`algorithm: ppo`) or `advantage.baseline:"
+            " batch`."
+        ),
+    )
+    num_mini_batches: int = Field(default=4, ge=1, description="Optimizer steps per rollout batch. The paper's: 4.")
+    micro_batch_tokens: int = Field(
+        ge=1, description="Maximum tokens per packed forward pass of one data-parallel rank."
+    )
+    log_prob_chunk_tokens: int = Field(
+        default=512,
+        ge=1,
+        description=(
+            "Maximum response tokens whose logits are in memory at once: about this x vocabulary / tensor x 4 bytes, 6"
+            " for a bf16 head."
+        ),
+    )
+
+
+class Optimizer(Section):
+    lr: float = Field(gt=0, description="Peak learning rate of AdamW.")
+    min_lr: float = Field(default=0.0, ge=0, description="Learning rate at the end of a decaying schedule.")
+    schedule: Literal["constant", "linear", "cosine"] = Field(default="constant", description="After the warm-up.")
+    warmup_steps: int = Field(
+        default=0,
+        ge=0,
+        description="Optimizer steps of linear warm-up: step k of n has the rate lr k / n, so the first has lr / n.",
+    )
+    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's decoupled weight decay.")
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    eps: float = Field(default=1e-8, gt=0)
+    clip_grad: float = Field(default=1.0, ge=0, description="Maximum global gradient norm; 0 turns clipping off.")
+    decay_norms_and_biases: bool = Field(
+        default=False, description="Weight decay on norms and biases too; by default on matrices alone."
+    )
+    distributed: bool = Field(default=True, description="Shard the optimizer state over data-parallel ranks.")
+    overlap: bool = Field(
+        default=False,
+        description=(
+            "Reduce gradients during the backward pass and, with `distributed`, gather parameters during the forward"
+            " pass."
+        ),
+    )
+    gradients_dtype: Literal["fp32", "bf16"] = Field(
+        default="fp32",
+        description=(
+            "Precision in which gradients are kept and added up, over micro-batches and over ranks. bf16, with bf16"
+            " parameters, takes half the memory and half the traffic, and rounds after every addition."
+        ),
+    )
+    moments_dtype: Literal["fp32", "bf16", "fp8"] = Field(
+        default="fp32",
+        description=(
+            "Precision of Adam's moments. Below fp32, Transformer Engine's precision-aware Adam keeps them, with"
+            " `distributed`."
+        ),
+    )
+    cpu_offload_fraction: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Share of the optimizer's state and step that is kept on the host; needs a GPU.",
+    )
+    max_skipped_in_a_row: int = Field(
+        default=3, ge=1, description="The run stops after this many non-finite gradients in a row."
+    )
+
+
+class Lora(Section):
+    """Low-rank adapters: the model's weights stay as they are, and each linear layer W gets (alpha / rank) B A beside
+    it, which alone is trained, checkpointed and in the optimizer (docs/lora.md)."""
+
+    rank: int = Field(ge=1, description="Rows of A and columns of B.")
+    alpha: float = Field(gt=0, description="The adapters' product is multiplied by alpha / rank.")
+    targets: tuple[str, ...] = Field(
+        default=(),
+        description=(
+            "Linear layers with an adapter, by the last name of their Hugging Face module: q_proj, o_proj, up_proj ..."
+            " All of them when empty."
+        ),
+    )
+    dropout: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Share of an adapter's inputs that training passes leave out; passes without gradients drop none.",
+    )
+    path: str | None = Field(
+        default=None, min_length=1, description="PEFT folder to start from; when absent B is zero and A random."
+    )
+
+
+class Train(Section):
+    num_steps: int = Field(ge=1, json_schema_extra=MAY_CHANGE, description="Rollout batches to train on.")
+    from_rollouts: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Run folder whose recorded rollouts are trained on: no server, no publish, no held-out evaluation.",
+    )
+    rollouts_only: bool = Field(
+        default=False, description="Sample every step's batch from model.path into the journal, and train nothing."
+    )
+    max_restarts: int = Field(
+        default=3,
+        ge=0,
+        json_schema_extra=MAY_CHANGE,
+        description=(
+            "Maximum automatic restarts of a failed run within 24 hours, each from the last checkpoint. A run that made"
+            " no progress since the start before, or that only a person can fix, is not restarted."
+        ),
+    )
+
+
+class Sft(Section):
+    """Supervised cold start (`gspo-mega sft`): cross-entropy on `data.response_key`."""
+
+    max_steps: int = Field(ge=1, json_schema_extra=MAY_CHANGE, description="Maximum optimizer steps.")
+    sequences_per_step: int = Field(ge=1, description="Demonstrations per optimizer step.")
+    eval_every_steps: int = Field(ge=1, description="Measure sampled accuracy every this many optimizer steps.")
+    eval_from_step: int = Field(
+        default=0,
+        ge=0,
+        description="No measurement before this step: sampling from an untrained model is slow, and its accuracy is 0.",
+    )
+    stop_accuracy_low: float = Field(ge=0, le=1, description="Stop once sampled held-out accuracy is at least this ...")
+    stop_accuracy_high: float = Field(
+        ge=0, le=1, description="... and at most this; beyond it the run ends with an error."
+    )
+
+
+class Critic(Section):
+    """With `algorithm: ppo`: a second model in the policy's layout, whose head says what reward is still to come
+    (docs/ppo.md)."""
+
+    path: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Hugging Face folder of its backbone, of the policy's shape; model.path when absent.",
+    )
+    optimizer: Optimizer | None = Field(
+        default=None, description="Its own optimizer and schedule; with the policy's numbers when absent."
+    )
+    precision: Literal["fp32", "bf16", "fp8"] | None = Field(
+        default=None, description="Its parameters and matmuls; the policy's when absent."
+    )
+    recompute: Recompute | None = Field(default=None, description="Its own; the policy's when absent.")
+    aggregation: Literal["token_mean", "sequence_mean_token_mean"] = Field(
+        default="token_mean", description="How its loss is averaged over the tokens of a mini-batch."
+    )
+    clip_range: float | None = Field(
+        default=0.2,
+        gt=0,
+        description=(
+            "A value that moves further than this from the one that the advantages were made with has no gradient, in"
+            " the unit of rewards. null: none is clipped."
+        ),
+    )
+    warmup_steps: int = Field(
+        default=0, ge=0, description="Rollout batches at the start on which the critic alone is trained."
+    )
+    gamma: float = Field(default=1.0, ge=0, le=1, description="Weight of the next token's value and reward.")
+    gae_lambda: float = Field(
+        default=0.95,
+        ge=0,
+        le=1,
+        description="1: advantages are of the rewards alone; 0: of the next value; between: of both.",
+    )
+    whiten: bool = Field(
+        default=True, description="Give the advantages of a mini-batch's tokens mean 0 and standard deviation 1."
+    )
+    bootstrap_truncated: bool = Field(
+        default=False,
+        description=(
+            "A sequence that a limit cut off goes on with the value behind its last token. False: its reward is all"
+            " that it gets, as of any other."
+        ),
+    )
+    kl_coefficient: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight of log policy - log reference, which every token's reward is less; 0: no reference.",
+    )

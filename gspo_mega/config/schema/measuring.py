@@ -1,0 +1,400 @@
+"""The section of `gspo-mega budget`.
+
+The sections about what a run measures, keeps and watches.
+
+The section about held-out evaluation: one set of prompts, or several with settings of their own.
+
+The sections of `gspo-mega certify`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from gspo_mega.config.schema.data import OwnReward
+from gspo_mega.config.schema.section import MAY_CHANGE, Section
+
+
+class Checkpoint(Section):
+    every_steps: int = Field(
+        default=0, ge=0, description="Save every this many steps; 0: only at the end and on a stop."
+    )
+    keep_last: int = Field(default=2, ge=1, description="Checkpoints kept.")
+    keep_every: int = Field(
+        default=0, ge=0, description="Keep checkpoints of steps that are a multiple of this for good; 0: none."
+    )
+    asynchronous: bool = Field(
+        default=False,
+        description=(
+            "Continue training while a checkpoint is written; needs host memory for a copy of weights and optimizer"
+            " state."
+        ),
+    )
+    export_every_steps: int = Field(
+        default=0,
+        ge=0,
+        description=(
+            "Also write the weights as a Hugging Face folder, hf_steps/step_N, every this many steps; 0: only at the"
+            " end, as hf."
+        ),
+    )
+
+
+class Journal(Section):
+    keep_last: int | None = Field(
+        default=None, ge=1, description="Steps whose trajectories stay in the run folder's journal; all when absent."
+    )
+    prune_routes: bool = Field(
+        default=False,
+        description=(
+            "Remove the routed experts, its largest part, from a step's record once a checkpoint with that step is on"
+            " disk: a thread rewrites the step's file while the run goes on. R3 cannot be replayed from such a record."
+        ),
+    )
+
+
+class Watchdog(Section):
+    """When ranks count as stuck; the run then ends as failed (see train.max_restarts). A bound limits the time without
+    progress: no micro-batch, no trajectory, no message. Absent bounds follow from the phase's deadlines and the plan.
+    """
+
+    enabled: bool = Field(
+        default=True, description="False: only the timeout of collectives (30 minutes) notices a stuck rank."
+    )
+    silence_seconds: float = Field(
+        default=300.0,
+        gt=0,
+        description="Maximum time without a sign of life from a rank's process (stopped, or its interpreter blocked).",
+    )
+    start_seconds: float | None = Field(
+        default=None, gt=0, description="Maximum time without progress until the servers are ready; 3600 when absent."
+    )
+    rollout_seconds: float | None = Field(
+        default=None,
+        gt=0,
+        description=(
+            "Maximum time without a new token or a scored trajectory in a rollout; that of all attempts of one request"
+            " when absent."
+        ),
+    )
+    train_seconds: float | None = Field(
+        default=None,
+        gt=0,
+        description=(
+            "Maximum time without a micro-batch in a forward or training pass; 900, or the plan's time of a step, when"
+            " absent."
+        ),
+    )
+    publish_seconds: float | None = Field(
+        default=None,
+        gt=0,
+        description="Maximum time of a publish; a little over twice publish.deadline_seconds when absent.",
+    )
+    eval_seconds: float | None = Field(
+        default=None,
+        gt=0,
+        description="Maximum time without progress in an evaluation; that of rollout_seconds when absent.",
+    )
+    checkpoint_seconds: float | None = Field(
+        default=None,
+        gt=0,
+        description="Maximum time of a save or export; 1800, or ten times the plan's time of a save, when absent.",
+    )
+    other_seconds: float | None = Field(
+        default=None, gt=0, description="Maximum time without progress in anything else; 900 when absent."
+    )
+
+
+class Alerts(Section):
+    """Whom to tell when something happens to a run; nobody without `command` and `url` (docs/watching.md)."""
+
+    command: tuple[Annotated[str, Field(min_length=1)], ...] | None = Field(
+        default=None,
+        min_length=1,
+        description="Program and arguments, without a shell. It gets a JSON object on its standard input.",
+    )
+    url: str | None = Field(
+        default=None,
+        min_length=1,
+        description=(
+            "http:// or https:// address that the same object is posted to. $NAME: the supervisor's environment"
+            " variable of that name, for an address that holds a token."
+        ),
+    )
+    on: tuple[Literal["failure", "collapse", "stall", "budget"], ...] = Field(
+        default=("failure", "collapse", "stall", "budget"),
+        min_length=1,
+        description=(
+            "What is told, each at most once per attempt. failure: the attempt failed. stall: the watchdog found no"
+            " progress, or stall_seconds passed. collapse: the reward fell (docs/report.md). budget: mismatch.budget"
+            " was passed."
+        ),
+    )
+    stall_seconds: float | None = Field(
+        default=None,
+        gt=0,
+        description="Also a stall: no line of metrics for this long. When absent, only the watchdog's verdict is.",
+    )
+    deadline_seconds: float = Field(
+        default=30.0, gt=0, description="Maximum time of one call; a command is killed after that."
+    )
+
+
+class Profile(Section):
+    """PyTorch profiler traces, with the phases of a step as named ranges (docs/watching.md)."""
+
+    steps: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(
+        default=None,
+        min_length=2,
+        max_length=2,
+        description="[a, b]: profile the steps a to b, counted from 1, in one trace. None when absent.",
+    )
+    ranks: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        default=(0,), min_length=1, description="Ranks that write a trace each, and on a GPU a memory snapshot."
+    )
+
+
+class Diagnostics(Section):
+    """Measurements that cost passes or memory, and change nothing of what is learned."""
+
+    exact_staleness: bool = Field(
+        default=False,
+        description=(
+            "Keep the weights of the last rollout.max_staleness + 1 versions on the host, and compute with them which"
+            " part of the gap to the servers is the policy's own movement since a token was sampled: one more forward"
+            " pass of a step for each older version in its batch (docs/asynchronous_ratio.md)."
+        ),
+    )
+    token_mismatch: bool = Field(
+        default=False,
+        description=(
+            "Record beside each step's rollouts how far the trainer's log-prob of every token was from the server's"
+            " before any update, for the report to colour tokens by: 2 bytes per token on disk, 10 from the ranks to"
+            " rank 0, no pass (docs/mismatch.md)."
+        ),
+    )
+
+
+class MetricsSink(Section):
+    sink: str = Field(min_length=1, description="jsonl, tensorboard, wandb, or package.module:Class.")
+    options: dict[str, Any] = Field(default_factory=dict, description="Passed to the class as keyword arguments.")
+
+
+class Prometheus(Section):
+    port: int = Field(ge=1, le=65535, description="Port of rank 0's machine.")
+    host: str = Field(
+        default="127.0.0.1",
+        description=(
+            "Address to bind: that machine's own, IPv4 or IPv6; every form of the wildcard is refused. Whoever reaches"
+            " it reads the numbers."
+        ),
+    )
+
+
+class Metrics(Section):
+    """Where a run's numbers go besides metrics.jsonl, which every run has (docs/watching.md)."""
+
+    sinks: tuple[MetricsSink, ...] = Field(
+        default=(MetricsSink(sink="jsonl"), MetricsSink(sink="tensorboard")),
+        description=(
+            "Where every line of metrics goes. A name alone is short for {sink: NAME}. jsonl is metrics.jsonl, which is"
+            " written whether it is named or not. A sink that fails never stops a run. The older key `tensorboard:"
+            " true` or `false` is read as tensorboard in or out of this list."
+        ),
+    )
+    prometheus: Prometheus | None = Field(
+        default=None,
+        description=(
+            "Serve the last step's metrics in Prometheus' text format at http://host:port/metrics; off when absent."
+        ),
+    )
+
+
+Votes = Literal["final_answer", "text", "none"]
+
+
+class EvalSet(Section):
+    """One of several held-out sets. An absent key is that of `eval`, or of `data` for what is in a row."""
+
+    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9._-]+$", description="Shown in metrics and episode ids.")
+    path: str = Field(min_length=1, description="Held-out prompts: a file or folder as in `data.sources`.")
+    num_prompts: int | None = Field(default=None, ge=1, description="As in `eval`.")
+    reward: OwnReward | None = Field(
+        default=None,
+        description=(
+            "The set's reward, its correctness function: a name, one function as in `reward.functions`, or a list of"
+            " them."
+        ),
+    )
+    correct_threshold: float | None = Field(default=None, description="As in `eval`.")
+    samples_per_prompt: int | None = Field(default=None, ge=1, description="As in `eval`.")
+    temperature: float | None = Field(default=None, ge=0, description="As in `eval`.")
+    max_new_tokens: int | None = Field(default=None, ge=1, description="As in `eval`.")
+    every_steps: int | None = Field(default=None, ge=0, description="As in `eval`.")
+    votes: Votes | None = Field(default=None, description="As in `eval`.")
+    prompt_key: str | None = Field(default=None, description="Key of the prompt in a row of this set.")
+    answer_key: str | None = Field(default=None, description="Key of what the reward compares with.")
+    answer_keys: tuple[str, ...] | None = Field(default=None, description="As in `data`.")
+    template: str | None = Field(
+        default=None,
+        description="Text around the prompt; `{prompt}` in it stands for the row's prompt, which must be a text.",
+    )
+    template_keys: tuple[str, ...] = Field(
+        default=(),
+        description=(
+            "Further keys of a row that `template` may name as `{key}`: a text or number as it is, a list line by line."
+        ),
+    )
+    chat_template: bool | None = Field(default=None, description="As in `data`.")
+    system_prompt: str | None = Field(default=None, description="As in `data`.")
+
+
+class Eval(Section):
+    """One held-out set, or what the entries of `sets` have in common."""
+
+    path: str | None = Field(
+        default=None,
+        min_length=1,
+        description=(
+            "Held-out prompts, a file or folder as in `data.sources`; keys as in `data`. When absent and without"
+            " `sets`, that of data.reasoning_gym."
+        ),
+    )
+    num_prompts: int | None = Field(
+        default=None, ge=1, description="Number of prompts, from the file's start; all when absent."
+    )
+    reward: OwnReward | None = Field(
+        default=None,
+        description=(
+            "Reward for held-out prompts instead of `reward`, as a source's own: a name, one function as in"
+            " `reward.functions`, or a list of them. When absent, the one that all data.sources have."
+        ),
+    )
+    correct_threshold: float | None = Field(
+        default=None,
+        description=(
+            "Minimum reward of a correct response; when absent, what the reward functions declare: a built-in"
+            " verifier's 1, or `correct` in a result."
+        ),
+    )
+    samples_per_prompt: int = Field(
+        default=1, ge=1, description="Responses sampled per prompt. Of several, pass@k and the majority are measured."
+    )
+    temperature: float = Field(default=1.0, ge=0, description="0 is greedy.")
+    max_new_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Maximum tokens per turn, at most rollout.max_new_tokens, which it is when absent.",
+    )
+    every_steps: int = Field(
+        default=0,
+        ge=0,
+        json_schema_extra=MAY_CHANGE,
+        description="Evaluate every this many steps; 0: only before and after training.",
+    )
+    blocking: bool = Field(
+        default=True,
+        json_schema_extra=MAY_CHANGE,
+        description=(
+            "true: training stands still while a set is measured. false: `servers` of the servers are taken from"
+            " training, held at the step's weights, and measure while training goes on with the others."
+        ),
+    )
+    servers: int = Field(
+        default=1,
+        ge=1,
+        json_schema_extra=MAY_CHANGE,
+        description="With `blocking: false`, how many servers an evaluation takes from training; one stays at least.",
+    )
+    votes: Votes = Field(
+        default="final_answer",
+        description=(
+            "Which responses agree, for the majority of several: those with the same final answer in the text, with the"
+            " same text, or none (code): then there is no majority."
+        ),
+    )
+    sets: tuple[EvalSet, ...] = Field(
+        default=(), description="Several held-out sets, instead of `path`. The first is the one of `eval/accuracy`."
+    )
+
+
+class CertifyCase(Section):
+    """One layout, precision or packing whose numbers must be the reference's."""
+
+    name: str = Field(min_length=1, description="Its row in the table.")
+    ranks: int = Field(default=1, ge=1, description="Number of ranks that it runs on.")
+    set: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Dotted keys of this file and their values in this case, e.g. {parallel.tensor: 2}.",
+    )
+    packing: Literal["planned", "shuffled", "one_pack", "one_each", "uneven"] = Field(
+        default="planned",
+        description=(
+            "planned: as in training. shuffled: the packs' sequences in another order. one_pack: all in one. one_each:"
+            " one pack per sequence. uneven: data-parallel shards of different sizes."
+        ),
+    )
+    exact: tuple[Literal["log_prob", "loss", "gradient", "weights"], ...] = Field(
+        default=(), description="Numbers that must be the reference's to the last bit, instead of to the tolerance."
+    )
+    other_scales: tuple[Literal["delayed", "tensorwise", "blockwise", "mxfp8"], ...] = Field(
+        default=(),
+        description=(
+            "With `sharp_fp8`: recipes that give this layout other scales than the reference, so that its numbers round"
+            " otherwise and have the tolerance of that."
+        ),
+    )
+    refused: bool = Field(default=False, description="This case must be refused with a reason before it runs.")
+
+
+class Certify(Section):
+    """`gspo-mega certify`: one recorded batch, one checkpoint, many layouts, the same numbers."""
+
+    reference: CertifyCase = Field(
+        default=CertifyCase(name="reference"), description="What all cases are compared with; a single rank by default."
+    )
+    cases: tuple[CertifyCase, ...] = Field(default=(), description="Empty: this file's own layout, on all its ranks.")
+    num_steps: int = Field(default=3, ge=1, description="Optimizer steps after which weights are compared.")
+    cases_a_start: int = Field(
+        default=64, ge=1, description="Layouts that one pool of ranks runs before it is restarted."
+    )
+    sharp_fp8: bool = Field(
+        default=False,
+        description=(
+            "With `precision: fp8`, without a GPU: parameters and activations between FP8 products in fp32, and with"
+            " recipe tensorwise scales that are powers of two. Layouts then round nearly every number alike, and are"
+            " held to that."
+        ),
+    )
+    edges: bool = Field(
+        default=False, description="Also cross clip edges and router ties on purpose, and count what flips."
+    )
+
+
+class Budget(Section):
+    """`gspo-mega budget`: where the mismatch of trainer and servers comes from, before a run."""
+
+    num_prompts: int = Field(
+        default=64,
+        ge=1,
+        description="Prompts of the run's own data whose responses are scored; standard errors need at least 2.",
+    )
+    samples_per_prompt: int = Field(default=2, ge=1, description="Responses sampled for each of them.")
+    together: int = Field(
+        default=64,
+        ge=1,
+        description="Requests that a server scores at the same time, where it does not score each one alone.",
+    )
+    reference: Literal["fp32", "bf16"] = Field(
+        default="fp32",
+        description=(
+            "Precision in which both engines must agree. bf16 where the model does not fit in fp32; what fp32 would"
+            " show then stays between the engines."
+        ),
+    )
+    causes: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        default=(),
+        description="Names of the causes to change, as the table shows them; all of them by default.",
+    )

@@ -1,0 +1,563 @@
+"""Rules between keys: what contradicts the chosen algorithm, and what a command needs.
+
+A violation is an error before anything starts. Settings that are allowed but change what the numbers mean are
+`notices.py`'s; rules that need the model or the ranks are `plan/`'s.
+
+Bounds on counts that a plan goes through one by one: a number with too many digits is refused, and not counted to.
+
+Owns those bounds; each is far beyond any machine. What fits a model or each other is `validate.py`'s and the plan's.
+
+Rules of the held-out sets of `eval`.
+
+Rules of the sections by which a run is watched from outside: metrics, profile, alerts.
+
+Rules between `cluster.colocated` and other keys: what cannot use a GPU in turns with servers.
+
+Rules about the nodes of servers: how many there are, and how a server is divided over several.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from gspo_mega.base.errors import Violation
+from gspo_mega.base.network import address_problem
+from gspo_mega.config.deadlines import broken_relations
+from gspo_mega.config.derived import critic_config, critic_of, penalises_kl
+from gspo_mega.config.notices import notices
+from gspo_mega.config.prompt_sources import eval_sets, names_prompts, own_rewards
+from gspo_mega.config.schema import Alerts, Config
+from gspo_mega.config.validate_episodes import episode_violations
+from gspo_mega.config.validate_learning import (
+    critic_violations,
+    invariance_violations,
+    lora_violations,
+    objective_violations,
+    resolve_defaults,
+    staleness_violations,
+)
+from gspo_mega.config.validate_rewards import remote_violations, reward_violations
+from gspo_mega.config.validate_servers import option_problems, speculative_violations
+
+_MOST = {
+    "cluster.num_nodes": 100_000,
+    "cluster.ranks_per_node": 1024,
+    "cluster.gpus_per_node": 1024,
+    "cluster.num_rollout_nodes": 100_000,
+    "server.num_servers": 100_000,
+    "server.num_nodes": 10_000,
+    "server.tensor": 10_000,
+    "batch.num_mini_batches": 100_000,
+}
+_MOST_RANKS = 1_000_000
+_MOST_NUMBER = 2**64
+
+
+def size_violations(config: Config) -> list[Violation]:
+    """Of the keys whose numbers are too large to plan with; nothing else may be checked while there are any."""
+    tree = config.model_dump()
+    found = [
+        Violation(key, f"{value}: is larger than a plan can be made for; at most {most}", str(most))
+        for key, most in _MOST.items()
+        if (value := _at(tree, key)) is not None and value > most
+    ]
+    ranks = config.cluster.num_nodes * config.cluster.ranks_per_node
+    if not found and ranks > _MOST_RANKS:
+        text = f"{ranks} ranks on {config.cluster.num_nodes} nodes; a plan is made for at most {_MOST_RANKS}"
+        found.append(Violation("cluster.num_nodes", text, str(_MOST_RANKS // config.cluster.ranks_per_node)))
+    named = {one.key for one in found}
+    for key, value in _numbers(tree, ""):
+        if key not in named and abs(value) > _MOST_NUMBER:
+            found.append(Violation(key, f"is a number of {value.bit_length()} bits; valid: at most 64", ""))
+    return found
+
+
+def _at(tree: Any, key: str) -> int | None:
+    for part in key.split("."):
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return tree if isinstance(tree, int) else None
+
+
+def _numbers(tree: Any, prefix: str) -> Iterator[tuple[str, int]]:
+    """The whole numbers of the configuration, by dotted key."""
+    for key, value in tree.items() if isinstance(tree, dict) else ():
+        inner = f"{prefix}.{key}" if prefix else str(key)
+        if type(value) is int:
+            yield inner, value
+        else:
+            yield from _numbers(value, inner)
+
+
+_MARK = "{prompt}"
+
+
+def held_out_rules(config: Config) -> Iterator[Violation]:
+    """What is wrong with `eval`."""
+    evaluation = config.eval
+    if evaluation is None:
+        return
+    sets = eval_sets(config)
+    if not sets:
+        yield Violation("eval.path", "missing; the JSONL file of held-out prompts")
+    if evaluation.path is not None and evaluation.sets:
+        yield Violation(
+            "eval.path",
+            "both `path` and `sets` are given; make the file an entry of `sets`, or leave those out (eval.sets=[])",
+        )
+    yield from _beside_training(config)
+    for name, count in Counter(entry.name for entry in evaluation.sets).items():
+        if count > 1:
+            yield Violation("eval.sets", f"{count} sets are named {name!r}; names must differ")
+    own = own_rewards(config)
+    is_unclear = None not in own and len(own) > 1 and evaluation.reward is None
+    if is_unclear and not all(entry.reward for entry in evaluation.sets or [evaluation]):
+        yield Violation(
+            "eval.reward",
+            "missing; the sources have different rewards of their own, and none has `reward`; valid:"
+            f" {', '.join(sorted(' + '.join(one.function for one in reward or ()) for reward in own))}, or another",
+        )
+    most = config.rollout.max_new_tokens
+    for one in sets:
+        if one.max_new_tokens is not None and one.max_new_tokens > most:
+            yield Violation(
+                f"{one.place}.max_new_tokens",
+                f"{one.max_new_tokens} is above rollout.max_new_tokens ({most}), from which the servers' context and"
+                " deadlines follow; at most that",
+            )
+        if one.template is not None and _MARK not in one.template:
+            yield Violation(
+                f"{one.place}.template", f"lacks {_MARK}, which stands for the row's prompt; put it where that belongs"
+            )
+        for key in one.template_keys:
+            if f"{{{key}}}" not in (one.template or ""):
+                yield Violation(
+                    f"{one.place}.template_keys", f"{key!r} is not in `template`; put {{{key}}} where it belongs"
+                )
+        if one.data.system_prompt is not None and not one.data.chat_template and config.data.chat_template:
+            yield Violation(
+                f"{one.place}.chat_template",
+                "false with a system prompt (of the set, or data.system_prompt); without a template there is no system"
+                " message",
+            )
+
+
+def _beside_training(config: Config) -> Iterator[Violation]:
+    """What contradicts an evaluation beside training."""
+    evaluation, num = config.eval, config.server.num_servers
+    if evaluation is None or evaluation.blocking:
+        return
+    if config.cluster.colocated:
+        yield Violation(
+            "eval.blocking",
+            "false with `cluster.colocated`: servers and ranks take turns on the same GPUs, so nothing can be measured"
+            " while ranks train; valid: true, or servers with GPUs of their own",
+        )
+    elif num < 2:
+        yield Violation(
+            "eval.blocking",
+            f"false with `server.num_servers: {num}`: the only server samples for training; valid: true, or 2 servers"
+            " or more",
+        )
+    elif evaluation.servers >= num:
+        yield Violation(
+            "eval.servers",
+            f"{evaluation.servers} of server.num_servers {num} would leave none for training; valid: 1 to {num - 1}",
+        )
+
+
+def watching_violations(config: Config) -> Iterator[Violation]:
+    """What of these sections cannot be meant."""
+    prometheus = config.metrics.prometheus
+    if prometheus is not None and (problem := address_problem(prometheus.host)) is not None:
+        yield Violation("metrics.prometheus.host", problem)
+    yield from _profile(config)
+    yield from _alerts(config)
+
+
+def _profile(config: Config) -> Iterator[Violation]:
+    steps, ranks = config.profile.steps, config.profile.ranks
+    if steps is not None and steps[0] > steps[1]:
+        yield Violation("profile.steps", f"[{steps[0]}, {steps[1]}] has its last step before its first")
+    world = config.cluster.num_nodes * config.cluster.ranks_per_node
+    if max(ranks) >= world:
+        yield Violation("profile.ranks", f"there is no rank {max(ranks)}; valid: 0 to {world - 1}")
+
+
+def _alerts(config: Config) -> Iterator[Violation]:
+    alerts = config.alerts
+    if alerts != Alerts() and alerts.command is None and alerts.url is None:
+        yield Violation("alerts", "tells nobody; give command, url or both")
+    if alerts.url is not None and not alerts.url.startswith(("http://", "https://", "$")):
+        yield Violation("alerts.url", "must begin with http:// or https://, or be $NAME of an environment variable")
+
+
+_KEY = "cluster.colocated"
+
+
+def colocated_violations(config: Config) -> Iterator[Violation]:
+    """What contradicts ranks and servers on the same GPUs."""
+    if not config.cluster.colocated:
+        return
+    if config.rollout.max_staleness > 0:
+        yield Violation(
+            _KEY,
+            f"true with `rollout.max_staleness: {config.rollout.max_staleness}`: sampling goes on while ranks train,"
+            " which needs GPUs of its own; valid: false, or `max_staleness: 0`",
+        )
+    if config.publish.method == "distributed":
+        yield Violation(
+            _KEY,
+            "true with `publish.method: distributed`: NCCL refuses a group with two members on one GPU, a rank and a"
+            " server; valid: `method: disk`",
+        )
+    if config.cluster.num_rollout_nodes > 0:
+        yield Violation(
+            _KEY,
+            f"true with `num_rollout_nodes: {config.cluster.num_rollout_nodes}`: nodes of their own for servers have no"
+            " ranks to share GPUs with; valid: `num_rollout_nodes: 0`, or false",
+        )
+    if config.server.num_nodes > 1:
+        yield Violation(
+            _KEY,
+            f"true with `server.num_nodes: {config.server.num_nodes}`: a server that takes turns with ranks is on their"
+            " node; valid: `num_nodes: 1`, or false",
+        )
+    if config.optimizer.cpu_offload_fraction > 0:
+        yield Violation(
+            _KEY,
+            "true with `optimizer.cpu_offload_fraction` above 0: all of the optimizer's state goes to the host while"
+            " servers sample, and none stays there; valid: `cpu_offload_fraction: 0`, or false",
+        )
+    if config.fp8.parameters:
+        yield Violation(
+            _KEY,
+            "true with `fp8.parameters: true`: parameters in FP8 cannot be moved to the host and back yet; valid:"
+            " `parameters: false`, or false",
+        )
+
+
+def server_node_violations(config: Config) -> Iterator[Violation]:
+    """What does not fit the nodes that servers run on."""
+    cluster, server = config.cluster, config.server
+    rewards = sum(model.num_servers for model in config.reward.model if model.path)
+    most = server.num_servers * server.num_nodes + rewards
+    if cluster.num_rollout_nodes > most:
+        over = f" over {server.num_nodes} nodes each" if server.num_nodes > 1 else ""
+        over += f" and {rewards} of reward models" if rewards else ""
+        yield Violation(
+            "cluster.num_rollout_nodes",
+            f"{cluster.num_rollout_nodes} nodes for server.num_servers {server.num_servers}{over}: some would have"
+            f" nothing to do; at most {most}",
+        )
+    if server.num_nodes == 1:
+        return
+    if server.tensor % server.num_nodes:
+        yield Violation(
+            "server.num_nodes",
+            f"{server.num_nodes} does not divide server.tensor {server.tensor}: SGLang has as many ranks on each node;"
+            f" valid: {', '.join(str(n) for n in range(1, server.tensor + 1) if server.tensor % n == 0)}",
+        )
+    key, there = (
+        ("num_rollout_nodes", cluster.num_rollout_nodes)
+        if cluster.num_rollout_nodes
+        else (
+            "num_nodes",
+            cluster.num_nodes,
+        )
+    )
+    if there % server.num_nodes:
+        near = max(there // server.num_nodes, 1) * server.num_nodes
+        yield Violation(
+            "server.num_nodes",
+            f"{server.num_nodes}, and the servers' nodes are {there} (cluster.{key}): a server is on"
+            f" {server.num_nodes} whole neighbours; valid: a multiple of {server.num_nodes} as cluster.{key}, as"
+            f" {near}, or another size here",
+        )
+
+
+def check_rules(config: Config, command: str | None = None) -> tuple[list[Violation], list[str]]:
+    """All violations and all notices of a configuration that fits the schema.
+
+    `command`: `train`, `sft`, `eval` or `budget` adds what that command needs; `certify` needs no data; None adds
+    nothing.
+    """
+    if too_large := size_violations(config):
+        return too_large, []
+    config = resolve_defaults(config)
+    violations = [
+        *objective_violations(config, command),
+        *critic_violations(config),
+        *_batch(config),
+        *staleness_violations(config),
+        *colocated_violations(config),
+        *_optimizers(config),
+        *_experts(config),
+        *_data(config, command),
+        *reward_violations(config),
+        *lora_violations(config),
+        *remote_violations(config),
+        *_layers(config),
+        *invariance_violations(config),
+        *_fp8(config),
+        *_sharp_fp8(config, command),
+        *_rollout_and_servers(config),
+        *episode_violations(config),
+        *(Violation(key, text) for key, text in broken_relations(config)),
+        *_initial_weights(config, command),
+        *watching_violations(config),
+        *_command(config, command),
+    ]
+    return violations, list(notices(config))
+
+
+def _batch(config: Config) -> Iterator[Violation]:
+    num_sequences = config.batch.prompts_per_step * config.batch.group_size
+    if config.batch.num_mini_batches > num_sequences:
+        yield Violation(
+            "batch.num_mini_batches",
+            f"{config.batch.num_mini_batches} mini-batches of prompts_per_step x group_size = {num_sequences}"
+            f" trajectories leave some empty; at most {num_sequences}",
+        )
+
+
+def _optimizers(config: Config) -> Iterator[Violation]:
+    yield from _optimizer_state(config, "optimizer")
+    critic = critic_of(config)
+    if critic is not None and (critic.optimizer is not None or critic.precision is not None):
+        yield from _optimizer_state(critic_config(config), "critic.optimizer")
+
+
+def _optimizer_state(config: Config, place: str) -> Iterator[Violation]:
+    """What contradicts `config.optimizer`, which stands at `place`."""
+    optimizer = config.optimizer
+    if optimizer.min_lr > optimizer.lr:
+        yield Violation(f"{place}.min_lr", f"{optimizer.min_lr:g} is above lr {optimizer.lr:g}; at most that")
+    small, offloaded = optimizer.moments_dtype != "fp32", optimizer.cpu_offload_fraction > 0
+    if optimizer.gradients_dtype == "bf16":
+        yield from _bf16_gradients(config, place)
+    needs = {"moments_dtype": small, "cpu_offload_fraction": offloaded}
+    for key, wanted in needs.items():
+        if wanted and not optimizer.distributed:
+            yield Violation(f"{place}.{key}", f"{getattr(optimizer, key)} needs `{place}.distributed: true`")
+    if small and config.precision == "fp32":
+        yield Violation(
+            f"{place}.moments_dtype",
+            f"{optimizer.moments_dtype} with `precision: fp32`: the fused Adam that keeps such moments needs bf16"
+            " parameters; valid: fp32",
+        )
+    if small and offloaded:
+        yield Violation(
+            f"{place}.moments_dtype",
+            f"{optimizer.moments_dtype} with cpu_offload_fraction > 0: Megatron's offloaded Adam keeps fp32 moments;"
+            " valid: fp32",
+        )
+    if offloaded and config.precision == "fp8" and config.fp8.parameters:
+        yield Violation(
+            f"{place}.cpu_offload_fraction",
+            "Megatron's offloaded Adam cannot read or write FP8 parameters; valid: 0, or `fp8.parameters: false`",
+        )
+
+
+def _bf16_gradients(config: Config, place: str) -> Iterator[Violation]:
+    """What contradicts gradients in bf16."""
+    optimizer = config.optimizer
+    if config.precision == "fp32":
+        yield Violation(
+            f"{place}.gradients_dtype",
+            "bf16 with `precision: fp32`: gradients have at least their parameters' precision; valid: fp32",
+        )
+    if config.precision == "fp8" and config.fp8.parameters:
+        yield Violation(
+            f"{place}.gradients_dtype",
+            "bf16 with `fp8.parameters: true`: what Megatron's buffers make of that was not compared; valid: fp32, or"
+            " `fp8.parameters: false`",
+        )
+    for key, plain in (("moments_dtype", "fp32"), ("cpu_offload_fraction", 0)):
+        if getattr(optimizer, key) != plain:
+            yield Violation(
+                f"{place}.gradients_dtype",
+                f"bf16 with {key} {getattr(optimizer, key)}: that Adam was not compared with such gradients; valid:"
+                f" fp32, or {key}: {plain}",
+            )
+
+
+def _experts(config: Config) -> Iterator[Violation]:
+    moe = config.moe
+    if moe.load_balancing != "none" and moe.load_balancing_coefficient == 0:
+        yield Violation(
+            "moe.load_balancing_coefficient",
+            f"0 leaves `load_balancing: {moe.load_balancing}` without effect; above 0 (1e-3 is usual), or"
+            " `load_balancing: none`",
+        )
+    if moe.load_balancing == "none" and moe.load_balancing_coefficient > 0:
+        yield Violation(
+            "moe.load_balancing_coefficient",
+            f"{moe.load_balancing_coefficient:g} has no effect with `load_balancing: none`; 0, or `load_balancing:"
+            " aux_loss`",
+        )
+    if moe.routing_replay == "R3" and not config.rollout.return_routed_experts:
+        yield Violation(
+            "moe.routing_replay",
+            "R3 replays what the servers return; needs `rollout.return_routed_experts: true` (or R2, or none)",
+        )
+    if moe.routing_replay == "R2" and (config.old_log_probs == "rollout" or config.batch.num_mini_batches == 1):
+        why = (
+            "`old_log_probs: rollout` leaves that pass out"
+            if config.old_log_probs == "rollout"
+            else "with `batch.num_mini_batches: 1` the policy has not moved since"
+        )
+        yield Violation(
+            "moe.routing_replay", f"R2 replays the routes of the old log-prob pass, and {why}; valid then: none, R3"
+        )
+
+
+def _data(config: Config, command: str | None) -> Iterator[Violation]:
+    data = config.data
+    certifies = command == "certify" or (command is None and config.certify.cases)
+    made = data.reasoning_gym
+    if not names_prompts(data) and not certifies and command != "eval":
+        yield Violation("data.path", "missing; give `path` (one JSONL file) or `sources` (several with weights)")
+    if made is not None and (data.path is not None or data.sources):
+        yield Violation(
+            "data.reasoning_gym",
+            f"given beside `{'path' if data.path is not None else 'sources'}`; keep one of them",
+        )
+    if made is not None and data.procedural_python is not None:
+        for index, entry in enumerate(config.reward.functions):
+            if entry.function == "reasoning_gym" and "python" not in entry.options:
+                yield Violation(
+                    f"reward.functions.{index}.options",
+                    f"lacks `python`; data.procedural_python is {data.procedural_python}, which scores, too",
+                )
+    for name, count in Counter(task.name for task in made.tasks).items() if made is not None else ():
+        if count > 1:
+            yield Violation("data.reasoning_gym.tasks", f"{name!r} occurs {count} times; list it once")
+    if data.path is not None and data.sources:
+        yield Violation(
+            "data.path",
+            "both `path` and `sources` are given; keep one of them (override: data.path=null or data.sources=[])",
+        )
+    if data.path == "":
+        yield Violation("data.path", "is empty; the path of a JSONL file")
+    for name, count in Counter(source.name for source in data.sources).items():
+        if count > 1:
+            yield Violation("data.sources", f"{count} sources are named {name!r}; names must differ")
+    if data.system_prompt is not None and not data.chat_template:
+        yield Violation(
+            "data.system_prompt", "needs `chat_template: true`; without a template there is no system message"
+        )
+    yield from held_out_rules(config)
+
+
+def _layers(config: Config) -> Iterator[Violation]:
+    chosen = config.engine.transformer_engine
+    if config.precision == "fp8" and chosen is False:
+        yield Violation(
+            "engine.transformer_engine",
+            "false contradicts `precision: fp8`, whose products are Transformer Engine's; leave it out",
+        )
+    if config.precision == "fp32" and chosen:
+        yield Violation(
+            "engine.transformer_engine",
+            "true contradicts `precision: fp32`: Transformer Engine rounds fp32 products to TF32 and has no fp32"
+            " attention; valid: false, or `precision: bf16`",
+        )
+
+
+def _fp8(config: Config) -> Iterator[Violation]:
+    if (
+        config.precision == "fp8"
+        and config.fp8.recipe == "delayed"
+        and (config.kl.coefficient > 0 or penalises_kl(config))
+    ):
+        yield Violation(
+            "fp8.recipe",
+            "delayed with a KL term: the scales of the frozen reference would follow its passes and be in no"
+            " checkpoint; valid: blockwise, tensorwise or mxfp8",
+        )
+    if config.precision != "fp8" or not config.fp8.parameters:
+        return
+    optimizers = (
+        [config.optimizer] if critic_of(config) is None else [config.optimizer, critic_config(config).optimizer]
+    )
+    if not all(optimizer.distributed for optimizer in optimizers):
+        yield Violation(
+            "fp8.parameters",
+            "only Megatron's distributed optimizer writes FP8 parameters; set `optimizer.distributed: true`, or false"
+            " here",
+        )
+    if config.fp8.recipe == "mxfp8":
+        yield Violation(
+            "fp8.parameters",
+            "Megatron gathers mxfp8 parameters through its gradient buffers, inside an overlapped forward pass, which a"
+            " pass between two optimizer steps would spoil; valid: false (or recipe delayed, tensorwise or blockwise)",
+        )
+
+
+def _sharp_fp8(config: Config, command: str | None) -> Iterator[Violation]:
+    if not config.certify.sharp_fp8:
+        return
+    if command not in (None, "certify"):
+        yield Violation("certify.sharp_fp8", f"only `gspo-mega certify` computes so, not `{command}`; valid: false")
+    if config.precision == "fp8" and config.fp8.parameters:
+        yield Violation("certify.sharp_fp8", "contradicts `fp8.parameters: true`: it keeps parameters in fp32")
+    if config.precision == "fp8" and config.optimizer.moments_dtype != "fp32":
+        yield Violation("certify.sharp_fp8", "needs `optimizer.moments_dtype: fp32`, as its parameters are fp32")
+
+
+def _rollout_and_servers(config: Config) -> Iterator[Violation]:
+    yield from server_node_violations(config)
+    yield from speculative_violations(config)
+    if config.rollout.top_k == 0:
+        yield Violation("rollout.top_k", "0 leaves no token to sample; valid: -1 (all tokens) or at least 1")
+    if config.run.name in (".", ".."):
+        yield Violation(
+            "run.name", f"{config.run.name!r} is not a folder of its own; valid: letters, digits and `.`, `_`, `-`"
+        )
+    if (problem := address_problem(config.server.host)) is not None:
+        yield Violation("server.host", problem)
+    for name, text in option_problems(config.server.options):
+        yield Violation(f"server.options.{name}", text)
+    if config.publish.verify == "tensors" and config.server.tensor > 1:
+        yield Violation(
+            "publish.verify",
+            f"`tensors` compares whole tensors and server.tensor is {config.server.tensor}; valid then: auto, replicas",
+        )
+
+
+def _initial_weights(config: Config, command: str | None) -> Iterator[Violation]:
+    if config.model.weights is None:
+        return
+    if command in ("eval", "certify", "budget"):
+        yield Violation(
+            "model.weights",
+            f"`gspo-mega {command}` takes the weights of model.path; convert these with tools/megatron_to_hf.py and"
+            " name that folder there",
+        )
+    if config.kl.coefficient > 0 and config.kl.reference_path is None and config.lora is None:
+        yield Violation(
+            "kl.reference_path",
+            "missing; the policy starts from model.weights, and the reference would be model.path. Name the"
+            " reference's folder",
+        )
+
+
+def _command(config: Config, command: str | None) -> Iterator[Violation]:
+    needs = {"train": ("train",), "sft": ("sft", "eval"), "eval": ("eval",)}.get(command or "", ())
+    for section in needs:
+        if getattr(config, section) is None:
+            yield Violation(section, f"missing; `gspo-mega {command}` needs this section")
+    if config.train is not None and config.train.from_rollouts is not None and config.train.rollouts_only:
+        yield Violation(
+            "train.rollouts_only",
+            "contradicts train.from_rollouts: one samples and trains nothing, the other trains and samples nothing;"
+            " give one",
+        )
+    if config.sft is not None and config.sft.stop_accuracy_low > config.sft.stop_accuracy_high:
+        yield Violation(
+            "sft.stop_accuracy_low",
+            f"{config.sft.stop_accuracy_low:g} is above stop_accuracy_high {config.sft.stop_accuracy_high:g}; at most"
+            " that",
+        )

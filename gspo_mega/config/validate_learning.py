@@ -1,0 +1,465 @@
+"""What contradicts adapters (`lora`) in every model. What follows from the model is `plan/state.py`'s.
+
+What the recipe of `algorithm` gives to other keys, and what contradicts it.
+
+Owns the defaults that depend on the algorithm and the refusals of its keys; the recipes are the table `algorithms.py`.
+
+Rules between PPO's critic and other keys: what contradicts, and what changes meaning.
+
+Rules between the keys about rollouts that lag behind the trainer: what contradicts, and what changes meaning.
+
+What contradicts `engine.batch_invariant` in every model. What follows from model and device is the plan's
+(`plan/validate_precision.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, get_args
+
+from gspo_mega.base.errors import Violation
+from gspo_mega.config.algorithms import PARAMETERS, RECIPES, Ratio, Recipe
+from gspo_mega.config.derived import (
+    critic_config,
+    critic_of,
+    least_of_group,
+    makes_old_pass,
+    on_publish,
+    publishes,
+    server_dtype,
+)
+from gspo_mega.config.schema import Config, Critic
+
+
+def resolve_defaults(config: Config) -> Config:
+    """Fill in the defaults that depend on another key: those that the algorithm's recipe gives to `objective` and to
+    other sections, the constant of a recipe that divides by one, `rollout.max_new_tokens`, and the critic of a recipe
+    that has one.
+    """
+    recipe = RECIPES[config.algorithm]
+    wanted: dict[str, dict[str, Any]] = {section: dict(values) for section, values in recipe.settings.items()}
+    wanted["objective"] = dict(recipe.objective_defaults)
+    if recipe.aggregation == "sequence_mean_token_sum_norm" and not _averages_otherwise(config):
+        wanted["objective"]["norm_constant_tokens"] = config.rollout.max_new_tokens
+    changes: dict[str, Any] = {}
+    for section, values in wanted.items():
+        of: Any = getattr(config, section) if section else config
+        missing = {
+            key: value for key, value in values.items() if key not in of.model_fields_set and value != getattr(of, key)
+        }
+        if missing:
+            changes |= {section: of.model_copy(update=missing)} if section else missing
+    if recipe.has_critic and config.critic is None:
+        changes["critic"] = Critic()
+    return config.model_copy(update=changes) if changes else config
+
+
+def _averages_otherwise(config: Config) -> bool:
+    """Whether the configuration names an aggregation that is not its recipe's."""
+    objective = config.objective
+    given = "aggregation" in objective.model_fields_set
+    return given and objective.aggregation != RECIPES[config.algorithm].aggregation
+
+
+def objective_violations(config: Config, command: str | None = None) -> Iterator[Violation]:
+    """What contradicts the algorithm, of a configuration whose defaults are resolved. `certify` records old log-probs
+    of its own, so that `old_log_probs` says nothing there.
+    """
+    objective, recipe = config.objective, RECIPES[config.algorithm]
+    yield from _contradictions(config, recipe, own_old_log_probs=command == "certify")
+    yield from _parameters(config, recipe)
+    yield from _advantages(config)
+    if recipe.ratio is None and objective.ratio is None:
+        yield Violation(
+            "objective.ratio",
+            f"missing; `algorithm: {recipe.name}` needs it; valid: {', '.join(get_args(Ratio))}",
+        )
+    if recipe.ratio is not None and objective.ratio is not None:
+        yield Violation(
+            "objective.ratio", f"`algorithm: {recipe.name}` has its own ratio; leave it out, or use `algorithm: custom`"
+        )
+    if objective.ratio == "token" and not {"clip_low", "clip_high"} <= objective.model_fields_set:
+        grpo = RECIPES["grpo"]
+        yield Violation(
+            "objective.clip_low",
+            "the default clip range is that of a sequence ratio; with `ratio: token` give clip_low and clip_high "
+            f"(GRPO's: {grpo.clip_low:g} and {grpo.clip_high:g})",
+        )
+    norm = objective.aggregation == "sequence_mean_token_sum_norm"
+    if norm and objective.norm_constant_tokens is None:
+        yield Violation(
+            "objective.norm_constant_tokens", "missing; `aggregation: sequence_mean_token_sum_norm` divides by it"
+        )
+    if not norm and objective.norm_constant_tokens is not None:
+        yield Violation(
+            "objective.norm_constant_tokens",
+            f"`aggregation: {objective.aggregation}` does not use it; leave it out, or use"
+            " sequence_mean_token_sum_norm",
+        )
+
+
+def _contradictions(config: Config, recipe: Recipe, own_old_log_probs: bool) -> Iterator[Violation]:
+    """Settings that the recipe of `algorithm` forbids."""
+    objective, largest = config.objective, recipe.largest_clip
+    for key, value in (("clip_low", objective.clip_low), ("clip_high", objective.clip_high)):
+        if largest is not None and value > largest:
+            yield Violation(
+                f"objective.{key}",
+                f"{value:g} contradicts `algorithm: {recipe.name}`, whose ratio is a mean over a whole response and"
+                f" is clipped at {recipe.clip_low:g} / {recipe.clip_high:g} in the paper; at most {largest:g} (or"
+                " `algorithm: custom`, or `algorithm: grpo`)",
+            )
+    if recipe.fixes_aggregation and objective.aggregation != recipe.aggregation:
+        yield Violation(
+            "objective.aggregation",
+            f"{objective.aggregation} contradicts `algorithm: {recipe.name}`; valid: {recipe.aggregation} "
+            "(or `algorithm: custom`)",
+        )
+    if config.kl.coefficient > 0 and not recipe.takes_kl:
+        yield Violation(
+            "kl.coefficient",
+            f"{config.kl.coefficient:g} contradicts `algorithm: {recipe.name}`, which has no KL term; valid: 0 (or"
+            " `algorithm: custom`, or `algorithm: grpo`)",
+        )
+    for (section, key), reason in recipe.fixes.items():
+        value = getattr(getattr(config, section) if section else config, key)
+        own = recipe.settings[section][key]
+        if value != own and not (own_old_log_probs and key == "old_log_probs"):
+            shown, valid = (str(one).lower() if isinstance(one, bool) else one for one in (value, own))
+            yield Violation(
+                f"{section}.{key}" if section else key,
+                f"{shown} contradicts `algorithm: {recipe.name}`, {reason}; valid: {valid}",
+            )
+
+
+def _parameters(config: Config, recipe: Recipe) -> Iterator[Violation]:
+    """Keys of `objective` that another algorithm has."""
+    objective = config.objective
+    for key in PARAMETERS:
+        if getattr(objective, key) is not None and key not in recipe.parameters:
+            owner = next(one.name for one in RECIPES.values() if key in one.parameters)
+            yield Violation(
+                f"objective.{key}",
+                f"has no effect with `algorithm: {recipe.name}`; leave it out, or use `algorithm: {owner}`",
+            )
+    if objective.dual_clip is not None and recipe.surrogate != "clip":
+        yield Violation(
+            "objective.dual_clip",
+            f"`algorithm: {recipe.name}` bounds no term from below; leave it out",
+        )
+
+
+def _advantages(config: Config) -> Iterator[Violation]:
+    """Combinations of baseline and deviation that no estimator has, and groups in which one compares nothing."""
+    advantage = config.advantage
+    by_batch = advantage.std_over == "batch"
+    if by_batch and not advantage.divide_by_std:
+        yield Violation("advantage.std_over", "batch has no effect with `divide_by_std: false`; leave it out")
+    if advantage.baseline != "group" and advantage.divide_by_std and not by_batch:
+        yield Violation(
+            "advantage.baseline",
+            f"{advantage.baseline} with a division by the group's standard deviation; set `divide_by_std: false`"
+            " (RLOO), or `std_over: batch` (REINFORCE++)",
+        )
+    if advantage.turns == "return_to_go" and (advantage.baseline != "group" or by_batch):
+        yield Violation(
+            "advantage.turns",
+            "return_to_go has a baseline of the group's turns; valid then: `baseline: group`, `std_over: group`",
+        )
+    if config.batch.group_size < least_of_group(config):
+        owners = ", ".join(name for name, recipe in RECIPES.items() if recipe.has_critic)
+        whose = (
+            "`advantage.baseline: leave_one_out`, which is the mean of the other responses to a prompt"
+            if advantage.baseline == "leave_one_out"
+            else f"`algorithm: {config.algorithm}`, whose advantages compare the responses to one prompt"
+        )
+        yield Violation(
+            "batch.group_size",
+            f"{config.batch.group_size} with {whose}; at least 2 (1 is valid with: {owners}, `advantage.baseline:"
+            " batch`)",
+        )
+    if advantage.baseline == "batch" and config.rollout.filter_constant_groups:
+        yield Violation(
+            "rollout.filter_constant_groups",
+            "true with `advantage.baseline: batch`: a group whose rewards are all equal has advantages against the"
+            " batch's mean; valid: false",
+        )
+
+
+def critic_violations(config: Config) -> Iterator[Violation]:
+    """What contradicts a critic, and what needs one."""
+    critic = critic_of(config)
+    if critic is None:
+        owners = ", ".join(name for name, recipe in RECIPES.items() if recipe.has_critic)
+        if config.critic is not None:
+            yield Violation(
+                "critic", f"has no effect with `algorithm: {config.algorithm}`; leave it out, or use: {owners}"
+            )
+        return
+    yield from _unused_advantage_keys(config)
+    yield from _policy_alone(config)
+    if config.rollout.filter_constant_groups:
+        yield Violation(
+            "rollout.filter_constant_groups",
+            f"true with `algorithm: {config.algorithm}`: a critic learns from groups whose rewards are all equal too;"
+            " valid: false",
+        )
+    if config.model.weights is not None and critic.path is None:
+        yield Violation(
+            "critic.path",
+            "missing; the policy starts from model.weights, and the critic would start from model.path. Name the"
+            " backbone's folder",
+        )
+    if critic.kl_coefficient > 0 and config.old_log_probs == "rollout":
+        yield Violation(
+            "critic.kl_coefficient",
+            f"{critic.kl_coefficient:g} with `old_log_probs: rollout`: the servers' log-probs differ from the"
+            " reference's by the gap between the engines, too; valid: 0, or `old_log_probs: trainer`",
+        )
+    if critic.kl_coefficient > 0 and config.model.weights is not None and config.kl.reference_path is None:
+        yield Violation(
+            "kl.reference_path",
+            "missing; the policy starts from model.weights, and the reference of critic.kl_coefficient would be"
+            " model.path. Name the reference's folder",
+        )
+    own = critic_config(config)
+    if own.precision != config.precision and "fp8" in (own.precision, config.precision):
+        yield Violation(
+            "critic.precision",
+            f"{own.precision} beside `precision: {config.precision}`: both models get the same packs, whose lengths"
+            " FP8 rounds up; valid: leave it out",
+        )
+    if own.precision == "fp32" and config.engine.transformer_engine:
+        yield Violation(
+            "critic.precision",
+            "fp32 with `engine.transformer_engine: true`, which rounds fp32 products to TF32 and has no fp32"
+            " attention; valid: bf16",
+        )
+    if config.train is not None and critic.warmup_steps >= config.train.num_steps:
+        yield Violation(
+            "critic.warmup_steps",
+            f"{critic.warmup_steps} of train.num_steps {config.train.num_steps}: the policy would never be trained; at"
+            f" most {config.train.num_steps - 1}",
+        )
+
+
+def _unused_advantage_keys(config: Config) -> Iterator[Violation]:
+    """Keys about advantages that are relative to a group or a batch."""
+    for key in ("divide_by_std", "baseline", "std_over", "turns", "turn_discount"):
+        default = type(config.advantage).model_fields[key].default
+        if getattr(config.advantage, key) != default:
+            yield Violation(
+                f"advantage.{key}",
+                f"has no effect with `algorithm: {config.algorithm}`, whose advantages are estimated from the critic's"
+                " values and the rewards of turns (critic.gamma, critic.gae_lambda, critic.whiten); leave it out",
+            )
+
+
+def _policy_alone(config: Config) -> Iterator[Violation]:
+    """What is made for a policy without a second model, or for rollouts of the weights that are trained."""
+    name = config.algorithm
+    if config.lora is not None:
+        yield Violation(
+            "lora", f"with `algorithm: {name}`: a critic is trained whole, and adapters beside one are not made; remove"
+        )
+    if config.objective.scope == "turn":
+        yield Violation(
+            "objective.scope",
+            f"turn with `algorithm: {name}`: advantages reach from a turn into the next one, so that both are in one"
+            " row; valid: trajectory",
+        )
+    if config.cluster.colocated:
+        yield Violation(
+            "cluster.colocated",
+            f"true with `algorithm: {name}`: a critic's weights and optimizer are not moved off the GPUs while servers"
+            " sample; valid: false",
+        )
+    if config.rollout.max_staleness > 0:
+        yield Violation(
+            "rollout.max_staleness",
+            f"{config.rollout.max_staleness} with `algorithm: {name}`: values and advantages are of the weights that"
+            " are trained, not of earlier ones that sampled; valid: 0",
+        )
+
+
+def staleness_violations(config: Config) -> Iterator[Violation]:
+    """What `diagnostics.exact_staleness` cannot measure."""
+    if not config.diagnostics.exact_staleness:
+        return
+    if not makes_old_pass(config):
+        yield Violation(
+            "diagnostics.exact_staleness",
+            "true, but no pass measures the gap that it splits; valid: false, or `old_log_probs: trainer` with several"
+            " mini-batches or a mismatch.correction",
+        )
+    if config.precision == "fp8":
+        yield Violation(
+            "diagnostics.exact_staleness",
+            "true with `precision: fp8`: earlier weights are kept in bf16 or fp32 only; valid: false",
+        )
+    if config.rollout.max_staleness > 0 and on_publish(config.rollout) == "continue_with_cache":
+        yield Violation(
+            "diagnostics.exact_staleness",
+            "true with `rollout.on_publish: continue_with_cache`: tokens behind a publish are of no version, so no kept"
+            " weights reproduce them; valid: false, or `on_publish: continue`",
+        )
+
+
+def staleness_notices(config: Config) -> Iterator[str]:
+    """One line for each setting that is allowed and changes what the numbers mean, or does nothing."""
+    rollout = config.rollout
+    if rollout.max_staleness == 0:
+        for key, acts in (
+            ("rollout.order", rollout.order != "admission"),
+            ("rollout.on_publish", rollout.on_publish not in (None, "wait")),
+            ("diagnostics.exact_staleness", config.diagnostics.exact_staleness),
+        ):
+            if acts:
+                yield f"{key} has no effect with `rollout.max_staleness: 0`: no token is older than the weights"
+        return
+    yield (
+        f"rollout.max_staleness {rollout.max_staleness}: tokens of weights up to that many versions old are trained on,"
+        " which the paper does not do; rollout/staleness_mean shows how old they are"
+    )
+    if rollout.order == "completion":
+        yield (
+            "rollout.order completion: short responses are trained earlier than long ones, and a run that is killed and"
+            " continued forms other batches than one that is not"
+        )
+    if on_publish(rollout) == "continue_with_cache":
+        yield (
+            "rollout.on_publish continue_with_cache: tokens behind a publish are sampled by new weights over the old"
+            " weights' cache, a hybrid that no weights reproduce"
+        )
+    if config.old_log_probs == "rollout":
+        yield (
+            "old_log_probs: rollout with max_staleness above 0: the clip range is around the weights that sampled, so"
+            " stale responses begin outside it; `trainer` clips this step's own movement"
+        )
+
+
+_SAID = "with `engine.batch_invariant: true`"
+
+
+def invariance_violations(config: Config) -> Iterator[Violation]:
+    """Settings with which trainer and servers would add in different orders, or round differently."""
+    if not config.engine.batch_invariant:
+        return
+    parallel, server = config.parallel, config.server
+    if config.precision == "fp8":
+        yield Violation("precision", f"fp8 {_SAID}: only plain layers have these operations; valid then: fp32, bf16")
+    for key in ("transformer_engine", "fuse_activation"):
+        if getattr(config.engine, key):
+            yield Violation(
+                f"engine.{key}", f"true {_SAID}, whose operations are others; valid then: false, or leave it out"
+            )
+    ways = {name: getattr(parallel, name) for name in ("tensor", "pipeline", "context")} | {"server": server.tensor}
+    for name, size in ways.items():
+        if size > 1:
+            key = "server.tensor" if name == "server" else f"parallel.{name}"
+            why = "was not compared" if name == "pipeline" else "divides sums over ranks"
+            yield Violation(key, f"{size} {_SAID}: it {why}; valid then: 1")
+    if config.lora is not None:
+        yield Violation("lora", f"set {_SAID}: adapters were not compared; leave one of the two out")
+    if server.quantization != "none":
+        yield Violation("server.quantization", f"{server.quantization} {_SAID}: it rounds; valid then: none")
+    if server.kv_cache != "auto":
+        yield Violation("server.kv_cache", f"{server.kv_cache} {_SAID}: it rounds; valid then: auto")
+    if config.precision != "fp8" and server_dtype(config) != config.precision:
+        yield Violation("server.dtype", f"{server.dtype} {_SAID} and `precision: {config.precision}`; valid then: auto")
+    if server.attention_backend is not None:
+        yield Violation(
+            "server.attention_backend", f"{server.attention_backend} {_SAID}, which has one of its own; leave it out"
+        )
+    if server.speculative is not None:
+        yield Violation("server.speculative", f"set {_SAID}: its passes were not compared; leave it out")
+
+
+def publishes_adapters(config: Config) -> bool:
+    """Do servers get adapters alone, and hold the weights of `model.path` all the time?"""
+    return config.lora is not None and config.publish.lora == "adapter" and publishes(config)
+
+
+def _served_violations(config: Config) -> Iterator[Violation]:
+    """What contradicts `publish.lora: adapter`."""
+    if config.publish.lora != "adapter":
+        return
+    said = "with `publish.lora: adapter`"
+    if config.lora is None:
+        yield Violation("publish.lora", "adapter without `lora`: there are no adapters to publish; valid then: merged")
+        return
+    if config.publish.method != "disk":
+        yield Violation(
+            "publish.method", f"{config.publish.method} {said}: SGLang loads adapters from a folder; valid then: disk"
+        )
+    if config.model.weights is not None:
+        yield Violation(
+            "model.weights", f"set {said}: servers hold the weights of model.path; leave it out, or publish them merged"
+        )
+    if config.train is not None and config.train.rollouts_only:
+        yield Violation(
+            "publish.lora", "adapter with `train.rollouts_only`: nothing is trained or published; valid then: merged"
+        )
+    if config.server.quantization != "none":
+        yield Violation(
+            "server.quantization",
+            f"{config.server.quantization} {said}: adapters beside quantized layers were not compared with the"
+            " trainer's; valid then: none",
+        )
+    if config.server.speculative is not None:
+        yield Violation(
+            "server.speculative", f"set {said}: the draft would propose tokens of a policy without them; leave it out"
+        )
+    if config.server.attention_data > 1:
+        yield Violation(
+            "server.attention_data",
+            f"{config.server.attention_data} {said}: SGLang then takes only adapters that stay loaded; valid then: 1",
+        )
+    if on_publish(config.rollout) == "continue_with_cache":
+        yield Violation(
+            "rollout.on_publish",
+            f"continue_with_cache {said}: an open request keeps the adapter that it began with, and SGLang does not"
+            " unload that before the request ends; valid then: wait, continue",
+        )
+    if config.eval is not None and not config.eval.blocking:
+        yield Violation(
+            "eval.blocking",
+            f"false {said}: a server that is set aside loads a version as whole weights; valid then: true",
+        )
+
+
+def lora_violations(config: Config) -> Iterator[Violation]:
+    yield from _served_violations(config)
+    lora = config.lora
+    if lora is None:
+        return
+    if config.precision == "fp8":
+        yield Violation(
+            "precision", "fp8 with `lora`: adapters lie beside Megatron's plain layers; valid then: bf16, fp32"
+        )
+    if config.engine.transformer_engine:
+        yield Violation(
+            "engine.transformer_engine",
+            "true with `lora`: adapters lie beside Megatron's plain layers, because Transformer Engine's fuse a norm"
+            " into the layer after it; valid then: false, or leave it out",
+        )
+    if lora.dropout > 0 and config.parallel.tensor > 1:
+        yield Violation(
+            "lora.dropout",
+            f"{lora.dropout:g} with parallel.tensor {config.parallel.tensor}: tensor ranks would drop different inputs"
+            " of one adapter; valid then: 0",
+        )
+    if config.cluster.colocated:
+        yield Violation(
+            "cluster.colocated",
+            "true with `lora`: what ranks move off a GPU are the trained weights, and the frozen ones would stay there;"
+            " valid then: false",
+        )
+    if config.moe.expert_bias_update_rate > 0:
+        yield Violation(
+            "moe.expert_bias_update_rate",
+            f"{config.moe.expert_bias_update_rate:g} with `lora`: it moves the model's own bias, which no adapter and"
+            " no checkpoint of one has; valid then: 0",
+        )
+    for name in {target for target in lora.targets if lora.targets.count(target) > 1}:
+        yield Violation("lora.targets", f"{name!r} occurs {lora.targets.count(name)} times; list it once")

@@ -1,0 +1,261 @@
+"""Speculative decoding in the servers: what the algorithms need, what contradicts them, and SGLang's names for it.
+
+Owns the rules between keys. What a draft takes of a GPU's memory is `plan/servers.py`'s.
+
+Which of SGLang's arguments `server.options` may not set: those that follow from another key, and those that would
+run foreign code, open the server, or break what a run relies on.
+
+Owns the lists and the reasons. Whether the installed SGLang knows an argument is checked where SGLang runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from gspo_mega.base.errors import Violation
+from gspo_mega.config.derived import publishes
+from gspo_mega.config.schema import Config
+
+CONTEXT_SLACK = 8
+"""SGLang ends a response two tokens before its context is full and refuses a prompt within six of it."""
+
+OWN = {
+    "model_path": "model.path",
+    "host": "server.host",
+    "port": "(chosen at start)",
+    "api_key": "(made for each attempt)",
+    "tp_size": "server.tensor",
+    "nnodes": "server.num_nodes",
+    "node_rank": "server.num_nodes",
+    "dist_init_addr": "server.num_nodes",
+    "ep_size": "server.expert",
+    "moe_a2a_backend": "server.expert_dispatcher",
+    "attn_dp_size": "server.attention_data",
+    "enable_dp_attention": "server.attention_data",
+    "speculative_algorithm": "server.speculative",
+    "speculative_draft_model_path": "server.speculative",
+    "speculative_num_steps": "server.speculative",
+    "speculative_eagle_topk": "server.speculative",
+    "speculative_num_draft_tokens": "server.speculative",
+    "dtype": "server.dtype",
+    "quantization": "server.quantization",
+    "kv_cache_dtype": "server.kv_cache",
+    "context_length": "server.context_tokens",
+    "max_total_tokens": "server.max_total_tokens",
+    "mem_fraction_static": "server.memory_fraction",
+    "max_running_requests": "rollout.max_concurrent_requests",
+    "log_level": "server.log_level",
+    "log_level_http": "server.log_level",
+    "attention_backend": "server.attention_backend",
+    "weight_version": "(kept by the run)",
+    "random_seed": (
+        "run.seed, with the attempt, the server and the number of its start: no start repeats the samples of another"
+    ),
+    "enable_return_routed_experts": "rollout.return_routed_experts",
+    "incremental_streaming_output": "(how responses are read)",
+    "skip_tokenizer_init": "(token ids in, token ids out)",
+    "disable_shared_experts_fusion": "(publishing names every expert)",
+    "enable_memory_saver": "cluster.colocated",
+    "enable_weights_cpu_backup": "cluster.colocated",
+}
+"""Arguments that this package sets, and the key or rule that they follow from."""
+
+_CODE = "runs code that a file, a module or a request names"
+_OPENS = "makes the server listen or answer beyond its one address with the run's API key"
+_WEIGHTS = "makes the server hold other weights than were published, and every verification of a publish fail"
+_READS = (
+    "has weights read from elsewhere, or in a form that may hold code; servers load safetensors from the folder that"
+    " the run names"
+)
+_SAMPLES = "samples from another distribution than the returned log-probs describe"
+_SPREADS = "spreads one server over machines, pipelines or replicas, which publishing does not reach"
+
+_REASONS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (
+        _CODE,
+        (
+            "trust_remote_code",
+            "custom_weight_loader",
+            "enable_custom_logit_processor",
+            "forward_hooks",
+            "sidecar",
+            "sidecar_args",
+            "stat_loggers",
+            "custom_sigquit_handler",
+            "tool_server",
+            "trust_request_chat_template",
+            "hicache_storage_backend",
+            "hicache_storage_backend_extra_config",
+            "unified_cache_external_linker_backend",
+            "unified_cache_external_linker_config",
+            "enable_lmcache",
+            "lmcache_config_file",
+            "enable_flexkv",
+            "flexkv_config_file",
+        ),
+    ),
+    (
+        _OPENS,
+        (
+            "admin_api_key",
+            "grpc_mode",
+            "smg_grpc_mode",
+            "grpc_port",
+            "smg_http_sidecar_port",
+            "enable_metrics",
+            "fastapi_root_path",
+            "ssl_keyfile",
+            "ssl_certfile",
+            "ssl_ca_certs",
+            "ssl_keyfile_password",
+            "enable_ssl_refresh",
+            "enable_trace",
+            "otlp_traces_endpoint",
+            "kv_events_config",
+            "load_publish_endpoint",
+            "engine_info_bootstrap_port",
+            "remote_instance_weight_loader_start_seed_via_transfer_engine",
+            "weight_cache_mode",
+            "weight_cache_socket",
+            "disaggregation_mode",
+            "disaggregation_bootstrap_port",
+            "encoder_bootstrap_port",
+            "decoupled_spec_bind_endpoint",
+        ),
+    ),
+    (
+        _WEIGHTS,
+        (
+            "quantize_and_serve",
+            "quantization_param_path",
+            "rl_quant_profile",
+            "modelopt_quant",
+            "modelopt_checkpoint_restore_path",
+            "enforce_shared_experts_fusion",
+            "kt_weight_path",
+        ),
+    ),
+    (
+        _READS,
+        (
+            "load_format",
+            "speculative_draft_load_format",
+            "model_loader_extra_config",
+            "remote_instance_weight_loader_backend",
+            "remote_instance_weight_loader_seed_instance_ip",
+            "modelexpress_config",
+            "decrypted_config_file",
+            "delete_ckpt_after_loading",
+            "checkpoint_engine_wait_weights_before_ready",
+        ),
+    ),
+    (_SAMPLES, ("enable_watermark", "speculative_accept_threshold_single", "speculative_accept_threshold_acc")),
+    (
+        _SPREADS,
+        (
+            "nccl_port",
+            "gated_launch_port",
+            "use_ray",
+            "pp_size",
+            "dp_size",
+            "ep_join_mode",
+        ),
+    ),
+)
+
+REFUSED: dict[str, str] = {name: why for why, names in _REASONS for name in names}
+"""Arguments that are refused, and why."""
+
+
+def option_problems(options: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """(name, what is wrong and what is valid) of each option that may not be set."""
+    for name in options:
+        if name in OWN:
+            yield name, f"set by this package from {OWN[name]}; leave it out here"
+        elif name in REFUSED:
+            yield name, f"{REFUSED[name]}; leave it out"
+
+
+_KEY = "server.speculative"
+# With a model of their own in `draft_path`. `nextn` takes the layers that the policy's own checkpoint brings.
+_WITH_DRAFT = ("eagle", "eagle3", "standalone")
+
+
+def draft_folder(config: Config) -> str | None:
+    """Where the draft's weights are; None where nothing is drafted by a model."""
+    speculative = config.server.speculative
+    if speculative is None or speculative.algorithm == "ngram":
+        return None
+    return speculative.draft_path or config.model.path
+
+
+def speculative_arguments(config: Config) -> dict[str, Any]:
+    """SGLang's arguments; empty without speculative decoding."""
+    speculative, folder = config.server.speculative, draft_folder(config)
+    if speculative is None:
+        return {}
+    found = {
+        "speculative_algorithm": speculative.algorithm.upper(),
+        "speculative_draft_model_path": None if folder is None else str(Path(folder).absolute()),
+        "speculative_num_steps": speculative.num_steps,
+        "speculative_eagle_topk": speculative.eagle_topk,
+        "speculative_num_draft_tokens": speculative.num_draft_tokens,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def speculative_violations(config: Config) -> Iterator[Violation]:
+    """What SGLang would refuse, change without a word, or do to the draft that nobody asked for."""
+    speculative = config.server.speculative
+    if speculative is None:
+        return
+    algorithm = speculative.algorithm
+    sizes = {"num_steps": speculative.num_steps, "eagle_topk": speculative.eagle_topk}
+    if algorithm in _WITH_DRAFT and speculative.draft_path is None:
+        yield Violation(f"{_KEY}.draft_path", f"missing; {algorithm} needs the folder of a draft model")
+    if algorithm == "ngram":
+        given = [name for name, value in {**sizes, "draft_path": speculative.draft_path}.items() if value is not None]
+        for name in given:
+            yield Violation(
+                f"{_KEY}.{name}", "ngram drafts from the tokens of earlier responses and has no such size; leave it out"
+            )
+    else:
+        yield from _sizes(config)
+    if algorithm == "standalone" and config.server.attention_data > 1:
+        yield Violation(
+            f"{_KEY}.algorithm",
+            f"standalone with `server.attention_data: {config.server.attention_data}`, which SGLang refuses; valid:"
+            " `attention_data: 1`, or another algorithm",
+        )
+    if config.rollout.return_routed_experts:
+        yield Violation(
+            _KEY,
+            "with `rollout.return_routed_experts: true`: nobody has shown that the experts returned are those of the"
+            " accepted tokens; valid: null, or false there",
+        )
+    if algorithm != "ngram" and publishes(config) and config.publish.method == "disk":
+        yield Violation(
+            f"{_KEY}.algorithm",
+            f"{algorithm} with `publish.method: disk`: SGLang loads what is published into the draft, too; valid:"
+            " `publish.method: distributed`, or ngram",
+        )
+
+
+def _sizes(config: Config) -> Iterator[Violation]:
+    speculative = config.server.speculative
+    assert speculative is not None
+    steps, topk, drafted = speculative.num_steps, speculative.eagle_topk, speculative.num_draft_tokens
+    given = [value is not None for value in (steps, topk, drafted)]
+    if any(given) and not all(given):
+        yield Violation(
+            f"{_KEY}.num_steps",
+            "num_steps, eagle_topk and num_draft_tokens belong together; give all three, or none for SGLang's choice",
+        )
+    elif steps is not None and topk == 1 and drafted != steps + 1:
+        yield Violation(
+            f"{_KEY}.num_draft_tokens",
+            f"{drafted} with `eagle_topk: 1` and `num_steps: {steps}`, where SGLang takes num_steps + 1; valid:"
+            f" {steps + 1}",
+        )

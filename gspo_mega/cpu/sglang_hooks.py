@@ -1,0 +1,502 @@
+"""CPU support for SGLang: what lets the unmodified package serve on a machine without a GPU.
+
+Owns `activate()`, which must run before `sglang` is imported in every process of a server (`entry.py` calls it
+at import, so that spawned children call it, too). It works through import hooks alone: nothing of SGLang is edited on
+disk, and with a usable GPU it does nothing. `sglang_attention.py` owns the batched attention,
+`sglang_layers.py` the layers and the sampling that are computed with fewer operations, `sglang_layers.py`
+those that do not depend on the batch, `sglang_quantization.py` the quantized layers, `sglang_hooks.py`
+adapters (LoRA).
+
+Sinks of gpt-oss in SGLang on a CPU: in the server's dtype, and with this package's attention.
+
+Each function changes one module of SGLang after its import (`sglang_hooks.py`).
+
+SGLang's adapters (LoRA) on a CPU: its backend `torch_native` computes them with plain PyTorch. Two things need a
+GPU: its host buffers, because they are page-locked, and the adapters of experts, which are Triton's kernels alone.
+
+Owns plain buffers, and the products of experts and their adapters. SGLang's own code reads the adapters, lays them out
+and says which token has which. `sglang_hooks.py` calls it where SGLang's modules are imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import multiprocessing
+import os
+import sys
+import types
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch.nn.functional import linear, silu
+
+
+def keep_sinks_wide(module: types.ModuleType) -> None:
+    """gpt-oss: keep sinks in the server's dtype. SGLang makes them bf16, as its kernels on a GPU want them."""
+    attention = module.GptOssAttention
+    stock = attention.__init__
+
+    def init(self, *arguments, **named):
+        import torch
+
+        stock(self, *arguments, **named)
+        self.sinks = torch.nn.Parameter(self.sinks.data.to(self.o_proj.weight.dtype), requires_grad=False)
+
+    attention.__init__ = init
+
+
+def allow_sinks(module: types.ModuleType, own: str) -> None:
+    """Models with sinks ask for one of the backends that have them, by name. Ours has them: call it by another's."""
+    stock = module.attention_backends_of
+
+    def named(view):
+        return tuple("intel_amx" if name == own else name for name in stock(view))
+
+    vars(module)["attention_backends_of"] = named
+
+
+class _PlainHostMemory:
+    """Stands in for `torch` in a module of SGLang: no tensor that it makes is page-locked."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def tensor(self, *values: Any, pin_memory: bool = False, **options: Any) -> Any:
+        return torch.tensor(*values, **options)
+
+    def zeros(self, *sizes: Any, pin_memory: bool = False, **options: Any) -> Any:
+        return torch.zeros(*sizes, **options)
+
+
+def use_plain_host_memory(module: types.ModuleType) -> None:
+    """Have this module of SGLang make plain tensors, and keep plain those that it would page-lock."""
+    vars(module)["torch"] = _PlainHostMemory()
+    cast("Any", torch.Tensor).pin_memory = _as_it_is
+
+
+def _as_it_is(tensor: Any, *_device: Any) -> Any:
+    """The tensor: without an accelerator there is nothing that reads page-locked memory faster."""
+    return tensor
+
+
+class _PlainExperts:
+    """Stands in for the runner of SGLang's `FusedMoEWithLoRA`: gated SiLU experts without biases."""
+
+    def __init__(self, layer: Any) -> None:
+        config = layer.moe_runner_config
+        odd = [name for name in ("w13_weight_bias", "w2_weight_bias") if getattr(layer, name, None) is not None]
+        odd += [name for name in ("gemm1_alpha", "apply_router_weight_on_input") if getattr(config, name)]
+        if config.activation != "silu" or odd:
+            said = ", ".join([f"activation {config.activation}", *odd])
+            raise NotImplementedError(f"adapters of experts on a CPU: gated SiLU without biases, not {said}")
+        self._layer = layer
+
+    def run(self, dispatched: Any, _quant_info: object, lora_info: Any) -> Any:
+        from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
+
+        scores, chosen, _ = dispatched.topk_output
+        output = experts_with_adapters(
+            dispatched.hidden_states,
+            (scores, chosen),
+            (self._layer.w13_weight, self._layer.w2_weight),
+            lora_info.token_lora_mapping,
+            (lora_info.gate_up_lora_a_weights, lora_info.gate_up_lora_b_weights),
+            (lora_info.down_lora_a_weights, lora_info.down_lora_b_weights),
+        )
+        return StandardCombineInput(hidden_states=output)
+
+
+def compute_experts(module: types.ModuleType) -> None:
+    """Have experts with adapters, `FusedMoEWithLoRA` of this module of SGLang, computed here."""
+    stock = module.FusedMoEWithLoRA.__init__
+
+    def start(self: Any, *parts: Any, **named: Any) -> None:
+        stock(self, *parts, **named)
+        self._lora_runner = _PlainExperts(self.base_layer)
+
+    module.FusedMoEWithLoRA.__init__ = start
+
+
+def count_whole_segments(module: types.ModuleType) -> None:
+    """Have this module of SGLang say which token has which adapter also where `torch_native` has made one segment of
+    several requests. SGLang checks that a kernel's grid, which a CPU has not, covers all tokens by the longest request.
+    """
+    stock = module._compute_moe_lora_info
+
+    def compute(num_tokens: int, *parts: Any, max_len: int, **named: Any) -> Any:
+        return stock(num_tokens, *parts, max_len=max(max_len, num_tokens), **named)
+
+    vars(module)["_compute_moe_lora_info"] = compute
+
+
+def experts_with_adapters(
+    hidden: torch.Tensor,
+    routes: tuple[torch.Tensor, torch.Tensor],
+    weights: tuple[torch.Tensor, torch.Tensor],
+    slots: torch.Tensor,
+    gate_up: tuple[torch.Tensor, torch.Tensor],
+    down: tuple[torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
+    """What the experts of this rank add up to, [tokens, hidden] as `hidden`.
+
+    `routes`: scores and experts, [tokens, experts per token]; an expert of another rank is negative. `weights`: of gate
+    and up [experts, 2 width, hidden], and down [experts, hidden, width]. `slots` [tokens]: each token's adapter,
+    negative without one. `gate_up`: A [slots, experts, 2 rank, hidden] and B [slots, experts, 2 width, rank], gate
+    before up; `down`: A [slots, experts, rank, width] and B [slots, experts, hidden, rank]. alpha / rank is in B.
+    """
+    scores, chosen = routes
+    output = torch.zeros_like(hidden)
+    for expert, (into, out_of) in enumerate(zip(*weights, strict=True)):
+        tokens, places = torch.where(chosen == expert)
+        if not len(tokens):
+            continue
+        part, own = hidden[tokens], slots[tokens]
+        both = linear(part, into) + _added(part, own, gate_up[0][:, expert], gate_up[1][:, expert])
+        gate, up = both.chunk(2, dim=-1)
+        inner = silu(gate) * up
+        result = linear(inner, out_of) + _added(inner, own, down[0][:, expert], down[1][:, expert])
+        output.index_add_(0, tokens, result * scores[tokens, places, None].to(result.dtype))
+    return output
+
+
+def _added(inputs: torch.Tensor, slots: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """[tokens, out]: what each token's adapter adds. a [slots, matrices x rank, in], b [slots, out, rank]."""
+    found = inputs.new_zeros(len(inputs), b.shape[1])
+    num_matrices = a.shape[1] // b.shape[2]
+    for slot in slots.unique().tolist():
+        if slot >= 0:
+            rows = slots == slot
+            inner = linear(inputs[rows], a[slot]).chunk(num_matrices, dim=-1)
+            outer = b[slot].chunk(num_matrices)
+            found[rows] = torch.cat([linear(x, own) for x, own in zip(inner, outer, strict=True)], dim=-1)
+    return found
+
+
+ATTENTION_BACKEND = "cpu_batched"
+"""Name under which the batched attention is registered with SGLang."""
+INVARIANT_ATTENTION_BACKEND = "cpu_batch_invariant"
+"""The one of `engine.batch_invariant`."""
+_LENT = ("torchvision", "torchvision.transforms", "torchvision.transforms.functional")
+
+
+def has_gpu() -> bool:
+    """True when torch can use a CUDA device."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+class _MissingKernels(types.ModuleType):
+    """Stands in for a package of compiled kernels; using any of them is an error that names it."""
+
+    __version__ = "0.0.0+absent"
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        full_name = f"{self.__name__}.{name}"
+
+        def unavailable(*_args, **_kwargs):
+            raise NotImplementedError(f"{full_name} is not here: the set-up for machines without a GPU leaves it out")
+
+        return unavailable
+
+
+class _MissingKernelsFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Placed last on the path, so that it acts only where `sgl_kernel` is not installed."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name == "sgl_kernel":
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec):
+        return _MissingKernels(spec.name)
+
+    def exec_module(self, module):
+        """A stand-in has no code of its own to run."""
+
+
+class _BeforeAfterImport(importlib.abc.MetaPathFinder):
+    """Calls a function just before, or just after, the first import of a module."""
+
+    def __init__(self, before: dict[str, Callable[[], None]], after: dict[str, Callable[[types.ModuleType], None]]):
+        self._before = dict(before)
+        self._after = dict(after)
+
+    def find_spec(self, name, path=None, target=None):
+        before = self._before.pop(name, None)
+        if before is not None:
+            before()
+        after = self._after.pop(name, None)
+        if after is None:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is None or spec.loader is None:
+            return None
+        exec_module = spec.loader.exec_module
+
+        def exec_then(module):
+            exec_module(module)
+            after(module)
+
+        spec.loader.exec_module = exec_then
+        return spec
+
+
+def _lend_torchvision() -> None:
+    """Let SGLang import its table of configurations, which holds those of image models, too: the only modules on a text
+    model's path that import torchvision. The set-up without a GPU leaves torchvision out: PyPI's build is linked
+    against CUDA, and next to a CPU build of torch it keeps transformers from importing even a text model like Llama.
+    """
+    from transformers.utils.import_utils import is_torchvision_available
+
+    if is_torchvision_available():  # transformers keeps this answer: it does not see the stand-in
+        return
+    for name in _LENT:
+        module = _MissingKernels(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        sys.modules[name] = module
+
+
+def _take_torchvision_back(_module: types.ModuleType) -> None:
+    for name in _LENT:
+        if isinstance(sys.modules.get(name), _MissingKernels):
+            del sys.modules[name]
+
+
+def _plain_host_buffers(module: types.ModuleType) -> None:
+    """Allocate host buffers (those of returned routed experts) without page-locking them, which needs CUDA."""
+
+    def allocate(dims, dtype, device, *_pinning, **_pinning_options):
+        import torch
+
+        return torch.empty(dims, dtype=dtype, device=device)
+
+    module.ALLOC_MEMORY_FUNCS["cpu"] = allocate
+
+
+def _compare_on_host(module: types.ModuleType) -> None:
+    """Have the weight checker compare on the host; by default it moves both sides to CUDA, chunk by chunk."""
+
+    def iter_chunks(self):
+        flat = self.tensor.reshape(-1)
+        for start in range(0, flat.numel(), module.CHUNK_NUMEL):
+            yield flat[start : start + module.CHUNK_NUMEL], None
+
+    module.RawComparable.iter_chunks = iter_chunks
+
+
+def _register_attention(module: types.ModuleType) -> None:
+    """Add the batched attention through SGLang's public registry."""
+
+    @module.register_attention_backend(ATTENTION_BACKEND)
+    def create(model_runner):
+        from gspo_mega.cpu.sglang_attention import BatchedCpuAttention
+
+        return BatchedCpuAttention(model_runner)
+
+    @module.register_attention_backend(INVARIANT_ATTENTION_BACKEND)
+    def create_invariant(model_runner):
+        from gspo_mega.cpu.sglang_attention import InvariantCpuAttention
+
+        return InvariantCpuAttention(model_runner)
+
+
+def _register_quantization(_module: types.ModuleType) -> None:
+    """Put quantized layers that need no GPU kernels into SGLang's registry of quantization methods."""
+    importlib.import_module("gspo_mega.cpu.sglang_quantization")
+
+
+def _absorb_plain_blocks(module: types.ModuleType) -> None:
+    """Latent attention multiplies by parts of `kv_b_proj`. On a GPU SGLang dequantizes its blocks for that; elsewhere
+    it rounds them again, to one scale, for a product that a CPU has not.
+    """
+    from gspo_mega.algorithm.fp8 import dequantize_blocks
+
+    def plain(weight, scale_inv, block):
+        import torch
+
+        return dequantize_blocks(weight, scale_inv, tuple(block)).to(torch.get_default_dtype()), None
+
+    vars(module)["block_quant_to_tensor_quant"] = plain
+
+
+def _plain_adapters(module: types.ModuleType) -> None:
+    """Compute adapters (LoRA) without page-locked host buffers, which need CUDA."""
+
+    use_plain_host_memory(module)
+
+
+def _adapters_of_layers(module: types.ModuleType) -> None:
+    """The same, and adapters of experts without SGLang's kernels for them, which are Triton's."""
+
+    _plain_adapters(module)
+    compute_experts(module)
+
+
+def _adapters_of_tokens(module: types.ModuleType) -> None:
+    """Say which token has which adapter without a kernel's limits."""
+
+    count_whole_segments(module)
+
+
+class _CachesFp8:
+    """Stands in for SGLang's platform where the KV cache is made. On a CPU SGLang has an FP8 cache for one vendor's
+    kernels only, with scales of its own; with this it makes the plain one that it has on a GPU.
+    """
+
+    def __init__(self, platform) -> None:
+        self._platform = platform
+
+    def is_cpu(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str):
+        return getattr(self._platform, name)
+
+
+def _cache_fp8(module: types.ModuleType) -> None:
+    """Let `kv_cache_dtype: fp8_e4m3` make the cache that it makes on a GPU: e4m3, without a scale."""
+    vars(module)["current_platform"] = _CachesFp8(module.current_platform)
+
+
+def _attend_to_latents(module: types.ModuleType) -> None:
+    """Latent attention keeps latents in its cache: read them as one wide key-value head, in prefill, too."""
+    module.AttentionBackendRegistry.register(
+        ATTENTION_BACKEND, lambda attention, forward_batch: module.AttnForwardMethod.MLA
+    )
+
+
+def _unscaled_positions(module: types.ModuleType) -> None:
+    """Give latent attention positions without a scaling, as Moonlight has them: on a CPU SGLang makes YaRN's only."""
+    scaled = module.get_rope_cpu
+
+    def positions(head_size, rotary_dim, max_position, base, is_neox_style=True, rope_scaling=None, *others):
+        made = (head_size, rotary_dim, max_position, base, is_neox_style, rope_scaling, *others)
+        return module.get_rope(*made[:8]) if rope_scaling is None else scaled(*made)
+
+    vars(module)["get_rope_cpu"] = positions
+
+
+def _plain_layers(name: str) -> Callable[[types.ModuleType], None]:
+    """Compute the layers of `name`, a class of the module, with fewer operations where they are plain."""
+
+    def take_over(module: types.ModuleType) -> None:
+        from gspo_mega.cpu.sglang_layers import take_over_layers
+
+        take_over_layers(getattr(module, name))
+
+    return take_over
+
+
+def _gate_shared_experts(module: types.ModuleType) -> None:
+    """The gate of a shared expert without SGLang's kernel for it, which is compiled for GPUs."""
+    from gspo_mega.cpu.sglang_layers import add_gated, gated
+
+    vars(module).update(fused_gate_sigmoid_mul=gated, fused_gate_sigmoid_mul_add=add_gated)
+
+
+def _plain_experts(module: types.ModuleType) -> None:
+    """Compute plain experts with fewer operations."""
+    from gspo_mega.cpu.sglang_layers import experts_forward_plain
+
+    vars(module)["moe_forward_native"] = experts_forward_plain(module.moe_forward_native)
+
+
+def _plain_sampling(module: types.ModuleType) -> None:
+    """Sample with one random number for each request; with the batch-invariant attention, log-probs by log-softmax."""
+    from gspo_mega.cpu.sglang_layers import log_softmax_of, sampling_plain
+
+    vars(module)["sampling_from_probs_torch"] = sampling_plain(module.sampling_from_probs_torch)
+    module.Sampler.__init__ = log_softmax_of(module.Sampler.__init__, INVARIANT_ATTENTION_BACKEND)
+
+
+def _invariant_head(module: types.ModuleType) -> None:
+    """With the batch-invariant attention, the trainer's LM head."""
+    from gspo_mega.cpu.sglang_layers import head_of
+
+    processor = module.LogitsProcessor
+    processor._compute_lm_head = head_of(processor._compute_lm_head)
+
+
+def _scatter_by_sums(module: types.ModuleType) -> None:
+    """Reduce-scatter of unequal parts, for data-parallel attention. SGLang has a way without NCCL: to sum all and keep
+    a part.
+    """
+    group = module.GroupCoordinator
+    group.reduce_scatterv = group._deterministic_reduce_scatterv
+
+
+class _ForkingMultiprocessing:
+    """Stands in for `multiprocessing` in SGLang's engine: processes are forked instead of spawned."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("fork")
+
+    def set_start_method(self, method: str, force: bool = False) -> None:
+        """Ignore SGLang's request for `spawn`, which only CUDA needs."""
+
+    def __getattr__(self, name: str):
+        return getattr(self._context, name)
+
+
+def _fork_children(module: types.ModuleType) -> None:
+    """Start scheduler and detokenizer as forks of the process that has imported everything. Spawned, each would import
+    SGLang and torch again, which is two thirds of a start's work.
+    """
+    vars(module)["mp"] = _ForkingMultiprocessing()
+
+
+_installed = False
+
+
+def activate() -> bool:
+    """Make `import sglang` work without a GPU; a second call does nothing.
+
+    Returns True if CPU support is active, False on a machine with a GPU, where nothing is changed. Call it before
+    anything imports `sglang`.
+    """
+    global _installed
+    if _installed:
+        return True
+    if has_gpu():
+        return False
+    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    sys.meta_path.append(_MissingKernelsFinder())
+    sys.meta_path.insert(
+        0,
+        _BeforeAfterImport(
+            before={"sglang.srt.configs": _lend_torchvision},
+            after={
+                "sglang.srt.configs": _take_torchvision_back,
+                "sglang.srt.mem_cache.pool_host.common": _plain_host_buffers,
+                "sglang.srt.utils.weight_checker_comparator": _compare_on_host,
+                "sglang.srt.layers.attention.attention_registry": _register_attention,
+                "sglang.srt.layers.quantization": _register_quantization,
+                "sglang.srt.models.deepseek_common.deepseek_weight_loader": _absorb_plain_blocks,
+                "sglang.srt.layers.rotary_embedding.factory": _unscaled_positions,
+                "sglang.srt.mem_cache.kv_cache_configurator": _cache_fp8,
+                "sglang.srt.models.qwen2_moe": _gate_shared_experts,
+                "sglang.srt.models.gpt_oss": keep_sinks_wide,
+                "sglang.srt.arg_groups.model_hook": lambda module: allow_sinks(module, ATTENTION_BACKEND),
+                "sglang.srt.models.qwen3": _plain_layers("Qwen3Model"),
+                "sglang.srt.models.qwen3_moe": _plain_layers("Qwen3MoeModel"),
+                "sglang.srt.layers.moe.fused_moe_native": _plain_experts,
+                "sglang.srt.layers.sampler": _plain_sampling,
+                "sglang.srt.layers.logits_processor": _invariant_head,
+                "sglang.srt.lora.layers": _adapters_of_layers,
+                "sglang.srt.lora.backend.base_backend": _adapters_of_tokens,
+                "sglang.srt.lora.backend.torch_backend": _plain_adapters,
+                "sglang.srt.distributed.parallel_state": _scatter_by_sums,
+                "sglang.srt.entrypoints.engine": _fork_children,
+                "sglang.srt.models.deepseek_common.attention_backend_handler": _attend_to_latents,
+            },
+        ),
+    )
+    _installed = True
+    return True

@@ -1,0 +1,344 @@
+"""The layers of Qwen3 and Qwen3-MoE for SGLang on CPU, with as few operations as they need, and its sampling.
+
+On a CPU a decode step of a small model is dispatch: SGLang passes every layer through modules, stages and fallbacks
+made of single operations. Here one function computes all layers with the same arithmetic on the same parameters: norms
+by `rms_norm`, cosines and sines once for all layers. It computes what it knows exactly: float32, unquantized, one rank,
+the batched attention. Everything else is SGLang's. Imported inside a server process only.
+
+SGLang on a CPU with operations that do not depend on the batch: the servers' side of `engine.batch_invariant`.
+
+The layers of dense Qwen3, the LM head and the log-softmax here are those of the trainer (`gspo_mega.cpu`),
+in the same order and with the same roundings, so that a sampled token's log-prob is the trainer's to the last bit. The
+attention backend is the mark: a server that has `InvariantCpuAttention` of `sglang_attention.py` computes all
+of it, and refuses a model that has other layers. Imported inside a server process only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch.nn.functional import linear, rms_norm, silu
+
+from gspo_mega.cpu import batch_invariant as rows
+
+
+def is_on() -> bool:
+    """Whether the forward pass under way is one of a batch-invariant server."""
+    from sglang.srt.model_executor.forward_context import get_attn_backend
+
+    from gspo_mega.cpu.sglang_attention import InvariantCpuAttention
+
+    return isinstance(get_attn_backend(), InvariantCpuAttention)
+
+
+def invariant_layers_forward(
+    model: Any, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any
+) -> torch.Tensor:
+    """Hidden states [tokens, hidden] after the last norm, of all layers of a dense Qwen3 in fp32 or bf16."""
+    from sglang.srt.model_executor.forward_context import get_attn_backend
+
+    backend: Any = get_attn_backend()
+    hidden = model.embed_tokens(input_ids)
+    cache = model.layers[0].self_attn.rotary_emb.cos_sin_cache.index_select(0, positions.flatten())
+    cos, sin = (torch.cat((half, half), -1)[:, None] for half in cache.to(hidden.dtype).chunk(2, dim=-1))
+    for layer in model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        dim, heads = attention.head_dim, attention.num_heads
+        normed = _norm(hidden, layer.input_layernorm)
+        qkv = rows.linear(normed, attention.qkv_proj.weight, attention.qkv_proj.bias).view(len(hidden), -1, dim)
+        last_key = heads + attention.num_kv_heads
+        query = rows.rotate(_norm(qkv[:, :heads], attention.q_norm), cos, sin)
+        key = rows.rotate(_norm(qkv[:, heads:last_key], attention.k_norm), cos, sin)
+        attended = backend.attend_plain(query, key, qkv[:, last_key:], attention.attn, forward_batch)
+        hidden = hidden + rows.linear(attended, attention.o_proj.weight)
+        gate_up = rows.linear(_norm(hidden, layer.post_attention_layernorm), mlp.gate_up_proj.weight)
+        gate, up = gate_up.chunk(2, dim=-1)
+        hidden = hidden + rows.linear(rows.silu(gate) * up, mlp.down_proj.weight)
+    return _norm(hidden, model.norm)
+
+
+def _norm(x: torch.Tensor, norm: Any) -> torch.Tensor:
+    return rms_norm(x, (x.shape[-1],), norm.weight, norm.variance_epsilon)
+
+
+def head_of(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`stock`, SGLang's `LogitsProcessor._compute_lm_head`, with the trainer's product where the server is one of
+    these.
+    """
+
+    def compute(self: Any, hidden_states: torch.Tensor, lm_head: Any, *rest: Any, **options: Any) -> torch.Tensor:
+        if is_on():
+            return rows.logits(hidden_states, lm_head.weight)
+        return stock(self, hidden_states, lm_head, *rest, **options)
+
+    return compute
+
+
+def log_softmax_of(stock: Callable[..., None], backend: str) -> Callable[..., None]:
+    """`stock`, the `__init__` of SGLang's Sampler: with the attention `backend` it returns log-probs by log-softmax.
+
+    By default they are the logarithms of a softmax; the other way is SGLang's own, for its deterministic inference.
+    """
+
+    def initialize(self: Any) -> None:
+        from sglang.srt.runtime_context import get_server_args
+
+        stock(self)
+        arguments: Any = get_server_args()  # its fields are made by a decorator
+        if arguments.attention_backend == backend:
+            self.enable_deterministic = True
+
+    return initialize
+
+
+_PLAIN = "_gspo_mega_plain"
+
+
+def take_over_layers(model: Any) -> None:
+    """Have `model`, SGLang's Qwen3Model or Qwen3MoeModel, compute plain batches by `layers_forward`."""
+    stock: Callable[..., Any] = vars(model).get("forward", model.forward)
+
+    def forward(self, input_ids, positions, forward_batch, input_embeds=None, pp_proxy_tensors=None):
+        invariant = is_on()
+        plain = self.__dict__.get(_PLAIN)
+        if plain is None:
+            dtype = self.norm.weight.dtype if invariant else torch.float32
+            plain = self.__dict__[_PLAIN] = is_plain_model(self, dtype)
+        if plain and input_embeds is None and pp_proxy_tensors is None and len(input_ids) and _is_plain(forward_batch):
+            compute = invariant_layers_forward if invariant else layers_forward
+            return compute(self, input_ids, positions, forward_batch)
+        return stock(self, input_ids, positions, forward_batch, input_embeds, pp_proxy_tensors)
+
+    model.forward = forward
+
+
+def _is_plain(forward_batch: Any) -> bool:
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang.srt.model_executor.forward_context import get_attn_backend
+
+    from gspo_mega.cpu.sglang_attention import BatchedCpuAttention
+
+    return (
+        forward_batch.forward_mode in (ForwardMode.DECODE, ForwardMode.EXTEND)
+        and not forward_batch.can_run_tbo
+        and forward_batch.encoder_lens is None
+        and isinstance(get_attn_backend(), BatchedCpuAttention)
+    )
+
+
+def is_plain_model(model: Any, dtype: torch.dtype = torch.float32) -> bool:
+    """Whether `layers_forward` computes exactly what `model` is; `dtype`: of its weights."""
+    from sglang.srt.layers.layernorm import RMSNorm
+    from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+    from sglang.srt.layers.radix_attention import AttentionType
+    from sglang.srt.layers.rotary_embedding import RotaryEmbedding
+    from sglang.srt.models.qwen3 import Qwen3DecoderLayer
+    from sglang.srt.models.qwen3_moe import Qwen3MoeDecoderLayer
+    from sglang.srt.runtime_context import get_exec, get_lora, get_parallel
+
+    if get_lora().enable_lora:  # its layers add what the adapters compute
+        return False
+
+    def plain_norm(norm: Any) -> bool:
+        return (
+            type(norm) is RMSNorm
+            and norm.variance_size_override is None
+            and not norm.cast_x_before_out_mul
+            and norm.override_orig_dtype is None
+            and norm.weight.dtype == dtype
+        )
+
+    def plain_layer(layer: Any) -> bool:
+        attention = layer.self_attn
+        rotary = attention.rotary_emb
+        return (
+            type(layer) in (Qwen3DecoderLayer, Qwen3MoeDecoderLayer)
+            and not getattr(layer, "_is_layer_to_capture", False)
+            and all(
+                type(part.quant_method) is UnquantizedLinearMethod for part in (attention.qkv_proj, attention.o_proj)
+            )
+            and attention.o_proj.bias is None
+            and attention.qkv_proj.weight.dtype == dtype
+            and all(
+                plain_norm(norm)
+                for norm in (layer.input_layernorm, layer.post_attention_layernorm, attention.q_norm, attention.k_norm)
+            )
+            and type(rotary) is RotaryEmbedding
+            and rotary is model.layers[0].self_attn.rotary_emb
+            and rotary.is_neox_style
+            and rotary.rotary_dim == rotary.head_size == attention.head_dim
+            and attention.attn.attn_type == AttentionType.DECODER
+            and attention.attn.sliding_window_size < 0
+            and not attention.attn.is_cross_attention
+        )
+
+    return (
+        model.pp_group.world_size == 1
+        and get_parallel().tp_group.world_size == 1
+        and get_exec().deterministic.rl_on_policy_target is None
+        and not model.layers_to_capture
+        and plain_norm(model.norm)
+        and all(plain_layer(layer) for layer in model.layers)
+    )
+
+
+def layers_forward(model: Any, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any) -> torch.Tensor:
+    """Hidden states [tokens, hidden] after the last norm, of all layers of a plain model."""
+    from sglang.srt.eplb.expert_distribution import get_global_expert_distribution_recorder
+    from sglang.srt.model_executor.forward_context import get_attn_backend
+
+    backend: Any = get_attn_backend()
+    recorder = get_global_expert_distribution_recorder()
+    rotation = rotation_of(model.layers[0].self_attn.rotary_emb.cos_sin_cache, positions)
+    hidden = model.embed_tokens(input_ids)
+    for index, layer in enumerate(model.layers):
+        attention = layer.self_attn
+        normed = _norm(hidden, layer.input_layernorm)
+        query, key, value = _heads(attention, normed, rotation)
+        attended = backend.attend_plain(query, key, value, attention.attn, forward_batch)
+        hidden = hidden + linear(attended, attention.o_proj.weight)
+        with recorder.with_current_layer(index):
+            hidden = hidden + _feed_forward(layer.mlp, _norm(hidden, layer.post_attention_layernorm), forward_batch)
+    return _norm(hidden, model.norm)
+
+
+def rotation_of(cache: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """For `rotate`: cosines, and sines with the sign of the half they are for, [tokens, 1, dim] each.
+
+    `cache` [positions, dim]: the cosines of dim / 2 frequencies and then their sines.
+    """
+    cos, sin = cache.index_select(0, positions.flatten()).float().unsqueeze(1).chunk(2, dim=-1)
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def rotate(x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Rotary positions: `x` [tokens, heads, dim], halves rotated against each other."""
+    cos, sin = rotation
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+def _heads(
+    attention: Any, hidden: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Query, key and value [tokens, heads, dim]; the query is contiguous."""
+    dim, heads = attention.head_dim, attention.num_heads
+    qkv = linear(hidden, attention.qkv_proj.weight, attention.qkv_proj.bias).view(len(hidden), -1, dim)
+    last_key = heads + attention.num_kv_heads
+    query = rotate(_norm(qkv[:, :heads], attention.q_norm), rotation)
+    key = rotate(_norm(qkv[:, heads:last_key], attention.k_norm), rotation)
+    return query, key, qkv[:, last_key:]
+
+
+def _feed_forward(mlp: Any, hidden: torch.Tensor, forward_batch: Any) -> torch.Tensor:
+    from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+    from sglang.srt.models.qwen2 import Qwen2MLP
+
+    if type(mlp) is not Qwen2MLP or type(mlp.gate_up_proj.quant_method) is not UnquantizedLinearMethod:
+        return mlp(hidden, forward_batch)
+    into, out_of = cast("Any", mlp.gate_up_proj), cast("Any", mlp.down_proj)
+    gate, up = linear(hidden, into.weight).chunk(2, dim=-1)
+    return linear(silu(gate).mul_(up), out_of.weight)
+
+
+def experts_forward_plain(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`stock`, SGLang's `moe_forward_native`, with gated SiLU experts without biases computed here."""
+
+    def forward(layer: Any, x: torch.Tensor, topk_output: Any, config: Any) -> torch.Tensor:
+        weights, chosen, _ = topk_output
+        if config.activation == "silu" and config.gemm1_alpha is not None and not config.apply_router_weight_on_input:
+            return clamped_experts_forward(layer, x, weights, chosen, config.gemm1_alpha, config.gemm1_clamp_limit)
+        if (
+            config.activation != "silu"
+            or config.gemm1_alpha is not None
+            or config.apply_router_weight_on_input
+            or getattr(layer, "w13_weight_bias", None) is not None
+            or getattr(layer, "w2_weight_bias", None) is not None
+            or x.dtype != torch.float32
+            or layer.w13_weight.dtype != torch.float32
+        ):
+            return stock(layer, x, topk_output, config)
+        flat, num_here = chosen.reshape(-1), len(layer.w13_weight)
+        # With expert parallelism the experts of other ranks are -1 here, and come last: they add nothing.
+        flat = flat.where(flat >= 0, num_here)
+        order = flat.argsort()
+        counts = flat.bincount(minlength=num_here + 1).tolist()
+        *entering, elsewhere = x.index_select(0, order // chosen.shape[1]).split(counts)
+        parts = []
+        for part, w13, w2 in zip(entering, layer.w13_weight.unbind(), layer.w2_weight.unbind()):
+            if len(part):
+                gate, up = linear(part, w13).chunk(2, dim=-1)
+                parts.append(linear(silu(gate).mul_(up), w2))
+        parts.append(torch.zeros_like(elsewhere))
+        each = torch.empty_like(sorted_parts := torch.cat(parts)).index_copy_(0, order, sorted_parts)
+        return each.view(*chosen.shape, -1).mul_(weights.unsqueeze(-1)).sum(dim=1)
+
+    return forward
+
+
+def clamped_experts_forward(
+    layer: Any, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, alpha: float, limit: float
+) -> torch.Tensor:
+    """The experts of gpt-oss, whose activation SGLang has as a function that must be compiled first.
+
+    x: [tokens, hidden]; weights, chosen: [tokens, k]; the layer's w13 has rows of gate and up in turn.
+    """
+    flat, num_here = chosen.reshape(-1), len(layer.w13_weight)
+    flat = flat.where(flat >= 0, num_here)  # the experts of other ranks add nothing
+    order = flat.argsort()
+    *entering, elsewhere = x.index_select(0, order // chosen.shape[1]).split(
+        flat.bincount(minlength=num_here + 1).tolist()
+    )
+    parts = []
+    for expert, part in enumerate(entering):
+        if len(part):
+            both = linear(part, layer.w13_weight[expert], layer.w13_weight_bias[expert].to(x.dtype))
+            gate, up = both[..., ::2].clamp(max=limit), both[..., 1::2].clamp(-limit, limit)
+            between = gate * torch.sigmoid(gate * alpha) * (up + 1)
+            parts.append(linear(between, layer.w2_weight[expert], layer.w2_weight_bias[expert].to(x.dtype)))
+    parts.append(torch.zeros_like(elsewhere))
+    each = torch.empty_like(sorted_parts := torch.cat(parts)).index_copy_(0, order, sorted_parts)
+    return (each.view(*chosen.shape, -1) * weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)
+
+
+def sample(probs: torch.Tensor) -> torch.Tensor:
+    """One index of each row of `probs` [rows, vocabulary], which need not add up to 1, as int32 [rows].
+
+    By the inverse of the distribution function in float64: one random number for each row, where `torch.multinomial`
+    draws one for each token of the vocabulary. Raises RuntimeError for a row with a value that is no number, or with
+    none above 0.
+    """
+    summed = probs.cumsum(dim=-1, dtype=torch.float64)
+    total = summed[:, -1:]
+    if not bool(((total > 0) & (total < torch.inf)).all()):
+        raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0, or a row of zeros")
+    drawn = torch.rand(total.shape, dtype=torch.float64) * total
+    # The first whose sum is above the number drawn: never one of probability 0.
+    return torch.searchsorted(summed, drawn, right=True).view(-1).to(torch.int32)
+
+
+def sampling_plain(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`stock`, SGLang's `sampling_from_probs_torch`, with rows that have no seed of their own sampled by `sample`."""
+
+    def from_probs(
+        probs: torch.Tensor, sampling_seed: torch.Tensor | None = None, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if sampling_seed is None:
+            return sample(probs)
+        return stock(probs, sampling_seed=sampling_seed, positions=positions)
+
+    return from_probs
+
+
+def gated(hidden: torch.Tensor, gate: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+    """sigmoid(h w) times the output of a shared expert, in fp32 as SGLang's kernel, of the dtype of `shared`. hidden,
+    shared: [tokens, hidden]; gate: [hidden].
+    """
+    return (torch.sigmoid(hidden.float() @ gate.float())[:, None] * shared.float()).to(shared.dtype)
+
+
+def add_gated(hidden: torch.Tensor, gate: torch.Tensor, shared: torch.Tensor, final: torch.Tensor) -> None:
+    """`gated`, added to `final` [tokens, hidden] in place, rounded once."""
+    score = torch.sigmoid(hidden.float() @ gate.float())[:, None]
+    final.copy_(torch.addcmul(final.float(), score, shared.float()))

@@ -1,0 +1,184 @@
+"""Weights of earlier versions on the host, and what the trainer's own log-probs under them say about stale tokens.
+
+Owns the copies of this rank's parameters and the passes with them. Which versions a batch has is in its packs.
+
+The frozen reference policy of a KL term: the same model in the same layout, never trained, never saved.
+
+Its log-probs come from the same function, packs and precision as the policy's. Weights are loaded by the layer above.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import ClassVar
+
+import torch
+
+from gspo_mega.algorithm.terms import STALENESS_SUMS, segment_sum
+from gspo_mega.base.records import MicroBatch
+from gspo_mega.config.schema import Config
+from gspo_mega.engine.adapters import without_adapters
+from gspo_mega.engine.device_batch import DeviceBatch, to_device
+from gspo_mega.engine.forward_backward import Pipeline
+from gspo_mega.engine.losses import PassOutput, require_finite
+from gspo_mega.engine.model import build_chunks, transformer_config
+from gspo_mega.engine.policy import OldState, PolicyEngine
+from gspo_mega.engine.process_groups import ParallelGroups, ends_with_groups
+from gspo_mega.engine.routing import Routers, RoutingPass
+from gspo_mega.models.spec import ModelSpec
+
+
+class ReferencePolicy:
+    """This rank's part of the reference. `chunks` have no gradients, no data parallelism and no optimizer; they are
+    untrained until loaded. Its routers always choose freely, also if the policy replays routes.
+
+    Constructing it is collective over all ranks.
+    """
+
+    def __init__(self, config: Config, spec: ModelSpec, groups: ParallelGroups) -> None:
+        megatron_config = transformer_config(config, spec)
+        self.chunks = build_chunks(megatron_config, spec, groups)
+        for chunk in self.chunks:
+            chunk.requires_grad_(False)
+            ends_with_groups(chunk)
+        self._pipeline = Pipeline(
+            spec,
+            groups,
+            megatron_config,
+            self.chunks,
+            self.chunks,
+            temperature=config.rollout.temperature,
+            log_prob_chunk_tokens=config.batch.log_prob_chunk_tokens,
+        )
+        self._routers = Routers(
+            self.chunks, spec.moe, groups, sequence_parallel=megatron_config.sequence_parallel, recompute=False
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the parameters on this rank."""
+        return sum(p.numel() * p.element_size() for chunk in self.chunks for p in chunk.parameters())
+
+    def log_probs(self, micro_batches: list[MicroBatch]) -> list[torch.Tensor]:
+        """Log-probs of this rank's active tokens, [N] float32 nats per micro-batch; empty except on last-stage ranks.
+
+        Raises NumericsError naming the trajectory with a non-finite log-prob. Collective.
+        """
+        routing = RoutingPass(self._routers, len(micro_batches))
+        outputs = self._pipeline.run(micro_batches, _keep, forward_only=True, routing=routing)
+        return [output.columns["reference_log_probs"] for output in outputs]
+
+
+class OwnBase:
+    """The policy's own frozen weights as the reference, where it trains adapters: passes without them, and no
+    memory."""
+
+    num_bytes = 0
+    chunks: Sequence[torch.nn.Module] = ()
+
+    def __init__(self, engine: PolicyEngine) -> None:
+        self._engine = engine
+
+    def log_probs(self, micro_batches: list[MicroBatch]) -> list[torch.Tensor]:
+        """As `ReferencePolicy.log_probs`. Collective."""
+        with without_adapters(self._engine.chunks):
+            outputs = self._engine.score(micro_batches, _keep, replays_rollout=False)
+        return [output.columns["reference_log_probs"] for output in outputs]
+
+
+def _keep(batch: DeviceBatch, log_probs: torch.Tensor, _entropies: torch.Tensor | None) -> PassOutput:
+    require_finite(batch, reference_log_probs=log_probs)
+    return PassOutput(columns={"reference_log_probs": log_probs})
+
+
+class Snapshots:
+    """The policy's weights at the last `most` versions: on every rank its own, in their dtype, on the host."""
+
+    def __init__(self, engine: PolicyEngine, most: int) -> None:
+        self._engine, self._most = engine, most
+        self._kept: dict[int, list[torch.Tensor]] = {}
+
+    def keep(self, version: int) -> None:
+        """Copy the present parameters as those of `version`, and forget what is older than the last `most`."""
+        self._kept = {kept: values for kept, values in self._kept.items() if kept > version - self._most}
+        self._kept[version] = [tensor.detach().to("cpu", copy=True) for tensor in self._tensors()]
+
+    def missing(self, micro_batches: Sequence[MicroBatch]) -> list[int]:
+        """The versions of these packs that no copy is left of, as after a restart."""
+        return sorted(_versions(micro_batches) - self._kept.keys())
+
+    def measure(self, mini_batches: Sequence[list[MicroBatch]], olds: Sequence[OldState], version: int) -> None:
+        """Add to the report of each mini-batch's old pass, made by the weights of `version`, the two parts of every
+        sequence's gap (`columns.STALENESS_SUMS`).
+
+        One pass without gradients for each other version of the packs; the parameters are then the present ones again,
+        to the bit. Collective. Raises KeyError for a version that is `missing`, and where `version` is not kept.
+        """
+        engine = self._engine
+        own = [[part.log_probs.double() for part in old.micro_batches] for old in olds]
+        versions = mini_batches[0][0].versions  # of the whole rollout batch, the same in each pack
+        for place, other in enumerate(() if versions is None else versions.tolist()):
+            if other == version:
+                continue
+            with self._as_of(other, version):
+                for micro_batches, mine in zip(mini_batches, own, strict=True):
+                    kept = _Kept()
+                    engine.score(micro_batches, kept, replays_rollout=engine.config.moe.routing_replay == "R3")
+                    for index, (values, chosen) in enumerate(zip(kept.log_probs, kept.of(place), strict=True)):
+                        mine[index] = torch.where(chosen, values.double(), mine[index])
+        if not engine.groups.reports:
+            return
+        for micro_batches, old, mine in zip(mini_batches, olds, own, strict=True):
+            sums = []
+            for micro_batch, part, of_version in zip(micro_batches, old.micro_batches, mine, strict=True):
+                batch = to_device(micro_batch, engine.groups)
+                parts = (part.log_probs.double() - of_version, of_version - batch.rollout_log_probs.double())
+                both = [segment_sum(values, batch.sequence_ids, batch.num_sequences) for values in parts]
+                sums.append(torch.stack(both, dim=1)[torch.from_numpy(batch.trajectory_index >= 0).to(both[0].device)])
+            old.report.columns[STALENESS_SUMS.name] = torch.cat(sums).cpu().numpy()
+
+    @contextmanager
+    def _as_of(self, version: int, present: int) -> Iterator[None]:
+        """The parameters are those of `version` in the block, and then again those of `present`, which they are now."""
+        before = self._kept[present]
+        try:
+            self._write(self._kept[version])
+            yield
+        finally:
+            self._write(before)
+
+    def _write(self, values: Sequence[torch.Tensor]) -> None:
+        with torch.no_grad():
+            for tensor, value in zip(self._tensors(), values, strict=True):
+                tensor.copy_(value)
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        for chunk in self._engine.chunks:
+            chunk.await_parameters()  # with overlapped gathers, the last step's are still on their way
+            yield from chunk.parameters()
+            yield from chunk.buffers()  # the expert bias is one
+
+
+def _versions(micro_batches: Sequence[MicroBatch]) -> set[int]:
+    return {int(version) for one in micro_batches if one.versions is not None for version in one.versions}
+
+
+class _Kept:
+    """A head that keeps the log-probs of this rank's active tokens, [N] float32 nats, and their versions' places."""
+
+    wants_entropy: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        self.log_probs: list[torch.Tensor] = []
+        self._places: list[torch.Tensor] = []
+
+    def __call__(self, batch: DeviceBatch, log_probs: torch.Tensor, entropies: torch.Tensor | None) -> PassOutput:
+        assert batch.version_index is not None
+        self.log_probs.append(log_probs.detach())
+        self._places.append(batch.version_index)
+        return PassOutput()
+
+    def of(self, place: int) -> list[torch.Tensor]:
+        """[N] bool of each pack: tokens that the version at this place sampled."""
+        return [places == place for places in self._places]

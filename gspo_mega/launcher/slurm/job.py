@@ -1,0 +1,462 @@
+"""From a loaded configuration to the supervised steps of a Slurm job, in the process of its batch script.
+
+Does for a job what `launcher/local.py` does for one machine: plan, run folder, records of the attempt. The steps
+are run by `job.py`.
+
+The supervisor of a Slurm job: runs in its batch script on the first trainer node and watches one attempt's steps.
+
+Owns the reaction to ended steps and lost nodes. Signals are the business of `stop.py`, the set of servers of
+`steps.py`, the steps of `steps.py`, the calls of Slurm of `scontrol.py`.
+
+    USR1 (time limit; preemption: see site.sh)     the ranks save a checkpoint and end; the job is requeued
+    TERM, INT, HUP, a stop file                    the same without a requeue
+    USR2                                           all ranks write their stacks; nothing else changes
+    a trainer node or all servers' nodes lost      the job is requeued and continues from the last checkpoint
+    all servers' nodes of a reward model lost      the same
+    some servers lost or given up                  the run continues with the others
+    a rank or the last server fails or hangs       the attempt fails: its first error is the log's last line, and
+                                                   `job.py` may begin another attempt on the same nodes
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NoReturn
+
+from gspo_mega.base import network
+from gspo_mega.base.errors import GspoMegaError, PlanError, RankError, StuckError
+from gspo_mega.base.run_folder import EXIT_STOPPED, Attempt, RunFolder, atomic_write_text
+from gspo_mega.base.versions import compare_records
+from gspo_mega.config import Config, LoadedConfig, render_config
+from gspo_mega.launcher.alerts import Alerts
+from gspo_mega.launcher.attempt_state import StateKeeper, describe_failure, one_line
+from gspo_mega.launcher.children import Child, ChildSpec, ConsoleTail, Family, log_to, signals_taken
+from gspo_mega.launcher.lease import hold
+from gspo_mega.launcher.prepare import free_port, new_attempt, versions_text
+from gspo_mega.launcher.restarts import Decision, Restarts
+from gspo_mega.launcher.slurm.scontrol import (
+    Allocation,
+    Answers,
+    LostNodes,
+    Node,
+    job_runs,
+    read_allocation,
+    seconds_left,
+)
+from gspo_mega.launcher.slurm.size import JobSize, Site, job_size, with_signal_time
+from gspo_mega.launcher.slurm.steps import Servers, Starts, Steps, end_all, preflight
+from gspo_mega.launcher.slurm.stop import SIGNALS, Stop
+from gspo_mega.launcher.watchdog import ServerFailures, StacksOnSignal, Watchdog
+from gspo_mega.plan import estimate, plan_run, refuse_what_does_not_fit, render_report
+from gspo_mega.plan.watchdog_bounds import Patience, patience
+from gspo_mega.rollout.server.reward_server import reward_folder
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.2
+_SETTLE_SECONDS = 1.0
+# Interval of the questions to Slurm about the job's nodes and time.
+_LOOK_SECONDS = 15.0
+# Slurm checks time limits twice a minute. A signal that is later than this was sent before the supervisor started.
+_LATE_SECONDS = 60.0
+_END_GRACE_SECONDS = 3.0
+# Shortest interval between two starts of the watch over the batch node.
+_WATCH_AGAIN_SECONDS = 5.0
+
+
+class AttemptError(RankError):
+    """An attempt's ranks or servers failed, and no lost node is the reason. One line: the first error."""
+
+
+@dataclass
+class JobContext:
+    """State that outlives an attempt: the nodes, which of them are lost, Slurm's silence, unprocessed signals.
+
+    `signal_seconds`: time from USR1 to the limit. `say` shows a line in the job's log. `preflight_seconds`: time limit
+    of a doctor. `patience`: how long ranks may be stuck; None disables the watchdog. `check_lease` raises FolderError
+    once another supervisor has the run folder. `by_nccl`: ranks publish to the servers through NCCL.
+    """
+
+    allocation: Allocation
+    signal_seconds: float
+    say: Callable[[str], None]
+    answers: Answers
+    preflight_seconds: float
+    patience: Patience | None = None
+    check_lease: Callable[[], None] = lambda: None
+    by_nccl: bool = False
+    signals: list[int] = field(default_factory=list)
+    stack_signals: list[int] = field(default_factory=list)
+    nodes: LostNodes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.nodes = LostNodes(self.allocation, self.say)
+
+
+class SlurmJob:
+    """One attempt's steps. `seconds_left`: until the job's time limit, None without one."""
+
+    def __init__(
+        self, attempt: Attempt, context: JobContext, steps: Steps, state: StateKeeper, seconds_left: float | None
+    ) -> None:
+        self._attempt, self._steps, self._state, self._say = attempt, steps, state, context.say
+        self._allocation, self._answers, self._nodes = context.allocation, context.answers, context.nodes
+        self._signal_seconds, self._preflight_seconds = context.signal_seconds, context.preflight_seconds
+        self.stop = Stop(
+            attempt,
+            self._allocation.job_id,
+            state,
+            self._answers,
+            context.signals,
+            self._say,
+            self._signal_seconds,
+            seconds_left,
+        )
+        self._check_lease, self._by_nccl = context.check_lease, context.by_nccl
+        self._console = ConsoleTail(attempt.console_log, self._say)
+        self._watchdog = None if context.patience is None else Watchdog(attempt, steps.num_ranks, context.patience)
+        self._stacks = StacksOnSignal(attempt, steps.num_ranks, context.stack_signals, context.say)
+        self._failures: ServerFailures | None = None
+        self._watch: Child | None = None
+        self._watch_again = 0.0
+        self._look_again = time.monotonic() + _LOOK_SECONDS
+
+    def run(
+        self,
+        command: str,
+        servers: Sequence[int],
+        master_port: int,
+        doctors: Sequence[tuple[Node, ChildSpec]],
+        rewards: Mapping[str, Sequence[int]] | None = None,
+    ) -> int:
+        """Start the steps, the doctors first, and watch until they are over. `servers`: indices of servers to start;
+        `rewards`: those of each reward model.
+
+        Returns 0, or 75 when stopped; for a requeued job, as soon as Slurm ends it. Raises AttemptError for a failure,
+        RankError for one that another attempt would not mend, each with one line. Call from the main thread.
+        """
+        if self.stop.handle_signals():
+            return self._ended_by_slurm()
+        family = Family()
+        starts = Starts(family, self._attempt, self._say)
+        fleets: list[Servers] = []
+        try:
+            if doctors:
+                preflight(
+                    starts,
+                    self._answers,
+                    self._allocation.job_id,
+                    doctors,
+                    self._preflight_seconds,
+                    self._say,
+                    lambda: compare_records(self._attempt.software_dir, self._by_nccl),
+                )
+            fleets.append(Servers(self._attempt, self._steps, self._nodes, starts, self._say, servers))
+            own = self._steps.reward_servers()
+            for name, indices in (rewards or {}).items():
+                folder, of = reward_folder(self._attempt, name), f" of reward model {name}"
+                fleets.append(Servers(folder, own[name], self._nodes, starts, self._say, indices, of))
+                if not indices:
+                    self.stop.ask(f"all servers{of} are lost", again=True)
+            scorers = [(reward_folder(self._attempt, name), f" of reward model {name}") for name in rewards or {}]
+            self._failures = ServerFailures([(self._attempt, ""), *scorers], self._say)
+            ranks = starts.start(self._steps.ranks(command, master_port))
+            for child in (*(child for fleet in fleets for child in fleet.children), ranks):
+                logger.info("%s: %s", child.name, " ".join(child.spec.command))
+            code = self._until_over(ranks, fleets, starts)
+        finally:
+            end_all(fleets)
+            family.close(_END_GRACE_SECONDS)
+            self._console.pump()
+        if self.stop.queues_again and self.stop.still_runs():
+            return self.stop.queue_again()
+        self._state.tell("finished" if code == 0 else "stopped")
+        return code
+
+    def _until_over(self, ranks: Child, fleets: Sequence[Servers], starts: Starts) -> int:
+        while True:
+            self._console.pump()
+            if self._failures is not None:
+                self._failures.look()
+            self._check_lease()
+            self._stacks.look()
+            self._keep_watch(starts)
+            if self.stop.handle_signals():
+                return self._ended_by_slurm()
+            if any(fleet.ended for fleet in fleets):
+                time.sleep(_SETTLE_SECONDS)
+                with self._answers.or_later():
+                    if not job_runs(self._allocation.job_id):
+                        return self._ended_by_slurm()
+                    for fleet in fleets:
+                        if fleet.ended:
+                            self._drop_ended(fleet)
+            if ranks.exit_code is not None:
+                with self._answers.or_later():
+                    if (code := self._ranks_over(ranks)) is not None:
+                        return code
+                    if (again := starts.again(ranks)) is None:
+                        self._fail([ranks, *(child for fleet in fleets for child in fleet.ended)])
+                    else:
+                        ranks = again
+            if self.look_for_lost_nodes() or self._are_stuck():
+                return EXIT_STOPPED
+            if self.stop.is_over:
+                self._say("The ranks did not stop in time; the steps since the last checkpoint are lost.")
+                return EXIT_STOPPED
+            time.sleep(_POLL_SECONDS)
+
+    def look_for_lost_nodes(self) -> bool:
+        """Ask Slurm at intervals. Returns whether it gave up a trainer node: the remaining ranks may wait for that node
+        in a collective for half an hour. Raises NoAnswerError once Slurm has been silent for too long.
+        """
+        if time.monotonic() < self._look_again:
+            return False
+        self._look_again = time.monotonic() + _LOOK_SECONDS
+        with self._answers.or_later():
+            return self._look()
+        return False
+
+    def _look(self) -> bool:
+        if not job_runs(self._allocation.job_id):
+            return False
+        left = seconds_left(self._allocation.job_id)
+        if left is not None and left < self._signal_seconds - min(_LATE_SECONDS, self._signal_seconds / 2):
+            self.stop.ask(f"{left:.0f} s are left and no signal arrived", again=True)
+        lost = self._nodes.trainers()
+        if lost:
+            self.stop.blame(lost)
+        return bool(lost)
+
+    # --- ends ----------------------------------------------------------------------------------------------
+
+    def _ranks_over(self, ranks: Child) -> int | None:
+        """The exit code where the ranks' end is not their failure; None where it is, or where they never began."""
+        if ranks.exit_code == 0:
+            self.stop.cancel_requeue()  # finished before it could be stopped
+            return 0
+        if ranks.exit_code == EXIT_STOPPED:
+            return EXIT_STOPPED
+        time.sleep(_SETTLE_SECONDS)
+        if not job_runs(self._allocation.job_id):
+            return self._ended_by_slurm()
+        if lost := self._nodes.behind_failure():
+            self.stop.blame(lost)
+            return EXIT_STOPPED
+        return EXIT_STOPPED if self.stop.queues_again else None
+
+    def _are_stuck(self) -> bool:
+        """Whether ranks are stuck for a reason that requeues the job: a stop, or a lost node that Slurm has not noticed
+        yet. Raises AttemptError for any other reason.
+        """
+        error = self._watchdog.look() if self._watchdog is not None else None
+        if error is not None:
+            with self._answers.or_later():
+                if lost := self._nodes.behind_failure():
+                    self.stop.blame(lost)
+                elif not self.stop.queues_again:
+                    self._fail_with(StuckError(f"{error}\n\n{self._stacks.now()}"))
+                return True
+        return False
+
+    def _ended_by_slurm(self) -> int:
+        self.stop.cancel_requeue()
+        self._say("Slurm ends this job.")
+        return EXIT_STOPPED
+
+    def _drop_ended(self, fleet: Servers) -> None:
+        fleet.drop_ended()
+        if len(fleet) == 0 and not fleet.has_left:
+            if fleet.gave_up is not None and not self.stop.is_asked_for:
+                self._fail([fleet.gave_up])
+            self.stop.ask(f"all servers{fleet.of} are lost", again=True)
+
+    def _fail(self, failed: list[Child]) -> NoReturn:
+        """Raise the attempt's error. The log gets its full text, and ends with its first line."""
+        self._console.pump()
+        self._fail_with(describe_failure(failed, self._attempt))
+
+    def _fail_with(self, error: RankError) -> NoReturn:
+        self._say(str(error))
+        summary = AttemptError(f"error: {one_line(error)} (logs: {self._attempt.logs_dir})")
+        summary.exit_code = error.exit_code
+        raise summary from error
+
+    # --- the batch node ------------------------------------------------------------------------------------
+
+    def _keep_watch(self, starts: Starts) -> None:
+        """Keep a step on another node that watches this one; choose the next node when that one is lost."""
+        if (self._watch is not None and self._watch.exit_code is None) or time.monotonic() < self._watch_again:
+            return
+        self._watch_again = time.monotonic() + _WATCH_AGAIN_SECONDS
+        if self._watch is not None:
+            with self._answers.or_later():
+                self._nodes.learn()
+            if self._answers.are_missing:
+                return
+        here = self._allocation.trainer_nodes[0]
+        others = [node for node in reversed(self._allocation.nodes) if node != here and node not in self._nodes.known]
+        if others:
+            self._watch = starts.start(self._steps.watch(others[0]))
+
+
+def launch_slurm(loaded: LoadedConfig, command: Literal["train", "sft"], say: Callable[[str], None]) -> int:
+    """Run `command` on the nodes of this Slurm job; returns the exit code.
+
+    Call from the main thread of the batch script. Raises a GspoMegaError with its exit code: ConfigError, ModelError,
+    PlanError before anything starts, RankError for what failed after.
+    """
+    site = (
+        Site.read(os.environ)
+        .with_server_python(loaded.config.server.python)
+        .with_preflight_seconds(loaded.config.cluster.preflight_seconds)
+    )
+    size = job_size(loaded, site, command)
+    plan = plan_run(loaded, "gpu" if site.gpus_per_node else "cpu")
+    figures = estimate(plan, loaded.where)
+    refuse_what_does_not_fit(plan, figures, loaded.where)
+    report, site = render_report(plan, figures), with_signal_time(site, figures)
+    answers = Answers(say)
+    allocation = answers.demand(lambda: read_allocation(os.environ, size.num_trainer_nodes, size.num_rollout_nodes))
+    network.keep_direct(name for node in allocation.nodes for name in (node.name, node.address))
+    _check_time(allocation.job_id, site, answers)
+    say(report)
+    folder = RunFolder(Path(loaded.config.run.dir) / loaded.config.run.name)
+    with hold(folder, say) as lease:
+        context = JobContext(
+            allocation,
+            site.signal_seconds,
+            say,
+            answers,
+            site.preflight_seconds,
+            patience(loaded.config, figures),
+            check_lease=lease.raise_if_lost,
+            by_nccl=bool(site.gpus_per_node) and loaded.config.publish.method == "distributed",
+        )
+        with signals_taken(SIGNALS, context.signals), signals_taken([signal.SIGUSR2], context.stack_signals):
+            return _Attempts(loaded, command, size, site, context, folder, report).run()
+
+
+class _Attempts:
+    """The attempts of one start of the job: the first attempt, and those after a failure on the same nodes."""
+
+    def __init__(
+        self,
+        loaded: LoadedConfig,
+        command: Literal["train", "sft"],
+        size: JobSize,
+        site: Site,
+        context: JobContext,
+        folder: RunFolder,
+        report: str,
+    ) -> None:
+        self._loaded, self._command, self._size, self._site = loaded, command, size, site
+        self._context, self._folder, self._report = context, folder, report
+        begin = Restarts.carry_on if context.allocation.num_restarts else Restarts.begin
+        self._restarts = begin(folder, Restarts.allowed(command, loaded.config.train))
+        self._decision: Decision | None = None  # on the failure of the current attempt
+
+    def run(self) -> int:
+        """The exit code of the last attempt. Raises its RankError."""
+        is_first = True
+        while True:
+            attempt = new_attempt(self._folder, self._loaded, self._command, self._context.say)
+            alerts = Alerts(self._loaded.config, attempt, self._context.say)
+            self._decision = None
+            try:
+                return self._attempt(attempt, is_first)
+            except AttemptError as error:
+                decision = self._decision
+                if decision is None:
+                    alerts.failed(error, restarts=False)
+                    raise  # a stop was requested
+                self._context.say(f"warning  attempt {attempt.number} failed: {decision.why}")
+                alerts.failed(error, restarts=decision.again, why=decision.why)
+                if not decision.again:
+                    raise
+                is_first = False
+            except GspoMegaError as error:
+                alerts.failed(error, restarts=False)
+                raise
+            finally:
+                alerts.close()
+
+    def _attempt(self, attempt: Attempt, is_first: bool) -> int:
+        context, site, allocation, say = self._context, self._site, self._context.allocation, self._context.say
+        job_id, here = allocation.job_id, allocation.trainer_nodes[0].address
+        server = self._loaded.config.server
+        steps = Steps(allocation, self._size, site, attempt, server.tensor // server.num_nodes)
+        lost = context.nodes.known
+        servers = [n for n in range(self._size.num_servers) if lost.isdisjoint(steps.server_nodes(n))]
+        rewards = {
+            name: [n for n in own.indices if lost.isdisjoint(own.server_nodes(n))]
+            for name, own in steps.reward_servers().items()
+        }
+        config = _in_job(self._loaded.config, here, servers)
+        atomic_write_text(attempt.config_file, render_config(config))
+        atomic_write_text(attempt.plan_file, self._report + "\n")
+        atomic_write_text(attempt.versions_file, versions_text())
+        with log_to(attempt.supervisor_log), StateKeeper(attempt, job_id) as state:
+            say(f"\nrun      {self._folder.path}, attempt {attempt.number}; logs in {attempt.logs_dir}")
+            say(
+                f"job      {job_id}, restarted {allocation.num_restarts} times;"
+                f" {describe_nodes(allocation, self._size)}"
+            )
+            left = context.answers.demand(lambda: seconds_left(job_id))
+            # Before the first attempt only: a failed rank changes nothing that a doctor checks.
+            requests = self._size.num_servers * config.rollout.max_concurrent_requests
+            doctors = (
+                steps.doctors(free_port(here), config.precision == "fp8", requests)
+                if site.preflight and is_first
+                else []
+            )
+            job = SlurmJob(attempt, context, steps, state, left)
+            try:
+                return job.run(self._command, servers, free_port(here), doctors, rewards)
+            except AttemptError as error:
+                if attempt.stop_reason() is None:
+                    self._decision = self._restarts.settle(attempt, error)
+                raise
+
+
+def _in_job(config: Config, address: str, servers: Sequence[int]) -> Config:
+    """The configuration of the attempt's ranks and servers, with the number of servers that the remaining nodes hold.
+
+    `server.host` becomes rank 0's own `address`, from which it finds the address that servers reach; each server gets
+    the address of its own node when it starts.
+    """
+    server, cluster = config.server, config.cluster
+    if servers and len(servers) < server.num_servers:
+        server = server.model_copy(update={"num_servers": len(servers)})
+        cluster = cluster.model_copy(
+            update={"num_rollout_nodes": min(cluster.num_rollout_nodes, len(servers) * server.num_nodes)}
+        )
+    return config.model_copy(update={"server": server.model_copy(update={"host": address}), "cluster": cluster})
+
+
+def _check_time(job_id: str, site: Site, answers: Answers) -> None:
+    """Raises PlanError where the job has no time before its limit; `Stop` finds out whether it suffices for a step."""
+    left = answers.demand(lambda: seconds_left(job_id))
+    if left is not None and left <= site.signal_seconds:
+        raise PlanError(
+            f"job {job_id} has {left:.0f} s left but must stop {site.signal_seconds} s before its time limit"
+            " (GSPO_SIGNAL_SECONDS), so it would never finish a step. Raise --time of GSPO_SBATCH in"
+            " launch/slurm/site.sh"
+        )
+
+
+def describe_nodes(allocation: Allocation, size: JobSize) -> str:
+    trainers, rollouts = (
+        [node.name for node in nodes] for nodes in (allocation.trainer_nodes, allocation.rollout_nodes)
+    )
+    if size.num_servers == 0:
+        return f"ranks on {' '.join(trainers)}, no servers: the run trains on recorded rollouts"
+    if trainers == rollouts:
+        return f"ranks and servers on {' '.join(trainers)}"
+    return f"ranks on {' '.join(trainers)}, servers on {' '.join(rollouts)}"

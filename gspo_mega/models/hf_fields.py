@@ -1,0 +1,360 @@
+"""What a gpt-oss `config.json` says besides other families' keys: windows, the clamped activation, MXFP4.
+
+A setting is refused by name where Megatron's layers would compute something else than transformers does for the same
+config.
+
+Typed look-ups in a parsed `config.json`, with every problem collected instead of raised at the first.
+
+The rotary positions of a `config.json`: their base, and how they were stretched after training.
+
+Attention, router and experts of a DeepSeek-V3 `config.json`, in this package's words.
+
+A setting is refused by name where Megatron's layers would compute something else than transformers does for the same
+config.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeGuard
+
+from gspo_mega.models.families import Family
+from gspo_mega.models.spec import LatentAttention, MoeSpec, RopeScaling, SlidingWindow, YarnScaling
+
+# Of numbers that are gone through one by one, or multiplied: far beyond any model.
+_MOST = {
+    **dict.fromkeys(("num_hidden_layers", "first_k_dense_replace", "max_window_layers"), 4096),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), 2**16),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), 2**14),
+    **dict.fromkeys(("n_shared_experts", "n_group", "topk_group"), 2**14),
+    **dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 2**24),
+    **dict.fromkeys(("shared_expert_intermediate_size",), 2**24),
+    "vocab_size": 2**28,
+}
+_MOST_SIZE = 2**31
+_MOST_NUMBER = 1e30
+MOST_EXPERTS_OF_ALL_LAYERS = 2**18
+
+
+def shown(value: Any) -> str:
+    """The beginning of a value, as Python writes it; of one that is nested too deeply, its type."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):
+        return f"a {type(value).__name__} that cannot be shown"
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+class ConfigReader:
+    """Typed look-ups in a config.json; problems are collected, and 0 stands in for a bad size meanwhile."""
+
+    def __init__(self, raw: dict[str, Any]) -> None:
+        self.raw = raw
+        self.problems: list[str] = []
+
+    def problem(self, key: str, text: str) -> None:
+        self.problems.append(f"{key}: {text}")
+
+    def is_omitted(self, key: str, family: Family) -> bool:
+        """Is it absent, and may be so in this family?"""
+        return self.raw.get(key) is None and key in family.may_omit
+
+    def size(self, *keys: str) -> int:
+        key = next((key for key in keys if self.raw.get(key) is not None), keys[0])
+        value = self.raw.get(key)
+        most = _MOST.get(key, _MOST_SIZE)
+        if isinstance(value, int) and not isinstance(value, bool) and value > most:
+            self.problem(key, f"is {shown(value)}; no model has more than {most}")
+            return 0
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+        self.problem(
+            key,
+            "missing; a positive whole number"
+            if value is None
+            else f"is {shown(value)}; must be a positive whole number",
+        )
+        return 0
+
+    def count(self, key: str) -> int:
+        """A whole number that may be 0, and is where the key is absent."""
+        value = self.raw.get(key)
+        return 0 if value in (None, 0) and not isinstance(value, bool) else self.size(key)
+
+    def number(self, key: str) -> float:
+        return self.check_number(key, self.raw.get(key))
+
+    def check_number(self, key: str, value: Any) -> float:
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < _MOST_NUMBER:
+            return float(value)
+        self.problem(
+            key, "missing; a positive number" if value is None else f"is {shown(value)}; must be a positive number"
+        )
+        return 1.0
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.raw.get(key, default)
+        if isinstance(value, bool):
+            return value
+        self.problem(key, f"is {shown(value)}; must be true or false")
+        return default
+
+
+def read_rope(reader: ConfigReader, family: Family) -> tuple[float, RopeScaling | YarnScaling | None, float]:
+    """The rotary base, at the top level (4.x) or in `rope_parameters` (5.x); the family's scaling (Llama 3's, or YaRN
+    with latent attention and in gpt-oss), any other is refused; the part of a head that is turned.
+    """
+    theta = reader.raw.get("rope_theta")
+    shares = {"partial_rotary_factor": reader.raw.get("partial_rotary_factor")}
+    scalings: list[RopeScaling | YarnScaling] = []
+    has_yarn = family.latent or family.gpt_oss
+    own = "yarn" if has_yarn else "llama3"
+    known = "'default'" if family.rotary_share < 1 else f"'default', {own!r}"
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = reader.raw.get(key)
+        if rope is None:
+            continue
+        if not isinstance(rope, dict):
+            reader.problem(key, f"is {rope!r}; must be an object")
+            continue
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind == own and family.rotary_share == 1:
+            scalings.append(_yarn(reader, key, rope, family) if has_yarn else _llama3(reader, key, rope))
+        elif kind != "default":
+            reader.problem(key, f"rotary scaling {kind!r} is not supported; supported: {known}")
+        theta = rope.get("rope_theta", theta)
+        shares[key] = rope.get("partial_rotary_factor")
+    if len(set(scalings)) > 1:
+        reader.problem("rope_scaling", "contradicts rope_parameters; keep one of them")
+    if theta is None and "rope_theta" in family.may_omit:
+        theta = 10000.0
+    return (
+        reader.check_number("rope_theta", theta),
+        scalings[0] if scalings else None,
+        _share(reader, family, {key: share for key, share in shares.items() if share is not None}),
+    )
+
+
+def _share(reader: ConfigReader, family: Family, given: dict[str, Any]) -> float:
+    """`partial_rotary_factor`, from the places that name it. As in transformers, which writes its default beside it,
+    one among the rotary parameters counts and not the one at the top level.
+    """
+    for key, share in given.items():
+        if family.rotary_share == 1:
+            if share != 1.0:
+                text = "" if key == "partial_rotary_factor" else "partial_rotary_factor "
+                reader.problem(key, f"{text}{share!r} is not supported; supported: 1.0")
+        elif not _is_number(share) or not 0 < share <= 1:
+            reader.problem(key, f"partial_rotary_factor is {share!r}; must be above 0 and at most 1")
+    if family.rotary_share == 1:
+        return 1.0
+    inside = [share for key, share in given.items() if key != "partial_rotary_factor"]
+    if len(set(map(str, inside))) > 1:
+        reader.problem("rope_scaling", "has another partial_rotary_factor than rope_parameters; keep one of them")
+    share = inside[0] if inside else given.get("partial_rotary_factor", family.rotary_share)
+    return float(share) if _is_number(share) else 1.0
+
+
+def _llama3(reader: ConfigReader, key: str, rope: dict[str, Any]) -> RopeScaling:
+    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    values = [value for name in names if _is_number(value := rope.get(name)) and value > 0]
+    if len(values) < len(names):
+        wanted = "factor, low_freq_factor, high_freq_factor and original_max_position_embeddings"
+        reader.problem(key, f"'llama3' needs positive numbers {wanted}")
+        return RopeScaling(1.0, 1.0, 2.0, 1)
+    factor, low, high, positions = values
+    if low >= high:
+        reader.problem(key, f"low_freq_factor {low} is not below high_freq_factor {high}")
+    return RopeScaling(float(factor), float(low), float(high), int(positions))
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _yarn(reader: ConfigReader, key: str, rope: dict[str, Any], family: Family) -> YarnScaling:
+    """YaRN where Megatron and transformers compute the same: with latent attention the range of wavelengths in whole
+    dimensions, and cosines scaled by `mscale` and `mscale_all_dim` alone, both or neither.
+    """
+    values = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.0, "mscale_all_dim": 0.0} | {
+        n: v for n, v in rope.items() if v is not None
+    }
+    wanted = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
+    for name in (*wanted, "mscale", "mscale_all_dim"):
+        value = values.get(name)
+        if not _is_number(value) or value < 0 or (name in wanted and value == 0):
+            reader.problem(key, f"'yarn' needs a positive number {name}, not {value!r}")
+            return YarnScaling(1.0, 1, 32.0, 1.0, 1.0, 0.0)
+    rounds = values.get("truncate", True)
+    if not isinstance(rounds, bool):
+        reader.problem(key, f"truncate is {rounds!r}; must be true or false")
+    if family.latent and rounds is not True:
+        reader.problem(
+            key,
+            "truncate false: Megatron's YaRN with latent attention always rounds to whole dimensions; supported: true",
+        )
+    if "attention_factor" in values:
+        reader.problem(
+            key,
+            f"attention_factor {values['attention_factor']!r} is not supported; supported: mscale and mscale_all_dim",
+        )
+    scale, scale_all = float(values["mscale"]), float(values["mscale_all_dim"])
+    if scale_all and not scale:
+        reader.problem(
+            key,
+            f"mscale_all_dim {scale_all} without mscale: transformers then scales scores and not cosines, Megatron"
+            " both",
+        )
+    if not scale_all:
+        scale = 1.0  # transformers reads mscale only beside mscale_all_dim
+    return YarnScaling(
+        float(values["factor"]),
+        int(values["original_max_position_embeddings"]),
+        float(values["beta_fast"]),
+        float(values["beta_slow"]),
+        scale,
+        scale_all,
+        rounds is True,
+    )
+
+
+# transformers gives the norms of the latents this epsilon, whatever rms_norm_eps is.
+LATENT_NORM_EPS = 1e-6
+
+
+def read_latent_attention(reader: ConfigReader) -> LatentAttention:
+    """The sizes of multi-head latent attention."""
+    raw = reader.raw
+    if raw.get("rope_interleave", True) is not True:
+        reader.problem(
+            "rope_interleave",
+            f"{raw['rope_interleave']!r}: Megatron's latent attention turns neighbouring elements; supported: true",
+        )
+    heads, key_heads = raw.get("num_attention_heads"), raw.get("num_key_value_heads")
+    if key_heads is not None and key_heads != heads:
+        reader.problem(
+            "num_key_value_heads", f"{key_heads!r}: latent attention has as many as num_attention_heads, {heads!r}"
+        )
+    rotary = reader.size("qk_rope_head_dim")
+    if rotary % 2:
+        reader.problem("qk_rope_head_dim", f"{rotary} is odd; rotary positions need pairs")
+    return LatentAttention(
+        query_rank=None if raw.get("q_lora_rank") is None else reader.size("q_lora_rank"),
+        key_value_rank=reader.size("kv_lora_rank"),
+        content_dim=reader.size("qk_nope_head_dim"),
+        rotary_dim=rotary,
+        value_dim=reader.size("v_head_dim"),
+    )
+
+
+def read_experts(reader: ConfigReader, num_experts: int, experts_per_token: int, intermediate_size: int) -> MoeSpec:
+    """The router with sigmoid scores, bias and groups; shared experts; the first dense layers."""
+    raw = reader.raw
+    for key, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):
+        if raw.get(key, only) != only:
+            reader.problem(key, f"{raw[key]!r} is not supported; supported: {only!r}")
+    # Megatron divides sigmoid scores by their sum where a token goes to several experts, and never where it goes to
+    # one.
+    if raw.get("norm_topk_prob") is not (experts_per_token > 1):
+        reader.problem(
+            "norm_topk_prob",
+            f"{raw.get('norm_topk_prob')!r} is not supported with num_experts_per_tok {experts_per_token}; supported:"
+            f" {experts_per_token > 1}",
+        )
+    num_groups, groups_per_token = reader.size("n_group"), reader.size("topk_group")
+    if num_groups and num_experts % num_groups:
+        reader.problem("n_group", f"{num_groups} does not divide the {num_experts} experts")
+    if groups_per_token > num_groups:
+        reader.problem("topk_group", f"{groups_per_token} is more than the {num_groups} groups (n_group)")
+    elif 0 < groups_per_token < num_groups and not _groups_agree(
+        num_experts // num_groups, experts_per_token, groups_per_token
+    ):
+        reader.problem(
+            "topk_group",
+            f"{groups_per_token}: transformers ranks a group by its 2 best experts, Megatron by num_experts_per_tok"
+            f" {experts_per_token} // topk_group of them. Supported: values for which that is 2, with at least 2"
+            f" experts per group, or n_group {num_groups} (no limit)",
+        )
+    num_layers, num_dense = reader.size("num_hidden_layers"), reader.count("first_k_dense_replace")
+    if num_layers and num_dense >= num_layers:
+        reader.problem("first_k_dense_replace", f"{num_dense} leaves no layer of {num_layers} with experts")
+    return MoeSpec(
+        num_experts=num_experts,
+        experts_per_token=experts_per_token,
+        expert_intermediate_size=intermediate_size,
+        norm_topk_prob=experts_per_token > 1,
+        score_function="sigmoid",
+        expert_bias=True,
+        num_groups=num_groups,
+        groups_per_token=groups_per_token,
+        scaling_factor=reader.number("routed_scaling_factor"),
+        shared_intermediate_size=reader.size("n_shared_experts") * intermediate_size,
+        num_dense_layers=num_dense,
+    )
+
+
+def _groups_agree(group_size: int, experts_per_token: int, groups_per_token: int) -> bool:
+    return (
+        experts_per_token // groups_per_token == 2
+        and group_size >= 2
+        and group_size * groups_per_token >= experts_per_token
+    )
+
+
+# Megatron's activation has this gain and this offset only.
+_ALPHA = 1.702
+_KINDS = ("full_attention", "sliding_attention")
+_FP4_CONFIG = {"quant_method", "modules_to_not_convert", "dequantize"}
+
+
+def read_gpt_oss(reader: ConfigReader, num_layers: int) -> dict[str, Any]:
+    """The fields of a ModelSpec that only this family has."""
+    raw = reader.raw
+    if raw.get("attention_bias", True) is not True:
+        reader.problem("attention_bias", f"{raw['attention_bias']!r} is not supported in this family; supported: true")
+    for key in ("swiglu_alpha", "hidden_act_alpha"):
+        if raw.get(key, _ALPHA) != _ALPHA:
+            reader.problem(key, f"{raw[key]!r} is not supported; supported: {_ALPHA}, Megatron's only gain")
+    if raw.get("rope_scaling") is None and raw.get("rope_parameters") is None:
+        reader.problem("rope_scaling", "missing; transformers then takes YaRN with a factor of 32: write it out")
+    return dict(
+        linear_bias=True,
+        sinks=True,
+        swiglu_limit=reader.number("swiglu_limit") if "swiglu_limit" in raw else 7.0,
+        window=_window(reader, num_layers),
+        stored_fp4=_is_fp4(reader),
+    )
+
+
+def _window(reader: ConfigReader, num_layers: int) -> SlidingWindow | None:
+    kinds = reader.raw.get("layer_types")
+    if kinds is None:  # as transformers has it
+        kinds = [_KINDS[(layer + 1) % 2] for layer in range(num_layers)]
+    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in _KINDS for kind in kinds):
+        reader.problem("layer_types", f"is {kinds!r}; must be one of {', '.join(_KINDS)} for each layer")
+        return None
+    layers = tuple(kind == _KINDS[1] for kind in kinds)
+    return SlidingWindow(reader.size("sliding_window"), layers) if any(layers) else None
+
+
+def is_fp4(raw: dict[str, Any]) -> bool:
+    """Does a config.json say that weights are MXFP4?"""
+    config = raw.get("quantization_config")
+    return isinstance(config, dict) and config.get("quant_method") == "mxfp4"
+
+
+def needs_plain_copy(raw: dict[str, Any], dtype: str) -> bool:
+    """Must a server of this dtype (`bfloat16`) start from a plain copy of the folder with this config.json? SGLang
+    would keep MXFP4 as it is, to which nothing can be published, and it makes the linear layers of gpt-oss in the dtype
+    that config.json names.
+    """
+    if "GptOssForCausalLM" not in (raw.get("architectures") or []):
+        return False
+    return is_fp4(raw) or (raw.get("dtype") or raw.get("torch_dtype")) != dtype
+
+
+def _is_fp4(reader: ConfigReader) -> bool:
+    if not is_fp4(reader.raw):
+        return False
+    if unknown := sorted(reader.raw["quantization_config"].keys() - _FP4_CONFIG):
+        reader.problem("quantization_config", f"of mxfp4: not known: {', '.join(unknown)}")
+    return True

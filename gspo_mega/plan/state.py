@@ -1,0 +1,495 @@
+"""One rank's parameters, gradient buffers and optimizer state. Counts are exact, and padding is counted separately.
+
+Follows Megatron's own arithmetic: which layers a pipeline stage builds, how parameters are cut, where its data-parallel
+buffers are padded, and which part of them a rank of the distributed optimizer owns. Counts bytes of elements, not of
+allocations: an allocator rounds each tensor up by some hundred bytes.
+
+Bytes of one rank's weights, gradients and optimizer state, from its elements (`state.py`) and the precisions.
+
+Adapters (`lora`) in a plan: their parameters on a rank, how many are trained, and what they cannot be beside.
+
+Owns what follows from the model; what contradicts every model is `config/validate_learning.py`'s.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from gspo_mega.base.errors import ModelError, Violation
+from gspo_mega.config.derived import penalises_kl
+from gspo_mega.config.schema import Config, Lora
+from gspo_mega.models.families import HEAD
+from gspo_mega.models.low_rank import adapted, adapter_tensors, module_of, targets_of
+from gspo_mega.models.spec import ModelSpec
+from gspo_mega.models.tensors import TensorEntry, hf_tensors, parameter_shape
+from gspo_mega.plan.layout import Layout
+
+if TYPE_CHECKING:
+    from gspo_mega.plan.layout import Layout
+
+
+WEIGHT_BYTES = {"fp32": 4, "bf16": 2, "fp8": 2}
+GRADIENT_BYTES = {"fp32": 4, "bf16": 2}
+MAIN_BYTES = 4
+MOMENT_BYTES = {"fp32": 4, "bf16": 2, "fp8": 1}
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Of one rank's `State`. `padding`: of weights and gradients. `offloaded`: optimizer state on the host instead.
+    `fp8_copies`: linear weights in FP8 beside those of `weights`, rowwise and columnwise. `reference`: the weights of
+    the frozen reference of a KL term or penalty, with the FP8 copies that a forward pass keeps; it has no gradients,
+    padding or optimizer state. `snapshots`: weights of the present and earlier versions on the host
+    (`diagnostics.exact_staleness`).
+    """
+
+    weights: int
+    gradients: int
+    padding: int
+    main: int
+    moments: int
+    fp8_copies: int
+    offloaded: int
+    reference: int
+    snapshots: int
+
+    @property
+    def on_host(self) -> int:
+        return self.offloaded + self.snapshots
+
+    @property
+    def on_device(self) -> int:
+        return (
+            self.weights + self.gradients + self.padding + self.main + self.moments + self.fp8_copies + self.reference
+        )
+
+
+def has_reference(config: Config) -> bool:
+    """Does the KL term or penalty hold a frozen model? A policy with adapters is its own reference without them."""
+    compares = config.kl.coefficient > 0 or penalises_kl(config)
+    return compares and (config.lora is None or config.kl.reference_path is not None)
+
+
+def checkpoint_bytes(config: Config, total_parameters: int) -> int:
+    """Bytes of a checkpoint of that many trained parameters: weights, fp32 main weights and moments."""
+    main = 0 if config.precision == "fp32" else MAIN_BYTES
+    return total_parameters * (WEIGHT_BYTES[config.precision] + main + 2 * MOMENT_BYTES[config.optimizer.moments_dtype])
+
+
+def state_bytes(config: Config, state: State, *, is_critic: bool = False) -> StateBytes:
+    """Bytes of the state of a policy, or with the critic's configuration those of a critic. FP8 copies are Transformer
+    Engine's; moments below fp32 and offloading are without their scales.
+    """
+    optimizer = config.optimizer
+    weight, gradient = WEIGHT_BYTES[config.precision], GRADIENT_BYTES[optimizer.gradients_dtype]
+    fp8 = config.precision == "fp8"
+    in_fp8 = state.linear if fp8 and config.fp8.parameters else 0
+    # fp32 parameters are their own main copy.
+    main = 0 if config.precision == "fp32" else state.optimized * MAIN_BYTES
+    moments = 2 * state.optimized * MOMENT_BYTES[optimizer.moments_dtype]
+    stay = 1.0 - optimizer.cpu_offload_fraction
+    weights = (state.parameters - in_fp8) * weight + in_fp8
+    most_stale = config.rollout.max_staleness
+    return StateBytes(
+        weights=weights,
+        gradients=(state.parameters - state.frozen) * gradient,
+        padding=state.padding * (weight + gradient),
+        main=round(main * stay),
+        moments=round(moments * stay),
+        # Both orientations of each linear weight, less the one that the parameter itself is.
+        fp8_copies=2 * state.linear - in_fp8 if fp8 else 0,
+        offloaded=main + moments - round(main * stay) - round(moments * stay),
+        reference=weights + (state.linear - in_fp8 if fp8 else 0) if has_reference(config) and not is_critic else 0,
+        snapshots=(most_stale + 1) * weights if config.diagnostics.exact_staleness and most_stale else 0,
+    )
+
+
+# Families with experts whose adapters a real server has computed as the trainer does.
+_SERVED_WITH_EXPERTS = ("qwen3_moe",)
+
+
+def check_adapters(config: Config, spec: ModelSpec) -> Iterator[Violation]:
+    """What `lora` asks for and this model, or its layout, does not have."""
+    if config.lora is None:
+        return
+    try:
+        found = adapted(spec, config.lora.targets)
+    except ModelError as error:
+        yield Violation("lora.targets", str(error).partition(": ")[2])
+        return
+    if config.publish.lora == "adapter" and (said := _not_served(spec, found)):
+        yield Violation("publish.lora", f"adapter, and the model ({spec.family}) has {said}", "merged")
+    if any(entries[0].expert is not None for entries in found.values()) and config.parallel.expert_tensor > 1:
+        own = [name for name in targets_of(spec) if name not in _of_experts(spec)]
+        yield Violation(
+            "parallel.expert_tensor",
+            f"{config.parallel.expert_tensor} cuts every expert, and an expert's adapter is whole on its rank; without"
+            f" adapters on experts `lora.targets: [{', '.join(own)}]`",
+            "1",
+        )
+
+
+def _not_served(spec: ModelSpec, found: dict[str, list[TensorEntry]]) -> str:
+    """Why servers do not get these adapters as such; empty where they do."""
+    if spec.latent is not None:
+        return (
+            "latent attention: SGLang adds what kv_b_proj's adapters change of it by GPU kernels alone, and no server"
+            " has been compared with the trainer"
+        )
+    if spec.moe is not None and spec.family not in _SERVED_WITH_EXPERTS:
+        served = ", ".join(_SERVED_WITH_EXPERTS)
+        return f"experts: servers with adapters were compared with the trainer for {served} and models without experts"
+    roles = {entry.role for entries in found.values() for entry in entries if entry.expert is not None}
+    if roles and not {"gate", "whole"} <= roles:
+        gate, _, down = dict.fromkeys(module_of(e) for e in hf_tensors(spec) if e.expert is not None)
+        return f"experts with adapters: SGLang computes them only if {gate} and {down} are both in lora.targets"
+    return ""
+
+
+def _of_experts(spec: ModelSpec) -> set[str]:
+    found = adapted(spec, ())
+    return {module_of(entry) for entries in found.values() for entry in entries if entry.expert is not None}
+
+
+def trained_parameters(config: Config, spec: ModelSpec, total: int) -> int:
+    """Numbers of the policy that are trained: all of them, or those of the adapters."""
+    lora = config.lora
+    return total if lora is None else num_adapter_parameters(lora, spec)
+
+
+def num_adapter_parameters(lora: Lora, spec: ModelSpec) -> int:
+    return sum(tensor.num_elements for tensor in adapter_tensors(spec, lora.rank, lora.targets))
+
+
+def adapter_shares(lora: Lora, spec: ModelSpec, layout: Layout, shares: Sequence[Share]) -> list[Share]:
+    """A rank's parts of the adapters of a chunk whose own parameters are `shares`, in the order of the engine's
+    modules: B, then the A of each matrix.
+    """
+    wanted = adapted(spec, lora.targets)
+    found = []
+    for share in shares:
+        entries = wanted.get(share.name, [])
+        if not entries:
+            continue
+        cut = layout.expert_tensor if entries[0].expert is not None else layout.tensor
+        rows, columns = parameter_shape(spec, entries[0], cut)
+        for size in (rows, *[columns] * len(entries)):
+            found.append(replace(share, num_elements=size * lora.rank, linear=False))
+    return found
+
+
+# Megatron's data-parallel buffers with the distributed optimizer: where a parameter may start, and what a bucket's end
+# is rounded to (its least common multiple with the number of ranks that share it).
+_START_ELEMENTS, _END_ELEMENTS = 64, 128
+# Its bucket size with overlapped reduction: the larger of the two, the second for each data-parallel rank.
+_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_A_RANK = 40_000_000, 1_000_000
+# A critic's head, as its module is named.
+_VALUE_HEAD = "value_head.weight"
+# The order in which a layer's parameters are registered; it decides where buckets end.
+_IN_A_LAYER = (
+    "input_layernorm",
+    "self_attention.core_attention",
+    "self_attention.linear_proj",
+    *(f"self_attention.linear_{name}" for name in ("q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj")),
+    "self_attention",
+    "pre_mlp_layernorm",
+    "mlp.router",
+    "mlp.shared_experts",
+    "mlp",
+)
+
+
+@dataclass(frozen=True)
+class Share:
+    """A rank's part of one parameter. `expert_data`: its gradient is summed over the expert-data group instead of the
+    data-context group. `own_bucket`: tied embeddings of two stages. `linear`: Transformer Engine multiplies it in FP8.
+    """
+
+    name: str
+    num_elements: int
+    expert_data: bool
+    own_bucket: bool
+    linear: bool
+
+
+@dataclass(frozen=True)
+class State:
+    """Elements of one rank. `parameters`: of its modules. `linear`: of these, in layers that FP8 computes. `padding`:
+    what the buffers of weights and gradients hold besides. `optimized`: parameters whose main copy and moments are
+    here. `frozen`: parameters without a gradient, beside adapters.
+    """
+
+    parameters: int
+    linear: int
+    padding: int
+    optimized: int
+    frozen: int = 0
+
+    @property
+    def gradients(self) -> int:
+        """Elements of the gradient buffers, padding among them."""
+        return self.parameters - self.frozen + self.padding
+
+
+@dataclass(frozen=True)
+class BufferSize:
+    """Elements of one buffer's largest bucket, padding among them, and of its largest parameter."""
+
+    bucket: int
+    parameter: int
+
+
+class ModelShares:
+    """The model's parameters for any layout. Reads the family table once, so that many layouts can be computed.
+
+    `is_critic`: with a critic's head of one row, which no embedding is tied to, in place of the LM head.
+    """
+
+    def __init__(self, spec: ModelSpec, *, is_critic: bool = False) -> None:
+        self.spec, self.is_critic = spec, is_critic
+        self._first: list[TensorEntry] = []
+        self._last: list[TensorEntry] = []
+        # Kept because many layouts share them: the shares of a layer by how it is cut, and the buffers of a stage.
+        self._cut: dict[tuple[int, ...], list[Share]] = {}
+        self._held: dict[tuple, _Buffers] = {}
+        self._layers: list[list[TensorEntry]] = [[] for _ in range(spec.num_layers)]
+        for entry in hf_tensors(spec):
+            if entry.is_buffer:
+                continue
+            if entry.layer is not None:
+                # Experts are alike: the first one stands for all.
+                if not entry.expert:
+                    self._layers[entry.layer].append(entry)
+            elif not (is_critic and entry.parameter == HEAD.parameter):
+                (self._first if entry.stage == "first" else self._last).append(entry)
+
+    @cached_property
+    def critic(self) -> ModelShares:
+        """Those of a critic beside this policy."""
+        return ModelShares(self.spec, is_critic=True)
+
+    def chunks(self, layout: Layout, stage: int) -> list[list[Share]]:
+        """The parameters of a pipeline stage's model chunks, each in Megatron's order. The same on all its ranks."""
+        num_chunks = layout.virtual_pipeline or 1
+        chunks: list[list[Share]] = []
+        for index, layers in enumerate(layout.chunk_layers(stage)):
+            shares: list[Share] = []
+            if stage == 0 and index == 0:
+                for entry in self._first:
+                    shares += self._share(layout, entry, tied=self._is_tied(entry) and layout.pipeline > 1)
+            for layer in layers:
+                key = (layer, layout.tensor, layout.expert, layout.expert_tensor)
+                if key not in self._cut:
+                    self._cut[key] = list(self._layer(layout, self._layers[layer]))
+                shares += self._cut[key]
+            if stage == layout.pipeline - 1 and index == num_chunks - 1:
+                for entry in self._last:
+                    shares += self._share(layout, entry)
+                if layout.pipeline > 1:  # the head's own copy of tied embeddings
+                    for entry in self._first:
+                        shares += self._share(layout, entry, tied=True) if self._is_tied(entry) else []
+                if self.is_critic:  # whole on every tensor rank
+                    shares.append(Share(_VALUE_HEAD, self.spec.hidden_size, False, False, False))
+            chunks.append(shares)
+        return chunks
+
+    def _is_tied(self, entry: TensorEntry) -> bool:
+        return bool(entry.copies) and not self.is_critic
+
+    def _layer(self, layout: Layout, entries: list[TensorEntry]) -> Iterator[Share]:
+        shares = {share.name: (share, entry) for entry in entries for share in self._share(layout, entry)}
+        ordered = sorted(shares.values(), key=lambda pair: _place(pair[1]))
+        experts = [share for share, entry in ordered if entry.expert is not None]
+        shared = [share for share, entry in ordered if ".shared_experts." in entry.parameter]
+        yield from (share for share, entry in ordered if entry.expert is None and share not in shared)
+        for _ in range(self.spec.moe.num_experts // layout.expert if experts and self.spec.moe is not None else 0):
+            yield from experts
+        yield from shared
+
+    def _share(self, layout: Layout, entry: TensorEntry, tied: bool = False) -> list[Share]:
+        is_expert = entry.expert is not None
+        shape = parameter_shape(self.spec, entry, layout.expert_tensor if is_expert else layout.tensor)
+        return [
+            Share(
+                name=entry.parameter,
+                num_elements=math.prod(shape),
+                # Megatron reduces experts that are on every rank with everything else.
+                expert_data=is_expert and layout.expert > 1,
+                own_bucket=tied,
+                linear=entry.stage == "layer" and ".linear_" in entry.parameter and len(entry.shape) == 2,
+            )
+        ]
+
+    def state(self, config: Config, layout: Layout, stage: int) -> StageState:
+        """The state that the ranks of a pipeline stage hold."""
+        fp8_weights = config.fp8.parameters and config.precision == "fp8"
+        bucket = (
+            max(_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_A_RANK * layout.data)
+            if config.optimizer.overlap and stage == 0
+            else None
+        )
+        ranks = (layout.world_size, layout.tensor, layout.pipeline, layout.virtual_pipeline)
+        experts = (layout.expert, layout.expert_tensor)
+        options = (layout.stage_layers, stage, fp8_weights, config.optimizer.distributed, bucket, config.lora)
+        key = (*ranks, *experts, *options)
+        if key not in self._held:
+            self._held[key] = self._make_buffers(config, layout, stage, fp8_weights, bucket)
+        return StageState(self._held[key], layout)
+
+    def _make_buffers(
+        self, config: Config, layout: Layout, stage: int, fp8_weights: bool, bucket: int | None
+    ) -> _Buffers:
+        """`bucket`: elements of a full bucket of the stage's first chunk, None where nothing is overlapped."""
+        buffers = _Buffers()
+        for index, shares in enumerate(self.chunks(layout, stage)):
+            if config.lora is not None:
+                buffers.frozen += sum(share.num_elements for share in shares)
+                shares = adapter_shares(config.lora, self.spec, layout, shares)
+            for expert_data in (False, True):
+                ranks = layout.expert_data if expert_data else layout.data * layout.context
+                for linear in (False, True) if fp8_weights else (None,):
+                    # FP8 parameters have buffers of their own.
+                    held = [s for s in shares if s.expert_data == expert_data and linear in (None, s.linear)]
+                    if held:
+                        buffers.append(
+                            _Buffer(held, ranks, bucket if index == 0 else None, config.optimizer.distributed)
+                        )
+        return buffers
+
+
+class StageState:
+    """What each rank of one pipeline stage holds."""
+
+    def __init__(self, buffers: _Buffers, layout: Layout) -> None:
+        self._buffers, self._layout = buffers, layout
+
+    def of_rank(self, rank: int) -> State:
+        """`rank`: a global rank in this stage."""
+        place = self._layout.coordinates(rank)
+        return self._of(place.data * self._layout.context + place.context, place.expert_data)
+
+    def reduced(self, over_expert_data: bool) -> int:
+        """Elements whose gradients are summed over the expert-data group, or those of the data-context group."""
+        return sum(b.num_elements for b in self._buffers if b.expert_data == over_expert_data)
+
+    @property
+    def buffers(self) -> tuple[BufferSize, ...]:
+        """Of every rank of the stage alike."""
+        return tuple(BufferSize(b.largest_bucket, b.largest) for b in self._buffers)
+
+    @property
+    def largest(self) -> State:
+        """An upper bound, which some rank reaches within a few elements: padding makes shards differ slightly."""
+        return self._buffers.largest
+
+    def _of(self, data_context: int, expert_data: int) -> State:
+        return self._buffers.state(lambda b: b.owned(expert_data if b.expert_data else data_context))
+
+
+class _Buffers(list["_Buffer"]):
+    """All buffers of one stage, for any of its ranks. `frozen`: elements of parameters that are in none."""
+
+    frozen = 0
+
+    @cached_property
+    def largest(self) -> State:
+        return self.state(_Buffer.most_owned)
+
+    def state(self, owned: Callable[[_Buffer], int]) -> State:
+        """`owned`: elements of a buffer whose optimizer state is the rank's."""
+        return State(
+            parameters=self.frozen + sum(b.num_elements for b in self),
+            linear=sum(b.linear for b in self),
+            padding=sum(b.end - b.num_elements for b in self),
+            optimized=sum(map(owned, self)),
+            frozen=self.frozen,
+        )
+
+
+class _Buffer:
+    """One of Megatron's parameter-and-gradient buffers: where its parameters lie, in elements."""
+
+    def __init__(self, shares: list[Share], num_ranks: int, bucket_elements: int | None, distributed: bool) -> None:
+        self.num_elements = sum(s.num_elements for s in shares)
+        self.linear = sum(s.num_elements for s in shares if s.linear)
+        self.largest = max(s.num_elements for s in shares)
+        self.expert_data = shares[0].expert_data
+        self.num_ranks = num_ranks
+        self._distributed = distributed
+        self._ends: list[int] = []  # of buckets
+        self._starts: list[int] = []  # of parameters, and ...
+        self._before: list[int] = [0]  # ... how many elements lie before each
+        multiple = math.lcm(num_ranks, _END_ELEMENTS)
+        position = bucket_start = 0
+        for share in reversed(shares):
+            if not distributed:
+                position += share.num_elements
+                continue
+            position = _round_up(position, _START_ELEMENTS)
+            if share.own_bucket and position > bucket_start:
+                position = bucket_start = self._end_bucket(position, multiple)
+            self._starts.append(position)
+            self._before.append(self._before[-1] + share.num_elements)
+            position += share.num_elements
+            if share.own_bucket or (bucket_elements is not None and position - bucket_start >= bucket_elements):
+                position = bucket_start = self._end_bucket(position, multiple)
+        if distributed and position > bucket_start:
+            position = self._end_bucket(position, multiple)
+        self.end = position
+
+    def _end_bucket(self, position: int, multiple: int) -> int:
+        self._ends.append(_round_up(position, multiple))
+        return self._ends[-1]
+
+    @property
+    def largest_bucket(self) -> int:
+        """Elements; 0 where nothing is divided over data ranks."""
+        return max((end - start for start, end in pairwise([0, *self._ends])), default=0)
+
+    def owned(self, rank: int) -> int:
+        """Parameter elements whose optimizer state rank `rank` of the group keeps: its equal part of every bucket."""
+        if not self._distributed:
+            return self.num_elements
+        total = start = 0
+        for end in self._ends:
+            part = (end - start) // self.num_ranks
+            total += self._elements_before(start + (rank + 1) * part) - self._elements_before(start + rank * part)
+            start = end
+        return total
+
+    def most_owned(self) -> int:
+        """The largest of `owned` of all ranks, from the padding in each one's part, of which there is little."""
+        if not self._distributed:
+            return self.num_elements
+        padding, bucket, start = [0] * self.num_ranks, 0, 0
+        for index, next_start in enumerate([*self._starts[1:], self.end]):
+            position = self._starts[index] + self._before[index + 1] - self._before[index]
+            while position < next_start:
+                while position >= self._ends[bucket]:
+                    start, bucket = self._ends[bucket], bucket + 1
+                rank, inside = divmod(position - start, part := (self._ends[bucket] - start) // self.num_ranks)
+                length = min(next_start - position, part - inside)
+                padding[rank] += length
+                position += length
+        return self.end // self.num_ranks - min(padding)
+
+    def _elements_before(self, position: int) -> int:
+        index = bisect_right(self._starts, position) - 1
+        if index < 0:
+            return 0
+        return min(self._before[index] + position - self._starts[index], self._before[index + 1])
+
+
+def _place(entry: TensorEntry) -> int:
+    inside = entry.parameter.split(".", 3)[3]
+    return next(index for index, start in enumerate(_IN_A_LAYER) if inside.startswith(start))
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -1,0 +1,264 @@
+"""Groups from admission to the batch that consumes them, on the pool's loop: sampling goes on while the trainer trains.
+
+Owns when a group is started and what a batch is made of, by the rules of `admission.py`. Sampling one group is
+`groups.py`'s; the trainer's side, which waits, is `collector.py`'s. Nothing is started beyond what was asked
+for: with `rollout.max_staleness` 0 that is the batch that the trainer waits for, and nothing between two batches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from gspo_mega.base.episodes import Episode, Group, RolloutBatch
+from gspo_mega.base.records import Prompt, distinct
+from gspo_mega.config.derived import least_of_group
+from gspo_mega.config.schema import Config
+from gspo_mega.metrics.reductions import is_constant, sampled_metrics
+from gspo_mega.rollout.admission import Admission
+from gspo_mega.rollout.arrival_order import Formed, Freshness
+from gspo_mega.rollout.groups import SampledGroups, TaskGroup
+from gspo_mega.rollout.pool import ServerPool
+
+_LEAST_RUNNING = 64
+
+
+class Prompts(Protocol):
+    """An endless stream of prompts, as `data.stream.PromptStream` is."""
+
+    def next(self) -> Prompt: ...
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A batch that the trainer asks for. `known`: groups that exist already, whole or in part, by number. `keep` gets
+    every new episode as soon as it is scored or has failed, `admit` every new group (number, prompt, weight version)
+    before it is sampled: for this batch and until the next is asked for, on the pool's thread.
+    """
+
+    step: int
+    known: Mapping[int, Group] = field(default_factory=dict)
+    keep: Callable[[Episode], None] = lambda episode: None
+    admit: Callable[[int, Prompt, int], None] = lambda number, prompt, weight_version: None
+
+
+@dataclass(frozen=True)
+class Position:
+    """What a run needs to go on behind a batch: `prompts`, as the order was before it gave the first group that is
+    outstanding, and `tickets`, the position in the groups' numbers (`Admission.state_dict`).
+    """
+
+    prompts: Any = None
+    tickets: dict[str, Any] | None = None
+
+
+def admission_of(config: Config) -> Admission:
+    """The admission that the configuration asks for."""
+    rollout, wanted = config.rollout, config.batch.prompts_per_step
+    return Admission(
+        wanted,
+        int(wanted * rollout.max_oversampling) if rollout.filter_constant_groups else wanted,
+        Freshness(rollout.max_staleness),
+        rollout.order,
+        num_steps=None if config.train is None else config.train.num_steps,
+    )
+
+
+class Collection:
+    """One stretch of sampling, from the first batch asked for to `close` or an error, which ends all of it."""
+
+    def __init__(
+        self,
+        config: Config,
+        pool: ServerPool,
+        prompts: Prompts,
+        sampled: SampledGroups,
+        tickets: Mapping[str, Any] | None,
+        snapshot: Callable[[], Any],
+        clock: Callable[[], float] = time.monotonic,
+        on_ready: Callable[[int, list[Group]], None] = lambda step, groups: None,
+    ) -> None:
+        """`tickets`: where the numbers go on. `snapshot`: the present position in `prompts`. `on_ready`: gets the next
+        step and the groups that it would have, where it is not asked for yet.
+        """
+        self._config, self._pool, self._prompts, self._sampled = config, pool, prompts, sampled
+        self._snapshot, self._clock = snapshot, clock
+        self._admission = admission_of(config)
+        self._admission.load_state_dict(tickets)
+        self._asked = Asked(-1)
+        self._batch: asyncio.Future[tuple[RolloutBatch, Position]] | None = None
+        self._worker: asyncio.Task[None] | None = None
+        # Groups come through a queue: asyncio.wait for the first of N tasks would cost N each time.
+        self._events: asyncio.Queue[asyncio.Task[Group] | None] = asyncio.Queue()
+        self._num_running = 0
+        self._groups: dict[int, Group] = {}
+        self._before: dict[int, Any] = {}
+        self._known: dict[int, Group] = {}
+        self._on_ready = on_ready
+        self._ready: tuple[int, ...] = ()
+        self._num_drawn = self._admission.first
+        self._asked_at = self._busy_since = clock()
+        self._busy_seconds = 0.0
+        self._straggler: tuple[float, int] | None = None
+
+    async def take(self, asked: Asked) -> tuple[RolloutBatch, Position]:
+        """The batch of a step, and the position behind it. Raises the first error of any group, also of one that would
+        belong to a later batch; cancelled, it ends everything, too.
+        """
+        if self._worker is None:
+            self._worker = asyncio.ensure_future(self._work())
+            self._known = dict(asked.known)
+        self._asked, self._asked_at = asked, self._clock()
+        self._straggler = None
+        self._batch = asyncio.get_running_loop().create_future()
+        self._admission.ask(asked.step)
+        self._num_drawn = min(self._num_drawn, self._admission.next_number)
+        self._events.put_nowait(None)
+        try:
+            await asyncio.wait({self._batch, self._worker}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            await self.close()
+            raise
+        if self._worker.done() and not self._batch.done():
+            await self._worker
+        return self._batch.result()
+
+    async def close(self) -> None:
+        """End all sampling."""
+        if self._worker is not None:
+            self._worker.cancel()
+            await asyncio.gather(self._worker, return_exceptions=True)
+
+    async def _work(self) -> None:
+        async with TaskGroup() as tasks:
+            while True:
+                self._start_groups(tasks)
+                self._form()
+                ended = await self._events.get()
+                if ended is not None:
+                    self._note(ended.result())
+
+    def _start_groups(self, tasks: asyncio.TaskGroup) -> None:
+        # Groups that could only wait for a server are not started yet: Python's garbage collector visits every task
+        # that waits.
+        most = max(_LEAST_RUNNING, 2 * self._pool.capacity // self._config.batch.group_size)
+        while self._num_running < most and self._admission.may_admit():
+            number = self._admission.next_number
+            for _ in range(self._num_drawn, number):
+                self._prompts.next()  # of groups that were consumed before a restart
+            self._num_drawn = number + 1
+            self._before[number] = self._snapshot()
+            prompt = self._prompts.next()
+            known = self._known.pop(number, None)
+            staleness = 0 if known is None else self._staleness(known)
+            if known is not None and not self._is_in_time(staleness):
+                known, staleness = None, 0
+            self._admission.admit(staleness)
+            if known is None:
+                self._asked.admit(number, prompt, self._pool.committed_version)
+            task = tasks.create_task(
+                self._sampled.sample(number, prompt, f"step{self._asked.step:06d}", known, self._asked.keep)
+            )
+            task.add_done_callback(self._events.put_nowait)
+            if not self._num_running:
+                self._busy_since = self._clock()
+            self._num_running += 1
+
+    def _staleness(self, group: Group) -> int:
+        """How many versions the oldest token of a group lags behind the committed version; below 0 where one of its
+        tokens is of a version that was never committed.
+        """
+        versions = {v for e in group.episodes for node in e.turns for v in distinct(node.weight_versions)}
+        lags = [self._pool.committed_version - version for version in versions] or [0]
+        return min(lags) if min(lags) < 0 else max(lags)
+
+    def _is_in_time(self, staleness: int) -> bool:
+        ahead = self._admission.latest_step() - self._admission.asked
+        return staleness >= 0 and ahead + staleness <= self._config.rollout.max_staleness
+
+    def _note(self, group: Group) -> None:
+        """A group is complete."""
+        self._num_running -= 1
+        if not self._num_running:
+            self._busy_seconds += max(0.0, self._sampled.last_generated - self._busy_since)
+        self._groups[group.group_id] = group
+        is_kept = len(group.scored) >= least_of_group(self._config) and not (
+            self._config.rollout.filter_constant_groups and is_constant(group, self._config)
+        )
+        self._admission.complete(group.group_id, is_kept)
+
+    def _form(self) -> None:
+        """Hand out the batch that was asked for, if it is complete."""
+        if self._batch is None:
+            return
+        formed = self._admission.formed()
+        if self._batch.done():
+            if formed is not None and formed.kept not in ((), self._ready):
+                self._ready = formed.kept
+                self._on_ready(self._admission.step, [self._groups[number] for number in formed.kept])
+            return
+        if formed is None:
+            if self._straggler is None and len(waited := self._admission.waits_for()) == 1:
+                self._straggler = self._clock(), waited[0]
+            return
+        self._admission.consume(formed)
+        batch = self._make(formed)
+        for number in (*formed.kept, *formed.dropped):
+            del self._before[number]
+        first = self._before.get(self._admission.first)
+        position = Position(first if self._before else self._snapshot(), self._admission.state_dict())
+        self._batch.set_result((batch, position))
+        self._form()  # the next one may be complete, too
+
+    def _make(self, formed: Formed) -> RolloutBatch:
+        now, sampled = self._clock(), self._sampled
+        kept = [self._groups.pop(number) for number in formed.kept]
+        dropped = [self._groups.pop(number) for number in formed.dropped]
+        constant = [group for group in dropped if len(group.scored) >= least_of_group(self._config)]
+        sampled.check_failures(anything_left=bool(kept or constant))
+        counts = sampled.take_counts()
+        # A step in which no group carries a signal still needs a batch: its advantages, and so its gradient, are zero.
+        groups = kept or constant[: self._config.batch.prompts_per_step]
+        counts["num_prompts_sampled"] = len(kept) + len(dropped)
+        counts["num_groups_filtered"] = len(constant)
+        counts["num_groups_unscored"] = len(dropped) - len(constant)
+        counts["num_groups_missing"] = self._config.batch.prompts_per_step - len(kept)
+        counts["num_groups_in_flight"] = self._admission.outstanding
+        counts["num_partial_episodes"] = sum(_is_partial(e) for group in groups for e in group.episodes)
+        counts["trainer_wait_seconds"] = now - self._asked_at
+        counts["straggler_wait_seconds"] = self._straggler_seconds(now, groups)
+        counts["servers_idle_seconds"] = self._pool.take_idle_seconds()
+        generate, score = self._busy_seconds, now - sampled.last_generated
+        if self._num_running:
+            generate, score = generate + now - self._busy_since, 0.0
+        self._busy_seconds, self._busy_since = 0.0, now
+        return RolloutBatch(
+            step=self._asked.step,
+            groups=groups,
+            counts={name: float(value) for name, value in counts.items()},
+            phase_seconds={"generate": generate, "score": max(0.0, min(score, now - self._asked_at))},
+            sampled=sampled_metrics(sorted([*kept, *dropped], key=lambda group: group.group_id), self._config),
+        )
+
+    def _straggler_seconds(self, now: float, groups: list[Group]) -> float:
+        """How long a single group was waited for. A long wait is told, with the prompt's name."""
+        if self._straggler is None:
+            return 0.0
+        since, number = self._straggler
+        seconds = now - since
+        if seconds > self._config.rollout.progress_deadline_seconds / 2:
+            name = next(
+                (group.prompt.prompt_id for group in groups if group.group_id == number), "one that was dropped"
+            )
+            self._pool.tell(
+                f"waited   step {self._asked.step + 1}: {seconds:.1f} s for the last group, of prompt {name}"
+            )
+        return seconds
+
+
+def _is_partial(episode: Episode) -> bool:
+    """Was the episode sampled from several versions of the weights?"""
+    return len({version for node in episode.turns for version in distinct(node.weight_versions)}) > 1

@@ -1,0 +1,180 @@
+"""The process that is one SGLang server: `python -m gspo_mega.rollout.server.entry --spec FILE.json`.
+
+Owns this process's environment, the CPU support where there is no GPU, and the arguments of SGLang.
+`supervise.py` watches and restarts this process. SGLang spawns children that import this module again as their
+`__main__`, so whatever they need, too, happens at import.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib.metadata
+import importlib.util
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+from gspo_mega.base import versions
+from gspo_mega.base.errors import ConfigError, GspoMegaError
+from gspo_mega.base.garbage import uncollected
+from gspo_mega.base.network import is_loopback
+from gspo_mega.base.untrusted import read_json_file
+from gspo_mega.cpu import sglang_hooks
+from gspo_mega.models.value_models import check_head
+from gspo_mega.rollout.registration import read_secret
+from gspo_mega.rollout.server.spec import (
+    ServerSpec,
+    check_batch_invariant,
+    check_checkpoint,
+    check_gpu,
+    check_memory_saver,
+    check_options_sglang,
+    draft_architectures,
+    missing_values,
+    sglang_arguments,
+)
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent ends in any way (Linux)."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # the parent ended before the call
+        os._exit(1)
+
+
+def use_private_rendezvous(spec: ServerSpec) -> None:
+    """Have SGLang's processes find each other through a file of their own, where they are on one machine. Where the
+    server's address is a loopback address, their sockets listen on the loopback interface only.
+
+    By default they use a torch store, which listens on every address of the machine and accepts keys from anybody. The
+    parts of a server over several nodes do.
+    """
+    if spec.num_nodes == 1:
+        os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{spec.store}"
+    if is_loopback(spec.host):
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(variable, "lo")
+
+
+def server_arguments(spec: ServerSpec):
+    """SGLang's ServerArgs for `spec`. Raises ConfigError for an option SGLang does not have or refuses."""
+    model_config = read_model_config(spec.model_path)
+    check_context(spec, model_config)
+    check_checkpoint(spec, model_config)
+    draft = spec.speculative.get("speculative_draft_model_path")
+    drafts = draft_architectures(spec, read_model_config(draft)) if draft is not None else []
+    if spec.classifies:
+        check_head(spec.model_path)
+    import_only([*(model_config.get("architectures") or []), *drafts])
+    is_installed = importlib.util.find_spec("torch_memory_saver") is not None
+    check_memory_saver(spec, sglang_hooks.activate(), is_installed)
+    check_batch_invariant(spec, sglang_hooks.activate())
+    if sglang_hooks.activate() and not spec.options.get("enable_torch_compile"):
+        # SGLang decorates functions with torch.compile, which imports a compiler for each process that it never uses.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    if sglang_hooks.activate() and spec.tensor > 1:
+        # SGLang has one rank for each NUMA node unless it is told which cores each rank may use: here, all.
+        cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))
+        os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join([cores] * spec.tensor))
+
+    import msgspec
+    from sglang.srt.server_args import ServerArgs
+
+    fields = msgspec.structs.fields(cast("type[msgspec.Struct]", ServerArgs))  # its decorator hides that it is one
+    check_options_sglang(spec.options, (field.name for field in fields))
+    on_cpu = sglang_hooks.activate()
+    if not on_cpu and spec.quantization != "none":
+        import torch
+
+        check_gpu(spec, torch.cuda.get_device_capability())
+    attention = sglang_hooks.INVARIANT_ATTENTION_BACKEND if spec.batch_invariant else sglang_hooks.ATTENTION_BACKEND
+    arguments = sglang_arguments(spec, on_cpu=on_cpu, cpu_attention_backend=attention)
+    arguments["api_key"] = read_secret(Path(spec.api_key_file))
+    return ServerArgs(**missing_values(model_config) | arguments)
+
+
+def read_model_config(folder: str) -> dict[str, Any]:
+    """config.json of a Hugging Face folder. Raises ConfigError."""
+    try:
+        return read_json_file(Path(folder, "config.json"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder} is no Hugging Face model folder: {error}") from error
+
+
+def import_only(architectures: list[str]) -> None:
+    """Have SGLang import only the models of these architectures: all two hundred take nearly half of a start's time."""
+    package = importlib.util.find_spec("sglang")
+    if package is None or package.origin is None:
+        raise ConfigError("sglang is not installed in this environment; it is needed to serve")
+    if too_old := versions.problem(_version_of("sglang")):
+        raise ConfigError(f"{sys.executable}: {too_old}")
+    models = list(Path(package.origin).parent.glob("srt/models/*.py"))
+    definitions = [f"class {architecture}(" for architecture in architectures]
+    needed = {path for path in models if any(d in path.read_text(encoding="utf-8") for d in definitions)}
+    if needed:  # otherwise SGLang may know the architecture in another way, and reports it if it does not
+        others = sorted(path.stem for path in models if path not in needed)
+        os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(others))
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None  # a source tree on the path
+
+
+def check_context(spec: ServerSpec, model_config: dict[str, Any]) -> None:
+    """Raise ConfigError if the model has fewer positions than the configured context."""
+    limit = model_config.get("max_position_embeddings")
+    if limit is not None and spec.context_tokens > limit:
+        raise ConfigError(
+            f"server.context_tokens: {spec.context_tokens} tokens, but the model's positions end at {limit}"
+        )
+    # The few tokens of slack that SGLang's own bounds need may exceed the positions; none of those is ever used.
+    os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
+
+
+def main() -> None:
+    """Read the command line and serve until killed."""
+    parser = argparse.ArgumentParser(prog="gspo_mega.rollout.server.entry", description="Be one SGLang server.")
+    parser.add_argument("--spec", type=Path, required=True, help="JSON file written by `gspo-mega serve`")
+    parser.add_argument("--parent", type=int, required=True, help="pid of `gspo-mega serve`; end when it ends")
+    arguments = parser.parse_args()
+    die_with_parent(arguments.parent)
+    with uncollected():
+        sglang_hooks.activate()
+        try:
+            spec = ServerSpec.read(arguments.spec)
+            use_private_rendezvous(spec)
+            server_args = server_arguments(spec)
+        except GspoMegaError as error:
+            sys.stderr.write(f"{error}\n")
+            sys.exit(error.exit_code)
+        from sglang.launch_server import run_server
+        from sglang.srt.entrypoints import http_server  # noqa: F401, run_server imports it where all is collected
+        from sglang.srt.utils import kill_process_tree
+
+    try:
+        run_server(server_args)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+# At import: in this process and in every spawned child, before anything imports sglang or torch.
+# SGLang imports Megatron-Core where it is installed, for a debugging aid alone.
+cast("dict[str, Any]", sys.modules)["megatron"] = None
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# With this, /health only says that the server is up; /health_generate still makes it produce a token.
+os.environ["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "false"
+
+if __name__ == "__main__":
+    main()
+else:
+    sglang_hooks.activate()

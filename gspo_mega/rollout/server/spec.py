@@ -1,0 +1,394 @@
+"""Does a server compute in the precision that the configuration asks for? Asked of the server itself, once per start.
+
+SGLang falls back silently in some places: a checkpoint's own configuration or a model's default may change what an
+argument says. Owns the question and the comparison; SGLang's names are `spec.py`'s.
+
+ServerSpec: everything that one SGLang server process needs to know, as a JSON file from `serve` to the server entry.
+
+Owns the record, how it follows from the configuration, and its translation into SGLang's arguments. No torch and no
+sglang here: `serve` stays light, and SGLang may be installed in another environment. The record has the path of the API
+key's file, never the key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+import re
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from gspo_mega.base.errors import ConfigError, RankError
+from gspo_mega.config.derived import (
+    BLOCK,
+    DTYPES,
+    capability_problem,
+    describe_server_precision,
+    episode_lengths,
+    publishes,
+    server_dtype,
+)
+from gspo_mega.config.schema import Config
+from gspo_mega.config.validate_learning import publishes_adapters
+from gspo_mega.config.validate_servers import CONTEXT_SLACK, option_problems, speculative_arguments
+from gspo_mega.models.huggingface import read_model_spec
+from gspo_mega.models.low_rank import targets_of
+from gspo_mega.rollout.registration import read_secret
+
+# Values that SGLang's model code reads from config.json and transformers does not write there, by architecture. Models
+# of this package can have no other values.
+_READ_BY_SGLANG: dict[str, dict[str, Any]] = {
+    "DeepseekV3ForCausalLM": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+}
+
+# SGLang's names. It recognizes the blocks of `fp8_block` by the checkpoint's own `quantization_config`.
+_QUANTIZATION = {"fp8": "fp8", "fp8_block": "fp8", "int8": "w8a8_int8"}
+_KV_CACHE = {"auto": "auto", "fp8": "fp8_e4m3"}
+
+
+@dataclass(frozen=True)
+class ServerSpec:
+    """One start of one server. `weight_version`: that of the weights in `model_path`, None where they have none.
+    `store`: the file through which the server's own processes find each other. `is_published_to`: it is sent new
+    weights while it runs. `releases_memory`: it frees its GPU while the ranks train.
+    `tensor`: ranks on all of its `num_nodes` nodes, of which `node` is one; they find each other at `rendezvous`,
+    host:port. `speculative`: SGLang's arguments for it.
+    `batch_invariant`: it computes a row as the trainer does with `engine.batch_invariant`.
+    `classifies`: its model scores texts, and generates nothing. `adapter_rank`, `adapter_targets`: of the adapters that
+    it is sent; rank 0: none are.
+    """
+
+    model_path: str
+    weight_version: int | None
+    host: str
+    port: int
+    api_key_file: str
+    tensor: int
+    dtype: str
+    context_tokens: int
+    max_total_tokens: int | None
+    memory_fraction: float
+    max_concurrent_requests: int
+    return_routed_experts: bool
+    attention_backend: str | None
+    log_level: str
+    seed: int
+    store: str
+    quantization: str = "none"
+    kv_cache: str = "auto"
+    is_published_to: bool = True
+    releases_memory: bool = False
+    num_nodes: int = 1
+    node: int = 0
+    rendezvous: str | None = None
+    expert: int = 1
+    expert_dispatcher: str = "none"
+    attention_data: int = 1
+    classifies: bool = False
+    batch_invariant: bool = False
+    adapter_rank: int = 0
+    adapter_targets: list[str] = field(default_factory=list)
+    speculative: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def write(self, path: Path) -> None:
+        """Write the spec as JSON."""
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> ServerSpec:
+        """Read a spec that `write` wrote."""
+        return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
+
+
+def spec_from_config(
+    config: Config,
+    *,
+    model_path: str,
+    weight_version: int | None,
+    port: int,
+    api_key_file: Path,
+    attempt: str,
+    index: int,
+    generation: int,
+    store: Path,
+    rendezvous: str | None = None,
+) -> ServerSpec:
+    """The spec of server `index` at its `generation`-th start in the attempt of the name `attempt`. Raises ConfigError
+    for options or sizes that contradict each other.
+    """
+    server, rollout = config.server, config.rollout
+    check_options_ours(server.options)
+    context_tokens = server.context_tokens or episode_lengths(config).tokens
+    if server.max_total_tokens is not None and server.max_total_tokens < context_tokens + CONTEXT_SLACK:
+        raise ConfigError(
+            f"server.max_total_tokens: {server.max_total_tokens} cannot hold one request of {context_tokens} tokens;"
+            f" at least {context_tokens + CONTEXT_SLACK}"
+        )
+    adapters: dict[str, Any] = {}
+    if config.lora is not None and publishes_adapters(config):
+        targets = config.lora.targets or targets_of(read_model_spec(model_path))
+        adapters = {"adapter_rank": config.lora.rank, "adapter_targets": list(targets)}
+    return ServerSpec(
+        model_path=str(Path(model_path).absolute()),
+        weight_version=weight_version,
+        host=server.host,
+        port=port,
+        api_key_file=str(Path(api_key_file).absolute()),
+        tensor=server.tensor,
+        dtype=DTYPES[server_dtype(config)],
+        context_tokens=context_tokens,
+        max_total_tokens=server.max_total_tokens,
+        memory_fraction=server.memory_fraction,
+        max_concurrent_requests=rollout.max_concurrent_requests,
+        return_routed_experts=rollout.return_routed_experts,
+        attention_backend=server.attention_backend,
+        log_level=server.log_level,
+        seed=sampling_seed(config.run.seed, attempt, index, generation),
+        store=str(Path(store).absolute()),
+        quantization=server.quantization,
+        kv_cache=server.kv_cache,
+        is_published_to=publishes(config),
+        releases_memory=config.cluster.colocated,
+        num_nodes=server.num_nodes,
+        expert=server.expert,
+        expert_dispatcher=server.expert_dispatcher,
+        attention_data=server.attention_data,
+        speculative=speculative_arguments(config),
+        rendezvous=rendezvous,
+        batch_invariant=config.engine.batch_invariant,
+        options=dict(server.options),
+        **adapters,
+    )
+
+
+def sampling_seed(run_seed: int, attempt: str, index: int, generation: int) -> int:
+    """SGLang's sampling seed, below 2**31: a different one for each start of each server in each attempt.
+
+    A continued run samples later steps than its earlier attempts. With the seeds of an earlier attempt it would draw
+    the same random numbers again, and responses of different steps would be correlated.
+    """
+    name = f"{run_seed}/{attempt}/{index}/{generation}".encode()
+    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") % 2**31
+
+
+def check_gpu(spec: ServerSpec, capability: tuple[int, int]) -> None:
+    """Raise ConfigError for a quantization that SGLang cannot hold as asked on a GPU of this compute capability."""
+    if (problem := capability_problem(spec.quantization, capability, spec.is_published_to)) is not None:
+        raise ConfigError(f"server.quantization: {problem}; valid here: none")
+
+
+def check_batch_invariant(spec: ServerSpec, on_cpu: bool) -> None:
+    """Raise ConfigError where a server cannot have the operations of `engine.batch_invariant`."""
+    if spec.batch_invariant and not on_cpu:
+        raise ConfigError("engine.batch_invariant: true, and this server sees a GPU; valid here: false")
+
+
+def check_memory_saver(spec: ServerSpec, on_cpu: bool, is_installed: bool) -> None:
+    """Raise ConfigError where servers shall free their GPUs and cannot."""
+    if not spec.releases_memory:
+        return
+    if on_cpu:
+        raise ConfigError("cluster.colocated: true, and this server sees no GPU that it could share; valid: false")
+    if not is_installed:
+        raise ConfigError(
+            "cluster.colocated: true needs SGLang's memory saver, and its package torch_memory_saver is not installed"
+            " in the servers' Python; install it there (launch/env/gpu-server.txt), or set false"
+        )
+
+
+def check_options_ours(options: dict[str, Any]) -> None:
+    """Raise ConfigError for an option that this package sets itself or refuses. The configuration loader refuses it
+    earlier, with its line in the file.
+    """
+    problems = [f"server.options.{name}: {text}" for name, text in option_problems(options)]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def argument_names(sglang: Path) -> set[str]:
+    """The names of ServerArgs' fields, read from the sources of an installed SGLang, its package's folder, without
+    importing it: it consists of mixins with annotated fields.
+    """
+    sources = [*(sglang / "srt" / "arg_groups" / "fields").glob("*.py"), sglang / "srt" / "server_args.py"]
+    return {
+        name for path in sources for name in re.findall(r"^    (\w+): ", path.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+
+
+def check_options_sglang(options: dict[str, Any], valid: Iterable[str]) -> None:
+    """Raise ConfigError, with the nearest name, for an option the installed SGLang does not have."""
+    valid = sorted(name for name in valid if not name.startswith("_"))
+    problems = []
+    for name in options:
+        if name not in valid:
+            near = get_close_matches(name, valid, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else "see the fields of sglang's ServerArgs"
+            problems.append(f"server.options.{name}: the installed SGLang has no such argument; {hint}")
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def sglang_arguments(spec: ServerSpec, *, on_cpu: bool, cpu_attention_backend: str) -> dict[str, Any]:
+    """Keyword arguments for SGLang's ServerArgs, without the API key. The user's options override all others."""
+    arguments: dict[str, Any] = {
+        "model_path": spec.model_path,
+        "host": spec.host,
+        "port": spec.port,
+        "tp_size": spec.tensor,
+        "ep_size": spec.expert,
+        "moe_a2a_backend": spec.expert_dispatcher,
+        # `dp_size` would be whole replicas, to which no weights can be broadcast.
+        "attn_dp_size": spec.attention_data,
+        "dtype": spec.dtype,
+        "quantization": _QUANTIZATION.get(spec.quantization),
+        "kv_cache_dtype": _KV_CACHE[spec.kv_cache],
+        "context_length": spec.context_tokens + CONTEXT_SLACK,
+        "max_total_tokens": spec.max_total_tokens,
+        "mem_fraction_static": spec.memory_fraction,
+        "max_running_requests": spec.max_concurrent_requests,
+        "enable_return_routed_experts": spec.return_routed_experts,
+        "weight_version": "unpublished" if spec.weight_version is None else str(spec.weight_version),
+        "log_level": spec.log_level,
+        "log_level_http": spec.log_level,
+        "random_seed": spec.seed,
+        # Token ids in, token ids out: the server needs no tokenizer, and published weights carry none for it.
+        "skip_tokenizer_init": True,
+        # A report has the new tokens of a response, not all of them.
+        "incremental_streaming_output": True,
+        # A fused shared expert would appear in `routed_experts`, and its checksums under another name.
+        "disable_shared_experts_fusion": True,
+        # A model folder is data: code in it is never run.
+        "trust_remote_code": False,
+        # By default SGLang reads pickles where a folder has no safetensors.
+        "load_format": "safetensors",
+    }
+    arguments |= spec.speculative
+    if spec.adapter_rank:
+        # Two at a time: the policy's, and no adapter at all, which the proof of a publish asks for.
+        arguments |= {"enable_lora": True, "max_loras_per_batch": 2, "lora_strict_loading": True}
+        arguments |= {"max_lora_rank": spec.adapter_rank, "lora_target_modules": spec.adapter_targets}
+    if spec.classifies:
+        arguments |= {"is_embedding": True, "skip_tokenizer_init": False}
+    if spec.releases_memory:
+        # With a copy on the host, what was published survives a release: the ranks save their state in between.
+        arguments |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
+    if spec.num_nodes > 1:
+        arguments |= {"nnodes": spec.num_nodes, "node_rank": spec.node, "dist_init_addr": spec.rendezvous}
+    if spec.attention_backend is not None:
+        arguments["attention_backend"] = spec.attention_backend
+    if on_cpu:
+        arguments |= {
+            "device": "cpu",
+            "sampling_backend": "pytorch",
+            "attention_backend": spec.attention_backend or cpu_attention_backend,
+            "disable_decode_cuda_graph": True,
+            "disable_prefill_cuda_graph": True,
+            # There is no device whose work scheduling could overlap; overlapping only adds copies and late results.
+            "disable_overlap_schedule": True,
+            "lora_backend": "torch_native",  # the one without GPU kernels
+            # One cache for all layers, also for those with sliding windows: our attention reads no other.
+            "disable_hybrid_swa_memory": True,
+            # Otherwise an idle scheduler keeps a core busy that the trainer needs.
+            "sleep_on_idle": True,
+            # On a CPU, memory_fraction counts the whole machine's memory: use what the open requests can fill instead.
+            "max_total_tokens": (
+                spec.max_total_tokens or spec.max_concurrent_requests * (spec.context_tokens + CONTEXT_SLACK)
+            ),
+        }
+    return arguments | spec.options
+
+
+def precision_arguments(config: Config) -> dict[str, str | None]:
+    """Those of SGLang's arguments, by their names, that say what a server computes in, holds and caches."""
+    return {
+        "dtype": DTYPES[server_dtype(config)],
+        "quantization": _QUANTIZATION.get(config.server.quantization),
+        "kv_cache_dtype": _KV_CACHE[config.server.kv_cache],
+    }
+
+
+def draft_architectures(spec: ServerSpec, draft_config: dict[str, Any]) -> list[str]:
+    """What SGLang calls the draft's model: with layers of the policy's own checkpoint, the policy's name and NextN."""
+    names = list(draft_config.get("architectures") or [])
+    return [f"{name}NextN" for name in names] if spec.speculative.get("speculative_algorithm") == "NEXTN" else names
+
+
+def missing_values(model_config: dict[str, Any]) -> dict[str, str]:
+    """The ServerArgs argument that adds the values which SGLang reads and `model_config` does not have."""
+    wanted = [_READ_BY_SGLANG.get(architecture, {}) for architecture in model_config.get("architectures") or []]
+    missing = {key: value for values in wanted for key, value in values.items() if key not in model_config}
+    return {"json_model_override_args": json.dumps(missing)} if missing else {}
+
+
+def check_checkpoint(spec: ServerSpec, model_config: dict[str, Any]) -> None:
+    """Raise ConfigError where the folder's weights are not in the form that `server.quantization` begins from."""
+    found = model_config.get("quantization_config")
+    if spec.quantization == "fp8_block":
+        block = (found or {}).get("weight_block_size")
+        if found is None or found.get("quant_method") != "fp8" or list(block or ()) != list(BLOCK):
+            raise ConfigError(
+                f"server.quantization: fp8_block, and the config.json of {spec.model_path} has no `quantization_config`"
+                f" with quant_method fp8 and weight_block_size {list(BLOCK)}; servers begin with weights that are"
+                " quantized already"
+            )
+    elif found is not None:
+        raise ConfigError(
+            f"server.quantization: {spec.quantization}, and the weights in {spec.model_path} are quantized already"
+            f" (quantization_config: {found.get('quant_method')}); valid: fp8_block, or a folder of plain weights"
+        )
+
+
+_ANSWER_SECONDS = 15.0
+_TRIES = 3
+_PAUSE_SECONDS = 1.0
+
+
+def served_precision(config: Config, address: str, api_key_file: Path) -> str:
+    """What the server at `address` computes in, in words. Raises ConfigError where it is not what was asked for, and
+    RankError where the server does not say: it has died, or did not answer repeatedly.
+
+    Where nothing was asked for (`dtype: auto` and neither quantization nor an FP8 cache), it is not asked.
+    """
+    server = config.server
+    if (server.dtype, server.quantization, server.kv_cache) != ("auto", "none", "auto"):
+        said = _asked_repeatedly(address, api_key_file)
+        for name, wanted in precision_arguments(config).items():
+            if said.get(name) != wanted:
+                raise ConfigError(
+                    f"the server at {address} was started with {name} {wanted!r} and says that it has"
+                    f" {said.get(name)!r}; see server.dtype, server.quantization, server.kv_cache"
+                )
+    return describe_server_precision(config)
+
+
+def _asked_repeatedly(address: str, api_key_file: Path) -> dict[str, object]:
+    """A server that has just become healthy may be busy."""
+    for _ in range(_TRIES - 1):
+        try:
+            return _server_info(address, api_key_file)
+        except RankError:
+            time.sleep(_PAUSE_SECONDS)
+    return _server_info(address, api_key_file)
+
+
+def _server_info(address: str, api_key_file: Path) -> dict[str, object]:
+    connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=_ANSWER_SECONDS)
+    try:
+        connection.request("GET", "/server_info", headers={"Authorization": f"Bearer {read_secret(api_key_file)}"})
+        answer = connection.getresponse()
+        said = json.loads(answer.read())
+    except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
+        raise RankError(f"the server at {address} does not say what it computes in: {error!r}") from error
+    finally:
+        connection.close()
+    if answer.status != 200 or not isinstance(said, dict):
+        raise RankError(
+            f"the server at {address} does not say what it computes in: /server_info answers {answer.status}"
+        )
+    return said

@@ -1,0 +1,140 @@
+"""Publish of a policy as adapters (`publish.lora: adapter`): servers keep the weights of `model.path`, and load each
+version's PEFT folder.
+
+Owns what differs from a publish of whole weights: what is written, how a server takes it, and the proof. Every server
+start is proved to compute with adapters by random ones; after each publish the servers' own weights are compared with
+the trainer's frozen ones. SGLang loads strictly, so that a tensor of another name or shape is an error there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+from safetensors.torch import save_file
+
+from gspo_mega.base import atomic_io
+from gspo_mega.base.errors import PublishError
+from gspo_mega.checkpoint.adapters import CONFIG_NAME, WEIGHTS_NAME, export_adapters, served_config
+from gspo_mega.checkpoint.hf_export import policy_digests
+from gspo_mega.config.schema import Config, Lora
+from gspo_mega.config.validate_learning import publishes_adapters
+from gspo_mega.engine.adapters import without_adapters
+from gspo_mega.models.low_rank import SERVED_NAME, adapter_tensors
+from gspo_mega.models.spec import ModelSpec
+from gspo_mega.sync.publish import Publisher, expected_checksums
+from gspo_mega.sync.servers import Deadline, Fleet, ServerControl
+from gspo_mega.sync.transaction import Content, Send, Transaction
+from gspo_mega.sync.verify import ExpectedChecksums
+
+# Log-probs of these tokens are compared, with and without adapters.
+_PROBE = tuple(range(1, 9))
+_PROOF = "adapter_proof"
+
+
+class AdapterServer(ServerControl, Protocol):
+    """What a publish of adapters needs beside the rest."""
+
+    def load_adapter(self, path: str, *, deadline_seconds: float) -> None:
+        """Load a PEFT folder in place of the adapters that the server has; it is paused."""
+        ...
+
+    def log_probs(self, token_ids: tuple[int, ...], adapter: str | None, *, deadline_seconds: float) -> list[float]:
+        """Of these tokens but the first, with or without adapters; it is not paused."""
+        ...
+
+
+class AdapterTransaction(Transaction):
+    """One publish of adapters. `proof`: a PEFT folder of random ones."""
+
+    def __init__(self, *parts: Any, proof: Path) -> None:
+        super().__init__(*parts)
+        self._proof = proof
+
+    def _prove(self, fleet: Fleet, generations: dict[str, int]) -> None:
+        """Once per server start: random adapters change what the server answers, and then it gets the policy's again.
+
+        The server serves meanwhile; the pool gives it no request before the publish ends.
+        """
+        new = [s for s in fleet.active if self._memory.proved.get(s.server_id) != generations[s.server_id]]
+        fleet.each(lambda s, left: self._try(cast("AdapterServer", s), left), new)
+        self._update(fleet, [s for s in new if s in fleet.active])
+        for server in new:
+            if server in fleet.active:
+                self._memory.proved[server.server_id] = generations[server.server_id]
+
+    def _try(self, server: AdapterServer, seconds: float) -> None:
+        server.load_adapter(str(self._proof), deadline_seconds=seconds)
+        server.resume(deadline_seconds=seconds)
+        own = server.log_probs(_PROBE, None, deadline_seconds=seconds)
+        adapted = server.log_probs(_PROBE, SERVED_NAME, deadline_seconds=seconds)
+        server.pause(deadline_seconds=seconds)
+        if own == adapted:
+            raise PublishError(
+                f"{server.server_id}: answers with adapters as it does without them: it took them and does not compute"
+                " with them; set publish.lora: merged"
+            )
+
+
+class AdapterPublisher(Publisher):
+    """Publishes one policy's adapters; used as `Publisher` is."""
+
+    def __init__(self, config: Config, *parts: Any, **named: Any) -> None:
+        super().__init__(config, *parts, **named)
+        assert config.lora is not None
+        self._lora: Lora = config.lora
+        self._base: Content | None = None
+        self._proof = self.versions.folder / _PROOF
+
+    def _prepare(self, weight_version: int) -> Content:
+        """The version's folder, and what servers hold beside it: the frozen weights, which are read once."""
+        path = self.versions.path(weight_version)
+        export_adapters(path, self._lora, self._spec, self._groups, self._chunks, self._source_folder, served=True)
+        if self._base is None:
+            with without_adapters(self._chunks):
+                if self._verification == "replicas":
+                    self._base = Content(weight_version, digests=policy_digests(self._policy, self._form))
+                else:
+                    expected = ExpectedChecksums(self._spec, self._form.stored, self._on_load)
+                    self._base = Content(
+                        weight_version, expected=expected_checksums(self._policy, self._form, expected)
+                    )
+        return replace(self._base, weight_version=weight_version)
+
+    def _load(self, server: ServerControl, path: str, version: int, seconds: float, **more: bool) -> None:
+        cast("AdapterServer", server).load_adapter(path, deadline_seconds=seconds)
+        server.set_weight_version(version, deadline_seconds=seconds)
+
+    def _transaction(self, content: Content, deadline: Deadline, send: Send, keeps_requests: bool) -> Transaction:
+        if not (self._proof / CONFIG_NAME).is_file():
+            write_random_adapters(self._proof, self._lora, self._spec, self._source_folder)
+        return AdapterTransaction(
+            self._tensors, self._memory, content, deadline, send, keeps_requests, proof=self._proof
+        )
+
+    def _version_bytes(self) -> int:
+        return 4 * sum(entry.num_elements for entry in adapter_tensors(self._spec, self._lora.rank, self._lora.targets))
+
+
+def publisher_of(config: Config) -> type[Publisher]:
+    """The class that publishes this run's policy."""
+    return AdapterPublisher if publishes_adapters(config) else Publisher
+
+
+def write_random_adapters(folder: Path, settings: Lora, spec: ModelSpec, base: str) -> None:
+    """A PEFT folder of this model whose every adapter changes its layer much. Raises PublishError."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        entry.name: 0.1 * torch.randn(entry.shape, generator=generator)
+        for entry in adapter_tensors(spec, settings.rank, settings.targets)
+    }
+    try:
+        atomic_io.make_folder(folder, at="publish.folder")
+        with atomic_io.operation("publish.tensors"):
+            save_file(tensors, folder / WEIGHTS_NAME, metadata={"format": "pt"})
+        atomic_io.sync(folder / WEIGHTS_NAME, at="publish.sync")
+        atomic_io.atomic_write_json(folder / CONFIG_NAME, served_config(settings, spec, base), at="publish.config")
+    except OSError as error:
+        raise PublishError(f"{folder} cannot be written: {error}") from error

@@ -1,0 +1,462 @@
+"""A rank that sends tensors to servers: what rank 0 asks of it, and how it does that in its own process.
+
+Owns the bucket that a rank has ready and its sides of the groups. Which bucket is sent when, and to whom, rank 0 says:
+`turns.py` and `broadcast.py`. `remote_sender.py` carries its words to another process.
+
+The trainer's side of a process group with servers, and broadcasts through it that can be abandoned.
+
+Owns creating that side, sending through it, and leaving it, in the process of the rank that sends. A broadcast may
+never end: NCCL's first broadcast connects the group and returns only when every server has entered it, which a server
+that refused or died never does. A group's timeout does not cover this. A broadcast therefore runs in a thread of its
+own, which is abandoned if it does not end. `broadcast.py` has the servers join, `broadcast.py` decides who
+shares a group.
+
+What one broadcast carries: consecutive tensors, and their bytes one after the other.
+
+Owns how tensors are put together and described. Talks to nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import (
+    PrefixStore,
+    Store,
+    _abort_process_group,
+    _new_process_group_helper,
+    _world,
+)
+
+from gspo_mega.base.errors import PublishError
+from gspo_mega.checkpoint.hf_export import DTYPE_NAMES
+from gspo_mega.sync.verify import loads_with
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import GroupName
+
+
+LEAVE_SECONDS = 5.0
+# Time for the end of a broadcast after the server has confirmed that it received everything.
+_LEAST_WAIT_SECONDS = 1.0
+
+
+class Sending:
+    """A broadcast that has not ended, here or at another rank: who starts it calls `end`."""
+
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+        self._is_cut = False
+        self._problem: Exception | None = None
+
+    def end(self, problem: Exception | None = None) -> None:
+        """The broadcast has ended, or failed by `problem`."""
+        self._problem = problem
+        self._ended.set()
+
+    def cut(self) -> None:
+        """End every `wait` now, unless the broadcast has ended. What the backend still does with it is abandoned."""
+        if not self._ended.is_set():
+            self._is_cut = True
+            self._ended.set()
+
+    def wait(self, seconds: float) -> None:
+        """Wait until the tensor is sent. Raises PublishError if that takes over `seconds`, or the group failed."""
+        if not self._ended.wait(max(seconds, _LEAST_WAIT_SECONDS)):
+            raise PublishError(f"the broadcast has not ended after {seconds:g} s")
+        if self._is_cut:
+            raise PublishError("the group was cut, because a server in it failed")
+        if isinstance(self._problem, RuntimeError):  # torch's error for any failure in a group
+            raise PublishError(str(self._problem)) from self._problem
+        if self._problem is not None:
+            raise self._problem
+
+
+def _broadcast(
+    group: dist.ProcessGroup, tensor: torch.Tensor, stream: torch.cuda.Stream | None, sending: Sending
+) -> None:
+    problem = None
+    try:
+        # The stream sets the device, which a new thread does not have. Only this stream waits for a broadcast that
+        # does not end, never the trainer's own stream.
+        with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+            group.broadcast(tensor, 0).wait()
+        if stream is not None:
+            stream.synchronize()
+    except Exception as error:  # `wait` raises any error
+        problem = error.with_traceback(None)  # which would keep the group
+    sending.end(problem)
+
+
+def stream_beside(tensor: torch.Tensor, after: torch.cuda.Stream | None = None) -> torch.cuda.Stream | None:
+    """A new stream on the GPU of a local tensor of any shape and dtype, after the current one or `after`; None on a
+    CPU.
+    """
+    if not tensor.is_cuda:
+        return None
+    stream = torch.cuda.Stream(tensor.device)
+    stream.wait_stream(after or torch.cuda.current_stream(tensor.device))
+    return stream
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a group's members meet: the store at `address` and `port`. `timeout_seconds` limits one gloo broadcast,
+    `seconds` the time to join.
+    """
+
+    name: str
+    size: int
+    backend: str
+    address: str
+    port: int
+    timeout_seconds: float
+    seconds: float
+
+
+class GroupEnd:
+    """This process's side of one group, as its first rank. It joins in a thread."""
+
+    def __init__(self, place: Place) -> None:
+        self._lock = threading.Lock()
+        self._making: _Making | None = _Making(place)
+        self._group: dist.ProcessGroup | None = None
+        self._sending: Sending | None = None
+
+    def joined(self, seconds: float) -> None:
+        """Wait until the group is whole. Raises RuntimeError if it is not after `seconds`."""
+        making = self._making
+        group = None if making is None else making.result(seconds)
+        with self._lock:
+            if self._making is not None:
+                self._group, self._making = group, None
+
+    def broadcast(self, tensor: torch.Tensor, stream: torch.cuda.Stream | None) -> Sending:
+        """Send a local tensor of any shape and dtype to all other members. One at a time; returns at once.
+
+        The caller must not change `tensor` before `wait` returns; on a GPU, `stream` must run after the work that fills
+        it. Raises PublishError for a group that was cut.
+        """
+        with self._lock:
+            if self._group is None:
+                raise PublishError("the group was cut, because a server in it failed")
+            self._sending = sending = Sending()
+            arguments = (self._group, tensor, stream, sending)
+        threading.Thread(target=_broadcast, args=arguments, daemon=True, name="broadcast").start()
+        return sending
+
+    def cut(self) -> None:
+        """End unfinished work, as far as the backend can; the group is unusable afterwards."""
+        with self._lock:
+            group, making, sending = self._group, self._making, self._sending
+            self._group = self._making = self._sending = None
+        if sending is not None:
+            sending.cut()
+        if making is not None:
+            making.give_up()
+        if group is not None:
+            # In a thread: aborting may itself wait for the broadcast, and so may dropping the last reference, which
+            # closes the connections. Servers that wait for this rank are released by that.
+            threading.Thread(target=_abort, args=(group,), daemon=True, name="abort").start()
+
+    def leave(self) -> None:
+        """Leave the group; takes a few seconds at most."""
+        with self._lock:
+            last_reference = [self._group]
+            self._group = self._sending = None
+        if last_reference[0] is not None:
+            leaving = threading.Thread(target=_leave, args=(last_reference[0],), daemon=True, name="leave")
+            leaving.start()
+            leaving.join(LEAVE_SECONDS)
+        # Dropping the last reference waits for the group's unfinished broadcasts: do it in a thread.
+        threading.Thread(target=last_reference.clear, daemon=True).start()
+
+
+class _Making:
+    """The trainer's side of a new group, created in a thread: gloo waits for the server, which may refuse to join."""
+
+    def __init__(self, place: Place) -> None:
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._group: dist.ProcessGroup | None = None
+        self._problem: RuntimeError | None = None
+        self._is_wanted = True
+        threading.Thread(target=self._run, args=(place,), daemon=True, name="join").start()
+
+    def _run(self, place: Place) -> None:
+        try:
+            store = _join_store(place.address, place.port, place.seconds)
+            # SGLang creates its side with the same function, so both agree on the store's keys. torch has no public
+            # way to create a group with processes outside this process's world.
+            with errors_left_to_us(place.backend):
+                group, _ = _new_process_group_helper(
+                    place.size,
+                    0,
+                    [],
+                    dist.Backend(place.backend),
+                    PrefixStore(place.name, store),
+                    group_name=cast("GroupName", place.name),
+                    timeout=timedelta(seconds=place.timeout_seconds),
+                )
+            _world.pg_group_ranks[group] = {rank: rank for rank in range(place.size)}
+            with self._lock:
+                is_wanted = self._is_wanted
+                if is_wanted:
+                    self._group = group
+            if not is_wanted:
+                _leave(group)
+        except RuntimeError as error:
+            self._problem = error.with_traceback(None)  # which would keep the store
+        finally:
+            self._ended.set()
+
+    def result(self, seconds: float) -> dist.ProcessGroup:
+        """The group. Raises RuntimeError if there is none after `seconds`."""
+        self._ended.wait(max(0.0, seconds))
+        if self._group is None:
+            raise self._problem or RuntimeError("no answer")
+        return self._group
+
+    def give_up(self) -> None:
+        """Leave the group, now or as soon as it exists."""
+        with self._lock:
+            self._is_wanted = False
+            group, self._group = self._group, None
+        if group is not None:
+            _leave(group)
+
+
+def _join_store(address: str, port: int, seconds: float) -> Store:
+    timeout = timedelta(seconds=seconds)
+    return dist.TCPStore(address, port, timeout=timeout, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
+
+
+_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+
+class _Nested:
+    """Groups are made in several threads at once: the first of them changes the variable, the last changes it back."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.depth = 0
+        self.before: str | None = None
+
+
+_nested = _Nested()
+
+
+@contextlib.contextmanager
+def errors_left_to_us(backend: str) -> Iterator[None]:
+    """NCCL groups created inside this context do not end the process if a server dies in a broadcast.
+
+    torch's watchdog of a group ends the whole process on an error or a timeout. That is right among the trainer's ranks
+    and wrong towards a server. Only the environment, read when a group is created, can change it.
+    """
+    if backend != "nccl":
+        yield
+        return
+    with _nested.lock:
+        if _nested.depth == 0:
+            _nested.before = os.environ.get(_HANDLING)
+            os.environ[_HANDLING] = "0"
+        _nested.depth += 1
+    try:
+        yield
+    finally:
+        with _nested.lock:
+            _nested.depth -= 1
+            if _nested.depth == 0:
+                if _nested.before is None:
+                    del os.environ[_HANDLING]
+                else:
+                    os.environ[_HANDLING] = _nested.before
+
+
+def _abort(group: dist.ProcessGroup) -> None:
+    with contextlib.suppress(
+        RuntimeError, ValueError
+    ):  # the group may have failed with the server, or may already have been left
+        _abort_process_group(group)
+
+
+def _leave(group: dist.ProcessGroup) -> None:
+    with contextlib.suppress(RuntimeError, ValueError):
+        dist.destroy_process_group(group)
+
+
+Bucket = list[tuple[str, torch.Tensor]]
+
+
+def buckets(tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> Iterator[Bucket]:
+    """Consecutive tensors in lists of at most `bucket_bytes`; a larger tensor is in a list of its own.
+
+    tensors: (name, whole tensor of any shape and dtype), local. A tensor that the server loads only together with the
+    one before it is in the same bucket, at any size.
+    """
+    bucket: Bucket = []
+    size = 0
+    for name, tensor in tensors:
+        num_bytes = tensor.numel() * tensor.element_size()
+        if bucket and size + num_bytes > bucket_bytes and not loads_with(name, bucket[-1][0]):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += num_bytes
+    if bucket:
+        yield bucket
+
+
+def flattened(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The bytes of whole tensors of any shape and dtype, one after the other: [bytes] uint8, on their device.
+
+    One broadcast of bytes takes the place of one for each tensor, and carries dtypes that a backend does not know (gloo
+    has no FP8). Shares the memory of a lone tensor.
+    """
+    parts = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What a server is told about a bucket before it receives it. `num_bytes`: of the whole bucket."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    num_bytes: int
+
+
+class Message:
+    """One bucket as servers receive it: its listing by request, the bytes of all its tensors by broadcast."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        # Larger elements first: each tensor's bytes then begin at a multiple of its element's size.
+        bucket = sorted(bucket, key=lambda named: -named[1].element_size())
+        self.content = flattened([tensor for _, tensor in bucket])
+        self.stream = stream_beside(self.content)
+        self.listing = Listing(
+            [name for name, _ in bucket],
+            [DTYPE_NAMES[tensor.dtype] for _, tensor in bucket],
+            [list(tensor.shape) for _, tensor in bucket],
+            self.content.numel(),
+        )
+
+
+class Sender(Protocol):
+    """One rank that sends. Methods are called from several threads of rank 0 and do not wait, except `joined`."""
+
+    @property
+    def rank(self) -> int:
+        """Its global rank."""
+        ...
+
+    def begin(self, place: Place) -> None:
+        """Begin to join the group at `place`, as its first rank."""
+        ...
+
+    def joined(self, name: str, seconds: float) -> None:
+        """Wait until that group is whole. Raises RuntimeError if it is not after `seconds`."""
+        ...
+
+    def broadcast(self, name: str) -> Sending:
+        """Send the bucket that is ready through the group."""
+        ...
+
+    def cut(self, name: str) -> None:
+        """End the group's unfinished work; the group is unusable afterwards."""
+        ...
+
+    def leave(self, name: str) -> None:
+        """Leave the group."""
+        ...
+
+    def release(self) -> None:
+        """The bucket has reached all that it was for: the next one may be made ready."""
+        ...
+
+
+class OwnTensors:
+    """The process's own rank as a `Sender`."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._ends: dict[str, GroupEnd] = {}
+        self._message: Message | None = None
+        self._changed = threading.Condition()
+        self._is_over = False
+
+    def begin(self, place: Place) -> None:
+        self._ends[place.name] = GroupEnd(place)
+
+    def joined(self, name: str, seconds: float) -> None:
+        if (end := self._ends.get(name)) is None:
+            raise RuntimeError(f"rank {self.rank} has left the group")
+        end.joined(seconds)
+
+    def broadcast(self, name: str) -> Sending:
+        message, end = self._message, self._ends.get(name)
+        if message is None or end is None:
+            raise PublishError(f"rank {self.rank} has no bucket ready, or has left the group")
+        return end.broadcast(message.content, stream_beside(message.content, message.stream))
+
+    def cut(self, name: str) -> None:
+        if (end := self._ends.get(name)) is not None:
+            end.cut()
+
+    def leave(self, name: str) -> None:
+        if (end := self._ends.pop(name, None)) is not None:
+            end.leave()
+
+    def release(self) -> None:
+        with self._changed:
+            self._message = None
+            self._changed.notify_all()
+
+    def open(self) -> None:
+        """A send begins: `offer` may follow."""
+        self._is_over = False
+
+    def offer(
+        self, tensors: Iterator[tuple[str, torch.Tensor]], bucket_bytes: int, ready: Callable[[Listing], None]
+    ) -> None:
+        """Make one bucket after the other of `tensors`, and say that it is ready when the one before is released. The
+        next one is gathered meanwhile. Returns when the last is ready, or after `end`; the iterator always runs to its
+        end, because other ranks take part in it.
+
+        tensors: (name, whole tensor of any shape, as servers load it), local.
+        """
+        try:
+            for bucket in buckets(tensors, bucket_bytes):
+                message = Message(bucket)
+                del bucket[:]  # its memory goes before the next bucket is gathered
+                with self._changed:
+                    self._changed.wait_for(lambda: self._message is None or self._is_over)
+                    if self._is_over:
+                        break
+                    self._message = message
+                listing = message.listing
+                del message  # `release` ends its memory
+                ready(listing)
+        finally:
+            for _ in tensors:
+                pass
+
+    def end(self) -> None:
+        """No bucket is wanted any more."""
+        with self._changed:
+            self._is_over, self._message = True, None
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Leave all groups."""
+        for name in list(self._ends):
+            self.leave(name)

@@ -1,0 +1,237 @@
+"""Another rank that sends: rank 0's words to it, and its answers, over the host group.
+
+Owns these messages (JSON, point to point, a tag of their own) and who reads them: on each side one thread per pair of
+ranks, for the length of a send. What a rank does with an order is `broadcast_group.py`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from gspo_mega.base.errors import PublishError
+from gspo_mega.sync.broadcast_group import Listing, OwnTensors, Place, Sending
+
+if TYPE_CHECKING:
+    from gspo_mega.engine.process_groups import Group
+
+
+_TAG = 1907
+
+
+class Channel:
+    """JSON values between this rank and another one. Several threads send while it is open; one receives."""
+
+    def __init__(self, group: Group, peer: int) -> None:
+        """`group` takes CPU tensors; `peer`: the other's place in it."""
+        self._group, self._peer = group.group, group.ranks[peer]
+        self._lock = threading.Lock()
+        self._is_open = False
+
+    def open(self) -> None:
+        self._is_open = True
+
+    def send(self, *, last: bool = False, **value: Any) -> None:
+        """Does nothing after the `last` one, which the other side has stopped to read at. Raises RuntimeError if the
+        other rank is gone.
+        """
+        payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        with self._lock:
+            if self._is_open:
+                self._is_open = not last
+                dist.send(torch.tensor([payload.numel()]), self._peer, self._group, _TAG)
+                dist.send(payload, self._peer, self._group, _TAG)
+
+    def receive(self) -> dict[str, Any]:
+        """The next value. Raises RuntimeError if the other rank is gone."""
+        length = torch.zeros(1, dtype=torch.int64)
+        dist.recv(length, self._peer, self._group, _TAG)
+        payload = torch.empty(int(length), dtype=torch.uint8)
+        dist.recv(payload, self._peer, self._group, _TAG)
+        return json.loads(bytes(payload.numpy()))
+
+
+class _Joining:
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+        self.problem: str | None = "no answer"
+
+
+class OtherRank:
+    """Another rank as a `Sender`, on rank 0. Between `start` and `end` it answers. `problem`: what went wrong there."""
+
+    def __init__(self, rank: int, channel: Channel) -> None:
+        self.rank = rank
+        self.problem: Exception | None = None
+        self._channel = channel
+        self._joining: dict[str, _Joining] = {}
+        self._sending: dict[int, Sending] = {}
+        self._num_sent = 0
+        self._reading: threading.Thread | None = None
+        self._is_gone = False
+
+    def start(self, ready: Callable[[Listing | None], None]) -> None:
+        """A send begins there too. `ready` is called with each bucket that it has ready, with None after the last."""
+        self.problem, self._is_gone = None, False
+        self._channel.open()
+        self._reading = threading.Thread(target=self._read, args=(ready,), daemon=True, name=f"rank-{self.rank}")
+        self._reading.start()
+
+    def _read(self, ready: Callable[[Listing | None], None]) -> None:
+        try:
+            while (what := (answer := self._channel.receive()).pop("what")) != "ended":
+                if what == "ready":
+                    ready(Listing(**answer))
+                elif what == "joined":
+                    joining = self._joining.get(answer["name"], _Joining())
+                    joining.problem = answer["problem"]
+                    joining.ended.set()
+                elif what == "sent":
+                    problem = answer["problem"]
+                    sending = self._sending.pop(answer["number"], None)
+                    if sending is not None:  # it may be of an earlier send, which was cut
+                        sending.end(None if problem is None else RuntimeError(problem))
+                elif what == "finished":
+                    if answer["problem"] is not None:
+                        self.problem = PublishError(answer["problem"])
+                    ready(None)
+            if answer["problem"] is not None:
+                raise RuntimeError(f"rank {self.rank}: {answer['problem']}")
+        except Exception as error:  # raised by rank 0's main thread
+            self.problem = error
+        finally:
+            self._is_gone = True
+            for sending in list(self._sending.values()):
+                sending.end(RuntimeError(f"rank {self.rank} no longer sends"))
+            for joining in list(self._joining.values()):
+                joining.ended.set()
+            ready(None)
+
+    def end(self) -> None:
+        """Nothing more is wanted of it in this send. Waits until it has no more to say."""
+        with contextlib.suppress(RuntimeError):  # which the reading thread has too
+            self._channel.send(do="end", last=True)
+        if self._reading is not None:
+            self._reading.join()
+        self._joining.clear()
+        self._sending.clear()
+
+    def begin(self, place: Place) -> None:
+        self._joining[place.name] = _Joining()
+        self._channel.send(do="begin", place=asdict(place))
+
+    def joined(self, name: str, seconds: float) -> None:
+        joining = self._joining[name]
+        while not joining.ended.wait(min(1.0, max(0.0, seconds))) and seconds > 0 and not self._is_gone:
+            seconds -= 1.0
+        if joining.problem is not None:
+            raise RuntimeError(f"rank {self.rank}: {joining.problem}")
+
+    def broadcast(self, name: str) -> Sending:
+        sending = Sending()
+        self._num_sent += 1
+        self._sending[self._num_sent] = sending
+        self._channel.send(do="broadcast", name=name, number=self._num_sent)
+        if self._is_gone:
+            sending.end(RuntimeError(f"rank {self.rank} no longer sends"))
+        return sending
+
+    def cut(self, name: str) -> None:
+        self._tell("cut", name)
+
+    def leave(self, name: str) -> None:
+        self._tell("leave", name)
+
+    def release(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._channel.send(do="release")
+
+    def _tell(self, do: str, name: str) -> None:
+        """An order without an answer. Between sends nobody listens: a rank leaves its groups by itself at the end."""
+        with contextlib.suppress(RuntimeError):
+            self._channel.send(do=do, name=name)
+
+
+def obey(own: OwnTensors, channel: Channel, tensors: Iterator[tuple[str, torch.Tensor]], bucket_bytes: int) -> None:
+    """The other rank's side of a send: offer `tensors` in buckets, and do what rank 0 says until it says `end`.
+
+    tensors: (name, whole tensor of any shape, as servers load it), local; the iterator always runs to its end. Its
+    PublishError is told to rank 0, which fails the publish on all ranks. Raises RuntimeError if rank 0 is gone.
+    """
+    own.open()
+    channel.open()
+    problems: list[str] = []
+    reading = threading.Thread(target=_follow, args=(own, channel, problems), daemon=True, name="orders")
+    reading.start()
+    problem = None
+    try:
+        own.offer(tensors, bucket_bytes, lambda listing: channel.send(what="ready", **asdict(listing)))
+    except PublishError as error:
+        problem = str(error)
+    channel.send(what="finished", problem=problem)
+    reading.join()
+    failed = problems[0] if problems else None
+    with contextlib.suppress(RuntimeError):
+        channel.send(what="ended", problem=failed, last=True)
+    if failed is not None:
+        raise RuntimeError(failed)
+
+
+def _follow(own: OwnTensors, channel: Channel, problems: list[str]) -> None:
+    try:
+        while (do := (order := channel.receive())["do"]) != "end":
+            if do == "begin":
+                own.begin(place := Place(**order["place"]))
+                _beside(_join, own, channel, place)
+            elif do == "broadcast":
+                _beside(_send, channel, _begun(own, order["name"]), order["number"])
+            elif do == "release":
+                own.release()
+            elif do == "cut":
+                own.cut(order["name"])
+            else:
+                _beside(own.leave, order["name"])
+    except Exception as error:  # raised by `obey`, in the main thread
+        problems.append(f"{type(error).__name__}: {error}")
+    finally:
+        own.end()
+
+
+def _begun(own: OwnTensors, name: str) -> Sending:
+    try:
+        return own.broadcast(name)
+    except PublishError as error:
+        failed = Sending()
+        failed.end(error)
+        return failed
+
+
+def _beside(action: Callable[..., None], *arguments: object) -> None:
+    threading.Thread(target=action, args=arguments, daemon=True, name=action.__name__).start()
+
+
+def _join(own: OwnTensors, channel: Channel, place: Place) -> None:
+    problem = None
+    try:
+        own.joined(place.name, place.seconds)
+    except RuntimeError as error:
+        problem = str(error)
+    with contextlib.suppress(RuntimeError):
+        channel.send(what="joined", name=place.name, problem=problem)
+
+
+def _send(channel: Channel, sending: Sending, number: int) -> None:
+    problem = None
+    try:
+        sending.wait(threading.TIMEOUT_MAX)
+    except Exception as error:  # all of them belong to rank 0
+        problem = str(error)
+    with contextlib.suppress(RuntimeError):
+        channel.send(what="sent", number=number, problem=problem)

@@ -1,0 +1,354 @@
+"""From a rollout batch to every rank's shard: advantages, mini-batches, packs, global denominators.
+
+A row is what is packed: a branch of an episode, or a turn. The rows of an episode are in one mini-batch, on any
+data-parallel ranks, and what is counted is episodes.
+
+Runs on rank 0, which alone sees the whole batch. Uses no process group; sending is `train/scatter.py`'s.
+
+From the rewards of episodes and of their turns to a reward for every token of their rows, and whether a row was cut
+off: what a critic's advantages are made of.
+
+Owns which token has which reward; the maths is `algorithm/advantages.py`'s. A row is a path to one of the episode's
+ends: it has the rewards of the turns that it trains, and behind its last one what is left of the episode's.
+
+From the rewards of episodes and of their turns to an advantage for every token of their rows.
+
+Owns which turn has which reward and where its advantage goes; the returns and their normalisation are
+`algorithm/advantages.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from gspo_mega.algorithm.advantages import group_advantages, token_rewards, turn_advantages
+from gspo_mega.algorithm.objective import mini_batch_denominator
+from gspo_mega.base.episodes import ENDED_BY_LIMIT, Episode, RolloutBatch, leaves_of
+from gspo_mega.base.errors import RewardError
+from gspo_mega.base.records import MicroBatch, Trajectory
+from gspo_mega.config.derived import critic_of, least_of_group
+from gspo_mega.config.schema import Config
+from gspo_mega.data.demonstrations import Demonstration
+from gspo_mega.data.packing import RankPlan, build_micro_batch, plan_rollout_batch
+from gspo_mega.plan.layout import Layout
+
+
+def fill_token_rewards(episodes: Sequence[Episode], rewards: Sequence[float], config: Config) -> None:
+    """Set `token_rewards` and `is_truncated` of every row of the scored `episodes`. Their `advantage` is not known yet.
+
+    `rewards`: the total of each episode. What is left of it besides the rewards of its turns is the last token's of
+    every row. With `reward.permute_in_batch` the totals are others' and the turns have no rewards of their own.
+    """
+    for episode, total in zip(episodes, rewards, strict=True):
+        given = {node.node_id: node.reward or 0.0 for node in episode.turns}
+        if config.reward.permute_in_batch:
+            given = dict.fromkeys(given, 0.0)
+        left = total - sum(given.values())
+        for row in episode.rows():
+            row.advantage, row.token_advantages = None, None
+            row.is_truncated = row.finish_reason == "length" or ENDED_BY_LIMIT in episode.info
+            values = np.zeros(len(row.response_token_ids), np.float64)
+            active = np.asarray(row.response_mask, bool)
+            turns = [(end, node) for (start, end), node in zip(row.turns, row.turn_nodes, strict=True) if end > start]
+            if turns:
+                ends = [int(active[:end].sum()) for end, _ in turns]
+                own = [given[node] for _, node in turns]
+                own[-1] += left
+                values[active] = token_rewards(int(active.sum()), ends, own).numpy()
+            row.token_rewards = values.tolist()
+
+
+def fill_turn_advantages(episodes: Sequence[Episode], rewards: Sequence[float], config: Config) -> None:
+    """Set `token_advantages` of every row of the scored `episodes`, and `advantage` to its mean over the row's own
+    tokens; 0 where it has none.
+
+    `rewards`: the total of each episode. What is left of it besides the rewards of its turns belongs to the last turn
+    of every branch. With `reward.permute_in_batch` the totals are others' and the turns have no rewards of their own.
+    """
+    own_rewards: list[float] = []
+    parents: list[int] = []
+    places: list[dict[int, int]] = []  # of each episode's turns, by node
+    owners: list[int] = []
+    for number, (episode, total) in enumerate(zip(episodes, rewards, strict=True)):
+        place_of = {node.node_id: len(own_rewards) + k for k, node in enumerate(episode.turns)}
+        given = {node.node_id: node.reward or 0.0 for node in episode.turns}
+        if config.reward.permute_in_batch:
+            given = dict.fromkeys(given, 0.0)
+        left = total - sum(given.values())
+        last = set(leaves_of(episode.nodes))
+        for node in episode.turns:
+            above = node.parent
+            while above >= 0 and above not in place_of:
+                above = episode.nodes[above].parent
+            parents.append(place_of[above] if above >= 0 else -1)
+            own_rewards.append(given[node.node_id] + (left if node.node_id in last else 0.0))
+            owners.append(number)
+        places.append(place_of)
+    advantages = turn_advantages(
+        torch.tensor(own_rewards, dtype=torch.float64),
+        parents=torch.tensor(parents, dtype=torch.int64),
+        episode_ids=torch.tensor(owners, dtype=torch.int64),
+        group_ids=torch.tensor([episodes[owner].group_id for owner in owners], dtype=torch.int64),
+        num_tokens=torch.tensor(
+            [len(node.token_ids) for episode in episodes for node in episode.turns], dtype=torch.int64
+        ),
+        discount=config.advantage.turn_discount,
+        std_ddof=config.advantage.std_ddof,
+        divide_by_std=config.advantage.divide_by_std,
+    ).tolist()
+    for episode, place_of in zip(episodes, places, strict=True):
+        for row in episode.rows():
+            values = [0.0] * len(row.response_token_ids)
+            total, count = 0.0, 0
+            for (start, end), node_id in zip(row.turns, row.turn_nodes, strict=True):
+                advantage = advantages[place_of[node_id]]
+                values[start:end] = [advantage] * (end - start)
+                total, count = total + advantage * (end - start), count + end - start
+            row.token_advantages, row.advantage = values, total / max(count, 1)
+
+
+@dataclass
+class MiniBatch:
+    """One data-parallel rank's part of one optimizer step. `denominator` is global: the loss is divided by it;
+    `value_denominator`: the critic's loss, where there is one."""
+
+    denominator: float
+    micro_batches: list[MicroBatch]
+    value_denominator: float = 0.0
+
+    def to_wire(self) -> dict[str, Any]:
+        return {**vars(self), "micro_batches": [dict(vars(m)) for m in self.micro_batches]}
+
+    @classmethod
+    def from_wire(cls, value: dict[str, Any]) -> MiniBatch:
+        return cls(**{**value, "micro_batches": [MicroBatch(**m) for m in value["micro_batches"]]})
+
+
+_AT_LEAST = {1: "a reward", 2: "two rewards"}
+
+
+def fill_advantages(batch: RolloutBatch, config: Config, step: int) -> None:
+    """Set `advantage` of every row of a scored batch from the rewards of its group's episodes (arXiv:2507.18071, Eq.
+    6), and with `advantage.turns: return_to_go` its `token_advantages`; its `advantage` is then their mean.
+    With a critic, whose values they need, they are not known yet: the rows get `token_rewards` instead.
+
+    `reward.permute_in_batch` first shuffles the episodes' rewards over the whole batch, so that the policy cannot learn
+    from them: the control of an experiment. Rewards of turns are then left out.
+    """
+    episodes = batch.episodes
+    rewards = np.array([episode.reward for episode in episodes], dtype=np.float64)
+    if config.reward.permute_in_batch:
+        rewards = np.random.default_rng((config.run.seed, step)).permutation(rewards)
+    if critic_of(config) is not None:
+        fill_token_rewards(episodes, rewards.tolist(), config)
+        return
+    if config.advantage.turns == "return_to_go":
+        fill_turn_advantages(episodes, rewards.tolist(), config)
+        return
+    advantages = group_advantages(
+        torch.from_numpy(rewards),
+        torch.tensor([episode.group_id for episode in episodes]),
+        std_ddof=config.advantage.std_ddof,
+        divide_by_std=config.advantage.divide_by_std,
+        baseline=config.advantage.baseline,
+        std_over=config.advantage.std_over,
+    )
+    for episode, advantage in zip(episodes, advantages.tolist(), strict=True):
+        for row in episode.rows():
+            row.advantage, row.token_advantages = advantage, None
+
+
+def scored_batch(batch: RolloutBatch, config: Config) -> RolloutBatch:
+    """What a step trains on: the episodes with a reward, in groups of at least two, or where advantages
+    are not relative to their group one. Their rows are their branches, or their turns with `objective.scope: turn`.
+
+    The others enter no statistic of their group and no denominator. A failed scoring is no outcome of the policy,
+    unlike a response that the mismatch correction rejects; if it counted in the denominator, failures of the scorer
+    would shrink the step. Raises RewardError where nothing is left.
+    """
+    scored = batch.scored(least_of_group(config))
+    if not scored.groups:
+        failed = [
+            f"\n  {one.episode_id} ({one.prompt.prompt_id}): {one.reward_error}"
+            for one in batch.episodes
+            if not one.is_scored
+        ]
+        raise RewardError(
+            f"step {batch.step + 1}: no group of its rollout batch has {_AT_LEAST[least_of_group(config)]}. The first"
+            f" failures:{''.join(failed[:5])}"
+        )
+    return scored.by_turn() if config.objective.scope == "turn" else scored
+
+
+def plan_batch(batch: RolloutBatch, config: Config, layout: Layout, step: int) -> list[RankPlan]:
+    """The rows of `batch` that each data-parallel rank works on, by mini-batch and pack. A batch of fewer episodes than
+    mini-batches has one mini-batch for each.
+    """
+    num_mini_batches = min(config.batch.num_mini_batches, len(batch.episodes))
+    lengths = [t.num_tokens for t in batch.trajectories]
+    return _plan(lengths, num_mini_batches, config, layout, step, _episode_of_rows(batch))
+
+
+def _episode_of_rows(batch: RolloutBatch) -> list[int]:
+    return [number for number, episode in enumerate(batch.episodes) for _ in episode.rows()]
+
+
+def _plan(
+    lengths: list[int],
+    num_mini_batches: int,
+    config: Config,
+    layout: Layout,
+    step: int,
+    episode_of: Sequence[int] | None = None,
+) -> list[RankPlan]:
+    return plan_rollout_batch(
+        lengths,
+        episode_of=episode_of,
+        num_mini_batches=num_mini_batches,
+        budget_tokens=config.batch.micro_batch_tokens,
+        pad_multiple=layout.sequence_multiple_tokens,
+        num_data_parallel=layout.data,
+        seed=config.run.seed,
+        step=step,
+        attention_crossover_tokens=layout.attention_crossover_tokens,
+        pack_multiple=layout.pack_multiple_tokens,
+        synchronised_packs=layout.synchronised_packs,
+    )
+
+
+def assemble(
+    batch: RolloutBatch,
+    config: Config,
+    layout: Layout,
+    step: int,
+    plans: list[RankPlan] | None = None,
+    weight_version: int | None = None,
+) -> list[list[MiniBatch]]:
+    """Mini-batches of every data-parallel rank for `batch`, whose advantages are filled: [data rank][mini-batch].
+
+    `trajectory_index` of the packs is the row in `batch.trajectories`. `plans`: a packing other than `plan_batch`'s,
+    which leaves the rows of an episode together in a mini-batch. `weight_version`: of the weights that are trained;
+    None where it does not matter. Routed experts are `data.expert_routes`'s to add.
+    """
+    trajectories, episode_of = batch.trajectories, _episode_of_rows(batch)
+    plans = plans or plan_batch(batch, config, layout, step)
+    records = [_record(t) for t in trajectories]
+    num_tokens = [int(np.asarray(t.response_mask, bool).sum()) for t in trajectories]
+    episode_tokens: Counter[int] = Counter()
+    for episode, count in zip(episode_of, num_tokens, strict=True):
+        episode_tokens[episode] += count
+    critic = critic_of(config)
+    by_sequence: tuple[str, ...] = ("advantage", "group_size", "weight")
+    by_token: tuple[str, ...] = ("token_advantages",) if config.advantage.turns == "return_to_go" else ()
+    if critic is not None:
+        by_sequence, by_token = (*by_sequence, "truncated"), ("token_rewards",)
+        for record in records:
+            record["advantage"] = 0.0  # until its values are known
+    versions = sorted({v for t in trajectories for v in _versions_of(t)})
+    if len(versions) > 1 or (weight_version is not None and versions not in ([], [weight_version])):
+        by_token = (*by_token, "version_index")
+        place = {version: index for index, version in enumerate(versions)}
+        for record, t in zip(records, trajectories, strict=True):
+            record["version_index"] = [place.get(version, 0) for version in t.weight_versions]
+    shards: list[list[MiniBatch]] = [[] for _ in plans]
+    for m in range(len(plans[0].mini_batches)):
+        packs_of = [plan.mini_batches[m] for plan in plans]
+        active = [i for packs in packs_of for pack in packs for i in pack if num_tokens[i]]
+        group_of = {episode_of[i]: trajectories[i].group_id for i in active}
+        sizes = Counter(group_of.values())
+        for i in active:
+            records[i]["group_size"] = sizes[trajectories[i].group_id]
+            records[i]["weight"] = num_tokens[i] / episode_tokens[episode_of[i]]
+        denominator = mini_batch_denominator(
+            config.objective.aggregation,
+            lengths=[episode_tokens[episode] for episode in group_of],
+            group_ids=list(group_of.values()),
+        )
+        value_denominator = 0.0
+        if critic is not None:
+            value_denominator = mini_batch_denominator(
+                critic.aggregation,
+                lengths=[episode_tokens[episode] for episode in group_of],
+                group_ids=list(group_of.values()),
+            )
+        packed = _packed(records, packs_of, layout, by_sequence, by_token)
+        for shard, micro_batches in zip(shards, packed, strict=True):
+            for micro_batch in micro_batches:
+                micro_batch.versions = np.array(versions, np.int64) if "version_index" in by_token else None
+            shard.append(MiniBatch(denominator, micro_batches, value_denominator))
+    return shards
+
+
+def assemble_supervised(
+    demonstrations: list[Demonstration], config: Config, layout: Layout, step: int
+) -> list[list[MiniBatch]]:
+    """One mini-batch of demonstrations for every data-parallel rank; the loss is the mean over the tokens of the
+    assistant's, whatever the number of turns.
+    """
+    rows = [row for demonstration in demonstrations for row in demonstration.rows]
+    records = [
+        {
+            "prompt_token_ids": row.prompt_token_ids,
+            "response_token_ids": row.response_token_ids,
+            "response_mask": np.array(row.response_mask),
+            "rollout_log_probs": np.zeros(len(row.response_token_ids)),
+        }
+        for row in rows
+    ]
+    plans = _plan([row.num_tokens for row in rows], 1, config, layout, step)
+    denominator = float(sum(row.num_learned for row in rows))
+    packs_of = [plan.mini_batches[0] for plan in plans]
+    return [[MiniBatch(denominator, micro_batches)] for micro_batches in _packed(records, packs_of, layout)]
+
+
+def _packed(
+    records: list[dict[str, Any]],
+    packs_of: list[list[list[int]]],
+    layout: Layout,
+    sequence_keys: tuple[str, ...] = (),
+    token_keys: tuple[str, ...] = (),
+) -> list[list[MicroBatch]]:
+    """The micro-batches of every data-parallel rank, the same number on each, from its packs of rows of `records`."""
+
+    def build(rows: list[int], pack_multiple: int) -> MicroBatch:
+        return build_micro_batch(
+            records, rows, layout.sequence_multiple_tokens, sequence_keys, pack_multiple, token_keys
+        )
+
+    count = max(len(packs) for packs in packs_of)
+    count += -count % layout.micro_batches_multiple
+    filled = [packs + [[]] * (count - len(packs)) for packs in packs_of]
+    packed = [[build(rows, layout.pack_multiple_tokens) for rows in packs] for packs in filled]
+    if layout.equal_packs:
+        for k in range(count):
+            longest = max(micro_batches[k].num_tokens for micro_batches in packed)
+            for packs, micro_batches in zip(filled, packed, strict=True):
+                micro_batches[k] = build(packs[k], longest)
+    return packed
+
+
+def _versions_of(trajectory: Trajectory) -> list[int]:
+    """The versions of the tokens that are trained."""
+    versions = np.asarray(trajectory.weight_versions, np.int64)
+    return np.unique(versions[np.asarray(trajectory.response_mask, bool)]).tolist()
+
+
+def _record(trajectory: Trajectory) -> dict[str, Any]:
+    return {
+        "prompt_token_ids": trajectory.prompt.token_ids,
+        "response_token_ids": trajectory.response_token_ids,
+        "response_mask": trajectory.response_mask,
+        "rollout_log_probs": trajectory.rollout_log_probs,
+        "advantage": trajectory.advantage,
+        "token_advantages": trajectory.token_advantages,
+        "token_rewards": trajectory.token_rewards,
+        "truncated": float(trajectory.is_truncated),
+        "group_size": 1,
+        "weight": 1.0,
+    }

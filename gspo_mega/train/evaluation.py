@@ -1,0 +1,185 @@
+"""`gspo-mega eval`: held-out accuracy of a Hugging Face folder, through servers alone. No engine, one process.
+
+The servers load `model.path` themselves, and these weights are measured. Every start of a server is told that it holds
+version 0, and committed as such.
+
+When held-out sets are measured in a run: before the first step (step 0 of the record), after steps by their
+cadence, after the last one.
+
+Owns what waits for what, with `eval.blocking` and without it. Collective; how a set is measured is the session's and
+`async_eval.py`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from gspo_mega.base import progress
+from gspo_mega.base.errors import PublishError
+from gspo_mega.base.run_folder import Attempt
+from gspo_mega.config import Config
+from gspo_mega.config.prompt_sources import RESPONSES_FILE
+from gspo_mega.models.huggingface import read_model_spec
+from gspo_mega.rollout.pool import ServerPool
+from gspo_mega.train.async_eval import DUE, Measured
+from gspo_mega.train.context import StopRequest, StopRequested, WorkerContext
+from gspo_mega.train.final_table import accuracy_text
+from gspo_mega.train.held_out import Evaluation, write_responses
+from gspo_mega.train.reports import StepReport, add_to_summary, due_sets, evaluation_metrics
+from gspo_mega.train.rollouts import Rollouts
+from gspo_mega.train.session import Session
+
+
+def measure_start(session: Session) -> None:
+    """Where the run begins, and what an earlier start of it left due."""
+    if session.beside is not None:
+        for step in session.beside.steps_due:
+            session.say(f"the weights of step {step} are measured now: the run ended before it could do so")
+        session.beside.poll()
+    elif due := session.state.summary.pop(DUE, []):
+        steps = ", ".join(str(one["step"]) for one in due)
+        session.say(f"notice   the weights of step {steps} are not measured: eval.blocking is true since then")
+    if session.state.step > 0 or not session.evaluates:
+        return
+    names = [one.name for one in session.eval_sets]
+    is_due = session.beside is not None and 0 in session.beside.steps_due
+    if session.evaluates_beside and (session.ranks.agree(is_due) or session.begin_evaluation(names)):
+        return
+    found = session.evaluate(names) or {}
+    if found and session.lead is not None:
+        session.lead.writer.write(0, evaluation_metrics(found, names[0]))
+    for name, evaluation in found.items():
+        failed = f", {evaluation.num_reward_failures} of them not scored" if evaluation.num_reward_failures else ""
+        before = _accuracy(evaluation)
+        if name == names[0]:
+            session.state.summary["accuracy_before"] = before
+        whose = f" on {name}" if len(names) > 1 else ""
+        session.say(
+            f"held-out accuracy{whose} before training: {accuracy_text(before)} ({evaluation.num_samples}"
+            f" samples{failed})"
+        )
+
+
+def measure_step(session: Session, report: StepReport, is_last: bool) -> None:
+    """The sets that are due after a step. The last step's are measured on all servers, behind all earlier ones."""
+    due = due_sets(session, session.state.step, is_last)
+    if session.evaluates_beside:
+        if is_last:
+            session.settle_evaluations()  # after a stop request `measure_end` does this, in the next start
+        report.late = _ended(session)
+        if due and not is_last and session.begin_evaluation(due):
+            return
+    if due:
+        report.evaluations = session.evaluate(due) or {}
+
+
+def measure_end(session: Session) -> str | None:
+    """What is still due, where a stop or a crash came between the last step and it. Returns a reason to stop."""
+    state = session.state
+    stop = session.settle_evaluations() if session.evaluates_beside else None
+    for metrics in _ended(session):
+        _write(session, metrics)
+    if stop is not None:
+        return stop
+    if not session.evaluates or session.ranks.agree(state.summary.get("evaluated_step")) == state.step:
+        return None
+    found = session.evaluate([one.name for one in session.eval_sets])
+    if found is None:
+        return "asked for during the last evaluation"
+    _write(session, evaluation_metrics(found, session.eval_sets[0].name))
+    return None
+
+
+def _write(session: Session, metrics: dict[str, float]) -> None:
+    add_to_summary(session.state.summary, metrics, 0, session.state.step)
+    if session.lead is not None:
+        session.lead.writer.write(session.state.step, metrics)
+
+
+def _ended(session: Session) -> list[dict[str, float]]:
+    """Rank 0: show the evaluations that ran next to training and have ended; returns their metrics."""
+    if session.beside is None:
+        return []
+    session.beside.poll()
+    names = [one.name for one in session.eval_sets]
+    lines = []
+    for measured in session.beside.take():
+        when = "before training" if measured.step == 0 else f"of step {measured.step}"
+        for name, evaluation in measured.found.items():
+            whose = f" on {name}" if len(names) > 1 else ""
+            session.say(
+                f"held-out accuracy{whose} {when}: {accuracy_text(_accuracy(evaluation))} (measured in"
+                f" {measured.seconds:.1f} s beside training, on {measured.num_servers} of"
+                f" {session.config.server.num_servers} servers)"
+            )
+        lines.append(evaluation_metrics(measured.found, names[0]) | _how(measured, session.state.step))
+        if measured.step == 0 and names[0] in measured.found:
+            session.state.summary["accuracy_before"] = _accuracy(measured.found[names[0]])
+    return lines
+
+
+def _accuracy(evaluation: Evaluation) -> list[float]:
+    return [evaluation.accuracy, evaluation.standard_error]
+
+
+def _how(measured: Measured, step: int) -> dict[str, float]:
+    return {
+        "eval/measured_step": measured.step,
+        "eval/beside/seconds": measured.seconds,
+        "eval/beside/num_servers": measured.num_servers,
+        "eval/beside/num_begun": measured.num_begun,
+        "eval/beside/num_steps": step - measured.step,
+    }
+
+
+_TELL_SECONDS = 30.0
+
+
+def run_eval(context: WorkerContext) -> dict[str, Any]:
+    """Sample and score every held-out prompt once the servers are up; the fields of the first set's `Evaluation`,
+    and `sets`: those of every set by name; or {"stopped": reason}. Every response is in the attempt's responses file.
+    """
+    config = context.config
+    with Rollouts(config, read_model_spec(config.model.path), Attempt(context.attempt_dir)) as rollouts:
+        for line in [*rollouts.describe_ends(), *rollouts.held_out.report()]:
+            context.console(line)
+        try:
+            on_wait = wait_for_servers(rollouts.pool, config, StopRequest(context.attempt_dir))
+            progress.enter("eval")
+            attempt = Attempt(context.attempt_dir)
+            with (attempt.path / RESPONSES_FILE).open("w", encoding="utf-8") as file:
+                found = rollouts.evaluate(on_wait, keep=lambda asked, groups: write_responses(file, asked, groups))
+            first = next(iter(found.values()))
+            return {**asdict(first), "sets": {name: asdict(one) for name, one in found.items()}}
+        except StopRequested as request:
+            return {"stopped": str(request)}
+
+
+def wait_for_servers(pool: ServerPool, config: Config, stop_request: StopRequest) -> Callable[[], None]:
+    """Wait until all servers are up with the weights of `model.path`, which no publish replaces. Returns what to call
+    in later waits: it does the same for servers that start again, and raises StopRequested.
+    """
+    trusted: set[tuple[str, int]] = set()
+
+    def on_wait() -> None:
+        for server in pool.servers_behind():
+            start = (server.server_id, server.generation)
+            # Each start once: a server that answered nonsense since then gets no more work.
+            if start not in trusted:
+                with contextlib.suppress(PublishError):  # it just went down, and is found again when it is back
+                    server.set_weight_version(0, deadline_seconds=_TELL_SECONDS)
+                    pool.commit(0, [start])
+                    trusted.add(start)
+        stop_request.raise_if_made()
+
+    def wait_for_start() -> None:
+        progress.beat()
+        on_wait()
+
+    server = config.server
+    pool.wait_ready(server.num_servers, server.start_deadline_seconds * (1 + server.max_restarts), wait_for_start)
+    on_wait()
+    return on_wait

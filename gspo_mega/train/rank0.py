@@ -1,0 +1,109 @@
+"""What rank 0 has and no other rank: the source of batches, the console, metrics, the stop request.
+
+`session.lead` is a `Lead` on rank 0 and None on every other rank; that is how code of the runtime asks for rank 0.
+Owns the lives of these parts. What all ranks do together is `session.py`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from gspo_mega.base.errors import FolderError
+from gspo_mega.base.run_folder import Attempt, RunFolder
+from gspo_mega.checkpoint.load import TrainState
+from gspo_mega.data.journal.journal import Journal
+from gspo_mega.metrics.prometheus import PrometheusEndpoint
+from gspo_mega.metrics.sink_loading import sink_makers
+from gspo_mega.metrics.sinks import Sinks
+from gspo_mega.metrics.writer import MetricsWriter
+from gspo_mega.models.end_tokens import planned_end_tokens
+from gspo_mega.models.spec import ModelSpec
+from gspo_mega.train.context import StopRequest, WorkerContext
+from gspo_mega.train.reusable_records import made_by
+from gspo_mega.train.rollouts import Rollouts
+from gspo_mega.train.sources import LiveSource, RecordedSource, journalled_source
+
+
+class Lead:
+    """A context manager. `recorded_dir`: the run folder whose journal is trained on, in place of sampling.
+    `needs_answers`: as of `Rollouts`.
+
+    The constructor reads the data and starts the scoring processes. Raises DataError, RewardError.
+    """
+
+    def __init__(
+        self, context: WorkerContext, spec: ModelSpec, recorded_dir: str | None, needs_answers: bool = True
+    ) -> None:
+        config = context.config
+        self.attempt = Attempt(context.attempt_dir)
+        self.run_folder = self.attempt.run_folder
+        self.console = context.console
+        self.num_restarts = self.run_folder.num_restarts()
+        self.stop_request = StopRequest(context.attempt_dir)
+        sinks = Sinks(
+            self.run_folder, sink_makers(config), config.model_dump(mode="json", exclude={"alerts"}), context.console
+        )
+        self._rollouts: Rollouts | None = None
+        folder = Path(config.model.path)
+        self._planned_ends = planned_end_tokens(folder, spec.eos_token_ids, spec.vocab_size).ids
+        self._cleanup = contextlib.ExitStack()
+        self.writer = MetricsWriter(self.run_folder.path, sinks, self._endpoint(context))
+        if recorded_dir is not None:
+            new_groups = RecordedSource(RunFolder(recorded_dir).journal_dir)
+        else:
+            fingerprints = made_by(config)
+            self._rollouts = self._cleanup.enter_context(Rollouts(config, spec, self.attempt, needs_answers))
+            self._rollouts.pool.tell = context.console
+            new_groups = LiveSource(self._rollouts, fingerprints)
+        self.source = journalled_source(config, Journal(self.run_folder.journal_dir), new_groups, self.console)
+        self._cleanup.enter_context(self.writer)
+
+    def _endpoint(self, context: WorkerContext) -> PrometheusEndpoint | None:
+        settings, name = context.config.metrics.prometheus, context.config.run.name
+        if settings is None:
+            return None
+        endpoint = PrometheusEndpoint(settings.host, settings.port, name, self.attempt.number, context.console)
+        return self._cleanup.enter_context(endpoint)
+
+    def __enter__(self) -> Lead:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._cleanup.close()
+        finally:
+            self.source.close()  # only now does nothing sample any more
+
+    @property
+    def rollouts(self) -> Rollouts:
+        """Servers, prompts and rewards. Must not be used in a run that trains on a record, which has none."""
+        assert self._rollouts is not None, "a run that trains on a record samples nothing"
+        return self._rollouts
+
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end a response of this run; of a run that trains on a record, as the model's files tell."""
+        return self._planned_ends if self._rollouts is None else self._rollouts.end_tokens.ids
+
+    def resume(self, state: TrainState) -> None:
+        """Continue source and metrics from a checkpoint's state, or from a fresh one. Raises DataError where prompts or
+        metrics do not fit it.
+        """
+        self.source.restore(state)
+        # A run that begins again from its start measures that again, too.
+        self.writer.resume_from(state.step if state.step > 0 else -1)
+
+    def check_stop(self) -> None:
+        """Raises StopRequested where a stop was asked for."""
+        self.stop_request.raise_if_made()
+
+    def check_held(self) -> None:
+        """Raises FolderError where the run was started again elsewhere, before something of the run is overwritten."""
+        latest = self.run_folder.latest_attempt()
+        if latest is not None and not self.attempt.is_newest():
+            raise FolderError(
+                f"{self.run_folder.path} was taken over by a later start of the run, attempt"
+                f" {latest.number}; this one, attempt {self.attempt.number}, ends and writes"
+                " nothing more"
+            )

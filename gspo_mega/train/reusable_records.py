@@ -1,0 +1,394 @@
+"""Which recorded episodes may stand for new ones: made by what would make the new ones, about the prompts that are due.
+
+Owns the reasons against a record, what becomes of it (its file is moved aside) and what the user is told. Fingerprints
+are `reusable_records.py`'s. When records are asked for is `sources.py`'s.
+
+Fingerprints of everything that determines a run's episodes: weights, rewards and episode function with their
+source, tools, chat template, sampling.
+
+The journal keeps them beside the trajectories, so that a restarted step uses only those that it would sample and score
+in the same way again. No user's code is imported here: its source is found, read and hashed.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+import json
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from typing import Any
+
+from gspo_mega.agents.protocol import BUILTINS as EPISODES
+from gspo_mega.base.episodes import Group, RolloutBatch
+from gspo_mega.base.records import Prompt, distinct
+from gspo_mega.base.untrusted import open_regular, read_bytes
+from gspo_mega.config.prompt_sources import sources_of
+from gspo_mega.config.schema import Config, OwnReward, RewardFunction
+from gspo_mega.data.journal.episode_log import FileBegin
+from gspo_mega.data.journal.journal import Journal, PartGoneError
+from gspo_mega.data.journal.steps import StepRecord
+from gspo_mega.rewards.functions import BUILTINS
+from gspo_mega.rollout.arrival_order import Freshness
+from gspo_mega.train.rollouts import open_numbers
+
+# Why records whose fingerprint of a kind differs are not used.
+REASONS = {
+    "weights": "other weights sampled them",
+    "rewards": "another reward scored them: its source or its options are not the same",
+    "sampling": "they were sampled with other settings",
+    "episode": "another episode made them: its source, its options or its limits are not the same",
+    "tools": "other tools made them, or tools whose source is not the same",
+    "template": "another chat template or tokenizer made them",
+    "recorded rollouts": "they are of another recording",
+}
+# Bytes at the beginning, middle and end of each file of weights: enough to tell two trainings of one model apart.
+_SAMPLE_BYTES = 64 * 1024
+
+
+def made_by(config: Config) -> dict[str, str]:
+    """The fingerprints of a run that samples and scores, except the weights', which change with every step.
+
+    Those of episodes are there only where an episode may have several turns: what a single one starts from is its
+    prompt's text and tokens, which are compared as they are.
+    """
+    sampling = config.rollout.model_dump(include=set(_SAMPLING))
+    if config.rollout.on_publish == "continue_with_cache":  # the only way of a publish that samples otherwise
+        sampling["on_publish"] = config.rollout.on_publish
+    found = {
+        "rewards": reward_fingerprint(config),
+        "sampling": _digest({"rollout": sampling, "precision": config.precision}),
+    }
+    if config.rollout.episode.function == "one_turn":
+        most = config.episodes.max_tokens
+        return found if most is None else found | {"episode": _digest(most)}
+    return found | {
+        "episode": episode_fingerprint(config),
+        "tools": _digest([[name, source_digest(name)] for name in config.rollout.tools]),
+        "template": template_fingerprint(Path(config.model.path)),
+    }
+
+
+# What of a tokenizer's folder decides the tokens of a message.
+_OF_TOKENIZER = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json", "tokenizer.json")
+_OF_EPISODES = ("max_turns", "max_tokens", "tool_format", "environment", "network")
+_SAMPLING = ("max_new_tokens", "temperature", "top_p", "top_k", "filter_constant_groups", "return_routed_experts")
+
+
+def first_weights(config: Config) -> str:
+    """A fingerprint of the weights that a fresh run starts from: of config.json, and of the size and some bytes of
+    every file of weights.
+    """
+    folder = Path(config.model.weights or config.model.path)
+    files = sorted(
+        path
+        for pattern in ("config.json", "*.safetensors", "*.distcp", "megatron/*.distcp")
+        for path in folder.glob(pattern)
+    )
+    return _digest([[str(path.relative_to(folder)), path.stat().st_size, _samples(path)] for path in files])
+
+
+def next_history(history: str, batch: RolloutBatch, checksums: Mapping[str, int]) -> str:
+    """The fingerprint of the weights after a step that trains on `batch`, from weights of the fingerprint `history`."""
+    return _digest([history, sorted((one.episode_id, checksums[one.episode_id]) for one in batch.episodes)])
+
+
+def reward_fingerprint(config: Config) -> str:
+    """A fingerprint of every reward function: name, weight, options, and the source of its module and of the user's
+    own modules that it imports.
+    """
+    functions = [
+        [one.function, one.weight, one.options, source_digest(one.function)] for one in config.reward.functions
+    ]
+    of_sources = [
+        [source.name, *_of_own(source.reward)] for source in sources_of(config.data) if source.reward is not None
+    ]
+    return _digest([functions, of_sources])
+
+
+def _of_own(reward: OwnReward) -> list[object]:
+    """What decides a source's own reward; of a name alone the name and its source."""
+    if len(reward) == 1 and reward[0] == RewardFunction(function=reward[0].function):
+        return [reward[0].function, source_digest(reward[0].function)]
+    return [[one.model_dump(mode="json"), source_digest(one.function)] for one in reward]
+
+
+def episode_fingerprint(config: Config) -> str:
+    """A fingerprint of the episode function: name, options, limits, its source and the user's own modules that it
+    imports, and the content of files that its options name, such as the program of a foreign agent.
+    """
+    episode = config.rollout.episode
+    limits = config.episodes.model_dump(include=set(_OF_EPISODES), mode="json")
+    files = sorted({text for text in _texts(episode.options) if os.path.isfile(text)})
+    return _digest(
+        [
+            [episode.function, episode.options, limits, config.episodes.endpoint.ignore_sampling],
+            source_digest(episode.function),
+            [[name, _content(Path(name))] for name in files],
+        ]
+    )
+
+
+def template_fingerprint(folder: Path) -> str:
+    """A fingerprint of the files of a tokenizer that decide how messages become tokens."""
+    return _digest([[name, _content(folder / name)] for name in _OF_TOKENIZER if (folder / name).is_file()])
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Every text in JSON values, keys apart, and every word of it."""
+    if isinstance(value, str):
+        yield from {value, *value.split()}
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _texts(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _texts(inner)
+
+
+def _content(path: Path) -> str:
+    with open_regular(path) as file:  # an option may name a file of any size
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def source_digest(function: str) -> str:
+    """A digest of the source files of a reward, episode or tool, wherever they are; of no file if the module is not
+    found. Of a built-in episode there is none: it belongs to the release.
+    """
+    if function in EPISODES:
+        return ""
+    module = (
+        function.partition(":")[0]
+        if ":" in function
+        else BUILTINS[function].__module__
+        if function in BUILTINS
+        else function
+    )
+    return _digest(sorted((name, _content(path)) for name, path in _own_modules(module).items()))
+
+
+def _own_modules(module: str) -> dict[str, Path]:
+    """The files, by module name, of `module`, its parent packages and the modules that these import: those of the same
+    top-level package, and others that are not installed.
+    """
+    found: dict[str, Path] = {}
+    waiting, top = [module], module.partition(".")[0]
+    while waiting:
+        name = waiting.pop()
+        for part in _with_packages(name):
+            if part in found or (spec := _spec(part)) is None or spec.origin is None or not os.path.isfile(spec.origin):
+                continue
+            if part.partition(".")[0] != top and _is_installed(spec.origin):
+                continue
+            found[part] = Path(spec.origin)
+            waiting += _imports(
+                found[part], part if spec.submodule_search_locations is not None else part.rpartition(".")[0]
+            )
+    return found
+
+
+def _with_packages(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[: count + 1]) for count in range(len(parts))]
+
+
+def _spec(name: str) -> ModuleSpec | None:
+    """The spec of a module, found without running it or its parent packages."""
+    path = [os.getcwd(), *sys.path]
+    spec = None
+    for part in _with_packages(name):
+        try:
+            # Only the finder of an editable installation may know it. It is asked for top-level names alone, because it
+            # would import the parents of others.
+            spec = PathFinder.find_spec(part, path) or (importlib.util.find_spec(part) if "." not in part else None)
+        except KeyError:
+            # A folder without __init__.py in another: the finder wants the outer one imported to make its package.
+            spec = ModuleSpec(part, None, is_package=True)
+            inner = part.rpartition(".")[2]
+            spec.submodule_search_locations = [os.path.join(place, inner) for place in path]
+        except (ImportError, ValueError):
+            return None
+        if spec is None:
+            return None
+        path = list(spec.submodule_search_locations or ())
+    return spec
+
+
+def _is_installed(file: str) -> bool:
+    places = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return any(
+        Path(os.path.realpath(file)).is_relative_to(os.path.realpath(place)) for place in places
+    ) or file.startswith(str(Path(__file__).parents[1]))
+
+
+def _imports(file: Path, package: str) -> Iterator[str]:
+    """Names that a source file imports, including attributes that might be modules."""
+    if file.suffix != ".py":
+        return
+    try:
+        tree = ast.parse(read_bytes(file))
+    except (SyntaxError, ValueError):  # its import will fail with the reason
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            yield from (f"{base}.{alias.name}" for alias in node.names) if base else ()
+
+
+def _samples(path: Path) -> str:
+    size, digest = path.stat().st_size, hashlib.sha256()
+    with open_regular(path) as file:
+        for start in (0, size // 2, max(0, size - _SAMPLE_BYTES)):
+            file.seek(start)
+            digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+Due = Callable[[int, Iterable[int]], Mapping[int, Prompt]]
+
+
+@dataclass(frozen=True)
+class Standard:
+    """What a run asks of every record. `needs_routes`: one without its routed experts is not used."""
+
+    group_size: int
+    freshness: Freshness
+    needs_routes: bool
+
+
+class Records:
+    """The usable records of a journal. `say` shows a line to the user."""
+
+    def __init__(self, journal: Journal, standard: Standard, say: Callable[[str], None]) -> None:
+        self._journal, self._standard, self._say = journal, standard, say
+
+    def of_step(self, begin: FileBegin, due: Due) -> StepRecord | None:
+        """The usable part of a step's record, if there is any; the rest is moved aside. `begin`: what the step would
+        be sampled with.
+        """
+        step = begin.step
+        try:
+            record = self._journal.read(step)
+        except PartGoneError as error:  # `journal.keep_last` removed it: as if the step's own file were gone
+            where = self._journal.put_aside(step)
+            self._say(f"notice   step {step + 1}: {error}; the record is moved to {where.name}, and others sampled")
+            return None
+        if record is None:
+            return None
+        reason = self._reason_against(record, begin.weight_version, begin.made_by)
+        if reason is not None:
+            count = sum(len(group.episodes) for group in record.groups.values())
+            where = self._journal.put_aside(step)
+            self._say(
+                f"notice   step {step + 1}: the journal's {count} trajectories are not used: {reason}; they are moved"
+                f" to {where.name}, and others sampled"
+            )
+            return None
+        prompts = due(step, record.groups)
+        others = [number for number, group in record.groups.items() if prompts.get(number) != group.prompt]
+        if others:
+            count = sum(len(record.groups.pop(number).episodes) for number in others)
+            where = self._journal.put_aside(step)
+            record.batch = None
+            self._say(
+                f"notice   step {step + 1}: {count} of the journal's trajectories are not used: they are about other"
+                " prompts than those that are due (or their answers have changed); the record is moved to"
+                f" {where.name}, and these are sampled again"
+            )
+        for number, group in record.groups.items():
+            group.prompt = prompts[number]  # equal, and with its messages, which are not recorded
+        return record
+
+    def open_groups(
+        self, begin: FileBegin, record: StepRecord | None, tickets: Mapping[str, Any], due: Due
+    ) -> tuple[dict[int, Group], dict[int, int]]:
+        """(groups that a step and those behind it need not sample, the versions they were admitted under), by number.
+
+        `record`: the usable part of the step's file. `tickets`: of the position before the step; groups that were
+        sampled ahead are in the files from its `since` on. Only episodes with a reward are taken over: a failed scoring
+        says nothing about the episode, and its cause may have been mended.
+        """
+        step = begin.step
+        found = record or StepRecord(step, begin.weight_version, self._standard.group_size)
+        num_torn = found.num_torn_bytes
+        for earlier in reversed(range(tickets.get("since", step), step)):
+            self._add_earlier(found, earlier, begin, tickets, due)
+        num_recorded = sum(len(group.episodes) for group in found.groups.values())
+        known = {number: Group(number, one.prompt, one.scored) for number, one in found.groups.items() if one.scored}
+        if record is not None or known:
+            num_known = sum(len(group.episodes) for group in known.values())
+            lost = num_recorded - num_known
+            again = f"; {lost} without a reward are sampled again" if lost else ""
+            torn = f"; {num_torn} torn bytes are cut off" if num_torn else ""
+            self._say(
+                f"step {step + 1}: {num_known} trajectories of the journal, in {len(known)} groups, are taken"
+                f" over{again}{torn}"
+            )
+        return known, found.admitted
+
+    def _add_earlier(
+        self, found: StepRecord, step: int, begin: FileBegin, tickets: Mapping[str, Any], due: Due
+    ) -> None:
+        """Add the groups that a step before `begin.step` sampled ahead."""
+        record = self._journal.read_alone(step)
+        if record is None:
+            return
+        numbers = open_numbers({"tickets": tickets}, record.groups)
+        prompts = due(begin.step, numbers)
+        made_by = {**begin.made_by, "weights": tickets.get("weights", {}).get(str(step), "")}
+        reason = self._reason_against(record, begin.weight_version, made_by)
+        usable: set[int] = set()
+        for number in numbers:
+            versions = [
+                v
+                for one in record.groups[number].episodes
+                for node in one.turns
+                for v in distinct(node.weight_versions)
+            ]
+            if prompts.get(number) == record.groups[number].prompt and self._standard.freshness.admits_all(
+                versions, begin.weight_version
+            ):
+                usable.add(number)
+                record.groups[number].prompt = prompts[number]
+        if reason is not None:
+            usable = set()
+        lost = sum(len(record.groups[number].episodes) for number in numbers - usable)
+        if lost:
+            why = reason or "their prompts are no longer due, or their weights too old"
+            self._say(
+                f"notice   step {begin.step + 1}: {lost} trajectories that were sampled ahead in step {step + 1} are"
+                f" not used: {why}"
+            )
+        found.add_record(record, usable)
+
+    def _reason_against(self, record: StepRecord, weight_version: int, made_by: Mapping[str, str]) -> str | None:
+        standard = self._standard
+        if not standard.freshness.admits(record.weight_version, weight_version):
+            return f"weight version {record.weight_version} sampled them, and the run holds {weight_version}"
+        if record.group_size != standard.group_size:
+            return f"their groups are of {record.group_size} samples, the run's of {standard.group_size}"
+        if not record.made_by:
+            return "an earlier release recorded them without saying what made them"
+        reasons = [
+            REASONS.get(kind, f"another {kind} made them")
+            for kind in made_by
+            if record.made_by.get(kind) != made_by[kind]
+        ]
+        if standard.needs_routes and record.routes_pruned:
+            reasons.append(
+                "their routed experts were pruned (journal.prune_routes), and moe.routing_replay R3 needs them"
+            )
+        return "; ".join(reasons) or None

@@ -1,0 +1,450 @@
+"""How rank 0 leads the other ranks through a step: it hands out work, decisions and requests, and they follow.
+
+Owns the messages and their meaning. How a message travels is `scatter.py`'s.
+
+Messages between ranks as bytes: JSON values with numpy arrays in them, both ways.
+
+A message is a JSON header followed by the raw bytes of its arrays; nothing is pickled, so nothing in a message can run
+code. Arrays are copied once on their way in, and not at all on their way out. Uses no process group.
+
+    message  length of the header (uint64, little-endian), header, arrays, each at a multiple of 64 bytes
+
+One message to many ranks: rank 0 sends it once, and its receivers pass it on among themselves.
+
+The receivers form a tree, in which each rank sends to two others; they pass a chunk on while the next one comes. What
+rank 0 sends does not depend on how many receivers there are. All of it goes over the host group, rank to rank: no
+further process groups are made.
+
+How rank 0 leads the other ranks: announcements through the store, payloads over the host group.
+
+Rank 0 may wait for minutes while servers sample. The other ranks must not wait in a device collective meanwhile, so
+they poll a store key, watch the heartbeat of rank 0's process, and receive only once rank 0 has announced a message.
+(Work of a living rank 0 that makes no progress has deadlines of its own: requests, servers, publishes.)
+
+What rank 0 hands out for one step: every data-parallel rank's shard, and every pipeline stage's routes.
+
+Owns which ranks get which message. Messages are made one by one while they are sent, or all of them before, for a step
+that is not due yet (`make`). Sending is `scatter.py`'s.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from gspo_mega.base import progress
+from gspo_mega.base.errors import RankError
+from gspo_mega.data.packing import ExpertRoutes
+from gspo_mega.engine.process_groups import Group
+from gspo_mega.plan.layout import Layout
+from gspo_mega.train.batches import MiniBatch
+from gspo_mega.train.context import KeyValueStore
+
+_ARRAY = "__array__"
+_ALIGNED = 64
+
+
+class Encoded(NamedTuple):
+    """A value that was encoded before."""
+
+    message: np.ndarray
+
+
+def encode(value: Any) -> np.ndarray:
+    """[bytes] uint8. `value`: JSON types with numpy arrays anywhere in place of a value, or `Encoded`. Raises TypeError
+    for anything else.
+    """
+    if isinstance(value, Encoded):
+        return value.message
+    arrays: list[tuple[int, np.ndarray]] = []
+    size = 0
+
+    def strip(item: Any) -> Any:
+        nonlocal size
+        if isinstance(item, np.ndarray):
+            start, size = size, _aligned(size + item.nbytes)
+            arrays.append((start, item))
+            return {_ARRAY: start, "dtype": item.dtype.str, "shape": list(item.shape)}
+        if isinstance(item, dict):
+            return {str(key): strip(entry) for key, entry in item.items()}
+        if isinstance(item, (list, tuple)):
+            return [strip(entry) for entry in item]
+        if isinstance(item, np.generic):
+            return item.item()
+        return item
+
+    header = json.dumps(strip(value)).encode()
+    begin = _aligned(8 + len(header))
+    message = np.zeros(begin + size, np.uint8)
+    message[: 8 + len(header)] = np.frombuffer(len(header).to_bytes(8, "little") + header, np.uint8)
+    for start, array in arrays:
+        _array(message, begin + start, array.dtype, array.shape)[...] = array
+    return message
+
+
+def decode(message: np.ndarray) -> Any:
+    """The value given to `encode`; tuples come back as lists, arrays are views of `message`."""
+    size = int.from_bytes(message[:8].tobytes(), "little")
+    begin = _aligned(8 + size)
+
+    def restore(item: Any) -> Any:
+        if isinstance(item, dict):
+            if _ARRAY in item:
+                return _array(message, begin + item[_ARRAY], np.dtype(item["dtype"]), item["shape"])
+            return {key: restore(entry) for key, entry in item.items()}
+        if isinstance(item, list):
+            return [restore(entry) for entry in item]
+        return item
+
+    return restore(json.loads(message[8 : 8 + size].tobytes()))
+
+
+def _array(message: np.ndarray, start: int, dtype: np.dtype, shape: Any) -> np.ndarray:
+    """A view."""
+    return np.ndarray(shape, dtype, message, start)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+CHUNK_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True)
+class Place:
+    """A receiver's place: the rank that it receives from, and those that it sends to."""
+
+    parent: int
+    children: tuple[int, ...]
+
+    @classmethod
+    def of(cls, rank: int, receivers: Sequence[int], source: int) -> Place:
+        """`receivers`: all of a message's, of which `rank` is one; `source` sends to the first of them."""
+        index = receivers.index(rank)
+        parent = receivers[(index - 1) // 2] if index else source
+        return cls(parent, tuple(receivers[2 * index + 1 : 2 * index + 3]))
+
+
+class Sending:
+    """A message on its way to one rank. It must not change before `wait` has returned."""
+
+    def __init__(self, message: np.ndarray, rank: int, host: Group) -> None:
+        self._works = [_start(torch.tensor([len(message)], dtype=torch.int64), rank, host)]
+        self._works += [_start(chunk, rank, host) for chunk in torch.from_numpy(message).split(CHUNK_BYTES)]
+
+    def wait(self) -> None:
+        """Returns once the message may change."""
+        for work in self._works:
+            work.wait()
+
+
+def receive(place: Place, host: Group) -> np.ndarray:
+    """The next message from the parent, [bytes] uint8, when the children have it, too."""
+    size = torch.zeros(1, dtype=torch.int64)
+    dist.recv(size, src=place.parent, group=host.group)
+    works = [_start(size, child, host) for child in place.children]
+    message = torch.empty(int(size), dtype=torch.uint8)
+    for chunk in message.split(CHUNK_BYTES):
+        dist.recv(chunk, src=place.parent, group=host.group)
+        works += [_start(chunk, child, host) for child in place.children]
+    for work in works:
+        work.wait()
+    return message.numpy()
+
+
+def _start(tensor: torch.Tensor, rank: int, host: Group) -> dist.Work:
+    work = dist.isend(tensor, dst=rank, group=host.group)
+    assert work is not None, "this rank is not in the host group"
+    return work
+
+
+POLL_SECONDS = 0.01
+HEARTBEAT_SECONDS = 1.0
+
+
+class Exchange:
+    """One per rank. Messages are numbered; every rank must send or receive each of them.
+
+    `replicas`: the ranks in disjoint parts, each of which rank 0 sends a message once. `num_sent_bytes`: what rank 0
+    has sent so far, of messages that their receivers pass on (`scatter.py`). `store` is this rank's client of the job's
+    key-value store. `heartbeat_store` is a second client on rank 0, for the heartbeat thread; None elsewhere.
+    `silence_seconds`: the other ranks give up after this time without a heartbeat.
+    """
+
+    def __init__(
+        self,
+        store: KeyValueStore,
+        host: Group,
+        replicas: Sequence[Sequence[int]],
+        heartbeat_store: KeyValueStore | None = None,
+        silence_seconds: float = 120.0,
+    ) -> None:
+        self._store, self._host, self._silence_seconds = store, host, silence_seconds
+        self._replicas = replicas
+        self._sequence = 0
+        self.num_sent_bytes = 0
+        self._closed = threading.Event()
+        self._beat_error: Exception | None = None
+        if heartbeat_store is not None:
+            threading.Thread(target=self._beat, args=(heartbeat_store,), name="heartbeat", daemon=True).start()
+
+    def _beat(self, store: KeyValueStore) -> None:
+        count = 0
+        while not self._closed.wait(HEARTBEAT_SECONDS):
+            count += 1
+            try:
+                store.set("heartbeat", str(count))
+            except Exception as error:
+                self._beat_error = error
+                return
+
+    def close(self) -> None:
+        """Stop the heartbeat."""
+        self._closed.set()
+
+    # --- rank 0 to the others ------------------------------------------------------------------------------
+
+    def send_all(self, value: Any) -> None:
+        """Rank 0: send the same value to every rank. Raises as `send_each`."""
+        message = Encoded(encode(value))
+        self._announce()
+        self._send((replica, message) for replica in self._replicas)
+
+    def send_each(self, values: Iterable[Any]) -> None:
+        """Rank 0: send a value to the ranks of each replica, in their order; the values may be made one by one. Raises
+        RankError where the heartbeat has ended, because the other ranks would soon take rank 0 for dead.
+        """
+        self._announce()
+        self._send(zip(self._replicas, values, strict=True))
+
+    def send_more(self, parts: Iterable[tuple[Sequence[int], Any]]) -> None:
+        """Rank 0: send (ranks, value) one after the other. Each of these ranks must know it from the last message, and
+        call `receive_more`.
+        """
+        self._send(parts)
+
+    def _announce(self) -> None:
+        if self._beat_error is not None:
+            raise RankError(f"rank 0's heartbeat ended: {self._beat_error}") from self._beat_error
+        progress.beat()
+        self._store.set(f"message/{self._sequence}", "ready")
+        self._sequence += 1
+
+    def _send(self, parts: Iterable[tuple[Sequence[int], Any]]) -> None:
+        """While one message is on its way the next one is made, and no more than these two are in memory, unless they
+        were made before.
+        """
+        under_way = None
+        for ranks, value in parts:
+            sending = None
+            if receivers := [rank for rank in ranks if rank != 0]:
+                message = encode(value)
+                sending = Sending(message, receivers[0], self._host)
+                self.num_sent_bytes += len(message)
+            if under_way is not None:
+                under_way.wait()
+                progress.beat()
+            under_way = sending
+        if under_way is not None:
+            under_way.wait()
+
+    def receive(self) -> Any:
+        """Other ranks: wait for the next message of rank 0. Raises RankError when its heartbeat stops."""
+        with progress.during(progress.WAIT):
+            self._await(f"message/{self._sequence}")
+        self._sequence += 1
+        return self.receive_more(next(ranks for ranks in self._replicas if self._host.rank in ranks))
+
+    def receive_more(self, ranks: Sequence[int]) -> Any:
+        """Other ranks: what rank 0 sends to these ranks, of which this is one, with `send_more`."""
+        receivers = [rank for rank in ranks if rank != 0]
+        return decode(receive(Place.of(self._host.rank, receivers, 0), self._host))
+
+    def _await(self, key: str) -> None:
+        seen, since = "", time.monotonic()
+        while not self._store.check([key]):
+            time.sleep(POLL_SECONDS)
+            if time.monotonic() - since > self._silence_seconds / 4:
+                beat = self._store.get("heartbeat").decode() if self._store.check(["heartbeat"]) else ""
+                if beat != seen:
+                    seen, since = beat, time.monotonic()
+                elif time.monotonic() - since > self._silence_seconds:
+                    raise RankError(
+                        f"rank 0 gave no sign of life for {self._silence_seconds:.0f} s while this rank waited for"
+                        f" {key}"
+                    )
+
+    # --- the others to rank 0 ------------------------------------------------------------------------------
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """Collect every rank's value on rank 0, in rank order; None elsewhere. Collective over all ranks."""
+        if self._host.rank != 0:
+            Sending(encode(value), 0, self._host).wait()
+            return None
+        others = [Place(rank, ()) for rank in range(1, self._host.size)]
+        return [value] + [decode(receive(place, self._host)) for place in others]
+
+
+@dataclass(frozen=True)
+class Message:
+    """`content`: of `work`, its `mini_batches`, `stop`, and whether `routes` follow; of `value`, the value that all
+    ranks agree on; of `request`, the name of a collective act that rank 0 begins.
+    """
+
+    kind: Literal["work", "value", "request"]
+    content: Any
+
+
+class Parcels:
+    """The hand-out of one step; it is sent once. `shards`: one per data-parallel rank. `routes`: of the batch's rows;
+    each pipeline stage is sent those of its own layers.
+
+    Attributes:
+        own: rank 0's shard; its routes are there once all messages were made.
+        num_positions: positions computed on all data-parallel ranks together, padding and filler included.
+    """
+
+    def __init__(self, shards: list[list[MiniBatch]], routes: ExpertRoutes | None, layout: Layout) -> None:
+        self.own = shards[0]
+        self.num_positions = sum(m.num_tokens for shard in shards for mini in shard for m in mini.micro_batches)
+        self._has_routes = routes is not None
+        self._shards, self._routes, self._layout = shards, routes, layout
+        self._made: tuple[list[Any], list[tuple[list[int], Any]]] | None = None
+
+    def shards(self) -> Iterator[Any]:
+        """The message of every replica, in their order: all of them come before the first of `routes`."""
+        if self._made is not None:
+            yield from self._made[0]
+            return
+        for shard in self._shards:
+            content = {"mini_batches": [m.to_wire() for m in shard], "stop": None, "routes": self._has_routes}
+            yield vars(Message("work", content))
+
+    def routes(self) -> Iterator[tuple[list[int], Any]]:
+        """(ranks, their routes) of every stage of every data-parallel rank; rank 0 takes its own."""
+        if self._made is not None:
+            yield from self._made[1]
+            return
+        if self._routes is None:
+            return
+        for data, shard in enumerate(self._shards):
+            for stage in range(self._layout.pipeline):
+                ranks = self._layout.ranks_of(data, stage)
+                layers = self._routes.layers(self._layout.chunk_layers(stage))
+                packs = [self._routes.packed(m, layers) for mini in shard for m in mini.micro_batches]
+                part = {"layers": np.array(layers, np.int64), "packs": packs}
+                if 0 in ranks:
+                    take_routes(shard, part)
+                yield ranks, part
+
+    def make(self, is_wanted: Callable[[], bool] = lambda: True) -> bool:
+        """Make all messages now, in the memory that they take. Returns False where `is_wanted`, which is asked before
+        each, says no; nothing is changed then but rank 0's routes.
+        """
+        shards, routes = [], []
+        for data, value in enumerate(self.shards()):
+            if not is_wanted():
+                return False
+            shards.append(_encoded(self._layout.ranks_of(data), value))
+        for ranks, part in self.routes():
+            if not is_wanted():
+                return False
+            routes.append((ranks, _encoded(ranks, part)))
+        self._made = shards, routes
+        self._shards, self._routes = [], None
+        return True
+
+
+def _encoded(ranks: Sequence[int], value: Any) -> Any:
+    """As it is where rank 0 is alone, which keeps what it has."""
+    return value if ranks == [0] else Encoded(encode(value))
+
+
+def take_routes(mini_batches: list[MiniBatch], part: dict[str, Any]) -> None:
+    """Put a stage's routes into its packs."""
+    micro_batches = [m for mini in mini_batches for m in mini.micro_batches]
+    for micro_batch, packed in zip(micro_batches, part["packs"], strict=True):
+        micro_batch.routed_experts, micro_batch.routed_layers = packed, part["layers"]
+
+
+@dataclass
+class Work:
+    """What rank 0 hands out for one step: this rank's mini-batches, or the reason to stop.
+
+    `num_positions`: positions computed on all data-parallel ranks together, padding and filler included; rank 0 only.
+    """
+
+    mini_batches: list[MiniBatch] = field(default_factory=list)
+    stop: str | None = None
+    num_positions: int = 0
+
+
+class RankLink:
+    """One on every rank, of which `rank` 0 leads.
+
+    Other ranks carry out requests of rank 0 while they wait for a value or for work (`on_request`).
+    """
+
+    def __init__(self, exchange: Exchange, layout: Layout, rank: int) -> None:
+        self._exchange, self._layout, self._rank = exchange, layout, rank
+        self._acts: dict[str, Callable[[], None]] = {}
+
+    def on_request(self, name: str, act: Callable[[], None]) -> None:
+        """What the other ranks do when rank 0 calls `request(name)`."""
+        self._acts[name] = act
+
+    def request(self, name: str) -> None:
+        """Rank 0: have the other ranks, which wait for it, begin their part of a collective act."""
+        self._exchange.send_all(vars(Message("request", name)))
+
+    def agree(self, value: Any) -> Any:
+        """Rank 0's `value` (JSON types) on every rank. Collective."""
+        if self._rank == 0:
+            self._exchange.send_all(vars(Message("value", value)))
+            return value
+        return self._follow("value")
+
+    def hand_out(self, shards: list[list[MiniBatch]], routes: ExpertRoutes | None = None) -> Work:
+        """`send` of what is made meanwhile; arguments as for `Parcels`."""
+        return self.send(Parcels(shards, routes, self._layout))
+
+    def send(self, parcels: Parcels) -> Work:
+        """Rank 0: send its shard to every rank and return its own. Each shard leaves rank 0 once, as do each stage's
+        routes.
+        """
+        self._exchange.send_each(parcels.shards())
+        self._exchange.send_more(parcels.routes())
+        return Work(parcels.own, num_positions=parcels.num_positions)
+
+    def hand_out_stop(self, reason: str) -> Work:
+        """Rank 0: tell every rank to stop."""
+        work = {"mini_batches": [], "stop": reason, "routes": False}
+        self._exchange.send_all(vars(Message("work", work)))
+        return Work(stop=reason)
+
+    def receive_work(self) -> Work:
+        """Other ranks: follow rank 0 until it hands out work."""
+        content = self._follow("work")
+        work = Work([MiniBatch.from_wire(m) for m in content["mini_batches"]], content["stop"])
+        if content["routes"]:
+            own = self._layout.coordinates(self._rank)
+            take_routes(work.mini_batches, self._exchange.receive_more(self._layout.ranks_of(own.data, own.pipeline)))
+        return work
+
+    def _follow(self, until: str) -> Any:
+        """Other ranks: carry out what rank 0 requests until it sends a message of the kind `until`; its content."""
+        while True:
+            message = Message(**self._exchange.receive())
+            if message.kind == until:
+                return message.content
+            assert message.kind == "request", f"rank 0 sent {message.kind!r} where {until!r} was due"
+            self._acts[message.content]()

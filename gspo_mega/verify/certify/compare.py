@@ -1,0 +1,354 @@
+"""The reference on disk, and how far another case's numbers are from it.
+
+Tolerances are of fp32 rounding: a layout only changes the order of sums. Other precisions have their own.
+
+How far a case's optimizer steps are from the reference's, and from what they must be by themselves.
+
+Owns what counts as a difference of norm, step or state; `compare.py` has the tolerances.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+
+from gspo_mega.base.run_folder import atomic_write_json, read_json
+from gspo_mega.config.derived import is_sharp
+from gspo_mega.config.schema import CertifyCase, Config
+from gspo_mega.verify.certify.batch import Draws
+from gspo_mega.verify.certify.cases import CRITIC_KINDS
+from gspo_mega.verify.certify.measure import Edges, Numbers, Tensors, num_route_flips
+from gspo_mega.verify.certify.steps import Steps
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+Found = Iterator[tuple[float, str]]
+# So many numbers of a tensor may be zero by chance, where their terms cancel to the last bit.
+_ZEROS, _ZEROS_SHARE = 3, 1e-6
+_CLIP_EPS = 1e-6  # which Megatron adds to the norm before it divides by it
+
+
+def norm_differences(got: Steps, clip: float) -> Found:
+    """(relative difference, place) of the norm from that of whole tensors, in all and by kind of parameter, and of the
+    clipped gradient's from what clipping to `clip` leaves; 0 does not clip.
+    """
+    for step, (norm, counted, whole) in enumerate(zip(got.norms, got.counted, got.whole, strict=False), 1):
+        total = sum(whole.values())
+        for kind, squares in whole.items():
+            # Half of the difference of squares is that of their root.
+            yield _relative(abs(counted[kind] - squares) / 2, squares), f"step {step}: {kind}, counted in the norm"
+        left = norm if clip <= 0 else norm * min(1.0, clip / (norm + _CLIP_EPS))
+        yield _relative(abs(math.sqrt(total) - left), left), f"step {step}: the gradient after clipping"
+
+
+def differences_of_norm(got: Steps, want: Steps) -> Found:
+    """(relative difference, place) of the norm of each step from the reference's."""
+    for step, (norm, wanted) in enumerate(zip(got.norms, want.norms, strict=False), 1):
+        yield _relative(abs(norm - wanted), wanted), f"step {step}: the norm"
+
+
+def differences_of_steps(got: Steps, want: Steps) -> Found:
+    """(relative difference, place) of each step's clipped gradient, in the tensor where it is largest, and of what its
+    routers counted and lost; of Adam's moments, if both went equally many steps.
+    """
+    if got.names != want.names:
+        yield math.inf, "the names of the tensors"
+        return
+    sketches = [(f"step {n}: clipped gradient of", *pair) for n, pair in enumerate(zip(got.sketches, want.sketches), 1)]
+    if len(got.norms) == len(want.norms):
+        sketches += [
+            (f"after the steps: {name} of", *pair)
+            for name, *pair in zip(("first moments", "second moments"), got.moments, want.moments)
+        ]
+    for text, ours, theirs in sketches:
+        error = np.sqrt(np.square(ours[:, 2:] - theirs[:, 2:]).mean(axis=1))
+        size = np.sqrt(theirs[:, 0])
+        relative = np.where(size > 0, error / np.where(size > 0, size, 1.0), np.sqrt(ours[:, 0]))
+        worst = int(np.argmax(np.where(np.isnan(relative), np.inf, relative)))
+        yield float(relative[worst]), f"{text} {got.names[worst]}"
+    for step, (ours, theirs) in enumerate(zip(got.routing, want.routing, strict=False), 1):
+        for key in sorted(ours.keys() | theirs.keys()):
+            value, wanted = ours.get(key, math.nan), theirs.get(key, math.nan)
+            yield _relative(abs(value - wanted), abs(wanted)), f"step {step}: routing/{key}"
+
+
+def differences_of_state(got: Steps, want: Steps, counts_zeros: bool) -> Iterator[str]:
+    """What must be the same and is not: skipped steps, settings of parameters, buffers, copies on several ranks, and
+    with `counts_zeros` the number of a gradient's zeros.
+    """
+    for step, (ours, theirs) in enumerate(zip(got.skipped, want.skipped, strict=False), 1):
+        if ours != theirs:
+            yield f"step {step} is {'skipped' if ours else 'not skipped'}"
+    for step, (ours, theirs) in enumerate(zip(got.settings, want.settings, strict=False), 1):
+        for name in sorted(ours.keys() | theirs.keys()):
+            if ours.get(name) != theirs.get(name):
+                yield f"step {step}: lr, weight decay, betas, eps of {name}: {ours.get(name)} for {theirs.get(name)}"
+    if counts_zeros and got.names == want.names:
+        for step, (ours, theirs) in enumerate(zip(got.sketches, want.sketches), 1):
+            by_chance = _ZEROS + _ZEROS_SHARE * np.array(want.sizes)
+            for place in np.flatnonzero(np.abs(ours[:, 1] - theirs[:, 1]) > by_chance):
+                yield (
+                    f"step {step}: {ours[place, 1]:.0f} zeros in the gradient of {got.names[place]}, for"
+                    f" {theirs[place, 1]:.0f}"
+                )
+    for name in sorted(got.buffers.keys() | want.buffers.keys()):
+        if got.buffers.get(name) != want.buffers.get(name):
+            yield f"buffer {name}"
+    for name in got.copies:
+        yield f"{name} is not the same on all ranks that hold it"
+
+
+def _relative(error: float, scale: float) -> float:
+    return error / scale if scale > 0 else error
+
+
+Kind = TypeVar("Kind")
+
+
+class Weights(Protocol):
+    """Whole tensors by name, as a checkpoint's folder gives them."""
+
+    def read(self, name: str) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """`log_prob`: nats per token, absolute. `loss`: relative to mean |s_i A_i|. `gradient`: relative L2 of each tensor.
+    `weights`: relative L2 of the whole update. `reached`: the share of tokens whose log-prob differs by more than
+    fp32's tolerance, where it is compared. Of optimizer steps (`compare.py`): `norm`, relative; `steps`, relative
+    L2 of each tensor and relative of routers' sums; `state`, a number of things that must be the same.
+    """
+
+    log_prob: float
+    loss: float
+    gradient: float
+    weights: float
+    reached: float | None = None
+    norm: float = 1e-5
+    steps: float = 3e-5  # later gradients are of weights that differ, and squares differ by twice as much
+    state: float = 0.0
+
+
+def _fp8(log_prob: float, loss: float, gradient: float, weights: float, reached: float | None = None) -> Tolerance:
+    """A norm is off by no more than its parts; a square, as in Adam's second moment, by twice that."""
+    return Tolerance(log_prob, loss, gradient, weights, reached, norm=gradient, steps=max(2 * gradient, weights))
+
+
+TOLERANCES = {
+    "fp32": Tolerance(log_prob=1e-5, loss=1e-5, gradient=1e-5, weights=1e-4),
+    # 8 bits: each product is rounded by up to 2^-9, and exported weights by about the size of the update.
+    "bf16": Tolerance(log_prob=1e-1, loss=1e-3, gradient=1e-1, weights=5e-1, norm=5e-2, steps=3e-1),
+    # Derived in docs/verification.md for the certified models; not yet measured on a GPU.
+    "fp8": _fp8(log_prob=5e-1, loss=1e-2, gradient=3e-1, weights=8e-1),
+}
+# Where a scale is a whole tensor's, which another packing has otherwise, nothing is rounded alike.
+_SCALE_PER_TENSOR = _fp8(log_prob=1.0, loss=1e-2, gradient=9e-1, weights=8e-1)
+# With the reference's scales and fp32 between the products most tokens have no number that rounds otherwise. e5m2, the
+# gradients' format where a tensor has one scale, has coarser steps.
+_BLOCKS = _fp8(log_prob=5e-1, loss=5e-3, gradient=2.3e-1, weights=5.4e-1, reached=0.5)
+_SHARP = {
+    "blockwise": _BLOCKS,
+    "mxfp8": _BLOCKS,
+    "delayed": _fp8(log_prob=5e-1, loss=5e-3, gradient=3.2e-1, weights=6.4e-1, reached=0.5),
+    # Powers of two are the reference's scales except for the smallest numbers.
+    "tensorwise": _fp8(log_prob=5e-1, loss=5e-3, gradient=3.9e-1, weights=7.0e-1, reached=0.75),
+}
+
+
+def tolerance_of(config: Config, case: CertifyCase) -> Tolerance:
+    """What a case of this precision, and FP8 recipe, may differ."""
+    if is_sharp(config) and config.fp8.recipe not in case.other_scales:
+        return _SHARP[config.fp8.recipe]
+    if config.precision == "fp8" and config.fp8.recipe in ("tensorwise", "delayed"):
+        return _SCALE_PER_TENSOR
+    found = TOLERANCES[config.precision]
+    if config.lora is not None and config.precision == "fp32":
+        # An adapter's B begins at zero, so that all of it is updates, and the gradient of its A is a multiple of B:
+        # later gradients may differ by as much as updates may.
+        return replace(found, steps=found.weights)
+    return found
+
+
+@dataclass
+class Difference:
+    """The largest difference of one kind, and its place."""
+
+    value: float = 0.0
+    place: str = ""
+
+    def note(self, value: float, place: str) -> None:
+        # NaN is larger than everything.
+        if not value <= self.value:
+            self.value, self.place = value, place
+
+
+class Reference:
+    """A folder: numbers.json, and one float32 .npy per tensor of the gradient and of the trained weights."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @property
+    def recorded_file(self) -> Path:
+        """Old log-probs of the recorded batch, [sum R] float32."""
+        return self.folder / "recorded.npy"
+
+    @property
+    def draws_file(self) -> Path:
+        """How often each prompt and response was drawn."""
+        return self.folder / "draws.json"
+
+    def draws(self) -> Draws:
+        """The draws of the recorded batch. Raises FileNotFoundError where the reference left none."""
+        values: dict[str, Any] | None = read_json(self.draws_file)
+        if values is None:
+            raise FileNotFoundError(f"{self.draws_file}: the reference's draws are missing; certify its case again")
+        return Draws(**values)
+
+    @property
+    def recorded_on_edges_file(self) -> Path:
+        """Old log-probs that put every sequence on a clip edge, under routers with ties; [sum R] float32."""
+        return self.folder / "recorded_on_edges.npy"
+
+    def beside(self, name: str) -> Reference:
+        """What another model of the reference left."""
+        return Reference(self.folder / name)
+
+    def save(self, name: str, numbers: DataclassInstance) -> None:
+        """Write JSON beside .npy arrays, as `load` reads them."""
+        values = asdict(numbers)
+        for key, value in values.items():
+            if isinstance(value, np.ndarray):
+                np.save(self.folder / f"{name}.{key}.npy", value)
+                values[key] = None
+        atomic_write_json(self.folder / f"{name}.json", values)
+
+    def load(self, name: str, kind: type[Kind]) -> Kind:
+        """What `save` wrote under this name. Raises FileNotFoundError where nothing was."""
+        file = self.folder / f"{name}.json"
+        values: dict[str, Any] | None = read_json(file)
+        if values is None:
+            raise FileNotFoundError(f"{file}: the reference's numbers are missing; certify its case again")
+        for key in values:
+            array = self.folder / f"{name}.{key}.npy"
+            if array.exists():
+                values[key] = np.load(array)
+        return kind(**values)
+
+    def save_tensors(self, kind: str, tensors: Tensors) -> None:
+        (self.folder / kind).mkdir(parents=True, exist_ok=True)
+        for name, tensor in tensors:
+            np.save(self.folder / kind / f"{name}.npy", tensor.cpu().numpy())
+
+    def tensor(self, kind: str, name: str) -> np.ndarray:
+        """The whole tensor `name` of `kind` ("gradient", "weights", ...), in the shape and dtype it was saved with."""
+        return np.load(self.folder / kind / f"{name}.npy", mmap_mode="r")
+
+
+class Comparison:
+    """Differences of one case from the reference, filled as its numbers arrive."""
+
+    def __init__(self, reference: Reference, edges: tuple[float, float], counts_reached: bool = False) -> None:
+        """`edges`: the clip range of log s_i. `counts_reached`: compare the share of tokens that differ, too."""
+        self.reference, self.edges, self.counts_reached = reference, edges, counts_reached
+        self.gradient = Difference()
+        self.weights: Difference | None = None
+        self.of_steps: dict[str, Difference] = {}
+        self._error = self._update = 0.0
+
+    def take_gradient(self, tensors: Tensors) -> None:
+        """Relative L2 by tensor; absolute where the reference has no gradient."""
+        for name, tensor in tensors:
+            want = self.reference.tensor("gradient", name)
+            self.gradient.note(_relative(_norm(tensor.cpu().numpy() - want), _norm(want)), name)
+
+    def take_weights(self, tensors: Tensors, start: Weights) -> None:
+        """Relative L2 of the whole update. Adam divides by |gradient|, so a single tensor with tiny gradients would
+        show only their rounding.
+        """
+        worst = Difference()
+        for name, tensor in tensors:
+            want = self.reference.tensor("weights", name)
+            update = _norm(want - start.read(name).to(torch.float32).numpy())
+            error = _norm(tensor.cpu().numpy() - want)
+            self._error += error**2
+            self._update += update**2
+            worst.note(_relative(error, update), name)
+        self.weights = Difference(_relative(self._error**0.5, self._update**0.5), worst.place)
+
+    def take_steps(self, steps: Steps, config: Config) -> None:
+        """Those of a configuration's optimizer, with the reference's of this folder."""
+        want = self.reference.load("steps", Steps)
+        norm, of_steps, state = Difference(), Difference(), Difference()
+        for value, place in (*norm_differences(steps, config.optimizer.clip_grad), *differences_of_norm(steps, want)):
+            norm.note(value, place)
+        for value, place in differences_of_steps(steps, want):
+            of_steps.note(value, place)
+        found = [*differences_of_state(steps, want, counts_zeros=config.precision == "fp32")]
+        if found:
+            state.note(float(len(found)), found[0])
+        self.of_steps = {"norm": norm, "steps": of_steps, "state": state}
+
+    def result(self, numbers: Numbers, trajectory_ids: Iterable[str], lengths: Iterable[int]) -> dict[str, Any]:
+        """{"log_prob" | "loss" | "gradient" | "weights" | "norm" | "steps" | "state": {value, place}, "num_clip_flips",
+        "num_route_flips"}; None for weights that were not taken, and none of steps that were not."""
+        want = self.reference.load("numbers", Numbers)
+        log_prob, loss = Difference(), Difference()
+        start = 0
+        for trajectory_id, length in zip(trajectory_ids, lengths, strict=True):
+            rows = slice(start, start + length)
+            start += length
+            log_prob.note(float(np.abs(numbers.log_probs[rows] - want.log_probs[rows]).max(initial=0.0)), trajectory_id)
+        mass = want.sums["positive_mass"] + want.sums["negative_mass"]
+        loss.note(abs(numbers.sums["objective"] - want.sums["objective"]) / mass, "objective")
+        differences = dict(log_prob=log_prob, loss=loss, gradient=self.gradient, weights=self.weights, **self.of_steps)
+        if self.counts_reached:
+            differences["reached"] = Difference(_share_reached(numbers.log_probs, want.log_probs), "share of tokens")
+        return {
+            name: asdict(difference) if difference is not None else None for name, difference in differences.items()
+        } | {
+            "num_clip_flips": num_clip_flips(numbers.log_s, want.log_s, self.edges),
+            "num_route_flips": num_route_flips(numbers.routes, want.routes),
+        }
+
+    def flips_on_edges(self, edges: Edges) -> dict[str, int]:
+        """What rounding decides differently than in the reference: {"num_clip_flips", "num_route_flips"}."""
+        want = self.reference.load("edges", Edges)
+        return {
+            "num_clip_flips": num_clip_flips(edges.log_s, want.log_s, self.edges),
+            "num_route_flips": num_route_flips(edges.routes, want.routes),
+        }
+
+
+def outside(result: dict[str, Any], tolerance: Tolerance, exact: Iterable[str] = ()) -> list[str]:
+    """The kinds of difference above the tolerance, NaN included. `exact`: kinds that tolerate no difference."""
+    limits = {kind: limit for kind, limit in asdict(tolerance).items() if limit is not None}
+    limits |= {kind: limits[like] for kind, like in CRITIC_KINDS.items() if kind in result} | dict.fromkeys(exact, 0.0)
+    found = {kind: result.get(kind) for kind in limits}
+    return [kind for kind, one in found.items() if one is not None and not one["value"] <= limits[kind]]
+
+
+def num_clip_flips(log_s: np.ndarray, want: np.ndarray, edges: tuple[float, float]) -> int:
+    """Sequences that are inside the clip range here and outside there, or the other way round. `log_s`, `want`: log s_i
+    of all sequences, [S] nats, global; `edges`: the range of log s_i.
+    """
+    outside_here, outside_there = ((values < edges[0]) | (values > edges[1]) for values in (log_s, want))
+    return int((outside_here != outside_there).sum())
+
+
+def _share_reached(got: np.ndarray, want: np.ndarray) -> float:
+    """Of active tokens, whose log-prob is not 0: how many differ by more than fp32's rounding, or are NaN."""
+    near = np.abs(got - want)[want != 0] <= TOLERANCES["fp32"].log_prob
+    return float(1.0 - near.mean()) if near.size else 0.0
+
+
+def _norm(values: np.ndarray) -> float:
+    return float(np.linalg.norm(np.asarray(values, np.float64)))

@@ -1,0 +1,274 @@
+"""The trainer's log-probs and entropies of the fixed tokens, in the precision, layout and packing of one point.
+
+Runs on every rank of a start. Owns the head that keeps them and the engine of a point; `certify` owns the packings.
+
+The tokens that every evaluation of a budget scores: sampled once by the run's own server, then kept in a file.
+
+Owns the record and its form on disk. Scoring covers the prompts, too: where two engines begin to differ says why.
+
+A server's log-probs of the fixed tokens: as it sampled them, and scored again in one pass, together or alone.
+
+Runs on rank 0 of a start with servers. Owns how the server is asked; `server_client.py` owns the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from gspo_mega.base import progress
+from gspo_mega.base.episodes import Episode, Group, RolloutBatch, one_turn_row
+from gspo_mega.base.records import Prompt
+from gspo_mega.base.run_folder import atomic_write_json
+from gspo_mega.base.untrusted import read_json_file
+from gspo_mega.checkpoint.hf_import import import_huggingface
+from gspo_mega.config import Config
+from gspo_mega.config.derived import least_of_group
+from gspo_mega.data.packing import ExpertRoutes
+from gspo_mega.engine.device_batch import DeviceBatch
+from gspo_mega.engine.losses import PassOutput, require_finite
+from gspo_mega.engine.policy import PolicyEngine
+from gspo_mega.engine.process_groups import create_groups
+from gspo_mega.models.huggingface import read_model_spec
+from gspo_mega.plan import resolve_layout
+from gspo_mega.rollout.client.server_client import score_tokens
+from gspo_mega.rollout.groups import TaskGroup
+from gspo_mega.rollout.pool import ServerPool
+from gspo_mega.train.batches import assemble, fill_advantages, plan_batch
+from gspo_mega.train.rollouts import Rollouts
+from gspo_mega.verify.certify.measure import gather_tokens, packing
+from gspo_mega.verify.mismatch.attribution import Tokens
+from gspo_mega.verify.mismatch.causes import CACHED, HOW, SAMPLED, TOGETHER
+from gspo_mega.verify.mismatch.walks import Point
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One prompt and one response to it. `log_probs`: as returned with the samples, nats, one per response token.
+    `sign`: of its advantage, 0 where that is 0 or not known before the run.
+    """
+
+    group: int
+    prompt: tuple[int, ...]
+    response: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    sign: int = 0
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return (*self.prompt, *self.response)
+
+
+@dataclass(frozen=True)
+class FixedTokens:
+    """`routes`: the experts that the server sent each sequence's tokens to as it sampled, int32 [tokens - 1, layers,
+    experts per token], in the order of `sequences`; none where the model has no experts.
+    """
+
+    sequences: tuple[Sampled, ...]
+    routes: tuple[np.ndarray, ...] = ()
+
+    @classmethod
+    def of(cls, groups: Sequence[Group]) -> FixedTokens:
+        """Of sampled groups. A row's advantage counts where it has one and its tokens have none of their own."""
+        trajectories = [t for group in groups for t in group.trajectories]
+        routes = tuple(t.routed_experts for t in trajectories if t.routed_experts is not None)
+        return cls(
+            tuple(
+                Sampled(
+                    t.group_id,
+                    t.prompt.token_ids,
+                    tuple(t.response_token_ids),
+                    tuple(t.rollout_log_probs),
+                    0 if t.token_advantages is not None else int(np.sign(t.advantage or 0.0)),
+                )
+                for t in trajectories
+            ),
+            routes if len(routes) == len(trajectories) else (),
+        )
+
+    def save(self, folder: Path) -> None:
+        """Write into `folder`, as `load` reads it."""
+        np.savez(folder / "routes.npz", *self.routes)
+        atomic_write_json(folder / "tokens.json", {"sequences": [vars(sequence) for sequence in self.sequences]})
+
+    @classmethod
+    def load(cls, folder: Path) -> FixedTokens:
+        values: dict[str, Any] = read_json_file(folder / "tokens.json")
+        with np.load(folder / "routes.npz") as routes:
+            arrays = tuple(routes[name] for name in routes.files)
+        sequences = (
+            Sampled(s["group"], tuple(s["prompt"]), tuple(s["response"]), tuple(s["log_probs"]), s["sign"])
+            for s in values["sequences"]
+        )
+        return cls(tuple(sequences), arrays)
+
+    @property
+    def sampled(self) -> np.ndarray:
+        """The log-probs returned with the samples, [sum R] float64 nats."""
+        return np.concatenate([np.asarray(s.log_probs, np.float64) for s in self.sequences])
+
+    def tokens(self) -> Tokens:
+        """Whose the response tokens are."""
+        lengths = [len(s.response) for s in self.sequences]
+        groups, signs = (np.array([getattr(s, name) for s in self.sequences]) for name in ("group", "sign"))
+        return Tokens(np.repeat(np.arange(len(lengths)), lengths), groups, signs)
+
+    def split(self, values: np.ndarray) -> list[np.ndarray]:
+        """Values of all tokens but the first of each sequence, [sum (tokens - 1)], by sequence."""
+        return np.split(values, np.cumsum([len(s.token_ids) - 1 for s in self.sequences])[:-1])
+
+    def of_responses(self, values: np.ndarray) -> np.ndarray:
+        """The part of such values that is the responses', [sum R]."""
+        parts = zip(self.sequences, self.split(values), strict=True)
+        return np.concatenate([part[len(s.prompt) - 1 :] for s, part in parts])
+
+    def batch(self) -> RolloutBatch:
+        """A batch whose prompts are each sequence's first token and whose responses are the rest, so that a trainer
+        scores all of it. Advantages and rewards are 0.
+        """
+        groups: dict[int, Group] = {}
+        for index, sequence in enumerate(self.sequences):
+            first, rest = sequence.token_ids[:1], sequence.token_ids[1:]
+            prompt = Prompt(f"budget:{sequence.group}", "budget", first, "")
+            group = groups.setdefault(sequence.group, Group(sequence.group, prompt, []))
+            row = one_turn_row(
+                trajectory_id=f"budget:{index}",
+                group_id=sequence.group,
+                prompt=prompt,
+                response_token_ids=list(rest),
+                response_mask=[1] * len(rest),
+                rollout_log_probs=[0.0] * len(rest),
+                weight_versions=[0] * len(rest),
+                finish_reason="length",
+                routed_experts=self.routes[index] if self.routes else None,
+                reward=0.0,
+                advantage=0.0,
+            )
+            group.episodes.append(Episode.of_row(row))
+        return RolloutBatch(0, list(groups.values()))
+
+
+_FLUSH_SECONDS = 60.0
+
+
+def sample_tokens(rollouts: Rollouts, config: Config, on_wait: Callable[[], None]) -> FixedTokens:
+    """Sample the tokens from the run's own data as training does, temperature, top_p and top_k included, and take the
+    advantages from their rewards as the run does. `on_wait` is called meanwhile, and what it raises ends the wait.
+    """
+    prompts = [rollouts.prompts.next() for _ in range(config.budget.num_prompts)]
+    groups = rollouts.collector.sample(
+        prompts,
+        config.budget.samples_per_prompt,
+        config.rollout.temperature,
+        top_p=config.rollout.top_p,
+        top_k=config.rollout.top_k,
+        name="budget",
+        on_wait=on_wait,
+    )
+    scored = RolloutBatch(0, groups).scored(least_of_group(config))  # of the same rows
+    if scored.groups:
+        fill_advantages(scored, config, scored.step)
+    return FixedTokens.of(groups)
+
+
+def score_on_server(pool: ServerPool, config: Config, tokens: FixedTokens, point: Point) -> np.ndarray:
+    """[sum (tokens - 1)] float64 nats at temperature 1, of a point of the server's side on the servers that are up.
+
+    `cached`: prompts may come from the server's cache as sampling left it; their own tokens are then 0. Otherwise the
+    cache is emptied and everything computed anew. Raises ServerError; PublishError where a cache cannot be emptied.
+    """
+    values = point.values
+    if values[HOW] == SAMPLED:
+        return np.concatenate(
+            [np.concatenate([np.zeros(len(s.prompt) - 1), np.asarray(s.log_probs)]) for s in tokens.sequences]
+        )
+    cached = values[HOW] == CACHED
+    if not cached:
+        for server in pool.controls():
+            server.flush_cache(deadline_seconds=_FLUSH_SECONDS)
+    together = values.get(TOGETHER, config.budget.together)
+    return np.concatenate(pool.loop.run(_score_all(pool, config, tokens, cached, together)))
+
+
+async def _score_all(
+    pool: ServerPool, config: Config, tokens: FixedTokens, cached: bool, together: int
+) -> list[np.ndarray]:
+    room = asyncio.Semaphore(together)
+    deadline_seconds = config.rollout.request_deadline_seconds or config.rollout.progress_deadline_seconds
+
+    async def score(sequence: Sampled) -> np.ndarray:
+        start = len(sequence.prompt) if cached else 1
+        async with room:
+            server = await pool.acquire(num_tokens=len(sequence.token_ids))
+            try:
+                values = await score_tokens(server.client, sequence.token_ids, start, pool.vocab_size, deadline_seconds)
+            finally:
+                await pool.release(server, num_tokens=len(sequence.token_ids))
+        progress.beat()
+        return np.concatenate([np.zeros(start - 1), values])
+
+    async with TaskGroup() as tasks:
+        running = [tasks.create_task(score(sequence)) for sequence in tokens.sequences]
+    return [task.result() for task in running]
+
+
+@dataclass
+class _Kept:
+    """A head that keeps what it is given, [N] float32 nats of this rank's active tokens per micro-batch."""
+
+    log_probs: list[torch.Tensor] = field(default_factory=list)
+    entropies: list[torch.Tensor] = field(default_factory=list)
+    wants_entropy: bool = True
+
+    def __call__(self, batch: DeviceBatch, log_probs: torch.Tensor, entropies: torch.Tensor | None) -> PassOutput:
+        assert entropies is not None  # asked for
+        require_finite(batch, log_probs=log_probs)
+        self.log_probs.append(log_probs.detach())
+        self.entropies.append(entropies.detach())
+        return PassOutput()
+
+
+def build_engine(config: Config) -> PolicyEngine:
+    """An engine of `config` with the weights of model.path. Collective; `destroy_groups` must follow."""
+    parallel = config.parallel
+    groups = create_groups(
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        virtual_pipeline=parallel.virtual_pipeline,
+        context=parallel.context,
+        expert=parallel.expert,
+        expert_tensor=parallel.expert_tensor,
+        seed=config.run.seed,
+    )
+    engine = PolicyEngine(config, read_model_spec(config.model.path), groups, num_optimizer_steps=1)
+    import_huggingface(config.model.path, engine.spec, engine.groups, engine.chunks)
+    engine.after_weights_loaded()
+    return engine
+
+
+def score_on_trainer(
+    engine: PolicyEngine, config: Config, tokens: FixedTokens, kind: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """(log-probs, entropies), [sum (tokens - 1)] float64 nats each, on every rank. Collective.
+
+    `config` may differ from the engine's own in routing replay alone; `kind`: the packing, as `certify` names it.
+    """
+    layout = resolve_layout(config, engine.spec)
+    batch = tokens.batch()
+    planned = plan_batch(batch, config, layout, 0)
+    plans = packing(kind, len(batch.trajectories), config.run.seed, layout, planned)
+    micro_batches = assemble(batch, config, layout, 0, plans)[engine.groups.data.rank][0].micro_batches
+    routes = ExpertRoutes.of(batch.trajectories, engine.spec, to_replay=config.moe.routing_replay == "R3")
+    if routes is not None:
+        routes.attach(micro_batches)
+    kept = _Kept()
+    engine.score(micro_batches, kept, replays_rollout=config.moe.routing_replay == "R3")
+    first, second = (gather_tokens(engine, batch, micro_batches, part) for part in (kept.log_probs, kept.entropies))
+    return first, second
