@@ -1,7 +1,7 @@
 """The correction of the engine gap where tokens of several weight versions are trained together: by version segments.
 
 Owns the rule for segments; for one version `correction.py` is the whole rule, and this one is equal to it. A segment is
-the tokens of one response that one weight version sampled. docs/asynchronous_ratio.md derives the rule.
+the tokens of one response that one weight version sampled. docs/studies/asynchronous_ratio.md derives the rule.
 
 d = trainer - rollout contains, besides the difference of the two engines, what the policy has moved since version v:
 its mean over tokens of version v is -(KL of the engines + KL of v to the policy). So each version has a centre m_v, and

@@ -278,7 +278,7 @@ def _inexact(config: Config, gap: GapRows) -> str | None:
         f"warning  engine.batch_invariant: {(largest > 0).sum()} of {fresh.sum()} responses that these weights sampled"
         " have log-probs that are not the servers' to the last bit; the largest difference is"
         f" {largest.max():.1e} nats. tests/soak/on_policy_operations.py finds the operation on this machine"
-        " (docs/true_on_policy.md)"
+        " (docs/studies/true_on_policy.md)"
     )
 
 

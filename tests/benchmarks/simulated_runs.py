@@ -70,8 +70,8 @@ def pinned() -> list[tuple[str, float, float]]:
 
 
 def shared() -> list[tuple[str, str, float, float]]:
-    """(seed, arm, measured, simulated) of docs/ahead_runs.csv: rates of the same seed's run with K = 0."""
-    with (REPOSITORY / "docs/ahead_runs.csv").open() as file:
+    """(seed, arm, measured, simulated) of docs/studies/ahead_runs.csv: rates of the same seed's run with K = 0."""
+    with (REPOSITORY / "docs/studies/ahead_runs.csv").open() as file:
         rows = {(row["seed"], row["arm"]): row for row in csv.DictReader(file)}
     found = []
     for seed in sorted({seed for seed, _ in rows}):

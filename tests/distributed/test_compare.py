@@ -114,7 +114,7 @@ def test_the_numbers_are_those_of_autograd_of_the_slow_reference(run, found):
 
 
 def test_gspo_token_is_gspo_in_the_runs_own_range(found):
-    """The claim of docs/claims.md (e): one gradient, and the same responses without one."""
+    """The claim of docs/studies/claims.md (e): one gradient, and the same responses without one."""
     one, other = (found["algorithms"][name] for name in OF_RUN)
     assert found["cosines"]["gspo"]["gspo_token"] == pytest.approx(1.0, abs=1e-9)
     for key in ("gradient_norm", "objective"):

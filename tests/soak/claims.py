@@ -4,8 +4,8 @@
     python tests/soak/claims.py [--hours 2] [--block NAME ...] [--seeds 1 2 3]
     python tests/soak/claims_figures.py                    table and figures of the rows
 
-Every finished run appends a row to docs/claims_runs.csv at once. Started again, the study skips runs that have a row
-and makes the run in flight anew. Rows are never removed: a run that ends because its numbers are no longer finite has
+Every finished run appends a row to docs/studies/claims_runs.csv at once. Started again, the study skips runs that have a
+row and makes the run in flight anew. Rows are never removed: a run that ends because its numbers are no longer finite has
 one, one that fails for want of a machine has none.
 
 The protocol, written before the first row. A change of it is a new PROTOCOL, whose rows are compared among themselves.
@@ -82,7 +82,7 @@ from tolerance_rows import has_collapsed
 from gspo_mega.base.errors import NumericsError
 from gspo_mega.base.run_folder import RunFolder
 
-ROWS = REPOSITORY / "docs" / "claims_runs.csv"
+ROWS = REPOSITORY / "docs" / "studies" / "claims_runs.csv"
 CONFIGS = REPOSITORY / "configs"
 SHAPE = Path(__file__).with_name("claims_moe.json")
 PROTOCOL = {"learning": 1, "routing": 1, "turns": 2}

@@ -1,7 +1,7 @@
 """Table and figures of the study of the paper's claims, from its committed rows: `python tests/soak/claims_figures.py`.
 
-Writes docs/claims_learning.svg and docs/claims_routing.svg (final accuracy of every run by arm, of a block that has
-rows), and the table between the marks of docs/claims.md.
+Writes into docs/studies claims_BLOCK.svg for every block that has rows (final accuracy of every run by arm), and the table
+between the marks of claims.md.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python tests/soak/learning_ahead.py [--seeds 1 2 3] [--arm NAME ...] [--hours 2] [--folder DIR]
     python tests/soak/learning_ahead.py --table              what the rows say
 
-Every finished run appends a row to docs/ahead_runs.csv at once; a run that has a row is not made again. All runs begin
-with one cold start, that of configs/quickstart_sft.yaml with seed 1; a seed changes the order of prompts and every random
-number of a run. SGLang's sampling is not reproducible.
+Every finished run appends a row to docs/studies/ahead_runs.csv at once; a run that has a row is not made again. All runs
+begin with one cold start, that of configs/quickstart_sft.yaml with seed 1; a seed changes the order of prompts and every
+random number of a run. SGLang's sampling is not reproducible.
 
 Arms (overrides of configs/quickstart.yaml, 80 steps):
     k0             each batch is sampled from the newest weights while the trainer waits
@@ -37,7 +37,7 @@ from tolerance import REPOSITORY, call, commit, product
 
 from gspo_mega.base.run_folder import RunFolder
 
-ROWS = REPOSITORY / "docs" / "ahead_runs.csv"
+ROWS = REPOSITORY / "docs" / "studies" / "ahead_runs.csv"
 AHEAD = {"k0": 0, "k1-wait": 1, "k1": 1, "k4": 4, "k4-completion": 4}
 ARMS = {
     "k0": [],

@@ -47,12 +47,13 @@ def version(package: str) -> str:
 
 def commit(repository: Path = REPOSITORY) -> str:
     """The commit that a run was made of, with `-dirty` where a tracked file differs from it; `-` without a repository.
-    The studies' own rows (docs/*_runs.csv), which they append to, do not count.
+    The studies' own rows (docs/studies/*_runs.csv), which they append to, do not count.
     """
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", "-C", str(repository), *arguments], capture_output=True, text=True).stdout.strip()
 
     described = git("describe", "--always", "--abbrev=12")
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":(exclude,top,glob)docs/*_runs.csv")
+    rows = ":(exclude,top,glob)docs/studies/*_runs.csv"
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/", rows)
     return (described or "-") + ("-dirty" if changed else "")

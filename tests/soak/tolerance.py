@@ -5,8 +5,8 @@
     python tests/soak/tolerance.py --breaking 1               what follows at the dose that breaks training
     python tests/soak/tolerance_figures.py                    table and figures of the rows
 
-Every finished run appends a row to docs/tolerance_runs.csv at once. Started again, the study skips runs that have a row
-and makes the run in flight anew. Rows are never removed: a run that fails for want of a machine has none, one that ends
+Every finished run appends a row to docs/studies/tolerance_runs.csv at once. Started again, the study skips runs that have a
+row and makes the run in flight anew. Rows are never removed: a run that fails for want of a machine has none, one that ends
 because its numbers are no longer finite has one.
 
 The protocol, written before the first row. A change of it is a new PROTOCOL, whose rows are compared among themselves.
@@ -94,7 +94,7 @@ from tolerance_rows import NO_GAP, Row, append_row, finished, has_collapsed, mea
 from gspo_mega.base.errors import NumericsError
 from gspo_mega.base.run_folder import RunFolder, atomic_write_json, read_json
 
-ROWS = REPOSITORY / "docs" / "tolerance_runs.csv"
+ROWS = REPOSITORY / "docs" / "studies" / "tolerance_runs.csv"
 CONFIG = REPOSITORY / "configs" / "quickstart_fp8.yaml"
 COLD_START = REPOSITORY / "configs" / "quickstart_fp8_sft.yaml"
 PROTOCOL = 3

@@ -1,9 +1,9 @@
 """Table and figures of the tolerance study, from its committed rows alone: `python tests/soak/tolerance_figures.py`.
 
-Writes, for each protocol P whose rows stand for something, docs/tolerance_arms_P.svg (final accuracy of every run by
-arm), where it has a dose docs/tolerance_dose_P.svg (final accuracy over the KL between server and trainer before the
+Writes into docs/studies, for each protocol P whose rows stand for something, tolerance_arms_P.svg (final accuracy of every
+run by arm), where it has a dose tolerance_dose_P.svg (final accuracy over the KL between server and trainer before the
 first update, GSPO and GRPO), and the tables between the lines `<!-- rows begin -->` and `<!-- rows end -->` of
-docs/precision.md, which it prints. Standard library only.
+precision.md, which it prints. Standard library only.
 """
 
 from __future__ import annotations

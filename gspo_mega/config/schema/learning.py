@@ -159,7 +159,7 @@ class Mismatch(Section):
         ge=1,
         description=(
             "Where a response has tokens of several weight versions: those of one version are judged apart from this"
-            " number on, by the same bound (docs/asynchronous_ratio.md)."
+            " number on, by the same bound (docs/studies/asynchronous_ratio.md)."
         ),
     )
     budget: float = Field(

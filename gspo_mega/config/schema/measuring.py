@@ -164,7 +164,7 @@ class Diagnostics(Section):
         description=(
             "Keep the weights of the last rollout.max_staleness + 1 versions on the host, and compute with them which"
             " part of the gap to the servers is the policy's own movement since a token was sampled: one more forward"
-            " pass of a step for each older version in its batch (docs/asynchronous_ratio.md)."
+            " pass of a step for each older version in its batch (docs/studies/asynchronous_ratio.md)."
         ),
     )
     token_mismatch: bool = Field(

@@ -152,7 +152,7 @@ class Engine(Section):
         description=(
             "On a CPU, for dense Qwen3: trainer and servers compute a token's log-prob by the same operations in the"
             " same order, whatever else is in the batch, so that the two are equal to the last bit"
-            " (docs/true_on_policy.md)."
+            " (docs/studies/true_on_policy.md)."
         ),
     )
     fuse_activation: bool | None = Field(

@@ -146,7 +146,7 @@ TOLERANCES = {
     "fp32": Tolerance(log_prob=1e-5, loss=1e-5, gradient=1e-5, weights=1e-4),
     # 8 bits: each product is rounded by up to 2^-9, and exported weights by about the size of the update.
     "bf16": Tolerance(log_prob=1e-1, loss=1e-3, gradient=1e-1, weights=5e-1, norm=5e-2, steps=3e-1),
-    # Derived in docs/verification.md for the certified models; not yet measured on a GPU.
+    # Derived in RESULTS.md for the certified models; not yet measured on a GPU.
     "fp8": _fp8(log_prob=5e-1, loss=1e-2, gradient=3e-1, weights=8e-1),
 }
 # Where a scale is a whole tensor's, which another packing has otherwise, nothing is rounded alike.

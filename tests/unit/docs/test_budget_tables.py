@@ -1,4 +1,4 @@
-"""The tables and verdicts of docs/precision.md are those of the budgets beside it, as `--json` wrote them."""
+"""The tables and verdicts of docs/studies/precision.md are those of the budgets in its folder, as `--json` wrote them."""
 
 import json
 import re
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-DOCS = Path(__file__).parents[3] / "docs"
+DOCS = Path(__file__).parents[3] / "docs/studies"
 PAGE = (DOCS / "precision.md").read_text(encoding="utf-8")
 NAMES = ["budget_moe_fp8_servers.json", "budget_dense_fp8.json"]
 R3 = "the same with R3"

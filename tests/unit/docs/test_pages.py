@@ -90,7 +90,8 @@ def test_the_readme_is_short():
 
 
 def test_every_page_is_in_the_index():
-    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    docs = ROOT / "docs"
+    pages = {path.relative_to(docs).as_posix() for path in docs.rglob("*.md")} - {"README.md"}
     assert pages == set(_LINK.findall((ROOT / "docs/README.md").read_text()))
 
 

@@ -10,9 +10,9 @@ def test_a_studys_own_rows_do_not_make_its_commit_dirty(tmp_path):
         identity = ("-c", "user.name=someone", "-c", "user.email=someone@example.org")
         subprocess.run(["git", "-C", str(tmp_path), *identity, *arguments], check=True, capture_output=True)
 
-    rows, code = tmp_path / "docs" / "claims_runs.csv", tmp_path / "package" / "module.py"
+    rows, code = tmp_path / "docs" / "studies" / "claims_runs.csv", tmp_path / "package" / "module.py"
     for file in (rows, code):
-        file.parent.mkdir()
+        file.parent.mkdir(parents=True)
         file.write_text("one\n")
     assert commit(tmp_path) == "-", "no repository"
     git("init", "--quiet")
