@@ -130,7 +130,7 @@ def check_numbers(ended: Ended, expected: dict, run: str, first: int, without: t
             different = {name: (then[name], now[name]) for name in same if then[name] != now[name]}
         else:
             same = {name for name in names if name in SMOOTH}
-            close = {name: math.isclose(then[name], now[name], rel_tol=1e-3, abs_tol=1e-5) for name in same}
+            close = {name: math.isclose(then[name], now[name], rel_tol=1e-3, abs_tol=1e-6) for name in same}
             different = {name: (then[name], now[name]) for name in same if not close[name]}
         assert len(same) >= 5 and not different, f"step {now['step']} of {ended.folder.name}"
     exported = tensor_digests(ended.folder / "hf")
