@@ -3,7 +3,7 @@ MXFP4 (elements of 4 bits, e2m1) only the reading.
 
 Owns the rule from an amax to the byte, as Transformer Engine and Blackwell's conversion instruction have it: rounded
 up, so that nothing saturates (OCP's own example rounds down). It does not own Transformer Engine's padded scale layouts
-(`engine/cpu`), nor the FP8 formats (`fp8.py`).
+(`cpu/`), nor the FP8 formats (`fp8.py`).
 
 A byte e stands for 2^(e - 127); 0xFF is NaN.
 
@@ -11,7 +11,7 @@ FP8 with one scale per tensor or per block: what is rounded to which byte, and w
 
 Owns the two FP8 formats, Transformer Engine's rule from an amax to a scale, and the layouts of 1x128 and 128x128
 blocks. It does not own powers-of-two scales of 32 values (`fp8.py`), Transformer Engine's tensor classes and
-paddings (`engine/cpu`), or which layers are quantised.
+paddings (`cpu/`), or which layers are quantised.
 
 A value x is stored as the byte q = fp8(x * scale) and read as q * scale_inv. The rule is that of Transformer Engine
 (`compute_scale_from_amax`): scale = largest / amax, divided once in float32, and scale_inv = 1 / scale, divided once in

@@ -280,7 +280,7 @@ NOT_OF_A_PLAIN_RUN = {
     # Only with a critic: tests/recovery/test_recovery_critic.py.
     *(f"critic/{name}" for name in CRITIC),
     "time/critic_seconds",
-    # Only with cluster.colocated, which needs GPUs: tests/unit/train/test_shared_gpus.py.
+    # Only with cluster.colocated, which needs GPUs: tests/unit/rollout/test_shared_gpus.py.
     *(f"colocated/{name}_seconds" for name in ("offload", "onload", "release", "resume")),
     "colocated/offloaded_bytes",
     "time/share_seconds",
