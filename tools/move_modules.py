@@ -5,12 +5,13 @@ documentation, paths of files.
     python tools/move_modules.py texts FILE ...     only what these files say, for pages of a branch that has no code
 
 Each line of the table is `room/file: old.module ...`. These modules, written without the leading `gspo_mega.`, become
-that file. Two stages keep `git log --follow` useful, because a file that only moves keeps its history:
+that file. Stages keep `git log --follow` useful, because a file that only moves keeps its history:
 
     rooms    every module moves to the room of its line and keeps its file name
     merge    the modules of a line become one file, in the order of the line
+    names    classes and functions get the names of tools/renames.txt
 
-To carry over a branch that was begun before the move, run both stages on it with a commit after each, then merge it. A
+To carry over a branch that was begun before the move, run the stages on it with a commit after each, then merge it. A
 module that is not there is skipped. The script stops, and changes nothing, if merging modules would give one name two
 meanings; `RENAMED` says what such a name becomes. Standard library only.
 """
@@ -104,12 +105,15 @@ PACKAGES = {"gspo_mega.config.schema": "gspo_mega.config.schema", "gspo_mega.eng
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", choices=["rooms", "merge", "texts"])
+    parser.add_argument("stage", choices=["rooms", "merge", "names", "texts"])
     parser.add_argument("files", nargs="*", type=Path)
     parser.add_argument("--table", type=Path, default=ROOT / "tools/moves.txt")
     arguments = parser.parse_args()
     table = read_table(arguments.table)
     rooms = stage_of_rooms(table)
+    if arguments.stage == "names":
+        rename(ROOT / "tools/renames.txt")
+        return 0
     if arguments.stage == "texts":
         at_once = {old: target for target, sources in table.items() for old in sources}
         for file in arguments.files:
@@ -136,6 +140,18 @@ def main() -> int:
             merged[target] = present
     merge_all(merged)
     return 0
+
+
+def rename(path: Path) -> None:
+    """Classes and functions that get another name, from lines of `room/file old new`."""
+    renamed = {}
+    for line in path.read_text().splitlines():
+        if line.strip() and not line.startswith("#"):
+            file, old, new = line.split()
+            module = f"{PACKAGE}.{file.replace('/', '.')}"
+            if re.search(rf"^(?:class|def|async def) {old}\b", file_of(module).read_text(), re.MULTILINE):
+                renamed[module, old] = new
+    rewrite_tree({module: module for module, _ in renamed}, renamed)
 
 
 def file_of(module: str) -> Path:
@@ -359,6 +375,7 @@ def rewrite_tree(
             with contextlib.suppress(SyntaxError):  # a file that is wrong on purpose
                 text = rewrite_python(text, module_of(path), module_of(path), target_of, renamed)
         text = rewrite_text(text, path, target_of)
+        text = rename_in_text(text, path, renamed)
         text = text.replace(DONE, "")
         if text != before:
             path.write_text(text, encoding="utf-8", errors="surrogateescape")
@@ -404,6 +421,15 @@ def rewrite_text(text: str, path: Path, target_of: dict[str, str]) -> str:
     quoted = [name for name in named if "/" in name]
     pattern = re.compile(r"([\"'])(" + "|".join(map(re.escape, sorted(quoted, key=len, reverse=True))) + r")\1")
     return pattern.sub(lambda found: f"{found[1]}{named[found[2]]}{found[1]}", text)
+
+
+def rename_in_text(text: str, path: Path, renamed: dict[tuple[str, str], str]) -> str:
+    """`file.py::Old` anywhere; `Old` in backticks where the file defines it or imports the new name."""
+    for (module, old), new in renamed.items():
+        text = re.sub(rf"({re.escape(short(module).replace('.', '/'))}\.py::){old}\b", rf"\g<1>{new}", text)
+        if path.suffix == ".py" and (path == file_of(module) or re.search(rf"^from .*\b{new}\b", text, re.MULTILINE)):
+            text = re.sub(rf"`{old}\b", f"`{new}", text)
+    return text
 
 
 def done(name: str) -> str:
