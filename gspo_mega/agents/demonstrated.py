@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from gspo_mega.agents.messages import Parts, ToolFormat, format_of, parts_of
+from gspo_mega.agents.messages import MessageParts, ToolFormat, format_of, parts_of
 from gspo_mega.agents.protocol import Limits, Turn
 from gspo_mega.agents.recorder import Recorder
 from gspo_mega.base.episodes import Episode
@@ -85,7 +85,7 @@ class DemonstrationEncoder:
             rendered = self._rule.first(place.messages)
         return recorder.add_context(place, rendered, tools), rendered.text
 
-    def _check_calls(self, number: int, message: Message, parts: Parts) -> None:
+    def _check_calls(self, number: int, message: Message, parts: MessageParts) -> None:
         """Raise DataError where the run would read other calls in the text of a message than it has."""
         read = [_meaning_of(call) for call in parts.message.get("tool_calls") or []]
         if parts.num_broken_calls or (message.get("tool_calls") and read != [*map(_meaning_of, message["tool_calls"])]):

@@ -24,7 +24,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from gspo_mega.agents.protocol import Failure, Finished, Limits, Model, Outcome, Params, Task, Tools, TurnSampler
-from gspo_mega.agents.session import Conversation, NotReplayable, Session
+from gspo_mega.agents.session import Conversation, EpisodeSession, NotReplayable
 from gspo_mega.base.episodes import ENDED_BY_LIMIT, OWN_REWARD, Episode
 from gspo_mega.base.records import Prompt
 from gspo_mega.data.rows import copied
@@ -45,7 +45,7 @@ class OneTurn:
     async def start(self) -> None:
         pass
 
-    async def run(self, task: Task, session: Session, name: str) -> Finished:
+    async def run(self, task: Task, session: EpisodeSession, name: str) -> Finished:
         await session.turn(task.messages)
         return Finished(Outcome())
 
@@ -80,7 +80,7 @@ class EpisodeRunner(Protocol):
         """Raises EpisodeError: a function or a tool cannot be loaded, an address cannot be bound."""
         ...
 
-    async def run(self, task: Task, session: Session, name: str) -> Finished:
+    async def run(self, task: Task, session: EpisodeSession, name: str) -> Finished:
         """One episode, from its first call to its end. Its turns go through `session.turn` or `session.answer`, and
         turn rewards through `session.set_reward`; where it begins again in another process, after
         `session.restart()`. `name`: the episode's id and prompt, in errors.
@@ -134,7 +134,7 @@ class EpisodeDriver:
         A failure of the episode is the record's `failure`, `kind: text`. Raises RolloutError where no server can serve.
         """
         tools = self.runner.tool_schemas
-        session = Session(self._conversation, episode_id, prompt, sampler, params, self._limits, tools)
+        session = EpisodeSession(self._conversation, episode_id, prompt, sampler, params, self._limits, tools)
         finished = await self.runner.run(
             self._task(prompt, episode_id), session, f"{episode_id} (prompt {prompt.prompt_id})"
         )
@@ -168,7 +168,7 @@ class EpisodeDriver:
         )
 
 
-def _failure_of(session: Session, finished: Finished) -> Failure | None:
+def _failure_of(session: EpisodeSession, finished: Finished) -> Failure | None:
     """Why an episode that ended by itself is none to train on."""
     try:
         session.check_replayed()
@@ -180,7 +180,7 @@ def _failure_of(session: Session, finished: Finished) -> Failure | None:
     return Failure("no_turn", f"the episode ended without a turn of the policy{limit}, so there is nothing to train on")
 
 
-def _give(session: Session, episode: Episode, outcome: Outcome) -> Failure | None:
+def _give(session: EpisodeSession, episode: Episode, outcome: Outcome) -> Failure | None:
     """Write down what the episode has earned; returns what is wrong with it."""
     for turn, value in enumerate(outcome.turn_rewards):
         if value is not None:

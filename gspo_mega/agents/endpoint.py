@@ -32,10 +32,10 @@ from typing import Any
 from aiohttp import web
 
 from gspo_mega.agents import openai_wire as wire
-from gspo_mega.agents.endpoint_session import MOST_OPEN_REQUESTS, Call, Visit
+from gspo_mega.agents.endpoint_session import MOST_OPEN_REQUESTS, Call, EndpointSession
 from gspo_mega.agents.messages import StreamedContent, opens_thinking
 from gspo_mega.agents.openai_wire import ApiError
-from gspo_mega.agents.session import Answer, Session
+from gspo_mega.agents.session import AgentTurn, EpisodeSession
 from gspo_mega.base.errors import RolloutError
 from gspo_mega.base.network import with_port
 from gspo_mega.config.schema import Endpoint as Settings
@@ -193,10 +193,10 @@ _PATHS = "POST chat/completions and GET models"
 _CLOSE_SECONDS = 1.0
 # How long the rest of a refused body is read and dropped, so that its client comes to read the refusal.
 _LINGER_SECONDS = 1.0
-Handler = Callable[[web.Request, Visit], Any]
+Handler = Callable[[web.Request, EndpointSession], Any]
 
 
-class Endpoint:
+class AgentEndpoint:
     """`await start()`, then any number of `open(session)`, then `await close()`; all on one event loop.
 
     `model`: the name that is served. `decode`: token ids to text, special tokens included. `openers`: texts at which
@@ -216,7 +216,7 @@ class Endpoint:
         self._decode = decode
         self._openers = tuple(openers)
         self._stop_token_ids = tuple(stop_token_ids)
-        self._visits: dict[str, Visit] = {}
+        self._visits: dict[str, EndpointSession] = {}
         self._runner: web.AppRunner | None = None
         self._listener: asyncio.Server | None = None
         self._gate: Gate | None = None
@@ -262,12 +262,13 @@ class Endpoint:
             await runner.cleanup()
 
     @contextlib.asynccontextmanager
-    async def open(self, session: Session) -> AsyncIterator[Visit]:
+    async def open(self, session: EpisodeSession) -> AsyncIterator[EndpointSession]:
         """The session can be reached inside of this. A turn that nobody waits for any more is sampled to its end where
-        the block ends by itself, and dropped where it raises. Raises the error that ends the run (`Visit.failed`).
+        the block ends by itself, and dropped where it raises. Raises the error that ends the run
+        (`EndpointSession.failed`).
         """
         name = secrets.token_urlsafe(12)
-        visit = Visit(session, f"{self._address}/sessions/{name}/v1", self._model_name)
+        visit = EndpointSession(session, f"{self._address}/sessions/{name}/v1", self._model_name)
         self._visits[name] = visit
         try:
             yield visit
@@ -309,15 +310,15 @@ class Endpoint:
 
         return guarded
 
-    async def _models(self, request: web.Request, visit: Visit) -> web.Response:
+    async def _models(self, request: web.Request, visit: EndpointSession) -> web.Response:
         return _json({"object": "list", "data": [_model_of(visit)]})
 
-    async def _model(self, request: web.Request, visit: Visit) -> web.Response:
+    async def _model(self, request: web.Request, visit: EndpointSession) -> web.Response:
         if request.match_info["model"] != visit.model:
             raise ApiError(f"no such model; valid: {visit.model}", status=404, param="model", code="model_not_found")
         return _json(_model_of(visit))
 
-    async def _chat(self, request: web.Request, visit: Visit) -> web.StreamResponse:
+    async def _chat(self, request: web.Request, visit: EndpointSession) -> web.StreamResponse:
         if visit.num_open >= MOST_OPEN_REQUESTS:
             raise ApiError(
                 f"{MOST_OPEN_REQUESTS} requests of the session are open; wait for one", status=429, retry=True
@@ -357,7 +358,7 @@ class Endpoint:
                 status=408,
             ) from None
 
-    async def _answer_of(self, visit: Visit, call: Call) -> Answer:
+    async def _answer_of(self, visit: EndpointSession, call: Call) -> AgentTurn:
         """The turn's answer. The turn goes on where this request ends. Raises ApiError."""
         try:
             return await asyncio.shield(call.answer)
@@ -368,7 +369,7 @@ class Endpoint:
         except Exception as error:
             raise visit.refusal_of(error) from error
 
-    def _whole(self, visit: Visit, asked: wire.ChatRequest, answer: Answer) -> dict[str, Any]:
+    def _whole(self, visit: EndpointSession, asked: wire.ChatRequest, answer: AgentTurn) -> dict[str, Any]:
         return wire.completion(
             _head(visit, answer),
             answer.message,
@@ -377,7 +378,7 @@ class Endpoint:
             wire.usage_of(answer.num_context_tokens, len(answer.token_ids)),
         )
 
-    def _log_probs(self, answer: Answer) -> dict[str, Any]:
+    def _log_probs(self, answer: AgentTurn) -> dict[str, Any]:
         texts = [self._decode([token]) for token in answer.token_ids]
         return wire.log_probs_of(answer.token_ids, answer.log_probs, texts)
 
@@ -390,7 +391,7 @@ class Endpoint:
         return response
 
     async def _streamed(
-        self, request: web.Request, visit: Visit, asked: wire.ChatRequest, call: Call
+        self, request: web.Request, visit: EndpointSession, asked: wire.ChatRequest, call: Call
     ) -> web.StreamResponse:
         """The answer as events. Errors before the first one are answers of their own; later ones are events."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
@@ -423,7 +424,7 @@ class Endpoint:
         return response
 
     def _end(
-        self, head: dict[str, Any], asked: wire.ChatRequest, answer: Answer, content: StreamedContent
+        self, head: dict[str, Any], asked: wire.ChatRequest, answer: AgentTurn, content: StreamedContent
     ) -> list[bytes]:
         """What is left of a streamed answer: thinking, content, calls, then the reason of its end."""
         message = answer.message
@@ -466,7 +467,7 @@ async def _sure_text(call: Call, content: StreamedContent) -> AsyncIterator[str]
         await call.news.wait()
 
 
-async def _nothing_here(request: web.Request, visit: Visit) -> web.Response:
+async def _nothing_here(request: web.Request, visit: EndpointSession) -> web.Response:
     raise ApiError(f"{request.method} {request.path}: no such path; valid: {_PATHS}", status=404, code="unknown_path")
 
 
@@ -492,10 +493,10 @@ def _json(value: Any, status: int = 200) -> web.Response:
     return web.Response(body=json.dumps(value).encode(), status=status, content_type="application/json")
 
 
-def _head(visit: Visit, answer: Answer) -> dict[str, Any]:
+def _head(visit: EndpointSession, answer: AgentTurn) -> dict[str, Any]:
     number = f"{visit.session.episode_id}-t{answer.number}"
     return {"id": f"chatcmpl-{number}", "created": visit.created, "model": visit.model}
 
 
-def _model_of(visit: Visit) -> dict[str, Any]:
+def _model_of(visit: EndpointSession) -> dict[str, Any]:
     return {"id": visit.model, "object": "model", "created": visit.created, "owned_by": "gspo_mega"}

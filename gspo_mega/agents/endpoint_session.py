@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from gspo_mega.agents.openai_wire import ApiError, ChatRequest, Sampling
 from gspo_mega.agents.protocol import ContextFull, TooManyTurns, TurnRefused
-from gspo_mega.agents.session import Answer, Session
+from gspo_mega.agents.session import AgentTurn, EpisodeSession
 from gspo_mega.base.errors import DataError, EpisodeError
 from gspo_mega.config.schema import Episodes
 
@@ -41,7 +41,7 @@ class Call:
     key: str | None
     is_heard: Callable[[], bool]
     num_restarts: int
-    answer: asyncio.Task[Answer] = field(init=False)
+    answer: asyncio.Task[AgentTurn] = field(init=False)
     delivered: bool = False
     opening: str | None = None
     reports: list[tuple[int, Sequence[int]]] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Call:
         return not self.delivered and not self.is_heard()
 
 
-class Visit:
+class EndpointSession:
     """One session at the endpoint, on its event loop. Made by `Endpoint.open`.
 
     Attributes:
@@ -67,7 +67,7 @@ class Visit:
             num_ignored_sampling (requests that asked for another distribution).
     """
 
-    def __init__(self, session: Session, base_url: str, model: str) -> None:
+    def __init__(self, session: EpisodeSession, base_url: str, model: str) -> None:
         self.session = session
         self.base_url = base_url
         self.model = model
@@ -128,7 +128,7 @@ class Visit:
         self._calls.append(call)
         return call
 
-    async def _answer(self, call: Call, request: ChatRequest) -> Answer:
+    async def _answer(self, call: Call, request: ChatRequest) -> AgentTurn:
         def begin(opening: str) -> None:
             call.opening = opening
             call.news.set()

@@ -41,7 +41,7 @@ from gspo_mega.agents.loop_watch import CURRENT, WatchedLoop
 from gspo_mega.agents.owned_processes import end_processes, mark_processes
 from gspo_mega.agents.protocol import EpisodeFunction, Outcome, Task, TurnRefused, Unreachable, load_episode, outcome_of
 from gspo_mega.agents.tools import Tool, load_tools
-from gspo_mega.agents.worker_episode import BadMessages, Seat, TooLarge
+from gspo_mega.agents.worker_episode import BadMessages, TooLarge, WorkerEpisode
 from gspo_mega.base.errors import EpisodeError
 from gspo_mega.rewards.functions import BadResult, describe
 from gspo_mega.rewards.guard import begin, leave, leave_network, limit
@@ -102,7 +102,7 @@ class _Worker:
         self._setup = setup
         self._function = function
         self._tools = tools
-        self._seats: dict[int, Seat] = {}
+        self._seats: dict[int, WorkerEpisode] = {}
         self._past: dict[int, list[dict[str, Any]]] = {}
         self._runs: dict[int, asyncio.Task[dict[str, Any]]] = {}
         self._used_at_start = 0
@@ -140,7 +140,7 @@ class _Worker:
             seat.take_answer(message)
 
     def _start(self, number: int, task: Task, name: str) -> None:
-        seat = Seat(
+        seat = WorkerEpisode(
             number, task, self._loop, self._tools, lambda message: self._send(number, message), self._is_crowded
         )
         for one in self._past.pop(number, ()):
@@ -151,7 +151,7 @@ class _Worker:
         self._runs[number] = self._loop.create_task(self._play(seat), name=name, context=context)
         self._runs[number].add_done_callback(lambda run: self._ended(seat, run), context=contextvars.Context())
 
-    async def _play(self, seat: Seat) -> dict[str, Any]:
+    async def _play(self, seat: WorkerEpisode) -> dict[str, Any]:
         """Run one episode's function: what is said of its end."""
         try:
             options = self._setup["episode"]["options"]
@@ -175,19 +175,19 @@ class _Worker:
         """Whether an error may come from the memory that other episodes have taken."""
         return len(self._seats) > 1 and _used_bytes() - self._used_at_start > self._setup["memory_bytes"] // 2
 
-    def _end(self, seat: Seat, kind: str, why: str) -> None:
+    def _end(self, seat: WorkerEpisode, kind: str, why: str) -> None:
         if seat.ended_by is None:
             seat.ended_by, seat.ended_at = (kind, why), time.monotonic()
             self._runs[seat.number].cancel()
 
-    def _ended(self, seat: Seat, run: asyncio.Task[dict[str, Any]]) -> None:
+    def _ended(self, seat: WorkerEpisode, run: asyncio.Task[dict[str, Any]]) -> None:
         """Say how an episode ended, once what it left behind has been cleaned up."""
         said = {"failure": "exception", "why": "it was cancelled before it began"} if run.cancelled() else run.result()
         if seat.ended_by is not None:  # whatever its function made of that
             said = {"failure": seat.ended_by[0], "why": seat.ended_by[1]}
         self._loop.create_task(self._clean(seat, run, said))
 
-    async def _clean(self, seat: Seat, run: asyncio.Task[Any], said: dict[str, Any]) -> None:
+    async def _clean(self, seat: WorkerEpisode, run: asyncio.Task[Any], said: dict[str, Any]) -> None:
         num_processes = 0
         left = [task for task in seat.tasks if task is not run and not task.done()]
         for task in left:
@@ -202,7 +202,7 @@ class _Worker:
         is_clean = not seat.threads and not seat.has_processes and all(task.done() for task in left)
         self._leave(seat, said | {"num_processes": num_processes}, is_clean=is_clean)
 
-    async def _end_processes(self, seat: Seat) -> int:
+    async def _end_processes(self, seat: WorkerEpisode) -> int:
         """End what the episode has started since this was called before, and return how many that were."""
         if not seat.has_processes:
             return 0
@@ -213,7 +213,7 @@ class _Worker:
             seat.has_processes = True
             return 0
 
-    def _leave(self, seat: Seat, said: dict[str, Any], *, is_clean: bool) -> None:
+    def _leave(self, seat: WorkerEpisode, said: dict[str, Any], *, is_clean: bool) -> None:
         if self._seats.pop(seat.number, None) is None:
             return
         del self._runs[seat.number]
@@ -265,7 +265,7 @@ class _Worker:
         self._out.write(json.dumps(message).encode() + b"\n")
 
 
-def _in_tools(seat: Seat) -> str:
+def _in_tools(seat: WorkerEpisode) -> str:
     now = time.perf_counter()
     running = [f"{name} for {now - since:.1f} s" for name, since in seat.running_tools.values()]
     return f"; in the tool {', '.join(running)}" if running else ""

@@ -33,18 +33,20 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from gspo_mega.agents.endpoint import Decode, Endpoint
-from gspo_mega.agents.endpoint_session import Visit
+from gspo_mega.agents.endpoint import AgentEndpoint, Decode
+from gspo_mega.agents.endpoint_session import EndpointSession
 from gspo_mega.agents.protocol import Failure, Finished, Outcome, Task, outcome_of
-from gspo_mega.agents.session import Session
+from gspo_mega.agents.session import EpisodeSession
 from gspo_mega.base.errors import EpisodeError
 from gspo_mega.base.network import direct
 from gspo_mega.config.schema import Config
 from gspo_mega.config.validate_episodes import ForeignOptions, program_problem
 from gspo_mega.rewards.functions import BadResult
-from gspo_mega.rewards.guarded_process import GuardedProcess, Kind, environment_of
+from gspo_mega.rewards.guarded_process import GuardedProcess, ProcessKind, environment_of
 
-_AGENT = Kind(module="gspo_mega.agents.agent_worker", name="agent's process", section="episodes", error=EpisodeError)
+_AGENT = ProcessKind(
+    module="gspo_mega.agents.agent_worker", name="agent's process", section="episodes", error=EpisodeError
+)
 _POLL_SECONDS = 1.0
 # Longest wait for the output of an agent that a deadline ends.
 _LAST_WORDS_SECONDS = 2.0
@@ -76,10 +78,10 @@ class ForeignAgents:
         openers: Sequence[str] = (),
         stop_token_ids: Sequence[int] = (),
     ) -> None:
-        """As `Endpoint`."""
+        """As `AgentEndpoint`."""
         self._episodes = config.episodes
         self._options = ForeignOptions.read(config.rollout.episode.options)
-        self._endpoint = Endpoint(config.episodes.endpoint, self._options.model, decode, openers, stop_token_ids)
+        self._endpoint = AgentEndpoint(config.episodes.endpoint, self._options.model, decode, openers, stop_token_ids)
         self._slots = asyncio.Semaphore(self._options.processes)
         self._scratch: Path | None = None
         self.tool_schemas: list[dict[str, Any]] = []
@@ -99,10 +101,10 @@ class ForeignAgents:
         if self._scratch is not None:
             await asyncio.to_thread(shutil.rmtree, self._scratch, ignore_errors=True)
 
-    async def run(self, task: Task, session: Session, name: str) -> Finished:
+    async def run(self, task: Task, session: EpisodeSession, name: str) -> Finished:
         """One episode. `name`: of episode and prompt, in failures. What the agent does wrong is its failure. One whose
         process is killed begins again, once, with the turns that it had. Raises the error of a turn that ends the run
-        (`Visit.failed`).
+        (`EndpointSession.failed`).
         """
         async with self._slots:
             finished = await self._once(task, session, name)
@@ -111,10 +113,10 @@ class ForeignAgents:
                 finished = await self._once(task, session, name)
         return finished
 
-    async def _once(self, task: Task, session: Session, name: str) -> Finished:
+    async def _once(self, task: Task, session: EpisodeSession, name: str) -> Finished:
         assert self._scratch is not None
         folder = Path(tempfile.mkdtemp(dir=self._scratch))
-        visit: Visit | None = None
+        visit: EndpointSession | None = None
         try:
             async with self._endpoint.open(session) as visit:
                 try:
@@ -131,7 +133,7 @@ class ForeignAgents:
                 session.counts.update(visit.counts)
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
-    async def _lead(self, visit: Visit, task: Task, folder: Path) -> Finished:
+    async def _lead(self, visit: EndpointSession, task: Task, folder: Path) -> Finished:
         files = {"GSPO_MEGA_TASK_FILE": folder / "task.json", "GSPO_MEGA_RESULT_FILE": folder / "result.json"}
         shown = {key: value for key, value in dataclasses.asdict(task).items() if key != "state"}
         files["GSPO_MEGA_TASK_FILE"].write_text(json.dumps(shown), encoding="utf-8")
@@ -161,7 +163,7 @@ class ForeignAgents:
         outcome, limit = self._judge(ended, files["GSPO_MEGA_RESULT_FILE"], visit)
         return Finished(outcome, limit=limit, own_seconds=visit.own_seconds)
 
-    async def _ended(self, process: GuardedProcess, visit: Visit) -> dict[str, Any]:
+    async def _ended(self, process: GuardedProcess, visit: EndpointSession) -> dict[str, Any]:
         """How the agent ended. Raises _Failed: at a deadline, or without a word; the error in `visit.failed`."""
         reply = asyncio.ensure_future(process.receive(None))
         try:
@@ -186,7 +188,7 @@ class ForeignAgents:
             raise _Failed("killed", f"the agent's process ended ({await process.exit_text()})")
         return ended
 
-    def _judge(self, ended: dict[str, Any], file: Path, visit: Visit) -> tuple[Outcome, str]:
+    def _judge(self, ended: dict[str, Any], file: Path, visit: EndpointSession) -> tuple[Outcome, str]:
         """What the agent earned, and the kind of the limit that ended it, if one did."""
         code, way = ended["exit"], self._options.reward
         if way == "exit_code" and code >= 0:
@@ -210,7 +212,7 @@ def _last_output(told: dict[str, Any]) -> str:
     return f"its last output: {told['output'][-_SHOWN_CHARACTERS:]}"
 
 
-def _failed(error: _Failed, name: str, visit: Visit | None) -> Finished:
+def _failed(error: _Failed, name: str, visit: EndpointSession | None) -> Finished:
     own = visit.own_seconds if visit is not None else 0.0
     return Finished(None, Failure(error.failure.kind, f"{name}: {error}"), own_seconds=own)
 

@@ -43,7 +43,7 @@ class ToolFormat:
 
 
 @dataclass(frozen=True)
-class Parts:
+class MessageParts:
     """A sampled message in OpenAI form, and how many calls in it could not be read."""
 
     message: dict[str, Any]
@@ -91,7 +91,7 @@ def parts_of(
     turn: int,
     tools: Sequence[dict[str, Any]] | None = None,
     gap: str = "",
-) -> Parts:
+) -> MessageParts:
     """The message that `text`, a sampled turn without its end token, is. `turn`: its number, in the calls' ids.
     `gap`: the context's text before it, which may have opened its thinking.
 
@@ -115,7 +115,7 @@ def parts_of(
         message["tool_calls"] = calls
     if thinking:
         message["reasoning_content"] = thinking
-    return Parts(message, len(found) - len(calls))
+    return MessageParts(message, len(found) - len(calls))
 
 
 def _split_thinking(text: str, gap: str) -> tuple[str, str]:

@@ -19,7 +19,7 @@ import math
 from collections import Counter, deque
 from typing import Any
 
-from gspo_mega.agents.pooled_worker import NO_BOUND, Entry, Loss, PooledSession, PooledWorker
+from gspo_mega.agents.pooled_worker import NO_BOUND, Loss, PooledSession, PooledWorker, PoolEntry
 from gspo_mega.agents.protocol import Finished, Task
 from gspo_mega.base.errors import EpisodeError
 from gspo_mega.config.schema import EpisodeFunction, Episodes
@@ -53,9 +53,9 @@ class EpisodePool:
         self._tools = tools
         self._workers: list[PooledWorker] = []
         self._retired: set[PooledWorker] = set()
-        self._waiting: deque[Entry] = deque()
-        self._suspects: deque[Entry] = deque()
-        self._open_entries: set[Entry] = set()
+        self._waiting: deque[PoolEntry] = deque()
+        self._suspects: deque[PoolEntry] = deque()
+        self._open_entries: set[PoolEntry] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._broken: BaseException | None = EpisodeError("the pool of episodes is not started")
         self._num_entries = 0
@@ -103,7 +103,7 @@ class EpisodePool:
         if self._broken is not None:
             raise self._broken
         self._num_entries += 1
-        entry = Entry(self._num_entries, task, session, name, asyncio.get_running_loop().create_future())
+        entry = PoolEntry(self._num_entries, task, session, name, asyncio.get_running_loop().create_future())
         self._open_entries.add(entry)
         self._waiting.append(entry)
         self._place()
@@ -168,7 +168,7 @@ class EpisodePool:
         if self._num_opening < wanted and plain and len(self._retired) < self._settings.num_workers:
             self._retire(min(plain, key=lambda worker: len(worker.entries)))
 
-    def _begin(self, worker: PooledWorker, entry: Entry) -> None:
+    def _begin(self, worker: PooledWorker, entry: PoolEntry) -> None:
         worker.begin(entry)
         if worker.num_started >= self._settings.recycle_after:
             self._retire(worker)
@@ -203,7 +203,7 @@ class EpisodePool:
         """One worker's life, until it is lost or has no episode left after it was retired."""
         left = asyncio.Event()
 
-        def done(_: Entry) -> None:
+        def done(_: PoolEntry) -> None:
             self._done(worker)
             if worker in self._retired and not worker.entries:
                 left.set()
@@ -272,7 +272,7 @@ class EpisodePool:
             else:
                 self._go(self._again(entry))
 
-    async def _again(self, entry: Entry) -> None:
+    async def _again(self, entry: PoolEntry) -> None:
         """Have an episode begin again, once the turns that are being sampled for it are in its record."""
         if entry.turns:
             await asyncio.wait(entry.turns)

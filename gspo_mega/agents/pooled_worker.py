@@ -17,10 +17,10 @@ from gspo_mega.agents.protocol import FAILURE_KINDS, Failure, Finished, Outcome,
 from gspo_mega.base.episodes import ToolRecord
 from gspo_mega.base.errors import DataError, EpisodeError
 from gspo_mega.config.schema import EpisodeFunction, Episodes
-from gspo_mega.rewards.guarded_process import GuardedProcess, Kind
+from gspo_mega.rewards.guarded_process import GuardedProcess, ProcessKind
 
 if TYPE_CHECKING:
-    from gspo_mega.agents.session import Answer
+    from gspo_mega.agents.session import AgentTurn
 
 NO_BOUND = 2**31
 _MODULE = "gspo_mega.agents.episode_worker"
@@ -31,7 +31,7 @@ _MOST_TICK_SECONDS = 0.25
 class PooledSession(Protocol):
     """What a worker's messages reach; `episode_session.Session` is one."""
 
-    async def answer(self, messages: list[dict[str, Any]], *, max_new_tokens: int | None = None) -> Answer: ...
+    async def answer(self, messages: list[dict[str, Any]], *, max_new_tokens: int | None = None) -> AgentTurn: ...
 
     def set_reward(self, turn: int, value: float) -> None: ...
 
@@ -39,7 +39,7 @@ class PooledSession(Protocol):
 
 
 @dataclass(eq=False)
-class Entry:
+class PoolEntry:
     """One episode of the pool. `room`: how many episodes its worker may have; fewer once one that it was in was lost
     and nobody knows through whom. `num_lost`: how often it may have been the one. `tools`: what its tools did, each
     with the key under which another worker finds its result. `late_error`: the run's, of a turn that was still sampled
@@ -77,7 +77,7 @@ class Loss(NamedTuple):
 
     kind: str
     why: str
-    suspects: list[Entry]
+    suspects: list[PoolEntry]
     is_certain: bool = False
 
 
@@ -89,7 +89,7 @@ class PooledWorker:
     """
 
     def __init__(self, settings: Episodes, process: GuardedProcess, watch: LoopWatch) -> None:
-        self.entries: dict[int, Entry] = {}
+        self.entries: dict[int, PoolEntry] = {}
         self.num_started = 0
         self.num_processes_ended = 0
         self.is_dirty = False
@@ -106,7 +106,7 @@ class PooledWorker:
     async def start(cls, settings: Episodes, episode: EpisodeFunction, tools: tuple[str, ...]) -> Self:
         """Raises EpisodeError: the episode or a tool cannot be loaded."""
         most_bytes = settings.endpoint.max_body_bytes
-        kind = Kind(_MODULE, "process of episodes", "episodes", EpisodeError, most_bytes + 1, NO_EPISODE)
+        kind = ProcessKind(_MODULE, "process of episodes", "episodes", EpisodeError, most_bytes + 1, NO_EPISODE)
         watch = LoopWatch()
         setup = {
             "episode": {"function": episode.function, "options": episode.options},
@@ -141,7 +141,7 @@ class PooledWorker:
         await self._process.end()
         self._watch.close()
 
-    def begin(self, entry: Entry) -> None:
+    def begin(self, entry: PoolEntry) -> None:
         """Run an episode. What its tools without a task did in an earlier worker is not done again."""
         past, entry.tools = entry.tools, []
         task = {**asdict(entry.task), "state": {}}
@@ -156,11 +156,11 @@ class PooledWorker:
         for line in lines:
             self._process.send_line(line)
 
-    def forget(self, entry: Entry) -> None:
+    def forget(self, entry: PoolEntry) -> None:
         """Nobody waits for this episode any more; its place is free once the worker says so."""
         self._send(entry, {"end": True})
 
-    def _who_runs(self) -> list[Entry]:
+    def _who_runs(self) -> list[PoolEntry]:
         current, others = self._watch.who_runs()
         named = [self.entries[number] for number in {current, *others} if number in self.entries]
         return named or list(self.entries.values())
@@ -185,7 +185,7 @@ class PooledWorker:
             *watching.result(),
         )
 
-    async def _stands_still(self) -> tuple[list[Entry], bool]:
+    async def _stands_still(self) -> tuple[list[PoolEntry], bool]:
         """Return once the worker's loop is blocked: whose code runs, and whether that is certain. A thread that there
         is may wait as well.
         """
@@ -223,7 +223,7 @@ class PooledWorker:
                 done(entry)
         return None
 
-    def _take(self, entry: Entry, message: dict[str, Any]) -> None:
+    def _take(self, entry: PoolEntry, message: dict[str, Any]) -> None:
         """Raises KeyError, TypeError or ValueError where this is no message."""
         if "ask" in message:
             if not entry.ended.done():
@@ -246,7 +246,7 @@ class PooledWorker:
         elif not entry.ended.done():
             raise ValueError(f"failure {message['failure']!r:.60}")
 
-    async def _turn(self, entry: Entry, message: dict[str, Any]) -> None:
+    async def _turn(self, entry: PoolEntry, message: dict[str, Any]) -> None:
         try:
             most = message["max_new_tokens"]
             answer = await entry.session.answer(message["messages"], max_new_tokens=most)
@@ -265,7 +265,7 @@ class PooledWorker:
                 entry.ended.set_exception(error)
             self.forget(entry)
 
-    def _send(self, entry: Entry, message: dict[str, Any]) -> None:
+    def _send(self, entry: PoolEntry, message: dict[str, Any]) -> None:
         if self._is_lost or entry.number not in self.entries:
             return
         line = _line(entry, message)
@@ -279,7 +279,7 @@ class PooledWorker:
         return f"its {what} has {len(line)} bytes as a message; at most {most} (episodes.endpoint.max_body_bytes)"
 
 
-def _line(entry: Entry, message: dict[str, Any]) -> bytes:
+def _line(entry: PoolEntry, message: dict[str, Any]) -> bytes:
     return json.dumps({"episode": entry.number} | message, ensure_ascii=False).encode("utf-8", "replace")
 
 

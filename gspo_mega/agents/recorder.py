@@ -32,7 +32,7 @@ Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Place:
+class TreePosition:
     """Where a history continues the tree: behind `node` (-1: a new root) come the messages `new`.
 
     A context node with nothing `new` is sampled behind as it is. Otherwise `node` is a sampled one or -1, and a context
@@ -44,9 +44,9 @@ class Place:
     cause: str
     messages: list[Message]
 
-    def rewritten(self) -> Place:
+    def rewritten(self) -> TreePosition:
         """The same history as a new root, because the template changed what came before."""
-        return Place(-1, self.messages, "template", self.messages)
+        return TreePosition(-1, self.messages, "template", self.messages)
 
 
 class _Meaning(NamedTuple):
@@ -74,7 +74,7 @@ class Recorder:
         self._tools: dict[int, str] = {}  # of each root
         self._children: dict[int, list[int]] = {-1: []}
 
-    def locate(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> Place:
+    def locate(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> TreePosition:
         """The deepest node that `messages`, rendered with `tools`, go on from. Raises DataError: something that is no
         message in OpenAI form.
         """
@@ -82,7 +82,7 @@ class Recorder:
             if problem := _problem_of(message):
                 raise DataError(f"message {place} {problem}")
         if not self.nodes:  # an episode of one turn compares nothing
-            return Place(-1, list(messages), "", list(messages))
+            return TreePosition(-1, list(messages), "", list(messages))
         given, asked = _meanings_of(messages), _tools_text(tools)
         best, best_rank, matched = -1, (0, 0, False, 0), 0
         reached = [(root, 0, 0) for root in self._children[-1] if self._tools[root] == asked]
@@ -101,10 +101,12 @@ class Recorder:
             reached += [(child, end, same_ids) for child in self._children[node]]
         history = list(messages)
         if best >= 0 and not self.nodes[best].is_sampled:
-            return Place(best, [], "resampled" if self._children[best] else "", history)
-        return Place(best, history[matched:], self._cause(best, history[matched:], given[matched:]), history)
+            return TreePosition(best, [], "resampled" if self._children[best] else "", history)
+        return TreePosition(best, history[matched:], self._cause(best, history[matched:], given[matched:]), history)
 
-    def add_context(self, place: Place, rendered: Rendered, tools: Sequence[dict[str, Any]] | None = None) -> int:
+    def add_context(
+        self, place: TreePosition, rendered: Rendered, tools: Sequence[dict[str, Any]] | None = None
+    ) -> int:
         """The new context node's id: `rendered` is of `place.new`. The same context twice is one node."""
         siblings, asked = self._children[place.node], _tools_text(tools)
         meanings = _meanings_of(place.new) if siblings else []

@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
-from gspo_mega.agents.messages import Parts, ToolFormat, format_of, parts_of
+from gspo_mega.agents.messages import MessageParts, ToolFormat, format_of, parts_of
 from gspo_mega.agents.protocol import ContextFull, Limits, OnTokens, Params, TooManyTurns, Turn, TurnSampler
 from gspo_mega.agents.recorder import Recorder
 from gspo_mega.base import failpoints
@@ -100,18 +100,20 @@ class Conversation:
         """The text of a turn. Its end token is sampled and trained on, and is no part of the text."""
         return self._decode(list(turn.token_ids[:-1] if turn.finish_reason == "stop" else turn.token_ids))
 
-    async def message_of(self, text: str, number: int, before: Sequence[Message], gap: str, tools: Tools) -> Parts:
+    async def message_of(
+        self, text: str, number: int, before: Sequence[Message], gap: str, tools: Tools
+    ) -> MessageParts:
         """The message that the agent is given for the text of turn `number`, sampled behind `before`, whose last text
         is `gap`.
         """
         if self.rule is None:
-            return Parts({"role": "assistant", "content": text}, 0)
+            return MessageParts({"role": "assistant", "content": text}, 0)
         rule, tool_format = self._for(tools)
         parts = parts_of(text, tool_format, turn=number, tools=tools, gap=gap)
         if parts.message.keys() == {"role", "content"}:
             return parts
         given = await self._in_thread(lambda: rule.given(before, parts.message, text))
-        return Parts(given, parts.num_broken_calls)
+        return MessageParts(given, parts.num_broken_calls)
 
     def check_tools(self, tools: Tools) -> None:
         """Raise DataError where the configured format can't call these tools."""
@@ -174,7 +176,7 @@ class NotReplayable(EpisodeError):
 
 
 @dataclass(frozen=True)
-class Answer:
+class AgentTurn:
     """One turn as an agent sees it.
 
     `number` counts the turns of the episode from 0. `message`: the assistant's, in OpenAI form. `num_context_tokens`:
@@ -189,13 +191,13 @@ class Answer:
     log_probs: Sequence[float] = field(default_factory=list)
     is_replayed: bool = False
 
-    def copy(self, *, is_replayed: bool = False) -> Answer:
+    def copy(self, *, is_replayed: bool = False) -> AgentTurn:
         """With a message of its own, which the agent may change."""
         return replace(self, message=copied(self.message), is_replayed=is_replayed)
 
 
 @dataclass(eq=False)
-class _Asked:
+class _TurnRequest:
     """A turn that was asked for. `request`: what for, while it is the last one; `key` is its digest. `answer`, or the
     `error` that it was refused with; neither, if it was given up: then it is sampled when it is asked for again.
     `node`: of its answer. `is_taken`: since the agent began (again).
@@ -204,7 +206,7 @@ class _Asked:
     number: int
     request: Any
     _key: bytes = b""
-    answer: Answer | None = None
+    answer: AgentTurn | None = None
     error: EpisodeError | DataError | None = None
     node: int = -1
     is_taken: bool = True
@@ -220,7 +222,7 @@ class _Asked:
         return self.answer is not None or self.error is not None
 
 
-class Session(Generic[Params]):
+class EpisodeSession(Generic[Params]):
     """One episode, on the pool's loop. Turns of a session may be asked for at the same time.
 
     Attributes:
@@ -252,7 +254,7 @@ class Session(Generic[Params]):
         self.params = params
         self._tools = list(tools)
         self._recorder = Recorder()
-        self._asked: list[_Asked] = []
+        self._asked: list[_TurnRequest] = []
         self._num_open = 0
         self._overlaps = False
         self._locating = asyncio.Lock()  # turns find their places in the order in which they are asked for
@@ -279,7 +281,7 @@ class Session(Generic[Params]):
         max_new_tokens: int | None = None,
         on_tokens: OnTokens | None = None,
         on_begin: Callable[[str], None] | None = None,
-    ) -> Answer:
+    ) -> AgentTurn:
         """A turn with what the endpoint needs. `tools`: schemas of the agent's own, in place of the session's.
         `on_begin` is given the template's text that the turn is sampled behind, before any token.
 
@@ -288,7 +290,7 @@ class Session(Generic[Params]):
         """
         tools = self._tools if tools is None else tools
         messages = copied(messages)  # the agent may go on writing in its own
-        request = _Asked(len(self._asked), (messages, tools, max_new_tokens))
+        request = _TurnRequest(len(self._asked), (messages, tools, max_new_tokens))
         asked = self._asked_before(request)
         if asked is not None and asked.has_ended:
             return self._replay(asked, on_tokens, on_begin)
@@ -314,13 +316,13 @@ class Session(Generic[Params]):
 
     async def _new(
         self,
-        asked: _Asked,
+        asked: _TurnRequest,
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]],
         max_new_tokens: int | None,
         on_tokens: OnTokens | None,
         on_begin: Callable[[str], None] | None,
-    ) -> Answer:
+    ) -> AgentTurn:
         number = asked.number
         if max_new_tokens is not None and max_new_tokens < 1:
             raise DataError(f"max_new_tokens is {max_new_tokens}; at least 1 was expected")
@@ -346,7 +348,7 @@ class Session(Generic[Params]):
         self.counts["num_broken_calls"] += parts.num_broken_calls
         asked.node = self._recorder.add_sampled(context, parts.message, turn, text, cause)
         failpoints.reached("rollout.turn")
-        return Answer(number, parts.message, turn.finish_reason, len(token_ids), turn.token_ids, turn.log_probs)
+        return AgentTurn(number, parts.message, turn.finish_reason, len(token_ids), turn.token_ids, turn.log_probs)
 
     async def _context(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> tuple[int, str]:
         """The context node of a history, found or made, and why a branch begins behind it."""
@@ -368,7 +370,7 @@ class Session(Generic[Params]):
         parent = self.nodes[context].parent
         return self.nodes[parent].server_id or None if parent >= 0 else None
 
-    def _asked_before(self, request: _Asked) -> _Asked | None:
+    def _asked_before(self, request: _TurnRequest) -> _TurnRequest | None:
         """The turn that an agent asks for again, after it began again."""
         left = [asked for asked in self._asked if not asked.is_taken]
         for asked in left:
@@ -378,7 +380,9 @@ class Session(Generic[Params]):
             self.check_replayed()
         return None
 
-    def _replay(self, asked: _Asked, on_tokens: OnTokens | None, on_begin: Callable[[str], None] | None) -> Answer:
+    def _replay(
+        self, asked: _TurnRequest, on_tokens: OnTokens | None, on_begin: Callable[[str], None] | None
+    ) -> AgentTurn:
         asked.is_taken = True
         if asked.error is not None:
             raise asked.error

@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple
 from gspo_mega.agents.messages import ToolFormat, format_of, parts_of
 from gspo_mega.agents.protocol import Turn
 from gspo_mega.agents.recorder import Recorder
-from gspo_mega.agents.template_dialogues import WORD, Dialogue, Message, Step, dialogues
+from gspo_mega.agents.template_dialogues import WORD, Dialogue, DialogueStep, Message, dialogues
 from gspo_mega.base.errors import DataError
 from gspo_mega.data.chat import MaskedText, PromptEncoder, for_template
 from gspo_mega.data.templates import Rendered, Rewritten, SuffixRule, difference
@@ -45,7 +45,7 @@ class Observation:
 
 
 @dataclass
-class Part:
+class NodePart:
     """A node's text and tokens. `message`: the index of its first message in the history. `end`: the text of the end
     token of a sampled one, which is the end of its text; empty where it has none.
     """
@@ -57,7 +57,7 @@ class Part:
     end: str = ""
 
 
-class Comparison:
+class DialogueComparison:
     """Of one dialogue's paths. Attributes: observations; num_turns and num_context_tokens that were compared."""
 
     def __init__(self, tokenizer: Any, encoder: PromptEncoder, kind: str, tools: list[dict[str, Any]]) -> None:
@@ -66,7 +66,7 @@ class Comparison:
         self.num_turns = self.num_context_tokens = 0
         self._tokenizer, self._encoder, self._kind, self._tools = tokenizer, encoder, kind, tools
 
-    def check(self, path: Sequence[Part], history: Sequence[Message]) -> None:
+    def check(self, path: Sequence[NodePart], history: Sequence[Message]) -> None:
         """Compare a path that ends with a context with the rendering of the whole `history`, which it should be."""
         whole = self._encoder.render(history, self._tools)
         self._check_against_transformers(whole, history)
@@ -91,7 +91,7 @@ class Comparison:
             )
         self._check_tokens(path, pieces, whole)
 
-    def _is_closed_once(self, part: Part, piece: MaskedText, context: str) -> bool:
+    def _is_closed_once(self, part: NodePart, piece: MaskedText, context: str) -> bool:
         """Does nothing lie between the end of a turn and the context behind it? It is closed by its end token, or by
         the control token with which the context begins.
         """
@@ -100,7 +100,7 @@ class Comparison:
         closing = next((token for token in self._encoder.special_tokens if context.startswith(token)), None)
         return closing is not None and not any(token in piece.text for token in (closing, part.end) if token)
 
-    def _align(self, path: Sequence[Part], whole: str) -> list[str] | None:
+    def _align(self, path: Sequence[NodePart], whole: str) -> list[str] | None:
         """What `whole` has for each part: exactly the text of contexts, and anything between them."""
         written: list[str] = []
         at = 0
@@ -121,10 +121,10 @@ class Comparison:
             at = found + len(part.text)
         return written
 
-    def _check_tokens(self, path: Sequence[Part], pieces: Sequence[MaskedText], whole: MaskedText) -> None:
+    def _check_tokens(self, path: Sequence[NodePart], pieces: Sequence[MaskedText], whole: MaskedText) -> None:
         """Are the tokens of the contexts those of the whole rendering, encoded at once?"""
         ours: list[int] = []
-        owners: list[tuple[Part, bool]] = []  # of each token, and whether it touches what was sampled
+        owners: list[tuple[NodePart, bool]] = []  # of each token, and whether it touches what was sampled
         for place, (part, piece) in enumerate(zip(path, pieces, strict=True)):
             ids = part.token_ids
             if part.is_sampled:
@@ -205,7 +205,7 @@ class Comparison:
         control = set(self._tokenizer.convert_tokens_to_ids(list(self._encoder.special_tokens)))
         return Counter(token for token in ids if token in control)
 
-    def _drift(self, part: Part, theirs: str, ours: str) -> None:
+    def _drift(self, part: NodePart, theirs: str, ours: str) -> None:
         text = f"message {part.message}: the template writes {difference(ours, theirs)}"
         self.observe("wrong", "drift", text)
 
@@ -274,7 +274,7 @@ def certify_template(
     """
     certificate = Certificate([])
     for dialogue in dialogues(encoder.special_tokens, number_of_each=number_of_each):
-        comparison = Comparison(tokenizer, encoder, dialogue.kind, dialogue.tools)
+        comparison = DialogueComparison(tokenizer, encoder, dialogue.kind, dialogue.tools)
         try:
             rule = rule_of(dialogue.tools)
             tool_calls = _format_of(tool_format, tokenizer, dialogue.tools)
@@ -305,13 +305,13 @@ class _Led:
         rule: SuffixRule,
         tool_format: ToolFormat | None,
         dialogue: Dialogue,
-        comparison: Comparison,
+        comparison: DialogueComparison,
     ) -> None:
         """`tool_format`: None for one that isn't known here; answers are then read as a parser of it would."""
         self._tokenizer, self._encoder, self._dialogue, self._comparison = tokenizer, encoder, dialogue, comparison
         self._rule, self._format = rule, tool_format
         self._recorder = Recorder()
-        self._parts: dict[int, Part] = {}
+        self._parts: dict[int, NodePart] = {}
         self._as_text: set[int] = set()  # messages that are all content
         self._is_as_written = True
 
@@ -331,7 +331,7 @@ class _Led:
             if isinstance(rendered, Rewritten):
                 rendered = self._rule.first(place.messages)
             node = self._recorder.add_context(place, rendered, tools)
-            self._parts[node] = Part(len(history) - len(place.new), rendered.text, rendered.token_ids)
+            self._parts[node] = NodePart(len(history) - len(place.new), rendered.text, rendered.token_ids)
             self._comparison.check(self._path(node), self._as_rendered(history, node))
             sampled = self._sample(history, step, rendered.text)
             self._is_as_written &= sampled.is_as_written
@@ -343,7 +343,7 @@ class _Led:
             num = len(sampled.token_ids)
             record = Turn(sampled.token_ids, [0.0] * num, [0] * num, reason)
             node = self._recorder.add_sampled(node, message, record, sampled.text)
-            self._parts[node] = Part(len(history), sampled.text + sampled.end, sampled.token_ids, True, sampled.end)
+            self._parts[node] = NodePart(len(history), sampled.text + sampled.end, sampled.token_ids, True, sampled.end)
             if message.get("content") == sampled.text and said.get("content") != sampled.text:
                 self._as_text.add(len(history))
             history.append(message)
@@ -358,7 +358,7 @@ class _Led:
             for place, message in enumerate(history)
         ]
 
-    def _sample(self, history: Sequence[Message], step: Step, gap: str) -> _Sampled:
+    def _sample(self, history: Sequence[Message], step: DialogueStep, gap: str) -> _Sampled:
         """What a policy would sample to say the step's answer: as the template writes it, or else as models do."""
         try:
             found = self._rule.sampled_text(history, step.answer)
@@ -388,7 +388,7 @@ class _Led:
         else:
             self._comparison.observe("note", "branch", f"cause template: {found.why}")
 
-    def _path(self, node: int) -> list[Part]:
+    def _path(self, node: int) -> list[NodePart]:
         path = []
         while node >= 0:
             path.append(self._parts[node])

@@ -42,7 +42,7 @@ _SCRIPTS = [
 
 
 @dataclass
-class Step:
+class DialogueStep:
     """What is said to the policy, and what it answers. `is_cut`: the answer has no end, it was as long as it may be.
     `in_odd_tokens`: the policy samples other tokens than the tokenizer would choose for its text.
     """
@@ -56,7 +56,7 @@ class Step:
 @dataclass
 class Dialogue:
     kind: str
-    steps: list[Step]
+    steps: list[DialogueStep]
     tools: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -112,7 +112,7 @@ class _Author:
 
 
 def _plain(author: _Author, made: Dialogue) -> None:
-    made.steps = [Step([author.user()], author.say()) for _ in range(3)]
+    made.steps = [DialogueStep([author.user()], author.say()) for _ in range(3)]
 
 
 def _with_system(author: _Author, made: Dialogue) -> None:
@@ -126,9 +126,9 @@ def _tools(author: _Author, made: Dialogue, between: Callable[[], dict[str, Any]
     new = [author.user()]
     for _ in range(author.rng.randint(1, 2)):
         answer = author.call(author.rng.randint(1, 2), **between())
-        made.steps.append(Step(new, answer))
+        made.steps.append(DialogueStep(new, answer))
         new = author.results(answer)
-    made.steps += [Step(new, author.say(**between())), Step([author.user()], author.say(**between()))]
+    made.steps += [DialogueStep(new, author.say(**between())), DialogueStep([author.user()], author.say(**between()))]
 
 
 def _calls_beside_content(author: _Author, made: Dialogue) -> None:
@@ -136,7 +136,7 @@ def _calls_beside_content(author: _Author, made: Dialogue) -> None:
 
 
 def _thinking(author: _Author, made: Dialogue) -> None:
-    made.steps = [Step([author.user()], author.say(reasoning_content=author.words())) for _ in range(3)]
+    made.steps = [DialogueStep([author.user()], author.say(reasoning_content=author.words())) for _ in range(3)]
 
 
 def _thinking_and_tools(author: _Author, made: Dialogue) -> None:
@@ -152,8 +152,8 @@ def _unicode(author: _Author, made: Dialogue) -> None:
 
 def _empty_turns(author: _Author, made: Dialogue) -> None:
     for content in ("", author.words(), ""):
-        made.steps.append(Step([author.user()], author.say(content)))
-    made.steps.append(Step([author.user("")], author.say()))
+        made.steps.append(DialogueStep([author.user()], author.say(content)))
+    made.steps.append(DialogueStep([author.user("")], author.say()))
 
 
 def _control_tokens(author: _Author, made: Dialogue) -> None:

@@ -34,7 +34,7 @@ class BadMessages(EpisodeError):
     """The chat template refuses the messages that a turn was asked with."""
 
 
-class Seat(Owner):
+class WorkerEpisode(Owner):
     """An episode in this worker. It is the `Model` that its function is given.
 
     Attributes: task, tools: as the function gets them. last_turn: the highest number of an answered turn, -1 before the
@@ -55,7 +55,7 @@ class Seat(Owner):
         """
         super().__init__(number, loop)
         self.task = task
-        self.tools = SeatTools(self, tools)
+        self.tools = WorkerTools(self, tools)
         self.last_turn = -1
         self.ended_by: tuple[str, str] | None = None
         self.ended_at = math.inf
@@ -179,10 +179,10 @@ class Seat(Owner):
         return await self._loop.run_in_executor(None, call)
 
 
-class SeatTools:
+class WorkerTools:
     """The `Tools` that an episode's function is given."""
 
-    def __init__(self, seat: Seat, tools: Mapping[str, Tool]) -> None:
+    def __init__(self, seat: WorkerEpisode, tools: Mapping[str, Tool]) -> None:
         self._seat = seat
         self._tools = tools
         self._num_calls = 0

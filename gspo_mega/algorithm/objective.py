@@ -41,7 +41,7 @@ from torch import Tensor
 
 from gspo_mega.algorithm.surrogates import (
     Terms,
-    Tokens,
+    TokenTerms,
     clipped_log_ratios,
     clipped_terms,
     geometric_terms,
@@ -275,7 +275,7 @@ def policy_objective(
             unit_advantages = active_values(token_advantages.detach(), mask)
         terms = token_terms(
             settings,
-            Tokens(
+            TokenTerms(
                 log_probs=own,
                 log_ratio=log_ratio,
                 decision=decision,

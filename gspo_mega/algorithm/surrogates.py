@@ -45,7 +45,7 @@ class Terms:
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TokenTerms:
     """What a term of tokens is made of, all [T] float64 and local. `log_probs`: nats, with gradient. `log_ratio`: d
     with gradient; `decision`: the same numbers without. `old_log_probs`, `rollout_log_probs`: nats, without gradient,
     the second None where the objective needs none. `sequence_sums`: sum of d over each token's whole sequence, without.
@@ -114,7 +114,7 @@ def clipped_log_ratios(
     return clipped, high, low
 
 
-def token_terms(settings: ObjectiveSettings, tokens: Tokens) -> Terms:
+def token_terms(settings: ObjectiveSettings, tokens: TokenTerms) -> Terms:
     """The term of each token under a surrogate with a ratio of tokens; 0, with gradient 0 and no flag, where it does
     not count or A is 0. Raises ValueError for `minirl` without the server's log-probs.
     """
@@ -143,7 +143,7 @@ def token_terms(settings: ObjectiveSettings, tokens: Tokens) -> Terms:
 
 
 def _weights(
-    settings: ObjectiveSettings, tokens: Tokens, positive: Tensor, negative: Tensor
+    settings: ObjectiveSettings, tokens: TokenTerms, positive: Tensor, negative: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The detached weight of A log pi(y_t), and where it was clipped high and low: each [T]."""
     decision = tokens.decision

@@ -208,7 +208,7 @@ def sequence_log_ratio_sums(
 
 
 @dataclass(frozen=True)
-class Column:
+class SequenceColumn:
     """`reduction` of the parts that context-parallel ranks report of one sequence: `sum` adds them, `max` takes the
     largest, `same` means that each rank reports the whole value.
     """
@@ -218,22 +218,32 @@ class Column:
     description: str
 
 
-MISMATCH_SUMS = Column("mismatch_sums", "sum", "[S, len(SUM_NAMES)] of mismatch_sums: over the tokens held here")
-MISMATCH_MAXIMA = Column("mismatch_maxima", "max", "[S, len(MAXIMUM_NAMES)] of mismatch_sums; -inf without a token")
-CORRECTION_WEIGHT = Column("correction_weight", "same", "[S] weight of the sequence; 0 where it was dropped")
-CORRECTION_DEVIATION = Column("correction_deviation", "same", "[S] nats: sqrt(L) (mean d - m), what the bound bounds")
-CORRECTION_VETOES = Column("correction_vetoes", "same", "[S] tokens of the sequence with |d| above the veto")
-CORRECTION_CENTRE = Column("correction_centre", "same", "[S] nats: m of the rollout batch, the same for each sequence")
-CORRECTION_SEGMENTS = Column(
+MISMATCH_SUMS = SequenceColumn(
+    "mismatch_sums", "sum", "[S, len(SUM_NAMES)] of mismatch_sums: over the tokens held here"
+)
+MISMATCH_MAXIMA = SequenceColumn(
+    "mismatch_maxima", "max", "[S, len(MAXIMUM_NAMES)] of mismatch_sums; -inf without a token"
+)
+CORRECTION_WEIGHT = SequenceColumn("correction_weight", "same", "[S] weight of the sequence; 0 where it was dropped")
+CORRECTION_DEVIATION = SequenceColumn(
+    "correction_deviation", "same", "[S] nats: sqrt(L) (mean d - m), what the bound bounds"
+)
+CORRECTION_VETOES = SequenceColumn("correction_vetoes", "same", "[S] tokens of the sequence with |d| above the veto")
+CORRECTION_CENTRE = SequenceColumn(
+    "correction_centre", "same", "[S] nats: m of the rollout batch, the same for each sequence"
+)
+CORRECTION_SEGMENTS = SequenceColumn(
     "correction_segments", "same", "[S, 2] version segments judged; 1 where a segment alone put the sequence outside"
 )
-STALENESS_SUMS = Column(
+STALENESS_SUMS = SequenceColumn(
     "staleness_sums", "sum", "[S, 2] nats: old - that of the token's own version, and that - server, over tokens here"
 )
-ENTROPY_SUM = Column("entropy_sum", "sum", "[S] nats: entropy of the next-token distribution at the tokens held here")
-LOG_S = Column("log_s", "same", "[S] nats: log s_i of the whole sequence")
+ENTROPY_SUM = SequenceColumn(
+    "entropy_sum", "sum", "[S] nats: entropy of the next-token distribution at the tokens held here"
+)
+LOG_S = SequenceColumn("log_s", "same", "[S] nats: log s_i of the whole sequence")
 
-COLUMNS: dict[str, Column] = {
+COLUMNS: dict[str, SequenceColumn] = {
     column.name: column
     for column in (
         MISMATCH_SUMS,

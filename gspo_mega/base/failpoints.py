@@ -89,7 +89,7 @@ POINTS: dict[str, str] = {
 
 
 @dataclass
-class Fault:
+class InjectedFault:
     """The action `do` at the `hit`-th time that rank `rank` reaches `point`.
 
     `do`: kill (SIGKILL to this process), disk_full or denied (the operation fails with that OSError). `record`: a file
@@ -103,7 +103,7 @@ class Fault:
     record: str = ""
 
     @classmethod
-    def parse(cls, text: str) -> Fault:
+    def parse(cls, text: str) -> InjectedFault:
         """Raises ValueError for an unknown key, point or action."""
         known = {field.name: field.type for field in fields(cls)}
         values: dict[str, str | int] = {}
@@ -122,15 +122,15 @@ class Fault:
         return fault
 
 
-_armed: list[Fault] = []
+_armed: list[InjectedFault] = []
 
 
 def arm(text: str | None, rank: int) -> None:
     """Arm the fault that `text` describes if it is for this rank; None or an empty text disarms. Raises ValueError as
-    `Fault.parse`.
+    `InjectedFault.parse`.
     """
     _armed.clear()
-    if text and (fault := Fault.parse(text)).rank == rank:
+    if text and (fault := InjectedFault.parse(text)).rank == rank:
         _armed.append(fault)
 
 

@@ -109,7 +109,7 @@ _PATTERN = rf".*\.experts\.{_GATE_UP}"
 
 
 @dataclass(frozen=True)
-class Stack:
+class AdapterStack:
     """One adapter of PEFT: that of `parameter` of one layer's experts. `matrices[e]` are expert e's, gate before up.
 
     `path`: what PEFT's names begin with. PEFT wraps the module once for each parameter: where both have an adapter,
@@ -136,7 +136,7 @@ class Stack:
         }
 
 
-def stacks(spec: ModelSpec, targets: Sequence[str]) -> list[Stack]:
+def stacks(spec: ModelSpec, targets: Sequence[str]) -> list[AdapterStack]:
     """The adapters that PEFT has for experts, in the order of the model; none if no expert has one."""
     layers: dict[int, dict[str, dict[int, tuple[TensorEntry, ...]]]] = {}
     for entries in adapted(spec, targets).values():
@@ -149,7 +149,7 @@ def stacks(spec: ModelSpec, targets: Sequence[str]) -> list[Stack]:
         for parameter, experts in parameters.items():
             inner = ".base_layer" if parameter == _GATE_UP and _DOWN in parameters else ""
             path = f"{PREFIX}model.layers.{layer}.mlp.experts{inner}"
-            found.append(Stack(path, parameter, tuple(experts[expert] for expert in range(len(experts)))))
+            found.append(AdapterStack(path, parameter, tuple(experts[expert] for expert in range(len(experts)))))
     return found
 
 
@@ -177,7 +177,7 @@ def peft_settings(settings: Lora, spec: ModelSpec) -> dict[str, Any]:
     return more
 
 
-def _fuses(found: Sequence[Stack]) -> bool:
+def _fuses(found: Sequence[AdapterStack]) -> bool:
     return any(len(stack.matrices[0]) == 2 for stack in found)
 
 
@@ -230,7 +230,7 @@ def to_peft(settings: Lora, spec: ModelSpec, tensors: Mapping[str, torch.Tensor]
     return found
 
 
-def _whole_b(stack: Stack, matrices: Sequence[TensorEntry], halves: Sequence[torch.Tensor]) -> torch.Tensor:
+def _whole_b(stack: AdapterStack, matrices: Sequence[TensorEntry], halves: Sequence[torch.Tensor]) -> torch.Tensor:
     """[out of the parameter, s]: B of one expert."""
     if stack.parameter == _DOWN:
         return halves[0]

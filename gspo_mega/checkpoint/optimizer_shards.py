@@ -27,7 +27,7 @@ from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from gspo_mega.cpu.backend import is_cpu_backend
-from gspo_mega.engine.process_groups import Group, all_gather_json
+from gspo_mega.engine.process_groups import RankGroup, all_gather_json
 
 # Bytes that a rank reads at a time, and elements that ranks exchange at a time, of one kind; one parameter at least.
 READ_BYTES, EXCHANGED_ELEMENTS = 2 * 1024**3, 2**27
@@ -71,7 +71,9 @@ def load_optimizer(optimizer: ChainedOptimizer, loaded: dict[Any, Any]) -> None:
 
 
 @torch.no_grad()
-def read_optimizer_state(optimizer: ChainedOptimizer, model_state: dict[str, Any], folder: Path, host: Group) -> None:
+def read_optimizer_state(
+    optimizer: ChainedOptimizer, model_state: dict[str, Any], folder: Path, host: RankGroup
+) -> None:
     """Read this rank's parts of the distributed optimizer's tensors from Megatron's folder of a checkpoint. Collective.
 
     `model_state`: of the weights, which says where parameters lie. `host`: the group of all ranks.

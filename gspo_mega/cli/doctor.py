@@ -16,7 +16,7 @@ from pathlib import Path
 
 from gspo_mega.base import versions as two_pythons
 from gspo_mega.base.versions import Finding, render
-from gspo_mega.launcher.doctor import DEADLINE_SECONDS, AnswerDeadline, Place, check_machine, check_together
+from gspo_mega.launcher.doctor import DEADLINE_SECONDS, AnswerDeadline, MachinePlace, check_machine, check_together
 from gspo_mega.launcher.server_python import server_python_variable
 
 
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
     if args.machines is not None:
         address, _, port = args.master.rpartition(":")
         findings += check_together(
-            Place(args.index, args.machines, (address.strip("[]"), int(port))), args.meet, gpus, deadline
+            MachinePlace(args.index, args.machines, (address.strip("[]"), int(port))), args.meet, gpus, deadline
         )
     print(render(findings, socket.gethostname()))
     return 1 if any(finding.level == "wrong" for finding in findings) else 0

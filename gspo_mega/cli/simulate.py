@@ -19,7 +19,7 @@ from gspo_mega.base.errors import ConfigError
 from gspo_mega.config import load_config
 from gspo_mega.plan import estimate, plan_run
 from gspo_mega.verify.simulate.job import check_simulated, read_lengths
-from gspo_mega.verify.simulate.outcome import Asked, read_measured, simulate
+from gspo_mega.verify.simulate.outcome import SimulationRequest, read_measured, simulate
 from gspo_mega.verify.simulate.report import draw_outcome, outcome_json, render_outcome
 
 
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     plan = plan_run(loaded, None, args.model)
     figures = estimate(plan, loaded.where)
     lengths = args.length_distribution
-    asked = Asked(
+    asked = SimulationRequest(
         days=args.days,
         mtbf_hours=math.inf if args.mtbf is None else args.mtbf,
         num_nodes=args.nodes,

@@ -171,21 +171,21 @@ def policy_steps(config: Config) -> int:
     return (config.train.num_steps - warmup) * config.batch.num_mini_batches
 
 
-def corrects(config: Config) -> bool:
+def corrects_engine_gap(config: Config) -> bool:
     """Whether the gap between the two engines is corrected at all. With the server's log-probs as old ones it is in
     the policy ratio, and nothing is left to correct.
     """
     return config.mismatch.correction != "none" and config.old_log_probs == "trainer"
 
 
-def makes_old_pass(config: Config) -> bool:
+def needs_old_log_prob_pass(config: Config) -> bool:
     """Whether the trainer computes log-probs at the start of a rollout batch in a pass of its own.
 
     With one optimizer step per rollout batch old is current, so the pass is needed for the correction only: it judges a
     response by the whole batch, before the first gradient. `may_correct_in_training` says where it can be left out. A
     penalty in the rewards (`critic.kl_coefficient`) needs it, because advantages come before the first gradient, too.
     """
-    needed = not old_is_current(config) or corrects(config) or penalises_kl(config)
+    needed = not old_is_current(config) or corrects_engine_gap(config) or penalises_kl(config)
     return config.old_log_probs == "trainer" and needed
 
 
@@ -195,7 +195,7 @@ def may_correct_in_training(config: Config) -> bool:
     with the log-probs of a pass of their own, and so does a penalty in the rewards.
     """
     needs_own = config.diagnostics.exact_staleness or penalises_kl(config)
-    return corrects(config) and old_is_current(config) and not needs_own
+    return corrects_engine_gap(config) and old_is_current(config) and not needs_own
 
 
 def old_is_current(config: Config) -> bool:

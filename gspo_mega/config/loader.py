@@ -36,7 +36,7 @@ from gspo_mega.base.errors import ConfigError
 from gspo_mega.base.untrusted import NoRegularFileError, read_bytes
 from gspo_mega.config.explain import explain
 from gspo_mega.config.schema import Config, Metrics
-from gspo_mega.config.strict_yaml import KeyPath, Position, implicit_resolvers, parse
+from gspo_mega.config.strict_yaml import KeyPath, YamlPosition, implicit_resolvers, parse
 from gspo_mega.config.validate import check_rules
 from gspo_mega.config.validate_learning import resolve_defaults
 
@@ -104,7 +104,7 @@ def _dotted(path: Sequence[str | int]) -> str:
 _SINKS = ("metrics", "sinks")
 
 
-def expand_metrics(metrics: dict[str, Any], origins: dict[KeyPath, Position | str]) -> None:
+def expand_metrics(metrics: dict[str, Any], origins: dict[KeyPath, YamlPosition | str]) -> None:
     """A sink's name alone is short for {sink: NAME}. The older key `tensorboard` puts the sink of that name into
     `sinks` or takes it out.
     """
@@ -184,7 +184,7 @@ class LoadedConfig:
     path: Path
     text: str
     notices: tuple[str, ...]
-    origins: dict[KeyPath, Position | str]
+    origins: dict[KeyPath, YamlPosition | str]
 
     def where(self, key: str) -> str:
         """`file:line:column` or `override 'x=y'` of a dotted key, of the section around it when it was not given."""
@@ -202,7 +202,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), command: str | 
     document = parse(text)
     parsed, override_problems = parse_overrides(overrides)
     tree = document.value
-    origins: dict[KeyPath, Position | str] = dict(document.positions)
+    origins: dict[KeyPath, YamlPosition | str] = dict(document.positions)
     problems = [
         (_order(problem.position), f"{_at(path, problem.position)}: {_key(problem.path)}{problem.text}")
         for problem in document.problems
@@ -264,7 +264,7 @@ def _read(path: Path) -> str:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-def _expand_shorthands(tree: dict[str, Any], origins: dict[KeyPath, Position | str]) -> None:
+def _expand_shorthands(tree: dict[str, Any], origins: dict[KeyPath, YamlPosition | str]) -> None:
     """`reward: name` is short for one function of that name, `rollout.episode: name` for an episode without options,
     `metrics.sinks: [name]` for a sink without options.
     """
@@ -281,7 +281,7 @@ def _expand_shorthands(tree: dict[str, Any], origins: dict[KeyPath, Position | s
 
 
 def _validate(
-    tree: dict[str, Any], path: Path, origins: dict[KeyPath, Position | str]
+    tree: dict[str, Any], path: Path, origins: dict[KeyPath, YamlPosition | str]
 ) -> tuple[Config | None, list[tuple[tuple[int, int], KeyPath, str]]]:
     """The configuration, or None and (order, key, line) of everything the schema refuses."""
     try:
@@ -296,7 +296,7 @@ def _validate(
         return None, invalid
 
 
-def _claim(origins: dict[KeyPath, Position | str], key_path: KeyPath, origin: str) -> None:
+def _claim(origins: dict[KeyPath, YamlPosition | str], key_path: KeyPath, origin: str) -> None:
     """Record `origin` for `key_path`, for all inside it, and for every section around it that did not exist before."""
     for inside in [known for known in origins if known[: len(key_path)] == key_path]:
         del origins[inside]
@@ -305,7 +305,7 @@ def _claim(origins: dict[KeyPath, Position | str], key_path: KeyPath, origin: st
         origins.setdefault(key_path[:length], origin)
 
 
-def _deepest(origins: dict[KeyPath, Position | str], location: KeyPath) -> Position | str | None:
+def _deepest(origins: dict[KeyPath, YamlPosition | str], location: KeyPath) -> YamlPosition | str | None:
     location = tuple(int(part) if isinstance(part, str) and part.isdecimal() else part for part in location)
     for length in range(len(location), 0, -1):
         if location[:length] in origins:
@@ -313,17 +313,17 @@ def _deepest(origins: dict[KeyPath, Position | str], location: KeyPath) -> Posit
     return None
 
 
-def _where(path: Path, origins: dict[KeyPath, Position | str], location: KeyPath) -> str:
+def _where(path: Path, origins: dict[KeyPath, YamlPosition | str], location: KeyPath) -> str:
     origin = _deepest(origins, location)
     return origin if isinstance(origin, str) else _at(path, origin)
 
 
-def _order(origin: Position | str | None) -> tuple[int, int]:
+def _order(origin: YamlPosition | str | None) -> tuple[int, int]:
     """Problems are listed as they stand in the file; those of absent sections and of overrides come last."""
-    return (origin.line, origin.column) if isinstance(origin, Position) else (2**31, 0)
+    return (origin.line, origin.column) if isinstance(origin, YamlPosition) else (2**31, 0)
 
 
-def _at(path: Path, position: Position | None) -> str:
+def _at(path: Path, position: YamlPosition | None) -> str:
     return f"{path}:{position.line}:{position.column}" if position is not None else str(path)
 
 

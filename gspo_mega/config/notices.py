@@ -9,7 +9,14 @@ import os
 from collections.abc import Iterator
 
 from gspo_mega.config.algorithms import RECIPES
-from gspo_mega.config.derived import corrects, critic_of, critic_path, makes_old_pass, penalises_kl, policy_steps
+from gspo_mega.config.derived import (
+    corrects_engine_gap,
+    critic_of,
+    critic_path,
+    needs_old_log_prob_pass,
+    penalises_kl,
+    policy_steps,
+)
 from gspo_mega.config.prompt_sources import eval_sets, own_rewards
 from gspo_mega.config.schema import Config, Fp8, Objective
 from gspo_mega.config.validate_episodes import episode_notices
@@ -113,7 +120,7 @@ def _of_the_objective(config: Config) -> Iterator[str]:
     elif config.batch.num_mini_batches == 1:
         made = (
             "is made for mismatch.correction only, where a rank has several packs"
-            if makes_old_pass(config)
+            if needs_old_log_prob_pass(config)
             else "is skipped"
         )
         yield (
@@ -145,7 +152,7 @@ def _of_the_correction(config: Config) -> Iterator[str]:
     mismatch = config.mismatch
     if mismatch.kept_weight == "ratio" and mismatch.correction == "none":
         yield "mismatch.kept_weight has no effect with `correction: none`"
-    if config.train is None or not corrects(config):
+    if config.train is None or not corrects_engine_gap(config):
         return
     bound = f"{mismatch.bound_nats:g} / sqrt(L)"
     if mismatch.correction == "truncate":
@@ -177,8 +184,8 @@ def _of_sampling_and_precision(config: Config) -> Iterator[str]:
     if config.precision == "fp8" and config.fp8.recipe == "delayed":
         yield (
             "fp8.recipe delayed: scales follow the largest values of earlier steps, so larger ones saturate; they are"
-            f" held for a {'step' if makes_old_pass(config) else 'mini-batch'}, and measured by a few passes more where"
-            " a run, or its layout, is new"
+            f" held for a {'step' if needs_old_log_prob_pass(config) else 'mini-batch'}, and measured by a few passes"
+            " more where a run, or its layout, is new"
         )
     if config.precision == "fp8" and config.fp8.parameters:
         yield "fp8.parameters: what is published and exported are the weights rounded to FP8"

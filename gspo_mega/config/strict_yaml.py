@@ -53,22 +53,22 @@ class _Composer(yaml.SafeLoader):
 
 
 @dataclass(frozen=True)
-class Position:
+class YamlPosition:
     """One-based line and column."""
 
     line: int
     column: int
 
     @classmethod
-    def of(cls, mark: yaml.Mark) -> Position:
+    def of(cls, mark: yaml.Mark) -> YamlPosition:
         return cls(mark.line + 1, mark.column + 1)
 
 
 @dataclass(frozen=True)
-class Problem:
+class YamlProblem:
     """What is wrong at a place. `path` is the key concerned, () when the document itself is."""
 
-    position: Position | None
+    position: YamlPosition | None
     path: KeyPath
     text: str
 
@@ -78,8 +78,8 @@ class Document:
     """`value`: dict, list, str, int, float, bool or None. `positions`: of every key and list entry in it."""
 
     value: Any = None
-    positions: dict[KeyPath, Position] = field(default_factory=dict)
-    problems: list[Problem] = field(default_factory=list)
+    positions: dict[KeyPath, YamlPosition] = field(default_factory=dict)
+    problems: list[YamlProblem] = field(default_factory=list)
 
 
 def parse(text: str) -> Document:
@@ -89,13 +89,13 @@ def parse(text: str) -> Document:
         root = yaml.compose(text, _Composer)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        document.problems.append(Problem(Position.of(mark) if mark else None, (), _explain_syntax(error, text)))
+        document.problems.append(YamlProblem(YamlPosition.of(mark) if mark else None, (), _explain_syntax(error, text)))
         return document
     except yaml.YAMLError as error:  # the reader's: a character that may not stand in YAML
-        document.problems.append(Problem(_reader_position(error, text), (), f"not YAML: {_reader_reason(error)}"))
+        document.problems.append(YamlProblem(_reader_position(error, text), (), f"not YAML: {_reader_reason(error)}"))
         return document
     except RecursionError:
-        document.problems.append(Problem(None, (), "nested too deeply to be a configuration"))
+        document.problems.append(YamlProblem(None, (), "nested too deeply to be a configuration"))
         return document
     if root is not None:
         document.value = _Builder(document).build(root, (), frozenset())
@@ -120,11 +120,11 @@ def _reader_reason(error: yaml.YAMLError) -> str:
     return str(error)
 
 
-def _reader_position(error: yaml.YAMLError, text: str) -> Position | None:
+def _reader_position(error: yaml.YAMLError, text: str) -> YamlPosition | None:
     if not isinstance(error, yaml.reader.ReaderError):
         return None
     before = text[: error.position]
-    return Position(before.count("\n") + 1, error.position - (before.rfind("\n") + 1) + 1)
+    return YamlPosition(before.count("\n") + 1, error.position - (before.rfind("\n") + 1) + 1)
 
 
 class _Builder:
@@ -135,7 +135,7 @@ class _Builder:
         self._num_nodes = 0
 
     def build(self, node: yaml.Node, path: KeyPath, ancestors: frozenset[int]) -> Any:
-        self._document.positions.setdefault(path, Position.of(node.start_mark))
+        self._document.positions.setdefault(path, YamlPosition.of(node.start_mark))
         if self._too_many(node, path):
             return None
         if id(node) in ancestors:
@@ -168,7 +168,7 @@ class _Builder:
             own[key.value] = (key, value)
         result = {}
         for name, (key, value) in {**own, **{k: v for k, v in merged.items() if k not in own}}.items():
-            self._document.positions[(*path, name)] = Position.of(key.start_mark)
+            self._document.positions[(*path, name)] = YamlPosition.of(key.start_mark)
             result[name] = self.build(value, (*path, name), ancestors)
         return result
 
@@ -240,7 +240,7 @@ class _Builder:
             self._problem(node, path, f"the tag {node.tag!r} is not understood; leave it out")
 
     def _problem(self, node: yaml.Node, path: KeyPath, text: str) -> None:
-        self._document.problems.append(Problem(Position.of(node.start_mark), path, text))
+        self._document.problems.append(YamlProblem(YamlPosition.of(node.start_mark), path, text))
 
 
 def _as_written(node: yaml.Node) -> str:

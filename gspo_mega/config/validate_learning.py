@@ -23,7 +23,7 @@ from gspo_mega.config.derived import (
     critic_config,
     critic_of,
     least_of_group,
-    makes_old_pass,
+    needs_old_log_prob_pass,
     on_publish,
     publishes,
     server_dtype,
@@ -286,7 +286,7 @@ def staleness_violations(config: Config) -> Iterator[Violation]:
     """What `diagnostics.exact_staleness` cannot measure."""
     if not config.diagnostics.exact_staleness:
         return
-    if not makes_old_pass(config):
+    if not needs_old_log_prob_pass(config):
         yield Violation(
             "diagnostics.exact_staleness",
             "true, but no pass measures the gap that it splits; valid: false, or `old_log_probs: trainer` with several"

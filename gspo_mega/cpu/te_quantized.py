@@ -27,7 +27,7 @@ from gspo_mega.cpu.te_extension import torch_dtype
 BLOCK = 128
 
 
-class Kind(NamedTuple):
+class QuantizedFormat(NamedTuple):
     """One of Transformer Engine's quantised formats: its classes, and the constructor's name of each buffer."""
 
     tensor: type
@@ -50,7 +50,7 @@ def transformer_engine_classes() -> types.SimpleNamespace:
         _columnwise_data="columnwise_data",
         _columnwise_scale_inv="columnwise_scale_inv",
     )
-    float8 = Kind(
+    float8 = QuantizedFormat(
         per_tensor.Float8Tensor,
         per_tensor.Float8TensorStorage,
         dict(_data="data", _transpose="data_transpose", _scale_inv="fp8_scale_inv"),
@@ -68,20 +68,20 @@ def transformer_engine_classes() -> types.SimpleNamespace:
         kinds={
             per_tensor.Float8Quantizer: float8,
             per_tensor.Float8CurrentScalingQuantizer: float8,
-            blockwise.Float8BlockQuantizer: Kind(
+            blockwise.Float8BlockQuantizer: QuantizedFormat(
                 blockwise.Float8BlockwiseQTensor,
                 blockwise.Float8BlockwiseQTensorStorage,
                 by_rows_and_columns,
                 ("is_2D_scaled",),
             ),
-            mx.MXFP8Quantizer: Kind(
+            mx.MXFP8Quantizer: QuantizedFormat(
                 mx.MXFP8Tensor, mx.MXFP8TensorStorage, by_rows_and_columns, ("with_gemm_swizzled_scales",)
             ),
         },
     )
 
 
-def kind_of(quantizer: Any) -> Kind:
+def kind_of(quantizer: Any) -> QuantizedFormat:
     """The format that a quantiser makes.
 
     Raises:

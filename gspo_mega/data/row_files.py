@@ -130,7 +130,7 @@ class _Part(Protocol):
 def _parts_of(path: Path) -> list[_Part]:
     _pyarrow(path)
     if not path.is_dir():
-        return [_ParquetPart(path, _Kept())]
+        return [_ParquetPart(path, _KeptRowGroups())]
     names = sorted(one.name for one in path.iterdir())
     if "dataset_dict.json" in names:
         splits = ", ".join(name for name in names if (path / name / "state.json").is_file())
@@ -143,7 +143,7 @@ def _parts_of(path: Path) -> list[_Part]:
             f"{path}: this is a folder without data; valid: a JSONL file, a Parquet file, a folder of Parquet files, or"
             " one that `datasets` saved (save_to_disk)"
         )
-    kept = _Kept()
+    kept = _KeptRowGroups()
     return [_ParquetPart(file, kept) for file in files]
 
 
@@ -161,7 +161,7 @@ def _saved_files(path: Path) -> list[Path]:
     return files
 
 
-class _Kept:
+class _KeptRowGroups:
     """Decoded row groups, the ones used last."""
 
     def __init__(self) -> None:
@@ -179,7 +179,7 @@ class _Kept:
 
 
 class _ParquetPart:
-    def __init__(self, file: Path, kept: _Kept) -> None:
+    def __init__(self, file: Path, kept: _KeptRowGroups) -> None:
         self.file, self._kept = file, kept
         self._parquet = _opened(file, lambda: _pyarrow(file, ".parquet").ParquetFile(open_regular(file)))
         metadata = self._parquet.metadata

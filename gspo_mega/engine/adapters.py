@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn import functional
 
 from gspo_mega.config.schema import Lora
-from gspo_mega.engine.process_groups import Group, ParallelGroups
+from gspo_mega.engine.process_groups import ParallelGroups, RankGroup
 from gspo_mega.models.low_rank import adapted, adapter_tensors, half_parameter
 from gspo_mega.models.spec import ModelSpec
 from gspo_mega.models.tensors import TensorEntry, parameter_blocks
@@ -209,7 +209,7 @@ def _with_gradient(_module: nn.Module, _inputs: object, output: torch.Tensor) ->
     return output.requires_grad_(True) if torch.is_grad_enabled() and not output.requires_grad else output
 
 
-def _fill(parameter: torch.Tensor, spec: ModelSpec, group: Group, entry: TensorEntry, seed: int) -> None:
+def _fill(parameter: torch.Tensor, spec: ModelSpec, group: RankGroup, entry: TensorEntry, seed: int) -> None:
     """This rank's part of an A whose numbers depend on the seed and the name alone: uniform in +-1 / sqrt(in)."""
     digest = hashlib.sha256(f"{seed}/{entry.name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))

@@ -47,7 +47,7 @@ from gspo_mega.engine.optimizer import (
     write_parameters,
 )
 from gspo_mega.engine.precision import Fp8Scales
-from gspo_mega.engine.process_groups import Group, ParallelGroups
+from gspo_mega.engine.process_groups import ParallelGroups, RankGroup
 from gspo_mega.engine.routing import ExpertBias, LoadBalancing, Routers, RoutingPass
 from gspo_mega.models.spec import ModelSpec
 
@@ -117,7 +117,7 @@ def token_values(
     weight: torch.Tensor,
     rows: torch.Tensor,
     *,
-    tensor_group: Group,
+    tensor_group: RankGroup,
     sequence_parallel: bool,
     chunk_rows: int,
 ) -> torch.Tensor:

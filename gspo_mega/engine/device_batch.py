@@ -16,7 +16,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from gspo_mega.algorithm.terms import local_rows
 from gspo_mega.base.records import MicroBatch
-from gspo_mega.engine.process_groups import Group, ParallelGroups, device
+from gspo_mega.engine.process_groups import ParallelGroups, RankGroup, device
 
 
 class _SumForward(torch.autograd.Function):
@@ -34,7 +34,7 @@ class _SumForward(torch.autograd.Function):
         return grad, None
 
 
-def sum_over_context(values: torch.Tensor, context: Group) -> torch.Tensor:
+def sum_over_context(values: torch.Tensor, context: RankGroup) -> torch.Tensor:
     """The sum over the context group, [S] of the dtype of `values`, identical on its ranks.
 
     values: [S] float32 or float64, this rank's partial sums per sequence, nats in the losses.

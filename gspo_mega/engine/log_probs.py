@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from gspo_mega.cpu.batch_invariant import divide, label_log_probs
 from gspo_mega.cpu.batch_invariant import logits as invariant_logits
-from gspo_mega.engine.process_groups import Group
+from gspo_mega.engine.process_groups import RankGroup
 
 ENTROPY_PARTS = 8  # the entropy's scratch memory is a chunk divided by this
 WIDENED_NUMBERS = 2**24  # numbers widened at once if no kernel accumulates bf16 in fp32
@@ -216,7 +216,7 @@ def token_log_probs(
     *,
     vocab_size: int,
     temperature: float,
-    tensor_group: Group,
+    tensor_group: RankGroup,
     sequence_parallel: bool,
     chunk_rows: int,
     with_entropy: bool,

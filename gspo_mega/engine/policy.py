@@ -24,7 +24,7 @@ from megatron.core.distributed import finalize_model_grads
 from gspo_mega.algorithm.correction import CorrectionRule
 from gspo_mega.algorithm.objective import ObjectiveSettings
 from gspo_mega.base.records import MicroBatch
-from gspo_mega.config.derived import band_of, corrects, may_correct_in_training, old_is_current
+from gspo_mega.config.derived import band_of, corrects_engine_gap, may_correct_in_training, old_is_current
 from gspo_mega.config.schema import Config
 from gspo_mega.engine.adapters import attach_adapters, start_adapters
 from gspo_mega.engine.device_batch import held_rows
@@ -224,7 +224,7 @@ class PolicyEngine:
         Nothing with `mismatch.correction: none` or `old_log_probs: rollout`. Collective. Raises NumericsError naming a
         trajectory whose gap is not finite.
         """
-        if not corrects(self.config) or not self.groups.is_last_stage:
+        if not corrects_engine_gap(self.config) or not self.groups.is_last_stage:
             return
         passes = [micro_batch for state in old for micro_batch in state.micro_batches]
         decided = correct_batch(self._rule(), [p.gap for p in passes], self.groups)

@@ -28,7 +28,7 @@ from gspo_mega.cpu.backend import is_cpu_backend
 
 
 @dataclass(frozen=True)
-class Group:
+class RankGroup:
     """One process group as this rank sees it. `ranks` are global ranks in group order."""
 
     group: dist.ProcessGroup
@@ -45,16 +45,16 @@ class ParallelGroups:
     group on a machine without GPU too, so that its traffic never interleaves with collectives of the model.
     """
 
-    world: Group
-    tensor: Group
-    pipeline: Group
-    context: Group
-    data: Group
-    data_context: Group
-    expert: Group
-    expert_tensor: Group
-    expert_data: Group
-    host: Group
+    world: RankGroup
+    tensor: RankGroup
+    pipeline: RankGroup
+    context: RankGroup
+    data: RankGroup
+    data_context: RankGroup
+    expert: RankGroup
+    expert_tensor: RankGroup
+    expert_data: RankGroup
+    host: RankGroup
 
     @property
     def is_lead(self) -> bool:
@@ -75,12 +75,12 @@ class ParallelGroups:
         return self.is_last_stage and self.tensor.rank == 0
 
 
-def _group(group: object) -> Group:
+def _group(group: object) -> RankGroup:
     """`group`: what Megatron or torch returned; their annotations also allow None, a number and a list."""
     if not isinstance(group, dist.ProcessGroup):
         raise RuntimeError(f"this rank is in no such process group: got {group!r} instead of one")
     ranks = tuple(dist.get_process_group_ranks(group))
-    return Group(group=group, rank=ranks.index(dist.get_rank()), size=len(ranks), ranks=ranks)
+    return RankGroup(group=group, rank=ranks.index(dist.get_rank()), size=len(ranks), ranks=ranks)
 
 
 def create_groups(
@@ -195,7 +195,7 @@ if TYPE_CHECKING:
     pass
 
 
-def all_gather_json(value: Any, group: Group) -> list[Any]:
+def all_gather_json(value: Any, group: RankGroup) -> list[Any]:
     """Every rank's value, in group order, on every rank. Collective over `group`, which must take CPU tensors."""
     payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size)]
@@ -208,7 +208,7 @@ def all_gather_json(value: Any, group: Group) -> list[Any]:
     return [json.loads(bytes(part[: int(length)].numpy())) for part, length in zip(parts, lengths, strict=True)]
 
 
-def broadcast_json(value: Any, group: Group) -> Any:
+def broadcast_json(value: Any, group: RankGroup) -> Any:
     """The value of the group's first rank, on every rank; other values are ignored. Collective over `group`."""
     payload = (
         torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -223,7 +223,7 @@ def broadcast_json(value: Any, group: Group) -> Any:
     return json.loads(bytes(payload.numpy()))
 
 
-def raise_together(problems: list[str], group: Group, error: type[Exception], title: str, limit: int = 20) -> None:
+def raise_together(problems: list[str], group: RankGroup, error: type[Exception], title: str, limit: int = 20) -> None:
     """Raise `error` on every rank if any rank has a problem, naming the distinct problems of all. Collective."""
     found = list(dict.fromkeys(problem for part in all_gather_json(problems, group) for problem in part))
     if found:

@@ -123,7 +123,7 @@ class Snapshots:
                 continue
             with self._as_of(other, version):
                 for micro_batches, mine in zip(mini_batches, own, strict=True):
-                    kept = _Kept()
+                    kept = _KeptHead()
                     engine.score(micro_batches, kept, replays_rollout=engine.config.moe.routing_replay == "R3")
                     for index, (values, chosen) in enumerate(zip(kept.log_probs, kept.of(place), strict=True)):
                         mine[index] = torch.where(chosen, values.double(), mine[index])
@@ -164,7 +164,7 @@ def _versions(micro_batches: Sequence[MicroBatch]) -> set[int]:
     return {int(version) for one in micro_batches if one.versions is not None for version in one.versions}
 
 
-class _Kept:
+class _KeptHead:
     """A head that keeps the log-probs of this rank's active tokens, [N] float32 nats, and their versions' places."""
 
     wants_entropy: ClassVar[bool] = False

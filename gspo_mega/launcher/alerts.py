@@ -98,7 +98,7 @@ _POLL_SECONDS = 2.0
 _MOST_STEPS = 1_000
 
 
-class Alerts:
+class AlertSender:
     """The alerts of one attempt, from when it begins until `close`. `say` shows the user a line."""
 
     def __init__(

@@ -168,7 +168,7 @@ class Child:
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 
-class Family:
+class ProcessFamily:
     """All processes of one run: those started here, their descendants, and the orphans that these leave behind.
 
     While the family is open, this process adopts orphaned descendants (PR_SET_CHILD_SUBREAPER), so that a grandchild in

@@ -53,7 +53,7 @@ class AnswerDeadline:
 
 
 @dataclass(frozen=True)
-class Place:
+class MachinePlace:
     """This machine among `num_machines`. `master`: address and free port of the first machine."""
 
     index: int
@@ -61,7 +61,7 @@ class Place:
     master: tuple[str, int]
 
 
-def check_together(place: Place, folder: Path, gpus: int, deadline: AnswerDeadline) -> list[Finding]:
+def check_together(place: MachinePlace, folder: Path, gpus: int, deadline: AnswerDeadline) -> list[Finding]:
     """`folder`: a new folder of this check, on the shared file system. `deadline`: the checks of this machine have used
     part of it, and those of another machine may take longer.
     """
@@ -70,7 +70,7 @@ def check_together(place: Place, folder: Path, gpus: int, deadline: AnswerDeadli
     return [shared] if shared.level == "wrong" else [shared, _all_reduce(place, gpus, deadline)]
 
 
-def _shared_folder(place: Place, folder: Path, deadline: AnswerDeadline) -> Finding:
+def _shared_folder(place: MachinePlace, folder: Path, deadline: AnswerDeadline) -> Finding:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"machine-{place.index}").touch()
     until = time.monotonic() + deadline.left
@@ -88,7 +88,7 @@ def _shared_folder(place: Place, folder: Path, deadline: AnswerDeadline) -> Find
     return Finding("ok", "shared", f"all {place.num_machines} machines see {folder.parent}")
 
 
-def _all_reduce(place: Place, gpus: int, deadline: AnswerDeadline) -> Finding:
+def _all_reduce(place: MachinePlace, gpus: int, deadline: AnswerDeadline) -> Finding:
     address, port = place.master
     seconds = deadline.left
     command = [

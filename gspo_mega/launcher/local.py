@@ -41,14 +41,22 @@ from gspo_mega.base.run_folder import EXIT_STOPPED, Attempt, RunFolder, atomic_w
 from gspo_mega.config import LoadedConfig
 from gspo_mega.config.schema import ModelReward
 from gspo_mega.launcher import server_python
-from gspo_mega.launcher.alerts import Alerts
+from gspo_mega.launcher.alerts import AlertSender
 from gspo_mega.launcher.attempt_state import StateKeeper, describe_failure
-from gspo_mega.launcher.children import Child, ChildSpec, ConsoleTail, Family, log_to, stack_signals, stop_signals
+from gspo_mega.launcher.children import (
+    Child,
+    ChildSpec,
+    ConsoleTail,
+    ProcessFamily,
+    log_to,
+    stack_signals,
+    stop_signals,
+)
 from gspo_mega.launcher.inputs import check_run_folder, check_users_functions, check_what_is_read, is_replay
 from gspo_mega.launcher.lease import Lease, hold
 from gspo_mega.launcher.prepare import new_attempt, rank_environments, reward_gpus, share_gpus, visible_gpus
 from gspo_mega.launcher.restarts import Restarts
-from gspo_mega.launcher.watchdog import ServerFailures, StacksOnSignal, Watchdog
+from gspo_mega.launcher.watchdog import RankWatchdog, ServerFailures, StacksOnSignal
 from gspo_mega.plan import plan_run, refuse_what_does_not_fit, render_report
 from gspo_mega.plan.estimate import MARGIN, estimate
 from gspo_mega.plan.servers import reward_servers
@@ -181,7 +189,7 @@ class Supervisor:
         Call from the main thread, inside `stop_signals`. Raises RankError with the text for the user and the exit code
         when something failed. However it ends, no process and no descendant is left.
         """
-        family = Family()
+        family = ProcessFamily()
         self._children = family.children
         try:
             for spec in self._specs:
@@ -194,10 +202,10 @@ class Supervisor:
                 logger.info("%s %s", child.name, child.end_described)
             self._console.pump()
 
-    def _watch(self, family: Family) -> int:
+    def _watch(self, family: ProcessFamily) -> int:
         ranks = [child for child in self._children if child.spec.kind == "rank"]
         pids = {child.spec.index: child.pid for child in ranks}
-        watchdog = Watchdog(self._attempt, len(ranks), self._patience, pids) if self._patience is not None else None
+        watchdog = RankWatchdog(self._attempt, len(ranks), self._patience, pids) if self._patience is not None else None
         stacks = StacksOnSignal(self._attempt, len(ranks), self._stack_signals, self._say)
         models = dict.fromkeys(child.spec.of for child in self._children if child.spec.kind == "reward server")
         self._remaining_servers = [
@@ -372,7 +380,7 @@ def launch(
         restarts = Restarts.begin(folder, Restarts.allowed(command, config.train))
         while True:
             attempt = new_attempt(folder, loaded, command, say)
-            alerts = Alerts(config, attempt, say)
+            alerts = AlertSender(config, attempt, say)
             if work is not None:
                 atomic_write_json(attempt.work_file, work)
             decision = None

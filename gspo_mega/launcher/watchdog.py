@@ -208,7 +208,7 @@ class _Rank:
         return self.phase == progress.DONE
 
 
-class Watchdog:
+class RankWatchdog:
     """The watchdog of all ranks of one attempt. Every working rank sooner or later waits for the others. So the ranks
     are stuck when none makes progress for the longest time that any of their phases allows, or when one shows no sign
     of life.

@@ -73,7 +73,7 @@ class TensorEntry:
 
 
 @dataclass(frozen=True)
-class Block:
+class TensorBlock:
     """[start, start + length) of a tensor equals [local_start, local_start + length) of a rank's parameter, along
     `dim`.
     """
@@ -205,7 +205,7 @@ def may_be_there(spec: ModelSpec, name: str) -> bool:
     return found is not None and 0 <= int(found[1]) - spec.num_layers < spec.num_ignored_layers
 
 
-def parameter_blocks(spec: ModelSpec, entry: TensorEntry, tensor_parallel: int, tensor_rank: int) -> list[Block]:
+def parameter_blocks(spec: ModelSpec, entry: TensorEntry, tensor_parallel: int, tensor_rank: int) -> list[TensorBlock]:
     """Which parts of the tensor one rank's share of its parameter holds, and where.
 
     `tensor_parallel` and `tensor_rank` are those of the expert-tensor group for an expert's tensor. A replicated
@@ -213,20 +213,20 @@ def parameter_blocks(spec: ModelSpec, entry: TensorEntry, tensor_parallel: int, 
     Raises ModelError when the sizes cannot be cut so.
     """
     if entry.sharding == "replicated":
-        return [Block(0, 0, 0, entry.shape[0])]
+        return [TensorBlock(0, 0, 0, entry.shape[0])]
     if entry.sharding == "columns":
         width = _share(entry, entry.shape[1], tensor_parallel)
-        return [Block(1, tensor_rank * width, 0, width)]
+        return [TensorBlock(1, tensor_rank * width, 0, width)]
     if entry.sharding == "vocabulary":
         rows = padded_vocab_size(spec.vocab_size, tensor_parallel) // tensor_parallel
         length = min(rows, entry.shape[0] - tensor_rank * rows)
-        return [Block(0, tensor_rank * rows, 0, length)] if length > 0 else []
+        return [TensorBlock(0, tensor_rank * rows, 0, length)] if length > 0 else []
     if entry.role in ("q", "k", "v"):
         fused = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
         rows = _share(entry, fused, tensor_parallel)
         return list(_cut(_fused_qkv_rows(spec, entry.role), tensor_rank * rows, rows))
     rows = _share(entry, entry.shape[0], tensor_parallel)
-    return [Block(0, tensor_rank * rows, rows if entry.role == "up" else 0, rows)]
+    return [TensorBlock(0, tensor_rank * rows, rows if entry.role == "up" else 0, rows)]
 
 
 def parameter_shape(spec: ModelSpec, entry: TensorEntry, tensor_parallel: int) -> tuple[int, ...]:
@@ -253,15 +253,15 @@ def _share(entry: TensorEntry, size: int, parts: int) -> int:
     return size // parts
 
 
-def _fused_qkv_rows(spec: ModelSpec, role: Role) -> Iterator[Block]:
+def _fused_qkv_rows(spec: ModelSpec, role: Role) -> Iterator[TensorBlock]:
     """Rows of q, k or v in the unsharded fused parameter, one block per key-value group."""
     query = spec.num_heads // spec.num_kv_heads * spec.head_dim
     length, offset = {"q": (query, 0), "k": (spec.head_dim, query), "v": (spec.head_dim, query + spec.head_dim)}[role]
     for group in range(spec.num_kv_heads):
-        yield Block(0, group * length, group * (query + 2 * spec.head_dim) + offset, length)
+        yield TensorBlock(0, group * length, group * (query + 2 * spec.head_dim) + offset, length)
 
 
-def _cut(blocks: Iterator[Block], start: int, length: int) -> Iterator[Block]:
+def _cut(blocks: Iterator[TensorBlock], start: int, length: int) -> Iterator[TensorBlock]:
     """The parts of the blocks within rows [start, start + length) of the parameter, counted from `start`.
 
     With more ranks than key-value groups a rank's share ends inside a group, so blocks are cut anywhere.
@@ -270,7 +270,7 @@ def _cut(blocks: Iterator[Block], start: int, length: int) -> Iterator[Block]:
         first = max(block.local_start, start)
         last = min(block.local_start + block.length, start + length)
         if first < last:
-            yield Block(block.dim, block.start + first - block.local_start, first - start, last - first)
+            yield TensorBlock(block.dim, block.start + first - block.local_start, first - start, last - first)
 
 
 Stacking = tuple[TensorEntry, tuple[TensorEntry, ...]]

@@ -35,7 +35,7 @@ from gspo_mega.plan.gpus import GPUS
 from gspo_mega.plan.layout import Sizes
 from gspo_mega.plan.memory import (
     GIB,
-    Memory,
+    GpuMemory,
     ServerMemory,
     critic_state,
     gpu_bytes,
@@ -250,7 +250,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Servers:
+class ServerNodes:
     """`nodes`: machines that servers need besides the trainer's, those of reward models included; None where all
     servers fit beside the ranks of one machine. `num_gpus`, `memory`: of the policy's.
     """
@@ -274,12 +274,12 @@ class Estimate:
     states: tuple[tuple[State, StateBytes], ...]
     critic_states: tuple[tuple[State, StateBytes], ...]
     spans: tuple[Span, ...]
-    servers: Servers
+    servers: ServerNodes
     rewards: tuple[RewardNeeds, ...]
     limit: int | None
     node_host_bytes: int
     node_save_bytes: int
-    memory: Memory | None
+    memory: GpuMemory | None
     time: StepTime | None
     checkpoint_bytes: int
     save_seconds: float
@@ -405,24 +405,24 @@ def _spans(plan: Plan) -> list[Span]:
     ]
 
 
-def _servers(plan: Plan, total_parameters: int, limit: int | None) -> Servers:
+def _servers(plan: Plan, total_parameters: int, limit: int | None) -> ServerNodes:
     config = plan.config
     server, cluster = config.server, config.cluster
     num_gpus = server.num_servers * server.tensor
     node = cluster.gpus_per_node or cluster.ranks_per_node
     if cluster.colocated:
         memory = server_memory(config, plan.spec, total_parameters, limit) if limit is not None else None
-        return Servers(num_gpus, None, memory)
+        return ServerNodes(num_gpus, None, memory)
     nodes = cluster.num_rollout_nodes or None
     if nodes is None and (cluster.num_nodes > 1 or cluster.ranks_per_node + num_gpus + reward_gpus(config) > node):
         nodes = math.ceil(server.num_servers / max(1, node * server.num_nodes // server.tensor)) * server.num_nodes
         for _ in reward_servers(config):  # at most one more for each
             nodes += max(place_servers(config, server.num_servers, nodes).gpus) > node
     memory = server_memory(config, plan.spec, total_parameters, limit) if limit is not None else None
-    return Servers(num_gpus, nodes, memory)
+    return ServerNodes(num_gpus, nodes, memory)
 
 
-def _notices(plan: Plan, spans: tuple[Span, ...], memory: Memory | None, limit: int | None) -> list[str]:
+def _notices(plan: Plan, spans: tuple[Span, ...], memory: GpuMemory | None, limit: int | None) -> list[str]:
     found = []
     for span in spans:
         # Tensor groups are the layout's own notice.

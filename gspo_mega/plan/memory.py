@@ -102,7 +102,7 @@ EXPERT_IMBALANCE = 1.3
 
 
 @dataclass(frozen=True)
-class Memory:
+class GpuMemory:
     """Bytes on the fullest rank. `parts`: by kind, at the peak. `phases`: totals by phase of a step. `stage`: the
     pipeline stage of that rank. `exact`: the part that involves no estimate. `offloaded`: optimizer state on the host.
     `always`: by kind, in every phase; `by_phase`: besides these.
@@ -145,7 +145,7 @@ def gpu_bytes(config: Config) -> int | None:
     return int(GPUS[cluster.gpu].memory_gib * GIB) if cluster.gpu is not None else None
 
 
-def trainer_memory(config: Config, layout: Layout, shares: ModelShares) -> Memory:
+def trainer_memory(config: Config, layout: Layout, shares: ModelShares) -> GpuMemory:
     """The memory of the trainer rank that needs most, on GPUs."""
     # The first of each size holds the most micro-batches at once, the very first the embedding, the last the head.
     sizes = {layout.stage_layers.index(count) for count in layout.stage_layers}
@@ -181,7 +181,7 @@ class _Parts:
         return {phase: sum(self.always.values()) + sum(parts.values()) for phase, parts in self.phases.items()}
 
 
-def _stage(config: Config, layout: Layout, shares: ModelShares, stage: int) -> Memory:
+def _stage(config: Config, layout: Layout, shares: ModelShares, stage: int) -> GpuMemory:
     spec = shares.spec
     held = shares.state(config, layout, stage)
     size = state_bytes(config, held.largest)
@@ -215,7 +215,9 @@ def _stage(config: Config, layout: Layout, shares: ModelShares, stage: int) -> M
     parts.phases["publish"] = {"publish": 2 * whole + 3 * bucket}
     totals = parts.totals()
     peak = max(totals, key=lambda phase: totals[phase])
-    return Memory({**parts.always, **parts.phases[peak]}, totals, stage, exact, offloaded, parts.always, parts.phases)
+    return GpuMemory(
+        {**parts.always, **parts.phases[peak]}, totals, stage, exact, offloaded, parts.always, parts.phases
+    )
 
 
 def _passes(
@@ -288,7 +290,7 @@ _MOVED = ("weights", "padding", "gradients", "main weights", "moments", "referen
 _PUBLISHED = ("weights", "padding")
 
 
-def run_memory(config: Config, layout: Layout, shares: ModelShares, total_parameters: int, limit: int) -> Memory:
+def run_memory(config: Config, layout: Layout, shares: ModelShares, total_parameters: int, limit: int) -> GpuMemory:
     """The memory of the rank that needs most, on GPUs of `limit` bytes, with the server's part of it where they share.
 
     In a phase `rollout` the server has the memory that `server.memory_fraction` gives it.

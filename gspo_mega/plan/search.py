@@ -18,7 +18,7 @@ from gspo_mega.models.spec import ModelSpec
 from gspo_mega.models.tensors import count_parameters
 from gspo_mega.plan.gpus import DEFAULT_GPU, GPUS
 from gspo_mega.plan.layout import Layout, divisors, lighter_ends, stage_layers
-from gspo_mega.plan.memory import GIB, Memory, gpu_bytes, run_memory
+from gspo_mega.plan.memory import GIB, GpuMemory, gpu_bytes, run_memory
 from gspo_mega.plan.resolve import layout_of
 from gspo_mega.plan.state import ModelShares
 from gspo_mega.plan.timing import TrainTime, train_time
@@ -34,7 +34,7 @@ class Candidate:
 
     config: Config
     layout: Layout
-    memory: Memory
+    memory: GpuMemory
     time: TrainTime
     fits: bool
 

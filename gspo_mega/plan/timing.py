@@ -24,9 +24,9 @@ from gspo_mega.config.derived import (
     critic_config,
     critic_of,
     episode_lengths,
-    makes_old_pass,
     may_correct_in_training,
     mean_tokens,
+    needs_old_log_prob_pass,
     penalises_kl,
     server_dtype,
 )
@@ -318,7 +318,7 @@ def publish_seconds(config: Config, spec: ModelSpec, layout: Layout, gpu: Gpu, t
 def train_time(config: Config, layout: Layout, shares: ModelShares, gpu: Gpu) -> TrainTime:
     """The old pass and all optimizer steps of one rollout batch, a critic's too, on the busiest rank."""
     forward_pass, training, num_micro = _model_time(config, layout, shares, gpu)
-    has_old_pass = makes_old_pass(config) and not (num_micro == 1 and may_correct_in_training(config))
+    has_old_pass = needs_old_log_prob_pass(config) and not (num_micro == 1 and may_correct_in_training(config))
     num_passes = has_old_pass + (config.kl.coefficient > 0 or penalises_kl(config))
     critic = 0.0
     if critic_of(config) is not None:

@@ -35,7 +35,7 @@ MOST_LINES = 10
 
 
 @dataclass(frozen=True)
-class Difference:
+class RunDifference:
     """The first difference of a kind. `step` counts from 1. `count`: how much else of that kind differs there."""
 
     stage: Stage
@@ -47,7 +47,7 @@ class Difference:
 
 
 @dataclass
-class Comparison:
+class RunComparison:
     """`configuration`: (key, one, other). `made_by`: kinds of fingerprints of the first compared step that differ.
     `found`: the first difference of each stage. `metrics`: (name, step, one, other) of each metric that differs, from
     the earliest on. `tensors`: lines of the earliest checkpoint whose weights differ. `notes`: what was not compared.
@@ -56,14 +56,14 @@ class Comparison:
     configuration: list[tuple[str, str, str]] = field(default_factory=list)
     versions: list[tuple[str, str]] = field(default_factory=list)
     made_by: list[str] = field(default_factory=list)
-    found: dict[Stage, Difference] = field(default_factory=dict)
+    found: dict[Stage, RunDifference] = field(default_factory=dict)
     metrics: list[tuple[str, int, float | None, float | None]] = field(default_factory=list)
     tensors: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     compared: dict[str, int] = field(default_factory=dict)
 
     @property
-    def first(self) -> Difference | None:
+    def first(self) -> RunDifference | None:
         """The earliest difference, by step and by the order of a step's stages."""
         return min(self.found.values(), key=lambda one: (one.step, STAGES.index(one.stage)), default=None)
 
@@ -73,9 +73,9 @@ class Comparison:
         return not self.found
 
 
-def compare(one: RunRecord, other: RunRecord, *, tensors: bool = True) -> Comparison:
+def compare(one: RunRecord, other: RunRecord, *, tensors: bool = True) -> RunComparison:
     """`tensors`: whether checkpoints and exported weights are read, which takes their time."""
-    found = Comparison()
+    found = RunComparison()
     keys, defaults = dict.fromkeys([*one.settings, *other.settings]), schema_defaults()
     for key in keys:
         # A release that does not know a key yet has its default.
@@ -101,7 +101,7 @@ def _line_differences(one: str, other: str) -> list[tuple[str, str]]:
 # --- rollouts -------------------------------------------------------------------------------------------------
 
 
-def _compare_rollouts(one: RunRecord, other: RunRecord, found: Comparison) -> None:
+def _compare_rollouts(one: RunRecord, other: RunRecord, found: RunComparison) -> None:
     journals = [Journal(RunFolder(record.path).journal_dir) for record in (one, other)]
     common = sorted(set(journals[0].steps()) & set(journals[1].steps()))
     if not common:
@@ -131,7 +131,7 @@ def _groups(record: StepRecord) -> list[Group]:
     return list(record.batch.groups) if record.batch is not None else [record.groups[n] for n in sorted(record.groups)]
 
 
-def _step_differences(step: int, one: Sequence[Group], other: Sequence[Group]) -> Iterator[Difference]:
+def _step_differences(step: int, one: Sequence[Group], other: Sequence[Group]) -> Iterator[RunDifference]:
     """The first difference of each kind in one step. Episodes are compared where both have the same prompt."""
     pairs = list(itertools.zip_longest(one, other))
     texts = [(_prompt(a), _prompt(b)) for a, b in pairs]
@@ -139,7 +139,7 @@ def _step_differences(step: int, one: Sequence[Group], other: Sequence[Group]) -
     if apart:
         first = apart[0]
         count = f"{len(apart)} of {len(pairs)} prompts differ"
-        yield Difference("prompts", step, f"group {first + 1}", *texts[first], count)
+        yield RunDifference("prompts", step, f"group {first + 1}", *texts[first], count)
     # Stage -> (place, one, other) of every episode that differs in it, in order.
     apart_in: dict[Stage, list[tuple[str, str, str]]] = {}
     episodes = 0
@@ -149,7 +149,7 @@ def _step_differences(step: int, one: Sequence[Group], other: Sequence[Group]) -
             for stage, where, own, others in _episode_differences(x, y):
                 apart_in.setdefault(stage, []).append((where, own, others))
     for stage, all_of_it in apart_in.items():
-        yield Difference(stage, step, *all_of_it[0], f"{len(all_of_it)} of {episodes} episodes differ")
+        yield RunDifference(stage, step, *all_of_it[0], f"{len(all_of_it)} of {episodes} episodes differ")
 
 
 def _prompt(group: Group | None) -> str:
@@ -181,7 +181,7 @@ def _episode_differences(one: Any, other: Any) -> Iterator[tuple[Stage, str, str
         yield "rewards", one.episode_id, _reward(one), _reward(other)
 
 
-def _trainer_difference(step: int, journals: Sequence[Journal], record: StepRecord) -> Difference | None:
+def _trainer_difference(step: int, journals: Sequence[Journal], record: StepRecord) -> RunDifference | None:
     """The first token to which the trainers gave other log-probs, where both runs recorded them
     (`diagnostics.token_mismatch`), of a step whose rollouts are the same.
     """
@@ -203,7 +203,9 @@ def _trainer_difference(step: int, journals: Sequence[Journal], record: StepReco
                 first = f"{where}, token {unlike[0] + 1}", own, others
             is_apart = is_apart or len(unlike) > 0
         apart += is_apart
-    return None if first is None else Difference("trainer", step + 1, *first, f"{apart} of {episodes} episodes differ")
+    return (
+        None if first is None else RunDifference("trainer", step + 1, *first, f"{apart} of {episodes} episodes differ")
+    )
 
 
 def _token(node: Any, place: int) -> str:
@@ -220,7 +222,7 @@ def _reward(episode: Any) -> str:
 # --- metrics and weights ------------------------------------------------------------------------------------------
 
 
-def _compare_metrics(one: RunRecord, other: RunRecord, found: Comparison) -> None:
+def _compare_metrics(one: RunRecord, other: RunRecord, found: RunComparison) -> None:
     places = [{step: place for place, step in enumerate(record.steps)} for record in (one, other)]
     common = sorted(set(places[0]) & set(places[1]))
     found.compared["steps of metrics"] = len(common)
@@ -241,14 +243,14 @@ def _compare_metrics(one: RunRecord, other: RunRecord, found: Comparison) -> Non
     if found.metrics:
         name, step, a, b = found.metrics[0]
         count = f"{sum(metric[1] == step for metric in found.metrics)} metrics differ there"
-        found.found["metrics"] = Difference("metrics", step, name, _number(a), _number(b), count)
+        found.found["metrics"] = RunDifference("metrics", step, name, _number(a), _number(b), count)
 
 
 def _number(value: float | None) -> str:
     return "(none)" if value is None else f"{value:.9g}"
 
 
-def _compare_weights(one: RunFolder, other: RunFolder, found: Comparison) -> None:
+def _compare_weights(one: RunFolder, other: RunFolder, found: RunComparison) -> None:
     """The earliest checkpoint of both runs in which a tensor differs, or their exported weights."""
     try:
         # Imported here: it imports torch, which a login node may not have.
@@ -271,7 +273,9 @@ def _compare_weights(one: RunFolder, other: RunFolder, found: Comparison) -> Non
         found.compared["checkpoints"] = found.compared.get("checkpoints", 0) + 1
         if lines:
             found.tensors = lines
-            found.found["weights"] = Difference("weights", step, a.name, lines[0], "", f"{len(lines)} tensors differ")
+            found.found["weights"] = RunDifference(
+                "weights", step, a.name, lines[0], "", f"{len(lines)} tensors differ"
+            )
             return
 
 
@@ -318,13 +322,13 @@ _WHAT = {
 }
 
 
-def acting_keys(comparison: Comparison, stage: Stage) -> list[str]:
+def acting_keys(comparison: RunComparison, stage: Stage) -> list[str]:
     """The differing keys that can have made this difference."""
     keys = [key for key, _, _ in comparison.configuration if not key.startswith(_ACTS_ON_NOTHING)]
     return [key for key in keys if stage not in _ACTS_ON or key.startswith(_ACTS_ON[stage])]
 
 
-def cause(comparison: Comparison) -> str:
+def cause(comparison: RunComparison) -> str:
     """Why the runs part where they do; says so where the record does not tell."""
     first = comparison.first
     if first is None:
@@ -365,7 +369,7 @@ def cause(comparison: Comparison) -> str:
     )
 
 
-def lines(comparison: Comparison, one: str, other: str) -> list[str]:
+def lines(comparison: RunComparison, one: str, other: str) -> list[str]:
     """The comparison as text. `one`, `other`: the runs' names."""
     text = [f"one      {one}", f"other    {other}"]
     first = comparison.first
@@ -388,7 +392,7 @@ def lines(comparison: Comparison, one: str, other: str) -> list[str]:
     return [*text, *(["", *(f"note     {note}" for note in comparison.notes)] if comparison.notes else [])]
 
 
-def _cause_described(found: Difference) -> list[str]:
+def _cause_described(found: RunDifference) -> list[str]:
     both = (
         [f"           one    {found.one}", f"           other  {found.other}"]
         if found.other

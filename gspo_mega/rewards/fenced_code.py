@@ -31,7 +31,7 @@ _MOST_PARSED = 8  # blocks whose syntax is looked at, from the last one
 
 
 @dataclass(frozen=True)
-class Block:
+class CodeBlock:
     """A block of code. `language`: the first word after its fence, in small letters, or an empty text."""
 
     language: str
@@ -52,14 +52,14 @@ class _Open:
     quote: bool
     lines: list[str]
 
-    def closed(self, is_closed: bool) -> Block:
+    def closed(self, is_closed: bool) -> CodeBlock:
         text = "".join(f"{_unindented(line, self.indent)}\n" for line in self.lines)
-        return Block(self.language, text, is_closed)
+        return CodeBlock(self.language, text, is_closed)
 
 
-def blocks(text: str) -> list[Block]:
+def blocks(text: str) -> list[CodeBlock]:
     """The blocks of code in a text, in order; the last may be unclosed."""
-    found: list[Block] = []
+    found: list[CodeBlock] = []
     now: _Open | None = None
     for line in text.replace("\r\n", "\n").replace("\r", "\n").split("\n"):
         if now is not None and now.quote:
@@ -160,7 +160,7 @@ def last_block(response: str, accepts: Callable[[str], bool]) -> str | None:
     return next((text for text in reversed(closed[-_MOST_PARSED:]) if accepts(text)), closed[-1] if closed else None)
 
 
-def _inner(block: Block) -> list[Block]:
+def _inner(block: CodeBlock) -> list[CodeBlock]:
     """A block; where it is a text with blocks of its own in it, between shorter fences, these."""
     if block.language in ("", "markdown", "md", "text") and _tree(block.text) is None and blocks(block.text):
         return blocks(block.text)
@@ -173,7 +173,7 @@ def _dedented(program: str) -> str:
     return program
 
 
-def _is_program(block: Block) -> bool:
+def _is_program(block: CodeBlock) -> bool:
     """Whether a block does something: it defines, assigns, imports or calls. A number or a name is an output."""
     tree = _tree(block.text) or _tree(textwrap.dedent(block.text))
     if tree is None:
@@ -183,7 +183,7 @@ def _is_program(block: Block) -> bool:
     )
 
 
-def _is_usage(block: Block, before: list[Block]) -> bool:
+def _is_usage(block: CodeBlock, before: list[CodeBlock]) -> bool:
     """Whether a block defines no function and no class, and needs a name that a block before it defines."""
     tree = _tree(block.text) or _tree(textwrap.dedent(block.text))
     if tree is None or any(isinstance(one, _DEFINITIONS) for one in tree.body):
@@ -208,7 +208,7 @@ def _tree(text: str) -> ast.Module | None:
         return None
 
 
-_ACCEPTED: tuple[Callable[[Block], bool], ...] = (
+_ACCEPTED: tuple[Callable[[CodeBlock], bool], ...] = (
     lambda one: one.is_closed and one.is_python and _is_program(one),
     lambda one: one.is_closed and not one.language and _is_program(one),
     lambda one: one.is_python and _is_program(one),

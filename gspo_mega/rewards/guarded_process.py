@@ -64,7 +64,7 @@ ENVIRONMENT = (
 
 
 @dataclass(frozen=True)
-class Kind:
+class ProcessKind:
     """What runs inside, and how it is spoken of.
 
     `module`: `python -m module PARENT_PID` speaks JSON lines, of which the first says `{"ready": true, ...}` or
@@ -89,7 +89,7 @@ class GuardedProcess:
         ready: the first line that the process said.
     """
 
-    def __init__(self, kind: Kind, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, kind: ProcessKind, process: asyncio.subprocess.Process) -> None:
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         self.ready: dict[str, Any] = {}
         self._kind = kind
@@ -100,7 +100,7 @@ class GuardedProcess:
         self._showing = asyncio.create_task(_show(process.stderr, kind.name))
 
     @classmethod
-    async def start(cls, kind: Kind, setup: dict[str, Any], loads: str, variables: Sequence[str] = ()) -> Self:
+    async def start(cls, kind: ProcessKind, setup: dict[str, Any], loads: str, variables: Sequence[str] = ()) -> Self:
         """Start a process and have it load what `setup` names (`kind.module` has the format).
 
         `loads`: what that is, in words. `variables`: environment variables that the functions get besides
@@ -217,7 +217,7 @@ class GuardedProcess:
         self._showing.cancel()
 
 
-def environment_of(kind: Kind, variables: Sequence[str]) -> dict[str, str]:
+def environment_of(kind: ProcessKind, variables: Sequence[str]) -> dict[str, str]:
     """What such a process gets of this one's environment. Raises `kind.error`: one of `variables` is not set."""
     missing = [name for name in variables if name not in os.environ]
     if missing:

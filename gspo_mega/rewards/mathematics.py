@@ -25,7 +25,7 @@ from gspo_mega.rewards import latex as latex_reading
 from gspo_mega.rewards import quantities
 from gspo_mega.rewards.latex import Congruence, Rows, latex_of, plain
 from gspo_mega.rewards.numerals import MARK, final_number, last_box, number_alone
-from gspo_mega.rewards.quantities import Clock, Formula, Part, Quantities, Words
+from gspo_mega.rewards.quantities import AnswerPart, Clock, Formula, Quantities, Words
 
 _ANSWER = re.compile(r"\b(?i:answer)\b[ ]?(?i:is[ ]?:?|:)[ *]*")
 _FIRST = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]")
@@ -335,8 +335,8 @@ def _amount(formula: Formula, other: Quantities) -> Quantities:
     if len(other.parts) > 1 and not other.is_sum:
         pieces = _split(formula.latex)
         if len(pieces) > 1:
-            return Quantities(tuple(Part(piece) for piece in pieces), text=formula.text)
-    return Quantities((Part(formula.latex),), text=formula.text)
+            return Quantities(tuple(AnswerPart(piece) for piece in pieces), text=formula.text)
+    return Quantities((AnswerPart(formula.latex),), text=formula.text)
 
 
 def _split(latex: str) -> list[str]:

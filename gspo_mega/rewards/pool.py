@@ -31,10 +31,10 @@ from gspo_mega.config.schema import OwnReward, Reward
 from gspo_mega.config.validate_rewards import MOST_ATTEMPTS, MOST_DEADLINES, services_of
 from gspo_mega.rewards.blame import CAUSES, is_own_end
 from gspo_mega.rewards.functions import BUILTINS, zero_for
-from gspo_mega.rewards.guarded_process import GuardedProcess, Kind
+from gspo_mega.rewards.guarded_process import GuardedProcess, ProcessKind
 from gspo_mega.rewards.remote import OwnServers
 from gspo_mega.rewards.services import Service, check_service
-from gspo_mega.rewards.weighted_sum import Entry, Reply, sum_of, table_of, tally
+from gspo_mega.rewards.weighted_sum import Reply, WeightedFunction, sum_of, table_of, tally
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _MOST_THREADS = 64
@@ -110,11 +110,11 @@ _START_ATTEMPTS = 3
 # A scoring is looked at after this share of its deadline, and then as often as this, or every so many seconds.
 _FIRST_LOOK, _LOOK = 1 / 8, 1 / 32
 _LEAST_LOOK_SECONDS = 0.1
-_KIND = Kind("gspo_mega.rewards.scoring_worker", "scoring process", "reward", RewardError)
+_KIND = ProcessKind("gspo_mega.rewards.scoring_worker", "scoring process", "reward", RewardError)
 
 
 @dataclass
-class _Job:
+class _ScoringJob:
     """`num_lost`: attempts that were lost so far."""
 
     request: dict[str, Any]
@@ -135,7 +135,7 @@ class _Slot:
     """One place for a process. `sent`: the jobs that the process has, oldest first; it works on the first."""
 
     process: GuardedProcess
-    sent: deque[_Job] = field(default_factory=deque)
+    sent: deque[_ScoringJob] = field(default_factory=deque)
     num_scored: int = 0
     head_since: float = 0.0
     mean_seconds: float = _AHEAD_SECONDS
@@ -175,7 +175,7 @@ class ScoringPool:
         self._settings = settings
         self._setup, self._remote, self._entries, self._entries_of_source = table_of(settings, source_rewards or {})
         self._services: dict[str, Service] = {}
-        self._waiting: deque[_Job] = deque()
+        self._waiting: deque[_ScoringJob] = deque()
         self._work = asyncio.Event()
         self._slots: list[_Slot] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -259,7 +259,7 @@ class ScoringPool:
             episode.correct = None if errors else found.correct
         self.num_scored += 1
 
-    async def _ask(self, entries: tuple[Entry, ...], episode: Episode) -> dict[str, Reply]:
+    async def _ask(self, entries: tuple[WeightedFunction, ...], episode: Episode) -> dict[str, Reply]:
         """The replies of all functions, by label. Those that depend on others (`only_if`) are asked after them."""
         replies: dict[str, Reply] = {}
         waiting = list(entries)
@@ -289,7 +289,7 @@ class ScoringPool:
         }
         if (asked := self._remote.get(label)) is not None:
             return self._services[asked["function"]].ask(request | {"options": asked["options"]})
-        job = _Job(request, asyncio.get_running_loop().create_future())
+        job = _ScoringJob(request, asyncio.get_running_loop().create_future())
         self._waiting.append(job)
         self._work.set()
         return job.reply
@@ -392,10 +392,10 @@ class ScoringPool:
         """Whether a process works for one of our own functions."""
         return self._function_of(slot.sent[0])["function"] in BUILTINS
 
-    def _function_of(self, job: _Job) -> dict[str, Any]:
+    def _function_of(self, job: _ScoringJob) -> dict[str, Any]:
         return self._setup["functions"][job.request["label"]]
 
-    def _answered(self, job: _Job, reply: dict[str, Any]) -> None:
+    def _answered(self, job: _ScoringJob, reply: dict[str, Any]) -> None:
         """Hand a reply on, or try again what the machine was the cause of."""
         job.num_lost += 1
         if reply.get("again") and job.num_lost < MOST_ATTEMPTS:
@@ -468,6 +468,6 @@ async def scoring_process(setup: dict[str, Any], settings: Reward) -> GuardedPro
     return await GuardedProcess.start(_KIND, setup, f"rewards {names}", settings.environment)
 
 
-def _resolve(job: _Job, reply: dict[str, Any]) -> None:
+def _resolve(job: _ScoringJob, reply: dict[str, Any]) -> None:
     if not job.reply.done():
         job.reply.set_result(reply)

@@ -132,7 +132,7 @@ _SHORT_UNITS = _words("""
 
 
 @dataclass(frozen=True)
-class Part:
+class AnswerPart:
     """A value in LaTeX and what is said to be counted: `unit` where it is known, `words` otherwise."""
 
     value: str
@@ -146,7 +146,7 @@ class Quantities:
     said; `text`: all of it, without signs.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[AnswerPart, ...]
     is_sum: bool = False
     changes: frozenset[str] = frozenset()
     sides: tuple[int | None, ...] = ()
@@ -186,7 +186,7 @@ def reading_of(latex: str) -> Reading:
     if "\\begin" in latex or "\\pmod" in latex:
         return Formula(latex, letters_of(latex))
     if (degrees := _DEGREES.fullmatch(latex.strip())) is not None:
-        return Quantities((Part(degrees[1], unit_named("degree"), ("degree",)),), text=letters_of(latex))
+        return Quantities((AnswerPart(degrees[1], unit_named("degree"), ("degree",)),), text=letters_of(latex))
     if (angle := _ANGLE.fullmatch(latex.strip())) is not None:
         return _sum(("degrees", "minutes", "seconds"), ("degree", "arcmin", "arcsec"), angle, angle["sign"])
     if (length := _FEET.fullmatch(latex.strip())) is not None:
@@ -195,7 +195,7 @@ def reading_of(latex: str) -> Reading:
         latex = rf"{remainder[1]}\text{{ remainder }}{remainder[2]}"
     if (prime := _PRIME.fullmatch(latex.strip())) is not None:
         return Quantities(
-            (Part(prime[1], unit_named("inch" if prime[2] else "foot"), ("foot",)),), text=letters_of(latex)
+            (AnswerPart(prime[1], unit_named("inch" if prime[2] else "foot"), ("foot",)),), text=letters_of(latex)
         )
     latex = _UNITS_OVER.sub(r"\1/\2", latex)
     if _MONTH.search(latex) or _ORDINAL.fullmatch(re.sub("^[0-9]+(?=[0-9])", "", latex.strip())):
@@ -235,7 +235,7 @@ def lenient(latex: str) -> Quantities | None:
     words = [re.sub(r"[\s{}]", "", one) for one in re.findall(r"[A-Za-z]{1,3}|/|\^\s*\{?-?[0-9]\}?", found[2])]
     if any(one[0].isalpha() and one not in SYMBOLS for one in words) or (unit := unit_of(words)) is None:
         return None
-    return Quantities((Part(found[1].strip(), unit),), text=letters_of(latex))
+    return Quantities((AnswerPart(found[1].strip(), unit),), text=letters_of(latex))
 
 
 def _clock(latex: str) -> Clock | None:
@@ -281,7 +281,9 @@ def same_clock(one: Clock, other: Clock) -> bool:
 
 def _sum(groups: tuple[str, ...], units: tuple[str, ...], found: re.Match[str], sign: str) -> Quantities:
     parts = [
-        Part(sign + found[group], unit_named(unit)) for group, unit in zip(groups, units, strict=True) if found[group]
+        AnswerPart(sign + found[group], unit_named(unit))
+        for group, unit in zip(groups, units, strict=True)
+        if found[group]
     ]
     return Quantities(tuple(parts), is_sum=len(parts) > 1, text=letters_of(found[0]))
 
@@ -337,7 +339,7 @@ def _marked_word(found: re.Match[str]) -> str:
 
 def _quantities(marked: str, latex: str) -> Quantities | Formula | None:
     """The values between the words, each with the words that belong to it; None where there is no value."""
-    parts: list[Part] = []
+    parts: list[AnswerPart] = []
     changes: set[str] = set()
     value, words, before = "", list[str](), list[str]()
     is_list = False
@@ -388,7 +390,7 @@ def _quantities(marked: str, latex: str) -> Quantities | Formula | None:
                     _stem(word) for word in (*before, *kept) if word.isalpha() and word.lower() not in _EMPTY | _CHANGES
                 )
             )
-            parts.append(Part(text, unit, names))
+            parts.append(AnswerPart(text, unit, names))
             before = []
         else:
             before.extend(kept)
@@ -502,7 +504,9 @@ def same_quantities(
     return all(_same_parts(a, b, alike, value) for a, b in zip(gold.parts, given.parts, strict=True))
 
 
-def _same_parts(gold: Part, given: Part, alike: Callable[[Any, Any], bool], value: Callable[[str], Any]) -> bool:
+def _same_parts(
+    gold: AnswerPart, given: AnswerPart, alike: Callable[[Any, Any], bool], value: Callable[[str], Any]
+) -> bool:
     ours, theirs = value(gold.value), value(given.value)
     if ours is None or theirs is None:
         return False
@@ -516,7 +520,9 @@ def _same_parts(gold: Part, given: Part, alike: Callable[[Any, Any], bool], valu
     return alike(_in_base(ours, one), _in_base(theirs, two))
 
 
-def _same_angles(gold: Part, given: Part, ours: Any, theirs: Any, alike: Callable[[Any, Any], bool]) -> bool:
+def _same_angles(
+    gold: AnswerPart, given: AnswerPart, ours: Any, theirs: Any, alike: Callable[[Any, Any], bool]
+) -> bool:
     import sympy
 
     values = {}

@@ -208,7 +208,7 @@ class Classifier:
 
 
 @dataclass
-class _Job:
+class _ServiceJob:
     request: dict[str, Any]
     reply: asyncio.Future[Reply]
 
@@ -229,12 +229,12 @@ class Service:
         self._calls = RemoteCalls(settings, own)
         self._exchange = _exchange_of(settings, self._calls)
         self._concurrency = settings.concurrency
-        self._waiting: deque[_Job] = deque()
+        self._waiting: deque[_ServiceJob] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def ask(self, request: dict[str, Any]) -> asyncio.Future[Reply]:
         """The reply to one response, in the form of a scoring process's. `request`: the pool's, with `options`."""
-        job = _Job(request, asyncio.get_running_loop().create_future())
+        job = _ServiceJob(request, asyncio.get_running_loop().create_future())
         self._waiting.append(job)
         if len(self._tasks) < self._concurrency:
             task = asyncio.create_task(self._work())
@@ -256,7 +256,7 @@ class Service:
 
     async def _work(self) -> None:
         while self._waiting:
-            batch: list[_Job] = []
+            batch: list[_ServiceJob] = []
             while self._waiting and len(batch) < self._exchange.batch_size:
                 job = self._waiting.popleft()
                 if not job.reply.done():  # else its caller was cancelled
@@ -264,7 +264,7 @@ class Service:
             if batch:
                 await self._serve(batch)
 
-    async def _serve(self, batch: list[_Job]) -> None:
+    async def _serve(self, batch: list[_ServiceJob]) -> None:
         try:
             replies = await self._exchange([job.request for job in batch])
         except RemoteFailure as failure:

@@ -21,7 +21,7 @@ Reply = dict[str, Any] | None
 
 
 @dataclass(frozen=True)
-class Entry:
+class WeightedFunction:
     """One function of a sum. `label` is its name in an episode's `reward_parts`; a verifier's 1 says that the
     response is right.
     """
@@ -46,7 +46,9 @@ class Entry:
 
 def table_of(
     settings: Reward, source_rewards: Mapping[str, OwnReward]
-) -> tuple[dict[str, Any], dict[str, dict[str, Any]], tuple[Entry, ...], dict[str, tuple[Entry, ...]]]:
+) -> tuple[
+    dict[str, Any], dict[str, dict[str, Any]], tuple[WeightedFunction, ...], dict[str, tuple[WeightedFunction, ...]]
+]:
     """The processes' set-up message, what services are asked (`{label: {"function": service, "options": ...}}`), the
     functions of the sum, and each source's own.
 
@@ -66,7 +68,7 @@ def table_of(
         functions[label] = {"function": function, "options": options}
         return label
 
-    def entries_of(reward: OwnReward, shares: bool) -> tuple[Entry, ...]:
+    def entries_of(reward: OwnReward, shares: bool) -> tuple[WeightedFunction, ...]:
         """`shares`: a function with the same options that another sum has already is asked under its label there."""
         labels: list[str] = []
         names = names_of(reward)
@@ -79,8 +81,8 @@ def table_of(
         return tuple(_entry(one, label, called) for one, label in zip(reward, labels, strict=True))
 
     entries = entries_of(settings.functions, shares=False)
-    known: list[tuple[OwnReward, tuple[Entry, ...]]] = []
-    of_source: dict[str, tuple[Entry, ...]] = {}
+    known: list[tuple[OwnReward, tuple[WeightedFunction, ...]]] = []
+    of_source: dict[str, tuple[WeightedFunction, ...]] = {}
     for source, reward in source_rewards.items():
         own = next((found for one, found in known if one == reward), None)
         if own is None:
@@ -97,11 +99,11 @@ def table_of(
     return setup, remote, entries, of_source
 
 
-def _entry(function: RewardFunction, label: str, labels: Mapping[str, str]) -> Entry:
+def _entry(function: RewardFunction, label: str, labels: Mapping[str, str]) -> WeightedFunction:
     """`labels`: of the sum's functions, by the names that conditions call them."""
     conditions = [_condition(text) for text in function.only_if]
     named = tuple(replace(one, name=labels.get(one.name, one.name)) for one in conditions)
-    return Entry(label, function.weight, function.function in VERIFIERS, named)
+    return WeightedFunction(label, function.weight, function.function in VERIFIERS, named)
 
 
 def _condition(text: str) -> Condition:
@@ -132,7 +134,7 @@ class Tally:
     causes: list[str] = field(default_factory=list)
 
 
-def tally(entries: tuple[Entry, ...], replies: Mapping[str, Reply]) -> Tally:
+def tally(entries: tuple[WeightedFunction, ...], replies: Mapping[str, Reply]) -> Tally:
     """Add up the replies to one response, by label."""
     parts: dict[str, float] = {}
     terms: list[float] = []

@@ -22,8 +22,8 @@ from gspo_mega.config.schema import Config
 from gspo_mega.rollout.client.completion import SamplingParams
 from gspo_mega.rollout.groups import Acting, SampledGroups, TaskGroup
 from gspo_mega.rollout.pool import ServerPool
-from gspo_mega.rollout.sampler import Servers
-from gspo_mega.rollout.scheduler import Asked, Collection, Position, Prompts
+from gspo_mega.rollout.sampler import SamplingServers
+from gspo_mega.rollout.scheduler import BatchRequest, GroupScheduler, Prompts, ResumePoint
 
 _POLL_SECONDS = 0.05
 
@@ -65,9 +65,9 @@ class Collector:
         self._eos_token_ids = tuple(eos_token_ids)
         self._clock = clock
         self._snapshot = snapshot
-        self._collection: Collection | None = None
+        self._collection: GroupScheduler | None = None
         self._running: tuple[int, concurrent.futures.Future] | None = None
-        self.position = Position()
+        self.position = ResumePoint()
         self.on_ready: Callable[[int, list[Group]], None] = lambda step, groups: None
 
     def start(
@@ -86,7 +86,7 @@ class Collector:
         """
         if self._running is not None:
             raise RuntimeError(f"the batch of step {self._running[0]} was started and not taken")
-        asked = Asked(step, known or {})
+        asked = BatchRequest(step, known or {})
         asked = replace(asked, keep=keep or asked.keep, admit=admit or asked.admit)
         self._running = step, self._pool.loop.submit(self._take(asked))
 
@@ -121,7 +121,7 @@ class Collector:
         name: str = "eval",
         max_new_tokens: int | None = None,
         on_wait: Callable[[], None] = lambda: None,
-        servers: Servers | None = None,
+        servers: SamplingServers | None = None,
     ) -> list[Group]:
         """Scored groups of these prompts, in their order, from the committed weights, outside training.
 
@@ -145,7 +145,7 @@ class Collector:
             collection, self._collection = self._collection, None
             self._drop_all(collection)
 
-    def go_on_from(self, position: Position) -> None:
+    def go_on_from(self, position: ResumePoint) -> None:
         """Begin anew: the next batch that is asked for comes behind `position`."""
         self.close()
         self.position = position
@@ -188,7 +188,7 @@ class Collector:
         while not concurrent.futures.wait([future], timeout=_POLL_SECONDS).done:
             self._pool.loop.check()
 
-    def _drop_all(self, collection: Collection) -> None:
+    def _drop_all(self, collection: GroupScheduler) -> None:
         with contextlib.suppress(RolloutError):  # its thread has ended, and was reported
             self._pool.loop.run(collection.close())
 
@@ -203,19 +203,19 @@ class Collector:
         samples_per_prompt: int,
         params: SamplingParams,
         name: str,
-        servers: Servers,
+        servers: SamplingServers,
     ) -> list[Group]:
         groups = SampledGroups(self._config, servers, self._acting, samples_per_prompt, params)
         async with TaskGroup() as tasks:
             running = [tasks.create_task(groups.sample(index, prompt, name)) for index, prompt in enumerate(prompts)]
         return [task.result() for task in running]
 
-    async def _take(self, asked: Asked) -> tuple[RolloutBatch, Position]:
+    async def _take(self, asked: BatchRequest) -> tuple[RolloutBatch, ResumePoint]:
         if self._collection is None:
             self._collection = self._new_collection()
         return await self._collection.take(asked)
 
-    def _new_collection(self) -> Collection:
+    def _new_collection(self) -> GroupScheduler:
         config, rollout, batch = self._config, self._config.rollout, self._config.batch
         allowed = batch.prompts_per_step * (rollout.max_oversampling if rollout.filter_constant_groups else 1)
         sampled = SampledGroups(
@@ -229,6 +229,6 @@ class Collector:
             clock=self._clock,
         )
         tickets = self.position.tickets
-        return Collection(
+        return GroupScheduler(
             config, self._pool, self._prompts, sampled, tickets, self._snapshot, self._clock, on_ready=self.on_ready
         )

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 _LOOK_SECONDS = 0.25
 
 
-class SetAside:
+class EvalServers:
     """What the sampler asks in place of the pool (`sampling.Servers`). Give the servers back with `give_back`.
 
     Attributes:
@@ -125,9 +125,9 @@ class SetAside:
             raise
 
 
-def set_aside(
+def reserve_for_eval(
     pool: ServerPool, most_requests: int, num_servers: int, weight_version: int, keep: int = 1, loads: bool = False
-) -> SetAside | None:
+) -> EvalServers | None:
     """`num_servers` of those that hold `weight_version`, fewer where training would keep fewer than `keep`; None where
     there is none to take. With `loads` any server that is up, to `load` the version. Their open requests go on
     elsewhere, with their tokens so far. Not while a publish runs.
@@ -140,7 +140,7 @@ def set_aside(
         return None
     pool.loop.run(_drain(chosen))
     pool.wake()
-    return SetAside(pool, most_requests, chosen, weight_version)
+    return EvalServers(pool, most_requests, chosen, weight_version)
 
 
 async def _drain(servers: list[PooledServer]) -> None:

@@ -26,7 +26,7 @@ from gspo_mega.base.errors import EpisodeError, GspoMegaError, RewardError
 from gspo_mega.base.records import Prompt
 from gspo_mega.config.schema import Config
 from gspo_mega.rollout.client.completion import SamplingParams
-from gspo_mega.rollout.sampler import Sampler, Servers
+from gspo_mega.rollout.sampler import Sampler, SamplingServers
 
 _SHOWN = 5
 
@@ -129,7 +129,7 @@ class SampledGroups:
     def __init__(
         self,
         config: Config,
-        pool: Servers,
+        pool: SamplingServers,
         acting: Acting,
         group_size: int,
         params: SamplingParams,

@@ -42,7 +42,7 @@ _MOST_NAMED = 3
 """Of one server in that time: where it hangs, all of its requests are silent."""
 
 
-class Silence:
+class StallWarnings:
     """Tells of silent requests, each once. One for all servers of a pool."""
 
     def __init__(self) -> None:
@@ -254,7 +254,7 @@ class ServerPool:
         self._closed = False
         self.is_held, self.trainer_waits, self._holders = False, True, frozenset[str]()
         self.tell: Callable[[str], None] = logger.warning
-        self._silence = Silence()
+        self._silence = StallWarnings()
         self.loop = LoopThread("rollout")
         try:
             self._changed = asyncio.Condition()

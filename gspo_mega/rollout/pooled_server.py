@@ -28,7 +28,7 @@ from collections.abc import Collection, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from gspo_mega.base.errors import PublishError, RolloutError
-from gspo_mega.rollout.client.server_client import Flight, ServerClient, ServerError
+from gspo_mega.rollout.client.server_client import InFlightRequest, ServerClient, ServerError
 from gspo_mega.rollout.client.server_control import HttpServerControl
 from gspo_mega.rollout.registration import Registration, State
 
@@ -58,7 +58,7 @@ class Load:
     """
 
     def __init__(self) -> None:
-        self.flights: set[Flight] = set()
+        self.flights: set[InFlightRequest] = set()
         self.num_tokens = 0
         self.speed: float | None = None
         self._tokens = self._seconds = 0.0
@@ -118,7 +118,7 @@ def least_loaded(
     return prefer if load_with_it(prefer) <= PREFER_RATIO * load_with_it(least) else least
 
 
-def to_move(servers: Sequence[Load], room: Mapping[int, int], now: float) -> list[Flight]:
+def to_move(servers: Sequence[Load], room: Mapping[int, int], now: float) -> list[InFlightRequest]:
     """The requests that slow servers have beyond their share by speed, at most as many as other servers have room for.
 
     `room`: how many more requests a server may take, by its index in `servers`; only servers that may take any.
@@ -131,7 +131,7 @@ def to_move(servers: Sequence[Load], room: Mapping[int, int], now: float) -> lis
     total = sum(len(load.flights) for load in servers)
     weights = [fastest if load.speed is None else load.speed for load in servers]
     weight = sum(weights[i] for i in range(len(servers)) if i in slow or i in room)
-    moves: list[Flight] = []
+    moves: list[InFlightRequest] = []
     for i in sorted(slow, key=lambda i: weights[i]):
         excess = len(servers[i].flights) - int(total * weights[i] / weight)
         able = [

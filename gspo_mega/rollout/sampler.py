@@ -21,8 +21,8 @@ from gspo_mega.base.errors import RolloutError
 from gspo_mega.base.records import distinct
 from gspo_mega.config.derived import on_publish
 from gspo_mega.config.schema import Rollout
-from gspo_mega.rollout.client.completion import Completion, Response, SamplingParams
-from gspo_mega.rollout.client.server_client import Flight, ServerError
+from gspo_mega.rollout.client.completion import Completion, PartialResponse, SamplingParams
+from gspo_mega.rollout.client.server_client import InFlightRequest, ServerError
 from gspo_mega.rollout.pooled_server import PooledServer
 
 _BACKOFF_SECONDS = 0.1
@@ -31,7 +31,7 @@ _MAX_BACKOFF_SECONDS = 10.0
 _HEARD_REPORT_TOKENS = 4
 
 
-class Servers(Protocol):
+class SamplingServers(Protocol):
     """Whom turns are asked of: all servers of the pool that serve training, or those of `eval_servers.py`."""
 
     @property
@@ -63,7 +63,7 @@ class Sampler:
     ended elsewhere than where their context was read).
     """
 
-    def __init__(self, settings: Rollout, pool: Servers) -> None:
+    def __init__(self, settings: Rollout, pool: SamplingServers) -> None:
         self._settings = settings
         self._pool = pool
         self._keeps_cache = on_publish(settings) == "continue_with_cache"
@@ -86,8 +86,8 @@ class Sampler:
         after `rollout.max_attempts` tries in a row that brought no token, if no server is left, or at
         `rollout.request_deadline_seconds` where that is set.
         """
-        asked = _Asked(name, token_ids, params, request_id, prefer, on_tokens)
-        response = Response(len(token_ids), params, self._pool.returns_routed_experts)
+        asked = _SampleRequest(name, token_ids, params, request_id, prefer, on_tokens)
+        response = PartialResponse(len(token_ids), params, self._pool.returns_routed_experts)
         try:
             async with asyncio.timeout(None) as limit:
                 server_id = await self._complete(response, asked, limit)
@@ -110,7 +110,7 @@ class Sampler:
             server_id,
         )
 
-    async def _complete(self, response: Response, asked: _Asked, limit: asyncio.Timeout) -> str:
+    async def _complete(self, response: PartialResponse, asked: _SampleRequest, limit: asyncio.Timeout) -> str:
         """Sample until the response is complete; returns who sampled its end. `limit` starts when a server takes the
         first request.
         """
@@ -140,7 +140,7 @@ class Sampler:
         assert server_id is not None
         return server_id
 
-    async def _continue_on(self, server: PooledServer, response: Response, asked: _Asked) -> str | None:
+    async def _continue_on(self, server: PooledServer, response: PartialResponse, asked: _SampleRequest) -> str | None:
         """One request to `server` for the rest of the response. Returns what went wrong, or None."""
         before, request_id, since = len(response), asked.request_id, self._pool.committed_version
         self.counts["num_continued_requests"] += before > 0
@@ -149,7 +149,7 @@ class Sampler:
         if (on_tokens := asked.on_tokens) is not None:
             tell = lambda start, token_ids: on_tokens(before + start, token_ids)  # noqa: E731
             report_tokens = min(report_tokens, _HEARD_REPORT_TOKENS)
-        flight = Flight(self._settings.progress_deadline_seconds, server.load, tell, asked.name)
+        flight = InFlightRequest(self._settings.progress_deadline_seconds, server.load, tell, asked.name)
         server.load.flights.add(flight)
         failure: ServerError | None = None
         try:
@@ -189,7 +189,7 @@ class Sampler:
             server.load.flights.discard(flight)
             await self._pool.release(server, failure, len(asked.token_ids) + before + flight.num_tokens)
 
-    def _add(self, response: Response, part: Completion) -> None:
+    def _add(self, response: PartialResponse, part: Completion) -> None:
         if not response.add(part):
             self.counts["num_discarded_tokens"] += len(part.token_ids)
 
@@ -207,7 +207,7 @@ class Sampler:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _SampleRequest:
     """What `Sampler.sample` was asked for."""
 
     name: str

@@ -33,7 +33,7 @@ class Prompts(Protocol):
 
 
 @dataclass(frozen=True)
-class Asked:
+class BatchRequest:
     """A batch that the trainer asks for. `known`: groups that exist already, whole or in part, by number. `keep` gets
     every new episode as soon as it is scored or has failed, `admit` every new group (number, prompt, weight version)
     before it is sampled: for this batch and until the next is asked for, on the pool's thread.
@@ -46,7 +46,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Position:
+class ResumePoint:
     """What a run needs to go on behind a batch: `prompts`, as the order was before it gave the first group that is
     outstanding, and `tickets`, the position in the groups' numbers (`Admission.state_dict`).
     """
@@ -67,7 +67,7 @@ def admission_of(config: Config) -> Admission:
     )
 
 
-class Collection:
+class GroupScheduler:
     """One stretch of sampling, from the first batch asked for to `close` or an error, which ends all of it."""
 
     def __init__(
@@ -88,8 +88,8 @@ class Collection:
         self._snapshot, self._clock = snapshot, clock
         self._admission = admission_of(config)
         self._admission.load_state_dict(tickets)
-        self._asked = Asked(-1)
-        self._batch: asyncio.Future[tuple[RolloutBatch, Position]] | None = None
+        self._asked = BatchRequest(-1)
+        self._batch: asyncio.Future[tuple[RolloutBatch, ResumePoint]] | None = None
         self._worker: asyncio.Task[None] | None = None
         # Groups come through a queue: asyncio.wait for the first of N tasks would cost N each time.
         self._events: asyncio.Queue[asyncio.Task[Group] | None] = asyncio.Queue()
@@ -104,7 +104,7 @@ class Collection:
         self._busy_seconds = 0.0
         self._straggler: tuple[float, int] | None = None
 
-    async def take(self, asked: Asked) -> tuple[RolloutBatch, Position]:
+    async def take(self, asked: BatchRequest) -> tuple[RolloutBatch, ResumePoint]:
         """The batch of a step, and the position behind it. Raises the first error of any group, also of one that would
         belong to a later batch; cancelled, it ends everything, too.
         """
@@ -209,7 +209,7 @@ class Collection:
         for number in (*formed.kept, *formed.dropped):
             del self._before[number]
         first = self._before.get(self._admission.first)
-        position = Position(first if self._before else self._snapshot(), self._admission.state_dict())
+        position = ResumePoint(first if self._before else self._snapshot(), self._admission.state_dict())
         self._batch.set_result((batch, position))
         self._form()  # the next one may be complete, too
 

@@ -26,7 +26,7 @@ from gspo_mega.models.low_rank import SERVED_NAME, adapter_tensors
 from gspo_mega.models.spec import ModelSpec
 from gspo_mega.sync.publish import Publisher, expected_checksums
 from gspo_mega.sync.servers import Deadline, Fleet, ServerControl
-from gspo_mega.sync.transaction import Content, Send, Transaction
+from gspo_mega.sync.transaction import PublishContent, Send, Transaction
 from gspo_mega.sync.verify import ExpectedChecksums
 
 # Log-probs of these tokens are compared, with and without adapters.
@@ -85,20 +85,20 @@ class AdapterPublisher(Publisher):
         super().__init__(config, *parts, **named)
         assert config.lora is not None
         self._lora: Lora = config.lora
-        self._base: Content | None = None
+        self._base: PublishContent | None = None
         self._proof = self.versions.folder / _PROOF
 
-    def _prepare(self, weight_version: int) -> Content:
+    def _prepare(self, weight_version: int) -> PublishContent:
         """The version's folder, and what servers hold beside it: the frozen weights, which are read once."""
         path = self.versions.path(weight_version)
         export_adapters(path, self._lora, self._spec, self._groups, self._chunks, self._source_folder, served=True)
         if self._base is None:
             with without_adapters(self._chunks):
                 if self._verification == "replicas":
-                    self._base = Content(weight_version, digests=policy_digests(self._policy, self._form))
+                    self._base = PublishContent(weight_version, digests=policy_digests(self._policy, self._form))
                 else:
                     expected = ExpectedChecksums(self._spec, self._form.stored, self._on_load)
-                    self._base = Content(
+                    self._base = PublishContent(
                         weight_version, expected=expected_checksums(self._policy, self._form, expected)
                     )
         return replace(self._base, weight_version=weight_version)
@@ -107,7 +107,9 @@ class AdapterPublisher(Publisher):
         cast("AdapterServer", server).load_adapter(path, deadline_seconds=seconds)
         server.set_weight_version(version, deadline_seconds=seconds)
 
-    def _transaction(self, content: Content, deadline: Deadline, send: Send, keeps_requests: bool) -> Transaction:
+    def _transaction(
+        self, content: PublishContent, deadline: Deadline, send: Send, keeps_requests: bool
+    ) -> Transaction:
         if not (self._proof / CONFIG_NAME).is_file():
             write_random_adapters(self._proof, self._lora, self._spec, self._source_folder)
         return AdapterTransaction(

@@ -40,8 +40,8 @@ import torch
 import torch.distributed as dist
 
 from gspo_mega.base.errors import GspoMegaError, PublishError
-from gspo_mega.sync.broadcast_group import LEAVE_SECONDS, Listing, OwnTensors, Place, Sender, Sending
-from gspo_mega.sync.remote_sender import OtherRank
+from gspo_mega.sync.broadcast_group import LEAVE_SECONDS, Listing, MeetingPoint, OwnTensors, PendingBroadcast, Sender
+from gspo_mega.sync.remote_sender import RemoteSender
 from gspo_mega.sync.servers import Fleet, ServerControl, in_parallel
 
 # How much later than the first server another one comes to a group at most.
@@ -56,7 +56,7 @@ def members(servers: Iterable[ServerControl]) -> tuple[Member, ...]:
     return tuple((server.server_id, server.generation) for server in servers)
 
 
-class Link:
+class ServerGroup:
     """The group of one sender and some server processes; the sender is its first rank."""
 
     def __init__(
@@ -78,7 +78,7 @@ class Link:
         self.name = f"weights-{secrets.token_hex(8)}"
         self.is_cut = False
         self._lock = threading.Lock()
-        self._sending: Sending | None = None
+        self._sending: PendingBroadcast | None = None
         until = time.monotonic() + seconds
         offsets = list(accumulate((server.tensor_parallel for server in servers), initial=1))
         size = offsets.pop()
@@ -104,7 +104,7 @@ class Link:
                 raise
 
         try:
-            sender.begin(Place(self.name, size, backend, address, port, timeout_seconds, seconds))
+            sender.begin(MeetingPoint(self.name, size, backend, address, port, timeout_seconds, seconds))
             joins = [partial(join, server, offset) for server, offset in zip(servers, offsets, strict=True)]
             for problem in in_parallel(joins):
                 if problem is not None:
@@ -126,7 +126,7 @@ class Link:
         self.sender.cut(self.name)
         self.sender.leave(self.name)
 
-    def broadcast(self) -> Sending:
+    def broadcast(self) -> PendingBroadcast:
         """Send the sender's bucket to all ranks of all servers. One at a time."""
         with self._lock:
             if self.is_cut:
@@ -193,17 +193,17 @@ class ServerGroups:
     """
 
     def __init__(self, address: str, backend: str, timeout_seconds: float, servers_per_group: int | None) -> None:
-        """`address`, `backend` and `timeout_seconds` as for `Link`. `servers_per_group`: None for all."""
+        """`address`, `backend` and `timeout_seconds` as for `ServerGroup`. `servers_per_group`: None for all."""
         self._address = address
         self._backend = backend
         self._timeout_seconds = timeout_seconds
         self._servers_per_group = servers_per_group
-        self._links: dict[tuple[int, tuple[Member, ...]], Link] = {}
+        self._links: dict[tuple[int, tuple[Member, ...]], ServerGroup] = {}
         self.num_not_made = 0
 
     def connect(
         self, sender: Sender, fleet: Fleet, servers: Iterable[ServerControl], alone: bool = False
-    ) -> list[Link]:
+    ) -> list[ServerGroup]:
         """The groups of `sender` that together contain those of `servers` that are active; `alone`: a group each.
 
         If a server does not join a group of several, each of them gets its own. One that does not join its own leaves
@@ -214,7 +214,7 @@ class ServerGroups:
         self._leave(lambda link: link.is_cut or any(now.get(name, start) != start for name, start in link.members))
         size = 1 if alone else self._servers_per_group or max(1, len(targets))
         parts = [targets[start : start + size] for start in range(0, len(targets), size)]
-        links: list[Link] = []
+        links: list[ServerGroup] = []
         split: list[ServerControl] = []
         problems = in_parallel([partial(self._make, sender, fleet, part) for part in parts])
         for part, problem in zip(parts, problems, strict=True):
@@ -230,7 +230,7 @@ class ServerGroups:
     def _make(self, sender: Sender, fleet: Fleet, servers: Sequence[ServerControl]) -> None:
         if (sender.rank, members(servers)) not in self._links:
             seconds = min(_JOIN_SECONDS, fleet.deadline.left(servers[0].server_id) / 2)
-            link = Link(sender, servers, self._address, self._backend, self._timeout_seconds, seconds)
+            link = ServerGroup(sender, servers, self._address, self._backend, self._timeout_seconds, seconds)
             self._links[sender.rank, link.members] = link
 
     def tidy(self, failed: Sequence[ServerControl]) -> None:
@@ -244,7 +244,7 @@ class ServerGroups:
             if not link.is_cut and gone.isdisjoint(name for name, _ in link.members)
         }
 
-        def ends(link: Link) -> bool:
+        def ends(link: ServerGroup) -> bool:
             rank, mine = link.sender.rank, set(link.members)
             return (rank, link.members) not in whole or any(
                 mine < larger for (other, _), larger in whole.items() if other == rank
@@ -256,7 +256,7 @@ class ServerGroups:
         """Leave all groups, side by side: a server that hangs delays only its own."""
         self._leave(lambda _: True)
 
-    def _leave(self, ends: Callable[[Link], bool]) -> None:
+    def _leave(self, ends: Callable[[ServerGroup], bool]) -> None:
         gone = [key for key, link in self._links.items() if ends(link)]
         in_parallel([self._links.pop(key).close for key in gone])
 
@@ -281,8 +281,8 @@ class _Send:
 class _Delivery:
     """One bucket on its way through some groups. `refused`: what each server of a shared group that broke says."""
 
-    links: dict[str, Link]
-    sending: dict[str, Sending]
+    links: dict[str, ServerGroup]
+    sending: dict[str, PendingBroadcast]
     refused: dict[str, str] = field(default_factory=dict)
 
 
@@ -299,7 +299,7 @@ class GroupSender:
         timeout_seconds: float,
         servers_per_group: int | None = None,
         own: OwnTensors | None = None,
-        others: Sequence[OtherRank] = (),
+        others: Sequence[RemoteSender] = (),
     ) -> None:
         """`address`: this machine, as the servers and other ranks reach it. `backend`: gloo, or nccl between GPUs.
         `servers_per_group`: how many servers share a group, None for all. `others`: the ranks that send besides.
@@ -326,7 +326,7 @@ class GroupSender:
 
         tensors: (name, whole tensor of any shape, as servers load it), those that rank 0 owns. The iterator always runs
         to its end: other ranks take part in producing it. It is advanced to the next bucket while a bucket is sent.
-        Other ranks must be in `other_rank.obey`. Raises what they fail with.
+        Other ranks must be in `remote_sender.serve_send_orders`. Raises what they fail with.
         """
         send = _Send(fleet, servers, self._groups.num_not_made)
         ready: SimpleQueue[tuple[Sender, Listing | None]] = SimpleQueue()
@@ -393,7 +393,7 @@ class GroupSender:
             links = self._groups.connect(sender, send.fleet, again, alone=True)
             self._deliver(send.fleet, links, sender, listing)
 
-    def _deliver(self, fleet: Fleet, links: list[Link], sender: Sender, listing: Listing) -> _Delivery:
+    def _deliver(self, fleet: Fleet, links: list[ServerGroup], sender: Sender, listing: Listing) -> _Delivery:
         """Send to the servers of `links`. A server that fails in a group of its own leaves the fleet."""
         by_server = {server.server_id: link for link in links for server in link.servers}
         delivery = _Delivery(by_server, {})

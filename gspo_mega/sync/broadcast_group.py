@@ -49,7 +49,7 @@ LEAVE_SECONDS = 5.0
 _LEAST_WAIT_SECONDS = 1.0
 
 
-class Sending:
+class PendingBroadcast:
     """A broadcast that has not ended, here or at another rank: who starts it calls `end`."""
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class Sending:
 
 
 def _broadcast(
-    group: dist.ProcessGroup, tensor: torch.Tensor, stream: torch.cuda.Stream | None, sending: Sending
+    group: dist.ProcessGroup, tensor: torch.Tensor, stream: torch.cuda.Stream | None, sending: PendingBroadcast
 ) -> None:
     problem = None
     try:
@@ -108,7 +108,7 @@ def stream_beside(tensor: torch.Tensor, after: torch.cuda.Stream | None = None) 
 
 
 @dataclass(frozen=True)
-class Place:
+class MeetingPoint:
     """Where a group's members meet: the store at `address` and `port`. `timeout_seconds` limits one gloo broadcast,
     `seconds` the time to join.
     """
@@ -122,14 +122,14 @@ class Place:
     seconds: float
 
 
-class GroupEnd:
+class BroadcastGroup:
     """This process's side of one group, as its first rank. It joins in a thread."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: MeetingPoint) -> None:
         self._lock = threading.Lock()
         self._making: _Making | None = _Making(place)
         self._group: dist.ProcessGroup | None = None
-        self._sending: Sending | None = None
+        self._sending: PendingBroadcast | None = None
 
     def joined(self, seconds: float) -> None:
         """Wait until the group is whole. Raises RuntimeError if it is not after `seconds`."""
@@ -139,7 +139,7 @@ class GroupEnd:
             if self._making is not None:
                 self._group, self._making = group, None
 
-    def broadcast(self, tensor: torch.Tensor, stream: torch.cuda.Stream | None) -> Sending:
+    def broadcast(self, tensor: torch.Tensor, stream: torch.cuda.Stream | None) -> PendingBroadcast:
         """Send a local tensor of any shape and dtype to all other members. One at a time; returns at once.
 
         The caller must not change `tensor` before `wait` returns; on a GPU, `stream` must run after the work that fills
@@ -148,7 +148,7 @@ class GroupEnd:
         with self._lock:
             if self._group is None:
                 raise PublishError("the group was cut, because a server in it failed")
-            self._sending = sending = Sending()
+            self._sending = sending = PendingBroadcast()
             arguments = (self._group, tensor, stream, sending)
         threading.Thread(target=_broadcast, args=arguments, daemon=True, name="broadcast").start()
         return sending
@@ -183,7 +183,7 @@ class GroupEnd:
 class _Making:
     """The trainer's side of a new group, created in a thread: gloo waits for the server, which may refuse to join."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: MeetingPoint) -> None:
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._group: dist.ProcessGroup | None = None
@@ -191,12 +191,12 @@ class _Making:
         self._is_wanted = True
         threading.Thread(target=self._run, args=(place,), daemon=True, name="join").start()
 
-    def _run(self, place: Place) -> None:
+    def _run(self, place: MeetingPoint) -> None:
         try:
             store = _join_store(place.address, place.port, place.seconds)
             # SGLang creates its side with the same function, so both agree on the store's keys. torch has no public
             # way to create a group with processes outside this process's world.
-            with errors_left_to_us(place.backend):
+            with no_nccl_abort(place.backend):
                 group, _ = _new_process_group_helper(
                     place.size,
                     0,
@@ -255,7 +255,7 @@ _nested = _Nested()
 
 
 @contextlib.contextmanager
-def errors_left_to_us(backend: str) -> Iterator[None]:
+def no_nccl_abort(backend: str) -> Iterator[None]:
     """NCCL groups created inside this context do not end the process if a server dies in a broadcast.
 
     torch's watchdog of a group ends the whole process on an error or a timeout. That is right among the trainer's ranks
@@ -335,7 +335,7 @@ class Listing:
     num_bytes: int
 
 
-class Message:
+class BucketMessage:
     """One bucket as servers receive it: its listing by request, the bytes of all its tensors by broadcast."""
 
     def __init__(self, bucket: Bucket) -> None:
@@ -359,7 +359,7 @@ class Sender(Protocol):
         """Its global rank."""
         ...
 
-    def begin(self, place: Place) -> None:
+    def begin(self, place: MeetingPoint) -> None:
         """Begin to join the group at `place`, as its first rank."""
         ...
 
@@ -367,7 +367,7 @@ class Sender(Protocol):
         """Wait until that group is whole. Raises RuntimeError if it is not after `seconds`."""
         ...
 
-    def broadcast(self, name: str) -> Sending:
+    def broadcast(self, name: str) -> PendingBroadcast:
         """Send the bucket that is ready through the group."""
         ...
 
@@ -389,20 +389,20 @@ class OwnTensors:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self._ends: dict[str, GroupEnd] = {}
-        self._message: Message | None = None
+        self._ends: dict[str, BroadcastGroup] = {}
+        self._message: BucketMessage | None = None
         self._changed = threading.Condition()
         self._is_over = False
 
-    def begin(self, place: Place) -> None:
-        self._ends[place.name] = GroupEnd(place)
+    def begin(self, place: MeetingPoint) -> None:
+        self._ends[place.name] = BroadcastGroup(place)
 
     def joined(self, name: str, seconds: float) -> None:
         if (end := self._ends.get(name)) is None:
             raise RuntimeError(f"rank {self.rank} has left the group")
         end.joined(seconds)
 
-    def broadcast(self, name: str) -> Sending:
+    def broadcast(self, name: str) -> PendingBroadcast:
         message, end = self._message, self._ends.get(name)
         if message is None or end is None:
             raise PublishError(f"rank {self.rank} has no bucket ready, or has left the group")
@@ -436,7 +436,7 @@ class OwnTensors:
         """
         try:
             for bucket in buckets(tensors, bucket_bytes):
-                message = Message(bucket)
+                message = BucketMessage(bucket)
                 del bucket[:]  # its memory goes before the next bucket is gathered
                 with self._changed:
                     self._changed.wait_for(lambda: self._message is None or self._is_over)

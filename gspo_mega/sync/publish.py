@@ -35,9 +35,9 @@ from gspo_mega.models.spec import ModelSpec
 from gspo_mega.plan.gpus import resolve_verification
 from gspo_mega.sync.broadcast import GroupSender
 from gspo_mega.sync.broadcast_group import OwnTensors
-from gspo_mega.sync.remote_sender import Channel, OtherRank, obey
+from gspo_mega.sync.remote_sender import OrderChannel, RemoteSender, serve_send_orders
 from gspo_mega.sync.servers import Deadline, Fleet, ServerControl, check_same, here
-from gspo_mega.sync.transaction import Content, Memory, Send, Transaction
+from gspo_mega.sync.transaction import PublishContent, PublishMemory, Send, Transaction
 from gspo_mega.sync.verify import ExpectedChecksums, server_tensor_name, server_tensors
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ class Publisher:
         self._groups = groups
         self._chunks = chunks
         self._policy = PolicyTensors(spec, groups, chunks)
-        self._memory = Memory()
+        self._memory = PublishMemory()
         on_gpu = next(iter(chunks[0].parameters())).is_cuda
         self._on_load: OnLoad | None = quantised_on_load(config)
         self._tensors = server_tensors(spec, self._form.stored, self._on_load, reports_scales=not on_gpu)
@@ -201,7 +201,7 @@ class Publisher:
         settings = config.publish
         self._owners = sorted({self._policy.owner(entry) for entry, _ in self._policy.stored()})
         self._own = OwnTensors(groups.world.rank)
-        self._to_lead = Channel(groups.host, 0)
+        self._to_lead = OrderChannel(groups.host, 0)
         self._sender = GroupSender(
             address or config.server.host,
             backend,
@@ -209,7 +209,7 @@ class Publisher:
             settings.deadline_seconds,
             settings.servers_per_group,
             self._own,
-            [OtherRank(rank, Channel(groups.host, rank)) for rank in self._owners if rank != 0],
+            [RemoteSender(rank, OrderChannel(groups.host, rank)) for rank in self._owners if rank != 0],
         )
 
     def publish(
@@ -258,7 +258,7 @@ class Publisher:
         problem = broadcast_json(problem, self._groups.host)
         if problem is not None:
             raise PublishError(problem)
-        content = committed or Content(weight_version)
+        content = committed or PublishContent(weight_version)
         return self._lead_or_follow(content, servers, Deadline(self._settings.deadline_seconds), _nothing)
 
     def check_servers(self, software_dir: Path) -> None:
@@ -277,16 +277,16 @@ class Publisher:
 
     # --- parts that are collective -------------------------------------------------------------------------
 
-    def _prepare(self, weight_version: int) -> Content:
+    def _prepare(self, weight_version: int) -> PublishContent:
         """The content's checksums from the trainer's memory, independent of what is sent, and its files, if any."""
         digests = None
         if self._settings.method == "disk":
             manifest = self._export(weight_version)
             digests = {name: tensor["sha256"] for name, tensor in manifest["tensors"].items()}
         if self._verification == "replicas":
-            return Content(weight_version, digests=digests or policy_digests(self._policy, self._form))
+            return PublishContent(weight_version, digests=digests or policy_digests(self._policy, self._form))
         expected = ExpectedChecksums(self._spec, self._form.stored, self._on_load)
-        return Content(weight_version, expected=expected_checksums(self._policy, self._form, expected))
+        return PublishContent(weight_version, expected=expected_checksums(self._policy, self._form, expected))
 
     def _export(self, weight_version: int) -> dict[str, Any]:
         return export_policy(
@@ -295,7 +295,7 @@ class Publisher:
 
     def _lead_or_follow(
         self,
-        content: Content,
+        content: PublishContent,
         servers: Sequence[ServerControl],
         deadline: Deadline,
         commit: Callable[[int], None],
@@ -308,7 +308,7 @@ class Publisher:
             while (order := broadcast_json(None, self._groups.host))["do"] == "send":
                 tensors = self._form.owned(self._policy)
                 if self._groups.world.rank in self._owners:
-                    obey(self._own, self._to_lead, tensors, self._settings.bucket_bytes)
+                    serve_send_orders(self._own, self._to_lead, tensors, self._settings.bucket_bytes)
                 else:
                     for _ in tensors:  # this rank takes part in gathering them
                         pass
@@ -333,7 +333,7 @@ class Publisher:
 
     def _lead(
         self,
-        content: Content,
+        content: PublishContent,
         servers: Sequence[ServerControl],
         deadline: Deadline,
         commit: Callable[[int], None],
@@ -370,7 +370,9 @@ class Publisher:
         """Have the server load the version's folder, and report the version."""
         server.update_from_disk(path, version, deadline_seconds=seconds, **more)
 
-    def _transaction(self, content: Content, deadline: Deadline, send: Send, keeps_requests: bool) -> Transaction:
+    def _transaction(
+        self, content: PublishContent, deadline: Deadline, send: Send, keeps_requests: bool
+    ) -> Transaction:
         return Transaction(self._tensors, self._memory, content, deadline, send, keeps_requests)
 
     def _version_bytes(self) -> int:

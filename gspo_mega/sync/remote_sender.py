@@ -17,19 +17,19 @@ import torch
 import torch.distributed as dist
 
 from gspo_mega.base.errors import PublishError
-from gspo_mega.sync.broadcast_group import Listing, OwnTensors, Place, Sending
+from gspo_mega.sync.broadcast_group import Listing, MeetingPoint, OwnTensors, PendingBroadcast
 
 if TYPE_CHECKING:
-    from gspo_mega.engine.process_groups import Group
+    from gspo_mega.engine.process_groups import RankGroup
 
 
 _TAG = 1907
 
 
-class Channel:
+class OrderChannel:
     """JSON values between this rank and another one. Several threads send while it is open; one receives."""
 
-    def __init__(self, group: Group, peer: int) -> None:
+    def __init__(self, group: RankGroup, peer: int) -> None:
         """`group` takes CPU tensors; `peer`: the other's place in it."""
         self._group, self._peer = group.group, group.ranks[peer]
         self._lock = threading.Lock()
@@ -64,15 +64,15 @@ class _Joining:
         self.problem: str | None = "no answer"
 
 
-class OtherRank:
+class RemoteSender:
     """Another rank as a `Sender`, on rank 0. Between `start` and `end` it answers. `problem`: what went wrong there."""
 
-    def __init__(self, rank: int, channel: Channel) -> None:
+    def __init__(self, rank: int, channel: OrderChannel) -> None:
         self.rank = rank
         self.problem: Exception | None = None
         self._channel = channel
         self._joining: dict[str, _Joining] = {}
-        self._sending: dict[int, Sending] = {}
+        self._sending: dict[int, PendingBroadcast] = {}
         self._num_sent = 0
         self._reading: threading.Thread | None = None
         self._is_gone = False
@@ -123,7 +123,7 @@ class OtherRank:
         self._joining.clear()
         self._sending.clear()
 
-    def begin(self, place: Place) -> None:
+    def begin(self, place: MeetingPoint) -> None:
         self._joining[place.name] = _Joining()
         self._channel.send(do="begin", place=asdict(place))
 
@@ -134,8 +134,8 @@ class OtherRank:
         if joining.problem is not None:
             raise RuntimeError(f"rank {self.rank}: {joining.problem}")
 
-    def broadcast(self, name: str) -> Sending:
-        sending = Sending()
+    def broadcast(self, name: str) -> PendingBroadcast:
+        sending = PendingBroadcast()
         self._num_sent += 1
         self._sending[self._num_sent] = sending
         self._channel.send(do="broadcast", name=name, number=self._num_sent)
@@ -159,7 +159,9 @@ class OtherRank:
             self._channel.send(do=do, name=name)
 
 
-def obey(own: OwnTensors, channel: Channel, tensors: Iterator[tuple[str, torch.Tensor]], bucket_bytes: int) -> None:
+def serve_send_orders(
+    own: OwnTensors, channel: OrderChannel, tensors: Iterator[tuple[str, torch.Tensor]], bucket_bytes: int
+) -> None:
     """The other rank's side of a send: offer `tensors` in buckets, and do what rank 0 says until it says `end`.
 
     tensors: (name, whole tensor of any shape, as servers load it), local; the iterator always runs to its end. Its
@@ -184,11 +186,11 @@ def obey(own: OwnTensors, channel: Channel, tensors: Iterator[tuple[str, torch.T
         raise RuntimeError(failed)
 
 
-def _follow(own: OwnTensors, channel: Channel, problems: list[str]) -> None:
+def _follow(own: OwnTensors, channel: OrderChannel, problems: list[str]) -> None:
     try:
         while (do := (order := channel.receive())["do"]) != "end":
             if do == "begin":
-                own.begin(place := Place(**order["place"]))
+                own.begin(place := MeetingPoint(**order["place"]))
                 _beside(_join, own, channel, place)
             elif do == "broadcast":
                 _beside(_send, channel, _begun(own, order["name"]), order["number"])
@@ -198,17 +200,17 @@ def _follow(own: OwnTensors, channel: Channel, problems: list[str]) -> None:
                 own.cut(order["name"])
             else:
                 _beside(own.leave, order["name"])
-    except Exception as error:  # raised by `obey`, in the main thread
+    except Exception as error:  # raised by `serve_send_orders`, in the main thread
         problems.append(f"{type(error).__name__}: {error}")
     finally:
         own.end()
 
 
-def _begun(own: OwnTensors, name: str) -> Sending:
+def _begun(own: OwnTensors, name: str) -> PendingBroadcast:
     try:
         return own.broadcast(name)
     except PublishError as error:
-        failed = Sending()
+        failed = PendingBroadcast()
         failed.end(error)
         return failed
 
@@ -217,7 +219,7 @@ def _beside(action: Callable[..., None], *arguments: object) -> None:
     threading.Thread(target=action, args=arguments, daemon=True, name=action.__name__).start()
 
 
-def _join(own: OwnTensors, channel: Channel, place: Place) -> None:
+def _join(own: OwnTensors, channel: OrderChannel, place: MeetingPoint) -> None:
     problem = None
     try:
         own.joined(place.name, place.seconds)
@@ -227,7 +229,7 @@ def _join(own: OwnTensors, channel: Channel, place: Place) -> None:
         channel.send(what="joined", name=place.name, problem=problem)
 
 
-def _send(channel: Channel, sending: Sending, number: int) -> None:
+def _send(channel: OrderChannel, sending: PendingBroadcast, number: int) -> None:
     problem = None
     try:
         sending.wait(threading.TIMEOUT_MAX)

@@ -18,7 +18,7 @@ Send = Callable[[Fleet, list[ServerControl]], None]
 
 
 @dataclass(frozen=True)
-class Content:
+class PublishContent:
     """The content of a publish. `expected`: checksums that a server must report, by its tensor names (verify: tensors).
     `digests`: the trainer's checksums by checkpoint name (verify: replicas). The one not needed is None."""
 
@@ -28,7 +28,7 @@ class Content:
 
 
 @dataclass
-class Memory:
+class PublishMemory:
     """Rank 0's state between publishes.
 
     `proved`: the generation of each server for which an update is known to reach every tensor. `committed` and
@@ -36,7 +36,7 @@ class Memory:
     """
 
     proved: dict[str, int] = field(default_factory=dict)
-    committed: Content | None = None
+    committed: PublishContent | None = None
     baseline: Baseline = field(default_factory=Baseline)
 
 
@@ -48,8 +48,8 @@ class Transaction:
     def __init__(
         self,
         tensors: ServerTensors,
-        memory: Memory,
-        content: Content,
+        memory: PublishMemory,
+        content: PublishContent,
         deadline: Deadline,
         send: Send,
         keeps_requests: bool = False,

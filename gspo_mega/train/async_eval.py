@@ -1,9 +1,8 @@
-"""Evaluations beside training (`eval.blocking: false`): begun after a step, measured while later steps train.
+"""Evaluation while training goes on (`eval.blocking: false`): begun after a step, measured while later steps train.
 
-Owns which evaluations are due and not over (they are in the run's state, so that a checkpoint has them), which weights
-each one measures, and what follows where its servers are lost: it is begun again at the same weights, from the
-published version or from the checkpoint of its step. Taking servers from training is `rollout.set_aside`'s. Rank 0
-only.
+Keeps which evaluations are due and unfinished (part of the run's state, so a checkpoint has them) and which weights each
+one measures. If its servers are lost, an evaluation begins again at the same weights, from the published version or from
+the checkpoint of its step. `rollout/eval_servers.py` takes servers from training. Rank 0 only.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from gspo_mega.checkpoint.convert import to_huggingface
 from gspo_mega.checkpoint.quantized import published_form
 from gspo_mega.checkpoint.tensor_sources import open_checkpoint
 from gspo_mega.config.schema import Config
-from gspo_mega.rollout.eval_servers import SetAside, set_aside
+from gspo_mega.rollout.eval_servers import EvalServers, reserve_for_eval
 from gspo_mega.sync.publish import PublishedVersions
 from gspo_mega.train.held_out import Evaluation
 
 if TYPE_CHECKING:
     from gspo_mega.checkpoint.load import TrainState
-    from gspo_mega.train.rank0 import Lead
+    from gspo_mega.train.rank0 import Rank0
 
 
 # The key of the run's summary that lists evaluations that are due and not over.
@@ -40,7 +39,7 @@ _POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
-class Measured:
+class EvaluationResult:
     """The results of an evaluation, by the set's name. `num_begun`: how often it was begun. `seconds`: of the last."""
 
     step: int
@@ -55,7 +54,7 @@ class _Running:
     """What a thread does for the evaluation `due`: measure it on `servers`, or, without, make the folder to load."""
 
     due: dict[str, Any]
-    servers: SetAside | None
+    servers: EvalServers | None
     future: concurrent.futures.Future[Any]
 
 
@@ -67,10 +66,10 @@ class _LostError(Exception):
     """The weights are nowhere any more."""
 
 
-class EvaluationsBeside:
+class AsyncEvaluations:
     """One at a time. `state`: the run's, whose summary has what is due. Close it before what `lead` has."""
 
-    def __init__(self, config: Config, lead: Lead, state: TrainState) -> None:
+    def __init__(self, config: Config, lead: Rank0, state: TrainState) -> None:
         assert config.eval is not None
         self._config, self._lead, self._num_servers = config, lead, config.eval.servers
         self._due: list[dict[str, Any]] = state.summary.setdefault(DUE, [])
@@ -78,7 +77,7 @@ class EvaluationsBeside:
         self._running: _Running | None = None
         self._folders: dict[int, Path] = {}
         self._num_begun: dict[int, int] = {}
-        self._measured: list[Measured] = []
+        self._measured: list[EvaluationResult] = []
         self._keep = 1
         self._is_closed = False
 
@@ -127,7 +126,7 @@ class EvaluationsBeside:
         if self._running is None and self._due:
             self._begin_due(self._due[0])
 
-    def take(self) -> list[Measured]:
+    def take(self) -> list[EvaluationResult]:
         """What has ended since this was asked before, in the order of steps."""
         measured, self._measured = self._measured, []
         return measured
@@ -151,10 +150,10 @@ class EvaluationsBeside:
 
     # --- what is begun -------------------------------------------------------------------------------------
 
-    def _set_aside(self, weight_version: int, loads: bool) -> SetAside | None:
+    def _set_aside(self, weight_version: int, loads: bool) -> EvalServers | None:
         most = self._config.rollout.max_concurrent_requests
         pool = self._lead.rollouts.pool
-        return set_aside(pool, most, self._num_servers, weight_version, self._keep, loads)
+        return reserve_for_eval(pool, most, self._num_servers, weight_version, self._keep, loads)
 
     def _begin_due(self, due: dict[str, Any]) -> None:
         version = due["weight_version"]
@@ -167,16 +166,18 @@ class EvaluationsBeside:
         elif (servers := self._set_aside(version, loads=True)) is not None:
             self._measure(due, servers, self._folders[version])
 
-    def _measure(self, due: dict[str, Any], servers: SetAside, folder: Path | None) -> None:
+    def _measure(self, due: dict[str, Any], servers: EvalServers, folder: Path | None) -> None:
         self._num_begun[due["step"]] = self._num_begun.get(due["step"], 0) + 1
         self._begin(due, servers, partial(self._results, due["sets"], servers, folder))
 
-    def _begin(self, due: dict[str, Any], servers: SetAside | None, work: Callable[[], Any]) -> None:
+    def _begin(self, due: dict[str, Any], servers: EvalServers | None, work: Callable[[], Any]) -> None:
         self._running = _Running(due, servers, processes.begin("evaluation", work))
 
     # --- in its thread -------------------------------------------------------------------------------------
 
-    def _results(self, names: list[str], servers: SetAside, folder: Path | None) -> tuple[dict[str, Evaluation], float]:
+    def _results(
+        self, names: list[str], servers: EvalServers, folder: Path | None
+    ) -> tuple[dict[str, Evaluation], float]:
         """By the set's name, and the seconds that it took."""
         began = time.monotonic()
         try:
@@ -236,7 +237,7 @@ class EvaluationsBeside:
                 self._folders[due["weight_version"]] = result
                 return
             (found, seconds), num_servers = result, len(running.servers.server_ids)
-            self._measured.append(Measured(step, found, seconds, num_servers, self._num_begun[step]))
+            self._measured.append(EvaluationResult(step, found, seconds, num_servers, self._num_begun[step]))
             self._forget(due)
 
     def _give_up(self, due: dict[str, Any], why: str) -> None:

@@ -35,7 +35,7 @@ from gspo_mega.engine.process_groups import ParallelGroups, raise_together
 from gspo_mega.models.low_rank import ADAPTER_FOLDER
 from gspo_mega.models.spec import ModelSpec
 from gspo_mega.train.phases import Phases
-from gspo_mega.train.rank0 import Lead
+from gspo_mega.train.rank0 import Rank0
 from gspo_mega.train.scatter import RankLink
 from gspo_mega.train.servers import Gpus
 
@@ -113,7 +113,7 @@ class Saving:
         state: TrainState,
         resumed_from: Path | None,
         ranks: RankLink,
-        lead: Lead | None,
+        lead: Rank0 | None,
         phases: Phases,
         gpus: Gpus,
         critic: CriticEngine | None = None,

@@ -24,16 +24,16 @@ from gspo_mega.config import Config
 from gspo_mega.config.prompt_sources import RESPONSES_FILE
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.rollout.pool import ServerPool
-from gspo_mega.train.async_eval import DUE, Measured
+from gspo_mega.train.async_eval import DUE, EvaluationResult
 from gspo_mega.train.context import StopRequest, StopRequested, WorkerContext
 from gspo_mega.train.final_table import accuracy_text
 from gspo_mega.train.held_out import Evaluation, write_responses
 from gspo_mega.train.reports import StepReport, add_to_summary, due_sets, evaluation_metrics
 from gspo_mega.train.rollouts import Rollouts
-from gspo_mega.train.session import Session
+from gspo_mega.train.session import RankSession
 
 
-def measure_start(session: Session) -> None:
+def measure_start(session: RankSession) -> None:
     """Where the run begins, and what an earlier start of it left due."""
     if session.beside is not None:
         for step in session.beside.steps_due:
@@ -63,7 +63,7 @@ def measure_start(session: Session) -> None:
         )
 
 
-def measure_step(session: Session, report: StepReport, is_last: bool) -> None:
+def measure_step(session: RankSession, report: StepReport, is_last: bool) -> None:
     """The sets that are due after a step. The last step's are measured on all servers, behind all earlier ones."""
     due = due_sets(session, session.state.step, is_last)
     if session.evaluates_beside:
@@ -76,7 +76,7 @@ def measure_step(session: Session, report: StepReport, is_last: bool) -> None:
         report.evaluations = session.evaluate(due) or {}
 
 
-def measure_end(session: Session) -> str | None:
+def measure_end(session: RankSession) -> str | None:
     """What is still due, where a stop or a crash came between the last step and it. Returns a reason to stop."""
     state = session.state
     stop = session.settle_evaluations() if session.evaluates_beside else None
@@ -93,13 +93,13 @@ def measure_end(session: Session) -> str | None:
     return None
 
 
-def _write(session: Session, metrics: dict[str, float]) -> None:
+def _write(session: RankSession, metrics: dict[str, float]) -> None:
     add_to_summary(session.state.summary, metrics, 0, session.state.step)
     if session.lead is not None:
         session.lead.writer.write(session.state.step, metrics)
 
 
-def _ended(session: Session) -> list[dict[str, float]]:
+def _ended(session: RankSession) -> list[dict[str, float]]:
     """Rank 0: show the evaluations that ran next to training and have ended; returns their metrics."""
     if session.beside is None:
         return []
@@ -125,7 +125,7 @@ def _accuracy(evaluation: Evaluation) -> list[float]:
     return [evaluation.accuracy, evaluation.standard_error]
 
 
-def _how(measured: Measured, step: int) -> dict[str, float]:
+def _how(measured: EvaluationResult, step: int) -> dict[str, float]:
     return {
         "eval/measured_step": measured.step,
         "eval/beside/seconds": measured.seconds,

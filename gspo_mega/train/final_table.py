@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from gspo_mega.config.derived import corrects
+from gspo_mega.config.derived import corrects_engine_gap
 from gspo_mega.metrics.catalogue import PHASES
 from gspo_mega.metrics.writer import final_table
-from gspo_mega.train.session import Session
+from gspo_mega.train.session import RankSession
 
 
 def accuracy_text(value: list[float] | None) -> str:
@@ -15,7 +15,7 @@ def accuracy_text(value: list[float] | None) -> str:
     return "not measured" if value is None else f"{value[0]:.3f} +- {value[1]:.3f}"
 
 
-def run_table(session: Session) -> tuple[str, dict[str, Any]]:
+def run_table(session: RankSession) -> tuple[str, dict[str, Any]]:
     """(text for people, the same numbers as a JSON object), over all attempts of the run. Rank 0."""
     summary, state = session.state.summary, session.state
     totals = summary.get("totals", {})
@@ -46,7 +46,7 @@ def run_table(session: Session) -> tuple[str, dict[str, Any]]:
         ["mismatch |d| per token, mean", f"{mean('mismatch/abs_log_ratio_mean'):.1e} nats"],
         ["mismatch |d| per token, largest", f"{totals.get('mismatch/abs_log_ratio_max', 0.0):.1e} nats"],
     ]
-    if corrects(session.config):
+    if corrects_engine_gap(session.config):
         rows.append(["kept by mismatch.correction, mean", f"{mean('policy/kept_fraction'):.4f}"])
     first = {sign: mean(f"policy/mini_batch/0/clip_fraction_{sign}") for sign in ("negative", "positive")}
     if session.config.old_log_probs == "rollout":

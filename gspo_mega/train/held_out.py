@@ -36,21 +36,21 @@ from gspo_mega.rewards.functions import problem_of_answer
 from gspo_mega.rewards.mathematics import final_answer
 
 
-class Estimate(NamedTuple):
+class HeldOutEstimate(NamedTuple):
     """A mean over prompts and its standard error, from the spread between prompts (0 for one prompt)."""
 
     mean: float
     standard_error: float
 
 
-def over_prompts(values: Iterable[float]) -> Estimate:
+def over_prompts(values: Iterable[float]) -> HeldOutEstimate:
     """The mean of one value per prompt. Raises ValueError without any."""
     kept = list(values)
     if not kept:
         raise ValueError("no prompt to take a mean over")
     mean = math.fsum(kept) / len(kept)
     spread = math.fsum((value - mean) ** 2 for value in kept) / max(len(kept) - 1, 1)
-    return Estimate(mean, math.sqrt(spread / len(kept)))
+    return HeldOutEstimate(mean, math.sqrt(spread / len(kept)))
 
 
 def pass_at(num_samples: int, num_correct: int, k: int) -> float:
@@ -208,11 +208,11 @@ def summarize(
     )
 
 
-def _pass_at(marks: list[list[bool]], k: int) -> Estimate:
+def _pass_at(marks: list[list[bool]], k: int) -> HeldOutEstimate:
     return over_prompts(pass_at(len(group), sum(group), k) for group in marks if len(group) >= k)
 
 
-def _majority(scored: list[list[Episode]], marks: list[list[bool]], votes: str) -> Estimate:
+def _majority(scored: list[list[Episode]], marks: list[list[bool]], votes: str) -> HeldOutEstimate:
     read = _final_answer if votes == "final_answer" else str.strip
     return over_prompts(
         majority_correct([(read(one.response_text) or None, mark) for one, mark in zip(group, right, strict=True)])

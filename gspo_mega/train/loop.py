@@ -21,7 +21,7 @@ import torch
 
 from gspo_mega.algorithm.terms import objective_settings
 from gspo_mega.base.episodes import RolloutBatch
-from gspo_mega.config.derived import critic_of, makes_old_pass, penalises_kl, policy_steps, train_config
+from gspo_mega.config.derived import critic_of, needs_old_log_prob_pass, penalises_kl, policy_steps, train_config
 from gspo_mega.config.schema import Critic
 from gspo_mega.engine.policy import OldState
 from gspo_mega.train.batches import fill_advantages, scored_batch
@@ -32,10 +32,10 @@ from gspo_mega.train.final_table import run_table
 from gspo_mega.train.mismatch_report import correction_notice
 from gspo_mega.train.reports import StepReport
 from gspo_mega.train.scatter import Work
-from gspo_mega.train.session import Session, reference_path
+from gspo_mega.train.session import RankSession, reference_path
 
 
-def run_rollouts(session: Session, num_steps: int) -> dict[str, Any] | None:
+def run_rollouts(session: RankSession, num_steps: int) -> dict[str, Any] | None:
     """Sample the batches of `num_steps` steps from `model.path`. Returns rank 0's result as `run_train`. Collective."""
     state = session.state
     stop = None
@@ -68,7 +68,7 @@ def run_train(context: WorkerContext) -> dict[str, Any] | None:
     """
     config = train_config(context.config)
     num_steps = config.train.num_steps
-    with Session(context, num_optimizer_steps=policy_steps(config)) as session:
+    with RankSession(context, num_optimizer_steps=policy_steps(config)) as session:
         state = session.state
         if session.resumed_from is not None:
             session.say(
@@ -100,7 +100,7 @@ def run_train(context: WorkerContext) -> dict[str, Any] | None:
         return finish(session)
 
 
-def start(session: Session) -> str | None:
+def start(session: RankSession) -> str | None:
     """Bring the servers to the engine's weights and measure where the run begins. Returns a reason to stop."""
     stop = session.servers.wait()
     if stop is not None:
@@ -113,7 +113,7 @@ def start(session: Session) -> str | None:
     return None
 
 
-def train_step(session: Session, num_steps: int) -> str | None:
+def train_step(session: RankSession, num_steps: int) -> str | None:
     """One rollout batch. Returns the reason when a stop was asked for before it was trained on."""
     config, state, engine = session.config, session.state, session.engine
     batch, work = take(session)
@@ -126,8 +126,10 @@ def train_step(session: Session, num_steps: int) -> str | None:
     critic = critic_of(config)
     trains_policy = critic is None or state.step >= critic.warmup_steps
     old: list[OldState | None] = [None] * len(work.mini_batches)
-    corrects = makes_old_pass(config) and engine.can_correct_in_training([m.micro_batches for m in work.mini_batches])
-    if makes_old_pass(config) and (trains_policy or penalises_kl(config)):
+    corrects = needs_old_log_prob_pass(config) and engine.can_correct_in_training(
+        [m.micro_batches for m in work.mini_batches]
+    )
+    if needs_old_log_prob_pass(config) and (trains_policy or penalises_kl(config)):
         passes: list[OldState] = []
         for mini_batch in session.each("old_log_probs", [] if corrects else work.mini_batches):
             passes.append(engine.old_pass(mini_batch.micro_batches))
@@ -165,7 +167,7 @@ def train_step(session: Session, num_steps: int) -> str | None:
 
 
 def train_policy(
-    session: Session,
+    session: RankSession,
     work: Work,
     old: list[OldState | None],
     reference: list[list[torch.Tensor] | None] | None,
@@ -185,7 +187,7 @@ def train_policy(
 
 
 def train_critic(
-    session: Session,
+    session: RankSession,
     settings: Critic,
     work: Work,
     old: list[OldState | None],
@@ -202,7 +204,7 @@ def train_critic(
     return step
 
 
-def measure_staleness(session: Session, work: Work, passes: list[OldState]) -> None:
+def measure_staleness(session: RankSession, work: Work, passes: list[OldState]) -> None:
     """Split the gap of the step's tokens with the weights that sampled them. Collective."""
     assert session.snapshots is not None
     missing = session.snapshots.missing([one for mini_batch in work.mini_batches for one in mini_batch.micro_batches])
@@ -222,7 +224,7 @@ def _is_due(every_steps: int, step: int) -> bool:
     return every_steps > 0 and step % every_steps == 0
 
 
-def take(session: Session) -> tuple[RolloutBatch | None, Work]:
+def take(session: RankSession) -> tuple[RolloutBatch | None, Work]:
     """The step's rollout batch (rank 0) and this rank's share of it."""
     state, lead, preparation = session.state, session.lead, session.preparation
     session.gpus.turn("sample")
@@ -242,7 +244,7 @@ def take(session: Session) -> tuple[RolloutBatch | None, Work]:
         return batch, work
 
 
-def finish(session: Session) -> dict[str, Any] | None:
+def finish(session: RankSession) -> dict[str, Any] | None:
     """Rank 0: show what never acted, then the final table; its numbers are the command's result."""
     if session.lead is None:
         return None

@@ -31,7 +31,7 @@ from gspo_mega.algorithm.terms import (
     MISMATCH_SUMS,
     objective_settings,
 )
-from gspo_mega.config.derived import Band, band_of, corrects, server_dtype, share_sentence
+from gspo_mega.config.derived import Band, band_of, corrects_engine_gap, server_dtype, share_sentence
 from gspo_mega.config.schema import Config, Mismatch
 from gspo_mega.metrics.catalogue import rows_by_length
 
@@ -44,7 +44,7 @@ def correction_metrics(config: Config, train: Mapping[str, np.ndarray], present:
     """Metrics of the correction of a step. `train`: columns of all trajectories from the training passes; `present`
     [N] bool: with an active token. Empty where there is no correction.
     """
-    if not corrects(config) or not present.any():
+    if not corrects_engine_gap(config) or not present.any():
         return {}
     weights, deviations, vetoes = (
         train[column.name][present] for column in (CORRECTION_WEIGHT, CORRECTION_DEVIATION, CORRECTION_VETOES)

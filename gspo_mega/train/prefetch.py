@@ -44,7 +44,7 @@ class _Ahead:
         )
 
 
-class Preparation:
+class Prefetch:
     """One per run, on rank 0.
 
     Attributes:

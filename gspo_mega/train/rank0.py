@@ -1,6 +1,6 @@
 """What rank 0 has and no other rank: the source of batches, the console, metrics, the stop request.
 
-`session.lead` is a `Lead` on rank 0 and None on every other rank; that is how code of the runtime asks for rank 0.
+`session.lead` is a `Rank0` on rank 0 and None on every other rank; that is how code of the runtime asks for rank 0.
 Owns the lives of these parts. What all ranks do together is `session.py`'s.
 """
 
@@ -25,7 +25,7 @@ from gspo_mega.train.rollouts import Rollouts
 from gspo_mega.train.sources import LiveSource, RecordedSource, journalled_source
 
 
-class Lead:
+class Rank0:
     """A context manager. `recorded_dir`: the run folder whose journal is trained on, in place of sampling.
     `needs_answers`: as of `Rollouts`.
 
@@ -66,7 +66,7 @@ class Lead:
         endpoint = PrometheusEndpoint(settings.host, settings.port, name, self.attempt.number, context.console)
         return self._cleanup.enter_context(endpoint)
 
-    def __enter__(self) -> Lead:
+    def __enter__(self) -> Rank0:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -32,7 +32,7 @@ from gspo_mega.algorithm.diagnostics import log_ratio_summary, policy_metrics
 from gspo_mega.algorithm.losses import KL_SUMS, VALUE_SUMS, explained_variance
 from gspo_mega.algorithm.terms import ENTROPY_SUM, LOG_S, MISMATCH_SUMS, STALENESS_SUMS, merge_columns
 from gspo_mega.base.episodes import RolloutBatch
-from gspo_mega.config.derived import compares_within_groups, critic_of, makes_old_pass, train_config
+from gspo_mega.config.derived import compares_within_groups, critic_of, needs_old_log_prob_pass, train_config
 from gspo_mega.config.schema import Moe
 from gspo_mega.data.journal.steps import write_token_gaps
 from gspo_mega.engine.adapters import adapter_norm
@@ -52,7 +52,7 @@ from gspo_mega.train.mismatch_report import (
     gap_warnings,
     note_correction,
 )
-from gspo_mega.train.session import Session
+from gspo_mega.train.session import RankSession
 
 
 def adapter_metrics(engine: PolicyEngine) -> dict[str, float]:
@@ -185,7 +185,7 @@ def _routing_total(name: str, reports: Sequence[Sums]) -> float:
     return sum(report.get(name, 0.0) for report in reports)
 
 
-def due_sets(session: Session, step: int, is_last: bool) -> list[str]:
+def due_sets(session: RankSession, step: int, is_last: bool) -> list[str]:
     """The sets to measure after `step`: by the cadence of each, and all after the last step. Alike on all ranks."""
     return [one.name for one in session.eval_sets if is_last or one.is_due(step)]
 
@@ -235,7 +235,7 @@ class MiniBatchPasses:
 class StepReport:
     """The report of one step, filled as it goes. Every rank has one; rank 0's `batch` is the rollout batch."""
 
-    def __init__(self, session: Session, batch: RolloutBatch | None, num_positions: int) -> None:
+    def __init__(self, session: RankSession, batch: RolloutBatch | None, num_positions: int) -> None:
         self._session, self._batch, self._num_positions = session, batch, num_positions
         self._version = session.state.weight_version
         self._results: list[StepResult] = []
@@ -428,7 +428,7 @@ class StepReport:
         """
         assert self._batch is not None
         trajectories = self._batch.trajectories
-        rows = np.full(len(trajectories), makes_old_pass(self._session.config))
+        rows = np.full(len(trajectories), needs_old_log_prob_pass(self._session.config))
         for rank in self._gathered:
             rows[rank[0].old.trajectory_index] = True
         stale = np.array([staleness.any() for staleness in self._staleness], dtype=bool)
@@ -437,7 +437,7 @@ class StepReport:
 
     def _token_gaps(self) -> list[dict[str, np.ndarray]]:
         """The ranks' parts, of tokens measured before any update."""
-        all_are = makes_old_pass(self._session.config)
+        all_are = needs_old_log_prob_pass(self._session.config)
         measured = [part.old.tokens for rank in self._gathered for part in (rank if all_are else rank[:1])]
         return [tokens for tokens in measured if tokens]
 

@@ -261,7 +261,7 @@ Due = Callable[[int, Iterable[int]], Mapping[int, Prompt]]
 
 
 @dataclass(frozen=True)
-class Standard:
+class RecordRequirements:
     """What a run asks of every record. `needs_routes`: one without its routed experts is not used."""
 
     group_size: int
@@ -269,10 +269,10 @@ class Standard:
     needs_routes: bool
 
 
-class Records:
+class ReusableRecords:
     """The usable records of a journal. `say` shows a line to the user."""
 
-    def __init__(self, journal: Journal, standard: Standard, say: Callable[[str], None]) -> None:
+    def __init__(self, journal: Journal, standard: RecordRequirements, say: Callable[[str], None]) -> None:
         self._journal, self._standard, self._say = journal, standard, say
 
     def of_step(self, begin: FileBegin, due: Due) -> StepRecord | None:

@@ -40,7 +40,7 @@ from gspo_mega.models.spec import ModelSpec
 from gspo_mega.rewards.pool import ScoringPool
 from gspo_mega.rollout.collector import Collector
 from gspo_mega.rollout.pool import ServerPool
-from gspo_mega.rollout.sampler import Servers
+from gspo_mega.rollout.sampler import SamplingServers
 from gspo_mega.rollout.server.reward_server import RewardServers
 from gspo_mega.train.held_out import Evaluation, HeldOut, summarize
 
@@ -54,13 +54,13 @@ def admit_nothing(number: int, prompt: Prompt, weight_version: int) -> None:
 
 
 def open_numbers(position: Mapping[str, Any], numbers: Iterable[int]) -> set[int]:
-    """Which of the group numbers `numbers` later steps may consume, at a position that `Source.state_dict` returned."""
+    """Which of the group numbers `numbers` later steps may consume, at a position of `BatchSource.state_dict`."""
     tickets = position.get("tickets", {"first": 0, "done": []})
     done = set(tickets["done"])
     return {number for number in numbers if number >= tickets["first"] and number not in done}
 
 
-class Source(Protocol):
+class BatchSource(Protocol):
     """Rollout batches by step, and the position in the prompts that they come from. Rank 0 only."""
 
     def take(self, step: int, weight_version: int, on_wait: Callable[[], None]) -> RolloutBatch:
@@ -89,7 +89,7 @@ class Source(Protocol):
         ...
 
 
-class ContinuableSource(Source, Protocol):
+class ContinuableSource(BatchSource, Protocol):
     """A source that can complete a batch, some groups of which exist already."""
 
     def on_ready(self, call: Callable[[int, list[Group]], None]) -> None:
@@ -107,10 +107,10 @@ class ContinuableSource(Source, Protocol):
         keep: Callable[[Episode], None] = ...,
         admit: Callable[[int, Prompt, int], None] = ...,
     ) -> RolloutBatch:
-        """As `Source.take`. `known`: groups that exist already, by their number, in the order in which they completed;
-        they may lack episodes. `keep` is called for every other episode as it completes, `admit` with number, prompt
-        and weight version when the sampling of a group begins. A source that samples ahead calls them from its own
-        thread, between two batches as well; what they raise ends the sampling.
+        """As `BatchSource.take`. `known`: groups that exist already, by their number, in the order in which they
+        completed; they may lack episodes. `keep` is called for every other episode as it completes, `admit` with
+        number, prompt and weight version when the sampling of a group begins. A source that samples ahead calls them
+        from its own thread, between two batches as well; what they raise ends the sampling.
         """
         ...
 
@@ -251,7 +251,7 @@ class Rollouts:
         on_wait: Callable[[], None],
         names: Collection[str] | None = None,
         keep: Callable[[HeldOutSet, list[Group]], None] = lambda settings, groups: None,
-        servers: Servers | None = None,
+        servers: SamplingServers | None = None,
     ) -> dict[str, Evaluation]:
         """Sample every prompt of the named held-out sets (all by default) from the committed weights, set by set, and
         score the responses. The results by the set's name. Calls `on_wait` while it waits, and `keep` with the

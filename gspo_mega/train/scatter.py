@@ -43,7 +43,7 @@ import torch.distributed as dist
 from gspo_mega.base import progress
 from gspo_mega.base.errors import RankError
 from gspo_mega.data.packing import ExpertRoutes
-from gspo_mega.engine.process_groups import Group
+from gspo_mega.engine.process_groups import RankGroup
 from gspo_mega.plan.layout import Layout
 from gspo_mega.train.batches import MiniBatch
 from gspo_mega.train.context import KeyValueStore
@@ -120,24 +120,24 @@ CHUNK_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True)
-class Place:
+class TreePlace:
     """A receiver's place: the rank that it receives from, and those that it sends to."""
 
     parent: int
     children: tuple[int, ...]
 
     @classmethod
-    def of(cls, rank: int, receivers: Sequence[int], source: int) -> Place:
+    def of(cls, rank: int, receivers: Sequence[int], source: int) -> TreePlace:
         """`receivers`: all of a message's, of which `rank` is one; `source` sends to the first of them."""
         index = receivers.index(rank)
         parent = receivers[(index - 1) // 2] if index else source
         return cls(parent, tuple(receivers[2 * index + 1 : 2 * index + 3]))
 
 
-class Sending:
+class PendingMessage:
     """A message on its way to one rank. It must not change before `wait` has returned."""
 
-    def __init__(self, message: np.ndarray, rank: int, host: Group) -> None:
+    def __init__(self, message: np.ndarray, rank: int, host: RankGroup) -> None:
         self._works = [_start(torch.tensor([len(message)], dtype=torch.int64), rank, host)]
         self._works += [_start(chunk, rank, host) for chunk in torch.from_numpy(message).split(CHUNK_BYTES)]
 
@@ -147,7 +147,7 @@ class Sending:
             work.wait()
 
 
-def receive(place: Place, host: Group) -> np.ndarray:
+def receive(place: TreePlace, host: RankGroup) -> np.ndarray:
     """The next message from the parent, [bytes] uint8, when the children have it, too."""
     size = torch.zeros(1, dtype=torch.int64)
     dist.recv(size, src=place.parent, group=host.group)
@@ -161,7 +161,7 @@ def receive(place: Place, host: Group) -> np.ndarray:
     return message.numpy()
 
 
-def _start(tensor: torch.Tensor, rank: int, host: Group) -> dist.Work:
+def _start(tensor: torch.Tensor, rank: int, host: RankGroup) -> dist.Work:
     work = dist.isend(tensor, dst=rank, group=host.group)
     assert work is not None, "this rank is not in the host group"
     return work
@@ -183,7 +183,7 @@ class Exchange:
     def __init__(
         self,
         store: KeyValueStore,
-        host: Group,
+        host: RankGroup,
         replicas: Sequence[Sequence[int]],
         heartbeat_store: KeyValueStore | None = None,
         silence_seconds: float = 120.0,
@@ -248,7 +248,7 @@ class Exchange:
             sending = None
             if receivers := [rank for rank in ranks if rank != 0]:
                 message = encode(value)
-                sending = Sending(message, receivers[0], self._host)
+                sending = PendingMessage(message, receivers[0], self._host)
                 self.num_sent_bytes += len(message)
             if under_way is not None:
                 under_way.wait()
@@ -267,7 +267,7 @@ class Exchange:
     def receive_more(self, ranks: Sequence[int]) -> Any:
         """Other ranks: what rank 0 sends to these ranks, of which this is one, with `send_more`."""
         receivers = [rank for rank in ranks if rank != 0]
-        return decode(receive(Place.of(self._host.rank, receivers, 0), self._host))
+        return decode(receive(TreePlace.of(self._host.rank, receivers, 0), self._host))
 
     def _await(self, key: str) -> None:
         seen, since = "", time.monotonic()
@@ -288,14 +288,14 @@ class Exchange:
     def gather(self, value: Any) -> list[Any] | None:
         """Collect every rank's value on rank 0, in rank order; None elsewhere. Collective over all ranks."""
         if self._host.rank != 0:
-            Sending(encode(value), 0, self._host).wait()
+            PendingMessage(encode(value), 0, self._host).wait()
             return None
-        others = [Place(rank, ()) for rank in range(1, self._host.size)]
+        others = [TreePlace(rank, ()) for rank in range(1, self._host.size)]
         return [value] + [decode(receive(place, self._host)) for place in others]
 
 
 @dataclass(frozen=True)
-class Message:
+class StepMessage:
     """`content`: of `work`, its `mini_batches`, `stop`, and whether `routes` follow; of `value`, the value that all
     ranks agree on; of `request`, the name of a collective act that rank 0 begins.
     """
@@ -327,7 +327,7 @@ class Parcels:
             return
         for shard in self._shards:
             content = {"mini_batches": [m.to_wire() for m in shard], "stop": None, "routes": self._has_routes}
-            yield vars(Message("work", content))
+            yield vars(StepMessage("work", content))
 
     def routes(self) -> Iterator[tuple[list[int], Any]]:
         """(ranks, their routes) of every stage of every data-parallel rank; rank 0 takes its own."""
@@ -404,12 +404,12 @@ class RankLink:
 
     def request(self, name: str) -> None:
         """Rank 0: have the other ranks, which wait for it, begin their part of a collective act."""
-        self._exchange.send_all(vars(Message("request", name)))
+        self._exchange.send_all(vars(StepMessage("request", name)))
 
     def agree(self, value: Any) -> Any:
         """Rank 0's `value` (JSON types) on every rank. Collective."""
         if self._rank == 0:
-            self._exchange.send_all(vars(Message("value", value)))
+            self._exchange.send_all(vars(StepMessage("value", value)))
             return value
         return self._follow("value")
 
@@ -428,7 +428,7 @@ class RankLink:
     def hand_out_stop(self, reason: str) -> Work:
         """Rank 0: tell every rank to stop."""
         work = {"mini_batches": [], "stop": reason, "routes": False}
-        self._exchange.send_all(vars(Message("work", work)))
+        self._exchange.send_all(vars(StepMessage("work", work)))
         return Work(stop=reason)
 
     def receive_work(self) -> Work:
@@ -443,7 +443,7 @@ class RankLink:
     def _follow(self, until: str) -> Any:
         """Other ranks: carry out what rank 0 requests until it sends a message of the kind `until`; its content."""
         while True:
-            message = Message(**self._exchange.receive())
+            message = StepMessage(**self._exchange.receive())
             if message.kind == until:
                 return message.content
             assert message.kind == "request", f"rank 0 sent {message.kind!r} where {until!r} was due"

@@ -44,11 +44,11 @@ from gspo_mega.rollout.registration import give_turn, read_registrations
 from gspo_mega.sync.publish import Publisher, PublishResult
 from gspo_mega.train.context import StopRequested
 from gspo_mega.train.phases import Phases
-from gspo_mega.train.rank0 import Lead
+from gspo_mega.train.rank0 import Rank0
 from gspo_mega.train.scatter import RankLink
 
 if TYPE_CHECKING:
-    from gspo_mega.train.rank0 import Lead
+    from gspo_mega.train.rank0 import Rank0
 
 
 _OPEN_REQUESTS_POLL_SECONDS = 0.005
@@ -159,7 +159,7 @@ class SharedGpus:
         memory: DeviceMemory,
         ranks: RankLink,
         host_group: dist.ProcessGroup,
-        lead: Lead | None,
+        lead: Rank0 | None,
         phases: Phases,
     ) -> None:
         """`host_group`: all ranks, through their hosts."""
@@ -362,7 +362,7 @@ class ServerLink(Protocol):
 class NoServers:
     """The link of a run that trains on a record."""
 
-    def __init__(self, lead: Lead | None) -> None:
+    def __init__(self, lead: Rank0 | None) -> None:
         self._lead = lead
 
     def wait(self) -> str | None:
@@ -390,7 +390,7 @@ class LiveServers:
         rollout: Rollout,
         publisher: Publisher,
         ranks: RankLink,
-        lead: Lead | None,
+        lead: Rank0 | None,
         phases: Phases,
         gpus: Gpus,
     ) -> None:

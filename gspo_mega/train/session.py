@@ -32,14 +32,14 @@ from gspo_mega.models.spec import ModelSpec, shape_differences
 from gspo_mega.plan import resolve_layout
 from gspo_mega.rollout.registration import versions_being_loaded
 from gspo_mega.sync.adapters import publisher_of
-from gspo_mega.train.async_eval import EvaluationsBeside
+from gspo_mega.train.async_eval import AsyncEvaluations
 from gspo_mega.train.checkpointing import Saving, restore
 from gspo_mega.train.context import StopRequested, WorkerContext
 from gspo_mega.train.critic_step import build_critic
 from gspo_mega.train.held_out import Evaluation
 from gspo_mega.train.phases import Phases, Profiling
-from gspo_mega.train.prefetch import Preparation
-from gspo_mega.train.rank0 import Lead
+from gspo_mega.train.prefetch import Prefetch
+from gspo_mega.train.rank0 import Rank0
 from gspo_mega.train.scatter import Exchange, RankLink
 from gspo_mega.train.servers import Gpus, LiveServers, NoServers, OwnGpus, ServerLink, SharedGpus, local_address
 
@@ -66,7 +66,7 @@ def load_reference(config: Config, spec: ModelSpec, groups: ParallelGroups) -> R
 T = TypeVar("T")
 
 
-class Session:
+class RankSession:
     """Everything one rank has while it runs; a context manager. The constructor is collective.
 
     Attributes:
@@ -111,12 +111,12 @@ class Session:
 
         # Rank 0 reads data and starts scorers while every rank builds the model: errors of either come early.
         recorded_dir = config.train.from_rollouts if trains_policy and config.train is not None else None
-        self.lead: Lead | None = None
+        self.lead: Rank0 | None = None
         if context.is_lead:
-            self.lead = self._cleanup.enter_context(Lead(context, self.spec, recorded_dir, trains_policy))
-        self.preparation: Preparation | None = None
+            self.lead = self._cleanup.enter_context(Rank0(context, self.spec, recorded_dir, trains_policy))
+        self.preparation: Prefetch | None = None
         if self.lead is not None and trains_policy and config.train is not None and not config.train.rollouts_only:
-            self.preparation = Preparation(config, self.spec, self.layout)
+            self.preparation = Prefetch(config, self.spec, self.layout)
             self._cleanup.callback(self.preparation.close)
             self.lead.source.on_ready(self.preparation.begin)
         self.ranks = RankLink(self.exchange, self.layout, self.groups.world.rank)
@@ -163,9 +163,9 @@ class Session:
             self.lead.resume(self.state)
         self.evaluates_beside = config.eval is not None and not (config.eval.blocking or rollouts_only)
         self.evaluates_beside &= self.evaluates and trains_policy
-        self.beside: EvaluationsBeside | None = None
+        self.beside: AsyncEvaluations | None = None
         if self.lead is not None and self.evaluates_beside:
-            self.beside = EvaluationsBeside(config, self.lead, self.state)
+            self.beside = AsyncEvaluations(config, self.lead, self.state)
             self._cleanup.callback(self.beside.close)
 
     def _live_servers(self) -> LiveServers:
@@ -187,7 +187,7 @@ class Session:
         due = set() if self.beside is None else self.beside.versions()
         return versions_being_loaded(self.attempt.servers_dir) | due
 
-    def __enter__(self) -> Session:
+    def __enter__(self) -> RankSession:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -25,7 +25,7 @@ from gspo_mega.train.context import WorkerContext
 from gspo_mega.train.final_table import accuracy_text
 from gspo_mega.train.reports import adapter_metrics, due_sets, evaluation_metrics, expert_loads, router_losses
 from gspo_mega.train.scatter import Work
-from gspo_mega.train.session import Session
+from gspo_mega.train.session import RankSession
 
 
 def run_sft(context: WorkerContext) -> dict[str, Any] | None:
@@ -36,7 +36,7 @@ def run_sft(context: WorkerContext) -> dict[str, Any] | None:
     """
     config = sft_config(context.config)
     settings = config.sft
-    with Session(context, num_optimizer_steps=settings.max_steps, trains_policy=False) as session:
+    with RankSession(context, num_optimizer_steps=settings.max_steps, trains_policy=False) as session:
         state = session.state
         demonstrations = _demonstrations(session)
         if session.lead is not None:
@@ -67,7 +67,7 @@ def run_sft(context: WorkerContext) -> dict[str, Any] | None:
         return {"step": state.step, "accuracy": accuracy, "huggingface_dir": str(session.run_folder.huggingface_dir)}
 
 
-def _demonstrations(session: Session) -> PromptStream[Demonstration] | None:
+def _demonstrations(session: RankSession) -> PromptStream[Demonstration] | None:
     """Rank 0's stream of demonstrations, at the position where the run left it."""
     if session.lead is None:
         return None
@@ -93,21 +93,21 @@ def _demonstrations(session: Session) -> PromptStream[Demonstration] | None:
     return stream
 
 
-def _checkpoint(session: Session, demonstrations: PromptStream[Demonstration] | None) -> None:
+def _checkpoint(session: RankSession, demonstrations: PromptStream[Demonstration] | None) -> None:
     if demonstrations is not None:
         session.state.demonstrations = demonstrations.state_dict()
     session.saving.checkpoint()
     session.saving.poll(wait=True)
 
 
-def _start(session: Session) -> str | None:
+def _start(session: RankSession) -> str | None:
     """Wait for the servers. Returns a reason to stop, or the verdict of a run that is done already."""
     stop = session.servers.wait()
     session.phases.timer.start_step()
     return "stopped" if stop is not None else session.state.summary.get("verdict")
 
 
-def _step(session: Session, demonstrations: PromptStream[Demonstration] | None) -> str | None:
+def _step(session: RankSession, demonstrations: PromptStream[Demonstration] | None) -> str | None:
     """One optimizer step, and a measurement where one is due. Returns "done", "stopped" or None to go on."""
     config, state = sft_config(session.config), session.state
     settings = config.sft
@@ -149,7 +149,7 @@ def _step(session: Session, demonstrations: PromptStream[Demonstration] | None) 
     return verdict
 
 
-def _take(session: Session, demonstrations: PromptStream[Demonstration] | None) -> Work:
+def _take(session: RankSession, demonstrations: PromptStream[Demonstration] | None) -> Work:
     if demonstrations is None or session.lead is None:
         with session.phase("rollout"):
             return session.ranks.receive_work()
@@ -162,7 +162,7 @@ def _take(session: Session, demonstrations: PromptStream[Demonstration] | None) 
         return session.ranks.hand_out(assemble_supervised(chosen, config, session.layout, session.state.step))
 
 
-def _measure(session: Session, settings: Sft) -> tuple[str | None, dict[str, float]]:
+def _measure(session: RankSession, settings: Sft) -> tuple[str | None, dict[str, float]]:
     """Publish, sample held-out problems, and decide. Raises NumericsError on every rank past the band, RewardError
     where too many samples could not be scored to decide by the others.
     """

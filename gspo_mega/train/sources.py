@@ -32,8 +32,8 @@ from gspo_mega.data.journal.episode_log import EpisodeLog, FileBegin
 from gspo_mega.data.journal.journal import Journal, RoutePruning
 from gspo_mega.data.journal.steps import StepRecord
 from gspo_mega.rollout.arrival_order import Freshness
-from gspo_mega.rollout.scheduler import Position
-from gspo_mega.train.reusable_records import Records, Standard, first_weights, next_history
+from gspo_mega.rollout.scheduler import ResumePoint
+from gspo_mega.train.reusable_records import RecordRequirements, ReusableRecords, first_weights, next_history
 from gspo_mega.train.rollouts import ContinuableSource, Rollouts, admit_nothing, keep_nothing, open_numbers
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class LiveSource:
 
     def __init__(self, rollouts: Rollouts, fingerprints: dict[str, str]) -> None:
         self._rollouts, self._prompts, self._fingerprints = rollouts, rollouts.prompts, fingerprints
-        self._position: Position | None = None
+        self._position: ResumePoint | None = None
 
     def take(
         self,
@@ -103,7 +103,7 @@ class LiveSource:
         collector.close()
         # On the collector's own thread, after its end: nothing draws prompts after this.
         self._rollouts.pool.loop.run(self._return_to(prompts))
-        self._position = Position(prompts, state.get("tickets"))
+        self._position = ResumePoint(prompts, state.get("tickets"))
         collector.go_on_from(self._position)
 
     async def _return_to(self, state: dict[str, Any]) -> None:
@@ -253,7 +253,7 @@ class JournalledSource:
         """
         self._journal, self._source, self._say = journal, source, say
         self._most_ahead = freshness.max_staleness
-        self._records = Records(journal, Standard(group_size, freshness, needs_routes), say)
+        self._records = ReusableRecords(journal, RecordRequirements(group_size, freshness, needs_routes), say)
         self._log = EpisodeLog(journal, group_size)
         self._keep_last = keep_last
         self._pruning = RoutePruning(journal) if prune_routes else None

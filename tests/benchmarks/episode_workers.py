@@ -20,7 +20,7 @@ import psutil
 
 from gspo_mega.agents.pool import EpisodePool
 from gspo_mega.agents.protocol import Task
-from gspo_mega.agents.session import Answer
+from gspo_mega.agents.session import AgentTurn
 from gspo_mega.config.schema import EpisodeFunction, Episodes
 
 MODULE = """
@@ -56,7 +56,7 @@ class Policy:
         else:
             self.num_sampled += 1
             await asyncio.sleep(self.seconds)
-        return Answer(number, {"role": "assistant", "content": "x" * 200}, "stop", 0)
+        return AgentTurn(number, {"role": "assistant", "content": "x" * 200}, "stop", 0)
 
     def set_reward(self, turn, value):
         pass

@@ -25,7 +25,7 @@ from publish import DEADLINE, NUM_TENSORS, Receiver, written
 
 from gspo_mega.sync.broadcast import GroupSender
 from gspo_mega.sync.broadcast_group import OwnTensors
-from gspo_mega.sync.remote_sender import Channel, OtherRank, obey
+from gspo_mega.sync.remote_sender import OrderChannel, RemoteSender, serve_send_orders
 from gspo_mega.sync.servers import Deadline, Fleet
 
 NUM_RANKS = 4
@@ -48,10 +48,10 @@ def order(what: str = "") -> str:
 
 def other(rank: int, store: str, mine: Named, bucket_bytes: int) -> None:
     """The process of a rank that is not rank 0."""
-    channel, own = Channel(host_group(rank, store), 0), OwnTensors(rank)
+    channel, own = OrderChannel(host_group(rank, store), 0), OwnTensors(rank)
     while (way := order()) != "end":
         if way == "owners":
-            obey(own, channel, iter(mine), bucket_bytes)
+            serve_send_orders(own, channel, iter(mine), bucket_bytes)
         else:
             for _, tensor in mine:
                 dist.send(tensor, 0)
@@ -83,7 +83,7 @@ def main() -> None:
     for rank in range(1, NUM_RANKS):
         context.Process(target=other, args=(rank, store, owned[rank], bucket_bytes), daemon=True).start()
     host = host_group(0, store)
-    others = [OtherRank(rank, Channel(host, rank)) for rank in range(1, NUM_RANKS)]
+    others = [RemoteSender(rank, OrderChannel(host, rank)) for rank in range(1, NUM_RANKS)]
 
     print("| receivers | way | given by rank 0 | by one rank at most | written | s |")
     print("|---|---|---|---|---|---|")

@@ -26,7 +26,7 @@ from tiny_models import EOS_TOKEN_ID, make_model
 from gspo_mega.config import load_config
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.rollout.client.completion import SamplingParams
-from gspo_mega.rollout.client.server_client import Flight
+from gspo_mega.rollout.client.server_client import InFlightRequest
 from gspo_mega.rollout.pool import ServerPool
 from gspo_mega.rollout.pooled_server import Load
 from gspo_mega.rollout.registration import read_secret
@@ -52,7 +52,7 @@ async def whole(address: str, key: str, prompts, params) -> int:
 
 async def streamed(entry, load: Load, prompts, params) -> int:
     async def one(number, prompt):
-        flight = Flight(120.0, load)
+        flight = InFlightRequest(120.0, load)
         answer = await entry.client.generate(
             prompt,
             params,

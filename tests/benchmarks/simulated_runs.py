@@ -20,7 +20,7 @@ from gspo_mega.plan import plan_run
 from gspo_mega.plan.state import ModelShares
 from gspo_mega.verify.simulate.events import RunEvents
 from gspo_mega.verify.simulate.job import Job, job_of, log_normal
-from gspo_mega.verify.simulate.outcome import Measured, fit
+from gspo_mega.verify.simulate.outcome import MeasuredStep, fit
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -64,7 +64,7 @@ def pinned() -> list[tuple[str, float, float]]:
     """(on_publish, measured, simulated) step with K = 1: rates of the same pair's run with K = 0."""
     found = []
     for mode, rollout, training, step in PINNED:
-        fitted, _ = fit(quickstart(on_publish=mode), Measured(rollout, training, 0.0))
+        fitted, _ = fit(quickstart(on_publish=mode), MeasuredStep(rollout, training, 0.0))
         found.append((mode, step, mean_step(replace(fitted, max_staleness=1))))
     return found
 
@@ -76,7 +76,7 @@ def shared() -> list[tuple[str, str, float, float]]:
     found = []
     for seed in sorted({seed for seed, _ in rows}):
         wait, step = (float(rows[seed, "k0"][name]) for name in ("wait_seconds", "step_seconds"))
-        fitted, _ = fit(quickstart(on_publish="continue"), Measured(wait, step - wait, 0.0))
+        fitted, _ = fit(quickstart(on_publish="continue"), MeasuredStep(wait, step - wait, 0.0))
         # With k4 five batches were open on the server at a time.
         for arm, staleness in (("k0", 0), ("k1", 1), ("k4", 4)):
             of = replace(fitted, max_staleness=staleness, shared=True)
@@ -91,7 +91,7 @@ def reading() -> tuple[float, float, float]:
     (mode, _, _, step), second = PINNED[:2]
 
     def with_reading(pair: tuple[str, float, float, float], prefill: float) -> float:
-        fitted, _ = fit(quickstart(on_publish=mode), Measured(pair[1], pair[2], 0.0))
+        fitted, _ = fit(quickstart(on_publish=mode), MeasuredStep(pair[1], pair[2], 0.0))
         server = replace(fitted.server, prefill=prefill)
         return mean_step(replace(fitted, max_staleness=1, server=server))
 

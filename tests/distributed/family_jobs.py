@@ -229,7 +229,7 @@ def _injected(fault: str | None) -> Iterator[None]:
             if not entry.name.endswith(ends):
                 return plain_blocks(spec, entry, tensor_parallel, tensor_rank)
             rows = order(spec, np.arange(entry.shape[0]))
-            return [tensors.Block(0, int(row), place, 1) for place, row in enumerate(rows)]
+            return [tensors.TensorBlock(0, int(row), place, 1) for place, row in enumerate(rows)]
 
         # Bound by name where they are used.
         patch = contextlib.ExitStack()
@@ -248,7 +248,7 @@ def _injected(fault: str | None) -> Iterator[None]:
         def one_after_the_other(spec, role):
             query, key = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
             start, length = {"q": (0, query), "k": (query, key), "v": (query + key, key)}[role]
-            yield tensors.Block(0, 0, start, length)
+            yield tensors.TensorBlock(0, 0, start, length)
 
         patch = mock.patch.object(tensors, "_fused_qkv_rows", one_after_the_other)
     with patch:

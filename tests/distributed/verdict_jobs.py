@@ -14,7 +14,7 @@ from gspo_mega.base.episodes import Group, RolloutBatch, one_turn_row
 from gspo_mega.base.records import Prompt
 from gspo_mega.checkpoint.gather import PolicyTensors
 from gspo_mega.checkpoint.hf_import import import_huggingface
-from gspo_mega.config.derived import makes_old_pass
+from gspo_mega.config.derived import needs_old_log_prob_pass
 from gspo_mega.config.schema import Config
 from gspo_mega.data.packing import ExpertRoutes
 from gspo_mega.engine.policy import PolicyEngine
@@ -83,7 +83,7 @@ def _train(config: Config, phase: list[str]) -> dict[str, np.ndarray]:
     if (routes := ExpertRoutes.of(batch.trajectories, spec, config.moe.routing_replay == "R3")) is not None:
         routes.attach([pack for mini_batch in mine for pack in mini_batch.micro_batches])
     phase[0] = "train"
-    old = [engine.old_pass(m.micro_batches) if makes_old_pass(config) else None for m in mine]
+    old = [engine.old_pass(m.micro_batches) if needs_old_log_prob_pass(config) else None for m in mine]
     frozen = [reference.log_probs(m.micro_batches) if reference is not None else None for m in mine]
     settings = objective_settings(config.algorithm, config.objective)
     engine.policy_gradients(mine[0].micro_batches, settings, mine[0].denominator, old[0], frozen[0])

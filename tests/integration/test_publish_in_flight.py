@@ -23,7 +23,7 @@ from tiny_models import perturb
 from gspo_mega.config import load_config
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.rollout.client.completion import Completion, SamplingParams
-from gspo_mega.rollout.client.server_client import Flight
+from gspo_mega.rollout.client.server_client import InFlightRequest
 from gspo_mega.rollout.pool import ServerPool
 from gspo_mega.sync.broadcast import GroupSender
 from gspo_mega.sync.servers import Deadline, Fleet
@@ -38,7 +38,7 @@ SECONDS = 240.0
 TOLERANCE = 2e-5  # nats, fp32: as for requests that no update meets
 
 
-class LabelledFlight(Flight):
+class LabelledFlight(InFlightRequest):
     """Remembers each report: (tokens so far, the version that it names)."""
 
     def __init__(self) -> None:

@@ -14,8 +14,8 @@ from test_rollout_server import check_response
 from tiny_models import EOS_TOKEN_ID
 from waiting import until
 
-from gspo_mega.rollout.client.completion import Response, SamplingParams
-from gspo_mega.rollout.client.server_client import Flight
+from gspo_mega.rollout.client.completion import PartialResponse, SamplingParams
+from gspo_mega.rollout.client.server_client import InFlightRequest
 from gspo_mega.rollout.pool import ServerPool
 from gspo_mega.rollout.sampler import Sampler
 
@@ -23,9 +23,9 @@ PARAMS = SamplingParams(64, 1.0, 1.0, -1, (EOS_TOKEN_ID,))
 PROMPT = tuple(range(40, 52))
 
 
-async def cut_after(entry, response: Response, num_tokens: int) -> None:
+async def cut_after(entry, response: PartialResponse, num_tokens: int) -> None:
     """One request for the rest of the response, ended early after `num_tokens`."""
-    flight = Flight(60.0)
+    flight = InFlightRequest(60.0)
     flight._meter = type(
         "Meter",
         (),
@@ -48,7 +48,7 @@ def test_a_response_in_parts_is_one_response(request, which):
     server = request.getfixturevalue(which)
 
     async def in_parts(pool):
-        response = Response(len(PROMPT), PARAMS, pool.returns_routed_experts)
+        response = PartialResponse(len(PROMPT), PARAMS, pool.returns_routed_experts)
         entry = await pool.acquire()
         lengths = []
         for num_tokens in (5, 9, 10_000):

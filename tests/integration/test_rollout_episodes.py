@@ -13,7 +13,7 @@ from test_rollout_server import reference_log_probs
 from tiny_models import EOS_TOKEN_ID, byte_tokenizer
 
 from gspo_mega.agents.protocol import Limits
-from gspo_mega.agents.session import Conversation, Session
+from gspo_mega.agents.session import Conversation, EpisodeSession
 from gspo_mega.base import processes
 from gspo_mega.base.episodes import Episode, check_episode
 from gspo_mega.base.records import Prompt
@@ -63,7 +63,7 @@ def test_turns_and_branches_have_the_models_log_probs(request, which):
         sampler = Sampler(server.config.rollout, pool)
 
         async def one(number):
-            session = Session(talk, f"e{number}", prompt(number), sampler, TURN, LIMITS)
+            session = EpisodeSession(talk, f"e{number}", prompt(number), sampler, TURN, LIMITS)
             messages = [*prompt(number).messages]
             for _ in range(3):
                 messages += [await session.turn(messages), TOOL]
@@ -92,7 +92,7 @@ def test_a_session_stays_with_its_server_until_that_one_is_killed(dense_server, 
         trust(pool)
         sampler = Sampler(dense_server.config.rollout, pool)
         talk = conversation()
-        sessions = [Session(talk, f"e{number}", prompt(number), sampler, TURN, LIMITS) for number in range(6)]
+        sessions = [EpisodeSession(talk, f"e{number}", prompt(number), sampler, TURN, LIMITS) for number in range(6)]
         histories = [[*prompt(number).messages] for number in range(6)]
 
         async def one(session, messages):

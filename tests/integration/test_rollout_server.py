@@ -24,7 +24,7 @@ from waiting import alive, wait_gone
 from gspo_mega.base.errors import PublishError
 from gspo_mega.base.run_folder import RunFolder, atomic_write_json
 from gspo_mega.rollout.client.completion import SamplingParams
-from gspo_mega.rollout.client.server_client import Flight
+from gspo_mega.rollout.client.server_client import InFlightRequest
 from gspo_mega.rollout.registration import read_secret
 
 ROOT = Path(__file__).parents[2]
@@ -260,7 +260,7 @@ def test_a_cache_is_flushed_as_soon_as_what_runs_has_ended(dense_server):
         meter = types.SimpleNamespace(note=lambda num_tokens, seconds, first: started.set())
 
         async def one():
-            entry, flight = await pool.acquire(), Flight(60.0, meter)
+            entry, flight = await pool.acquire(), InFlightRequest(60.0, meter)
             try:
                 params = Unending(24, 1.0, 1.0, -1)
                 return await entry.client.generate(

@@ -46,7 +46,7 @@ def one_rank(tmp_path):
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 def test_the_group_that_carries_weights_listens_on_the_runs_address_alone(dense_server, one_rank, monkeypatch, address):
-    from gspo_mega.sync.broadcast import Link
+    from gspo_mega.sync.broadcast import ServerGroup
     from gspo_mega.sync.broadcast_group import OwnTensors
 
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
@@ -54,7 +54,7 @@ def test_the_group_that_carries_weights_listens_on_the_runs_address_alone(dense_
     with dense_server.pool() as pool:
         pool.wait_ready(1, 60)
         (control,) = pool.controls()
-        link = Link(OwnTensors(0), [control], address, "gloo", 60.0, 60.0)
+        link = ServerGroup(OwnTensors(0), [control], address, "gloo", 60.0, 60.0)
         try:
             own = listening([psutil.Process().pid])
             assert own - before and {ip for ip, _ in own - before} <= {"127.0.0.1", "::1"}

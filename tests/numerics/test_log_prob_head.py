@@ -17,9 +17,9 @@ from peak_memory import peak_extra_bytes  # noqa: E402
 
 import gspo_mega.engine  # noqa: E402,F401  the CPU backend comes before Megatron
 from gspo_mega.engine.log_probs import token_log_probs  # noqa: E402
-from gspo_mega.engine.process_groups import Group  # noqa: E402
+from gspo_mega.engine.process_groups import RankGroup  # noqa: E402
 
-ALONE = Group(group=None, rank=0, size=1, ranks=(0,))
+ALONE = RankGroup(group=None, rank=0, size=1, ranks=(0,))
 
 
 def head(hidden, weight, labels, *, rows=None, vocab=None, temperature=1.0, chunk=4, entropy=False):

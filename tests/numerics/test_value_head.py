@@ -12,9 +12,9 @@ import torch  # noqa: E402
 
 import gspo_mega.engine  # noqa: E402,F401  the CPU backend comes before Megatron
 from gspo_mega.engine.critic import token_values  # noqa: E402
-from gspo_mega.engine.process_groups import Group  # noqa: E402
+from gspo_mega.engine.process_groups import RankGroup  # noqa: E402
 
-ALONE = Group(group=None, rank=0, size=1, ranks=(0,))  # type: ignore[arg-type]
+ALONE = RankGroup(group=None, rank=0, size=1, ranks=(0,))  # type: ignore[arg-type]
 
 
 def values_of(hidden, weight, rows, chunk):

@@ -186,7 +186,7 @@ class Ranks:
         codes = answer["codes"]
         for rank, (job, code) in enumerate(zip(jobs, codes, strict=True)):
             fault = job["environment"].get(failpoints.VARIABLE)
-            armed = failpoints.Fault.parse(fault) if fault else failpoints.Fault()
+            armed = failpoints.InjectedFault.parse(fault) if fault else failpoints.InjectedFault()
             if (
                 code == KILLED
                 and job.get("kill_after") is None

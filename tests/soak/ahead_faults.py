@@ -33,7 +33,7 @@ from chaos_server import ChaosServer
 from gspo_mega.base.errors import GspoMegaError
 from gspo_mega.base.run_folder import RunFolder, atomic_write_text
 from gspo_mega.rollout import scheduler
-from gspo_mega.rollout.client.completion import Completion, Response
+from gspo_mega.rollout.client.completion import Completion, PartialResponse
 
 BOUND, PROMPTS, SHARE = 2, 6, 0.25
 
@@ -45,23 +45,23 @@ def lose() -> None:
 
 
 def double() -> None:
-    make, first = scheduler.Collection._make, []
+    make, first = scheduler.GroupScheduler._make, []
 
     def once_more(self, formed):
         batch = make(self, formed)
         first[:] = first or batch.groups[:1]
         return replace(batch, groups=[*batch.groups, *first] if batch.step == 2 else batch.groups)
 
-    scheduler.Collection._make = once_more
+    scheduler.GroupScheduler._make = once_more
 
 
 def bias() -> None:
-    add = Response.add
+    add = PartialResponse.add
 
     def as_if_whole(self, part: Completion) -> bool:
         return add(self, replace(part, finish_reason="length") if part.token_ids else part)
 
-    Response.add = as_if_whole
+    PartialResponse.add = as_if_whole
 
 
 CONTROLS = {"lost": lose, "doubled": double, "biased": bias}

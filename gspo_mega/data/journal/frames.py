@@ -308,7 +308,9 @@ def decode_episode(
 
     Raises ValueError, KeyError for a record that `encode_episode` does not make.
     """
-    token_ids, log_probs, versions = (_Parts(arrays[name]) for name in ("token_ids", "log_probs", "weight_versions"))
+    token_ids, log_probs, versions = (
+        _ArrayParts(arrays[name]) for name in ("token_ids", "log_probs", "weight_versions")
+    )
     nodes = []
     for node_id, (given, count) in enumerate(zip(values["nodes"], arrays["num_tokens"].tolist(), strict=True)):
         is_sampled, is_prompt = given["kind"] == "sampled", given.pop("is_prompt", False)
@@ -381,7 +383,7 @@ def _is_prompt(node: Node, prompt: Prompt) -> bool:
     return not node.is_sampled and node.parent < 0 and tuple(node.token_ids) == prompt.token_ids
 
 
-class _Parts:
+class _ArrayParts:
     """The values of an array, one node's behind the other's. What is missing at its end is not there."""
 
     def __init__(self, array: np.ndarray) -> None:

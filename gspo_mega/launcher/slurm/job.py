@@ -34,9 +34,9 @@ from gspo_mega.base.errors import GspoMegaError, PlanError, RankError, StuckErro
 from gspo_mega.base.run_folder import EXIT_STOPPED, Attempt, RunFolder, atomic_write_text
 from gspo_mega.base.versions import compare_records
 from gspo_mega.config import Config, LoadedConfig, render_config
-from gspo_mega.launcher.alerts import Alerts
+from gspo_mega.launcher.alerts import AlertSender
 from gspo_mega.launcher.attempt_state import StateKeeper, describe_failure, one_line
-from gspo_mega.launcher.children import Child, ChildSpec, ConsoleTail, Family, log_to, signals_taken
+from gspo_mega.launcher.children import Child, ChildSpec, ConsoleTail, ProcessFamily, log_to, signals_taken
 from gspo_mega.launcher.lease import hold
 from gspo_mega.launcher.prepare import free_port, new_attempt, versions_text
 from gspo_mega.launcher.restarts import Decision, Restarts
@@ -44,15 +44,15 @@ from gspo_mega.launcher.slurm.scontrol import (
     Allocation,
     Answers,
     LostNodes,
-    Node,
+    SlurmNode,
     job_runs,
     read_allocation,
     seconds_left,
 )
 from gspo_mega.launcher.slurm.size import JobSize, Site, job_size, with_signal_time
-from gspo_mega.launcher.slurm.steps import Servers, Starts, Steps, end_all, preflight
+from gspo_mega.launcher.slurm.steps import AttemptSteps, Starts, StepServers, end_all, preflight
 from gspo_mega.launcher.slurm.stop import SIGNALS, Stop
-from gspo_mega.launcher.watchdog import ServerFailures, StacksOnSignal, Watchdog
+from gspo_mega.launcher.watchdog import RankWatchdog, ServerFailures, StacksOnSignal
 from gspo_mega.plan import estimate, plan_run, refuse_what_does_not_fit, render_report
 from gspo_mega.plan.watchdog_bounds import Patience, patience
 from gspo_mega.rollout.server.reward_server import reward_folder
@@ -103,7 +103,7 @@ class SlurmJob:
     """One attempt's steps. `seconds_left`: until the job's time limit, None without one."""
 
     def __init__(
-        self, attempt: Attempt, context: JobContext, steps: Steps, state: StateKeeper, seconds_left: float | None
+        self, attempt: Attempt, context: JobContext, steps: AttemptSteps, state: StateKeeper, seconds_left: float | None
     ) -> None:
         self._attempt, self._steps, self._state, self._say = attempt, steps, state, context.say
         self._allocation, self._answers, self._nodes = context.allocation, context.answers, context.nodes
@@ -120,7 +120,7 @@ class SlurmJob:
         )
         self._check_lease, self._by_nccl = context.check_lease, context.by_nccl
         self._console = ConsoleTail(attempt.console_log, self._say)
-        self._watchdog = None if context.patience is None else Watchdog(attempt, steps.num_ranks, context.patience)
+        self._watchdog = None if context.patience is None else RankWatchdog(attempt, steps.num_ranks, context.patience)
         self._stacks = StacksOnSignal(attempt, steps.num_ranks, context.stack_signals, context.say)
         self._failures: ServerFailures | None = None
         self._watch: Child | None = None
@@ -132,7 +132,7 @@ class SlurmJob:
         command: str,
         servers: Sequence[int],
         master_port: int,
-        doctors: Sequence[tuple[Node, ChildSpec]],
+        doctors: Sequence[tuple[SlurmNode, ChildSpec]],
         rewards: Mapping[str, Sequence[int]] | None = None,
     ) -> int:
         """Start the steps, the doctors first, and watch until they are over. `servers`: indices of servers to start;
@@ -143,9 +143,9 @@ class SlurmJob:
         """
         if self.stop.handle_signals():
             return self._ended_by_slurm()
-        family = Family()
+        family = ProcessFamily()
         starts = Starts(family, self._attempt, self._say)
-        fleets: list[Servers] = []
+        fleets: list[StepServers] = []
         try:
             if doctors:
                 preflight(
@@ -157,11 +157,11 @@ class SlurmJob:
                     self._say,
                     lambda: compare_records(self._attempt.software_dir, self._by_nccl),
                 )
-            fleets.append(Servers(self._attempt, self._steps, self._nodes, starts, self._say, servers))
+            fleets.append(StepServers(self._attempt, self._steps, self._nodes, starts, self._say, servers))
             own = self._steps.reward_servers()
             for name, indices in (rewards or {}).items():
                 folder, of = reward_folder(self._attempt, name), f" of reward model {name}"
-                fleets.append(Servers(folder, own[name], self._nodes, starts, self._say, indices, of))
+                fleets.append(StepServers(folder, own[name], self._nodes, starts, self._say, indices, of))
                 if not indices:
                     self.stop.ask(f"all servers{of} are lost", again=True)
             scorers = [(reward_folder(self._attempt, name), f" of reward model {name}") for name in rewards or {}]
@@ -179,7 +179,7 @@ class SlurmJob:
         self._state.tell("finished" if code == 0 else "stopped")
         return code
 
-    def _until_over(self, ranks: Child, fleets: Sequence[Servers], starts: Starts) -> int:
+    def _until_over(self, ranks: Child, fleets: Sequence[StepServers], starts: Starts) -> int:
         while True:
             self._console.pump()
             if self._failures is not None:
@@ -270,7 +270,7 @@ class SlurmJob:
         self._say("Slurm ends this job.")
         return EXIT_STOPPED
 
-    def _drop_ended(self, fleet: Servers) -> None:
+    def _drop_ended(self, fleet: StepServers) -> None:
         fleet.drop_ended()
         if len(fleet) == 0 and not fleet.has_left:
             if fleet.gave_up is not None and not self.stop.is_asked_for:
@@ -367,7 +367,7 @@ class _Attempts:
         is_first = True
         while True:
             attempt = new_attempt(self._folder, self._loaded, self._command, self._context.say)
-            alerts = Alerts(self._loaded.config, attempt, self._context.say)
+            alerts = AlertSender(self._loaded.config, attempt, self._context.say)
             self._decision = None
             try:
                 return self._attempt(attempt, is_first)
@@ -391,7 +391,7 @@ class _Attempts:
         context, site, allocation, say = self._context, self._site, self._context.allocation, self._context.say
         job_id, here = allocation.job_id, allocation.trainer_nodes[0].address
         server = self._loaded.config.server
-        steps = Steps(allocation, self._size, site, attempt, server.tensor // server.num_nodes)
+        steps = AttemptSteps(allocation, self._size, site, attempt, server.tensor // server.num_nodes)
         lost = context.nodes.known
         servers = [n for n in range(self._size.num_servers) if lost.isdisjoint(steps.server_nodes(n))]
         rewards = {

@@ -34,7 +34,7 @@ class NoAnswerError(RankError):
 
 
 @dataclass(frozen=True)
-class Node:
+class SlurmNode:
     """`address`: the one that other nodes use (NodeAddr). `het_group`: the node's component of a heterogeneous job,
     else None.
     """
@@ -53,11 +53,11 @@ class Allocation:
 
     job_id: str
     num_restarts: int
-    trainer_nodes: tuple[Node, ...]
-    rollout_nodes: tuple[Node, ...]
+    trainer_nodes: tuple[SlurmNode, ...]
+    rollout_nodes: tuple[SlurmNode, ...]
 
     @property
-    def nodes(self) -> tuple[Node, ...]:
+    def nodes(self) -> tuple[SlurmNode, ...]:
         """Each node once, trainer nodes first."""
         return tuple(dict.fromkeys((*self.trainer_nodes, *self.rollout_nodes)))
 
@@ -96,7 +96,7 @@ def read_allocation(environment: Mapping[str, str], num_trainer_nodes: int, num_
     )
 
 
-def lost_nodes(job_id: str, nodes: Iterable[Node]) -> list[Node]:
+def lost_nodes(job_id: str, nodes: Iterable[SlurmNode]) -> list[SlurmNode]:
     """Those of `nodes` that Slurm has removed from the job because they no longer answer.
 
     A failed node leaves the job's list where the job may continue without it (--no-kill).
@@ -124,7 +124,7 @@ def seconds_left(job_id: str) -> float | None:
     return min(datetime.fromisoformat(end).timestamp() for end in ends) - time.time() if ends else None
 
 
-def silent_nodes(nodes: Iterable[Node]) -> list[Node]:
+def silent_nodes(nodes: Iterable[SlurmNode]) -> list[SlurmNode]:
     """Those of `nodes` on which Slurm cannot start a process now. Takes up to half a minute."""
     probes = []
     for node in nodes:
@@ -155,7 +155,7 @@ def slurmd_timeout_seconds() -> float:
     return float(found[1]) if found else 300.0
 
 
-def at(node: Node) -> list[str]:
+def at(node: SlurmNode) -> list[str]:
     """srun's options for a step on `node`."""
     return [f"--nodelist={node.name}", *([] if node.het_group is None else [f"--het-group={node.het_group}"])]
 
@@ -165,10 +165,10 @@ def requeue(job_id: str) -> None:
     _scontrol("requeue", job_id)
 
 
-def _nodes(node_list: str, het_group: int | None) -> list[Node]:
+def _nodes(node_list: str, het_group: int | None) -> list[SlurmNode]:
     names = _host_names(node_list)
     addresses = _addresses(names)
-    return [Node(name, addresses[name], het_group) for name in names]
+    return [SlurmNode(name, addresses[name], het_group) for name in names]
 
 
 def _host_names(node_list: str) -> list[str]:
@@ -262,16 +262,16 @@ class LostNodes:
 
     def __init__(self, allocation: Allocation, say: Callable[[str], None]) -> None:
         self._allocation, self._say = allocation, say
-        self.known: set[Node] = set()
+        self.known: set[SlurmNode] = set()
 
     def learn(self) -> None:
         self.known |= set(lost_nodes(self._allocation.job_id, self._allocation.nodes))
 
-    def trainers(self) -> list[Node]:
+    def trainers(self) -> list[SlurmNode]:
         """Lost trainer nodes. The remaining ones may wait for them in a collective for half an hour."""
         return lost_nodes(self._allocation.job_id, self._allocation.trainer_nodes)
 
-    def behind_failure(self) -> list[Node]:
+    def behind_failure(self) -> list[SlurmNode]:
         """Nodes whose loss explains that ranks failed just now. Ranks fail before Slurm notices the loss, so this waits
         for Slurm.
         """
@@ -287,7 +287,7 @@ class LostNodes:
         # Known lost nodes do not explain a new failure, except those of ranks.
         return lost if set(lost) - self.known or set(lost) & set(self._allocation.trainer_nodes) else []
 
-    def _silent(self, nodes: Sequence[Node]) -> list[Node]:
+    def _silent(self, nodes: Sequence[SlurmNode]) -> list[SlurmNode]:
         """Nodes that are silent twice in a row: one failed step may be due to Slurm's controller or the network."""
         silent = silent_nodes([node for node in nodes if node not in self.known])
         return silent_nodes(silent) if silent else []

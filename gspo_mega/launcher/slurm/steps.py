@@ -36,8 +36,8 @@ from typing import Protocol
 from gspo_mega.base.errors import RankError
 from gspo_mega.base.run_folder import Attempt, read_json
 from gspo_mega.base.versions import Finding, render
-from gspo_mega.launcher.children import Child, ChildSpec, Family
-from gspo_mega.launcher.slurm.scontrol import ASK_AGAIN_SECONDS, Allocation, Answers, LostNodes, Node, at, job_runs
+from gspo_mega.launcher.children import Child, ChildSpec, ProcessFamily
+from gspo_mega.launcher.slurm.scontrol import ASK_AGAIN_SECONDS, Allocation, Answers, LostNodes, SlurmNode, at, job_runs
 from gspo_mega.launcher.slurm.size import JobSize, Site
 from gspo_mega.plan.servers import RewardPlace
 from gspo_mega.rollout.registration import Registration, State
@@ -46,12 +46,12 @@ from gspo_mega.rollout.server.reward_server import make_reward_folder
 _WATCH = Path(__file__).with_name("batch_node_watch.py")
 
 
-def _in_order(nodes: Sequence[Node]) -> list[str]:
+def _in_order(nodes: Sequence[SlurmNode]) -> list[str]:
     """srun's options for a step on `nodes`, of one component of the job, whose tasks are numbered in their order."""
     return [f"--nodelist={','.join(node.name for node in nodes)}", *at(nodes[0])[1:], "--distribution=block:block"]
 
 
-class Steps:
+class AttemptSteps:
     """The steps of one attempt."""
 
     def __init__(self, allocation: Allocation, size: JobSize, site: Site, attempt: Attempt, tensor: int) -> None:
@@ -132,7 +132,7 @@ class Steps:
             self._site.network_variables(),
         )
 
-    def server_nodes(self, index: int) -> list[Node]:
+    def server_nodes(self, index: int) -> list[SlurmNode]:
         """The nodes of one server, its head's first."""
         return [self._allocation.rollout_nodes[number] for number in self._size.nodes_of(index)[0]]
 
@@ -171,14 +171,14 @@ class Steps:
             of=place.name,
         )
 
-    def reward_node(self, place: RewardPlace) -> Node:
+    def reward_node(self, place: RewardPlace) -> SlurmNode:
         return self._allocation.rollout_nodes[place.node]
 
-    def _serves(self, node: Node) -> bool:
+    def _serves(self, node: SlurmNode) -> bool:
         serving = [node for index in range(self._size.num_servers) for node in self.server_nodes(index)]
         return node in serving or node in map(self.reward_node, self._size.rewards)
 
-    def doctors(self, master_port: int, fp8: bool, requests: int = 1024) -> list[tuple[Node, ChildSpec]]:
+    def doctors(self, master_port: int, fp8: bool, requests: int = 1024) -> list[tuple[SlurmNode, ChildSpec]]:
         """One step per node, in the environment of the rank or server that will run there, and for a node that ranks
         and servers share, one more in the servers' container, where that is another one. `requests`: concurrent
         requests of the run.
@@ -207,7 +207,7 @@ class Steps:
             steps.append((node, self._doctor(node, index, words, fp8, requests)))
         return steps + more
 
-    def _doctor(self, node: Node, number: int, words: list[str], fp8: bool, requests: int) -> ChildSpec:
+    def _doctor(self, node: SlurmNode, number: int, words: list[str], fp8: bool, requests: int) -> ChildSpec:
         """`words`: what this doctor checks, its first role first, in whose environment it runs."""
         site, attempt = self._site, self._attempt
         environment = site.trainer if words[1] == "trainer" else site.server
@@ -234,7 +234,7 @@ class Steps:
         srun = self._srun([*self._one_task(node), *environment.srun_options], doctor, 0, site.gpus_per_node)
         return ChildSpec("doctor", number, srun, attempt.logs_dir / f"{name}.log", site.network_variables())
 
-    def watch(self, node: Node) -> ChildSpec:
+    def watch(self, node: SlurmNode) -> ChildSpec:
         """The step on `node` that requeues the job when the batch node is lost, and the supervisor with it."""
         words = [
             sys.executable,
@@ -248,7 +248,7 @@ class Steps:
         return ChildSpec("watch", 0, ["srun", "--overlap", *self._one_task(node), *words, str(log)], log)
 
     @staticmethod
-    def _one_task(node: Node) -> list[str]:
+    def _one_task(node: SlurmNode) -> list[str]:
         return ["--nodes=1", "--ntasks=1", *at(node)]
 
     def _srun(self, options: list[str], command: list[str], first_gpu: int, num_gpus: int) -> list[str]:
@@ -262,9 +262,9 @@ class Steps:
 
 
 class RewardSteps:
-    """The steps of the servers of one reward model, as `Steps` has them of the policy's."""
+    """The steps of the servers of one reward model, as `AttemptSteps` has them of the policy's."""
 
-    def __init__(self, steps: Steps, places: Sequence[RewardPlace]) -> None:
+    def __init__(self, steps: AttemptSteps, places: Sequence[RewardPlace]) -> None:
         self._steps, self._places = steps, {place.index: place for place in places}
 
     @property
@@ -274,7 +274,7 @@ class RewardSteps:
     def server(self, index: int) -> ChildSpec:
         return self._steps.reward_server(self._places[index])
 
-    def server_nodes(self, index: int) -> list[Node]:
+    def server_nodes(self, index: int) -> list[SlurmNode]:
         return [self._steps.reward_node(self._places[index])]
 
 
@@ -287,7 +287,7 @@ _OF_A_TASK = re.compile(r"^srun: error: (\S+: tasks? \d|Node failure)", re.MULTI
 class Starts:
     """`family`: the processes of the attempt. `say` shows a line in the job's log."""
 
-    def __init__(self, family: Family, attempt: Attempt, say: Callable[[str], None]) -> None:
+    def __init__(self, family: ProcessFamily, attempt: Attempt, say: Callable[[str], None]) -> None:
         self._family, self._attempt, self._say = family, attempt, say
         self._failed: Counter[Path] = Counter()
 
@@ -339,10 +339,10 @@ class ServerSteps(Protocol):
 
     def server(self, index: int) -> ChildSpec: ...
 
-    def server_nodes(self, index: int) -> list[Node]: ...
+    def server_nodes(self, index: int) -> list[SlurmNode]: ...
 
 
-class Servers:
+class StepServers:
     """`attempt`: the folder in which they register, of a reward model its own. `indices`: servers to start. `of`:
     whose they are, in words; empty for the policy's. `gave_up`: the step of the last server that ended without the
     loss of its node. `has_left`: whether the last one left as it was asked to. Others may have joined, and those who
@@ -426,7 +426,7 @@ class Servers:
         return read_json(self._attempt.server_file(f"server-{index}")) or {}
 
 
-def end_all(fleets: Iterable[Servers]) -> None:
+def end_all(fleets: Iterable[StepServers]) -> None:
     """Ask the servers of all sets to end, and wait a little for all of them at once."""
     children = [child for fleet in fleets for child in fleet.children]
     for child in children:
@@ -445,7 +445,7 @@ def preflight(
     starts: Starts,
     answers: Answers,
     job_id: str,
-    doctors: Sequence[tuple[Node, ChildSpec]],
+    doctors: Sequence[tuple[SlurmNode, ChildSpec]],
     patience_seconds: float,
     say: Callable[[str], None],
     compare: Callable[[], Iterable[Finding]] = tuple,

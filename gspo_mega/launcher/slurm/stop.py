@@ -14,7 +14,7 @@ from gspo_mega.base.errors import RankError
 from gspo_mega.base.run_folder import EXIT_STOPPED, Attempt
 from gspo_mega.base.untrusted import read_text
 from gspo_mega.launcher.attempt_state import StateKeeper, read_state
-from gspo_mega.launcher.slurm.scontrol import Answers, Node, job_runs, requeue
+from gspo_mega.launcher.slurm.scontrol import Answers, SlurmNode, job_runs, requeue
 from gspo_mega.plan.estimate import grace_seconds
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -86,7 +86,7 @@ class Stop:
             self._state.tell("stopping", note=reason)
             self._say(f"{reason}: stopping after a checkpoint, within {self._grace_seconds:.0f} s")
 
-    def blame(self, lost: Sequence[Node]) -> None:
+    def blame(self, lost: Sequence[SlurmNode]) -> None:
         """Note lost nodes as the reason for the end of the ranks: the job is requeued, unless a stop was requested."""
         reason = f"lost node {', '.join(node.name for node in lost)}"
         if self.is_asked_for:

@@ -319,7 +319,7 @@ class Completion:
     routed_experts: np.ndarray | None = None
 
 
-class Answer:
+class StreamedAnswer:
     """One answer of SGLang's streaming /generate while it arrives, in disjoint reports
     (`incremental_streaming_output`).
 
@@ -448,7 +448,7 @@ class Answer:
         return replace(whole, routed_experts=None if routes is None else routes[: self._num_prompt_tokens + end - 1])
 
 
-class Response:
+class PartialResponse:
     """One response as it grows, over the servers that sampled it: the parts' tokens and their records, end to end."""
 
     def __init__(self, num_prompt_tokens: int, params: SamplingParams, with_routes: bool) -> None:

@@ -42,11 +42,11 @@ IDENTITY = {"Accept-Encoding": "identity"}
 """Header of every request: the server must not compress its answer."""
 
 
-class Content(Protocol):
+class StreamContent(Protocol):
     def iter_any(self) -> AsyncIterable[bytes | bytearray]: ...
 
 
-class Response(Protocol):
+class StreamResponse(Protocol):
     """What is read here: `http_stream.StreamedResponse`, and aiohttp's."""
 
     @property
@@ -54,7 +54,7 @@ class Response(Protocol):
     @property
     def content_type(self) -> str: ...
     @property
-    def content(self) -> Content: ...
+    def content(self) -> StreamContent: ...
 
 
 def answer_bytes(num_prompt_tokens: int, max_new_tokens: int, report_tokens: int, routing: RoutingShape | None) -> int:
@@ -66,14 +66,14 @@ def answer_bytes(num_prompt_tokens: int, max_new_tokens: int, report_tokens: int
     return int(max_new_tokens * _TOKEN_BYTES + reports * _REPORT_BYTES + routes)
 
 
-def check_plain(response: Response) -> None:
+def check_plain(response: StreamResponse) -> None:
     """Raise NonsenseAnswer for a compressed body."""
     coding = response.headers.get("content-encoding", "identity")
     if coding.lower() != "identity":
         raise NonsenseAnswer(f"a body in Content-Encoding {coding[:40]!r}, which was not asked for")
 
 
-async def _chunks(response: Response) -> AsyncIterator[bytes | bytearray]:
+async def _chunks(response: StreamResponse) -> AsyncIterator[bytes | bytearray]:
     """The body as it comes. Raises aiohttp.ClientError, OSError."""
     try:
         async for chunk in response.content.iter_any():
@@ -82,7 +82,7 @@ async def _chunks(response: Response) -> AsyncIterator[bytes | bytearray]:
         raise aiohttp.ClientConnectionError(str(error)) from error
 
 
-async def read_body(response: Response, limit_bytes: int) -> bytes:
+async def read_body(response: StreamResponse, limit_bytes: int) -> bytes:
     """The whole body. Raises NonsenseAnswer as soon as it has more than `limit_bytes`."""
     check_plain(response)
     body = bytearray()
@@ -102,7 +102,7 @@ def _end_of_event(body: bytearray, start: int) -> int:
     return end
 
 
-async def read_events(response: Response, limit_bytes: int) -> AsyncIterator[Any]:
+async def read_events(response: StreamResponse, limit_bytes: int) -> AsyncIterator[Any]:
     """The JSON values of a `text/event-stream` up to its `[DONE]`, after which nothing may follow. Routed experts stay
     base64 (`EncodedRoutes`).
 

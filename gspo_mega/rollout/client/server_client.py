@@ -31,12 +31,12 @@ import orjson
 from gspo_mega.base import progress
 from gspo_mega.base.errors import RolloutError
 from gspo_mega.rollout.client.completion import (
-    Answer,
     Completion,
     NonsenseAnswer,
     RefusedAnswer,
     RoutingShape,
     SamplingParams,
+    StreamedAnswer,
     decode_routes_of,
     log_prob_of,
     shown,
@@ -50,7 +50,7 @@ GRACE_SECONDS = 5.0
 """Longest time that a server may take to end a request early."""
 
 
-class Meter(Protocol):
+class LoadMeter(Protocol):
     """Counts tokens as they are reported, as `rollout.load.Load` does."""
 
     def note(self, num_tokens: int, seconds: float, first: bool) -> None:
@@ -61,7 +61,7 @@ class Meter(Protocol):
 def _nothing() -> None: ...
 
 
-class Flight:
+class InFlightRequest:
     """One open request, between `begin` and `close`. Use it on one event loop.
 
     Attributes:
@@ -73,7 +73,7 @@ class Flight:
     def __init__(
         self,
         deadline_seconds: float,
-        meter: Meter | None = None,
+        meter: LoadMeter | None = None,
         on_tokens: Callable[[int, Sequence[int]], None] | None = None,
         prompt: str = "",
     ) -> None:
@@ -87,7 +87,7 @@ class Flight:
         self._timer: asyncio.TimerHandle | None = None
         self._limit: asyncio.Timeout | None = None
         self._abort: Callable[[], None] = _nothing
-        self._answer: Answer | None = None
+        self._answer: StreamedAnswer | None = None
         self._num_at_end = 0
         self.prompt, self.is_named = prompt, False
         self.num_tokens = 0
@@ -103,7 +103,7 @@ class Flight:
         """Whether the request was ended because it stalled, and its last report brought no token either."""
         return self.cause == "stalled" and self.num_tokens == self._num_at_end
 
-    def begin(self, answer: Answer, limit: asyncio.Timeout, abort: Callable[[], None]) -> None:
+    def begin(self, answer: StreamedAnswer, limit: asyncio.Timeout, abort: Callable[[], None]) -> None:
         """The request is being sent. `abort` asks the server to end it early; `limit` ends it if that fails."""
         self._answer, self._limit, self._abort = answer, limit, abort
         self._watch()
@@ -220,7 +220,7 @@ class ServerClient:
         request_id: str,
         deadline_seconds: float,
         report_tokens: int = 32,
-        flight: Flight | None = None,
+        flight: InFlightRequest | None = None,
         cache_key: str | None = None,
         weight_version: int | None = None,
     ) -> Completion:
@@ -231,9 +231,9 @@ class ServerClient:
         `deadline_seconds`. The answer must name this request's id, which no other request has. `flight` follows the
         request, has the tokens so far if the request fails, and can end it early: finish_reason is then `abort`, as
         when the server cuts it short. Cancelling the call aborts the request on the server. `cache_key`: only cached
-        prefixes of requests with the same key are read. `weight_version`: as for `Answer`.
+        prefixes of requests with the same key are read. `weight_version`: as for `StreamedAnswer`.
         """
-        flight = flight or Flight(deadline_seconds)
+        flight = flight or InFlightRequest(deadline_seconds)
         # The random part has a fixed length, so that no id is a prefix of another: SGLang aborts every request whose id
         # begins with the given one.
         unique_id = f"{request_id}.{secrets.token_hex(8)}"
@@ -250,7 +250,7 @@ class ServerClient:
         if self.adapter is not None:
             body["lora_path"] = self.adapter
         what = f"generate {request_id}"
-        answer = Answer(
+        answer = StreamedAnswer(
             request_id=unique_id,
             num_prompt_tokens=len(input_ids),
             params=params,
@@ -285,8 +285,8 @@ class ServerClient:
         self,
         path: str,
         body: dict[str, Any],
-        answer: Answer,
-        flight: Flight,
+        answer: StreamedAnswer,
+        flight: InFlightRequest,
         limit: asyncio.Timeout,
         limit_bytes: int,
         what: str,
@@ -393,7 +393,7 @@ class ServerClient:
         return self._session.request(method, self.address + path, json=body)
 
 
-def _added(answer: Answer, report: Any) -> int:
+def _added(answer: StreamedAnswer, report: Any) -> int:
     """`answer.add`. A report that surprises the reader is nonsense, whatever it is, and never ends the batch."""
     try:
         return answer.add(report)
@@ -401,7 +401,7 @@ def _added(answer: Answer, report: Any) -> int:
         raise NonsenseAnswer(f"a report that cannot be read: {type(error).__name__}: {error}") from error
 
 
-def _silence(flight: Flight, deadline_seconds: float) -> str:
+def _silence(flight: InFlightRequest, deadline_seconds: float) -> str:
     return (
         f"no new token within {deadline_seconds:g} s, after {flight.num_tokens}"
         if flight.cause in (None, "stalled")

@@ -91,7 +91,7 @@ def _read(attempt: Attempt, name: str) -> dict | None:
     return found if isinstance(found, dict) else None
 
 
-class Silence:
+class UnchangedFor:
     """How long a value has not changed, by this machine's own clock."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -105,14 +105,14 @@ class Silence:
         return self._clock() - self._since
 
 
-class Parts:
+class ServerParts:
     """The other parts of one server, as its head sees them. With one node there are none, and nothing is written."""
 
     def __init__(
         self, attempt: Attempt, index: int, num_nodes: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._attempt, self._index = attempt, index
-        self._silences = {part: Silence(clock) for part in range(1, num_nodes)}
+        self._silences = {part: UnchangedFor(clock) for part in range(1, num_nodes)}
 
     def rendezvous(self, host: str, port: int) -> str | None:
         """Where the parts of a new start find each other: a free port of `host`, beyond the server's own `port`."""
@@ -171,7 +171,7 @@ class PartSupervisor:
         self._running: Running | None = None
         self._report = PartReport(part, 0, "waiting", config.server.host, 0)
         self._reported_at = 0.0
-        self._head = Silence()
+        self._head = UnchangedFor()
         self._num_signals = 0
         self._parent = os.getppid()
 

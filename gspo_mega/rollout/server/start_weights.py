@@ -22,7 +22,7 @@ from gspo_mega.config.validate_learning import publishes_adapters
 from gspo_mega.models.block_fp8 import served_layout
 from gspo_mega.models.huggingface import read_stored
 from gspo_mega.rollout.registration import Registration, amount
-from gspo_mega.rollout.server.multinode import SILENCE_SECONDS, Silence
+from gspo_mega.rollout.server.multinode import SILENCE_SECONDS, UnchangedFor
 
 MAKER_ID = "server-0"
 
@@ -53,7 +53,7 @@ class CopyWait:
     def __init__(self, copy: StartCopy, attempt: Attempt, seconds: float) -> None:
         self._copy, self._attempt, self._seconds = copy, attempt, seconds
         self._work = copy.make() if copy.make is not None else None
-        self._maker = Silence()
+        self._maker = UnchangedFor()
         self._best, self._since = 0, time.monotonic()
         self.what = f"the copy {copy.path.name} of the model, which {MAKER_ID} makes"
 

@@ -34,7 +34,7 @@ from gspo_mega.base.network import with_port
 from gspo_mega.base.run_folder import Attempt, read_json
 from gspo_mega.config.schema import Config
 from gspo_mega.rollout.registration import Registration, ensure_secret, may_start, read_secret
-from gspo_mega.rollout.server.multinode import Parts
+from gspo_mega.rollout.server.multinode import ServerParts
 from gspo_mega.rollout.server.process import Running, free_port, log_tail, remove_abandoned
 from gspo_mega.rollout.server.spec import ServerSpec, served_precision, spec_from_config
 from gspo_mega.rollout.server.start_weights import CopyWait, StartCopy, current_weights
@@ -209,7 +209,7 @@ class ServerSupervisor:
         self._parent = os.getppid()
         self._running: Running | None = None
         self._budget = RestartBudget(config.server.max_restarts, config.server.restart_forgiven_after_seconds)
-        self._parts = Parts(attempt, index, config.server.num_nodes)
+        self._parts = ServerParts(attempt, index, config.server.num_nodes)
         self._last_healthy = 0.0
         self._registered_at = 0.0
         self._heartbeat_failed = False

@@ -24,7 +24,7 @@ from gspo_mega.config.schema import CertifyCase, Config
 from gspo_mega.verify.certify.batch import Draws
 from gspo_mega.verify.certify.cases import CRITIC_KINDS
 from gspo_mega.verify.certify.measure import Edges, Numbers, Tensors, num_route_flips
-from gspo_mega.verify.certify.steps import Steps
+from gspo_mega.verify.certify.steps import CaseSteps
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -36,7 +36,7 @@ _ZEROS, _ZEROS_SHARE = 3, 1e-6
 _CLIP_EPS = 1e-6  # which Megatron adds to the norm before it divides by it
 
 
-def norm_differences(got: Steps, clip: float) -> Found:
+def norm_differences(got: CaseSteps, clip: float) -> Found:
     """(relative difference, place) of the norm from that of whole tensors, in all and by kind of parameter, and of the
     clipped gradient's from what clipping to `clip` leaves; 0 does not clip.
     """
@@ -49,13 +49,13 @@ def norm_differences(got: Steps, clip: float) -> Found:
         yield _relative(abs(math.sqrt(total) - left), left), f"step {step}: the gradient after clipping"
 
 
-def differences_of_norm(got: Steps, want: Steps) -> Found:
+def differences_of_norm(got: CaseSteps, want: CaseSteps) -> Found:
     """(relative difference, place) of the norm of each step from the reference's."""
     for step, (norm, wanted) in enumerate(zip(got.norms, want.norms, strict=False), 1):
         yield _relative(abs(norm - wanted), wanted), f"step {step}: the norm"
 
 
-def differences_of_steps(got: Steps, want: Steps) -> Found:
+def differences_of_steps(got: CaseSteps, want: CaseSteps) -> Found:
     """(relative difference, place) of each step's clipped gradient, in the tensor where it is largest, and of what its
     routers counted and lost; of Adam's moments, if both went equally many steps.
     """
@@ -80,7 +80,7 @@ def differences_of_steps(got: Steps, want: Steps) -> Found:
             yield _relative(abs(value - wanted), abs(wanted)), f"step {step}: routing/{key}"
 
 
-def differences_of_state(got: Steps, want: Steps, counts_zeros: bool) -> Iterator[str]:
+def differences_of_state(got: CaseSteps, want: CaseSteps, counts_zeros: bool) -> Iterator[str]:
     """What must be the same and is not: skipped steps, settings of parameters, buffers, copies on several ranks, and
     with `counts_zeros` the number of a gradient's zeros.
     """
@@ -178,7 +178,7 @@ def tolerance_of(config: Config, case: CertifyCase) -> Tolerance:
 
 
 @dataclass
-class Difference:
+class CaseDifference:
     """The largest difference of one kind, and its place."""
 
     value: float = 0.0
@@ -253,15 +253,15 @@ class Reference:
         return np.load(self.folder / kind / f"{name}.npy", mmap_mode="r")
 
 
-class Comparison:
+class CaseComparison:
     """Differences of one case from the reference, filled as its numbers arrive."""
 
     def __init__(self, reference: Reference, edges: tuple[float, float], counts_reached: bool = False) -> None:
         """`edges`: the clip range of log s_i. `counts_reached`: compare the share of tokens that differ, too."""
         self.reference, self.edges, self.counts_reached = reference, edges, counts_reached
-        self.gradient = Difference()
-        self.weights: Difference | None = None
-        self.of_steps: dict[str, Difference] = {}
+        self.gradient = CaseDifference()
+        self.weights: CaseDifference | None = None
+        self.of_steps: dict[str, CaseDifference] = {}
         self._error = self._update = 0.0
 
     def take_gradient(self, tensors: Tensors) -> None:
@@ -274,7 +274,7 @@ class Comparison:
         """Relative L2 of the whole update. Adam divides by |gradient|, so a single tensor with tiny gradients would
         show only their rounding.
         """
-        worst = Difference()
+        worst = CaseDifference()
         for name, tensor in tensors:
             want = self.reference.tensor("weights", name)
             update = _norm(want - start.read(name).to(torch.float32).numpy())
@@ -282,12 +282,12 @@ class Comparison:
             self._error += error**2
             self._update += update**2
             worst.note(_relative(error, update), name)
-        self.weights = Difference(_relative(self._error**0.5, self._update**0.5), worst.place)
+        self.weights = CaseDifference(_relative(self._error**0.5, self._update**0.5), worst.place)
 
-    def take_steps(self, steps: Steps, config: Config) -> None:
+    def take_steps(self, steps: CaseSteps, config: Config) -> None:
         """Those of a configuration's optimizer, with the reference's of this folder."""
-        want = self.reference.load("steps", Steps)
-        norm, of_steps, state = Difference(), Difference(), Difference()
+        want = self.reference.load("steps", CaseSteps)
+        norm, of_steps, state = CaseDifference(), CaseDifference(), CaseDifference()
         for value, place in (*norm_differences(steps, config.optimizer.clip_grad), *differences_of_norm(steps, want)):
             norm.note(value, place)
         for value, place in differences_of_steps(steps, want):
@@ -301,7 +301,7 @@ class Comparison:
         """{"log_prob" | "loss" | "gradient" | "weights" | "norm" | "steps" | "state": {value, place}, "num_clip_flips",
         "num_route_flips"}; None for weights that were not taken, and none of steps that were not."""
         want = self.reference.load("numbers", Numbers)
-        log_prob, loss = Difference(), Difference()
+        log_prob, loss = CaseDifference(), CaseDifference()
         start = 0
         for trajectory_id, length in zip(trajectory_ids, lengths, strict=True):
             rows = slice(start, start + length)
@@ -311,7 +311,9 @@ class Comparison:
         loss.note(abs(numbers.sums["objective"] - want.sums["objective"]) / mass, "objective")
         differences = dict(log_prob=log_prob, loss=loss, gradient=self.gradient, weights=self.weights, **self.of_steps)
         if self.counts_reached:
-            differences["reached"] = Difference(_share_reached(numbers.log_probs, want.log_probs), "share of tokens")
+            differences["reached"] = CaseDifference(
+                _share_reached(numbers.log_probs, want.log_probs), "share of tokens"
+            )
         return {
             name: asdict(difference) if difference is not None else None for name, difference in differences.items()
         } | {

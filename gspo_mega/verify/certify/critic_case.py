@@ -26,9 +26,9 @@ from gspo_mega.models.spec import ModelSpec
 from gspo_mega.models.value_models import SCORE
 from gspo_mega.train.batches import MiniBatch
 from gspo_mega.train.critic_step import estimator_of, value_coefficients
-from gspo_mega.verify.certify.compare import Comparison, Difference, Reference
+from gspo_mega.verify.certify.compare import CaseComparison, CaseDifference, Reference
 from gspo_mega.verify.certify.measure import Measurement, Take, gather_tokens
-from gspo_mega.verify.certify.steps import Steps, StepWatch, complete_gradients
+from gspo_mega.verify.certify.steps import CaseSteps, StepWatch, complete_gradients
 
 # How far the values that the loss is clipped around are from the critic's, in clip ranges; by the last two bits of a
 # token's recorded log-prob, which every layout has alike.
@@ -83,7 +83,7 @@ class CriticMeasurement:
         self,
         take_gradient: Take,
         take_weights: Take,
-    ) -> tuple[CriticNumbers, Steps]:
+    ) -> tuple[CriticNumbers, CaseSteps]:
         """All numbers, from weights that are loaded here; as `Measurement.run`. The advantages of the batch's tokens
         are the policy's from then on.
         """
@@ -167,7 +167,7 @@ def compare_critic(measurement: CriticMeasurement, reference: Reference) -> dict
     "value_norm" | "value_steps" | "value_state": {value, place}}. Collective.
     """
     config, own = measurement.config, reference.beside("critic")
-    comparison = Comparison(own, (0.0, 0.0))
+    comparison = CaseComparison(own, (0.0, 0.0))
     spec = measurement.engine.spec
     with open_folder(critic_path(config), spec) as folder:
         numbers, steps = measurement.run(
@@ -175,7 +175,7 @@ def compare_critic(measurement: CriticMeasurement, reference: Reference) -> dict
             lambda tensors: comparison.take_weights(tensors, _Start(folder, spec, config)),
         )
     assert comparison.weights is not None
-    values = Difference()
+    values = CaseDifference()
     if measurement.engine.groups.is_lead:
         comparison.take_steps(steps, measurement.engine.config)
         want, begin = own.load("numbers", CriticNumbers), 0

@@ -34,7 +34,7 @@ from gspo_mega.engine.routing import Routes, choice_margins, influential_positio
 from gspo_mega.plan.layout import Layout
 from gspo_mega.train.batches import MiniBatch, assemble, plan_batch
 from gspo_mega.verify.certify.batch import set_old_log_probs
-from gspo_mega.verify.certify.steps import Steps, StepWatch, complete_gradients
+from gspo_mega.verify.certify.steps import CaseSteps, StepWatch, complete_gradients
 
 _UNEVEN_PACK_SEQUENCES = 3
 
@@ -236,7 +236,7 @@ class Measurement:
         num_steps: int,
         take_gradient: Take,
         take_weights: Take | None,
-    ) -> tuple[Numbers, Steps]:
+    ) -> tuple[Numbers, CaseSteps]:
         """All numbers with the recorded old log-probs [sum R]. `take_*` are given every Hugging Face tensor of the
         gradient (with `lora` only of the adapters'), and of the weights after `num_steps` optimizer steps, on rank 0;
         elsewhere an empty stream.

@@ -113,7 +113,7 @@ _CRITIC_LEGEND = (
 
 
 @dataclass(frozen=True)
-class Row:
+class CertificateRow:
     """A case and its outcome. `result`: of `Comparison.result`, None when there is none; `failed`: kinds outside
     the tolerance; `error`: why there is no result.
     """
@@ -148,7 +148,7 @@ def render_batch(name: str, batch: dict[str, Any]) -> str:
     )
 
 
-def render_table(rows: Sequence[Row]) -> str:
+def render_table(rows: Sequence[CertificateRow]) -> str:
     """Largest differences by case, the worst tensor, and pass or FAIL; reasons of refusals and errors below.
 
     Flips are sequences clipped otherwise than in the reference, and tokens of a layer with other experts; `on edges`
@@ -191,7 +191,7 @@ def render_table(rows: Sequence[Row]) -> str:
     return "\n".join([*lines, "", *legend, *([""] if notes else []), *notes])
 
 
-def _numbers(row: Row, kinds: Sequence[str]) -> str:
+def _numbers(row: CertificateRow, kinds: Sequence[str]) -> str:
     assert row.result is not None
     edges = row.result.get("edges")
     on_edges = f"{edges['num_clip_flips']}, {edges['num_route_flips']}" if edges is not None else "-"
@@ -254,11 +254,11 @@ def certify(
     return 0 if passed == len(rows) else 1
 
 
-def _row(case: Case, result: dict[str, Any] | None, error: str) -> Row:
+def _row(case: Case, result: dict[str, Any] | None, error: str) -> CertificateRow:
     if result is None:
-        return Row(case, None, error=error)
+        return CertificateRow(case, None, error=error)
     # The comparison knows its tolerances and lists what is outside.
-    return Row(case, result, tuple(result["outside"]))
+    return CertificateRow(case, result, tuple(result["outside"]))
 
 
 def _start(

@@ -35,7 +35,7 @@ from gspo_mega.plan.layout import Layout
 from gspo_mega.train.context import WorkerContext
 from gspo_mega.verify.certify.batch import Draws, old_log_probs, recorded_batch, redraw, set_old_log_probs
 from gspo_mega.verify.certify.cases import RESULTS_FILE, case_config, folder_name
-from gspo_mega.verify.certify.compare import Comparison, Reference, outside, tolerance_of
+from gspo_mega.verify.certify.compare import CaseComparison, Reference, outside, tolerance_of
 from gspo_mega.verify.certify.critic_case import CriticMeasurement, build_critic, compare_critic, record_critic
 from gspo_mega.verify.certify.measure import Measurement, Numbers, RouterMargins, gather_routes, tie_routers
 
@@ -149,7 +149,7 @@ def _compare(
     config, engine, trajectories = measurement.config, measurement.engine, measurement.batch.trajectories
     settings, comparison = (
         objective_settings(config.algorithm, config.objective),
-        Comparison(reference, clip_edges(config.objective), counts_reached=is_sharp(config)),
+        CaseComparison(reference, clip_edges(config.objective), counts_reached=is_sharp(config)),
     )
     replayed = config.moe.routing_replay == "R3"
     if replayed:

@@ -79,7 +79,7 @@ class Whole(Protocol):
 
 
 @dataclass
-class Steps:
+class CaseSteps:
     """What the optimizer steps of one case read; whole on rank 0, elsewhere without `names` and sketches.
 
     One entry per step: `norms` before clipping; `counted` and `whole`, the squares of the clipped gradient by kind of
@@ -109,7 +109,7 @@ class StepWatch:
 
     def __init__(self, engine: PolicyEngine | CriticEngine, whole: Whole) -> None:
         """`whole`: the tensors of every parameter's `main_grad`."""
-        self.steps = Steps()
+        self.steps = CaseSteps()
         self._engine, self._whole = engine, whole
         self._sketches: list[np.ndarray] = []
         self._local_names = {
@@ -134,7 +134,7 @@ class StepWatch:
         keys = sorted({key for one in every for key in one})
         steps.routing.append({key: sum(one.get(key, 0.0) for one in every) for key in keys})
 
-    def finish(self) -> Steps:
+    def finish(self) -> CaseSteps:
         """After the last step: with moments, buffers and copies. The engine is left as it was."""
         engine, steps = self._engine, self.steps
         engine.before_step = None

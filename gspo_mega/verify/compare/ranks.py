@@ -60,7 +60,7 @@ def run_compare(context: WorkerContext) -> dict[str, Any] | None:
     )
     try:
         engine = PolicyEngine(config, read_model_spec(config.model.path), groups, num_optimizer_steps=1)
-        found = Comparison(engine, config, record.batch, work, folder).run()
+        found = AlgorithmComparison(engine, config, record.batch, work, folder).run()
         return found if context.is_lead else None
     finally:
         destroy_groups()
@@ -87,7 +87,7 @@ def _engine_config(config: Config, work: dict[str, Any]) -> Config:
     )
 
 
-class Comparison:
+class AlgorithmComparison:
     """`engine`, without weights so far, on the recorded `batch`; gradients are written under `folder`."""
 
     def __init__(

@@ -18,7 +18,7 @@ _RESAMPLES = 2000
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TokenPlaces:
     """Whose tokens the values are: `sequence` [T] int64 ascending from 0, `prompt` [S] int64, the group of each
     sequence, and `signs` [S] int64, the sign of each sequence's advantage, 0 where that is 0 or not known.
     """
@@ -40,7 +40,7 @@ class Tokens:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class PromptEstimate:
     """A mean and its standard error; infinite where there is one prompt only."""
 
     value: float
@@ -66,7 +66,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Share(Estimate):
+class CountedShare(PromptEstimate):
     """A share of units, as of `trials` independent ones. `low` and `high` are Wilson's interval at two standard errors,
     which is not symmetric; `error` is half the way to its farther end.
 
@@ -76,7 +76,7 @@ class Share(Estimate):
     trials: float
 
     @classmethod
-    def of(cls, value: float, trials: float) -> Share:
+    def of(cls, value: float, trials: float) -> CountedShare:
         return cls(value, max(_wilson(value, trials, +1) - value, value - _wilson(value, trials, -1)) / 2, trials)
 
     @property
@@ -102,12 +102,12 @@ class AtLength:
 
     length: int
     count: int
-    mean: Estimate
+    mean: PromptEstimate
     sd: float
 
 
 @dataclass(frozen=True)
-class Row:
+class AttributionRow:
     """One difference x of log-probs. `k3`: mean(e^x - 1 - x) per token, nats. `mean`: of x per token. `maximum`:
     largest |x|. What follows is of the clip range as the recipe means it (`config/derived.py`), and None where
     nothing is clipped. `band_share`: the mean size in widths of the range. `below`, `above`: the share of all sequences
@@ -115,28 +115,28 @@ class Row:
     and A > 0 the share that is clipped; None where there is none of that sign.
     """
 
-    k3: Estimate
-    mean: Estimate
+    k3: PromptEstimate
+    mean: PromptEstimate
     at_length: tuple[AtLength, ...]
-    band_share: Estimate | None
-    below: Estimate | None
-    above: Estimate | None
-    clipped_negative: Estimate | None
-    clipped_positive: Estimate | None
+    band_share: PromptEstimate | None
+    below: PromptEstimate | None
+    above: PromptEstimate | None
+    clipped_negative: PromptEstimate | None
+    clipped_positive: PromptEstimate | None
     maximum: float
 
     @property
-    def negative(self) -> Estimate | None:
+    def negative(self) -> PromptEstimate | None:
         """What is known of A < 0: their own share, or without any that of all, as if A had no part in it."""
         return self.below if self.clipped_negative is None else self.clipped_negative
 
     @property
-    def positive(self) -> Estimate | None:
+    def positive(self) -> PromptEstimate | None:
         """What is known of A > 0, as `negative`."""
         return self.above if self.clipped_positive is None else self.clipped_positive
 
 
-def ratio_estimate(values: np.ndarray, weights: np.ndarray, groups: np.ndarray) -> Estimate:
+def ratio_estimate(values: np.ndarray, weights: np.ndarray, groups: np.ndarray) -> PromptEstimate:
     """sum(values) / sum(weights) with the standard error that the spread between `groups` gives, all [N].
 
     The linearised error of a ratio of sums over G independent groups: sqrt(G / (G - 1) sum_g r_g^2) / sum(weights)
@@ -144,16 +144,16 @@ def ratio_estimate(values: np.ndarray, weights: np.ndarray, groups: np.ndarray) 
     """
     total = float(weights.sum())
     if total == 0:
-        return Estimate(0.0, math.inf)
+        return PromptEstimate(0.0, math.inf)
     ratio = float(values.sum()) / total
     _, place = np.unique(groups, return_inverse=True)
     residuals = np.bincount(place, values - ratio * weights)
     count = len(residuals)
     error = math.sqrt(count / (count - 1) * float(residuals @ residuals)) / total if count > 1 else math.inf
-    return Estimate(ratio, error)
+    return PromptEstimate(ratio, error)
 
 
-def share_estimate(flags: np.ndarray, groups: np.ndarray) -> Estimate:
+def share_estimate(flags: np.ndarray, groups: np.ndarray) -> PromptEstimate:
     """The share of true `flags` [N] bool, as of as many independent trials as there are groups.
 
     Units of one group may be all alike, and few flags do not say whether they are: the variance of the share is then
@@ -161,9 +161,9 @@ def share_estimate(flags: np.ndarray, groups: np.ndarray) -> Estimate:
     an interval is never too narrow for being seen in few groups, and one more true flag never says less.
     """
     if not len(flags):
-        return Estimate(0.0, math.inf)
+        return PromptEstimate(0.0, math.inf)
     sizes = np.unique(groups, return_counts=True)[1].astype(float)
-    return Share.of(float(flags.mean()), float(sizes.sum() ** 2 / (sizes @ sizes)))
+    return CountedShare.of(float(flags.mean()), float(sizes.sum() ** 2 / (sizes @ sizes)))
 
 
 def three_lengths(lengths: np.ndarray) -> tuple[int, ...]:
@@ -172,7 +172,7 @@ def three_lengths(lengths: np.ndarray) -> tuple[int, ...]:
     return tuple(sorted({max(1, longest // 9), max(1, longest // 3), max(1, longest)}))
 
 
-def prefix_means(values: np.ndarray, tokens: Tokens, length: int) -> tuple[np.ndarray, np.ndarray]:
+def prefix_means(values: np.ndarray, tokens: TokenPlaces, length: int) -> tuple[np.ndarray, np.ndarray]:
     """Means over the first `length` tokens of the sequences that have as many, [n] float64, and their indices, [n]."""
     chosen = np.flatnonzero(tokens.lengths >= length)
     kept = tokens.positions < length
@@ -180,18 +180,18 @@ def prefix_means(values: np.ndarray, tokens: Tokens, length: int) -> tuple[np.nd
     return sums[chosen] / length, chosen
 
 
-def sequence_means(values: np.ndarray, tokens: Tokens) -> np.ndarray:
+def sequence_means(values: np.ndarray, tokens: TokenPlaces) -> np.ndarray:
     """log s: the mean of `values` [T] over each sequence, [S] float64; 0 without tokens."""
     return np.bincount(tokens.sequence, values, minlength=len(tokens.prompt)) / np.maximum(tokens.lengths, 1)
 
 
 def make_row(
     values: np.ndarray,
-    tokens: Tokens,
+    tokens: TokenPlaces,
     band: Band | None,
     lengths: Sequence[int],
     moved: np.ndarray | None = None,
-) -> Row:
+) -> AttributionRow:
     """The numbers of one difference `values` [T] float64, nats. `lengths`: those at which log s is described. `moved`
     [T]: the difference of the tokens' probabilities, for a range of these.
     """
@@ -208,7 +208,7 @@ def make_row(
                 float(means.std()) if len(means) else 0.0,
             )
         )
-    return Row(
+    return AttributionRow(
         k3=ratio_estimate(np.expm1(values) - values, ones, by_token),
         mean=ratio_estimate(values, ones, by_token),
         at_length=tuple(described),
@@ -217,8 +217,10 @@ def make_row(
     )
 
 
-def _against_range(x: np.ndarray, values: np.ndarray, tokens: Tokens, band: Band | None) -> dict[str, Estimate | None]:
-    """The fields of `Row` that are of the range. `x`: what is compared with a range of probabilities."""
+def _against_range(
+    x: np.ndarray, values: np.ndarray, tokens: TokenPlaces, band: Band | None
+) -> dict[str, PromptEstimate | None]:
+    """The fields of `AttributionRow` that are of the range. `x`: what is compared with a range of probabilities."""
     if band is None:
         return dict.fromkeys(("band_share", "below", "above", "clipped_negative", "clipped_positive"))
     if band.per_token:
@@ -235,12 +237,12 @@ def _against_range(x: np.ndarray, values: np.ndarray, tokens: Tokens, band: Band
     }
 
 
-def _share_where(chosen: np.ndarray, flags: np.ndarray, groups: np.ndarray) -> Estimate | None:
+def _share_where(chosen: np.ndarray, flags: np.ndarray, groups: np.ndarray) -> PromptEstimate | None:
     """`share_estimate` of the `chosen` [N] bool; None without any."""
     return share_estimate(flags[chosen], groups[chosen]) if chosen.any() else None
 
 
-def explained_share(part: np.ndarray, whole: np.ndarray, groups: np.ndarray) -> Estimate:
+def explained_share(part: np.ndarray, whole: np.ndarray, groups: np.ndarray) -> PromptEstimate:
     """How much of the squared size of `whole` lies along `part`: sum(part whole) / sum(whole^2), all [T]. Shares of
     parts that add up to the whole add up to 1; one is negative where a part takes away from the others.
 
@@ -249,15 +251,15 @@ def explained_share(part: np.ndarray, whole: np.ndarray, groups: np.ndarray) -> 
     """
     size = float(whole @ whole)
     if size == 0:
-        return Estimate(0.0, math.inf)
+        return PromptEstimate(0.0, math.inf)
     value = float(part @ whole) / size
     _, place = np.unique(groups, return_inverse=True)
     along, squares = np.bincount(place, part * whole), np.bincount(place, whole * whole)
     count = len(squares)
     if count == 1:
-        return Estimate(value, math.inf)
+        return PromptEstimate(value, math.inf)
     drawn = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), size=_RESAMPLES)
     sizes = drawn @ squares
     shares = (drawn @ along)[sizes > 0] / sizes[sizes > 0]
     # A resample of G groups spreads by (G - 1) / G less than G groups do.
-    return Estimate(value, float(shares.std()) * math.sqrt(count / (count - 1)))
+    return PromptEstimate(value, float(shares.std()) * math.sqrt(count / (count - 1)))

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gspo_mega.verify.mismatch.attribution import Tokens, ratio_estimate
+from gspo_mega.verify.mismatch.attribution import TokenPlaces, ratio_estimate
 from gspo_mega.verify.mismatch.causes import ENGINES, PREFIX_CACHE, SAMPLING
 
 UNITS: Mapping[str, float] = {"fp32": 2.0**-24, "bf16": 2.0**-9, "fp8": 2.0**-4, "int8": 2.0**-8}
@@ -39,7 +39,7 @@ _ERRORS, _EXPLAINED = 5.0, 0.5
 
 
 @dataclass(frozen=True)
-class Fault:
+class EngineFault:
     """`kind`: temperature, prompt, cache, weights, size or sampling. `cause`: the row it was found in."""
 
     kind: str
@@ -84,7 +84,7 @@ def fault_bounds(units: Mapping[str, float], num_layers: int, log_probs: np.ndar
     return {name: slack(unit) * expected_size(unit, num_layers, log_probs) for name, unit in units.items()}
 
 
-def temperature_slope(values: np.ndarray, log_probs: np.ndarray, entropies: np.ndarray, tokens: Tokens) -> Slope:
+def temperature_slope(values: np.ndarray, log_probs: np.ndarray, entropies: np.ndarray, tokens: TokenPlaces) -> Slope:
     """The slope of `values` on log p + H, through 0; all [T] float64 nats, of the tokens of the responses.
 
     The log-prob of token y under softmax(b z) changes with b as z_y - sum_k p_k z_k, which at b = 1 is log p_y + H.
@@ -111,13 +111,13 @@ def find_faults(
     added: Mapping[str, np.ndarray],
     log_probs: np.ndarray,
     entropies: np.ndarray,
-    tokens: Tokens,
+    tokens: TokenPlaces,
     units: Mapping[str, float],
     num_layers: int,
     temperature: float,
     reference: Sequences,
     has_experts: bool = False,
-) -> list[Fault]:
+) -> list[EngineFault]:
     """Faults in the contributions of one walk, `added` [T] float64 nats by cause.
 
     `log_probs`, `entropies`: the trainer's, as the run computes them, [T] nats. `units`: the unit roundoff that each
@@ -131,7 +131,7 @@ def find_faults(
         if name in (SAMPLING, ENGINES):
             slope = temperature_slope(values, log_probs, entropies, tokens)
             if slope.is_temperature and _is_too_large(values, bounds[name], many[name]):
-                faults.append(Fault("temperature", name, _temperature(name, slope, temperature)))
+                faults.append(EngineFault("temperature", name, _temperature(name, slope, temperature)))
                 continue
         if name == ENGINES:
             faults += _between_engines(reference, bounds[name], many[name])
@@ -148,7 +148,7 @@ def find_faults(
                     " describe another distribution, or the server's weights changed meanwhile",
                 ),
             }.get(name, ("size", "larger than its rounding: one of its products is wrong"))
-            faults.append(Fault(kind, name, f"{words} ({_sizes(values, bounds[name])})"))
+            faults.append(EngineFault(kind, name, f"{words} ({_sizes(values, bounds[name])})"))
     return faults
 
 
@@ -173,7 +173,7 @@ def _temperature(cause: str, slope: Slope, temperature: float) -> str:
     )
 
 
-def _between_engines(reference: Sequences, bound: float, many: float) -> list[Fault]:
+def _between_engines(reference: Sequences, bound: float, many: float) -> list[EngineFault]:
     """Other weights differ from the first token on; another prompt from the place where it differs."""
     flat = np.concatenate(reference.differences)
     if not _is_too_large(flat, bound, many):
@@ -195,7 +195,7 @@ def _between_engines(reference: Sequences, bound: float, many: float) -> list[Fa
             else "in the response: tokens were decoded and tokenised again, or cut"
         )
         return [
-            Fault(
+            EngineFault(
                 "prompt",
                 ENGINES,
                 f"the engines agree up to token {first} of a sequence (the median) and differ from there on, {where}."
@@ -203,7 +203,7 @@ def _between_engines(reference: Sequences, bound: float, many: float) -> list[Fa
             )
         ]
     return [
-        Fault(
+        EngineFault(
             "weights",
             ENGINES,
             "the engines differ from the first tokens on although both compute in the reference's precision: they hold"

@@ -28,11 +28,11 @@ from gspo_mega.config.derived import Band, band_of, critic_of, no_range_sentence
 from gspo_mega.config.schema import Config
 from gspo_mega.models.block_fp8 import SERVED_BLOCK, is_quantizable, publishes_powers_of_two
 from gspo_mega.models.spec import ModelSpec
-from gspo_mega.models.tensors import Block, TensorEntry, hf_tensors, parameter_blocks, parameter_shape
+from gspo_mega.models.tensors import TensorBlock, TensorEntry, hf_tensors, parameter_blocks, parameter_shape
 from gspo_mega.verify.mismatch.attribution import (
-    Estimate,
-    Row,
-    Tokens,
+    AttributionRow,
+    PromptEstimate,
+    TokenPlaces,
     explained_share,
     make_row,
     ratio_estimate,
@@ -49,9 +49,9 @@ from gspo_mega.verify.mismatch.causes import (
     left_between,
     units_of,
 )
-from gspo_mega.verify.mismatch.faults import UNITS, Fault, Sequences, fault_bounds, find_faults
+from gspo_mega.verify.mismatch.faults import UNITS, EngineFault, Sequences, fault_bounds, find_faults
 from gspo_mega.verify.mismatch.scores import FixedTokens
-from gspo_mega.verify.mismatch.walks import Plan, Point, Side, contributions
+from gspo_mega.verify.mismatch.walks import Point, Side, WalkPlan, contributions
 
 
 def differing_blocks(config: Config, spec: ModelSpec) -> dict[str, str]:
@@ -106,7 +106,7 @@ def block_difference(spec: ModelSpec, entry: TensorEntry, tensor_parallel: int) 
     return None
 
 
-def _is_on_the_grid(block: Block, whole: int, local: int) -> bool:
+def _is_on_the_grid(block: TensorBlock, whole: int, local: int) -> bool:
     """Do both cuts have the same edges here? The last block of a side may be smaller, if it is the last of both."""
     side = SERVED_BLOCK[block.dim]
     if block.start % side or block.local_start % side:
@@ -115,7 +115,7 @@ def _is_on_the_grid(block: Block, whole: int, local: int) -> bool:
     return block.length % side == 0 or ends_both
 
 
-def _reason(spec: ModelSpec, entry: TensorEntry, block: Block, size: int) -> str:
+def _reason(spec: ModelSpec, entry: TensorEntry, block: TensorBlock, size: int) -> str:
     side = SERVED_BLOCK[block.dim]
     if entry.role in ("q", "k", "v") and (spec.head_dim % side or size <= spec.num_kv_heads):
         heads = spec.num_heads // spec.num_kv_heads
@@ -133,11 +133,11 @@ def _reason(spec: ModelSpec, entry: TensorEntry, block: Block, size: int) -> str
 
 
 @dataclass(frozen=True)
-class Part:
+class CauseRow:
     """One cause in one order: its row, and its share of the squared size of d."""
 
-    row: Row
-    share: Estimate
+    row: AttributionRow
+    share: PromptEstimate
 
 
 @dataclass(frozen=True)
@@ -147,8 +147,8 @@ class Other:
     """
 
     settings: Mapping[str, Any]
-    row: Row
-    k3_change: Estimate
+    row: AttributionRow
+    k3_change: PromptEstimate
 
 
 @dataclass(frozen=True)
@@ -169,19 +169,19 @@ class Findings:
     unsigned: str | None
     lengths: tuple[int, ...]
     band: Band | None
-    total: Row
-    parts: Mapping[str, Mapping[str, Part]]
+    total: AttributionRow
+    parts: Mapping[str, Mapping[str, CauseRow]]
     bounds: Mapping[str, float]
-    moved: Mapping[str, Estimate]
+    moved: Mapping[str, PromptEstimate]
     nothing: Mapping[str, Nothing]
     alternatives: Mapping[str, Other]
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[EngineFault, ...] = ()
     residual: float = 0.0
     blocks: Mapping[str, str] | None = None
 
 
 def find(
-    facts: Facts, plan: Plan, fixed: FixedTokens, scored: Mapping[Point, np.ndarray], entropies: np.ndarray
+    facts: Facts, plan: WalkPlan, fixed: FixedTokens, scored: Mapping[Point, np.ndarray], entropies: np.ndarray
 ) -> Findings:
     """The numbers of all walks.
 
@@ -195,14 +195,14 @@ def find(
     d = log_probs[plan.trained] - log_probs[plan.sampled]
     by_token = tokens.prompt[tokens.sequence]
     values_of: dict[str, dict[str, np.ndarray]] = {}
-    parts: dict[str, dict[str, Part]] = {}
+    parts: dict[str, dict[str, CauseRow]] = {}
     residual = 0.0
     for order, links in plan.walks.items():
         added = values_of[order] = contributions(links, log_probs)
         residual = max(residual, float(np.abs(sum(added.values()) - d).max()))
         moves = contributions(links, probabilities)
         parts[order] = {
-            name: Part(make_row(values, tokens, band, lengths, moves[name]), explained_share(values, d, by_token))
+            name: CauseRow(make_row(values, tokens, band, lengths, moves[name]), explained_share(values, d, by_token))
             for name, values in added.items()
         }
     first, *others = values_of.values()
@@ -250,7 +250,7 @@ def _blocks(facts: Facts) -> dict[str, str] | None:
     return differing_blocks(facts.config, facts.spec)
 
 
-def _units(facts: Facts, plan: Plan) -> dict[str, float]:
+def _units(facts: Facts, plan: WalkPlan) -> dict[str, float]:
     """The unit roundoff that each cause of the walks may show."""
     links = next(iter(plan.walks.values()))
     sides: dict[str, Side] = {link.cause: link.end.side for link in links if link.cause != ENGINES}
@@ -258,19 +258,19 @@ def _units(facts: Facts, plan: Plan) -> dict[str, float]:
     return units_of(facts, sides, plan.nothing, UNITS)
 
 
-def _k3_change(other: np.ndarray, d: np.ndarray, tokens: Tokens) -> Estimate:
+def _k3_change(other: np.ndarray, d: np.ndarray, tokens: TokenPlaces) -> PromptEstimate:
     change = (np.expm1(other) - other) - (np.expm1(d) - d)
     return ratio_estimate(change, np.ones(len(change)), tokens.prompt[tokens.sequence])
 
 
 def _faults(
     facts: Facts,
-    plan: Plan,
+    plan: WalkPlan,
     fixed: FixedTokens,
     scored: Mapping[Point, np.ndarray],
     log_probs: Mapping[Point, np.ndarray],
     entropies: np.ndarray,
-) -> list[Fault]:
+) -> list[EngineFault]:
     links = next(iter(plan.walks.values()))
     bridge = next(link for link in links if link.cause == ENGINES)
     reference = Sequences(
@@ -324,7 +324,7 @@ class Advice:
         return "\n".join(lines)
 
 
-def percent(estimate: Estimate) -> str:
+def percent(estimate: PromptEstimate) -> str:
     """A share with its standard error."""
     error = f"{100 * estimate.error:.0f}" if math.isfinite(estimate.error) else "?"
     return f"{100 * estimate.value:.0f} % +- {error}"
@@ -431,7 +431,7 @@ def _is_rounding(findings: Findings) -> bool:
     return is_below and ((band is not None and not band.per_token) or findings.total.k3.below(_NOTHING_NATS))
 
 
-def _is_beyond(share: Estimate, bound: float) -> bool:
+def _is_beyond(share: PromptEstimate, bound: float) -> bool:
     return share.above(bound) or share.below(-bound)
 
 
@@ -467,7 +467,7 @@ def _routing(facts: Facts, findings: Findings, advice: Advice) -> None:
         return
     replays = facts.config.moe.routing_replay == "R3"
     with_it, without = (findings.total, other.row) if replays else (other.row, findings.total)
-    change = other.k3_change if not replays else Estimate(-other.k3_change.value, other.k3_change.error)
+    change = other.k3_change if not replays else PromptEstimate(-other.k3_change.value, other.k3_change.error)
     figures = f"k3 {_plus_minus(without.k3)} without R3 and {_plus_minus(with_it.k3)} with it"
     keys = next(alternative.keys for alternative in ALTERNATIVES if alternative.name == R3)
     if change.below(0.0) and -change.value >= _MAIN * without.k3.value:
@@ -512,11 +512,11 @@ def _bound_of_rounding(findings: Findings) -> str:
     return "the clip range" if findings.band is not None else f"a k3 of {_NOTHING_NATS:g} nats per token"
 
 
-def _percent_of(estimate: Estimate | None) -> str:
+def _percent_of(estimate: PromptEstimate | None) -> str:
     return "none" if estimate is None else percent(estimate)
 
 
-def _plus_minus(estimate: Estimate) -> str:
+def _plus_minus(estimate: PromptEstimate) -> str:
     return f"{estimate.value:.1e} +- {estimate.error:.0e}"
 
 

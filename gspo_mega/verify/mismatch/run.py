@@ -28,12 +28,12 @@ from gspo_mega.launcher.local import WORKER_COMMAND, launch
 from gspo_mega.launcher.prepare import commit, device_here, versions
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.plan import plan_run
-from gspo_mega.verify.mismatch.attribution import Estimate, Row
+from gspo_mega.verify.mismatch.attribution import AttributionRow, PromptEstimate
 from gspo_mega.verify.mismatch.causes import ALTERNATIVES, CAUSES, ONE_RANK, Facts, Nothing, Settings, value_of
 from gspo_mega.verify.mismatch.findings import Advice, Findings, advise, find
 from gspo_mega.verify.mismatch.scores import FixedTokens
 from gspo_mega.verify.mismatch.served_folders import make_folder, remove_folders, start_folder
-from gspo_mega.verify.mismatch.walks import Plan, Point, make_plan
+from gspo_mega.verify.mismatch.walks import Point, WalkPlan, make_plan
 
 _LEGEND = (
     "k3: mean(e^x - 1 - x) per token, nats, of the difference x that the cause adds to d = trainer - rollout;",
@@ -126,7 +126,7 @@ def _range(band: Band | None) -> str:
     return f"clip range {of} {low} to {band.high:+.1e} per token"
 
 
-def _numbers(row: Row) -> str:
+def _numbers(row: AttributionRow) -> str:
     return (
         f"{f'{row.k3.value:.1e} (+-{_short(row.k3.error)})':>17}  {_share(row.band_share):>15}"
         f"  {_percent(row.negative):>8}  {_percent(row.positive):>8}  {row.maximum:7.1e}"
@@ -137,7 +137,7 @@ def _bound(findings: Findings, name: str) -> str:
     return f"{findings.bounds[name]:7.1e}" if name in findings.bounds else f"{'-':>7}"
 
 
-def _of_squares(share: Estimate) -> str:
+def _of_squares(share: PromptEstimate) -> str:
     error = f"{100 * share.error:.0f}" if math.isfinite(share.error) else "?"
     return f"{share.value:.1%}+-{error}"
 
@@ -146,7 +146,7 @@ def _short(value: float) -> str:
     return f"{value:.0e}" if math.isfinite(value) else "?"
 
 
-def _share(estimate: Estimate | None) -> str:
+def _share(estimate: PromptEstimate | None) -> str:
     if estimate is None:
         return "-"
     if estimate.value < 1e-2:
@@ -154,7 +154,7 @@ def _share(estimate: Estimate | None) -> str:
     return f"{estimate.value:.2f} (+-{estimate.error:.2f})"
 
 
-def _percent(estimate: Estimate | None) -> str:
+def _percent(estimate: PromptEstimate | None) -> str:
     if estimate is None:
         return "-"
     error = f"{100 * estimate.error:.0f}" if math.isfinite(estimate.error) else "?"
@@ -254,7 +254,7 @@ class Conduct:
             if not isinstance(settings, Nothing) and (why := self.check(settings, "trainer")) is not None:
                 self.refused[alternative.name] = why
 
-    def evaluate(self, both_orders: bool) -> tuple[int, Plan]:
+    def evaluate(self, both_orders: bool) -> tuple[int, WalkPlan]:
         """Every point of the walks; (0, the plan) when all are there, (the exit code, the plan) after a stop."""
         self.refuse_impossible()
         plan = make_plan(self.facts, both_orders, self.refused)
@@ -336,7 +336,7 @@ class Conduct:
             self.say(f"  {_describe(points, self.start_of(points[0])):<60} {time.monotonic() - started:5.1f} s")
         return failure, code
 
-    def findings(self, plan: Plan) -> Findings:
+    def findings(self, plan: WalkPlan) -> Findings:
         """What the evaluated points say."""
         assert self.tokens is not None  # the first start sampled them
         fixed = FixedTokens.load(self.tokens)

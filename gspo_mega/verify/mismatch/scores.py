@@ -43,7 +43,7 @@ from gspo_mega.rollout.pool import ServerPool
 from gspo_mega.train.batches import assemble, fill_advantages, plan_batch
 from gspo_mega.train.rollouts import Rollouts
 from gspo_mega.verify.certify.measure import gather_tokens, packing
-from gspo_mega.verify.mismatch.attribution import Tokens
+from gspo_mega.verify.mismatch.attribution import TokenPlaces
 from gspo_mega.verify.mismatch.causes import CACHED, HOW, SAMPLED, TOGETHER
 from gspo_mega.verify.mismatch.walks import Point
 
@@ -114,11 +114,11 @@ class FixedTokens:
         """The log-probs returned with the samples, [sum R] float64 nats."""
         return np.concatenate([np.asarray(s.log_probs, np.float64) for s in self.sequences])
 
-    def tokens(self) -> Tokens:
+    def tokens(self) -> TokenPlaces:
         """Whose the response tokens are."""
         lengths = [len(s.response) for s in self.sequences]
         groups, signs = (np.array([getattr(s, name) for s in self.sequences]) for name in ("group", "sign"))
-        return Tokens(np.repeat(np.arange(len(lengths)), lengths), groups, signs)
+        return TokenPlaces(np.repeat(np.arange(len(lengths)), lengths), groups, signs)
 
     def split(self, values: np.ndarray) -> list[np.ndarray]:
         """Values of all tokens but the first of each sequence, [sum (tokens - 1)], by sequence."""
@@ -220,7 +220,7 @@ async def _score_all(
 
 
 @dataclass
-class _Kept:
+class _KeptLogProbs:
     """A head that keeps what it is given, [N] float32 nats of this rank's active tokens per micro-batch."""
 
     log_probs: list[torch.Tensor] = field(default_factory=list)
@@ -268,7 +268,7 @@ def score_on_trainer(
     routes = ExpertRoutes.of(batch.trajectories, engine.spec, to_replay=config.moe.routing_replay == "R3")
     if routes is not None:
         routes.attach(micro_batches)
-    kept = _Kept()
+    kept = _KeptLogProbs()
     engine.score(micro_batches, kept, replays_rollout=config.moe.routing_replay == "R3")
     first, second = (gather_tokens(engine, batch, micro_batches, part) for part in (kept.log_probs, kept.entropies))
     return first, second

@@ -60,7 +60,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Link:
+class WalkStep:
     """One step of a walk: what `cause` adds is the log-prob at `end` less that at `start`."""
 
     cause: str
@@ -69,12 +69,12 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Plan:
+class WalkPlan:
     """`walks`: by the name of the order, each from the sampled log-probs to the trainer's. `nothing`: the causes that
     are not measured. `alternatives`: trainer points that replace the last one of a walk.
     """
 
-    walks: Mapping[str, tuple[Link, ...]]
+    walks: Mapping[str, tuple[WalkStep, ...]]
     nothing: Mapping[str, Nothing]
     alternatives: Mapping[str, Point]
 
@@ -114,7 +114,7 @@ def make_plan(
     both_orders: bool = True,
     refused: Mapping[str, str] | None = None,
     causes: Sequence[Cause] = CAUSES,
-) -> Plan:
+) -> WalkPlan:
     """The walks of a configuration, of the causes in `budget.causes` (all by default). `refused`: causes and
     alternatives that turned out not to be changeable here, and why; what they contribute stays in another link.
     """
@@ -145,7 +145,7 @@ def make_plan(
         settings = alternative.settings(facts)
         if not isinstance(settings, Nothing) and alternative.name not in refused:
             alternatives[alternative.name] = Point.of("trainer", settings)
-    return Plan(walks, nothing, alternatives)
+    return WalkPlan(walks, nothing, alternatives)
 
 
 def _reversed(causes: list[Cause]) -> list[Cause]:
@@ -167,11 +167,11 @@ def _walk(server: list[Cause], trainer: list[Cause], found: Mapping[tuple[str, S
     for cause in server:
         settings = {**settings, **found[cause.name, "server"]}
         there = Point.of("server", settings)
-        yield Link(cause.name, here, there)
+        yield WalkStep(cause.name, here, there)
         here = there
     for index in range(len(trainer) + 1):
         there = Point.of("trainer", _neutral(trainer[index:], found))
-        yield Link(trainer[index - 1].name if index else ENGINES, here, there)
+        yield WalkStep(trainer[index - 1].name if index else ENGINES, here, there)
         here = there
 
 
@@ -183,7 +183,7 @@ def _neutral(causes: Sequence[Cause], found: Mapping[tuple[str, Side], Settings]
     return settings
 
 
-def contributions(links: Sequence[Link], log_probs: Mapping[Point, np.ndarray]) -> dict[str, np.ndarray]:
+def contributions(links: Sequence[WalkStep], log_probs: Mapping[Point, np.ndarray]) -> dict[str, np.ndarray]:
     """What each cause adds to d, by name, [T] float64 nats over the tokens: the differences along `links`.
 
     `log_probs`: [T] float64 nats of the same tokens at every point. A cause with two links has their sum. The values

@@ -45,7 +45,7 @@ _SIMULATED = 30
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredStep:
     """Mean seconds of a step of a run without sampling ahead."""
 
     rollout: float
@@ -61,7 +61,7 @@ class Fit:
     train: float
 
 
-def read_measured(path: Path) -> Measured:
+def read_measured(path: Path) -> MeasuredStep:
     """Of a run's folder, or its metrics.jsonl. Raises ConfigError."""
     file = path / "metrics.jsonl" if path.is_dir() else path
     if not file.is_file():
@@ -89,10 +89,10 @@ def read_measured(path: Path) -> Measured:
     rollout, publish = mean("time/rollout_seconds"), mean("time/publish_seconds")
     # Saves and evaluations are no part of a step's training.
     rest = mean("time/checkpoint_seconds") + mean("time/eval_seconds")
-    return Measured(rollout, max(1e-9, mean("time/step_seconds") - rollout - publish - rest), publish)
+    return MeasuredStep(rollout, max(1e-9, mean("time/step_seconds") - rollout - publish - rest), publish)
 
 
-def fit(job: Job, measured: Measured, seed: int = 1) -> tuple[Job, Fit]:
+def fit(job: Job, measured: MeasuredStep, seed: int = 1) -> tuple[Job, Fit]:
     """The job with its servers and its trainer as fast as measured."""
     alone = replace(job, max_staleness=0, publish=0.0, save_every=0, shared=False)
     record = RunEvents(alone, seed).run(num_steps=_SIMULATED)
@@ -245,7 +245,7 @@ _DAY = 86_400.0
 
 
 @dataclass(frozen=True)
-class Asked:
+class SimulationRequest:
     """What the command line asks for. `num_nodes`: None for the configuration's. `mtbf_hours`: of one node; infinite
     for no failures.
     """
@@ -254,7 +254,7 @@ class Asked:
     mtbf_hours: float
     num_nodes: int | None = None
     lengths: Lengths | None = None
-    measured: Measured | None = None
+    measured: MeasuredStep | None = None
     shared: bool = False
     seed: int = 1
 
@@ -273,14 +273,14 @@ class SplitRow:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SimulationResult:
     """`plan`: of the run that was simulated. `rows`: divisions, fastest first; empty where servers have no nodes of
     their own. `interval_every`: of the run's saves. `fitted`: None where the rates are the cost model's.
     """
 
     plan: Plan
     job: Job
-    asked: Asked
+    asked: SimulationRequest
     record: Record
     rows: tuple[SplitRow, ...]
     intervals: Intervals | None
@@ -315,7 +315,7 @@ class Outcome:
         return self.record.tokens / self.record.elapsed / self.job.num_gpus
 
 
-def simulate(plan: Plan, figures: Estimate, asked: Asked, where: Callable[[str], str]) -> Outcome:
+def simulate(plan: Plan, figures: Estimate, asked: SimulationRequest, where: Callable[[str], str]) -> SimulationResult:
     """Raises PlanError where the nodes cannot be divided."""
     config, shares, counts = plan.config, ModelShares(plan.spec), figures.counts
     nodes = config.cluster.num_nodes + config.cluster.num_rollout_nodes
@@ -346,7 +346,7 @@ def simulate(plan: Plan, figures: Estimate, asked: Asked, where: Callable[[str],
     record = RunEvents(own, asked.seed, asked.mtbf_hours * 3600).run(seconds=asked.days * _DAY)
     mtbf = asked.mtbf_hours * 3600 / max(1, own.trainer_nodes)
     costs = Costs(float(np.mean(record.steps)), float(np.mean(record.redo)), own.save, own.restart, mtbf)
-    return Outcome(plan, own, asked, record, tuple(rows), best_interval(costs, asked.seed), fitted)
+    return SimulationResult(plan, own, asked, record, tuple(rows), best_interval(costs, asked.seed), fitted)
 
 
 def _row(split: Split, job: Job, seed: int) -> SplitRow:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from gspo_mega.verify.simulate.outcome import Outcome
+from gspo_mega.verify.simulate.outcome import SimulationResult
 
 _PANEL, _GAP, _TOP, _HEIGHT, _LEFT = 260, 60, 64, 180, 56
 _WIDTH, _ALL = _LEFT + 3 * _PANEL + 2 * _GAP + 16, _TOP + _HEIGHT + 56
@@ -21,7 +21,7 @@ _BAR, _MARK, _TEXT, _GRID = "#7aa6d8", "#b3402a", "#444444", "#dddddd"
 _BARS = 24
 
 
-def draw_outcome(outcome: Outcome, title: str) -> str:
+def draw_outcome(outcome: SimulationResult, title: str) -> str:
     """The SVG."""
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_ALL}" role="img"'
@@ -90,11 +90,11 @@ APPROXIMATIONS = (
 _PERCENTILES = (5, 50, 95, 99)
 
 
-def outcome_json(outcome: Outcome) -> str:
+def outcome_json(outcome: SimulationResult) -> str:
     return json.dumps(_values(outcome), indent=2)
 
 
-def _values(outcome: Outcome) -> dict[str, Any]:
+def _values(outcome: SimulationResult) -> dict[str, Any]:
     job, record, intervals = outcome.job, outcome.record, outcome.intervals
     steps = np.array(record.steps)
     return {
@@ -151,7 +151,7 @@ def _percentiles(values: np.ndarray) -> dict[str, float]:
     return {f"p{percent}": float(np.percentile(values, percent)) for percent in _PERCENTILES}
 
 
-def render_outcome(outcome: Outcome) -> str:
+def render_outcome(outcome: SimulationResult) -> str:
     """The report that `gspo-mega simulate` prints, without a newline at its end."""
     sections = {
         "job": _job(outcome),
@@ -176,7 +176,7 @@ def render_outcome(outcome: Outcome) -> str:
     )
 
 
-def _job(outcome: Outcome) -> list[str]:
+def _job(outcome: SimulationResult) -> list[str]:
     job = outcome.job
     apart = (
         f" on {job.trainer_nodes} nodes and {job.num_servers} servers on {job.server_nodes}" if job.server_nodes else ""
@@ -196,7 +196,7 @@ def _job(outcome: Outcome) -> list[str]:
     return lines
 
 
-def _step(outcome: Outcome) -> list[str]:
+def _step(outcome: SimulationResult) -> list[str]:
     steps, waits = np.array(outcome.record.steps), np.array(outcome.record.waits)
     lines = [
         f"{len(steps)} steps in {_span(outcome.record.elapsed)}",
@@ -212,7 +212,7 @@ def _step(outcome: Outcome) -> list[str]:
     return lines
 
 
-def _gpus(outcome: Outcome, number: int = 2) -> str:
+def _gpus(outcome: SimulationResult, number: int = 2) -> str:
     one, many = ("process", "processes") if outcome.plan.config.cluster.gpu is None else ("GPU", "GPUs")
     return one if number == 1 else many
 
@@ -224,7 +224,7 @@ def _span(seconds: float) -> str:
     return f"{seconds:.1f} seconds"
 
 
-def _failures(outcome: Outcome) -> list[str]:
+def _failures(outcome: SimulationResult) -> list[str]:
     record = outcome.record
     if not math.isfinite(outcome.asked.mtbf_hours):
         return [
@@ -239,7 +239,7 @@ def _failures(outcome: Outcome) -> list[str]:
     ]
 
 
-def _save(outcome: Outcome) -> list[str]:
+def _save(outcome: SimulationResult) -> list[str]:
     intervals, job = outcome.intervals, outcome.job
     if intervals is None:
         return ["no best interval: " + ("saving pauses nothing" if job.save <= 0 else "nothing fails")]
@@ -253,7 +253,7 @@ def _save(outcome: Outcome) -> list[str]:
     ]
 
 
-def _splits(outcome: Outcome) -> list[str]:
+def _splits(outcome: SimulationResult) -> list[str]:
     if not outcome.rows:
         return ["servers have no nodes of their own (cluster.num_rollout_nodes); --nodes N divides N nodes"]
     lines = [

@@ -10,8 +10,8 @@ import urllib.parse
 
 import openai
 
-from gspo_mega.agents.endpoint import Endpoint
-from gspo_mega.agents.session import Answer, Session
+from gspo_mega.agents.endpoint import AgentEndpoint
+from gspo_mega.agents.session import AgentTurn, EpisodeSession
 from gspo_mega.config.schema import Endpoint as Settings
 from gspo_mega.rollout.client.completion import SamplingParams
 from gspo_mega.rollout.pooled_server import LoopThread
@@ -24,7 +24,7 @@ def decode(token_ids):
     return bytes(token for token in token_ids if token != STOP).decode("utf-8", "replace")
 
 
-class ScriptedSession(Session):
+class ScriptedSession(EpisodeSession):
     """Each turn is the next text of the script (or an error), sampled byte by byte; `gate` is waited for before each
     token after `free` ones. Attributes: asked, what each turn was asked; params, how turns are sampled.
     """
@@ -67,7 +67,7 @@ class ScriptedSession(Session):
             on_tokens(position, token_ids[position:])
         self.finished.append(number)
         log_probs = [-0.5 - place for place in range(len(token_ids))]
-        return Answer(number, self.message_of(text), "stop", 7 + number, token_ids, log_probs)
+        return AgentTurn(number, self.message_of(text), "stop", 7 + number, token_ids, log_probs)
 
 
 class Served:
@@ -75,7 +75,7 @@ class Served:
 
     def __init__(self, **settings):
         self.loop = LoopThread("endpoint")
-        self.endpoint = Endpoint(Settings(**settings), "policy", decode, OPENERS, [STOP])
+        self.endpoint = AgentEndpoint(Settings(**settings), "policy", decode, OPENERS, [STOP])
         self.run(self.endpoint.start())
 
     def run(self, coroutine):

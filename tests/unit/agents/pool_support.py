@@ -10,7 +10,7 @@ import psutil
 
 from gspo_mega.agents.pool import EpisodePool
 from gspo_mega.agents.protocol import Task, TooManyTurns
-from gspo_mega.agents.session import Answer
+from gspo_mega.agents.session import AgentTurn
 from gspo_mega.base.errors import EpisodeError
 from gspo_mega.config.schema import EpisodeFunction, Episodes
 
@@ -141,7 +141,7 @@ class PolicySession:
             if self.record[number][0] != key:
                 raise EpisodeError(f"turn {number} was asked for with other messages")
             self.num_replayed += 1
-            return Answer(number, dict(self.record[number][1]), "stop", 0, is_replayed=True)
+            return AgentTurn(number, dict(self.record[number][1]), "stop", 0, is_replayed=True)
         if number >= self.max_turns:
             raise TooManyTurns(f"{self.max_turns} turns")
         if self.error is not None:
@@ -154,7 +154,7 @@ class PolicySession:
         if number in self.calls:
             message["tool_calls"] = self.calls[number]
         self.record.append((key, message))
-        return Answer(number, dict(message), "stop", 0)
+        return AgentTurn(number, dict(message), "stop", 0)
 
     def set_reward(self, turn, value):
         self.rewards[turn] = value

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from chat_templates import TOOLS, tokenizer_with
 
 from gspo_mega.agents.protocol import Limits, Turn
-from gspo_mega.agents.session import Conversation, Session
+from gspo_mega.agents.session import Conversation, EpisodeSession
 from gspo_mega.base.episodes import Episode
 from gspo_mega.base.records import Prompt
 from gspo_mega.data.chat import PromptEncoder
@@ -86,7 +86,7 @@ class Scripted:
 class Side:
     """A session, its sampler and its tokenizer."""
 
-    session: Session
+    session: EpisodeSession
     sampler: Scripted
     tokenizer: object
     rule: SuffixRule
@@ -108,5 +108,5 @@ def side_of(folder, template, *said, tools=TOOLS, tool_format="hermes", max_turn
     prompt = Prompt("p:0", "p", tuple(ids), text, "4", {}, (USER,))
     sampler = Scripted(tokenizer, said)
     limits = Limits(max_turns, max_tokens)
-    session = Session(conversation, "e", prompt, sampler, params or Params(), limits, tools)
+    session = EpisodeSession(conversation, "e", prompt, sampler, params or Params(), limits, tools)
     return Side(session, sampler, tokenizer, rule, prompt, conversation)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from gspo_mega.agents.demonstrated import DemonstrationEncoder
 from gspo_mega.agents.messages import format_of
 from gspo_mega.agents.protocol import Limits, Turn
-from gspo_mega.agents.session import Conversation, Session
+from gspo_mega.agents.session import Conversation, EpisodeSession
 from gspo_mega.base.episodes import Episode
 from gspo_mega.base.errors import DataError
 from gspo_mega.base.records import Prompt
@@ -175,7 +175,7 @@ def recorded(tokenizer, template, tool_format, tools, prompt, messages, sampled)
     rule = SuffixRule(PromptEncoder(tokenizer, chat_template=True), tokenizer.convert_tokens_to_ids(list(ENDS)))
     chat = Conversation(tokenizer.decode, rule, tool_format=tool_format, template=template)
     task = Prompt("p", "s", (), "", messages=tuple(prompt))
-    session = Session(chat, "e", task, Scripted(sampled), Params(), Limits(100, 100_000), tools)
+    session = EpisodeSession(chat, "e", task, Scripted(sampled), Params(), Limits(100, 100_000), tools)
 
     async def act():
         history, calls = list(prompt), []

@@ -8,7 +8,7 @@ import openai
 import pytest
 from session_support import USER, Said, in_loop, side_of
 
-from gspo_mega.agents.endpoint import Endpoint
+from gspo_mega.agents.endpoint import AgentEndpoint
 from gspo_mega.agents.messages import FORMATS
 from gspo_mega.base.episodes import check_episode
 from gspo_mega.config.schema import Endpoint as Settings
@@ -63,7 +63,7 @@ async def test_a_client_leaves_the_record_of_the_episode_itself(tmp_path, templa
     other = side_of(tmp_path, getattr(families, template), *TURNS)
     tools = list(other.session._tools)
     decode = lambda ids: other.tokenizer.decode(ids, skip_special_tokens=False)  # noqa: E731
-    endpoint = Endpoint(Settings(), "policy", decode, OPENERS, [other.tokenizer.eos_token_id])
+    endpoint = AgentEndpoint(Settings(), "policy", decode, OPENERS, [other.tokenizer.eos_token_id])
     await endpoint.start()
     try:
         async with endpoint.open(other.session) as visit:

@@ -10,7 +10,7 @@ import pytest
 from session_support import USER, Params, Said, in_loop, side_of
 
 from gspo_mega.agents.protocol import ContextFull, Limits, TooManyTurns
-from gspo_mega.agents.session import Conversation, Session
+from gspo_mega.agents.session import Conversation, EpisodeSession
 from gspo_mega.base.episodes import check_episode
 from gspo_mega.base.errors import DataError, RolloutError
 
@@ -251,7 +251,9 @@ async def test_a_group_renders_its_prompt_once(tmp_path):
     calls = []
     first = side.rule.first
     side.conversation._for(())[0].first = lambda messages: calls.append(1) or first(messages)
-    more = [Session(side.conversation, f"e{n}", side.prompt, side.sampler, Params(), Limits(1, 99)) for n in range(4)]
+    more = [
+        EpisodeSession(side.conversation, f"e{n}", side.prompt, side.sampler, Params(), Limits(1, 99)) for n in range(4)
+    ]
     await asyncio.gather(*(session.turn([USER]) for session in more))
     assert len(calls) == 1
 
@@ -260,7 +262,7 @@ async def test_a_group_renders_its_prompt_once(tmp_path):
 async def test_one_turn_is_sampled_behind_the_prompts_own_tokens(tmp_path):
     side = side_of(tmp_path, families.QUICKSTART, "4", tools=())
     plain = Conversation(lambda ids: " ".join(map(str, ids)))
-    session = Session(plain, "e", side.prompt, side.sampler, Params(), Limits(1, 999))
+    session = EpisodeSession(plain, "e", side.prompt, side.sampler, Params(), Limits(1, 999))
     message = await session.turn([USER])
     assert side.sampler.calls[0].token_ids == list(side.prompt.token_ids)
     assert message == {"role": "assistant", "content": " ".join(map(str, tokens_of(side, "4")))}

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from gspo_mega.base import progress
-from gspo_mega.rollout.client.server_client import Flight
+from gspo_mega.rollout.client.server_client import InFlightRequest
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def test_a_phase_ends_with_its_error():
 
 def test_new_tokens_of_a_long_response_are_progress():
     async def report():
-        Flight(10.0).report(5)
+        InFlightRequest(10.0).report(5)
 
     before = count()
     asyncio.run(report())

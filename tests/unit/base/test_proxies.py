@@ -9,7 +9,7 @@ import pytest
 
 from gspo_mega.base import network
 from gspo_mega.base.errors import RewardError
-from gspo_mega.rewards.guarded_process import Kind, environment_of
+from gspo_mega.rewards.guarded_process import ProcessKind, environment_of
 from gspo_mega.rollout.server.process import Running
 
 ALL = {
@@ -89,12 +89,12 @@ def test_a_servers_processes_have_no_proxy_at_all(proxied, tmp_path):
 
 
 def test_users_code_keeps_the_way_out_and_asks_the_job_directly(proxied):
-    given = environment_of(Kind("module", "reward", "reward", RewardError), [])
+    given = environment_of(ProcessKind("module", "reward", "reward", RewardError), [])
     assert given["http_proxy"] == given["HTTPS_PROXY"] == "http://127.0.0.1:9"
     assert "127.0.0.1" in given["no_proxy"].split(",")
     proxied.setenv("https_proxy", "http://me:secret@proxy:3128")
-    assert "https_proxy" not in environment_of(Kind("module", "reward", "reward", RewardError), [])
-    named = environment_of(Kind("module", "reward", "reward", RewardError), ["https_proxy"])
+    assert "https_proxy" not in environment_of(ProcessKind("module", "reward", "reward", RewardError), [])
+    named = environment_of(ProcessKind("module", "reward", "reward", RewardError), ["https_proxy"])
     assert named["https_proxy"].endswith("@proxy:3128")
 
 

@@ -4,7 +4,7 @@ import pytest
 from config_refusals import refused
 
 from gspo_mega.config import load_config
-from gspo_mega.config.derived import makes_old_pass, may_correct_in_training, penalises_kl
+from gspo_mega.config.derived import may_correct_in_training, needs_old_log_prob_pass, penalises_kl
 
 PPO = "algorithm=ppo"
 
@@ -56,8 +56,8 @@ def test_a_penalty_in_the_rewards_needs_a_pass_of_its_own_before_the_first_gradi
     without, penalised = (
         load_config(write(), [PPO, *one, *more]).config for more in ([], ["critic.kl_coefficient=0.05"])
     )
-    assert not penalises_kl(without) and not makes_old_pass(without)
-    assert penalises_kl(penalised) and makes_old_pass(penalised)
+    assert not penalises_kl(without) and not needs_old_log_prob_pass(without)
+    assert penalises_kl(penalised) and needs_old_log_prob_pass(penalised)
     corrected = load_config(write(), [PPO, one[0], "critic.kl_coefficient=0.05"]).config
     assert not may_correct_in_training(corrected)
     notices = load_config(write(), [PPO, "critic.kl_coefficient=0.05", "kl.reference_path=there"]).notices

@@ -1,6 +1,6 @@
 import pytest
 
-from gspo_mega.config.strict_yaml import Position, parse
+from gspo_mega.config.strict_yaml import YamlPosition, parse
 
 
 @pytest.mark.parametrize(
@@ -47,9 +47,9 @@ def test_a_number_that_python_does_not_write_out_is_a_problem_of_its_place(writt
 
 def test_positions_are_of_keys_and_of_list_entries():
     document = parse("a:\n  b: 1\n  c:\n  - x\n  -   y\n")
-    assert document.positions[("a",)] == Position(1, 1)
-    assert document.positions[("a", "b")] == Position(2, 3)
-    assert document.positions[("a", "c", 1)] == Position(5, 7)
+    assert document.positions[("a",)] == YamlPosition(1, 1)
+    assert document.positions[("a", "b")] == YamlPosition(2, 3)
+    assert document.positions[("a", "c", 1)] == YamlPosition(5, 7)
 
 
 def test_anchors_and_merges():
@@ -61,7 +61,7 @@ def test_anchors_and_merges():
     assert document.value["one"] == {"x": 1, "y": 5}
     assert document.value["both"] == {"x": 1, "y": 2, "z": 4}
     assert document.value["alias"] == {"x": 1, "y": 2}
-    assert document.positions[("one", "x")] == Position(1, 14)
+    assert document.positions[("one", "x")] == YamlPosition(1, 14)
 
 
 def test_a_merge_inside_a_merged_mapping_gives_way_to_the_mapping_itself():
@@ -71,30 +71,30 @@ def test_a_merge_inside_a_merged_mapping_gives_way_to_the_mapping_itself():
 
 def test_every_duplicate_key_is_named_with_its_first_place():
     problems = parse("a: 1\nb:\n  c: 1\n  c: 2\na: 2\n").problems
-    assert {(p.position, p.path) for p in problems} == {(Position(4, 3), ("b", "c")), (Position(5, 1), ("a",))}
+    assert {(p.position, p.path) for p in problems} == {(YamlPosition(4, 3), ("b", "c")), (YamlPosition(5, 1), ("a",))}
     assert [("first at line 1" in p.text) for p in problems if p.path == ("a",)] == [True]
 
 
 @pytest.mark.parametrize(
     ("text", "position", "said"),
     [
-        ("a:\n\tb: 1\n", Position(2, 1), "tab"),
-        ("a: [1, 2\n", Position(2, 1), "not YAML"),
-        ("a: 1\n---\nb: 2\n", Position(2, 1), "second document"),
-        ("a: *nowhere\n", Position(1, 4), "undefined alias"),
-        ("a: !!python/object:os.system x\n", Position(1, 4), "tag"),
-        ("a: !!int x\n", Position(1, 4), "tag"),
-        ("a: !mine {b: 1}\n", Position(1, 4), "tag"),
-        ("a: .inf\n", Position(1, 4), "finite"),
-        ("a: .NaN\n", Position(1, 4), "finite"),
-        ("1: x\n", Position(1, 1), "must be text"),
-        ("? [a]\n: x\n", Position(1, 3), "must be text"),
-        ("a: {<<: 3}\n", Position(1, 9), "`<<`"),
-        ("a: &a [*a]\n", Position(1, 4), "contains itself"),
-        ("a: &a {<<: *a}\n", Position(1, 4), "`<<`"),
-        ('a: "\\ud800"\n', Position(1, 4), "half a character"),
-        ('"\\ud800": a\n', Position(1, 1), "half a character"),
-        ("a: x\x00y\n", Position(1, 5), "may not stand"),
+        ("a:\n\tb: 1\n", YamlPosition(2, 1), "tab"),
+        ("a: [1, 2\n", YamlPosition(2, 1), "not YAML"),
+        ("a: 1\n---\nb: 2\n", YamlPosition(2, 1), "second document"),
+        ("a: *nowhere\n", YamlPosition(1, 4), "undefined alias"),
+        ("a: !!python/object:os.system x\n", YamlPosition(1, 4), "tag"),
+        ("a: !!int x\n", YamlPosition(1, 4), "tag"),
+        ("a: !mine {b: 1}\n", YamlPosition(1, 4), "tag"),
+        ("a: .inf\n", YamlPosition(1, 4), "finite"),
+        ("a: .NaN\n", YamlPosition(1, 4), "finite"),
+        ("1: x\n", YamlPosition(1, 1), "must be text"),
+        ("? [a]\n: x\n", YamlPosition(1, 3), "must be text"),
+        ("a: {<<: 3}\n", YamlPosition(1, 9), "`<<`"),
+        ("a: &a [*a]\n", YamlPosition(1, 4), "contains itself"),
+        ("a: &a {<<: *a}\n", YamlPosition(1, 4), "`<<`"),
+        ('a: "\\ud800"\n', YamlPosition(1, 4), "half a character"),
+        ('"\\ud800": a\n', YamlPosition(1, 1), "half a character"),
+        ("a: x\x00y\n", YamlPosition(1, 5), "may not stand"),
     ],
 )
 def test_refusals(text, position, said):

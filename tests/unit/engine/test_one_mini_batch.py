@@ -11,7 +11,7 @@ from run_configs import make_config
 
 from gspo_mega.algorithm.correction import CorrectionRule
 from gspo_mega.algorithm.objective import ObjectiveSettings
-from gspo_mega.config.derived import makes_old_pass, may_correct_in_training, old_is_current
+from gspo_mega.config.derived import may_correct_in_training, needs_old_log_prob_pass, old_is_current
 from gspo_mega.engine.losses import OldPass, PolicyLoss, SequenceCorrection
 
 GROUPS = SimpleNamespace(context=SimpleNamespace(size=1, rank=0, group=None))
@@ -124,5 +124,5 @@ def test_what_follows_from_the_keys(num_mini_batches, old_log_probs, correction,
         mismatch=dict(correction=correction),
         batch=dict(prompts_per_step=4, group_size=4, num_mini_batches=num_mini_batches, micro_batch_tokens=128),
     )
-    assert (makes_old_pass(config), old_is_current(config)) == (makes, current)
+    assert (needs_old_log_prob_pass(config), old_is_current(config)) == (makes, current)
     assert may_correct_in_training(config) == (makes and current)

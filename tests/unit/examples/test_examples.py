@@ -15,7 +15,7 @@ from report_runs import make_run
 
 from gspo_mega.agents.pool import EpisodePool
 from gspo_mega.agents.protocol import Task, load_episode
-from gspo_mega.agents.session import Answer
+from gspo_mega.agents.session import AgentTurn
 from gspo_mega.algorithm.advantages import group_advantages
 from gspo_mega.algorithm.objective import policy_objective
 from gspo_mega.algorithm.terms import ObjectiveSettings
@@ -132,7 +132,7 @@ class Guesses:
 
     async def answer(self, messages, *, max_new_tokens=None):
         self.seen.append(messages[-1]["content"])
-        return Answer(len(self.seen) - 1, {"role": "assistant", "content": self.texts.pop(0)}, "stop", 0)
+        return AgentTurn(len(self.seen) - 1, {"role": "assistant", "content": self.texts.pop(0)}, "stop", 0)
 
     def set_reward(self, turn, value):
         raise AssertionError("the episode gives its turns no rewards")

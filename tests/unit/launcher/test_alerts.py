@@ -14,7 +14,7 @@ import pytest
 from gspo_mega.base.errors import ConfigError, RankError, StuckError
 from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.config import load_config
-from gspo_mega.launcher.alerts import Alerts
+from gspo_mega.launcher.alerts import AlertSender
 from gspo_mega.launcher.inputs import check_users_functions
 
 KEEP = "import sys; open(sys.argv[1], 'a').write(sys.stdin.read())"
@@ -29,7 +29,7 @@ class Run:
         config = load_config(
             "configs/quickstart.yaml", [f"alerts.command={json.dumps(command)}", "run.name=demo", *overrides]
         ).config
-        self.alerts = Alerts(config, self.folder.new_attempt(), self.said.append, poll_seconds=1000.0)
+        self.alerts = AlertSender(config, self.folder.new_attempt(), self.said.append, poll_seconds=1000.0)
         self.alerts.look()
 
     def write(self, steps, **metrics):

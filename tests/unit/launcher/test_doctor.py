@@ -129,7 +129,7 @@ def test_a_process_takes_the_limit_it_may_have():
 
 
 def test_a_machine_that_does_not_see_the_folder_is_named(tmp_path):
-    place = doctor.Place(0, 3, ("127.0.0.1", 1))
+    place = doctor.MachinePlace(0, 3, ("127.0.0.1", 1))
     (tmp_path / "meet").mkdir()
     (tmp_path / "meet" / "machine-2").touch()
     (finding,) = doctor.check_together(place, tmp_path / "meet", 0, AnswerDeadline(0.3))
@@ -143,7 +143,7 @@ def test_an_all_reduce_between_two(tmp_path):
 
     def one(index):
         found[index] = doctor.check_together(
-            doctor.Place(index, 2, ("127.0.0.1", port)), tmp_path / "meet", 0, AnswerDeadline()
+            doctor.MachinePlace(index, 2, ("127.0.0.1", port)), tmp_path / "meet", 0, AnswerDeadline()
         )
 
     threads = [threading.Thread(target=one, args=(index,)) for index in (0, 1)]

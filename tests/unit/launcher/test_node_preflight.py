@@ -13,10 +13,10 @@ from gspo_mega.base import versions
 from gspo_mega.base.errors import RankError
 from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.config import load_config
-from gspo_mega.launcher.children import ChildSpec, Family
-from gspo_mega.launcher.slurm.scontrol import Allocation, Answers, Node
+from gspo_mega.launcher.children import ChildSpec, ProcessFamily
+from gspo_mega.launcher.slurm.scontrol import Allocation, Answers, SlurmNode
 from gspo_mega.launcher.slurm.size import Site, job_size
-from gspo_mega.launcher.slurm.steps import Starts, Steps, preflight
+from gspo_mega.launcher.slurm.steps import AttemptSteps, Starts, preflight
 
 REPOSITORY = Path(__file__).parents[3]
 CONFIG = REPOSITORY / "configs/quickstart.yaml"
@@ -33,8 +33,8 @@ OURS = {"torch": "2.14.1", "NCCL": "2.30.7", "executable": "/opt/trainer/bin/pyt
     ],
 )
 def test_servers_that_do_not_fit_the_trainer_end_the_job_before_it_starts(tmp_path, server, by_nccl, last):
-    attempt, said, family = RunFolder(tmp_path / "run").new_attempt(), [], Family()
-    node = Node("n1", "10.0.0.1")
+    attempt, said, family = RunFolder(tmp_path / "run").new_attempt(), [], ProcessFamily()
+    node = SlurmNode("n1", "10.0.0.1")
     doctors = [
         (node, ChildSpec("doctor", index, [sys.executable, "-c", ""], attempt.logs_dir / f"doctor_{index}.log", {}))
         for index in (0, 1)
@@ -69,9 +69,9 @@ def lines(tmp_path):
         overrides = ["cluster={num_nodes: 2, ranks_per_node: 4}", "server={num_servers: 3, tensor: 2}"]
         config = load_config(CONFIG, [f"model.path={SHAPE}", *overrides])
         site = Site.read({"GSPO_GPUS_PER_NODE": "8", "GSPO_CPUS_PER_TASK": "1", **given})
-        nodes = Node("n1", "10.0.0.1"), Node("n2", "10.0.0.2")
+        nodes = SlurmNode("n1", "10.0.0.1"), SlurmNode("n2", "10.0.0.2")
         attempt = RunFolder(tmp_path / "run").new_attempt()
-        steps = Steps(Allocation("7", 0, nodes, nodes), job_size(config, site), site, attempt, 2)
+        steps = AttemptSteps(Allocation("7", 0, nodes, nodes), job_size(config, site), site, attempt, 2)
         specs = [spec for _, spec in steps.doctors(14_001, fp8=False)]
         assert len({spec.log for spec in specs}) == len({(spec.kind, spec.index) for spec in specs}) == len(specs)
         return [" ".join(spec.command) for spec in specs]

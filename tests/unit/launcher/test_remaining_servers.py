@@ -6,7 +6,7 @@ import time
 import pytest
 
 from gspo_mega.base.run_folder import Attempt
-from gspo_mega.launcher.children import ChildSpec, Family
+from gspo_mega.launcher.children import ChildSpec, ProcessFamily
 from gspo_mega.launcher.local import RemainingServers
 from gspo_mega.rollout.registration import Registration, read_registrations
 
@@ -17,7 +17,7 @@ def ended(tmp_path):
     attempt = Attempt(tmp_path)
     for folder in (attempt.servers_dir, attempt.logs_dir):
         folder.mkdir(parents=True)
-    family, said = Family(), []
+    family, said = ProcessFamily(), []
 
     def start(*servers):
         for index, (state, code) in enumerate(servers):

@@ -12,12 +12,12 @@ from waiting import until
 from gspo_mega.base.errors import ConfigError, GspoMegaError, PlanError
 from gspo_mega.base.run_folder import Attempt, RunFolder
 from gspo_mega.config.schema import ModelReward
-from gspo_mega.launcher.children import Child, ChildSpec, Family
+from gspo_mega.launcher.children import Child, ChildSpec, ProcessFamily
 from gspo_mega.launcher.local import Supervisor, _scorers
 from gspo_mega.launcher.slurm import scontrol as calls
 from gspo_mega.launcher.slurm import steps as step_starts
 from gspo_mega.launcher.slurm.size import job_size, sbatch_options
-from gspo_mega.launcher.slurm.steps import Steps
+from gspo_mega.launcher.slurm.steps import AttemptSteps
 from gspo_mega.rollout.server.reward_server import make_reward_folder, reward_folder
 
 STYLE = "{name: style, path: m, num_servers: 3, tensor: 2}"
@@ -79,7 +79,7 @@ def test_their_steps_and_doctors(tmp_path):
     config = with_models("cluster={num_nodes: 2, ranks_per_node: 1}", models=f"[{SUMS}]")
     allocation = calls.read_allocation({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}, 2, 0)
     attempt = RunFolder(tmp_path / "run").new_attempt()
-    steps = Steps(allocation, job_size(config, site()), site(), attempt, 1)
+    steps = AttemptSteps(allocation, job_size(config, site()), site(), attempt, 1)
     (sums,) = steps.reward_servers().values()
     assert sums.indices == [0] and [node.name for node in sums.server_nodes(0)] == ["n2"]
     spec = sums.server(0)
@@ -140,7 +140,7 @@ def test_the_last_one_of_a_model_that_is_given_up_ends_the_run(tmp_path):
 def test_starts_that_fail_count_for_each_server_by_itself(tmp_path, monkeypatch):
     """Two models have a server 0 each."""
     monkeypatch.setattr(step_starts, "ASK_AGAIN_SECONDS", 0.0)
-    attempt, family, said = RunFolder(tmp_path / "run").new_attempt(), Family(), []
+    attempt, family, said = RunFolder(tmp_path / "run").new_attempt(), ProcessFamily(), []
     starts = step_starts.Starts(family, attempt, said.append)
     refused = [sys.executable, "-c", "import sys; sys.exit('srun: error: Unable to create step')"]
     specs = [

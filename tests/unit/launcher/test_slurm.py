@@ -20,7 +20,7 @@ from gspo_mega.launcher.local import launch
 from gspo_mega.launcher.slurm import scontrol as calls
 from gspo_mega.launcher.slurm.job import describe_nodes
 from gspo_mega.launcher.slurm.size import job_size, sbatch_options, with_signal_time
-from gspo_mega.launcher.slurm.steps import Steps
+from gspo_mega.launcher.slurm.steps import AttemptSteps
 from gspo_mega.plan import estimate, plan_run
 from gspo_mega.plan.report import plan_shell
 
@@ -106,7 +106,9 @@ def test_a_run_on_recorded_rollouts_needs_no_servers_and_no_nodes_for_them(tmp_p
     assert "--nodes=2" in sbatch_options(loaded(*words).config.run.name, size, site(), ["--partition=small"])
     allocation = calls.read_allocation({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}, 2, 0)
     assert describe_nodes(allocation, size) == "ranks on n1 n2, no servers: the run trains on recorded rollouts"
-    doctors = Steps(allocation, size, site(), RunFolder(tmp_path / "run").new_attempt(), 1).doctors(14_001, fp8=False)
+    doctors = AttemptSteps(allocation, size, site(), RunFolder(tmp_path / "run").new_attempt(), 1).doctors(
+        14_001, fp8=False
+    )
     assert ["server" in spec.command for _, spec in doctors] == [False, False]
     assert job_size(loaded(*words), site(), "sft").num_servers == 4
 
@@ -286,7 +288,7 @@ def steps(tmp_path):
         GSPO_SERVER_PYTHON="python3",
     )
     allocation = calls.read_allocation({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}, 2, 0)
-    return Steps(allocation, job_size(config, here), here, RunFolder(tmp_path / "run").new_attempt(), 2)
+    return AttemptSteps(allocation, job_size(config, here), here, RunFolder(tmp_path / "run").new_attempt(), 2)
 
 
 def test_ranks_and_servers_divide_a_nodes_gpus(steps):

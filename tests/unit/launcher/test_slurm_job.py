@@ -21,9 +21,9 @@ from gspo_mega.launcher.attempt_state import StateKeeper, read_state
 from gspo_mega.launcher.children import signals_taken
 from gspo_mega.launcher.slurm import scontrol
 from gspo_mega.launcher.slurm.job import JobContext, SlurmJob
-from gspo_mega.launcher.slurm.scontrol import Allocation, Answers, NoAnswerError, Node
+from gspo_mega.launcher.slurm.scontrol import Allocation, Answers, NoAnswerError, SlurmNode
 from gspo_mega.launcher.slurm.size import Site, job_size
-from gspo_mega.launcher.slurm.steps import Steps
+from gspo_mega.launcher.slurm.steps import AttemptSteps
 from gspo_mega.launcher.slurm.stop import SIGNALS
 
 CONFIG = Path(__file__).parents[3] / "configs/quickstart.yaml"
@@ -99,13 +99,13 @@ class Here:
         job_id: str = "7",
         overrides: Sequence[str] = (),
     ) -> SlurmJob:
-        nodes = (Node("n1", "10.0.0.1"), Node("n2", "10.0.0.2"))
+        nodes = (SlurmNode("n1", "10.0.0.1"), SlurmNode("n2", "10.0.0.2"))
         site = Site.read({"GSPO_GPUS_PER_NODE": "8", "GSPO_SERVER_PYTHON": sys.executable})
         allocation = Allocation(job_id, 0, nodes, nodes)
         size = job_size(load_config(CONFIG, ["cluster.num_nodes=2", "publish.verify=replicas", *overrides]), site)
         context = JobContext(allocation, signal_seconds, self.said.append, Answers(self.said.append), 600)
         self.signals = context.signals
-        return SlurmJob(attempt, context, Steps(allocation, size, site, attempt, 1), state, seconds_left)
+        return SlurmJob(attempt, context, AttemptSteps(allocation, size, site, attempt, 1), state, seconds_left)
 
     def run(self, ranks: str, job_id: str = "7", seconds_left: float | None = None) -> int:
         """An attempt whose ranks do that before they wait to be stopped."""

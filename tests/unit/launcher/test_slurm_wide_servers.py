@@ -9,7 +9,7 @@ from gspo_mega.base.errors import PlanError
 from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.launcher.slurm import scontrol as calls
 from gspo_mega.launcher.slurm.size import job_size
-from gspo_mega.launcher.slurm.steps import Steps
+from gspo_mega.launcher.slurm.steps import AttemptSteps
 
 OVER_TWO = "server={num_servers: 2, tensor: 8, num_nodes: 2}"
 
@@ -35,7 +35,7 @@ def test_the_step_of_a_server_over_several_nodes_has_a_task_on_each(tmp_path):
     config = loaded(OVER_TWO, "cluster={num_nodes: 1, ranks_per_node: 8, num_rollout_nodes: 2}")
     allocation = calls.read_allocation({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]"}, 1, 2)
     attempt = RunFolder(tmp_path / "run").new_attempt()
-    steps = Steps(allocation, job_size(config, site()), site(), attempt, 4)
+    steps = AttemptSteps(allocation, job_size(config, site()), site(), attempt, 4)
     assert [node.name for node in steps.server_nodes(1)] == ["n2", "n3"]
     line = " ".join(steps.server(1).command)
     options = "--nodes=2 --ntasks=2 --ntasks-per-node=1 --nodelist=n2,n3 --distribution=block:block"

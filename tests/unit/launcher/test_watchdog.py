@@ -10,7 +10,7 @@ import subprocess
 import pytest
 
 from gspo_mega.base.run_folder import RunFolder
-from gspo_mega.launcher.watchdog import Watchdog
+from gspo_mega.launcher.watchdog import RankWatchdog
 from gspo_mega.plan.watchdog_bounds import Patience
 
 BOUNDS = {
@@ -32,7 +32,7 @@ class Ranks:
         self.now, self.ticks = 0.0, [0] * num_ranks
         self.where = [("train", 0)] * num_ranks
         self.alive = [True] * num_ranks
-        self.dog = Watchdog(self.attempt, num_ranks, Patience(BOUNDS, 300.0), pids, clock=lambda: self.now)
+        self.dog = RankWatchdog(self.attempt, num_ranks, Patience(BOUNDS, 300.0), pids, clock=lambda: self.now)
 
     def go(self, seconds, works=()):
         """Let time pass; ranks in `works` get something done in every interval. Returns the first verdict."""

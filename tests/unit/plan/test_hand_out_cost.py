@@ -66,7 +66,7 @@ def test_the_estimate_is_what_leaves_rank_0(load, shape, monkeypatch, layout_nam
     ).config
     spec = read_model_spec(shape("moe", num_hidden_layers=4))
     layout = resolve_layout(config, spec)
-    monkeypatch.setattr(scatter, "Sending", lambda *_: SimpleNamespace(wait=lambda: None))
+    monkeypatch.setattr(scatter, "PendingMessage", lambda *_: SimpleNamespace(wait=lambda: None))
     store = SimpleNamespace(set=lambda *_: None)
     replicas = [layout.ranks_of(data) for data in range(layout.data)]
     sent = []

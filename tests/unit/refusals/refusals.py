@@ -33,7 +33,7 @@ TEXTS = {
     "address_problem",
     "_no_address_problem",
 }
-_RECORDERS = {"Violation", "problem", "_problem", "Problem"}
+_RECORDERS = {"Violation", "problem", "_problem", "YamlProblem"}
 _SPOILER = "__refusal__"
 _FEWEST_LETTERS = 4
 

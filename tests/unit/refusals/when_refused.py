@@ -33,7 +33,7 @@ TABLE: dict[str, dict[str, tuple[int, str] | tuple[int, str, str]]] = {
     "train/critic_step.py": {"build_critic": (1, PLAN)},
     "train/scatter.py": {"Exchange._announce": (1, RUN, _PROCESSES), "Exchange._await": (1, RUN, _PROCESSES)},
     "train/fit_scores.py": {"ScoreFitting._packs": (1, RUN, "one example is longer than a pack; its tokens are new")},
-    "train/rank0.py": {"Lead.check_held": (1, RUN, _PROCESSES)},
+    "train/rank0.py": {"Rank0.check_held": (1, RUN, _PROCESSES)},
     "train/session.py": {"load_reference": (1, PLAN), "_check_skipped": (1, RUN, _NUMBERS)},
     "train/sft_loop.py": {"run_sft": (1, RUN, _NUMBERS), "_measure": (2, RUN, _SAMPLED)},
     "train/servers.py": {
@@ -125,15 +125,17 @@ TABLE: dict[str, dict[str, tuple[int, str] | tuple[int, str, str]]] = {
         "load_tool": (9, FUNCTIONS),
     },
     "agents/demonstrated.py": {"DemonstrationEncoder._check_calls": (1, TRIED), "_answered": (1, TRIED)},
-    "agents/endpoint.py": {"Endpoint.start": (1, RUN, "whether an address can be bound is known when it is bound")},
+    "agents/endpoint.py": {
+        "AgentEndpoint.start": (1, RUN, "whether an address can be bound is known when it is bound")
+    },
     "agents/pool.py": {"EpisodePool._replace": (1, RUN, _PROCESSES)},
-    "agents/session.py": {"Session._new": (1, RUN, _SAMPLED)},
+    "agents/session.py": {"EpisodeSession._new": (1, RUN, _SAMPLED)},
     "agents/external_agent.py": {"ForeignAgents.start": (1, FUNCTIONS)},
     "agents/loop_watch.py": {"_OwnedTask.cancel": (1, RUN, _SAMPLED)},
     "agents/messages.py": {"_only_argument": (2, TRIED), "_format_shown": (1, TRIED)},
     "agents/protocol.py": {"load_episode": (4, FUNCTIONS)},
     "agents/recorder.py": {"Recorder.locate": (1, RUN, _SAMPLED)},
-    "agents/worker_episode.py": {"Seat.turn": (1, RUN, _SAMPLED), "SeatTools.call": (1, RUN, _SAMPLED)},
+    "agents/worker_episode.py": {"WorkerEpisode.turn": (1, RUN, _SAMPLED), "WorkerTools.call": (1, RUN, _SAMPLED)},
     "rollout/pooled_server.py": {
         "LoopThread.check": (1, RUN, _PROCESSES),
         "PooledServer.control.run": (2, RUN, _SERVERS),
@@ -176,7 +178,7 @@ TABLE: dict[str, dict[str, tuple[int, str] | tuple[int, str, str]]] = {
         "ServerPool.acquire": (1, RUN, _SERVERS),
         "ServerPool._raise_if_all_failed": (1, RUN, _SERVERS),
     },
-    "rollout/eval_servers.py": {"SetAside.load": (1, RUN, _SERVERS), "SetAside.acquire": (1, RUN, _SERVERS)},
+    "rollout/eval_servers.py": {"EvalServers.load": (1, RUN, _SERVERS), "EvalServers.acquire": (1, RUN, _SERVERS)},
     "engine/model.py": {"_mark": (2, RUN, _DEFECT)},
     "cpu/te_loading.py": {"load_transformer_engine": (1, RUN, _HERE)},
     "engine/precision.py": {
@@ -206,8 +208,8 @@ TABLE: dict[str, dict[str, tuple[int, str] | tuple[int, str, str]]] = {
     },
     "sync/broadcast.py": {
         "_update": (2, RUN, _SERVERS),
-        "Link.__init__": (1, RUN, _SERVERS),
-        "Link.broadcast": (1, RUN, _SERVERS),
+        "ServerGroup.__init__": (1, RUN, _SERVERS),
+        "ServerGroup.broadcast": (1, RUN, _SERVERS),
     },
     "checkpoint/mtp_layers.py": {"CarriedLayers.__init__": (1, TRIED)},
     "checkpoint/critic.py": {"import_critic.wanted": (1, RUN, "the bias of a critic's head is a value in its file")},
@@ -218,8 +220,8 @@ TABLE: dict[str, dict[str, tuple[int, str] | tuple[int, str, str]]] = {
     "checkpoint/gather.py": {"PolicyTensors.__init__": (2, RUN, _DEFECT)},
     "checkpoint/hf_export.py": {"_Writer._write": (1, RUN, _DISK)},
     "sync/broadcast_group.py": {
-        "Sending.wait": (3, RUN, _SERVERS),
-        "GroupEnd.broadcast": (1, RUN, _SERVERS),
+        "PendingBroadcast.wait": (3, RUN, _SERVERS),
+        "BroadcastGroup.broadcast": (1, RUN, _SERVERS),
         "OwnTensors.broadcast": (1, RUN, _SERVERS),
     },
     "sync/publish.py": {

@@ -5,7 +5,7 @@ from scoring_support import score, settings, trajectory
 
 from gspo_mega.config.schema import RewardFunction
 from gspo_mega.config.validate_rewards import condition_of
-from gspo_mega.rewards.weighted_sum import Entry, sum_of, tally
+from gspo_mega.rewards.weighted_sum import WeightedFunction, sum_of, tally
 
 SHAPE = RewardFunction(function="regex", name="shape", weight=0.25, options={"pattern": r"^<a>"})
 RIGHT = RewardFunction(function="regex", name="right", options={"pattern": r"<a>(?P<answer>.*)"}, only_if="shape")
@@ -80,7 +80,7 @@ def test_conditions_are_read(text, condition):
 
 def test_a_verdict_where_something_was_not_asked():
     def correct(**replies):
-        return tally(tuple(Entry(name, 1.0, name in "mc") for name in replies), replies).correct
+        return tally(tuple(WeightedFunction(name, 1.0, name in "mc") for name in replies), replies).correct
 
     one, zero, silent = ({"value": v, "parts": {}, "correct": None} for v in (1.0, 0.0, 0.5))
     assert correct(m=one, c=one) is True and correct(m=one, c=zero) is False

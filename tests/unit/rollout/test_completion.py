@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gspo_mega.rollout.client.completion import (
-    Answer,
     NonsenseAnswer,
+    PartialResponse,
     RefusedAnswer,
-    Response,
     RoutingShape,
     SamplingParams,
+    StreamedAnswer,
 )
 
 PARAMS = SamplingParams(6, 1.0, 1.0, -1, (EOS,))
@@ -27,7 +27,7 @@ ROUTING = RoutingShape(num_layers=2, experts_per_token=2, num_experts=4)
 
 
 def reader(params=PARAMS, routing=None, prompt=3, weight_version=None):
-    return Answer(
+    return StreamedAnswer(
         request_id="the-request",
         num_prompt_tokens=prompt,
         params=params,
@@ -100,7 +100,7 @@ def test_a_response_in_parts_has_the_records_it_was_sampled_with(seed):
     """Each part continues the earlier ones; the earlier tokens keep the experts that the earlier part returned."""
     rng = random.Random(seed)
     long = SamplingParams(24, 1.0, 1.0, -1, (EOS,))
-    prompt, response = [3, 4, 5], Response(3, long, True)
+    prompt, response = [3, 4, 5], PartialResponse(3, long, True)
     token_ids, log_probs, rows = [], [], []
     while response.whole.finish_reason == "abort":
         left = long.after(len(token_ids))
@@ -122,15 +122,15 @@ def test_a_response_in_parts_has_the_records_it_was_sampled_with(seed):
 
 
 def test_a_part_whose_experts_are_not_known_is_not_taken():
-    response = Response(3, PARAMS, True)
+    response = PartialResponse(3, PARAMS, True)
     part = parse(answer_of([5, 6], "abort"), routing=ROUTING)
     assert part.routed_experts is None and not response.add(part) and len(response) == 0
-    assert Response(3, PARAMS, False).add(part)
+    assert PartialResponse(3, PARAMS, False).add(part)
 
 
 def test_a_part_that_was_cut_at_its_very_end_is_whole():
     for token_ids, reason in (([5, 6, EOS], "stop"), (SIX, "length")):
-        response = Response(3, PARAMS, False)
+        response = PartialResponse(3, PARAMS, False)
         assert response.add(parse(answer_of(token_ids, "abort"))) and response.whole.finish_reason == reason
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from gspo_mega.rollout.pool import Silence
+from gspo_mega.rollout.pool import StallWarnings
 from gspo_mega.rollout.pooled_server import DWELL_SECONDS, SLOW_RATIO, Load, to_move
 
 NOW = 100.0
@@ -106,7 +106,7 @@ def test_silence_bounds_the_speed():
 
 
 def test_the_longest_silent_requests_are_named_first_and_few_of_one_server():
-    silence, told = Silence(), []
+    silence, told = StallWarnings(), []
     flights = [Flying(k, last_report=NOW - 5 - k, prompt=f"p{k}") for k in range(6)]
     server = SimpleNamespace(server_id="server-0", load=SimpleNamespace(flights=set(flights)))
     silence.name([server], NOW, 10.0, told.append)
@@ -132,5 +132,5 @@ def test_a_request_is_silent_from_half_of_its_deadline_on():
         told: list[str] = []
         flights = {Flying(3, last_report=NOW - seconds), Flying(4, last_report=0.0, cause="moved")}
         server = SimpleNamespace(server_id="s", load=SimpleNamespace(flights=flights))
-        Silence().name([server], NOW, 10.0, told.append)
+        StallWarnings().name([server], NOW, 10.0, told.append)
         assert len(told) == is_told

@@ -10,7 +10,7 @@ from fake_server import FakeServer
 
 from gspo_mega.base.errors import RolloutError
 from gspo_mega.rollout import pooled_server
-from gspo_mega.rollout.client.server_client import Flight
+from gspo_mega.rollout.client.server_client import InFlightRequest
 
 
 def long_and_short(ids):
@@ -230,7 +230,7 @@ def test_a_request_that_is_over_cannot_be_ended():
     """The pool's balancing may still refer to the flight."""
 
     async def fly():
-        flight = Flight(10.0)
+        flight = InFlightRequest(10.0)
         async with asyncio.timeout(None) as limit:
             flight.begin(None, limit, lambda: None)
         flight.close()
@@ -242,7 +242,7 @@ def test_a_request_that_is_over_cannot_be_ended():
 
 def test_a_flight_is_ended_once():
     async def fly():
-        flight, ended = Flight(10.0), []
+        flight, ended = InFlightRequest(10.0), []
         async with asyncio.timeout(None) as limit:
             flight.begin(None, limit, lambda: ended.append(1))
             flight.end("moved")

@@ -11,7 +11,7 @@ from fake_answers import EOS, VOCAB
 from gspo_mega.base import garbage
 from gspo_mega.base.garbage import RareCollections
 from gspo_mega.rollout.client.completion import SamplingParams
-from gspo_mega.rollout.client.server_client import Flight, ServerClient, ServerError
+from gspo_mega.rollout.client.server_client import InFlightRequest, ServerClient, ServerError
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_a_request_that_is_over_leaves_no_cycle(fakes):
     async def ask() -> None:
         client = ServerClient("server-0", f"http://127.0.0.1:{server.port}", "the-key", vocab_size=VOCAB)
         for _ in range(3):
-            flight = Flight(5.0)
+            flight = InFlightRequest(5.0)
             try:
                 await client.generate([3, 4, 5], params, request_id="r", deadline_seconds=5.0, flight=flight)
             except ServerError as error:
@@ -73,7 +73,11 @@ def test_a_request_that_is_over_leaves_no_cycle(fakes):
         try:
             asyncio.run(ask())
             gc.collect()
-            assert not [one for one in gc.garbage if type(one).__name__ in ("Flight", "Answer", "ndarray", "Column")]
+            assert not [
+                one
+                for one in gc.garbage
+                if type(one).__name__ in ("InFlightRequest", "StreamedAnswer", "ndarray", "Column")
+            ]
         finally:
             gc.set_debug(0)
             gc.garbage.clear()

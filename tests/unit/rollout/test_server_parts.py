@@ -16,7 +16,7 @@ from waiting import until
 from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.config import load_config
 from gspo_mega.rollout.registration import Registration
-from gspo_mega.rollout.server.multinode import SILENCE_SECONDS, Order, PartReport, Parts, PartSupervisor
+from gspo_mega.rollout.server.multinode import SILENCE_SECONDS, Order, PartReport, PartSupervisor, ServerParts
 from gspo_mega.rollout.server.spec import ServerSpec, sglang_arguments, spec_from_config
 
 CONFIG = Path(__file__).parents[3] / "configs/quickstart.yaml"
@@ -64,7 +64,7 @@ def test_each_part_is_told_its_place_by_sglangs_names(attempt):
 
 
 def test_a_server_on_one_node_writes_no_orders(attempt):
-    parts = Parts(attempt, 0, 1)
+    parts = ServerParts(attempt, 0, 1)
     assert parts.rendezvous("127.0.0.1", 21_000) is None and parts.death(1) is None and parts.missing(1) == ""
     parts.order(1, spec_of(attempt))
     assert not attempt.server_parts_dir.exists()
@@ -72,7 +72,7 @@ def test_a_server_on_one_node_writes_no_orders(attempt):
 
 def test_the_head_knows_a_part_that_ended_or_is_silent_or_never_began(attempt):
     now = [0.0]
-    parts = Parts(attempt, 0, 3, clock=lambda: now[0])
+    parts = ServerParts(attempt, 0, 3, clock=lambda: now[0])
     host, port = parts.rendezvous("127.0.0.1", 21_000).rsplit(":", 1)
     assert (host, int(port) > 21_000) == ("127.0.0.1", True)
     parts.order(4, spec_of(attempt))
@@ -103,7 +103,7 @@ class Follower:
 
     def head(self, state, generation, ordered=True) -> Registration:
         if ordered:
-            Parts(self.attempt, 0, 2).order(generation, spec_of(self.attempt))
+            ServerParts(self.attempt, 0, 2).order(generation, spec_of(self.attempt))
         return Registration("server-0", "", 0, state, generation, None, time.time())
 
     def follow(self, *head, **more):
@@ -157,7 +157,7 @@ def test_a_part_whose_sglang_dies_reports_it_and_waits_for_the_next_start(follow
     follower.part._running.process.wait()
     report = follower.follow("ready", 1)
     assert running(report) == (1, "ended") and report.error.startswith("SGLang killed by SIGKILL (see ")
-    assert Parts(follower.attempt, 0, 2).death(1).startswith("its part 1 on 127.0.0.1: SGLang killed by SIGKILL")
+    assert ServerParts(follower.attempt, 0, 2).death(1).startswith("its part 1 on 127.0.0.1: SGLang killed by SIGKILL")
     assert running(follower.follow("ready", 1)) == (1, "ended"), "it was started again within the same start"
     assert running(follower.follow("starting", 2)) == (2, "running")
 
@@ -170,6 +170,6 @@ def test_a_part_whose_head_is_silent_ends(follower, monkeypatch):
     follower.part._follow(head)
     assert process.poll() is not None
     # A head that is alive after all learns of it, and starts again.
-    assert Parts(follower.attempt, 0, 2).death(1) == "its part 1 on 127.0.0.1: the head does not run"
+    assert ServerParts(follower.attempt, 0, 2).death(1) == "its part 1 on 127.0.0.1: the head does not run"
     follower.part._follow(replace(head, heartbeat=head.heartbeat + 2))
     assert follower.part._running is None, "the head restarts the server as a whole: this start is over"

@@ -10,7 +10,7 @@ from ahead_support import Ahead, sample_of
 from gspo_mega.base import processes
 from gspo_mega.base.errors import RolloutError
 from gspo_mega.base.records import Prompt
-from gspo_mega.rollout.eval_servers import set_aside
+from gspo_mega.rollout.eval_servers import reserve_for_eval
 
 PROMPTS = [Prompt(f"held:{k}", "held", (3, 60 + k, 5), "q") for k in range(4)]
 MOST = 64
@@ -22,7 +22,7 @@ class Beside:
     def __init__(self, run: Ahead, num_servers: int = 1, version: int | None = None, **more):
         self.run, self.go = run, threading.Event()
         version = run.version if version is None else version
-        servers = set_aside(run.pool, MOST, num_servers, version, **more)
+        servers = reserve_for_eval(run.pool, MOST, num_servers, version, **more)
         assert servers is not None
         self.servers = servers
         for server in run.servers:
@@ -98,10 +98,10 @@ def test_one_server_stays_with_training_and_one_that_lacks_the_version_is_not_ta
     run.step(0)
     beside = Beside(run, num_servers=9)
     assert len(beside.servers.server_ids) == 2
-    assert set_aside(run.pool, MOST, 1, 0) is None
+    assert reserve_for_eval(run.pool, MOST, 1, 0) is None
     beside.servers.give_back()
     run.step(1)
-    assert set_aside(run.pool, MOST, 1, 0) is None, "all hold version 1"
+    assert reserve_for_eval(run.pool, MOST, 1, 0) is None, "all hold version 1"
 
 
 def test_the_evaluation_ends_with_its_server_and_another_one_can_load_the_version(run, tmp_path):

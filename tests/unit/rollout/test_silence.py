@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-from gspo_mega.rollout.pool import Silence
+from gspo_mega.rollout.pool import StallWarnings
 
 
 @dataclass(eq=False)
@@ -22,14 +22,14 @@ def server_of(server_id: str, *last_reports: float):
     return SimpleNamespace(server_id=server_id, load=SimpleNamespace(flights=flights))
 
 
-def said(silence: Silence, now: float, *servers) -> list[str]:
+def said(silence: StallWarnings, now: float, *servers) -> list[str]:
     lines: list[str] = []
     silence.name(servers, now, 10.0, lines.append)
     return lines
 
 
 def test_a_silent_request_is_named_once_with_its_server_and_how_long():
-    silence, server = Silence(), server_of("server-3", 0.0, 4.0)
+    silence, server = StallWarnings(), server_of("server-3", 0.0, 4.0)
     assert said(silence, 4.9, server) == []
     (line,) = said(silence, 6.0, server)
     assert line.startswith("waiting  prompt p:0: no new token from server-3 for 6.0 s, after 7; at 10 s")
@@ -40,7 +40,7 @@ def test_a_silent_request_is_named_once_with_its_server_and_how_long():
 
 def test_a_server_that_hangs_with_thousands_of_requests_fills_a_few_lines():
     silence, hung, other = (
-        Silence(),
+        StallWarnings(),
         server_of("server-3", *(k / 1000 for k in range(10_000))),
         server_of("server-4", 0),
     )
@@ -56,4 +56,4 @@ def test_requests_that_are_being_ended_are_not_named():
     server = server_of("server-0", 0.0)
     for flight in server.load.flights:
         flight.cause = "paused"
-    assert said(Silence(), 9.0, server) == []
+    assert said(StallWarnings(), 9.0, server) == []

@@ -11,7 +11,7 @@ from gspo_mega.config import load_config
 from gspo_mega.sync.adapters import AdapterPublisher, AdapterTransaction, publisher_of
 from gspo_mega.sync.publish import Publisher
 from gspo_mega.sync.servers import Deadline
-from gspo_mega.sync.transaction import Content, Memory
+from gspo_mega.sync.transaction import PublishContent, PublishMemory
 from gspo_mega.sync.verify import ServerTensors
 
 EXPECTED = {"w": "0"}
@@ -44,13 +44,13 @@ class Server:
 
 @pytest.fixture
 def publish(tmp_path):
-    memory = Memory()
+    memory = PublishMemory()
 
     def run(*servers: Server):
         def send(fleet, targets):
             fleet.each(lambda s, left: s.load_adapter("v3", deadline_seconds=left), targets)
 
-        content, tensors = Content(3, expected=EXPECTED), ServerTensors({"w": "w"})
+        content, tensors = PublishContent(3, expected=EXPECTED), ServerTensors({"w": "w"})
         transaction = AdapterTransaction(tensors, memory, content, Deadline(60), send, False, proof=tmp_path / "proof")
         return transaction.run(servers, lambda: None)
 

@@ -20,7 +20,7 @@ from waiting import until
 from gspo_mega.base.errors import PublishError
 from gspo_mega.sync import broadcast_group
 from gspo_mega.sync.broadcast import GroupSender
-from gspo_mega.sync.broadcast_group import errors_left_to_us
+from gspo_mega.sync.broadcast_group import no_nccl_abort
 from gspo_mega.sync.servers import Deadline, Fleet
 
 # What a test waits for a sender that hangs, in place of for ever.
@@ -277,12 +277,12 @@ def test_groups_are_left_side_by_side():
 def test_the_watchdog_of_a_group_with_a_server_is_told_to_leave_the_trainer_alone(monkeypatch):
     """torch ends a whole process for an error in any NCCL group made without this."""
     monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
-    with errors_left_to_us("gloo"):
+    with no_nccl_abort("gloo"):
         assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
     for before in (None, "1"):
         if before is not None:
             monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", before)
-        with errors_left_to_us("nccl"):
+        with no_nccl_abort("nccl"):
             assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
         assert os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == before
 

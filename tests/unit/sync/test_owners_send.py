@@ -17,13 +17,13 @@ from test_server_groups import DEADLINE, ELEMENTS, GlooServer
 from gspo_mega.base.errors import PublishError
 from gspo_mega.sync.broadcast import GroupSender
 from gspo_mega.sync.broadcast_group import OwnTensors
-from gspo_mega.sync.remote_sender import Channel, OtherRank, obey
+from gspo_mega.sync.remote_sender import OrderChannel, RemoteSender, serve_send_orders
 from gspo_mega.sync.servers import Deadline, Fleet
 
 SIZE = 4 * ELEMENTS
 
 
-class Pipe(Channel):
+class Pipe(OrderChannel):
     """Between two threads."""
 
     def __init__(self, out: Queue, back: Queue) -> None:
@@ -51,14 +51,14 @@ class Ranks:
         self.queues = queues
         self.there = {rank: Pipe(back, out) for rank, (out, back) in queues.items()}
         self.own = {rank: OwnTensors(rank) for rank in range(1, num_ranks)}
-        others = [OtherRank(rank, Pipe(out, back)) for rank, (out, back) in queues.items()]
+        others = [RemoteSender(rank, Pipe(out, back)) for rank, (out, back) in queues.items()]
         self.sender = GroupSender("127.0.0.1", "gloo", SIZE, DEADLINE, others=others)
         self.problems: dict[int, Exception] = {}
 
     def publish(self, servers: list[GlooServer], version: int, of_rank) -> Fleet:
         def run(rank: int) -> None:
             try:
-                obey(self.own[rank], self.there[rank], iter(of_rank(rank, version)), SIZE)
+                serve_send_orders(self.own[rank], self.there[rank], iter(of_rank(rank, version)), SIZE)
             except RuntimeError as error:
                 self.problems[rank] = error
 

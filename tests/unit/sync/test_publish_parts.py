@@ -15,7 +15,7 @@ from gspo_mega.models.spec import ModelSpec, MoeSpec
 from gspo_mega.sync.broadcast_group import buckets
 from gspo_mega.sync.publish import PublishedVersions
 from gspo_mega.sync.servers import Deadline, Fleet
-from gspo_mega.sync.transaction import Content, Memory, Transaction
+from gspo_mega.sync.transaction import PublishContent, PublishMemory, Transaction
 from gspo_mega.sync.verify import Baseline, check_replicas, server_tensor_names, server_tensors
 
 SPEC = ModelSpec(
@@ -104,12 +104,12 @@ def weights(version: int, *but: str) -> dict[str, str]:
     return {name: f"{1 if name in but else version}" for name in NAMES}
 
 
-def run(servers: list[Server], memory: Memory, version: int, now: dict[str, str], verify: str = "tensors"):
+def run(servers: list[Server], memory: PublishMemory, version: int, now: dict[str, str], verify: str = "tensors"):
     """One transaction; also the calls of `commit`."""
     if verify == "tensors":
-        content = Content(version, expected=now)
+        content = PublishContent(version, expected=now)
     else:
-        content = Content(version, digests={n: now[server] for n, server in server_tensor_names(SPEC).items()})
+        content = PublishContent(version, digests={n: now[server] for n, server in server_tensor_names(SPEC).items()})
     commits: list[list[str]] = []
 
     def send(fleet: Fleet, targets: list[Server]) -> None:
@@ -121,7 +121,7 @@ def run(servers: list[Server], memory: Memory, version: int, now: dict[str, str]
 
 
 def test_steps_come_in_order_and_the_proof_once_a_start():
-    server, memory = Server("a"), Memory()
+    server, memory = Server("a"), PublishMemory()
     verified, failed, commits = run([server], memory, 1, weights(1))
     assert verified == (("a", 1),) and not failed
     update = ["update", "flush_cache"]
@@ -142,33 +142,33 @@ def test_steps_come_in_order_and_the_proof_once_a_start():
 )
 def test_a_server_that_fails_a_step_is_named_and_the_other_goes_on(step):
     bad, good = Server("bad", refuse=(step,)), Server("good")
-    verified, failed, commits = run([bad, good], Memory(), 1, weights(1))
+    verified, failed, commits = run([bad, good], PublishMemory(), 1, weights(1))
     assert verified == (("good", 1),) and failed == {"bad": f"bad: {step}: refused"} and len(commits) == 1
     assert step == "resume" or "resume" not in bad.calls, "it stays paused"
 
 
 def test_nothing_is_committed_when_no_server_is_left():
-    memory = Memory()
+    memory = PublishMemory()
     verified, failed, commits = run([Server("a", refuse=("update",))], memory, 1, weights(1))
     assert not verified and set(failed) == {"a"} and not commits and memory.committed is None
     assert run([], memory, 1, weights(1)) == ((), {}, [])
 
 
 def test_a_tensor_that_updates_do_not_reach_fails_the_proof():
-    _, failed, _ = run([Server("a", drop=("model.norm.weight",))], Memory(), 1, weights(1), verify="replicas")
+    _, failed, _ = run([Server("a", drop=("model.norm.weight",))], PublishMemory(), 1, weights(1), verify="replicas")
     assert failed == {"a": "a: compare: not as before"}
 
 
 def test_the_wrong_version_is_caught():
     server = Server("a")
     server.do_weight_version = lambda: 7
-    _, failed, _ = run([server], Memory(), 1, weights(1))
+    _, failed, _ = run([server], PublishMemory(), 1, weights(1))
     assert "holds weight_version 7 after version 1" in failed["a"]
 
 
 @pytest.mark.parametrize("name", ["model.layers.0.mlp.experts.w13_weight", "lm_head.weight"])
 def test_every_tensor_is_compared(name):
-    server, memory = Server("a"), Memory()
+    server, memory = Server("a"), PublishMemory()
     run([server], memory, 1, weights(1))
     server.drop = (name,)
     _, failed, _ = run([server], memory, 2, weights(2))
@@ -179,7 +179,7 @@ def test_every_tensor_is_compared(name):
 
 
 def test_replicas_stale_and_stray_changes_are_named():
-    server, memory = Server("a"), Memory()
+    server, memory = Server("a"), PublishMemory()
     assert run([server], memory, 1, weights(1), "replicas")[0]
     server.drop = ("model.norm.weight",)
     _, failed, _ = run([server], memory, 2, weights(2), "replicas")
@@ -196,7 +196,7 @@ def test_replicas_stale_and_stray_changes_are_named():
 
 
 def test_replicas_the_one_apart_fails_and_without_a_majority_all_do():
-    memory = Memory()
+    memory = PublishMemory()
     three = [Server(name) for name in "abc"]
     assert len(run(three, memory, 1, weights(1), "replicas")[0]) == 3
     # Every tensor changes everywhere, in one of them to something else: only the others can tell.
@@ -208,7 +208,7 @@ def test_replicas_the_one_apart_fails_and_without_a_majority_all_do():
 
 
 def test_replicas_a_server_that_came_back_is_held_against_the_committed_weights():
-    memory = Memory()
+    memory = PublishMemory()
     first, back = Server("a"), Server("b", generation=2)
     run([first], memory, 1, weights(1), "replicas")
     assert run([back], memory, 1, weights(1), "replicas")[0] == (("b", 2),)

@@ -20,10 +20,10 @@ from gspo_mega.base.records import Prompt
 from gspo_mega.data.journal.episode_log import FileBegin
 from gspo_mega.data.journal.journal import Journal
 from gspo_mega.rollout.arrival_order import Freshness
-from gspo_mega.rollout.scheduler import Position
+from gspo_mega.rollout.scheduler import ResumePoint
 from gspo_mega.train.batches import assemble, fill_advantages, scored_batch
 from gspo_mega.train.held_out import summarize
-from gspo_mega.train.reusable_records import Records, Standard
+from gspo_mega.train.reusable_records import RecordRequirements, ReusableRecords
 from gspo_mega.train.sources import JournalledSource, LiveSource, RecordedSource
 
 PROMPT = Prompt("t:0", "t", (3, 1, 4), "")
@@ -207,7 +207,7 @@ class FakeCollector:
     """Hands out one batch, or breaks down behind five prompts."""
 
     def __init__(self, prompts, batch: RolloutBatch | None) -> None:
-        self.prompts, self.batch, self.position, self.went_on = prompts, batch, Position({"drawn": 5}), []
+        self.prompts, self.batch, self.position, self.went_on = prompts, batch, ResumePoint({"drawn": 5}), []
 
     def start(self, step, known, keep, admit) -> None: ...
 
@@ -219,7 +219,7 @@ class FakeCollector:
 
     def close(self) -> None: ...
 
-    def go_on_from(self, position: Position) -> None:
+    def go_on_from(self, position: ResumePoint) -> None:
         self.went_on.append(position)
 
 
@@ -274,7 +274,7 @@ def test_a_batch_that_failed_gives_its_prompts_back():
     with pytest.raises(RolloutError, match="the servers are gone"):
         source.take(0, 7, lambda: None)
     assert prompts.drawn == 2 and source.state_dict() == {"drawn": 2}
-    assert collector.went_on == [Position({"drawn": 2}, None)]
+    assert collector.went_on == [ResumePoint({"drawn": 2}, None)]
 
 
 @pytest.mark.parametrize(("version", "is_taken"), [(5, True), (4, False)])
@@ -284,7 +284,7 @@ def test_of_an_earlier_file_nothing_is_taken_over_that_its_own_tokens_make_too_o
     nodes = [context(0, -1, [3, 1, 4]), sampled(1, 0, [21, 22], version=version)]
     group = Group(0, PROMPT, [Episode("step000005-g00000-s000", 0, PROMPT, nodes, reward=1.0)])
     journal.begin(5, 5, 2, {0: group}, made).close()
-    records = Records(journal, Standard(2, Freshness(2), needs_routes=False), said.append)
+    records = ReusableRecords(journal, RecordRequirements(2, Freshness(2), needs_routes=False), said.append)
     tickets = {"first": 0, "done": [], "since": 5, "weights": {}}
     known, _ = records.open_groups(FileBegin(7, 7, made), None, tickets, lambda step, numbers: {0: PROMPT})
     assert list(known) == [0] * is_taken

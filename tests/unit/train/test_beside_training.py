@@ -23,7 +23,7 @@ from gspo_mega.checkpoint.convert import to_megatron
 from gspo_mega.checkpoint.load import TrainState
 from gspo_mega.checkpoint.tensor_sources import open_checkpoint
 from gspo_mega.config.schema import Eval, Model
-from gspo_mega.train.async_eval import DUE, EvaluationsBeside
+from gspo_mega.train.async_eval import DUE, AsyncEvaluations
 from gspo_mega.train.context import StopRequested
 from gspo_mega.train.held_out import Evaluation
 from gspo_mega.verify.certify.program import make_random_folder
@@ -47,7 +47,7 @@ class Training:
         config = self.run.config.model_copy(update=changes)
         rollouts = SimpleNamespace(pool=self.run.pool, evaluate=self.evaluate)
         lead = SimpleNamespace(rollouts=rollouts, run_folder=self.folder, console=self.said.append)
-        self.beside = EvaluationsBeside(config, cast(Any, lead), self.state)
+        self.beside = AsyncEvaluations(config, cast(Any, lead), self.state)
 
     def evaluate(self, check, names, servers):
         groups = self.run.collector.sample(PROMPTS, 2, 0.0, on_wait=check, servers=servers)

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from gspo_mega.train.async_eval import DUE, Measured
+from gspo_mega.train.async_eval import DUE, EvaluationResult
 from gspo_mega.train.evaluation import measure_end, measure_start, measure_step
 from gspo_mega.train.held_out import Evaluation
 
@@ -57,7 +57,7 @@ class Session:
 
 
 def measured(step):
-    return Measured(step, FOUND, seconds=2.0, num_servers=1, num_begun=1)
+    return EvaluationResult(step, FOUND, seconds=2.0, num_servers=1, num_begun=1)
 
 
 def step_of(session, is_last=False):

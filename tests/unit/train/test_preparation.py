@@ -16,7 +16,7 @@ from gspo_mega.base.records import Prompt
 from gspo_mega.config import load_config
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.plan import resolve_layout
-from gspo_mega.train.prefetch import Preparation
+from gspo_mega.train.prefetch import Prefetch
 from gspo_mega.train.scatter import Parcels, encode
 
 SHAPES = Path(__file__).parents[3] / "configs" / "models"
@@ -74,14 +74,14 @@ def sent(parcels: Parcels) -> list[tuple[list[int] | None, bytes]]:
     return [*messages, (None, b"".join(own))]
 
 
-def ready(preparation: Preparation) -> None:
+def ready(preparation: Prefetch) -> None:
     for ahead in preparation._ahead.values():
         assert ahead.future is not None
         ahead.future.result(timeout=60)
 
 
 def test_what_is_made_ahead_is_what_is_made_when_it_is_due(parts):
-    due, ahead = Preparation(*parts), Preparation(*parts)
+    due, ahead = Prefetch(*parts), Prefetch(*parts)
     wanted_batch, wanted = due.take(batch_of(parts), 1, 1)
     assert due.ahead_seconds == 0
     batch = batch_of(parts)
@@ -102,14 +102,14 @@ def test_what_is_made_ahead_is_what_is_made_when_it_is_due(parts):
 
 def test_a_later_step_may_begin_before_one_is_taken(parts):
     """With groups of several steps complete, the next one is told as soon as the pool has given this one away."""
-    preparation, batches = Preparation(*parts), {step: batch_of(parts, step) for step in (1, 2)}
+    preparation, batches = Prefetch(*parts), {step: batch_of(parts, step) for step in (1, 2)}
     for step, batch in batches.items():
         preparation.begin(step, batch.groups)
     ready(preparation)
     for step, batch in batches.items():
         _, got = preparation.take(batch, step, step)
         assert preparation.ahead_seconds > 0
-        assert sent(got) == sent(Preparation(*parts).take(batch_of(parts, step), step, step)[1])
+        assert sent(got) == sent(Prefetch(*parts).take(batch_of(parts, step), step, step)[1])
     assert not preparation._ahead
 
 
@@ -124,19 +124,19 @@ def test_it_is_made_anew_for_any_other_batch(parts, change):
     elif change in ("another version", "step"):
         seen = batch.groups
         version, step = (2, 1) if change == "another version" else (2, 2)
-    preparation = Preparation(*parts)
+    preparation = Prefetch(*parts)
     preparation.begin(1, seen)
     ready(preparation)
     _, got = preparation.take(batch, step, version)
     assert preparation.ahead_seconds == 0
-    assert sent(got) == sent(Preparation(*parts).take(batch_of(parts), step, version)[1])
+    assert sent(got) == sent(Prefetch(*parts).take(batch_of(parts), step, version)[1])
 
 
 def test_other_groups_take_the_place_of_what_was_begun(parts, monkeypatch):
     """In order of completion a group that is dropped can bring another one into the next batch."""
     going_on, make = threading.Event(), Parcels.make
     monkeypatch.setattr(Parcels, "make", lambda self, is_wanted: going_on.wait(60) and make(self, is_wanted))
-    preparation, first, second = Preparation(*parts), batch_of(parts), batch_of(parts, seed=1)
+    preparation, first, second = Prefetch(*parts), batch_of(parts), batch_of(parts, seed=1)
     preparation.begin(1, first.groups)
     dropped = preparation._ahead[1]
     preparation.begin(1, second.groups)
@@ -147,19 +147,19 @@ def test_other_groups_take_the_place_of_what_was_begun(parts, monkeypatch):
     )
     _, got = preparation.take(second, 1, 1)
     assert preparation.ahead_seconds > 0
-    assert sent(got) == sent(Preparation(*parts).take(batch_of(parts, seed=1), 1, 1)[1])
+    assert sent(got) == sent(Prefetch(*parts).take(batch_of(parts, seed=1), 1, 1)[1])
 
 
 def test_its_error_is_raised_when_the_step_is_due(parts):
     batch = batch_of(parts, reward=lambda sample: None)
-    preparation = Preparation(*parts)
+    preparation = Prefetch(*parts)
     preparation.begin(1, batch.groups)
     with pytest.raises(RewardError, match="step 2: no group of its rollout batch has two rewards"):
         preparation.take(batch, 1, 1)
 
 
 def test_after_its_end_nothing_is_begun(parts):
-    preparation, threads = Preparation(*parts), threading.active_count()
+    preparation, threads = Prefetch(*parts), threading.active_count()
     preparation.begin(1, batch_of(parts).groups)
     preparation.close()
     preparation.begin(2, batch_of(parts, step=2).groups)

@@ -11,15 +11,15 @@ from run_configs import make_config
 
 from gspo_mega.config.derived import band_of
 from gspo_mega.models.huggingface import read_model_spec
-from gspo_mega.verify.mismatch.attribution import Tokens, explained_share, make_row
+from gspo_mega.verify.mismatch.attribution import TokenPlaces, explained_share, make_row
 from gspo_mega.verify.mismatch.causes import ENGINES, PREFIX_CACHE, R3, Facts, Nothing
-from gspo_mega.verify.mismatch.faults import Fault
-from gspo_mega.verify.mismatch.findings import Findings, Other, Part, _k3_change, advise
+from gspo_mega.verify.mismatch.faults import EngineFault
+from gspo_mega.verify.mismatch.findings import CauseRow, Findings, Other, _k3_change, advise
 from gspo_mega.verify.mismatch.run import as_json, render
 
 PROMPTS, EACH, LENGTH = 30, 4, 50
 SEQUENCE, PROMPT = np.repeat(np.arange(PROMPTS * EACH), LENGTH), np.repeat(np.arange(PROMPTS), EACH)
-TOKENS = Tokens(SEQUENCE, PROMPT, np.tile([-1, 1], PROMPTS * EACH // 2))
+TOKENS = TokenPlaces(SEQUENCE, PROMPT, np.tile([-1, 1], PROMPTS * EACH // 2))
 MADE = {"date": "2026-01-01T00:00:00+00:00", "seconds": 1.5}
 LENGTHS = (5, 16, 50)
 
@@ -41,7 +41,7 @@ def findings(run, parts, alternatives=(), nothing=(), faults=(), backward=None, 
         return explained_share(x, d, groups)
 
     def rows(values):
-        return {name: Part(make_row(x, tokens, band, LENGTHS), share(x)) for name, x in values.items()}
+        return {name: CauseRow(make_row(x, tokens, band, LENGTHS), share(x)) for name, x in values.items()}
 
     return Findings(
         num_prompts=PROMPTS,
@@ -100,7 +100,7 @@ def test_a_gap_that_clips_nobody_of_its_sign_need_not_be_recomputed():
     """All responses below the range have A > 0, where nothing is clipped; many prompts say so."""
     run = facts()
     count = 400
-    tokens = Tokens(np.repeat(np.arange(count), 5), np.arange(count) // 2, np.tile([-1, 1], count // 2))
+    tokens = TokenPlaces(np.repeat(np.arange(count), 5), np.arange(count) // 2, np.tile([-1, 1], count // 2))
     d = np.where(tokens.signs[tokens.sequence] > 0, -1e-2, 1e-5)
     text = said(advise(run, findings(run, {ENGINES: d}, tokens=tokens)))
     assert "the clip range can bear that" in text and "recompute" not in text
@@ -110,7 +110,7 @@ def test_few_responses_of_a_sign_are_helped_by_all_of_them():
     run = facts()
     signs = np.zeros(PROMPTS * EACH, int)
     signs[:2] = -1, 1
-    tokens = Tokens(SEQUENCE, PROMPT, signs)
+    tokens = TokenPlaces(SEQUENCE, PROMPT, signs)
     d = np.where(np.arange(PROMPTS * EACH)[SEQUENCE] % 2 == 0, -1e-2, 1e-5)
     advice = advise(run, findings(run, {ENGINES: d}, tokens=tokens))
     assert "from 1 responses with A < 0" in said(advice) and "recompute them" in said(advice)
@@ -118,7 +118,7 @@ def test_few_responses_of_a_sign_are_helped_by_all_of_them():
 
 def test_shares_of_all_are_called_that():
     run = facts()
-    found = findings(run, {ENGINES: noise(4.5e-3)}, tokens=Tokens(SEQUENCE, PROMPT, 0 * TOKENS.signs))
+    found = findings(run, {ENGINES: noise(4.5e-3)}, tokens=TokenPlaces(SEQUENCE, PROMPT, 0 * TOKENS.signs))
     advice = advise(run, found)
     assert "(if A has no part in it; the shares are those of all, because nobody scored them)" in said(advice)
     assert "A<0 and A>0 are those of all responses: nobody scored them" in render(found, advice)
@@ -135,7 +135,7 @@ def test_rounding_can_be_borne_and_nothing_is_recommended():
 def test_too_few_sequences_decide_nothing():
     # Three of four sequences inside, two prompts: 0.25 +- 0.25.
     run = facts()
-    tokens = Tokens(np.repeat(np.arange(4), LENGTH), np.array([0, 0, 1, 1]), np.zeros(4, int))
+    tokens = TokenPlaces(np.repeat(np.arange(4), LENGTH), np.array([0, 0, 1, 1]), np.zeros(4, int))
     d = np.where(tokens.sequence == 0, -1e-2, 0.0)
     advice = advise(run, findings(run, {ENGINES: d}, tokens=tokens))
     assert "do not tell" in said(advice) and "budget.num_prompts" in said(advice)
@@ -247,7 +247,7 @@ def test_what_cannot_be_changed_is_named_beside_the_engines():
 
 def test_a_fault_comes_first_and_is_not_called_precision():
     run = facts()
-    fault = Fault("cache", PREFIX_CACHE, "the cache is stale")
+    fault = EngineFault("cache", PREFIX_CACHE, "the cache is stale")
     advice = advise(run, findings(run, {ENGINES: noise(1e-13)}, faults=[fault]))
     assert advice.sentences[0] == "NOT PRECISION (cache, found in `prefix cache`): the cache is stale"
     assert "can bear that" not in said(advice)

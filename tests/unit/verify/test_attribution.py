@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from gspo_mega.verify.mismatch.attribution import (
     Band,
-    Estimate,
-    Tokens,
+    PromptEstimate,
+    TokenPlaces,
     explained_share,
     make_row,
     prefix_means,
@@ -24,7 +24,7 @@ from gspo_mega.verify.mismatch.attribution import (
 )
 
 # Sequences of 3, 1 and 2 tokens; the first two answer one prompt. A < 0, A > 0, A < 0.
-TOKENS = Tokens(np.array([0, 0, 0, 1, 2, 2]), np.array([7, 7, 9]), np.array([-1, 1, -1]))
+TOKENS = TokenPlaces(np.array([0, 0, 0, 1, 2, 2]), np.array([7, 7, 9]), np.array([-1, 1, -1]))
 VALUES = np.array([0.3, 0.0, -0.6, 0.2, -0.1, 0.3])
 
 
@@ -47,11 +47,11 @@ def test_a_ratio_and_its_error_by_hand():
     # Groups 0 and 1 with sums of values 3 and 5 over weights 2 and 2: the ratio is 2, the residuals -1 and 1, and the
     # error sqrt(2 / 1 x 2) / 4 = 1 / 2.
     estimate = ratio_estimate(np.array([1.0, 2.0, 5.0]), np.array([1.0, 1.0, 2.0]), np.array([0, 0, 1]))
-    assert estimate == Estimate(2.0, pytest.approx(0.5))
+    assert estimate == PromptEstimate(2.0, pytest.approx(0.5))
 
 
 def test_one_group_has_no_error_to_speak_of():
-    assert ratio_estimate(np.ones(3), np.ones(3), np.zeros(3, int)) == Estimate(1.0, math.inf)
+    assert ratio_estimate(np.ones(3), np.ones(3), np.zeros(3, int)) == PromptEstimate(1.0, math.inf)
     assert ratio_estimate(np.zeros(0), np.zeros(0), np.zeros(0, int)).error == math.inf
 
 
@@ -106,14 +106,14 @@ def test_a_token_ratio_counts_tokens():
 
 def test_where_a_response_is_on_the_side_that_its_sign_does_not_clip():
     """min(s A, clip(s) A) keeps the gradient of A > 0 below the range, and of A < 0 above it."""
-    other = Tokens(TOKENS.sequence, TOKENS.prompt, -TOKENS.signs)
+    other = TokenPlaces(TOKENS.sequence, TOKENS.prompt, -TOKENS.signs)
     row = make_row(VALUES, other, Band(-0.05, 0.15), (1,))
     assert (row.below.value, row.above.value) == (pytest.approx(1 / 3), pytest.approx(1 / 3))
     assert (row.clipped_negative.value, row.clipped_positive.value) == (0, 0)
 
 
 def test_without_signs_the_shares_are_those_of_all():
-    unknown = Tokens(TOKENS.sequence, TOKENS.prompt, np.zeros(3, int))
+    unknown = TokenPlaces(TOKENS.sequence, TOKENS.prompt, np.zeros(3, int))
     row = make_row(VALUES, unknown, Band(-0.05, 0.15), (1,))
     assert row.clipped_negative is None and row.clipped_positive is None
     assert (row.negative, row.positive) == (row.below, row.above)
@@ -125,9 +125,9 @@ def test_k3_of_tiny_differences_is_half_their_square():
 
 
 def test_a_bound_needs_two_standard_errors():
-    assert Estimate(1.0, 0.2).above(0.5) and not Estimate(1.0, 0.3).above(0.5)
-    assert Estimate(1.0, 0.2).below(1.5) and not Estimate(1.0, 0.3).below(1.5)
-    assert not Estimate(1.0, math.inf).above(0.0)
+    assert PromptEstimate(1.0, 0.2).above(0.5) and not PromptEstimate(1.0, 0.3).above(0.5)
+    assert PromptEstimate(1.0, 0.2).below(1.5) and not PromptEstimate(1.0, 0.3).below(1.5)
+    assert not PromptEstimate(1.0, math.inf).above(0.0)
 
 
 @given(st.lists(st.tuples(st.floats(-1, 1), st.floats(-1, 1)), min_size=1, max_size=30))
@@ -139,12 +139,12 @@ def test_shares_of_parts_add_up_to_one(pairs):
 
 
 def test_a_part_that_takes_away_has_a_negative_share():
-    assert explained_share(np.array([-1.0, -1.0]), np.array([2.0, 2.0]), np.arange(2)) == Estimate(-0.5, 0.0)
-    assert explained_share(np.zeros(2), np.zeros(2), np.arange(2)) == Estimate(0.0, math.inf)
+    assert explained_share(np.array([-1.0, -1.0]), np.array([2.0, 2.0]), np.arange(2)) == PromptEstimate(-0.5, 0.0)
+    assert explained_share(np.zeros(2), np.zeros(2), np.arange(2)) == PromptEstimate(0.0, math.inf)
 
 
 def test_a_share_of_one_prompt_has_no_error_to_speak_of():
-    assert explained_share(np.ones(3), np.ones(3), np.zeros(3, int)) == Estimate(1.0, math.inf)
+    assert explained_share(np.ones(3), np.ones(3), np.zeros(3, int)) == PromptEstimate(1.0, math.inf)
 
 
 def test_the_error_of_a_share_is_the_spread_between_prompts():

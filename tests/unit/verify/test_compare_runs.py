@@ -11,8 +11,8 @@ from gspo_mega.config.schema import CertifyCase
 from gspo_mega.verify.certify.cases import Case
 from gspo_mega.verify.certify.compare import (
     TOLERANCES,
-    Comparison,
-    Difference,
+    CaseComparison,
+    CaseDifference,
     Reference,
     Tolerance,
     num_clip_flips,
@@ -20,7 +20,7 @@ from gspo_mega.verify.certify.compare import (
     tolerance_of,
 )
 from gspo_mega.verify.certify.measure import Edges, Numbers, num_route_flips
-from gspo_mega.verify.certify.program import Row, render_table
+from gspo_mega.verify.certify.program import CertificateRow, render_table
 
 SUMS = {"objective": 2.0, "positive_mass": 3.0, "negative_mass": 1.0}
 EDGES = (-0.1, 0.1)
@@ -55,7 +55,7 @@ def test_what_was_saved_is_what_is_loaded(reference):
 
 
 def test_the_largest_difference_and_its_place(reference):
-    comparison = Comparison(reference, EDGES)
+    comparison = CaseComparison(reference, EDGES)
     comparison.take_gradient(iter([("a", torch.tensor([3.0, 4.5])), ("zero", torch.tensor([0.0, 0.01]))]))
     comparison.take_weights(iter([("a", torch.tensor([1.0, 2.0])), ("b", torch.tensor([5.3]))]), Start())
     result = comparison.result(
@@ -75,7 +75,7 @@ def test_the_largest_difference_and_its_place(reference):
 
 
 def test_equal_numbers_are_inside_and_a_gradient_where_there_was_none_is_not(reference):
-    comparison = Comparison(reference, EDGES)
+    comparison = CaseComparison(reference, EDGES)
     comparison.take_gradient(iter([("a", torch.tensor([3.0, 4.0])), ("zero", torch.zeros(2))]))
     comparison.take_weights(iter([("a", torch.tensor([1.0, 2.0])), ("b", torch.tensor([5.0]))]), Start())
     result = comparison.result(numbers(), ["x", "y"], [1, 2])
@@ -86,7 +86,7 @@ def test_equal_numbers_are_inside_and_a_gradient_where_there_was_none_is_not(ref
 
 
 def test_nan_is_outside_whatever_comes_after():
-    difference = Difference()
+    difference = CaseDifference()
     for value, place in ((1.0, "a"), (float("nan"), "b"), (2.0, "c")):
         difference.note(value, place)
     assert difference.place in ("b", "c") and not difference.value <= 1.5
@@ -103,11 +103,11 @@ def test_flips_are_counted():
 
 
 def row(result=None, refusal=None, refused=False, failed=(), error=""):
-    return Row(Case(CertifyCase(name="case", refused=refused), "m", "fp32", refusal), result, failed, error)
+    return CertificateRow(Case(CertifyCase(name="case", refused=refused), "m", "fp32", refusal), result, failed, error)
 
 
 def test_a_row_passes_only_for_what_was_asked_of_it(reference):
-    comparison = Comparison(reference, EDGES)
+    comparison = CaseComparison(reference, EDGES)
     comparison.take_gradient(iter([("a", torch.tensor([3.0, 4.0]))]))
     result = comparison.result(numbers(), ["x", "y"], [1, 2])
     assert row(result).passed and "pass" in render_table([row(result)])
@@ -119,7 +119,7 @@ def test_a_row_passes_only_for_what_was_asked_of_it(reference):
 
 
 def test_exact_numbers_tolerate_no_difference():
-    last_bit = dict(log_prob=Difference(1e-12), loss=Difference(), gradient=Difference(1e-12), weights=None)
+    last_bit = dict(log_prob=CaseDifference(1e-12), loss=CaseDifference(), gradient=CaseDifference(1e-12), weights=None)
     result = {kind: asdict(difference) if difference else None for kind, difference in last_bit.items()}
     assert outside(result, TOLERANCES["fp8"]) == []
     assert outside(result, TOLERANCES["fp8"], ["log_prob", "loss", "weights"]) == ["log_prob"]
@@ -152,7 +152,7 @@ def test_a_sharp_certificate_tolerates_less_where_the_layout_has_the_references_
 )
 def test_tokens_that_differ_are_counted_and_masked_ones_are_not(reference, here, share):
     reference.save("numbers", numbers(log_probs=(-1.0, -2.0, -3.0, -4.0, 0.0)))
-    result = Comparison(reference, EDGES, counts_reached=True).result(numbers(log_probs=(*here, 0.0)), ["x"], [5])
+    result = CaseComparison(reference, EDGES, counts_reached=True).result(numbers(log_probs=(*here, 0.0)), ["x"], [5])
     assert result["reached"]["value"] == share
     limit = Tolerance(log_prob=1.0, loss=1.0, gradient=1.0, weights=1.0, reached=0.2)
     assert ("reached" in outside(result, limit)) == (share > 0.2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from gspo_mega.config.schema import CertifyCase
 from gspo_mega.verify.certify.cases import Case
 from gspo_mega.verify.certify.compare import TOLERANCES, outside
-from gspo_mega.verify.certify.program import Row, render_table
+from gspo_mega.verify.certify.program import CertificateRow, render_table
 
 POLICY = ("log_prob", "loss", "gradient", "weights")
 
@@ -29,7 +29,7 @@ def test_a_critic_is_outside_where_its_policy_would_be():
 def test_columns_of_a_critic_are_there_where_a_case_has_one():
     case = Case(CertifyCase(name="CP2", ranks=2), "m", "fp32", None)
     found = result(values=2e-5, value_gradient=0.0, value_weights=0.0)
-    shown = render_table([Row(case, found, ("values",))])
+    shown = render_table([CertificateRow(case, found, ("values",))])
     assert "v. grad  v. weight" in shown and "CP2: values differs by 2e-05, at most in score.weight" in shown
     assert "2.0e-05   0.0e+00   0.0e+00" in shown
-    assert "v. grad" not in render_table([Row(case, result())])
+    assert "v. grad" not in render_table([CertificateRow(case, result())])

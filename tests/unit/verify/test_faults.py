@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from gspo_mega.verify.mismatch.attribution import Tokens
+from gspo_mega.verify.mismatch.attribution import TokenPlaces
 from gspo_mega.verify.mismatch.causes import ENGINES, PREFIX_CACHE, SAMPLING
 from gspo_mega.verify.mismatch.faults import (
     UNITS,
@@ -20,7 +20,7 @@ from gspo_mega.verify.mismatch.faults import (
 )
 
 LAYERS, PROMPT, RESPONSE, COUNT, VOCABULARY = 4, 6, 20, 24, 50
-TOKENS = Tokens(np.repeat(np.arange(COUNT), RESPONSE), np.arange(COUNT) // 2, np.zeros(COUNT, int))
+TOKENS = TokenPlaces(np.repeat(np.arange(COUNT), RESPONSE), np.arange(COUNT) // 2, np.zeros(COUNT, int))
 
 
 def distributions(seed=0):
@@ -143,7 +143,7 @@ def test_noise_has_no_slope():
     assert not slope.is_temperature and slope.explained < 0.1
     assert (
         temperature_slope(
-            np.zeros(5), np.zeros(5), np.zeros(5), Tokens(np.zeros(5, int), np.zeros(1), np.zeros(1, int))
+            np.zeros(5), np.zeros(5), np.zeros(5), TokenPlaces(np.zeros(5, int), np.zeros(1), np.zeros(1, int))
         ).error
         == math.inf
     )

@@ -18,7 +18,7 @@ from gspo_mega.config.derived import Band, band_of
 from gspo_mega.report.run_record import RunRecord, flat
 from gspo_mega.report.verdicts import verdicts_of
 from gspo_mega.train.mismatch_report import GapRows, gap_metrics, gap_warnings
-from gspo_mega.verify.mismatch.attribution import Tokens, make_row
+from gspo_mega.verify.mismatch.attribution import TokenPlaces, make_row
 from gspo_mega.verify.mismatch.findings import Advice, _budget, _direct_use, _origin
 
 # Two responses, A < 0 and A > 0, of two tokens and of one; the trainer's log-probs less the servers'.
@@ -75,7 +75,7 @@ def in_a_run(config, server=SERVER, new=None, lengths=(2, 1), advantages=(-1.0, 
 def by_command(config, server=SERVER, new=None, lengths=(2, 1), advantages=(-1.0, 1.0)):
     new = np.log(NEW) if new is None else new
     count = len(lengths)
-    tokens = Tokens(np.repeat(np.arange(count), lengths), np.arange(count), np.sign(advantages).astype(int))
+    tokens = TokenPlaces(np.repeat(np.arange(count), lengths), np.arange(count), np.sign(advantages).astype(int))
     return make_row(new - server, tokens, band_of(config), (1,), np.exp(new) - np.exp(server))
 
 

@@ -16,13 +16,13 @@ from gspo_mega.verify.certify.compare import (
     differences_of_steps,
     norm_differences,
 )
-from gspo_mega.verify.certify.steps import Steps, sketch
+from gspo_mega.verify.certify.steps import CaseSteps, sketch
 
 CLIP = 0.1
 SETTINGS = json.dumps([1e-3, 0.1, [0.9, 0.95], 1e-6])
 
 
-def steps(scale: float = 1.0, norm: float = 2.0) -> Steps:
+def steps(scale: float = 1.0, norm: float = 2.0) -> CaseSteps:
     """Two steps of a matrix and a bias, clipped to CLIP."""
     generator = torch.Generator().manual_seed(1)
     left = norm * CLIP / (norm + 1e-6)
@@ -30,7 +30,7 @@ def steps(scale: float = 1.0, norm: float = 2.0) -> Steps:
     total = float((matrix.square().sum() + bias.square().sum()).sqrt())
     rows = [sketch(name, scale * left / total * values) for name, values in (("a.weight", matrix), ("a.bias", bias))]
     squares = dict.fromkeys(PARAMETER_KINDS, 0.0) | {"matrices": float(rows[0][0]), "biases": float(rows[1][0])}
-    return Steps(
+    return CaseSteps(
         norms=[norm, norm],
         skipped=[False, False],
         counted=[dict(squares), dict(squares)],

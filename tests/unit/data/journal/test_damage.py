@@ -22,7 +22,7 @@ from gspo_mega.data.journal.frames import _FRAME, MAGIC, JournalDamage
 from gspo_mega.data.journal.journal import Journal
 from gspo_mega.data.journal.steps import read_file
 from gspo_mega.rollout.arrival_order import Freshness
-from gspo_mega.train.reusable_records import Records, Standard
+from gspo_mega.train.reusable_records import RecordRequirements, ReusableRecords
 
 GROUPS = [make_group(0), make_group(1)]
 
@@ -182,7 +182,7 @@ def test_a_run_that_goes_on_says_what_to_do_and_moves_nothing(journal):
     whole = bytearray(journal.file(4).read_bytes())
     whole[-20] ^= 1
     journal.file(4).write_bytes(whole)
-    records = Records(journal, Standard(2, Freshness(0), False), print)
+    records = ReusableRecords(journal, RecordRequirements(2, Freshness(0), False), print)
     with pytest.raises(JournalDamage) as told:
         records.of_step(FileBegin(4, 4, {}), lambda step, numbers: {})
     for words in ("damaged at byte", "nothing intact follows", "inspect RUN", "Restore the file from a copy; or move"):
