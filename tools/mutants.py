@@ -1,16 +1,16 @@
-"""Shows that tests still find faults after files were moved: `python tools/mutants.py [--check] [ID ...]`.
+"""Shows that tests still find known faults after files were moved: `python tools/mutants.py [--check] [ID ...]`.
 
-`tests/structure/mutants.toml` lists mutants: real faults, each put into the product in place of a snippet of its
-source, and the tests that must then fail. It names no folder. A snippet is looked for in all of `gspo_mega`, a test's
-file by its name, so the same mutants run before and after files are moved, merged or split.
+`tests/structure/mutants.toml` lists mutants. A mutant is a fault that replaces a snippet of the product's source, and
+the tests that must then fail. The list names no folder: the tool looks for a snippet in all of `gspo_mega`, and for a
+test by the name of its file. So the same mutants run before and after files are moved, merged or split.
 
-The product and the tests are copied to a temporary folder, and the copy comes first on PYTHONPATH; the working tree is
-only read. First all named tests must pass in the unchanged copy. Then every mutant is applied by itself and its tests
-run. A mutant is killed where pytest reports that at least one of its tests failed. A file that no longer compiles, a
-test that is not found and a run that exceeds its time kill nothing: they are errors.
+The tool copies the working tree to a temporary folder, puts the copy first on PYTHONPATH, and never writes to the
+working tree. First all named tests must pass in the unchanged copy. Then the tool applies one mutant at a time and runs
+its tests. A mutant is killed if pytest reports that at least one of them failed. A file that no longer compiles, a test
+that is not found and a run that takes too long kill nothing: they are errors.
 
-`--check` stops after it has looked for every snippet and every test. Exit code 0: all mutants were killed, or with
-`--check` all could be applied. Standard library and pytest only.
+`--check` only looks for every snippet and every test. Exit code 0: all mutants were killed, or with `--check`, all can
+be applied. Standard library and pytest only.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 MUTANTS = Path("tests/structure/mutants.toml")
 PACKAGE = "gspo_mega"
-# Says where a process of the test run finds the package; a fault in a copy that nobody imports would prove nothing.
+# Prints where a process of the test run finds the package: a fault in a copy that no test imports would prove nothing.
 _WHERE = f"import pathlib, {PACKAGE}; print(pathlib.Path({PACKAGE}.__file__).resolve().parent)"
-FAILED_TESTS = 1  # pytest's exit code where tests ran and some failed
+FAILED_TESTS = 1  # pytest's exit code if tests ran and some failed
 
 
 class MutantError(Exception):
@@ -157,37 +157,36 @@ def copy_tree(root: Path, target: Path) -> None:
 
 
 class Copy:
-    """A copy of the tree in which mutants are put and tests are run."""
+    """A copy of the tree, in which mutants are applied and tests run."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
-        self.environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+        # What processes inherit: one thread each, as tests/run.sh has it, and the copy before all installed packages.
+        self._python = ["env", "OMP_NUM_THREADS=1", f"PYTHONPATH={root}", sys.executable]
         self._time = int(time.time())
 
     def check_imports(self) -> None:
         """Raise MutantError unless a process of the test run, started in any folder, imports this copy."""
         printed = subprocess.run(
-            [sys.executable, "-c", _WHERE], cwd="/", env=self.environment, capture_output=True, text=True, check=True
+            [*self._python, "-c", _WHERE], cwd="/", capture_output=True, text=True, check=True
         ).stdout.strip()
         if Path(printed) != (self.root / PACKAGE).resolve():
             raise MutantError(f"tests would import the package from {printed} instead of the copy in {self.root}")
 
     def write(self, change: Change) -> None:
-        """Replace a file. Its time differs from every earlier one, in whole seconds, as compiled files are kept by."""
+        """Replace a file. Python keeps compiled files by size and whole seconds, so every write gets another second."""
         self._time += 1
         path = self.root / change.path
         path.write_text(change.text, encoding="utf-8")
         os.utime(path, (self._time, self._time))
 
     def run(self, tests: Sequence[str], seconds: float) -> tuple[int | None, str]:
-        """(pytest's exit code, None where its time was over; its output) of the tests."""
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", *tests]
+        """(pytest's exit code, None if its time was over; its output) of the tests."""
+        command = [*self._python, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", *tests]
         with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
             process = subprocess.Popen(
                 command,
                 cwd=self.root,
-                env=self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -213,7 +212,8 @@ def outcome_of(code: int | None, output: str) -> tuple[str, str]:
         return "survived", "all of its tests passed"
     lines = [line for line in output.splitlines() if line.startswith("FAILED ")]
     if code == FAILED_TESTS and lines:
-        return "killed", lines[0].removeprefix("FAILED ").rpartition("/")[2].partition(" - ")[0]
+        path, _, test = lines[0].removeprefix("FAILED ").partition("::")
+        return "killed", f"{path.rpartition('/')[2]}::{test.partition(' - ')[0]}"
     return "error", f"pytest ended with {code}: {' | '.join(output.splitlines()[-4:])}"
 
 

@@ -103,6 +103,7 @@ def test_tests_that_fail_without_a_fault_show_nothing(tree, monkeypatch, capsys)
 def test_only_a_failed_test_kills():
     failed = "FAILED tests/far/test_a.py::test_half - assert 1\n1 failed"
     assert mutants.outcome_of(1, failed) == ("killed", "test_a.py::test_half")
+    assert mutants.outcome_of(1, "FAILED tests/test_a.py::test_b[x/y] - 1")[1] == "test_a.py::test_b[x/y]"
     assert mutants.outcome_of(0, "1 passed")[0] == "survived"
     for code, output in ((None, failed), (2, "ERROR tests/far/test_a.py"), (1, "ERROR at setup"), (5, "no tests ran")):
         assert mutants.outcome_of(code, output)[0] == "error"
