@@ -42,6 +42,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import json
+import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, Self, TypeAlias, TypeVar
@@ -55,6 +56,9 @@ from gspo_mega.rewards.functions import BadResult, import_function, number_of, p
 OnTokens = Callable[[int, Sequence[int]], None]
 """Called with a position in the turn and the tokens from there on, as they are reported. A position below what was
 reported already takes those tokens back: their server failed, and the turn was sampled again from there."""
+
+# Users' episodes may import this module by its earlier name, for one more release.
+sys.modules.setdefault("gspo_mega.episodes.protocol", sys.modules[__name__])
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ COMMANDS = {
     "eval": "sampled accuracy of a run or a Hugging Face folder",
     "serve": "one SGLang server",
     "inspect": "the recorded rollouts of a run's step",
-    "budget": "where the mismatch of trainer and servers comes from, and whether the clip range bears it",
+    "mismatch": "where the mismatch of trainer and servers comes from, and whether the clip range bears it",
     "certify": "show that layouts compute the same numbers",
     "compare": "what other objectives would do with a run's recorded rollouts",
     "simulate": "a week of a configuration on many machines, simulated: step times, failures, nodes",
@@ -41,7 +41,9 @@ COMMANDS = {
     "completion": "a script that completes this command line in a shell",
 }
 # Commands that run something: output that cannot be written does not change their exit code.
-RUNS = ("train", "sft", "reward-model", "eval", "serve", "certify", "budget", "compare")
+RUNS = ("train", "sft", "reward-model", "eval", "serve", "certify", "mismatch", "compare")
+# Earlier names of commands, which still work in this release.
+RENAMED = {"budget": "mismatch"}
 EXIT_USAGE = 2
 # The reader of the output is gone: the code that a shell reports for a program ended by SIGPIPE.
 EXIT_BROKEN_PIPE = 141
@@ -54,6 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.raiseExceptions = False
     network.keep_direct()
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if words and words[0] in RENAMED:
+        new = RENAMED[words[0]]
+        show_error(f"gspo-mega {words[0]} is now gspo-mega {new}; the old name goes with the next release")
+        words[0] = new
     name = words[0] if words else ""
     try:
         with printable_output():

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "gpu"), help="what the ranks will run on, where known")
     parser.add_argument(
         "--command",
-        choices=("train", "sft", "eval", "certify", "budget"),
+        choices=("train", "sft", "eval", "certify", "mismatch", "budget"),
         help=(
             "also check what this command needs: its sections and rewards, and what its ranks read: tokenizer, chat"
             " template, tools, rows, names and shapes of the weights"
@@ -57,6 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.command == "mismatch":
+        args.command = "budget"  # the section of the configuration that it reads
     if args.json_schema:
         print(render_json_schema(), end="")
         return 0

@@ -236,7 +236,7 @@ def _after_a_collapse(record: RunRecord, since: int, moved: list[Moved]) -> str:
     first = moved[0].metric if moved else ""
     if first.startswith(("mismatch/", "routing/")):
         return (
-            "trainer and servers parted first: gspo-mega budget on this configuration says by what;"
+            "trainer and servers parted first: gspo-mega mismatch on this configuration says by what;"
             f" start again from before step {since} with its recommendation"
         )
     if first.startswith("response/"):

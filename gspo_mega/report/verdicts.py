@@ -46,7 +46,7 @@ _DRIFTS = (
     _Drift(*("policy/kl_reference", "Distance to the reference", 100.0, None, 0.5), "raise kl.coefficient"),
     _Drift(
         *("mismatch/k3", "Growth of the mismatch", 10.0, None, 1e-3),
-        "`gspo-mega budget` on the newest weights says which cause grew",
+        "`gspo-mega mismatch` on the newest weights says which cause grew",
     ),
     _Drift(*("response/length_mean", "Response length", 4.0, 4.0, 8.0), "read the responses under Trajectories"),
     _Drift(*("critic/grad_norm", "Critic's gradient norm", 10.0, None, 0.0), "lower critic.optimizer.lr"),
@@ -160,7 +160,7 @@ def _dropped(record: RunRecord) -> Iterable[Verdict]:
     name = f"mismatch.correction {mode}" if mode else "mismatch.correction"
     text = f"{name} drops {1 - kept.mean:.0%} of the responses ({said_of(kept.first, kept.last)}): they are sampled for"
     yield Verdict(
-        "warning", "Correction", f"{text} nothing; `gspo-mega budget` says why they differ", "policy/kept_fraction"
+        "warning", "Correction", f"{text} nothing; `gspo-mega mismatch` says why they differ", "policy/kept_fraction"
     )
 
 
@@ -243,7 +243,7 @@ def _mismatch(record: RunRecord) -> Iterable[Verdict]:
     share, k3 = recent(record, "mismatch/budget_share"), recent(record, "mismatch/k3")
     if k3 is not None and k3.mean > LARGE_MISMATCH:
         text = f"k3 is {k3.mean:.2g} nats per token ({said_of(k3.first, k3.last)}); FP8 servers differ by about 4.5e-3"
-        text += " from a bf16 trainer: `gspo-mega budget` says by what these do"
+        text += " from a bf16 trainer: `gspo-mega mismatch` says by what these do"
         yield Verdict("warning", "Size of the mismatch", text, "mismatch/k3")
     if band is None:
         if k3 is not None:

@@ -1,8 +1,8 @@
 """Evaluation while training goes on (`eval.blocking: false`): begun after a step, measured while later steps train.
 
-Keeps which evaluations are due and unfinished (part of the run's state, so a checkpoint has them) and which weights each
-one measures. If its servers are lost, an evaluation begins again at the same weights, from the published version or from
-the checkpoint of its step. `rollout/eval_servers.py` takes servers from training. Rank 0 only.
+Keeps which evaluations are due and unfinished (part of the run's state, so a checkpoint has them) and which weights
+each one measures. If its servers are lost, an evaluation begins again at the same weights, from the published version
+or from the checkpoint of its step. `rollout/eval_servers.py` takes servers from training. Rank 0 only.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Commands that check the numbers: certify, mismatch (`gspo-mega budget`), compare, simulate."""
+"""Commands that check the numbers: certify, mismatch (`gspo-mega mismatch`), compare, simulate."""

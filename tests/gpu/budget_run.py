@@ -1,4 +1,4 @@
-"""`gspo-mega budget` of a small model: where the mismatch of trainer and server comes from, cause by cause.
+"""`gspo-mega mismatch` of a small model: where the mismatch of trainer and server comes from, cause by cause.
 
     python tests/gpu/budget_run.py [--device cpu --shape tiny]
 
@@ -20,7 +20,7 @@ def main() -> None:
     args = arguments(__doc__, shape="small")
     count = devices(args.device)
     if count == 1:
-        print("skipped: gspo-mega budget needs two GPUs, one for a rank and one for a server; here is one")
+        print("skipped: gspo-mega mismatch needs two GPUs, one for a rank and one for a server; here is one")
         raise SystemExit(77)
     server_python()
     with tempfile.TemporaryDirectory() as name:

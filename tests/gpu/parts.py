@@ -84,7 +84,7 @@ PARTS = {
         is_rank=False,
     ),
     "budget": Part(
-        "gspo-mega budget: where the mismatch comes from",
+        "gspo-mega mismatch: where the mismatch comes from",
         "budget_run.py",
         MOST_SECONDS,
         dry=("--shape", "tiny"),

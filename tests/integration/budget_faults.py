@@ -1,4 +1,4 @@
-"""A rank of `gspo-mega budget` that goes through several faults in one start: `python budget_faults.py ARGUMENTS...`.
+"""A rank of `gspo-mega mismatch` that goes through several faults in one start: `python budget_faults.py ARGUMENTS...`.
 
 Each scenario samples and scores anew with one fault in it, and leaves what was scored in a folder of its name.
 """

@@ -1,4 +1,4 @@
-"""`gspo-mega budget` with a real server and real ranks: weights that differ in one setting give the rows that
+"""`gspo-mega mismatch` with a real server and real ranks: weights that differ in one setting give the rows that
 transformers computes for them, and injected faults are named.
 """
 
@@ -166,7 +166,7 @@ def test_the_command(tmp_path, quickstart_files):
     given = overrides(quickstart_files, tmp_path, "budget.num_prompts=8", "budget.causes=[trainer packing]")
     file = tmp_path / "budget.json"
     config = Path(__file__).parents[2] / CONFIG
-    command = Command(tmp_path, "budget", str(config), "--quick", "--json", str(file), *given)
+    command = Command(tmp_path, "mismatch", str(config), "--quick", "--json", str(file), *given)
     try:
         assert command.finish() == 0, command.out + command.err
     finally:

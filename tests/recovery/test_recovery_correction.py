@@ -99,4 +99,4 @@ def test_server_log_probs_as_old_ones_are_warned_of_with_the_measured_share(rank
     assert f"old_log_probs: rollout clips {share:.2f} of the responses with A < 0" in console
     assert console.count("warning  old_log_probs: rollout clips") == 1
     assert "clipped with no update, A < 0, mean" in console
-    assert "before any update" in console and "`gspo-mega budget " in console
+    assert "before any update" in console and "`gspo-mega mismatch " in console

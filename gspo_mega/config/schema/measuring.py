@@ -1,4 +1,4 @@
-"""The section of `gspo-mega budget`.
+"""The section of `gspo-mega mismatch`.
 
 The sections about what a run measures, keeps and watches.
 
@@ -374,7 +374,7 @@ class Certify(Section):
 
 
 class Budget(Section):
-    """`gspo-mega budget`: where the mismatch of trainer and servers comes from, before a run."""
+    """`gspo-mega mismatch`: where the mismatch of trainer and servers comes from, before a run."""
 
     num_prompts: int = Field(
         default=64,

@@ -1,4 +1,4 @@
-"""`gspo-mega budget`: where the mismatch of trainer and server comes from, and whether the clip range can bear it.
+"""`gspo-mega mismatch`: where the mismatch of trainer and server comes from, and whether the clip range can bear it.
 
 Functions of numbers alone: `causes.py` is the list of causes, `walks.py` changes them
 one after the other, `attribution.py` makes rows of the differences, `faults.py` finds

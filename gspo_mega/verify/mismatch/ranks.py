@@ -1,4 +1,4 @@
-"""A rank of `gspo-mega budget`: evaluates the points of its start and leaves their log-probs in the attempt's folder.
+"""A rank of `gspo-mega mismatch`: evaluates the points of its start and leaves their log-probs in the attempt's folder.
 
 What to do is the attempt's `work_file`, which `run.py` writes: {"tokens": folder of the fixed tokens or null to
 sample them now, "server": points, "trainer": points with their configurations' overrides}. Rank 0 alone asks servers.

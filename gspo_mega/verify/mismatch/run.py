@@ -1,4 +1,4 @@
-"""The whole of `gspo-mega budget`: plans the walks, starts servers and ranks for their points, shows what came out.
+"""The whole of `gspo-mega mismatch`: plans the walks, starts servers and ranks for their points, shows what came out.
 
 Owns which points share a start, and that a cause which cannot be changed here is named and left out. A start serves
 one variant of the server (rank 0 asks it), or one number of ranks with several variants of the trainer. Imports no

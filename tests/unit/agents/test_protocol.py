@@ -134,3 +134,12 @@ def test_what_is_no_outcome_is_named(returned, kind, text):
     with pytest.raises(BadResult, match=text) as caught:
         outcome_of(returned)
     assert caught.value.kind == kind
+
+
+def test_the_earlier_name_of_the_module_works_in_users_files():
+    import gspo_mega.agents.protocol as protocol
+
+    code = "from gspo_mega.episodes.protocol import Outcome, Unreachable"
+    found: dict = {}
+    exec(code, found)
+    assert found["Outcome"] is protocol.Outcome and found["Unreachable"] is protocol.Unreachable

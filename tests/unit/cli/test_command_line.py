@@ -30,6 +30,14 @@ def test_an_unknown_command(capsys):
     assert "valid: plan, train" in capsys.readouterr().err
 
 
+def test_the_earlier_name_of_a_command_works_and_says_the_new_one(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["budget", "--help"])
+    shown = capsys.readouterr()
+    assert ended.value.code == 0 and "usage: gspo-mega mismatch" in shown.out
+    assert "gspo-mega budget is now gspo-mega mismatch" in shown.err
+
+
 def test_plan_prints_the_layout(capsys):
     # Options may stand between the overrides.
     assert (

@@ -35,7 +35,7 @@ def test_commands(complete):
 
 def test_options_and_their_choices(complete):
     assert complete("gspo-mega", "plan", "--js") == {"--json", "--json-schema"}
-    assert complete("gspo-mega", "plan", "--command", "") == {"train", "sft", "eval", "certify", "budget"}
+    assert complete("gspo-mega", "plan", "--command", "") == {"train", "sft", "eval", "certify", "mismatch", "budget"}
     assert complete("gspo-mega", "completion", "") == {"bash"}
     assert "--machines" in complete("gspo-mega", "doctor", "-")
 

@@ -104,7 +104,7 @@ def test_who_made_the_numbers_when_and_in_which_time(found):
     made, text = found["made"], " ".join(found["section"].split())
     assert made["date"][:10] in text and f"{made['seconds'] / 60:.0f} minutes" in text and made["commit"][:8] in text
     assert not made["commit"].endswith("-dirty")
-    assert f"gspo-mega budget {made['config']} {' '.join(made['overrides'])}".strip() in text.replace(" \\ ", " ")
+    assert f"gspo-mega mismatch {made['config']} {' '.join(made['overrides'])}".strip() in text.replace(" \\ ", " ")
     for package, name in (("torch", "torch"), ("sglang", "SGLang"), ("megatron-core", "Megatron-Core")):
         assert f"{name} {made['versions'][package]}" in PAGE
     assert f"Transformer Engine {made['versions']['transformer-engine']}" in PAGE

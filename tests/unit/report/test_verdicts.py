@@ -137,7 +137,7 @@ def test_what_to_try_after_a_collapse_follows_what_moved_first():
         "after the collapse of step 5" in lines(run)["Truncation"].text and "raise" not in lines(run)["Truncation"].text
     )
     run.series["mismatch/k3"] = [1e-6 + 1e-8 * math.sin(step) + (1e-2 if step >= 44 else 0) for step in STEPS]
-    assert "gspo-mega budget" in lines(run)["What to try"].text
+    assert "gspo-mega mismatch" in lines(run)["What to try"].text
     del run.series["mismatch/k3"]
     run.series["response/length_mean"] = [30 + math.sin(step) + (60 if step >= 44 else 0) for step in STEPS]
     assert "read those of step 44 and after" in lines(run)["What to try"].text

@@ -106,7 +106,7 @@ def test_a_passed_budget_is_said_once_and_then_rarely():
     (line,) = warnings(config, gap_of(), summary, 1)
     assert line.startswith("warning  the engines' log-probs differ by 0.91 of the clip range before any update")
     assert "the mean |log s| is 0.91 widths of the clip range; mismatch.budget is 0.5; k3" in line
-    assert "`gspo-mega budget run/config.resolved.yaml`" in line
+    assert "`gspo-mega mismatch run/config.resolved.yaml`" in line
     assert "Its cause is not known from the step alone." in line
     assert [
         bool(warnings(config, gap_of(), summary, step)) for step in (2, WARN_AGAIN_STEPS, WARN_AGAIN_STEPS + 1)
@@ -160,7 +160,7 @@ def test_the_budget_command_is_given_the_weights_that_the_run_has_now():
     config, metrics = make_config(), gap_metrics(make_config(), gap_of())
     (line,) = gap_warnings(config, FILE, gap_of(), metrics, {}, 1, Path("run/hf_steps/step_00000020"))
     assert line.endswith(
-        "`gspo-mega budget run/config.resolved.yaml model.path=run/hf_steps/step_00000020` measures each cause alone"
+        "`gspo-mega mismatch run/config.resolved.yaml model.path=run/hf_steps/step_00000020` measures each cause alone"
     )
     (line,) = gap_warnings(config, FILE, gap_of(), metrics, {}, 1)
     assert line.endswith("measures each cause alone, of the weights that the run started from")

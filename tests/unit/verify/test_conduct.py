@@ -1,4 +1,4 @@
-"""What `gspo-mega budget` refuses before it starts anything, and which evaluations share a start."""
+"""What `gspo-mega mismatch` refuses before it starts anything, and which evaluations share a start."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def conduct(*overrides):
 
 
 def test_several_nodes_are_refused_with_what_to_override():
-    with pytest.raises(PlanError, match=r"cluster.num_nodes: 2: `gspo-mega budget` runs on one machine. Override"):
+    with pytest.raises(PlanError, match=r"cluster.num_nodes: 2: `gspo-mega mismatch` runs on one machine. Override"):
         conduct("cluster.num_nodes=2")
 
 
@@ -90,7 +90,7 @@ def test_the_steps_from_fp8_to_fp32_are_allowed_one_after_the_other():
 @pytest.mark.parametrize("file", ["configs/quickstart_fp8.yaml", CONFIG])
 def test_every_row_is_judged_in_fp32_with_the_overrides_that_the_documentation_gives(file):
     page = (Path(__file__).parents[3] / "docs/budget.md").read_text()
-    line = next(line for line in page.splitlines() if line.startswith("    gspo-mega budget CONFIG precision=fp32"))
+    line = next(line for line in page.splitlines() if line.startswith("    gspo-mega mismatch CONFIG precision=fp32"))
     model = {CONFIG: MODEL}.get(file, "model.path=configs/models/quickstart_wide.json")
     given = [model, *line.split()[3:]]
     made = Conduct(load_config(file, given, "budget"), given, lambda line: None, ())

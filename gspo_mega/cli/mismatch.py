@@ -1,9 +1,9 @@
 """Where the mismatch of trainer and servers comes from, and whether the clip range can bear it, before a run.
 
-    gspo-mega budget configs/quickstart.yaml             every cause, in both orders
-    gspo-mega budget my_run.yaml --quick                 one order: fewer starts of servers
-    gspo-mega budget my_run.yaml --json budget.json budget.num_prompts=64
-    gspo-mega budget my_run.yaml budget.causes='[server KV cache, trainer precision]'
+    gspo-mega mismatch configs/quickstart.yaml             every cause, in both orders
+    gspo-mega mismatch my_run.yaml --quick                 one order: fewer starts of servers
+    gspo-mega mismatch my_run.yaml --json budget.json budget.num_prompts=64
+    gspo-mega mismatch my_run.yaml budget.causes='[server KV cache, trainer precision]'
 
 Samples a few responses with the run's own server, scores the same tokens again with one cause changed at a time
 (server's batch, attention, KV cache, quantization, precision; trainer's precision, packing, layout, routing), and
