@@ -24,9 +24,11 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
 
 CHAT_TEMPLATE = """\
 {%- for message in messages %}
@@ -61,6 +63,9 @@ Let us think about it step by step and write down the final answer after the sol
 
 def build_tokenizer() -> Tokenizer:
     """The tokenizer, the same one in every process. Its size is exactly `VOCAB_SIZE`."""
+    # Imported late: episodes that compute with the calculator start without it.
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex(r"\d"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]

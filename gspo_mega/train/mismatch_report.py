@@ -284,9 +284,7 @@ def _inexact(config: Config, gap: GapRows) -> str | None:
 
 def _where_to_measure(config: Config, config_file: Path, newest_export: Path | None) -> str:
     if newest_export is None:
-        return (
-            f" `gspo-mega mismatch {config_file}` measures each cause alone, of the weights that the run started from"
-        )
+        return f" `gspo-mega mismatch {config_file}` measures each cause alone, with the weights the run started from"
     others = "" if config.model.weights is None else " model.weights=null"
     return f" `gspo-mega mismatch {config_file} model.path={newest_export}{others}` measures each cause alone"
 

@@ -27,7 +27,7 @@ import torch, transformer_engine
 import megatron.core.extensions.transformer_engine as megatron
 import transformer_engine_torch as extension
 from transformer_engine.pytorch import onnx_extensions
-from gspo_mega.cpu import is_cpu_backend
+from gspo_mega.cpu.backend import is_cpu_backend
 from gspo_mega.engine.precision import describe_backends, require_precision
 from run_configs import make_config
 seen = {}
@@ -84,7 +84,9 @@ def test_block_scales_other_than_those_it_was_imported_with_are_refused(loaded):
 def test_the_manual_lists_what_is_written():
     text = (REPOSITORY / "docs/transformer_engine.md").read_text()
     written, _, missing = text.partition("## Which kernels are written")[2].partition("Everything else is an error")
-    listed = set(re.findall(r"`([a-z]\w*)`", "".join(line.rpartition("| `te_")[0] for line in written.splitlines())))
+    listed = set(
+        re.findall(r"`([a-z]\w*)`", "".join(line.rpartition("| `cpu/te_")[0] for line in written.splitlines()))
+    )
     for name in te_loading._KERNELS:
         importlib.import_module(f"gspo_mega.cpu.{name}")
     kernels = {name for name, value in vars(te_extension.extension).items() if inspect.isfunction(value)}

@@ -28,7 +28,7 @@ def test_every_refusal_is_reached_and_read(tmp_path):
     """
     result = tmp_path / "read.json"
     environment = {**os.environ, "REFUSALS_READ": str(result), "PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT)])}
-    folders = [f"tests/unit/{package}" for package in ("config", "plan", "model", "commands")]
+    folders = [f"tests/unit/{package}" for package in ("config", "plan", "models", "cli")]
     folders += [
         f"tests/unit/base/test_guarded_files.py::{test}"
         for test in (

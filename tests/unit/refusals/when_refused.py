@@ -5,10 +5,7 @@ A reason (`why`) belongs to RUN only: what cannot be known before.
 
 from __future__ import annotations
 
-PACKAGES = (
-    *("runtime", "batches", "data", "episodes", "rollout", "engine", "weights", "reward"),
-    *("checkpoint", "journal", "metrics"),
-)
+PACKAGES = (*("train", "rollout", "sync", "agents", "checkpoint", "engine", "metrics", "rewards", "data", "cpu"),)
 
 PLAN = "by the plan or the configuration's own rules, without a process"
 FUNCTIONS = "by check_users_functions, which loads rewards, episodes, tools and sinks before the start"
@@ -181,6 +178,7 @@ TABLE: dict[str, dict[str, tuple[int, str] | tuple[int, str, str]]] = {
     "rollout/eval_servers.py": {"EvalServers.load": (1, RUN, _SERVERS), "EvalServers.acquire": (1, RUN, _SERVERS)},
     "engine/model.py": {"_mark": (2, RUN, _DEFECT)},
     "cpu/te_loading.py": {"load_transformer_engine": (1, RUN, _HERE)},
+    "engine/parameter_names.py": {"canonical_parameters": (3, RUN, _DEFECT)},
     "engine/precision.py": {
         "choices": (1, RUN, _HERE),
         "dispatcher_settings": (2, RUN, _HERE),

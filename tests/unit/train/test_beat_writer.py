@@ -74,12 +74,12 @@ def test_a_call_that_holds_the_interpreter_is_named(tmp_path):
 def test_progress_makes_old_stacks_go(tmp_path):
     """What is there when the run is judged is of the standstill that it is judged for."""
     script = (
-        "from gspo_mega import beats\nend = time.monotonic() + 60\n"
+        "from gspo_mega.base import progress\nend = time.monotonic() + 60\n"
         "while not attempt.stacks_file(0).stat().st_size:\n    assert time.monotonic() < end\n    time.sleep(0.01)\n"
-        "beats.beat()\n"
+        "progress.beat()\n"
     )
     script += (
         "end = time.monotonic() + 60\nwhile attempt.stacks_file(0).stat().st_size and time.monotonic() < end:\n   "
-        " beats.beat()\n    time.sleep(0.01)\nwriter.close()\nprint('lives')\n"
+        " progress.beat()\n    time.sleep(0.01)\nwriter.close()\nprint('lives')\n"
     )
     assert run(tmp_path, script, 0.3, 60.0) == []

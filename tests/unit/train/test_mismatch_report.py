@@ -163,7 +163,7 @@ def test_the_budget_command_is_given_the_weights_that_the_run_has_now():
         "`gspo-mega mismatch run/config.resolved.yaml model.path=run/hf_steps/step_00000020` measures each cause alone"
     )
     (line,) = gap_warnings(config, FILE, gap_of(), metrics, {}, 1)
-    assert line.endswith("measures each cause alone, of the weights that the run started from")
+    assert line.endswith("measures each cause alone, with the weights the run started from")
 
 
 def test_server_log_probs_as_old_ones_that_clip_nothing_are_not_warned_of():
