@@ -16,8 +16,14 @@ from pathlib import Path
 
 from gspo_mega.base import versions as two_pythons
 from gspo_mega.base.versions import Finding, render
-from gspo_mega.launcher.doctor import DEADLINE_SECONDS, AnswerDeadline, MachinePlace, check_machine, check_together
-from gspo_mega.launcher.server_python import server_python_variable
+from gspo_mega.launcher.doctor import (
+    DEADLINE_SECONDS,
+    AnswerDeadline,
+    MachinePlace,
+    check_machine,
+    check_together,
+    server_python_variable,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

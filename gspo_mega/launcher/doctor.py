@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib.util
 import ipaddress
+import os
 import resource
 import shutil
 import socket
@@ -37,6 +38,13 @@ DEADLINE_SECONDS = 600.0
 # A slower import is reported, although nothing is wrong: every start of every rank and server takes as long.
 SLOW_SECONDS = 60.0
 _LEAST_SECONDS = 1.0
+# The variable that names the servers' Python.
+SERVER_PYTHON = "GSPO_SERVER_PYTHON"
+
+
+def server_python_variable(environment: Mapping[str, str] = os.environ) -> str | None:
+    """The servers' Python as the variable names it; None if it is unset or empty."""
+    return environment.get(SERVER_PYTHON) or None
 
 
 class AnswerDeadline:

@@ -23,14 +23,7 @@ from gspo_mega.base import versions
 from gspo_mega.base.errors import PlanError
 from gspo_mega.config import LoadedConfig
 from gspo_mega.config.deadlines import preflight_seconds
-
-SERVER_PYTHON = "GSPO_SERVER_PYTHON"
-
-
-def server_python_variable(environment: Mapping[str, str] = os.environ) -> str | None:
-    """The Python that it names; None where it is unset or empty."""
-    return environment.get(SERVER_PYTHON) or None
-
+from gspo_mega.launcher.doctor import SERVER_PYTHON, server_python_variable
 
 # Runs in the server's Python: looks for the imports of `gspo-mega serve` and the server without importing them.
 _LOOK = """

@@ -69,20 +69,17 @@ def marked(ends: tuple[str, ...], **marks: Any) -> Callable[[], Patch]:
 
 def counted_by_the_tensor_group() -> Patch:
     """An expert's parameter counts where its rank is the first of the tensor group, unless it is marked."""
-    optimizer = engine("megatron_optimizer")
+    optimizer = engine("optimizer")
 
     def is_counted(part, parameter, groups):
         cut = getattr(parameter, "tensor_model_parallel", False) and parameter.dim() > 1
         return not getattr(parameter, "shared", False) and (cut or groups.tensor.rank == 0)
 
-    patches = contextlib.ExitStack()
-    for module in (optimizer, engine("optimizer_reads")):
-        patches.enter_context(mock.patch.object(module, "is_counted", is_counted))
-    return patches
+    return mock.patch.object(optimizer, "is_counted", is_counted)
 
 
 def clipped_by_another_norm() -> Patch:
-    optimizer = engine("megatron_optimizer")
+    optimizer = engine("optimizer")
     clip = optimizer.clip_grad_by_total_norm_fp32
     wrong = lambda parameters, limit, norm, *rest: clip(parameters, limit, 1.001 * norm, *rest)  # noqa: E731
     return mock.patch.object(optimizer, "clip_grad_by_total_norm_fp32", wrong)
@@ -113,7 +110,7 @@ def group_has(key: str, factor: float) -> Callable[[Any], None]:
 
 def one_gradient_scaled() -> Patch:
     """After clipping: Adam divides by its size and the weights hardly show it."""
-    optimizer = engine("megatron_optimizer")
+    optimizer = engine("optimizer")
 
     def clip(parameters, *rest, real=optimizer.clip_grad_by_total_norm_fp32):
         real(parameters, *rest)
@@ -130,7 +127,7 @@ def a_copy_steps_otherwise() -> Patch:
     """
     import torch.distributed as dist
 
-    optimizer = engine("megatron_optimizer")
+    optimizer = engine("optimizer")
 
     def clip(parameters, *rest, real=optimizer.clip_grad_by_total_norm_fp32):
         real(parameters, *rest)
@@ -146,7 +143,7 @@ def norm_of_one_rank() -> Patch:
     """Each rank clips by the norm of its own part."""
     import torch
 
-    optimizer = engine("megatron_optimizer")
+    optimizer = engine("optimizer")
 
     def norm(chained, groups, real=optimizer.gradient_norm):
         found = real(chained, groups)
@@ -188,7 +185,7 @@ def one_step_lost(parameters: list[Any], before: list[Any]) -> None:
 
 
 def second_step_skipped() -> Patch:
-    optimizer, calls = engine("megatron_optimizer"), []
+    optimizer, calls = engine("optimizer"), []
 
     def norm(*arguments, real=optimizer.gradient_norm):
         calls.append(real(*arguments))

@@ -120,7 +120,7 @@ class Serve:
         return next(
             pid
             for pid, command in self.processes().items()
-            if "rollout.server.server_entry" in command and "--spec" in command
+            if "rollout.server.entry" in command and "--spec" in command
         )
 
     def stop(self) -> int:

@@ -285,7 +285,7 @@ def test_a_server_that_hangs_fails_at_the_deadline_and_the_other_goes_on(tied, t
     stopped = [
         pid
         for pid, command in two_servers[1][1].processes().items()
-        if "sglang" in command or "server_entry" in command
+        if "sglang" in command or "rollout.server.entry" in command
     ]
     for pid in stopped:
         os.kill(pid, signal.SIGSTOP)

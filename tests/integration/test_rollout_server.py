@@ -107,7 +107,7 @@ def test_routed_experts_come_back_for_every_token_but_the_last(moe_server):
 REGISTERED_MODULES = """
 import json, sys
 from pathlib import Path
-from gspo_mega.rollout.server import server_entry
+from gspo_mega.rollout.server import entry as server_entry
 from gspo_mega.rollout.server.spec import ServerSpec
 server_entry.server_arguments(ServerSpec.read(Path(sys.argv[1])))
 from sglang.srt.models.registry import ModelRegistry

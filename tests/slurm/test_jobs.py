@@ -45,7 +45,7 @@ def test_a_job_whose_rank_is_killed_goes_on_and_near_its_time_limit_is_queued_ag
     assert not [command for _, command in running if key in command]
     ranks = [listening(pid) for pid, command in ours if "gspo_mega.train.worker" in command]
     assert {job.cluster.address(node) for node in job.nodes("ranks")} == set().union(*ranks), ranks
-    servers = [listening(pid) for pid, command in ours if "server_entry" in command or "sglang" in command]
+    servers = [listening(pid) for pid, command in ours if "rollout.server.entry" in command or "sglang" in command]
     # Zeros: torch's own store between the ranks of a server, which SGLang opens and which listens everywhere.
     own = job.cluster.address(server_node)
     assert own in set().union(*servers) <= {own, "127.0.0.1", "0" * 32}, servers

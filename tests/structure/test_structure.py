@@ -189,8 +189,8 @@ def test_other_rules_report_and_allow(tmp_path):
             "tests/numerics/conftest.py": "",
             "tests/unit/conftest.py": "",
             "tests/unit/__init__.py": "",
-            "tests/unit/test_prepared.py": "from x import cpu_server\ncpu_server.activate()\n",
-            "tests/unit/test_layers.py": "from x import cpu_server, sglang_cpu_layers\ncpu_server.activate()\n",
+            "tests/unit/test_prepared.py": "from x import sglang_hooks\nsglang_hooks.activate()\n",
+            "tests/unit/test_layers.py": "from x import sglang_hooks, sglang_layers\nsglang_hooks.activate()\n",
         },
     )
     assert [(item.path, item.line) for item in house.check_calls(root)] == [

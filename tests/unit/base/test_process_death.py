@@ -17,9 +17,9 @@ LONGEST_SECONDS = 20.0
 
 
 def program(body: str) -> subprocess.Popen:
-    """A Python process that imports process_death and runs `body`; its lines are pids."""
+    """A Python process that imports `processes` and runs `body`; its lines are pids."""
     text = (
-        "import os, signal, subprocess, sys, threading, time, multiprocessing\nfrom gspo_mega import process_death\n"
+        "import os, signal, subprocess, sys, threading, time, multiprocessing\nfrom gspo_mega.base import processes\n"
         + textwrap.dedent(body)
     )
     return subprocess.Popen(
@@ -50,7 +50,7 @@ def read_pids(process: subprocess.Popen, count: int) -> list[int]:
 def test_forks_of_a_killed_process_end_with_it_whatever_they_wait_for():
     """A writer of Megatron's: a fork that waits for a semaphore whose other holder is dead."""
     parent = program("""
-        process_death.forks_die_with_us()
+        processes.forks_die_with_us()
         lock = multiprocessing.get_context("fork").Lock()
         lock.acquire()
 
@@ -77,7 +77,7 @@ def test_a_fork_whose_parent_is_gone_before_it_is_tied_ends_too():
         # As if the parent had ended between the fork and the request: the child's parent is another than the one noted.
         # (What is registered first is called last before a fork.)
         os.register_at_fork(before=lambda: setattr(process_death, "_forking_pid", 1))
-        process_death.forks_die_with_us()
+        processes.forks_die_with_us()
         pid = os.fork()
         if pid == 0:
             time.sleep(1000)
@@ -89,13 +89,13 @@ def test_a_fork_whose_parent_is_gone_before_it_is_tied_ends_too():
 
 def test_everything_below_is_killed_and_reaped_in_sessions_of_its_own_too():
     process = program("""
-        process_death.adopt_orphans()
+        processes.adopt_orphans()
         stranger = subprocess.Popen(["sleep", "1000"])
         start = "import subprocess, sys; [subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(1000)'], start_new_session=True) for _ in range(5)]"
         subprocess.run([sys.executable, "-S", "-c", start], check=True)
-        assert len(process_death.living_below(os.getpid(), {stranger.pid})) == 5
-        assert process_death.kill_below(without={stranger.pid}) == set()
-        assert process_death.children() == {stranger.pid}, process_death.children()
+        assert len(processes.living_below(os.getpid(), {stranger.pid})) == 5
+        assert processes.kill_below(without={stranger.pid}) == set()
+        assert processes.children() == {stranger.pid}, processes.children()
         assert stranger.poll() is None
         stranger.kill()
         print("done")
@@ -106,16 +106,16 @@ def test_everything_below_is_killed_and_reaped_in_sessions_of_its_own_too():
 
 def test_adopted_children_that_ended_are_collected_and_own_ones_are_not():
     process = program("""
-        process_death.adopt_orphans()
+        processes.adopt_orphans()
         own = subprocess.Popen(["true"])
         # 50 orphans that end at once, in one go.
         start = "import subprocess; [subprocess.Popen(['sleep', '1']) for _ in range(50)]"
         subprocess.run([sys.executable, "-S", "-c", start], check=True)
-        reaper, deadline, collected = process_death.Reaper(), time.monotonic() + 60, []
-        while process_death.children() != {own.pid} and time.monotonic() < deadline:
+        reaper, deadline, collected = processes.Reaper(), time.monotonic() + 60, []
+        while processes.children() != {own.pid} and time.monotonic() < deadline:
             collected += reaper.look({own.pid})
             time.sleep(0.05)
-        assert collected and process_death.children() == {own.pid}, (len(collected), process_death.children())
+        assert collected and processes.children() == {own.pid}, (len(collected), processes.children())
         assert own.wait() == 0
         print("done")
         """)
@@ -126,7 +126,7 @@ def test_adopted_children_that_ended_are_collected_and_own_ones_are_not():
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_process_ends_with_the_parent_it_named(number):
     parent = program(f"""
-        child = "import os, time; from gspo_mega import process_death; process_death.die_with_parent(os.getppid(), {int(number)}); print(os.getpid(), flush=True); time.sleep(1000)"
+        child = "import os, time; from gspo_mega.base import processes; processes.die_with_parent(os.getppid(), {int(number)}); print(os.getpid(), flush=True); time.sleep(1000)"
         subprocess.Popen([sys.executable, "-c", child])
         time.sleep(1000)
         """)

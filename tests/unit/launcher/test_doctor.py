@@ -120,9 +120,9 @@ def test_a_limit_of_open_files_below_what_the_run_needs_is_wrong(monkeypatch):
 def test_a_process_takes_the_limit_it_may_have():
     """In a process of its own, whose soft limit is the usual 1024 or less."""
     code = (
-        "import resource; from gspo_mega import descriptors;"
+        "import resource; from gspo_mega.base import processes;"
         "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1];"
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard)); descriptors.raise_limit();"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard)); processes.raise_limit();"
         "assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)

@@ -214,7 +214,7 @@ def test_the_size_as_shell_and_refusals_as_lines():
     )
 
 
-@pytest.mark.parametrize("module", ["slurm.job_size", "slurm.launch_job"])
+@pytest.mark.parametrize("module", ["slurm.size", "slurm.job"])
 def test_the_login_node_and_the_supervisor_need_no_libraries_of_ranks_and_servers(module):
     """launch/slurm/site.sh says of which packages the supervisor's Python has to have them."""
     lacking = (

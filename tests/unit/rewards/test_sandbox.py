@@ -273,7 +273,7 @@ def test_options_are_refused(options, said):
 REFUSING = """
 import ctypes, struct, sys
 from gspo_mega.base.errors import RewardError
-from gspo_mega.rewards import programs
+from gspo_mega.rewards import code as programs
 step = lambda code, yes, no, value: struct.pack("HBBI", code, yes, no, value)
 code = step(0x20, 0, 0, 0) + step(0x15, 0, 1, 444) + step(6, 0, 0, 0x50026) + step(6, 0, 0, 0x7FFF0000)
 held = ctypes.create_string_buffer(code, len(code))
