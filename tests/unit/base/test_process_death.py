@@ -76,7 +76,7 @@ def test_a_fork_whose_parent_is_gone_before_it_is_tied_ends_too():
     parent = program("""
         # As if the parent had ended between the fork and the request: the child's parent is another than the one noted.
         # (What is registered first is called last before a fork.)
-        os.register_at_fork(before=lambda: setattr(process_death, "_forking_pid", 1))
+        os.register_at_fork(before=lambda: setattr(processes, "_forking_pid", 1))
         processes.forks_die_with_us()
         pid = os.fork()
         if pid == 0:
