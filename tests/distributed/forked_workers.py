@@ -39,7 +39,9 @@ class ForkedWorkers:
         if self._server is None:
             variables = {**os.environ, "GSPO_TRANSFORMER_ENGINE": "0", "OMP_NUM_THREADS": "1"}
             self._server = subprocess.Popen(
-                [sys.executable, __file__, "--serve", str(self._socket)], env=variables, stdin=subprocess.DEVNULL
+                [sys.executable, __file__, "--serve", str(self._socket), str(os.getpid())],
+                env=variables,
+                stdin=subprocess.DEVNULL,
             )
             deadline = time.monotonic() + _START_SECONDS
             while not self._socket.exists():
@@ -85,10 +87,12 @@ def _number(connection: socket.socket) -> int:
     return int.from_bytes(data, "little")
 
 
-def _serve(path: str) -> None:
-    """Forks for everybody who connects. One thread, as forks are made of it."""
+def _serve(path: str, tests: int) -> None:
+    """Forks for everybody who connects, until the process `tests` ends. One thread, as forks are made of it."""
     from gspo_mega import process_death
     from gspo_mega.importing import uncollected
+
+    process_death.die_with_parent(tests)
 
     with uncollected():
         import gspo_mega.engine  # noqa: F401  the CPU backend comes first
@@ -172,6 +176,6 @@ def _run(job: dict, connection: socket.socket, out: int, err: int) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "--serve":
-        _serve(sys.argv[2])
+        _serve(sys.argv[2], int(sys.argv[3]))
     else:
         _hand_over(sys.argv[1], sys.argv[2], sys.argv[3:])
