@@ -30,8 +30,8 @@ declare -A folders=(
   [integration-2]="tests/integration/test_run_*.py"
   [slurm]="tests/slurm"
 )
-# The order in which they begin. Those that wait most (unit, slurm) are next to those that compute most.
-order=(distributed integration-1 unit-2 unit-1 integration-2 recovery slurm)
+# The order in which they begin: the longest first, and what waits most (unit) next to what computes most.
+order=(distributed integration-1 unit-2 integration-2 unit-1 recovery slurm)
 for tier in "$@"; do
   case $tier in
     unit | distributed | recovery | integration | slurm) ;;
