@@ -8,8 +8,9 @@
 # The tier slurm starts a Slurm of its own. It needs root, slurmctld, slurmd, slurm-client and munge, and is skipped without
 # them. Nothing outside the repository and the temporary folder changes. Exit code 0: every tier passed.
 #
-# Two tiers run side by side, because each leaves a core idle for much of its time. The output of a tier appears when it ends;
-# until then it is in .cache/tests-TIER.log. A single tier shows its output directly.
+# The tiers unit and integration have two parts each (unit-1, unit-2). Four tiers or parts run side by side, because most of
+# them wait for half of their time and more. The output of each appears when it ends; until then it is in
+# .cache/tests-NAME.log. A tier that has no parts and runs by itself shows its output directly.
 set -euo pipefail
 
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
@@ -19,21 +20,27 @@ fi
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
+# What pytest runs of each tier, or of each of the two parts of one: a file that one part leaves out is in the other.
 declare -A folders=(
-  [unit]="tests/structure tests/unit tests/browser tests/numerics"
+  [unit-1]="tests/structure tests/browser tests/numerics tests/unit --ignore-glob=tests/unit/[!a-k]*"
+  [unit-2]="tests/unit --ignore-glob=tests/unit/[a-k]*"
   [distributed]="tests/distributed tests/gpu"
   [recovery]="tests/recovery"
-  [integration]="tests/integration"
+  [integration-1]="tests/integration --ignore-glob=tests/integration/test_run_*"
+  [integration-2]="tests/integration/test_run_*.py"
   [slurm]="tests/slurm"
 )
-# The order in which tiers begin: the longest first, so that the last one leaves the other core idle for the shortest time.
-order=(integration distributed unit recovery slurm)
+# The order in which they begin: the longest first, and what waits most (unit) next to what computes most.
+order=(distributed integration-1 unit-2 integration-2 unit-1 recovery slurm)
 for tier in "$@"; do
-  [[ -n ${folders[$tier]:-} ]] || { echo "tests/run.sh: '$tier' is no tier; there are: unit distributed recovery integration slurm" >&2; exit 2; }
+  case $tier in
+    unit | distributed | recovery | integration | slurm) ;;
+    *) echo "tests/run.sh: '$tier' is no tier; there are: unit distributed recovery integration slurm" >&2; exit 2 ;;
+  esac
 done
 tiers=()
 for tier in "${order[@]}"; do
-  if (($# == 0)) || [[ " $* " == *" $tier "* ]]; then tiers+=("$tier"); fi
+  if (($# == 0)) || [[ " $* " == *" ${tier%-[12]} "* ]]; then tiers+=("$tier"); fi
 done
 
 launch/setup.sh --tests
@@ -49,14 +56,14 @@ declare -A summaries=() pids=() began=()
 ended() {
   local tier=$1 code=$2
   ((code == 0)) || status=1
-  summaries[$tier]=$(printf '%-12s %4d s  %s' "$tier" $((SECONDS - began[$tier])) "$(tail -n 1 ".cache/tests-$tier.log")")
+  summaries[$tier]=$(printf '%-13s %4d s  %s' "$tier" $((SECONDS - began[$tier])) "$(tail -n 1 ".cache/tests-$tier.log")")
 }
 
 show_one() {
   local tier=$1 code=0
   printf '\n== %s tests\n' "$tier"
   began[$tier]=$SECONDS
-  # shellcheck disable=SC2086  # a tier's folders are words
+  # shellcheck disable=SC2086  # a tier's folders are words and patterns
   "${pytest[@]}" ${folders[$tier]} 2>&1 | tee ".cache/tests-$tier.log" || code=$?
   ended "$tier" $code
 }
@@ -65,7 +72,7 @@ begin() {
   local tier=$1
   printf '== %s tests begin\n' "$tier"
   began[$tier]=$SECONDS
-  # shellcheck disable=SC2086  # a tier's folders are words
+  # shellcheck disable=SC2086  # a tier's folders are words and patterns
   "${pytest[@]}" ${folders[$tier]} >".cache/tests-$tier.log" 2>&1 &
   pids[$tier]=$!
 }
@@ -92,7 +99,7 @@ else
   # SIGINT, so that the fixtures of a test end its processes.
   trap '((${#pids[@]} == 0)) || kill -INT "${pids[@]}" 2>/dev/null || true' EXIT
   for tier in "${tiers[@]}"; do
-    while ((${#pids[@]} == 2)); do await; done
+    while ((${#pids[@]} == 4)); do await; done
     begin "$tier"
   done
   while ((${#pids[@]})); do await; done

@@ -1,4 +1,4 @@
-"""A rank of `gspo-mega certify` with a fault in it: `python certify_faults.py FAULT ARGUMENTS...`.
+"""A rank of `gspo-mega certify` with a fault in it: `main([FAULT, ARGUMENTS...])`, in a fork (`forked_workers.py`).
 
 Each fault is one that real systems have had; a certificate that passes with it would be worth nothing.
 """
@@ -6,7 +6,6 @@ Each fault is one that real systems have had; a certificate that passes with it 
 from __future__ import annotations
 
 import os
-import sys
 
 
 def context_sums_not_shared() -> None:
@@ -71,12 +70,9 @@ def second_rank_dies_in_one_case() -> None:
     ranks._load = fails
 
 
-if __name__ == "__main__":
-    from gspo_mega.base.garbage import uncollected
+def main(words: list[str]) -> None:
+    """Does not return."""
+    from gspo_mega.train import worker
 
-    with uncollected():
-        import gspo_mega.engine  # noqa: F401  the CPU backend comes first
-        from gspo_mega.train import worker
-
-    globals()[sys.argv[1]]()
-    worker.main(sys.argv[2:])
+    globals()[words[0]]()
+    worker.main(words[1:])

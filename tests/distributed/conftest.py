@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from conversions import there_and_back
 from family_models import make_family_folder
+from forked_workers import ForkedWorkers
 from rank_pool import RankPools
 
 
@@ -13,6 +14,13 @@ def rank_pools():
     pools = RankPools()
     yield pools
     pools.close()
+
+
+@pytest.fixture(scope="session")
+def forked_workers():
+    workers = ForkedWorkers()
+    yield workers
+    workers.close()
 
 
 @pytest.fixture(scope="module")

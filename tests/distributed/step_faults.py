@@ -453,7 +453,8 @@ def cases(faults: dict[str, Fault], **more: Any) -> Iterator[dict[str, Any]]:
         yield dict(name=name, ranks=ranks, set={"model.path": fault.model, **fault.layout}, **more)
 
 
-if __name__ == "__main__":
+def main(words: list[str]) -> None:
+    """Does not return."""
     from gspo_mega.base.garbage import uncollected
 
     with uncollected():
@@ -461,4 +462,8 @@ if __name__ == "__main__":
         from gspo_mega.train import worker
 
     in_its_case()
-    worker.main(sys.argv[1:])
+    worker.main(words)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

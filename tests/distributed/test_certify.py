@@ -6,14 +6,12 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from gspo_mega.config import load_config
 from gspo_mega.verify.certify.program import certify
 
-FAULTS = Path(__file__).with_name("certify_faults.py")
 TP2SP = "{name: TP2+SP, ranks: 2, set: {parallel.tensor: 2}}"
 CP2 = "{name: CP2, ranks: 2, set: {parallel.context: 2}}"
 UNEVEN = "{name: DP2 uneven, ranks: 2, packing: uneven}"
@@ -52,38 +50,54 @@ SAMPLE = {
 }
 
 
+# Whose sample the command itself runs, with ranks that it starts as it always does; ranks of the others are forked.
+BY_THE_COMMAND = "episodes"
+
+
 @pytest.mark.parametrize("model", SAMPLE)
-def test_a_sample_of_the_matrix_holds(model, tmp_path):
+def test_a_sample_of_the_matrix_holds(model, tmp_path, forked_workers):
     config = f"configs/certify_{model}.yaml"
     cases = {case.name: case.model_dump() for case in load_config(config, (), "certify").config.certify.cases}
     chosen = json.dumps([cases[name] for name in SAMPLE[model]])
-    command = [sys.executable, "-m", "gspo_mega", "certify", config, f"run.dir={tmp_path}", f"certify.cases={chosen}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"\n{len(SAMPLE[model])} of {len(SAMPLE[model])} cases hold" in done.stdout
+    given = [f"run.dir={tmp_path}", f"certify.cases={chosen}"]
+    if model == BY_THE_COMMAND:
+        command = [sys.executable, "-m", "gspo_mega", "certify", config, *given]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        code, shown = done.returncode, done.stdout
+        assert code == 0, shown + done.stderr
+    else:
+        code, shown = certified(config, given, forked_workers.command("gspo_mega.train.worker"))
+        assert code == 0, shown
+    assert f"\n{len(SAMPLE[model])} of {len(SAMPLE[model])} cases hold" in shown
     # The recorded batch is worth comparing on: clipped on both sides, away from edges and ties.
-    for above, below, margin in re.findall(
-        r"(\d+) clipped above, (\d+) below.*?nearest clip edge (\S+) away", done.stdout
-    ):
+    for above, below, margin in re.findall(r"(\d+) clipped above, (\d+) below.*?nearest clip edge (\S+) away", shown):
         assert int(above) > 0 and int(below) > 0 and float(margin) > 1e-5
     if model == "families":  # some of these have experts, others none
         return
-    ties = [float(margin) for margin in re.findall(r"nearest tie (\S+) away", done.stdout)]
+    ties = [float(margin) for margin in re.findall(r"nearest tie (\S+) away", shown)]
     no_experts = model in ("dense", "episodes")
     assert ties == [] if no_experts else ties and min(ties) > 1e-4
     # On the edges, put there on purpose, rounding does decide otherwise.
     if model == "balanced":
         return
-    flips = [(int(clip), int(route)) for clip, route in re.findall(r"0, 0 +(\d+), (\d+) +pass", done.stdout)]
+    flips = [(int(clip), int(route)) for clip, route in re.findall(r"0, 0 +(\d+), (\d+) +pass", shown)]
     assert max(clip for clip, _ in flips) > 0 and max(route for _, route in flips) > (-1 if no_experts else 0)
 
 
-def run(tmp_path, cases, fault, *overrides):
-    given = [f"run.dir={tmp_path}", f"certify.cases=[{', '.join(cases)}]", "certify.edges=false", *overrides]
+def certified(config, given, worker_command):
+    """What the command ends with, and what it shows."""
     lines: list[str] = []
-    loaded = load_config("configs/certify_dense.yaml", given, "certify")
-    code = certify(loaded, given, lines.append, worker_command=[sys.executable, str(FAULTS), fault])
+    code = certify(load_config(config, given, "certify"), given, lines.append, worker_command=worker_command)
     return code, "\n".join(lines)
+
+
+@pytest.fixture
+def run(tmp_path, forked_workers):
+    def run(cases, fault, *overrides):
+        given = [f"run.dir={tmp_path}", f"certify.cases=[{', '.join(cases)}]", "certify.edges=false", *overrides]
+        return certified("configs/certify_dense.yaml", given, forked_workers.command("certify_faults", fault))
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -94,8 +108,8 @@ def run(tmp_path, cases, fault, *overrides):
         ("mean_of_means", UNEVEN, TP2SP),
     ],
 )
-def test_a_fault_is_caught_in_the_layout_that_has_it(tmp_path, fault, caught_in, unharmed):
-    code, shown = run(tmp_path, [caught_in, unharmed], fault)
+def test_a_fault_is_caught_in_the_layout_that_has_it(run, fault, caught_in, unharmed):
+    code, shown = run([caught_in, unharmed], fault)
     assert code == 1, shown
     verdicts = dict(re.findall(r"^(\S+(?: \S+)*?) +2 .*?  (pass|FAIL)\b", shown, re.M))
     name = [re.search(r"name: ([^,]+),", case).group(1) for case in (caught_in, unharmed)]
@@ -103,9 +117,9 @@ def test_a_fault_is_caught_in_the_layout_that_has_it(tmp_path, fault, caught_in,
     assert "1 of 2 cases hold" in shown
 
 
-def test_a_fault_in_the_critic_is_caught_by_its_own_numbers(tmp_path):
+def test_a_fault_in_the_critic_is_caught_by_its_own_numbers(run):
     """And without one, in the other layout, values, value gradients and weights after three value steps hold."""
-    code, shown = run(tmp_path, [CP2, TP2SP], "value_gradient_summed_over_tensor_ranks", "algorithm=ppo")
+    code, shown = run([CP2, TP2SP], "value_gradient_summed_over_tensor_ranks", "algorithm=ppo")
     assert code == 1, shown
     assert re.search(r"^case .* values +v\. grad +v\. weight ", shown, re.M), shown
     rows = {name: numbers.split() for name, numbers in re.findall(r"^(CP2|TP2\+SP) +2 (.*?)  0, 0", shown, re.M)}
@@ -119,9 +133,9 @@ def test_a_fault_in_the_critic_is_caught_by_its_own_numbers(tmp_path):
     assert "TP2+SP: value_gradient differs by" in shown
 
 
-def test_a_case_that_fails_is_named_and_the_others_go_on(tmp_path):
+def test_a_case_that_fails_is_named_and_the_others_go_on(run):
     broken = "{name: broken, ranks: 2, set: {parallel.context: 2, batch.log_prob_chunk_tokens: 31}}"
-    code, shown = run(tmp_path, [TP2SP, broken, CP2], "second_rank_dies_in_one_case")
+    code, shown = run([TP2SP, broken, CP2], "second_rank_dies_in_one_case")
     assert code == 1
     assert re.search(r"^broken .*FAILED", shown, re.M) and "a rank's own trouble" in shown
     assert re.search(r"^TP2\+SP .*pass", shown, re.M) and re.search(r"^CP2 .*pass", shown, re.M), shown

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -21,12 +22,18 @@ SAMPLE = (
 )
 
 
-def missed(config: str, faults: dict[str, step_faults.Fault], run_dir: Path, **more) -> dict[str, str]:
+def missed(
+    config: str,
+    faults: dict[str, step_faults.Fault],
+    run_dir: Path,
+    worker_command: Sequence[str] = (sys.executable, str(FAULTS)),
+    **more,
+) -> dict[str, str]:
     """Of each fault that was not found as it says: what was shown of it. Every fault runs in a case of its own."""
     given = [f"run.dir={run_dir}", f"certify.cases={json.dumps([*step_faults.cases(faults, **more)])}"]
     shown: list[str] = []
     loaded = load_config(config, given, "certify")
-    code = certify(loaded, given, shown.append, worker_command=[sys.executable, str(FAULTS)])
+    code = certify(loaded, given, shown.append, worker_command=worker_command)
     text = "\n".join(shown)
     assert code == (1 if faults else 0), text
     found = {name: set(re.findall(rf"^{re.escape(name)}: (\w+) differs by", text, re.M)) for name in faults}
@@ -37,15 +44,17 @@ def missed(config: str, faults: dict[str, step_faults.Fault], run_dir: Path, **m
     }
 
 
-def test_faults_of_optimizer_steps_are_found(tmp_path):
+def test_faults_of_optimizer_steps_are_found(tmp_path, forked_workers):
     chosen = {name: step_faults.FAULTS[name] for name in SAMPLE}
-    assert missed("configs/certify_families.yaml", chosen, tmp_path) == {}
+    command = forked_workers.command("step_faults")
+    assert missed("configs/certify_families.yaml", chosen, tmp_path, command) == {}
 
 
-def test_a_padding_mask_doubles_the_gradient_of_router_losses_and_is_found(tmp_path):
+def test_a_padding_mask_doubles_the_gradient_of_router_losses_and_is_found(tmp_path, forked_workers):
     name = "a padding mask under tensor ranks"
     chosen = {name: step_faults.BALANCED_FAULTS[name]}
-    assert missed("configs/certify_balanced.yaml", chosen, tmp_path, packing="one_each") == {}
+    command = forked_workers.command("step_faults")
+    assert missed("configs/certify_balanced.yaml", chosen, tmp_path, command, packing="one_each") == {}
 
 
 @pytest.mark.parametrize("faults", [step_faults.FAULTS, step_faults.BIAS_FAULTS, step_faults.BALANCED_FAULTS])

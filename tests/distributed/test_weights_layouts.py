@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing
 from run_configs import make_config
 from safetensors.torch import load_file, save_file
 
@@ -114,17 +113,11 @@ def in_blocks(folder: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch
     return quantized
 
 
-def run_rank(rank: int, folder: str, layouts: dict) -> None:
+def run_rank(folder: str, layouts: dict) -> None:
     """One rank of the pool: every layout in turn; what it saw goes to <folder>/<layout>.<rank>.json."""
-    from datetime import timedelta
-
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
-    root = Path(folder)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
-    )
+    root, rank = Path(folder), dist.get_rank()
     for name, (kind, parallel) in layouts.items():
         try:
             seen = run_layout(root, name, kind, parallel)
@@ -132,7 +125,6 @@ def run_rank(rank: int, folder: str, layouts: dict) -> None:
             (root / f"{name}.{rank}.json").write_text(json.dumps({"failed": traceback.format_exc()}))
             raise
         (root / f"{name}.{rank}.json").write_text(json.dumps(seen))
-    dist.destroy_process_group()
 
 
 def run_layout(root: Path, name: str, kind: str, parallel: dict) -> dict:
@@ -252,7 +244,7 @@ def break_checkpoint(source: Path, target: Path, fault: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def pool(tmp_path_factory) -> Path:
+def pool(tmp_path_factory, rank_pools) -> Path:
     root = tmp_path_factory.mktemp("layouts")
     for kind in ("dense", "tied", "moe", "dense-bf16", "moe-bf16", "moe-blocks"):
         write_checkpoint(root / kind, kind)
@@ -260,7 +252,7 @@ def pool(tmp_path_factory) -> Path:
         for fault in FAULTS:
             break_checkpoint(root / kind, root / f"{kind}-{fault}", fault)
     (root / "blocked").write_text("")
-    torch.multiprocessing.spawn(run_rank, args=(str(root), LAYOUTS), nprocs=WORLD, join=True)
+    rank_pools(WORLD).run("test_weights_layouts:run_rank", timeout=600, folder=str(root), layouts=LAYOUTS)
     return root
 
 

@@ -2,6 +2,7 @@
 arguments.
 """
 
+import fnmatch
 import os
 import shutil
 import subprocess
@@ -163,21 +164,26 @@ def test_quickstart_refuses_what_it_does_not_know(root, arguments):
     assert "quickstart: " in ended.stderr
 
 
+NAMES = ("distributed", "integration-1", "integration-2", "recovery", "slurm", "unit-1", "unit-2")
+
+
 def test_run_sh_shows_every_tiers_closing_summary_and_passes(root):
     ended, calls = call(root, "tests/run.sh")
     assert ended.returncode == 0
     assert (root / "setup").read_text() == "with --tests\n"
-    # Two at a time, so that the order of the calls is open.
+    # Four at a time, so that the order of the calls is open.
     assert {line.split()[-1] for line in calls} == {
-        "tests/numerics",
+        "--ignore-glob=tests/unit/[!a-k]*",
+        "--ignore-glob=tests/unit/[a-k]*",
         "tests/gpu",
         "tests/recovery",
-        "tests/integration",
+        "--ignore-glob=tests/integration/test_run_*",
+        "tests/integration/test_run_*.py",
         "tests/slurm",
-    } and len(calls) == 5
-    last = ended.stdout.splitlines()[-6:]
+    } and len(calls) == 7
+    last = ended.stdout.splitlines()[-8:]
     assert "passed after" in last[0]
-    assert [line.split()[0] for line in last[1:]] == ["integration", "distributed", "unit", "recovery", "slurm"]
+    assert {line.split()[0] for line in last[1:]} == {*NAMES}
     assert all("9 passed" in line for line in last[1:])
 
 
@@ -202,10 +208,11 @@ ALL = (*SLURM, "chromium")
 
 def test_a_failed_tier_fails_all_and_the_others_still_run(root):
     ended, calls = call(root, ".ci/run", FAIL="distributed", PATH=host(root, "apt-get", *ALL))
-    assert (ended.returncode, sum("pytest" in line for line in calls)) == (1, 5)
+    assert (ended.returncode, sum("pytest" in line for line in calls)) == (1, 7)
     assert "FAILED after" in ended.stdout
-    assert "1 failed" in ended.stdout.splitlines()[-4] and "9 passed" in ended.stdout.splitlines()[-1]
-    assert "1 failed in 0.01s" in ended.stdout.splitlines()[:-5], "a tier's own output"
+    summary = {line.split()[0]: line for line in ended.stdout.splitlines()[-7:]}
+    assert [name for name, line in summary.items() if "1 failed" in line] == ["distributed"] and len(summary) == 7
+    assert "1 failed in 0.01s" in ended.stdout.splitlines()[:-7], "a tier's own output"
 
 
 def test_ci_installs_slurm_where_it_is_missing_and_says_when_that_fails(root):
@@ -225,7 +232,7 @@ def test_ci_installs_slurm_where_it_is_missing_and_says_when_that_fails(root):
     assert [line for line in calls if line.startswith("apt-get")] == apt_get and "could not install" not in ended.stderr
     ended, calls = call(root, ".ci/run", PATH=path, BROKEN="apt-get")
     assert "could not install slurmctld slurmd slurm-client munge: the tests of Slurm will fail" in ended.stderr
-    assert sum("pytest" in line for line in calls) == 5
+    assert sum("pytest" in line for line in calls) == 7
 
 
 def test_ci_fails_where_the_pins_for_a_gpu_do_not_resolve_and_only_there(root):
@@ -234,28 +241,48 @@ def test_ci_fails_where_the_pins_for_a_gpu_do_not_resolve_and_only_there(root):
         ended, calls = call(root, ".ci/run", PATH=path, RESOLVE=str(code))
         assert ended.returncode == ended_with, code
         assert sum(line.startswith("python tests/gpu/resolve.py") for line in calls) == 1
-        assert sum("pytest" in line for line in calls) == 5
+        assert sum("pytest" in line for line in calls) == 7
     ended, _ = call(root, ".ci/run", PATH=path, FAIL="unit", RESOLVE="0")
     assert ended.returncode == 1
     assert not any("resolve" in line for line in call(root, "tests/run.sh")[1])
 
 
-def test_two_tiers_run_side_by_side_and_never_three(root):
-    """Each waits for another one to have begun, and a third that begins beside two is noted."""
+def test_four_run_side_by_side_and_never_five(root):
+    """Each waits for three others to have begun, and a fifth that begins next to four is noted."""
     (root / ".venv/bin/python").write_text(
         "#!/usr/bin/env bash\n"
-        'tier=${*##*tests/}; touch "began.$tier"\n'
-        "for _ in {1..500}; do began=(began.*); ((${#began[@]} >= 2)) && break; sleep 0.02; done\n"
-        'touch "in.$tier"; now=(in.*); ((${#now[@]} <= 2)) || echo "three" >> calls; echo "${#began[@]}" >> calls\n'
+        'tier=$(cksum <<<"$*"); tier=${tier%% *}; touch "began.$tier"\n'
+        "for _ in {1..500}; do began=(began.*); ((${#began[@]} >= 4)) && break; sleep 0.02; done\n"
+        'touch "in.$tier"; now=(in.*); ((${#now[@]} <= 4)) || echo "five" >> calls; echo "${#began[@]}" >> calls\n'
         'rm "in.$tier"; echo "1 passed in 0.01s"\n'
     )
     ended, calls = call(root, "tests/run.sh")
-    assert ended.returncode == 0 and "three" not in calls
-    assert len(calls) == 5 and min(map(int, calls)) >= 2
+    assert ended.returncode == 0 and "five" not in calls
+    assert len(calls) == 7 and min(map(int, calls)) >= 4
+
+
+@pytest.mark.parametrize("tier", ["unit", "integration"])
+def test_what_one_part_of_a_tier_leaves_out_is_in_the_other(root, tier):
+    """Of everything that lies in the tier's folder."""
+    entries = {path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "tests" / tier).iterdir()}
+    for entry in entries:
+        (root / entry).parent.mkdir(exist_ok=True)
+        (root / entry).touch()
+    _ended, calls = call(root, "tests/run.sh", tier)
+    assert len(calls) == 2
+    held = []
+    for line in calls:
+        words = line.split()[line.split().index("--durations=10") + 1 :]
+        ignored = [word.partition("=")[2] for word in words if word.startswith("--ignore-glob=")]
+        given = entries if f"tests/{tier}" in words else entries & set(words)
+        held.append({entry for entry in given if not any(fnmatch.fnmatch(entry, glob) for glob in ignored)})
+    tests = {entry for entry in entries if "/test_" in entry or (REPOSITORY / entry).is_dir()}
+    assert held[0] | held[1] >= tests and not tests & held[0] & held[1]
+    assert min(len(part & tests) for part in held) > 5
 
 
 def test_run_sh_takes_single_tiers_and_names_them_when_wrong(root):
-    assert len(call(root, "tests/run.sh", "unit")[1]) == 1
+    assert len(call(root, "tests/run.sh", "slurm")[1]) == 1
     ended, calls = call(root, "tests/run.sh", "units")
     assert (ended.returncode, calls) == (2, [])
     assert "unit distributed recovery integration slurm" in ended.stderr

@@ -1,0 +1,181 @@
+"""Ranks of `gspo-mega certify` that are forked from one process, which has imported the engine, instead of importing it
+themselves: an import costs three seconds, and a certificate starts up to ten ranks.
+
+`ForkedWorkers().command(MODULE, ...)` is a rank's command for `certify(..., worker_command=...)`. The launcher starts it
+as it starts any rank. It hands its arguments, environment, folder and output to the forking process, passes signals on to
+the fork, in which `MODULE.main(arguments)` runs, and ends as the fork ends. A fork whose command is gone is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+_START_SECONDS = 120.0
+_STATUS_BYTES = 4
+
+
+class ForkedWorkers:
+    """The forking process, started when the first command is asked for."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()  # a short path: a socket's name is bounded
+        self._socket = Path(self._folder.name) / "socket"
+        self._server: subprocess.Popen | None = None
+
+    def command(self, module: str, *words: str) -> list[str]:
+        if self._server is None:
+            variables = {**os.environ, "GSPO_TRANSFORMER_ENGINE": "0", "OMP_NUM_THREADS": "1"}
+            self._server = subprocess.Popen(
+                [sys.executable, __file__, "--serve", str(self._socket), str(os.getpid())],
+                env=variables,
+                stdin=subprocess.DEVNULL,
+            )
+            deadline = time.monotonic() + _START_SECONDS
+            while not self._socket.exists():
+                assert self._server.poll() is None and time.monotonic() < deadline, "the forking process did not start"
+                time.sleep(0.02)
+        return [sys.executable, "-I", "-S", __file__, str(self._socket), module, *words]
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.kill()
+            self._server.wait()
+        self._folder.cleanup()
+
+
+def _hand_over(path: str, module: str, words: list[str]) -> None:
+    """The command of a rank."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
+        server.connect(path)
+        # Until the fork's pid is known, signals wait.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
+        job = json.dumps(dict(module=module, words=words, folder=os.getcwd(), environment=dict(os.environ))).encode()
+        socket.send_fds(server, [len(job).to_bytes(_STATUS_BYTES, "little")], [1, 2])
+        server.sendall(job)
+        pid = _number(server)
+        for number in _PASSED_ON:
+            signal.signal(number, lambda number, frame: os.kill(pid, number))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
+        code = os.waitstatus_to_exitcode(_number(server))
+    if code < 0:
+        for number in _PASSED_ON:
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def _number(connection: socket.socket) -> int:
+    data = b""
+    while len(data) < _STATUS_BYTES:
+        more = connection.recv(_STATUS_BYTES - len(data))
+        if not more:
+            os._exit(1)  # the forking process is gone, and the launcher notices the end of this one
+        data += more
+    return int.from_bytes(data, "little")
+
+
+def _serve(path: str, tests: int) -> None:
+    """Forks for everybody who connects, until the process `tests` ends. One thread, as forks are made of it."""
+    from gspo_mega import process_death
+    from gspo_mega.base.garbage import uncollected
+
+    process_death.die_with_parent(tests)
+
+    with uncollected():
+        import gspo_mega.engine  # noqa: F401  the CPU backend comes first
+        from gspo_mega.train import worker  # noqa: F401
+        from gspo_mega.verify.certify import ranks  # noqa: F401
+
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    draft = f"{path}.draft"
+    listener.bind(draft)
+    listener.listen(64)
+    os.rename(draft, path)
+    waiting = selectors.DefaultSelector()
+    waiting.register(listener, selectors.EVENT_READ)
+    parent = os.getpid()
+    while True:
+        for key, _ in waiting.select():
+            if key.fileobj is listener:
+                connection, job, out, err = _accept(listener)
+                pid = os.fork()
+                if pid == 0:
+                    process_death.die_with_parent(parent)
+                    listener.close()
+                    _run(job, connection, out, err)
+                os.close(out)
+                os.close(err)
+                fork = _Fork(pid, connection, os.pidfd_open(pid))
+                _tell(connection, pid)
+                waiting.register(fork.descriptor, selectors.EVENT_READ, fork)
+                waiting.register(connection, selectors.EVENT_READ, fork)
+            elif not (fork := key.data).is_over:
+                if key.fileobj is fork.connection:  # its command is gone: nothing is ever sent here
+                    os.kill(fork.pid, signal.SIGKILL)
+                _, status = os.waitpid(fork.pid, 0)
+                fork.is_over = True
+                waiting.unregister(fork.descriptor)
+                waiting.unregister(fork.connection)
+                os.close(fork.descriptor)
+                _tell(fork.connection, status)
+                fork.connection.close()
+
+
+@dataclass
+class _Fork:
+    pid: int
+    connection: socket.socket
+    descriptor: int  # ready when the process has ended
+    is_over: bool = False
+
+
+def _accept(listener: socket.socket) -> tuple[socket.socket, dict, int, int]:
+    """The connection, the job, and where its output and errors go."""
+    connection, _ = listener.accept()
+    length, (out, err), *_ = socket.recv_fds(connection, _STATUS_BYTES, 2)
+    job = b""
+    while len(job) < int.from_bytes(length, "little"):
+        job += connection.recv(65536)
+    return connection, json.loads(job), out, err
+
+
+def _tell(connection: socket.socket, number: int) -> None:
+    with contextlib.suppress(OSError):  # its command is gone
+        connection.sendall(number.to_bytes(_STATUS_BYTES, "little"))
+
+
+def _run(job: dict, connection: socket.socket, out: int, err: int) -> None:
+    """The rank, in the fork. Does not return."""
+    os.setsid()
+    connection.close()
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    os.close(out)
+    os.close(err)
+    os.environ.clear()
+    os.environ.update(job["environment"])
+    os.chdir(job["folder"])
+    sys.path.insert(0, str(Path(__file__).parent))
+    sys.argv = [job["module"], *job["words"]]
+    importlib.import_module(job["module"]).main(job["words"])
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--serve":
+        _serve(sys.argv[2], int(sys.argv[3]))
+    else:
+        _hand_over(sys.argv[1], sys.argv[2], sys.argv[3:])
