@@ -8,7 +8,7 @@
 # The tier slurm starts a Slurm of its own. It needs root, slurmctld, slurmd, slurm-client and munge, and is skipped without
 # them. Nothing outside the repository and the temporary folder changes. Exit code 0: every tier passed.
 #
-# The tiers unit and integration have two parts each (unit-1, unit-2). Four tiers or parts run side by side, because most of
+# The tiers unit and integration have two parts each (unit-1, unit-2). Three tiers or parts run side by side, because most of
 # them wait for half of their time and more. The output of each appears when it ends; until then it is in
 # .cache/tests-NAME.log. A tier that has no parts and runs by itself shows its output directly.
 set -euo pipefail
@@ -99,7 +99,7 @@ else
   # SIGINT, so that the fixtures of a test end its processes.
   trap '((${#pids[@]} == 0)) || kill -INT "${pids[@]}" 2>/dev/null || true' EXIT
   for tier in "${tiers[@]}"; do
-    while ((${#pids[@]} == 4)); do await; done
+    while ((${#pids[@]} == 3)); do await; done
     begin "$tier"
   done
   while ((${#pids[@]})); do await; done

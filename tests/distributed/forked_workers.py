@@ -89,10 +89,10 @@ def _number(connection: socket.socket) -> int:
 
 def _serve(path: str, tests: int) -> None:
     """Forks for everybody who connects, until the process `tests` ends. One thread, as forks are made of it."""
-    from gspo_mega import process_death
+    from gspo_mega.base import processes
     from gspo_mega.base.garbage import uncollected
 
-    process_death.die_with_parent(tests)
+    processes.die_with_parent(tests)
 
     with uncollected():
         import gspo_mega.engine  # noqa: F401  the CPU backend comes first
@@ -113,7 +113,7 @@ def _serve(path: str, tests: int) -> None:
                 connection, job, out, err = _accept(listener)
                 pid = os.fork()
                 if pid == 0:
-                    process_death.die_with_parent(parent)
+                    processes.die_with_parent(parent)
                     listener.close()
                     _run(job, connection, out, err)
                 os.close(out)
