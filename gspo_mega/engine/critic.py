@@ -178,7 +178,7 @@ class _KeepValues:
         require_finite(batch, values=values)
         assert behind is not None
         whole = sum_over_context(behind, self.groups.context)
-        return PassOutput(columns={"values": values, "values_behind": whole})
+        return PassOutput(columns={"values": values, "values_after": whole})
 
 
 @dataclass
@@ -284,7 +284,7 @@ class CriticEngine:
         """
         self._begin_step(micro_batches)
         outputs = self._read(micro_batches)
-        return [Values(output.columns["values"], output.columns["values_behind"]) for output in outputs]
+        return [Values(output.columns["values"], output.columns["values_after"]) for output in outputs]
 
     def train_mini_batch(
         self,
@@ -387,7 +387,7 @@ def _places(micro_batch: MicroBatch, groups: ParallelGroups) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Estimator:
+class AdvantageEstimator:
     """How advantages are estimated. `discount`: gamma; `trace`: lambda; `bootstraps`: whether a sequence that was cut
     off goes on with the value behind its last token, else with 0; `whitens`: whether the advantages of a mini-batch
     get mean 0 and standard deviation 1, with `std_ddof` as in `whitened`; `kl_coefficient`: of the penalty in the
@@ -430,7 +430,7 @@ def estimate_returns(
     micro_batches: list[MicroBatch],
     values: Sequence[Values],
     rewards: Sequence[TokenRewards],
-    estimator: Estimator,
+    estimator: AdvantageEstimator,
     groups: ParallelGroups,
     log_probs: Sequence[LogProbs] | None = None,
 ) -> list[torch.Tensor]:
@@ -465,7 +465,7 @@ def estimate_returns(
             pack.num_sequences,
             discount=estimator.discount,
             trace=estimator.trace,
-            values_behind=behind,
+            values_after=behind,
         )
         advantages.append(advantage)
         returns.append(own_part(pack, whole_returns, groups))

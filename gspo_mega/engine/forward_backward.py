@@ -13,7 +13,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from gspo_mega.algorithm.terms import deferred
+from gspo_mega.algorithm.terms import deferred_checks
 from gspo_mega.base import progress
 from gspo_mega.base.records import MicroBatch
 from gspo_mega.engine.device_batch import DeviceBatch, to_device
@@ -76,7 +76,7 @@ class Pipeline:
             model.train(not forward_only)
         batches = [to_device(m, self.groups) for m in micro_batches]
         iterators: list[Iterator[tuple[int, DeviceBatch]]] = [iter(enumerate(batches)) for _ in self.models]
-        with torch.set_grad_enabled(not forward_only), held_scales(self.megatron_config), deferred():
+        with torch.set_grad_enabled(not forward_only), held_scales(self.megatron_config), deferred_checks():
             get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],

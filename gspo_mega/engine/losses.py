@@ -30,8 +30,8 @@ from gspo_mega.algorithm.correction import (
     mismatch_sums,
 )
 from gspo_mega.algorithm.diagnostics import policy_sums
-from gspo_mega.algorithm.losses import Estimator, reference_kl, supervised_loss
-from gspo_mega.algorithm.objective import ObjectiveSettings, policy_objective
+from gspo_mega.algorithm.losses import KlEstimator, reference_kl, supervised_loss
+from gspo_mega.algorithm.objective import ObjectiveSettings, policy_objective, segment_sum, token_log_ratios
 from gspo_mega.algorithm.terms import (
     CORRECTION_CENTRE,
     CORRECTION_DEVIATION,
@@ -42,8 +42,6 @@ from gspo_mega.algorithm.terms import (
     LOG_S,
     MISMATCH_MAXIMA,
     MISMATCH_SUMS,
-    segment_sum,
-    token_log_ratios,
 )
 from gspo_mega.base.errors import NumericsError
 from gspo_mega.config.derived import Band
@@ -270,7 +268,7 @@ class KlTerm:
     rank's active tokens under that policy, [N] float32 nats."""
 
     coefficient: float
-    estimator: Estimator
+    estimator: KlEstimator
     reference: list[torch.Tensor]
 
 
@@ -329,7 +327,7 @@ class PolicyLoss:
         else:
             columns, old = self.old_pass.measure(batch, log_probs.detach(), entropies)
             if self.corrects:
-                terms.settle()  # the host decides on these numbers now
+                terms.check_now()  # the host decides on these numbers now
                 (old.correction,) = correct_batch(self.old_pass.rule, [old.gap], self.groups)
             # Old is current or the server's, so the log-ratio sums to 0 or to the gap that `measure` has just shared.
             known = old.gap_sums if self.use_rollout else torch.zeros_like(old.gap_sums)

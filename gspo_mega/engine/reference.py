@@ -15,7 +15,8 @@ from typing import ClassVar
 
 import torch
 
-from gspo_mega.algorithm.terms import STALENESS_SUMS, segment_sum
+from gspo_mega.algorithm.objective import segment_sum
+from gspo_mega.algorithm.terms import STALENESS_SUMS
 from gspo_mega.base.records import MicroBatch
 from gspo_mega.config.schema import Config
 from gspo_mega.engine.adapters import without_adapters
