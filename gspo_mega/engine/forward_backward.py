@@ -1,7 +1,7 @@
 """One pass of micro-batches through the pipeline: forward only, or forward and backward.
 
-Connects Megatron's schedule with the log-prob function. The `Head` decides what to do with a micro-batch's log-probs.
-The policy and the reference both run through this module.
+`Pipeline` connects Megatron's schedule with the log-prob function. A `Head` decides what to do with a micro-batch's
+log-probs. The policy, the reference and, with values in place of log-probs, the critic all run through this module.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ Head = Callable[[DeviceBatch, torch.Tensor, torch.Tensor | None], PassOutput]
 @dataclass
 class Pipeline:
     """This rank's part of a model in Megatron's schedule. `chunks` are bare; `models` are the same chunks as the
-    schedule calls them (wrapped in data parallelism if they are trained). `before_pass` raises where a pass may not run
-    yet."""
+    schedule calls them (wrapped in data parallelism if they are trained). `before_pass` raises if a pass may not run
+    yet.
+    """
 
     spec: ModelSpec
     groups: ParallelGroups
@@ -52,7 +53,8 @@ class Pipeline:
         """Run the micro-batches through the pipeline. Returns outputs in order, on last-stage ranks only. Collective.
 
         Without `forward_only` the gradients of the head's losses are left in Megatron's buffers. Finishes `routing`.
-        Raises what the head's searches for non-finite numbers found, with one device synchronisation for all of them.
+        Raises the error of the first check for non-finite numbers in the head that failed, with one device
+        synchronisation for all of them.
         """
         self.before_pass()
         outputs: list[PassOutput] = []
@@ -92,8 +94,8 @@ class Pipeline:
     def read(
         self, batch: DeviceBatch, hidden: torch.Tensor, with_entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What the head is given of the last stage's `hidden`, [t, 1, H] of the model's dtype: log-probs and, on
-        request, entropies, [N] float32 nats of this rank's active tokens.
+        """The numbers that the head receives from the last stage's `hidden`, [t, 1, H] of the model's dtype: log-probs
+        and, on request, entropies, each [N] float32 nats of this rank's active tokens.
         """
         return token_log_probs(
             hidden,

@@ -106,7 +106,7 @@ class CriticStep:
             values = self._engine.values(packs)
             returns: list[torch.Tensor] = []
             if self._groups.is_last_stage:
-                rewards = [TokenRewards.of(pack) for pack in packs]
+                rewards = [TokenRewards.from_pack(pack) for pack in packs]
                 log_probs = self._log_probs(before, frozen)
                 returns = estimate_returns(packs, values, rewards, self._estimator, self._groups, log_probs)
                 self._note(packs, values, returns, log_probs)

@@ -75,7 +75,7 @@ def run(folder: str, parallel: dict, steps: int = 3, clip_range: float | None = 
             white=white,
         )
         tokens = {name: token_values(packs, parts, groups) for name, parts in columns.items()}
-        tokens["behind"] = row_values(packs, [value.behind for value in values], groups)
+        tokens["behind"] = row_values(packs, [value.after for value in values], groups)
         if groups.world.rank:
             return None
         return dict(

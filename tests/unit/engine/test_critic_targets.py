@@ -45,7 +45,7 @@ def estimator(**changes):
 
 
 def estimated(how, packs, values, log_probs=None):
-    returns = estimate_returns(packs, values, [TokenRewards.of(one) for one in packs], how, ALONE, log_probs)
+    returns = estimate_returns(packs, values, [TokenRewards.from_pack(one) for one in packs], how, ALONE, log_probs)
     return [one.token_advantages.tolist() for one in packs], [one.tolist() for one in returns]
 
 
