@@ -35,7 +35,7 @@ from gspo_mega.base.errors import ModelError
 from gspo_mega.config.schema import Optimizer
 from gspo_mega.cpu.backend import is_cpu_backend
 from gspo_mega.engine.precision import transformer_engine_error
-from gspo_mega.engine.process_groups import ParallelGroups, device, ends_with_groups
+from gspo_mega.engine.process_groups import ParallelGroups, device, dismantle_with_groups
 from gspo_mega.plan.validate_precision import check_optimizer
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def wrap_data_parallel(
         for index, chunk in enumerate(chunks)
     ]
     for chunk in wrapped:
-        ends_with_groups(chunk)
+        dismantle_with_groups(chunk)
     if settings.overlap:
         no_sync, start = [w.no_sync for w in wrapped], [w.start_grad_sync for w in wrapped]
         schedule: Any = megatron_config  # Megatron declares one function; its interleaved schedule takes one per chunk

@@ -24,7 +24,7 @@ from gspo_mega.engine.forward_backward import Pipeline
 from gspo_mega.engine.losses import PassOutput, require_finite_tokens
 from gspo_mega.engine.model import build_chunks, transformer_config
 from gspo_mega.engine.policy import OldState, PolicyEngine
-from gspo_mega.engine.process_groups import ParallelGroups, ends_with_groups
+from gspo_mega.engine.process_groups import ParallelGroups, dismantle_with_groups
 from gspo_mega.engine.routing import Routers, RoutingPass
 from gspo_mega.models.spec import ModelSpec
 
@@ -41,7 +41,7 @@ class ReferencePolicy:
         self.chunks = build_chunks(megatron_config, spec, groups)
         for chunk in self.chunks:
             chunk.requires_grad_(False)
-            ends_with_groups(chunk)
+            dismantle_with_groups(chunk)
         self._pipeline = Pipeline(
             spec,
             groups,
