@@ -1,44 +1,17 @@
-"""Generalised advantage estimation (arXiv:1506.02438) over the tokens of a response: rewards of tokens and values in,
-advantages and returns out, and their whitening over a mini-batch.
+"""Advantages of responses, of turns and of tokens: rewards in, float64 tensors out.
 
-Owns the maths over active tokens, which are those that the policy sampled. The caller leaves out every other token,
-such as what an environment said between two turns: a turn's last token is followed by the next turn's first, without a
-discount for what stands in between. Where the values come from, and the sums over ranks, are the caller's.
-
-With r_t the reward of active token t, V_t the value of the state before it and n the number of active tokens,
-
-    delta_t = r_t + gamma V_{t+1} - V_t,     A_t = sum_{l >= 0} (gamma lambda)^l delta_{t+l},     R_t = A_t + V_t,
-
-where V_{n+1} is 0 if the episode ended there, and the value after its last token if it was cut off and is bootstrapped.
-
-Advantages of responses: relative to the group (arXiv:2507.18071, Eq. 6), leave-one-out (RLOO,
-arXiv:2402.14740) or normalised over the batch (REINFORCE++, arXiv:2501.03262). Rewards and group ids in.
+Of responses (`group_advantages`): relative to the group (arXiv:2507.18071, Eq. 6), leave-one-out (RLOO,
+arXiv:2402.14740) or relative to the batch (REINFORCE++, arXiv:2501.03262):
 
     group          A_i = r_i - mean_g
     leave_one_out  A_i = r_i - mean of the others of g = G / (G - 1) (r_i - mean_g)
     batch          A_i = r_i - mean of all
 
-Divided by the standard deviation of the group's rewards, or of the batch's A; or not.
+each divided, unless switched off, by the standard deviation of the group's rewards or of the batch's A.
 
-Advantages of turns: rewards within an episode in, one advantage a turn out, for the token forms of the objective
-(GSPO-token, arXiv:2507.18071, Eq. 13-14, and GRPO).
-
-Owns the return of a turn and its normalisation within the group; which reward a turn has and where its advantage goes
-in the batch are the caller's.
-
-Episode i of a group of G has turns k with n_ik sampled tokens each, N_i together, and rewards r_ik. A turn's return is
-
-    R_ik = r_ik + gamma sum_c (T_c / sum_c' T_c') R_ic,
-
-over the turns c that were sampled next behind it. There is one where the episode did not branch, so that R_ik =
-sum_{j >= k} gamma^(j-k) r_ij; where it did, each counts by T_c, the tokens sampled in c and in all that follows it. A
-reward of the whole episode belongs to the last turn of every branch. With
-
-    mu = (1/G) sum_i sum_k (n_ik / N_i) R_ik,     sigma^2 = (1/(G - ddof)) sum_i sum_k (n_ik / N_i) (R_ik - mu)^2,
-
-every token of turn k has A_it = (R_ik - mu) / sigma; 0 where all returns of the group are equal. So an episode has the
-weight 1/G whatever its number of turns; a turn cut in two, with its reward on the second part, changes nothing at gamma
-= 1; with one reward an episode and gamma = 1, A_it is the A_i of Eq. 6; and sum_i (1/N_i) sum_t A_it = 0, as of Eq. 6.
+Of turns (`turn_advantages`): one advantage per turn of an episode, for the token forms of the objective (GSPO-token,
+arXiv:2507.18071, Eq. 13-14, and GRPO). Of tokens (`generalised_advantages`): generalised advantage estimation
+(arXiv:1506.02438) from a critic's values, with whitening over a mini-batch.
 """
 
 from __future__ import annotations
@@ -66,13 +39,14 @@ def group_advantages(
     """A_i = (r_i - baseline_i) / (std + std_eps) over the members of i's group, or of the batch: [N] float64.
 
     `rewards: [N]` finite; `group_ids: [N]`, any integers in any order, groups of any size. `std_ddof` 0 is the
-    population standard deviation, 1 the sample's. `divide_by_std=False` leaves r_i - baseline_i. `std_over` `batch`:
-    the deviation of all A_i, whose mean is 0 with each baseline.
+    population standard deviation, 1 the sample's. `divide_by_std=False` leaves r_i - baseline_i. With `std_over`
+    `batch` the standard deviation is that of all A_i, whose mean is 0 with each baseline.
 
-    A group whose rewards are all equal has no signal: exactly 0, decided by comparing the rewards, because (r - mean) /
-    std of a rounding error is a number of size one. For the same reason rewards are equal that differ by rounding
-    alone, max r - min r <= 1024 eps max |r| with float64's eps = 2^-52 (`records.REWARD_TOLERANCE`): 0.1 + 0.2 and 0.3
-    are. A group of at most `std_ddof` members has no signal either. With `batch` as baseline the group is the batch.
+    A group whose rewards are all equal has no signal: its advantages are exactly 0. The rewards are compared to decide
+    this, because (r - mean) / std of a rounding error is a number of size one. For the same reason rewards that differ
+    by rounding only count as equal: max r - min r <= 1024 eps max |r| with float64's eps = 2^-52
+    (`records.REWARD_TOLERANCE`), as 0.1 + 0.2 and 0.3 do. A group of at most `std_ddof` members has no signal either.
+    With `batch` as baseline the group is the batch.
 
     Raises ValueError for a non-finite reward or shapes that differ.
     """
@@ -111,11 +85,17 @@ def _deviation(deviations: Tensor, ddof: int) -> Tensor:
 
 
 def turn_returns(rewards: Tensor, parents: Tensor, num_tokens: Tensor, discount: float = 1.0) -> Tensor:
-    """R of each of K turns: [K] float64, in the unit of `rewards`.
+    """The return R of each of K turns: [K] float64, in the unit of `rewards`.
 
-    `rewards: [K]`; `parents: [K]` int64, the turn that each one follows on its path, -1 where it is the first, always
-    one that stands before it; `num_tokens: [K]` sampled tokens, at least 1. Raises ValueError for a parent that does
-    not precede, a turn without tokens, and a `discount` outside [0, 1].
+        R_k = r_k + gamma sum_c (T_c / sum_c' T_c') R_c,
+
+    over the turns c that were sampled directly after turn k. If the episode did not branch there is one, so that R_k =
+    sum_{j >= k} gamma^(j-k) r_j. If it did, each counts by T_c, the number of tokens sampled in c and in all turns that
+    follow it. A reward of the whole episode belongs to the last turn of every branch.
+
+    `rewards: [K]`; `parents: [K]` int64, the turn that each one follows on its path, -1 for a first turn; a parent
+    precedes its children. `num_tokens: [K]` sampled tokens, at least 1. `discount`: gamma. Raises ValueError for a
+    parent that does not precede its child, a turn without tokens, and a `discount` outside [0, 1].
     """
     if not 0 <= discount <= 1:
         raise ValueError(f"discount must be in [0, 1]; got {discount}")
@@ -125,16 +105,16 @@ def turn_returns(rewards: Tensor, parents: Tensor, num_tokens: Tensor, discount:
             raise ValueError(f"turn {turn}: its parent {parent} does not precede it")
         if tokens[turn] < 1:
             raise ValueError(f"turn {turn}: {tokens[turn]} sampled tokens; a turn has at least one")
-    # Bottom up, as parents precede: first the tokens below each turn, then the means of the returns behind it.
+    # Bottom up, because parents precede: first the tokens in and after each turn, then the mean returns after it.
     subtree = list(tokens)
-    behind = [0] * len(above)
+    after = [0] * len(above)
     for turn in reversed(range(len(above))):
         if above[turn] >= 0:
             subtree[above[turn]] += subtree[turn]
-            behind[above[turn]] += subtree[turn]
+            after[above[turn]] += subtree[turn]
     for turn in reversed(range(len(above))):
         if above[turn] >= 0:
-            returns[above[turn]] += discount * (subtree[turn] / behind[above[turn]]) * returns[turn]
+            returns[above[turn]] += discount * (subtree[turn] / after[above[turn]]) * returns[turn]
     return torch.tensor(returns, dtype=torch.float64)
 
 
@@ -149,11 +129,22 @@ def turn_advantages(
     std_ddof: int = 0,
     divide_by_std: bool = True,
 ) -> Tensor:
-    """A of each of K turns of any number of groups: [K] float64, in standard deviations of the group's returns.
+    """The advantage of each of K turns of any number of groups: [K] float64, in standard deviations of the group's
+    returns.
+
+    Episode i of a group of G has turns k with n_ik sampled tokens each, N_i together, and returns R_ik from
+    `turn_returns`. With
+
+        mu = (1/G) sum_i sum_k (n_ik / N_i) R_ik,     sigma^2 = (1/(G - ddof)) sum_i sum_k (n_ik / N_i) (R_ik - mu)^2,
+
+    every token of turn k has A_it = (R_ik - mu) / sigma, or 0 if all returns of the group are equal. So an episode has
+    the weight 1/G for any number of turns. At gamma = 1 a turn cut in two, with its reward on the second part, changes
+    nothing. With one reward per episode and gamma = 1, A_it is the A_i of Eq. 6. As in Eq. 6,
+    sum_i (1/N_i) sum_t A_it = 0.
 
     `rewards: [K]` finite; `parents`, `num_tokens` and `discount` as in `turn_returns`, over the whole batch;
     `episode_ids`, `group_ids: [K]` any integers, equal for the turns of an episode. `std_ddof` and `divide_by_std` as
-    in `group_advantages`, and so is when returns are equal; a group of at most `std_ddof` episodes has no signal.
+    in `group_advantages`, and returns are equal by the same rule; a group of at most `std_ddof` episodes has no signal.
 
     Raises ValueError for a non-finite reward, shapes that differ, an episode in two groups, a path that leaves its
     episode, and what `turn_returns` refuses.
@@ -166,7 +157,7 @@ def turn_advantages(
     returns = turn_returns(rewards, parents, num_tokens, discount)
     follows = parents >= 0
     if not torch.equal(episode_ids[follows], episode_ids[parents[follows]]):
-        raise ValueError("a turn follows one of another episode")
+        raise ValueError("a turn follows a turn of another episode")
     episodes, rows = torch.unique(episode_ids, return_inverse=True)
     group_of = torch.zeros(len(episodes), dtype=group_ids.dtype).scatter(0, rows, group_ids)
     if not torch.equal(group_of[rows], group_ids):
@@ -198,11 +189,11 @@ def turn_advantages(
 
 
 def token_rewards(num_tokens: int, ends: Sequence[int], rewards: Sequence[float]) -> Tensor:
-    """Rewards of turns as rewards of the `num_tokens` active tokens of one sequence: [num_tokens] float64.
+    """The rewards of turns as rewards of the `num_tokens` active tokens of one sequence: [num_tokens] float64.
 
-    `ends`: for each turn, the number of active tokens up to its end, above 0 and not falling; `rewards`: one per turn,
-    each of which its last token receives, so that turns with one end add up. Raises ValueError for other ends, and for
-    lists of two lengths.
+    `ends`: for each turn, the number of active tokens up to its end, above 0 and never decreasing. `rewards`: one per
+    turn. The last token of a turn receives its reward, and rewards of turns with the same end add up. Raises ValueError
+    for other ends, and for lists of different lengths.
     """
     if len(ends) != len(rewards):
         raise ValueError(f"{len(ends)} turns have {len(rewards)} rewards")
@@ -210,7 +201,7 @@ def token_rewards(num_tokens: int, ends: Sequence[int], rewards: Sequence[float]
     before = 1
     for end, reward in zip(ends, rewards, strict=True):
         if not before <= end <= num_tokens:
-            raise ValueError(f"a turn ends behind {end} active tokens; expected {before} to {num_tokens}")
+            raise ValueError(f"a turn ends after {end} active tokens; expected {before} to {num_tokens}")
         result[end - 1] += reward
         before = end
     return result
@@ -219,8 +210,8 @@ def token_rewards(num_tokens: int, ends: Sequence[int], rewards: Sequence[float]
 def penalised_rewards(rewards: Tensor, log_probs: Tensor, reference_log_probs: Tensor, coefficient: float) -> Tensor:
     """r_t - coefficient (log pi(t) - log pi_ref(t)): [T] float64, without gradient, in the unit of `rewards`.
 
-    `rewards: [T]`; `log_probs`, `reference_log_probs: [T]` nats of the policy that advantages are of and of the
-    reference. This is the penalty of RLHF (arXiv:2203.02155): its expectation over tokens of the policy is the KL
+    `rewards: [T]`; `log_probs`, `reference_log_probs: [T]`: nats, by the policy whose advantages are estimated and by
+    the reference. This is the penalty of RLHF (arXiv:2203.02155): its expectation over tokens of the policy is the KL
     divergence, and single ones may be negative.
     """
     gap = log_probs.detach().double() - reference_log_probs.detach().double()
@@ -235,17 +226,27 @@ def generalised_advantages(
     *,
     discount: float = 1.0,
     trace: float = 1.0,
-    values_behind: Tensor | None = None,
+    values_after: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(A, R) of T active tokens of S whole sequences: two [T] float64, without gradient, in the unit of `rewards`.
+    """(advantages, returns) of T active tokens of S whole sequences: two [T] float64, without gradient, in the unit of
+    `rewards`.
 
-    `rewards: [T]`; `values: [T]`, V of the state before each token; `sequence_ids: [T]` int64 in [0, S), not falling,
-    the tokens of a sequence in their order; `discount`: gamma; `trace`: lambda; `values_behind: [S]`: V of the state
-    after each one's last token where it is bootstrapped, 0 elsewhere; None: all 0.
+    With r_t the reward of active token t, V_t the value of the state before it and n the number of active tokens,
 
-    The sums are made of pairs, pairs of pairs and so on: log2(T) operations on whole tensors, in an order that only the
-    lengths decide, and no device synchronisation. Raises ValueError for shapes that differ, and for a `discount` or a
-    `trace` outside [0, 1].
+        delta_t = r_t + gamma V_{t+1} - V_t,     A_t = sum_{l >= 0} (gamma lambda)^l delta_{t+l},     R_t = A_t + V_t,
+
+    where V_{n+1} is 0 if the episode ended there, and the value after its last token if it was cut off and is
+    bootstrapped. Active tokens are those that the policy sampled. The caller leaves out every other token, such as the
+    text of an environment between two turns: the last token of a turn is followed by the first token of the next,
+    without a discount for what stands in between.
+
+    `rewards: [T]`; `values: [T]`, V of the state before each token; `sequence_ids: [T]` int64 in [0, S), never
+    decreasing, the tokens of a sequence in their order; `discount`: gamma; `trace`: lambda; `values_after: [S]`: V of
+    the state after each one's last token if it is bootstrapped, else 0; None: all 0.
+
+    The sums are built from pairs, pairs of pairs and so on: log2(T) operations on whole tensors, in an order that only
+    the lengths decide, without device synchronisation. Raises ValueError for shapes that differ, and for a `discount`
+    or a `trace` outside [0, 1].
     """
     for name, number in (("discount", discount), ("trace", trace)):
         if not 0 <= number <= 1:
@@ -254,12 +255,12 @@ def generalised_advantages(
     if rewards.ndim != 1 or len(shapes) != 1:
         raise ValueError(f"rewards, values and sequence_ids must be [T]; got shapes {sorted(shapes)}")
     old_values = values.detach().double()
-    behind = old_values.new_zeros(num_sequences) if values_behind is None else values_behind.detach().double()
-    if behind.shape != (num_sequences,):
-        raise ValueError(f"values_behind must be [{num_sequences}]; got {list(behind.shape)}")
+    after = old_values.new_zeros(num_sequences) if values_after is None else values_after.detach().double()
+    if after.shape != (num_sequences,):
+        raise ValueError(f"values_after must be [{num_sequences}]; got {list(after.shape)}")
 
     following = torch.cat([old_values[1:], old_values.new_zeros(1)])[: len(old_values)]
-    next_values = torch.where(_continues(sequence_ids, 1), following, behind[sequence_ids])
+    next_values = torch.where(_continues(sequence_ids, 1), following, after[sequence_ids])
     advantages = rewards.detach().double() + discount * next_values - old_values
     stride, factor = 1, discount * trace
     while stride < len(advantages) and factor > 0:
@@ -280,8 +281,8 @@ def whitened(
     """(A_t - mean) / standard deviation over the active tokens of a mini-batch: [T] float64.
 
     `advantages: [T]` float64, those that this rank holds, each on one rank only; `sum_over_ranks`: from a float64
-    tensor its sum over the ranks that share the mini-batch. It is called three times, also where a rank has no token.
-    `std_ddof`: 0 divides by n, 1 by n - 1. All 0 where at most `std_ddof` tokens are active on all ranks, or where all
+    tensor its sum over the ranks that share the mini-batch. It is called three times, also on a rank without tokens.
+    `std_ddof`: 0 divides by n, 1 by n - 1. All are 0 if at most `std_ddof` tokens are active on all ranks, or if the
     advantages are equal but for rounding.
     """
     count = sum_over_ranks(advantages.new_full((1,), float(advantages.numel())))

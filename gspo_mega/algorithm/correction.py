@@ -1,36 +1,28 @@
-"""The correction of the engine gap where tokens of several weight versions are trained together: by version segments.
+"""The gap between the two engines: its metrics, and the correction, which says which responses a step trains on.
 
-Owns the rule for segments; for one version `correction.py` is the whole rule, and this one is equal to it. A segment is
-the tokens of one response that one weight version sampled. docs/studies/asynchronous_ratio.md derives the rule.
+d = trainer - rollout is the difference of the log-probs of one sampled token, in nats. Every KL here is
+KL(rollout || trainer), because the rollout is what was sampled from. The gap to the *current* policy, which is the
+importance ratio, is in `objective.py`. First come the metrics, then the correction for one weight version, then the one
+for several.
 
-d = trainer - rollout contains, besides the difference of the two engines, what the policy has moved since version v:
-its mean over tokens of version v is -(KL of the engines + KL of v to the policy). So each version has a centre m_v, and
-
-    z_iv = (sum_{t in v} d_it - L_iv m_v) / sqrt(L_iv),        z_i = sum_v sqrt(L_iv / L_i) z_iv.
-
-Both have the noise's own sd at every length. A response is kept where |z_i| <= bound_nats and |z_iv| <= bound_nats for
-each of its segments of at least `segment_tokens` tokens.
-
-The gap between the two engines: the trainer's log-probs against those the rollout server sampled with.
-
-Owns the mismatch metrics. d = trainer - rollout, nats, over active tokens; every KL is KL(rollout || trainer),
-because the rollout is what was sampled from. What is done about the gap is `correction`'s, its split by length and
-advantage `mismatch_report`'s. The gap to the *current* policy (staleness, the importance ratio) is not here: see
-`ratio` and `objective`.
-
-The correction of the engine gap: which responses a step trains on, and with what weight.
-
-Owns the rule and its arithmetic, for all responses of a rollout batch at once. Bringing their sums together from all
-ranks is `engine.shared_correction`'s; the metrics of the gap are `mismatch`'s. docs/mismatch.md derives the rule.
-
-d = trainer - rollout of a sampled token, nats. Its mean is -KL and its variance about 2 KL, KL(rollout || trainer) per
-token, so the mean over L tokens is -KL +- sqrt(2 KL / L). A band of fixed width around 0 would therefore judge a
-response by its length: short ones leave it by noise, and long ones because of the mean. The band here is centred on
-the batch's own mean m and narrows with the length:
+Over the tokens of a response the mean of d is -KL and its variance about 2 KL, with the KL per token, so the mean over
+L tokens is -KL +- sqrt(2 KL / L). A band of fixed width around 0 would therefore judge a response by its length: short
+ones leave it by noise, and long ones because of the mean. The band here is centred on the batch's own mean m and
+narrows with the length:
 
     z_i = sqrt(L_i) (mean d_i - m),   kept: |z_i| <= bound_nats and no token with |d| > token_veto_nats.
 
-The unit of z is the nat: it is the deviation of a response of one token.
+The unit of z is the nat: it is the deviation of a response of one token. docs/mismatch.md derives the rule.
+
+If tokens of several weight versions are trained together, d also contains what the policy has moved since version v:
+its mean over tokens of version v is -(KL of the engines + KL of v to the policy). So each version has a centre m_v. A
+segment is the tokens of one response that one weight version sampled, and
+
+    z_iv = (sum_{t in v} d_it - L_iv m_v) / sqrt(L_iv),        z_i = sum_v sqrt(L_iv / L_i) z_iv.
+
+Both have the noise's own standard deviation at every length. A response is kept if |z_i| <= bound_nats and
+|z_iv| <= bound_nats for each of its segments of at least `segment_tokens` tokens. With one version this is the rule
+above. docs/studies/asynchronous_ratio.md derives it.
 """
 
 from __future__ import annotations
@@ -42,9 +34,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gspo_mega.algorithm.terms import active_values, exp_minus_linear, segment_sum, token_log_ratios
+from gspo_mega.algorithm.objective import active_values, segment_sum, token_log_ratios
+from gspo_mega.algorithm.terms import exp_minus_linear
 from gspo_mega.base.errors import NumericsError
 from gspo_mega.config.derived import Band
+
+# --- Metrics ---------------------------------------------------------------------------------------------------
 
 SUM_NAMES = (
     "tokens",
@@ -62,7 +57,7 @@ SUM_NAMES = (
 )
 MAXIMUM_NAMES = ("abs_log_ratio", "abs_prob_difference", "negative_log_ratio")
 ICEPOP_BAND = (0.5, 5.0)
-TOKEN_CAP = 2.0  # of truncated importance sampling by tokens; a metric only
+TOKEN_CAP = 2.0  # the cap of token ratios in truncated importance sampling; only a metric uses it
 
 
 def mismatch_sums(
@@ -74,12 +69,13 @@ def mismatch_sums(
     token_cap: float = TOKEN_CAP,
     band: Band | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What the metrics need of each sequence: sums [S, len(SUM_NAMES)] and maxima [S, len(MAXIMUM_NAMES)], float64.
+    """The numbers of each sequence that the metrics need, float64: sums [S, len(SUM_NAMES)] and maxima
+    [S, len(MAXIMUM_NAMES)].
 
     All token arguments are [T]; masked entries may hold anything. A rank that holds part of a sequence's tokens
     returns its part: add the sums and take the largest of the maxima over the context-parallel ranks. `token_cap`
-    bounds the token ratio in `truncated_ratio`. `band`: the range of tokens that the last three sums are of; they
-    are 0 without one, and with one of whole sequences. A sequence without active token has sums 0 and maxima -inf.
+    bounds the token ratio in `truncated_ratio`. `band`: the clip range of tokens for the last three sums, which are 0
+    without one, and with one of whole sequences. A sequence without active tokens has sums 0 and maxima -inf.
     """
     active = mask.bool()
     d = token_log_ratios(trainer_log_probs.detach(), rollout_log_probs, mask)
@@ -129,11 +125,11 @@ def effective_sample_fraction(log_weights: Tensor) -> float:
 def mismatch_metrics(sums: Tensor, maxima: Tensor) -> dict[str, float]:
     """Metrics of all sequences of a batch from `mismatch_sums` gathered over ranks: [N, ...] each.
 
-    Token means weigh tokens alike, sequence means sequences; sequences without active token count in neither. `k1`,
+    Token means weigh tokens alike, sequence means sequences; sequences without active tokens count in neither. `k1`,
     `k2`, `k3` estimate the KL per token; `chi2_*` are mean(w^2) - 1, `ess_*` the effective share of the samples, for w
     the token ratio, the sequence's full product exp(sum d) (`sequence`) or its geometric mean
     (`sequence_length_normalised`). `chi2_sequence_log1p` = log(1 + chi2_sequence) stays finite where that overflows.
-    Without any active token: KLs 0, ratios and ESS 1.
+    Without any active token, KLs are 0, ratios and ESS 1.
     """
     present = sums[:, 0] > 0
     by_name: dict[str, Tensor] = dict(zip(SUM_NAMES, sums[present].double().T, strict=True))
@@ -198,17 +194,21 @@ def mismatch_metrics(sums: Tensor, maxima: Tensor) -> dict[str, float]:
 
 
 def sequence_mean_log_ratio(sums: Tensor) -> Tensor:
-    """Mean over the response of trainer - rollout from `mismatch_sums`: [N] float64 nats; 0 for no active token."""
+    """The mean over each response of trainer - rollout, from `mismatch_sums`: [N] float64 nats; 0 without active
+    tokens.
+    """
     return sums[:, SUM_NAMES.index("log_ratio")] / sums[:, SUM_NAMES.index("tokens")].clamp(min=1.0)
 
+
+# --- The correction --------------------------------------------------------------------------------------------
 
 CorrectionMode = Literal["none", "truncate", "mask"]
 KeptWeight = Literal["one", "ratio"]
 
-# Sums of d on this grid are exact in float64 up to 2^21 nats, so that they are the same in every order of addition.
+# Sums of d on this grid are exact in float64 up to 2^21 nats, so they are the same in every order of addition.
 GRID_NATS = 2.0**-32
-# The inside of the centre settles in a few turns; the number only keeps a rounding error from turning it forever.
-_MOST_TURNS = 100
+# `batch_centre` converges in a few iterations. The limit only keeps a rounding error from making it run forever.
+_MAX_ITERATIONS = 100
 
 
 @dataclass(frozen=True)
@@ -237,14 +237,14 @@ class CorrectionRule:
 
     @property
     def veto_limit(self) -> float:
-        """|d| above which a token drops its response, nats; infinite where there is no veto."""
+        """The |d| above which a token drops its response, in nats; infinite if there is no veto."""
         return math.inf if self.token_veto_nats is None else self.token_veto_nats
 
 
 @dataclass(frozen=True)
 class CorrectionResult:
-    """Of N responses. `weights` [N] float64, detached, 0 where the response is dropped; `keep` [N] bool; `deviations`
-    [N] float64 nats: z, signed, 0 for a response without active token; `centre`: m, nats.
+    """The decision for N responses. `weights` [N] float64, detached, 0 where the response is dropped; `keep` [N] bool;
+    `deviations` [N] float64 nats: z, signed, 0 for a response without active tokens; `centre`: m, nats.
     """
 
     weights: Tensor
@@ -256,8 +256,8 @@ class CorrectionResult:
 def exact_sums(d: Tensor, segment_ids: Tensor, num_segments: int) -> Tensor:
     """Sum of `d: [T]` float64 nats by segment, [num_segments] float64, each d rounded to a multiple of `GRID_NATS`.
 
-    Masked tokens hold 0. Exact, so neither the order of the tokens, nor the packs, nor the division over
-    context-parallel ranks changes a bit of what is decided by these sums.
+    Masked tokens hold 0. The sums are exact, so neither the order of the tokens, nor the packs, nor the division over
+    context-parallel ranks changes a bit of any decision that depends on them.
     """
     return segment_sum((d / GRID_NATS).round() * GRID_NATS, segment_ids, num_segments)
 
@@ -265,10 +265,10 @@ def exact_sums(d: Tensor, segment_ids: Tensor, num_segments: int) -> Tensor:
 def batch_centre(sums: Tensor, lengths: Tensor, bound: float) -> float:
     """m of N responses, nats: the token-weighted mean of d over those that lie inside their band around it.
 
-    `sums: [N]` nats of d, of `exact_sums`, over `lengths: [N]` tokens each; those without token do not count, and 0 is
-    the m of none. Starts at `bounded_centre` and takes the mean of those inside until they stay the same, which lowers
-    sum_i min(z_i^2, bound^2) at every turn. So a response outside does not move m at all, and where all are inside m is
-    sum d / sum L. Where none is inside of the start, that is m.
+    `sums: [N]` nats, from `exact_sums`, each over `lengths: [N]` tokens. Responses without tokens do not count, and
+    without any response m is 0. The search starts at `bounded_centre` and takes the mean of the responses inside until
+    they stay the same, which lowers sum_i min(z_i^2, bound^2) at every iteration. So a response outside does not move m
+    at all, and if all are inside, m is sum d / sum L. If none is inside at the start, the start is m.
     """
     present = lengths > 0
     totals, tokens = sums[present].double(), lengths[present].double()
@@ -277,7 +277,7 @@ def batch_centre(sums: Tensor, lengths: Tensor, bound: float) -> float:
     means, roots = totals / tokens, tokens.sqrt()
     centre = bounded_centre(means, roots, bound)
     before = torch.zeros_like(present[present])
-    for _ in range(_MOST_TURNS):
+    for _ in range(_MAX_ITERATIONS):
         inside = (roots * (means - centre)).abs() <= bound
         if torch.equal(inside, before) or not bool(inside.any()):
             break
@@ -288,12 +288,13 @@ def batch_centre(sums: Tensor, lengths: Tensor, bound: float) -> float:
 def bounded_centre(means: Tensor, roots: Tensor, bound: float) -> float:
     """The root of sum_i clip(roots_i (means_i - m), -bound, bound) in m, nats: `means: [N]` nats, `roots: [N]` sqrt(L).
 
-    Huber's estimate of location, of z rather than of the mean: the largest pull is the same for a response of any
-    length, so that it breaks down where half of the responses are broken. (With sqrt(L) times that pull it would be
-    where sqrt(L) adds up to half, and one long broken response outvotes many short healthy ones.) Its own bias is
-    largest for long responses, in z, which is why m is not this. Where a whole interval is root, its middle.
+    This is Huber's estimate of location, for z rather than for the mean. The largest pull is the same for a response of
+    any length, so the estimate breaks down when half of the responses are broken. (If the pull grew with sqrt(L), it
+    would break down when broken responses have half of the sum of sqrt(L), and one long broken response would outvote
+    many short healthy ones.) Its own bias in z is largest for long responses, which is why this root is not used as m.
+    If a whole interval is a root, the result is its middle.
     """
-    # Around one of the means, so that a shift common to all of them costs no digits.
+    # Relative to one of the means, so that a shift common to all of them costs no digits.
     origin = float(means.median())
     means = means - origin
     return origin + (_smallest_root(means, roots, bound) - _smallest_root(-means, roots, bound)) / 2
@@ -319,11 +320,11 @@ def _smallest_root(means: Tensor, roots: Tensor, bound: float) -> float:
 
 
 def correct(rule: CorrectionRule, sums: Tensor, lengths: Tensor, num_vetoes: Tensor) -> CorrectionResult:
-    """The rule on all N responses of a rollout batch, in the batch's order, from all ranks.
+    """Decide the correction of all N responses of a rollout batch, in the batch's order, from all ranks.
 
-    `sums: [N]` float64 nats, of `exact_sums`; `lengths: [N]` active tokens; `num_vetoes: [N]` tokens with |d| above
-    `rule.veto_limit`. What a token vetoed does not enter the centre. Raises NumericsError naming the row of a sum that
-    is not finite.
+    `sums: [N]` float64 nats, from `exact_sums`; `lengths: [N]` active tokens; `num_vetoes: [N]` tokens with |d| above
+    `rule.veto_limit`. A response that a token vetoed does not enter the centre. Raises NumericsError naming the row of
+    a sum that is not finite.
     """
     bad = ~torch.isfinite(sums)
     if bool(bad.any()):
@@ -333,15 +334,19 @@ def correct(rule: CorrectionRule, sums: Tensor, lengths: Tensor, num_vetoes: Ten
         )
     vetoed = num_vetoes > 0
     centre = batch_centre(sums[~vetoed], lengths[~vetoed], rule.bound_nats)
-    return weigh(rule, sums, lengths, vetoed, centre)
+    return correct_around(rule, sums, lengths, vetoed, centre)
 
 
-def weigh(rule: CorrectionRule, sums: Tensor, lengths: Tensor, vetoed: Tensor, centre: float) -> CorrectionResult:
-    """The rule around a known `centre`, nats. `sums: [N]` nats, finite; `lengths: [N]` tokens; `vetoed: [N]` bool.
+def correct_around(
+    rule: CorrectionRule, sums: Tensor, lengths: Tensor, vetoed: Tensor, centre: float
+) -> CorrectionResult:
+    """Decide the correction around a known `centre`, in nats.
+
+    `sums: [N]` nats, finite; `lengths: [N]` tokens; `vetoed: [N]` bool: whether a token vetoed the response.
 
     `none`: all weights 1. `mask`: kept responses weigh 1, or exp(mean d_i - m) with `kept_weight: ratio`. `truncate`:
     all but vetoed ones are kept and weigh exp(min(mean d_i - m, bound_nats / sqrt(L_i))). A response without active
-    token is kept and weighs 1.
+    tokens is kept and weighs 1.
     """
     sums, tokens = sums.detach().double(), lengths.double().clamp(min=1.0)
     log_weights = torch.where(lengths > 0, sums / tokens - centre, 0.0)
@@ -357,26 +362,29 @@ def weigh(rule: CorrectionRule, sums: Tensor, lengths: Tensor, vetoed: Tensor, c
     return CorrectionResult(torch.where(keep, weights, 0.0), keep, deviations, centre)
 
 
-def acted_on(mode: CorrectionMode, bound_nats: float, keep: Tensor, deviations: Tensor) -> Tensor:
-    """Which of N responses the rule changed: dropped, or weighed by the bound of `truncate`. [N] bool.
+def changed_by_rule(mode: CorrectionMode, bound_nats: float, keep: Tensor, deviations: Tensor) -> Tensor:
+    """Which of N responses the rule changed, [N] bool: those dropped, and those cut at the bound of `truncate`.
 
-    `keep` [N] bool and `deviations` [N] nats of `CorrectionResult`.
+    `keep` [N] bool and `deviations` [N] nats are those of `CorrectionResult`.
     """
     if mode == "truncate":
         return ~keep | (deviations > bound_nats)
     return ~keep
 
 
-# A version with fewer segments has no centre of its own: a lone segment would be its own centre, and never outside.
-LEAST_SEGMENTS = 8
+# --- The correction with several weight versions ---------------------------------------------------------------
+
+# A version with fewer segments has no centre of its own: a single segment would be its own centre and never outside.
+MIN_SEGMENTS = 8
 
 
 @dataclass(frozen=True)
 class SegmentCorrection:
-    """`result`: of the N responses; its `deviations` are those of largest size of a response and its judged segments,
-    its `centre` the token-weighted mean of the versions'. `num_judged` [N] float64: segments of at least
-    `segment_tokens` tokens. `by_segment` [N] bool: inside its band as a whole, and outside for a segment. `centres` [V]
-    float64 nats, oldest version first; NaN of a version without token.
+    """`result`: the decision for N responses. Its `deviations` are, for each response, the largest in size among its
+    own and its judged segments'; its `centre` is the token-weighted mean of the versions' centres. `num_judged` [N]
+    float64: segments of at least `segment_tokens` tokens. `by_segment` [N] bool: the response is inside its band as a
+    whole, and one of its segments is outside. `centres` [V] float64 nats, oldest version first; NaN for a version
+    without tokens.
     """
 
     result: CorrectionResult
@@ -386,23 +394,23 @@ class SegmentCorrection:
 
 
 def segment_centres(sums: Tensor, lengths: Tensor, bound: float) -> Tensor:
-    """m_v of V versions, [V] float64 nats: `batch_centre` of the version's segments, of all segments where it has fewer
-    than `LEAST_SEGMENTS`; NaN where it has none. `sums`, `lengths`: [N, V] as in `correct_segments`.
+    """m_v of V versions, [V] float64 nats: `batch_centre` of the version's segments, or of all segments if it has fewer
+    than `MIN_SEGMENTS`; NaN if it has none. `sums`, `lengths`: [N, V] as in `correct_segments`.
     """
     pooled = batch_centre(sums.flatten(), lengths.flatten(), bound)
     centres = []
     for version in range(sums.shape[1]):
         count = int((lengths[:, version] > 0).sum())
-        own = count >= LEAST_SEGMENTS
+        own = count >= MIN_SEGMENTS
         centre = batch_centre(sums[:, version], lengths[:, version], bound) if own else pooled
         centres.append(centre if count else float("nan"))
     return torch.tensor(centres, dtype=torch.float64)
 
 
 def correct_segments(rule: CorrectionRule, sums: Tensor, lengths: Tensor, num_vetoes: Tensor) -> SegmentCorrection:
-    """The rule on all N responses of a rollout batch with tokens of V weight versions.
+    """Decide the correction of all N responses of a rollout batch with tokens of V weight versions.
 
-    `sums: [N, V]` float64 nats, of `exact_sums` over the tokens of each version; `lengths: [N, V]` their number, 0
+    `sums: [N, V]` float64 nats, from `exact_sums` over the tokens of each version; `lengths: [N, V]` their number, 0
     where a response has none; `num_vetoes: [N]` as in `correct`. `truncate` cuts every judged segment at its own bound:
     a response weighs exp(min(sum_v (L_iv / L_i) min(z_iv, bound) / sqrt(L_iv), bound / sqrt(L_i))). Raises
     NumericsError naming the row of a sum that is not finite.
@@ -416,7 +424,7 @@ def correct_segments(rule: CorrectionRule, sums: Tensor, lengths: Tensor, num_ve
     sums, lengths, bound = sums.detach().double(), lengths.double(), rule.bound_nats
     vetoed = num_vetoes > 0
     centres = segment_centres(sums[~vetoed], lengths[~vetoed], bound)
-    # A version that only dropped responses have has no centre; they lie at the one of all.
+    # A version that occurs only in dropped responses has no centre and gets that of all segments.
     pooled = batch_centre(sums[~vetoed].flatten(), lengths[~vetoed].flatten(), bound)
     centres = torch.where(centres.isnan() & (lengths > 0).any(dim=0), pooled, centres)
     shifts = torch.where(lengths > 0, sums - lengths * centres, 0.0)

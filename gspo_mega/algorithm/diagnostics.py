@@ -1,7 +1,8 @@
-"""What one mini-batch's objective did, as numbers for a curve.
+"""Metrics of one mini-batch's objective: clip fractions, KL estimates and the spread of the log-ratios.
 
-Sums first, ratios last: `policy_sums` of every micro-batch and rank are added, over data- and context-parallel
-ranks alike, and `policy_metrics` divides once. Quantiles cannot be added; they come from the gathered log s_i.
+`policy_sums` returns sums for every micro-batch on every rank. They are added up over micro-batches and over data- and
+context-parallel ranks alike, and `policy_metrics` divides once. Quantiles cannot be added up, so `log_ratio_summary`
+and `band_fractions` take the gathered log s_i.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import math
 import torch
 from torch import Tensor
 
-from gspo_mega.algorithm.objective import ObjectiveOutput
-from gspo_mega.algorithm.terms import active_values, exp_minus_linear
+from gspo_mega.algorithm.objective import ObjectiveOutput, active_values
+from gspo_mega.algorithm.terms import exp_minus_linear, log_lower_edge
 
 POLICY_SUMS = (
     "objective",
@@ -54,10 +55,10 @@ def policy_sums(
     """The sums of one micro-batch on one rank, in the order of POLICY_SUMS: [len(POLICY_SUMS)] float64.
 
     Arguments as given to `policy_objective`. A sequence counts as its tokens held here over its length, so the
-    parts of context-parallel ranks add up to one, times its `branch_weights`, so that an episode of several branches
-    counts once; for the token forms a sequence counts as clipped by the share of its tokens that are. A sequence that
-    `keep` drops counts in every number of sequences, and as clipped in none. `*_mass` is |A| of those kept by sign, in
-    sequences, and the part of it that was clipped away.
+    parts of context-parallel ranks add up to one. Its `branch_weights` multiply this, so that an episode of several
+    branches counts once. For the token forms a sequence counts as clipped by the share of its tokens that are clipped.
+    A sequence that `keep` drops counts in every number of sequences, and as clipped in none. `*_mass` is |A| of the
+    kept sequences by sign, in sequences, and the part of it that was clipped away.
     """
     active = mask.bool()
     whole = 1.0 / lengths.double().clamp(min=1.0)
@@ -107,8 +108,8 @@ def policy_metrics(sums: Tensor) -> dict[str, float]:
     """Metrics of one mini-batch from its `policy_sums` added over micro-batches and ranks: [len(POLICY_SUMS)].
 
     `k1`, `k2`, `k3`: estimates of KL(old || current) per token, nats. `*_mass_left`: share of |A| of the kept
-    sequences that still has a gradient. Shares of nothing are 0 clipped, 1 left; `clip_fraction_<sign>` of no such
-    sequence is left out.
+    sequences that still has a gradient. Without sequences 0 is clipped and 1 is left; `clip_fraction_<sign>` is
+    absent if there is no sequence of that sign.
     """
     total: dict[str, float] = dict(zip(POLICY_SUMS, sums.double().tolist(), strict=True))
 
@@ -146,10 +147,10 @@ def policy_metrics(sums: Tensor) -> dict[str, float]:
 
 
 def log_ratio_summary(log_ratios: Tensor) -> dict[str, float]:
-    """Mean, sd (population), min, max and 1st and 99th percentile of gathered sequence log-ratios [N], nats.
+    """Mean, sd (population), min, max and 1st and 99th percentile of gathered sequence log-ratios: [N] nats.
 
-    For the mean of current - rollout, or its two parts, which add up exactly: gap (old - rollout) and update, log s_i.
-    Percentiles interpolate linearly. Of nothing: all 0.
+    Use it for the means of current - rollout, or for its two parts, which add up exactly: the gap (old - rollout) and
+    the update, log s_i. Percentiles interpolate linearly. With N = 0 all are 0.
     """
     if log_ratios.numel() == 0:
         return dict.fromkeys(("mean", "sd", "min", "max", "p1", "p99"), 0.0)
@@ -174,12 +175,12 @@ def _quantile(values: Tensor, q: float) -> float:
 
 
 def band_fractions(log_ratios: Tensor, clip_low: float, clip_high: float) -> tuple[float, float]:
-    """Shares of sequences whose s_i lies above and below the clip band, whatever the advantage: (high, low).
+    """Shares of sequences whose s_i lies above and below the clip range, for any advantage: (high, low).
 
     `log_ratios`: log s_i of all sequences of the mini-batch, [S] nats of any float dtype, global.
     """
     if log_ratios.numel() == 0:
         return 0.0, 0.0
     values = log_ratios.double()
-    low_edge = math.log1p(-clip_low) if clip_low < 1 else -math.inf
+    low_edge = log_lower_edge(clip_low)
     return float((values > math.log1p(clip_high)).double().mean()), float((values < low_edge).double().mean())

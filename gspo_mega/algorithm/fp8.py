@@ -1,23 +1,17 @@
-"""MXFP8: FP8 values in runs of 32 that share a power-of-two scale of one byte (OCP Microscaling Formats, E8M0). Of
-MXFP4 (elements of 4 bits, e2m1) only the reading.
+"""FP8 and MXFP8 rounding: which byte a value becomes, and which scale undoes it. Of MXFP4 only the reading.
 
-Owns the rule from an amax to the byte, as Transformer Engine and Blackwell's conversion instruction have it: rounded
-up, so that nothing saturates (OCP's own example rounds down). It does not own Transformer Engine's padded scale layouts
-(`cpu/`), nor the FP8 formats (`fp8.py`).
+A value x is stored as the byte q = fp8(x * scale) and read as q * scale_inv. First come scales of whole tensors and of
+blocks, by the rule of Transformer Engine (`compute_scale_from_amax`): scale = largest / amax and scale_inv = 1 / scale,
+each divided once in float32. An amax ignores NaN, and an amax that is zero or infinite gives a scale of 1.
+`quantize_published_blocks` has the rule by which DeepSeek-V3's FP8 checkpoints were written: scale_inv = amax / largest
+and q = fp8(x / scale_inv). The two differ in the last bit of a scale, so a publisher and a reader have to name the same
+one.
 
-A byte e stands for 2^(e - 127); 0xFF is NaN.
+Then comes MXFP8, in which a run of 32 values shares a power-of-two scale of one byte (OCP Microscaling Formats, E8M0).
+A byte e stands for 2^(e - 127); 0xFF is NaN. The rule from an amax to the byte is that of Transformer Engine and of
+Blackwell's conversion instruction: rounded up, so that nothing saturates (OCP's own example rounds down).
 
-FP8 with one scale per tensor or per block: what is rounded to which byte, and which scale undoes it.
-
-Owns the two FP8 formats, Transformer Engine's rule from an amax to a scale, and the layouts of 1x128 and 128x128
-blocks. It does not own powers-of-two scales of 32 values (`fp8.py`), Transformer Engine's tensor classes and
-paddings (`cpu/`), or which layers are quantised.
-
-A value x is stored as the byte q = fp8(x * scale) and read as q * scale_inv. The rule is that of Transformer Engine
-(`compute_scale_from_amax`): scale = largest / amax, divided once in float32, and scale_inv = 1 / scale, divided once in
-float32. An amax ignores NaN. A scale of 1 belongs to an amax that is zero or infinite. `quantize_published_blocks` is
-the rule by which DeepSeek-V3's FP8 checkpoints were written: scale_inv = amax / largest, and q = fp8(x / scale_inv).
-The two differ in the last bit of a scale, so a publisher and a reader have to name the same one.
+Transformer Engine's tensor classes, paddings and padded scale layouts are in `cpu/`.
 """
 
 from __future__ import annotations
@@ -35,13 +29,9 @@ _NAN_BYTE = 0x7F  # the one NaN that the conversion instruction writes, whatever
 
 
 def largest_value(dtype: torch.dtype) -> float:
-    """The largest finite value of an FP8 type.
-
-    Raises:
-        ValueError: another type.
-    """
+    """The largest finite value of an FP8 type. Raises ValueError for another type."""
     if dtype not in _LARGEST:
-        raise ValueError(f"{dtype} is no FP8 type of this module; valid: {', '.join(map(str, _LARGEST))}")
+        raise ValueError(f"{dtype} is not an FP8 type; valid: {', '.join(map(str, _LARGEST))}")
     return _LARGEST[dtype]
 
 
@@ -56,15 +46,15 @@ def scale_from_amax(
     """The scale by which values are multiplied before they are rounded to FP8.
 
     scale = largest / max(amax, epsilon), rounded once to float32; 1 where amax is 0, infinite or NaN; `when_infinite`
-    where the quotient overflows; with `power_of_two` the mantissa is then cut off (towards zero, so that nothing
+    where the quotient overflows. With `power_of_two` the mantissa is then cut off (towards zero, so that nothing
     saturates).
 
     Args:
         amax: [...] float32, at least 0: largest absolute values.
         dtype: the FP8 type that the values become.
         power_of_two: cut the scale down to a power of two.
-        epsilon: least amax.
-        when_infinite: the scale where amax is so small that the quotient overflows. Transformer Engine takes float32's
+        epsilon: the least amax.
+        when_infinite: the scale if amax is so small that the quotient overflows. Transformer Engine takes float32's
             largest for whole tensors, and the largest value of the input's type for blocks.
 
     Returns:
@@ -80,12 +70,12 @@ def scale_from_amax(
 
 
 def to_fp8(scaled: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn, *, is_bounded: bool = False) -> torch.Tensor:
-    """Rounds to the nearest FP8 value, ties to even; beyond the largest and at infinity to the largest; NaN to NaN.
+    """Round to the nearest FP8 value, ties to even; beyond the largest and at infinity to the largest; NaN to NaN.
 
     Args:
         scaled: [...] float32: values that were multiplied by their scale.
-        is_bounded: the caller knows that there is no NaN and that nothing exceeds the largest value by more than the
-            scale's own rounding, which rounds back to it. Saves the passes that look for both.
+        is_bounded: the caller knows that there is no NaN, and that nothing exceeds the largest value by more than the
+            rounding of the scale, which rounds back to it. This saves the passes that look for both.
 
     Returns:
         [...] of `dtype`.
@@ -93,7 +83,7 @@ def to_fp8(scaled: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn, *, is
     largest = largest_value(dtype)
     if is_bounded:
         return scaled.to(dtype)
-    # torch's conversion makes an infinity or a NaN of what is beyond the largest, or not, by type and version.
+    # For values beyond the largest, torch's conversion gives an infinity or a NaN, or not, by type and version.
     data = scaled.clamp(-largest, largest).to(dtype)
     if scaled.numel() and torch.isnan(torch.aminmax(scaled).max):
         data = torch.where(torch.isnan(scaled), _NAN_BYTE, data.view(torch.uint8)).view(dtype)
@@ -128,7 +118,7 @@ def amax_of(x: torch.Tensor, dims: int | tuple[int, ...] | None = None, *, keepd
 def amax_and_whether_finite(
     x: torch.Tensor, dims: int | tuple[int, ...] | None = None, *, keepdim: bool = False
 ) -> tuple[torch.Tensor, bool]:
-    """`amax_of`, and whether all values of `x` are finite, which the same pass finds."""
+    """`amax_of`, and whether all values of `x` are finite, which the same pass over `x` finds."""
     if x.numel() == 0 and dims is None:
         return torch.zeros((), dtype=torch.float32, device=x.device), True
     dims = tuple(range(x.dim())) if dims is None else dims
@@ -219,7 +209,7 @@ def dequantize_blocks(data: torch.Tensor, scale_inv: torch.Tensor, block: tuple[
         [n, m] float32.
 
     Raises:
-        ValueError: the scales are not those of so many blocks.
+        ValueError: the shape of `scale_inv` does not match the number of blocks.
     """
     rows, columns = (-(-size // side) for size, side in zip(data.shape, block, strict=True))
     if tuple(scale_inv.shape) != (rows, columns):
@@ -242,45 +232,46 @@ def in_blocks(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
 
 
 def out_of_blocks(blocks: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """What `in_blocks` laid out, as [n, m] = `shape` again."""
+    """The inverse of `in_blocks`: [n, m] = `shape`, without the zeros beyond the edges."""
     rows, b0, columns, b1 = blocks.shape
     return blocks.reshape(rows * b0, columns * b1)[: shape[0], : shape[1]].contiguous()
 
 
+# --- MXFP8 and MXFP4 -------------------------------------------------------------------------------------------
+
 RUN = 32  # values that share a scale
-# The values of e2m1, by code; the upper 8 codes are the same with the other sign.
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_MANTISSA = 0x7FFFFF
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # MXFP4's values by code; the upper 8 codes have the other sign
+_MANTISSA_BITS = 0x7FFFFF  # of a float32
 _HALF_OF_LEAST_NORMAL = 0x400000  # 2^-127 as the bits of a float32, which is subnormal there
-_INFINITY, _NAN = 0xFE, 0xFF
+_E8M0_INFINITY, _E8M0_NAN = 0xFE, 0xFF
 
 
 def e8m0_from_amax(amax: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> torch.Tensor:
-    """The byte e with the least 2^(e - 127) of at least amax / largest: [...] float32 to [...] uint8.
+    """The least byte e with 2^(e - 127) of at least amax / largest: [...] float32 to [...] uint8.
 
-    The quotient is amax * (1 / largest), each in float32. An amax of 0 gives 0, infinity 0xFE.
+    The quotient is amax * (1 / largest), each in float32. An amax of 0 gives 0, and infinity gives 0xFE.
     """
     reciprocal = torch.reciprocal(amax.new_tensor(largest_value(dtype)))
     bits = (amax * reciprocal).view(torch.int32)
-    exponent, mantissa = bits >> 23, bits & _MANTISSA
-    up = (mantissa > 0) & (exponent < _INFINITY) & ~((exponent == 0) & (mantissa <= _HALF_OF_LEAST_NORMAL))
+    exponent, mantissa = bits >> 23, bits & _MANTISSA_BITS
+    up = (mantissa > 0) & (exponent < _E8M0_INFINITY) & ~((exponent == 0) & (mantissa <= _HALF_OF_LEAST_NORMAL))
     codes = torch.where(up, exponent + 1, exponent)
-    codes = torch.where(torch.isinf(amax), _INFINITY, codes)
-    return torch.where(torch.isnan(amax), _NAN, codes).to(torch.uint8)
+    codes = torch.where(torch.isinf(amax), _E8M0_INFINITY, codes)
+    return torch.where(torch.isnan(amax), _E8M0_NAN, codes).to(torch.uint8)
 
 
 def e8m0_values(codes: torch.Tensor) -> torch.Tensor:
     """2^(e - 127) of each byte, NaN of 0xFF: [...] uint8 to [...] float32."""
     wide = codes.int()
     bits = torch.where(wide == 0, _HALF_OF_LEAST_NORMAL, wide << 23)
-    return torch.where(wide == _NAN, torch.nan, bits.view(torch.float32))
+    return torch.where(wide == _E8M0_NAN, torch.nan, bits.view(torch.float32))
 
 
 def e8m0_multipliers(codes: torch.Tensor) -> torch.Tensor:
     """2^(127 - e) of each byte, by which values are multiplied: [...] uint8 to [...] float32; NaN of 0xFF."""
-    # The value of the byte 254 - e; that of 254 is the subnormal 2^-127, as the instruction has it.
+    # The value of the byte 254 - e. For e = 254 it is the subnormal 2^-127, as in Blackwell's instruction.
     inverse = (254 - codes.int()).clamp(min=0).to(torch.uint8)
-    return torch.where(codes == _NAN, torch.nan, e8m0_values(inverse))
+    return torch.where(codes == _E8M0_NAN, torch.nan, e8m0_values(inverse))
 
 
 def quantize_mx(
@@ -310,12 +301,12 @@ def dequantize_mx(data: torch.Tensor, codes: torch.Tensor, run: tuple[int, int] 
 
 
 def dequantize_fp4(blocks: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """Values of MXFP4, exactly: blocks [n, runs, 16] uint8, two elements of a run in a byte, the first in its lower 4
-    bits, and a byte e of each run, codes [n, runs] uint8, to [n, runs * 32] float32.
+    """The exact values of MXFP4: [n, runs * 32] float32.
 
-    Raises ValueError for a scale that is no number (0xFF).
+    `blocks`: [n, runs, 16] uint8, two elements of a run in each byte, the first in its lower 4 bits. `codes`: [n, runs]
+    uint8, the byte e of each run. Raises ValueError for a scale that is not a number (0xFF).
     """
-    if bool((codes == _NAN).any()):
+    if bool((codes == _E8M0_NAN).any()):
         raise ValueError("has a scale that is no number")
     table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], device=blocks.device)
     elements = torch.stack([blocks & 0xF, blocks >> 4], dim=-1).flatten(-2)

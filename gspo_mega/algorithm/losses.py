@@ -1,28 +1,23 @@
-"""The supervised loss of a cold start: cross-entropy of the demonstration's tokens.
+"""The losses besides the policy objective: the KL term, the value loss of a critic, and the supervised loss.
 
-A KL term to a frozen reference policy, estimated at each sampled token and averaged as the objective averages.
-
-With d_it = log pi_ref(y_it) - log pi(y_it) at the active tokens of trajectory i, k_it is one of
+The KL term estimates the KL divergence to a frozen reference policy at each sampled token. With
+d_it = log pi_ref(y_it) - log pi(y_it) at the active tokens of trajectory i, k_it is one of
 
     k1 = -d        k2 = d^2 / 2        k3 = exp(d) - 1 - d        (Schulman, "Approximating KL divergence")
 
 and K = sum_i c_i w_i (1/L_i) sum_t k_it, with the c_i of the aggregation (`sequence_coefficients`) and the w_i of the
-mismatch correction, 0 for a rejected sequence, exactly as in J; the loss is -J + coefficient x K.
+mismatch correction, 0 for a rejected sequence, exactly as in J. The loss is -J + coefficient x K. The gradient flows
+through log pi(y_it) inside k_it only. For k1 it is 1, whose expectation under the policy vanishes, so k1 measures and
+does not hold the policy back; for k2 it is -d; for k3 it is 1 - exp(d).
 
-The gradient flows through log pi(y_it) inside k_it and through nothing else: for k1 it is 1, whose expectation under
-the policy vanishes, so k1 measures and does not hold the policy back; for k2 it is -d; for k3 1 - exp(d).
-
-The loss of a critic and how well its values explain the returns.
-
-Owns the maths of PPO's value loss (arXiv:1707.06347; clipped as in arXiv:1811.02553, section 2) and of explained
-variance. The values come from a critic's head, the returns from `advantages.py`, the coefficients of sequences from
-`objective.py`.
-
-With V_t the value now, V'_t the value that the advantages were made with, R_t the return and eps the clip range,
+The value loss is PPO's (arXiv:1707.06347; clipped as in arXiv:1811.02553, section 2). With V_t the value now, V'_t the
+value that the advantages were made with, R_t the return and eps the clip range,
 
     l_t = 1/2 max((V_t - R_t)^2, (V'_t + clip(V_t - V'_t, -eps, eps) - R_t)^2),
 
 and without a clip range l_t = 1/2 (V_t - R_t)^2. The loss is the sum over sequences of c_i (1/L_i) sum_t l_it.
+
+The supervised loss of a cold start is the cross-entropy of the demonstration's tokens.
 """
 
 from __future__ import annotations
@@ -33,17 +28,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from gspo_mega.algorithm.objective import sequence_coefficients
-from gspo_mega.algorithm.terms import (
-    ObjectiveSettings,
-    active_values,
-    exp_minus_linear,
-    not_finite,
-    require_finite,
-    segment_sum,
-)
+from gspo_mega.algorithm.objective import active_values, segment_sum, sequence_coefficients
+from gspo_mega.algorithm.terms import ObjectiveSettings, exp_minus_linear, non_finite_log_prob, require_finite
 
-Estimator = Literal["k1", "k2", "k3"]
+KlEstimator = Literal["k1", "k2", "k3"]
 KL_SUMS = ("k", "num_tokens")
 
 
@@ -57,7 +45,7 @@ class ReferenceKl:
     sums: Tensor
 
 
-def token_kl(estimator: Estimator, d: Tensor) -> Tensor:
+def token_kl(estimator: KlEstimator, d: Tensor) -> Tensor:
     """k of each `d` = log reference - log policy: both [T] float64 nats. Raises ValueError for an unknown estimator."""
     if estimator == "k1":
         return -d
@@ -70,7 +58,7 @@ def token_kl(estimator: Estimator, d: Tensor) -> Tensor:
 
 def reference_kl(
     settings: ObjectiveSettings,
-    estimator: Estimator,
+    estimator: KlEstimator,
     *,
     log_probs: Tensor,
     reference_log_probs: Tensor,
@@ -89,9 +77,9 @@ def reference_kl(
     Local tokens, each [T]: `log_probs` (nats, with gradient), `reference_log_probs` (nats, no gradient), `mask`,
     `segment_ids`; per sequence, each [S], the global values that `policy_objective` takes. A token's term needs no
     other token, so context-parallel ranks share nothing here. Raises NumericsError for a non-finite active log-prob,
-    inside of `finite.deferred` at its end.
+    inside of `deferred_checks` at its end.
     """
-    require_finite(mask, segment_ids, not_finite, log_probs=log_probs, reference_log_probs=reference_log_probs)
+    require_finite(mask, segment_ids, non_finite_log_prob, log_probs=log_probs, reference_log_probs=reference_log_probs)
     d = active_values(reference_log_probs.detach(), mask) - active_values(log_probs, mask)
     k = token_kl(estimator, d)
     tokens = lengths.double()
@@ -104,7 +92,7 @@ def reference_kl(
     return ReferenceKl(value, torch.stack([k.detach().sum(), mask.bool().sum().double()]))
 
 
-# What explained variance is made of; each adds up over tokens, micro-batches and ranks.
+# The sums from which `explained_variance` is computed. Each adds up over tokens, micro-batches and ranks.
 VALUE_SUMS = (
     "value_tokens",
     "value_sum",
@@ -116,8 +104,9 @@ VALUE_SUMS = (
 
 
 class ValueLoss(NamedTuple):
-    """`loss`: this rank's part, a float64 scalar. `clipped: [T]` bool: whether the clipped term is the larger one, so
-    that the token has no gradient."""
+    """`loss`: this rank's part, a float64 scalar with gradient. `clipped: [T]` bool: whether the clipped term is the
+    larger one, so that the token has no gradient.
+    """
 
     loss: Tensor
     clipped: Tensor
@@ -133,11 +122,11 @@ def value_loss(
     coefficients: Tensor,
     clip_range: float | None,
 ) -> ValueLoss:
-    """The critic's loss over the T active tokens that this rank holds.
+    """The critic's loss over the T active tokens that this rank holds; ranks' losses add up.
 
     `values: [T]` with gradient; `old_values`, `returns: [T]`, in the unit of rewards; `sequence_ids: [T]` int64 in
     [0, S), local; `lengths: [S]` active tokens of each sequence, all ranks together; `coefficients: [S]` float64: c_i
-    (`aggregation.sequence_coefficients`); `clip_range`: eps, None for no clipping. Raises ValueError for an eps that is
+    (`sequence_coefficients`); `clip_range`: eps, None for no clipping. Raises ValueError for an eps that is
     not above 0.
     """
     if clip_range is not None and not clip_range > 0:
@@ -170,8 +159,8 @@ def value_sums(values: Tensor, returns: Tensor) -> dict[str, Tensor]:
 
 
 def explained_variance(sums: dict[str, float]) -> float | None:
-    """1 - Var(R - V) / Var(R) over all tokens of `VALUE_SUMS`: 1 for a perfect critic, 0 for one that says the mean,
-    negative for a worse one. None where returns do not vary beyond rounding, or no token is active.
+    """1 - Var(R - V) / Var(R) over all tokens of `VALUE_SUMS`: 1 for a perfect critic, 0 for one that always predicts
+    the mean, negative for a worse one. None if returns do not vary beyond rounding, or if no token is active.
     """
     count = sums["value_tokens"]
     if count < 1:
@@ -187,10 +176,11 @@ def supervised_loss(log_probs: Tensor, mask: Tensor, denominator: float) -> Tens
     """This rank's share of the mean negative log-prob of a mini-batch: scalar float64, nats per token.
 
     `log_probs: [T]` with gradient; `mask: [T]`, non-zero at the demonstration's tokens, masked entries may hold
-    anything. `denominator`: such tokens of the whole mini-batch on all ranks, so that shares and gradients add up.
+    anything. `denominator`: the number of such tokens in the whole mini-batch on all ranks, so that shares and
+    gradients add up.
 
     Raises ValueError for a denominator that is not positive.
     """
     if not denominator > 0:
-        raise ValueError(f"denominator {denominator}: must be the positive global number of tokens learnt from")
+        raise ValueError(f"denominator {denominator}: must be the positive global number of demonstration tokens")
     return -active_values(log_probs, mask).sum() / denominator

@@ -1,26 +1,18 @@
-"""How SGLang quantizes: the weights that it rounds while it loads them, and what enters a product.
+"""How SGLang rounds weights while it loads them, and the inputs of a product. Also: INT8 rows and shorter mantissas.
 
-Owns the choice of scales (per channel, per expert, per token, per 128 values of a token) and the layout in which
-SGLang 0.5.23 keeps a weight on an NVIDIA GPU, so that a publisher can foretell a server's tensors and a machine without
-a GPU can serve them. Does not own the rounding (`fp8.py`, `rounding.py`) or SGLang's classes
-(`cpu/sglang_quantization.py`).
+With these functions a publisher foretells the tensors of a server, and a machine without a GPU can serve them. They
+choose the scales as SGLang 0.5.23 does on an NVIDIA GPU, and keep its layout of a weight:
 
-fp8: weights of linear layers e4m3 with a scale for each output channel, their inputs with one for each token; weights
-of experts with a scale for each expert, their inputs with one for all tokens of the call. fp8_block: weights e4m3 with
-a scale for 128 x 128 values, inputs with one for each 128 values of a token. int8: weights with a scale for each output
-channel, inputs with one for each token.
+    fp8         weights of linear layers e4m3 with a scale per output channel, their inputs with one per token; weights
+                of experts with a scale per expert, their inputs with one for all tokens of the call
+    fp8_block   weights e4m3 with a scale per 128 x 128 values, inputs with one per 128 values of a token
+    int8        weights with a scale per output channel, inputs with one per token
 
-Source: `per_token_group_quant_fp8` and `scaled_fp8_quant` (scale = amax / 448, a value is divided by its scale), and
-`per_token_quant_int8`, as `Fp8LinearMethod`, `Fp8MoEMethod`, `W8A8Int8LinearMethod`, `W8A8Int8MoEMethod` and the fused
-experts' kernel call them.
+Source: SGLang's `per_token_group_quant_fp8` and `scaled_fp8_quant` (scale = amax / 448, a value is divided by its
+scale), and `per_token_quant_int8`, as `Fp8LinearMethod`, `Fp8MoEMethod`, `W8A8Int8LinearMethod`, `W8A8Int8MoEMethod`
+and the fused experts' kernel call them. SGLang's classes are in `cpu/sglang_quantization.py`.
 
-Rounding to fewer mantissa bits at an unchanged exponent range: a dose of imprecision with one knob.
-
-Owns the rounding. It does not own what is rounded or when.
-
-INT8 with one scale per row: per output channel of a weight, per token of an activation.
-
-Owns the rounding and the scale. It does not own which products run in INT8.
+`round_mantissa` is a dose of imprecision with one knob: fewer mantissa bits at an unchanged exponent range.
 """
 
 from __future__ import annotations
@@ -31,72 +23,15 @@ import torch
 
 from gspo_mega.algorithm.fp8 import dequantize_blocks, quantize_blocks, quantize_published_blocks
 
+OnLoad = Literal["fp8", "int8"]
+Served = Literal["fp8", "fp8_block", "int8"]
+GROUP = 128  # values of a token that share a scale in `fp8_block`
+INT8_MAX = 127.0  # -128 is not used, so that the range is symmetric
 MANTISSA_BITS = 23  # explicit mantissa bits of a float32
 
 
-def round_mantissa(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Rounds to the nearest value with so many explicit mantissa bits, ties to even: 7 bits are bfloat16's mantissa.
-
-    A carry goes into the exponent, so a value next to float32's largest becomes infinite, as in a conversion to
-    bfloat16. Infinities, NaN and zeros stay. Subnormals keep their grid's lowest `23 - bits` bits at zero.
-
-    Args:
-        x: [...] float32, bfloat16 or float16.
-        bits: 0 to 23 explicit mantissa bits.
-
-    Returns:
-        [...] of x's dtype.
-
-    Raises:
-        ValueError: `bits` is not 0 to 23.
-    """
-    if not 0 <= bits <= MANTISSA_BITS:
-        raise ValueError(f"{bits} explicit mantissa bits: a float32 has 0 to {MANTISSA_BITS}")
-    dropped = MANTISSA_BITS - bits
-    if dropped == 0:
-        return x.clone()
-    code = x.float().view(torch.int32)
-    last_kept = (code >> dropped) & 1
-    rounded = (code + ((1 << (dropped - 1)) - 1) + last_kept) & -(1 << dropped)
-    return torch.where(torch.isfinite(x), rounded.view(torch.float32), x.float()).to(x.dtype)
-
-
-INT8_MAX = 127.0  # -128 is not used, so that the range is symmetric
-
-
-def quantize_int8_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """amax = max(largest |x| of the row, 1e-10), scale = amax / 127, q = round(x * (127 / amax)).
-
-    Halves are rounded away from zero. This is the rule of SGLang's `per_token_quant_int8`, by which `w8a8_int8`
-    quantises activations: both quotients are divided once in float32, and the product is rounded by C's `round`.
-
-    Args:
-        x: [n, m] float32, bfloat16 or float16, finite.
-
-    Returns:
-        data [n, m] int8, and scale [n, 1] float32: x is about data * scale.
-    """
-    amax = x.abs().amax(-1, keepdim=True).float().clamp(min=1e-10)
-    # A tensor on the left: `number / tensor` would multiply by a rounded reciprocal and round twice.
-    scaled = x.float() * torch.div(amax.new_tensor(INT8_MAX), amax)
-    whole = scaled.trunc()
-    rounded = whole + torch.where((scaled - whole).abs() >= 0.5, scaled.sign(), 0.0)
-    return rounded.to(torch.int8), torch.div(amax, amax.new_tensor(INT8_MAX))
-
-
-def dequantize_int8_rows(data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """data * scale: [n, m] int8 and [n, 1] float32 to [n, m] float32."""
-    return data.float() * scale
-
-
-OnLoad = Literal["fp8", "int8"]
-Served = Literal["fp8", "fp8_block", "int8"]
-GROUP = 128
-"""Values of a token that share a scale in `fp8_block`."""
-
-
 def served_linear(weight: torch.Tensor, quantization: OnLoad) -> tuple[torch.Tensor, torch.Tensor]:
-    """`weight` and `weight_scale` of a linear layer that SGLang has quantized while loading.
+    """`weight` and `weight_scale` of a linear layer, as SGLang has quantized them while loading.
 
     Args:
         weight: [n, k] in the server's dtype: the rows of a fused layer (q, k, v; gate, up) below one another.
@@ -128,8 +63,9 @@ def served_experts(weight: torch.Tensor, quantization: OnLoad) -> tuple[torch.Te
     return data.view(weight.shape), scale.view(experts)
 
 
-def rounded_tokens(x: torch.Tensor, quantization: Served, *, power_of_two: bool = False) -> torch.Tensor:
-    """What a linear layer multiplies in place of `x`: each token, or each 128 values of it, rounded by its own scale.
+def rounded_linear_inputs(x: torch.Tensor, quantization: Served, *, power_of_two: bool = False) -> torch.Tensor:
+    """The inputs that a linear layer multiplies in place of `x`: each token, or each 128 values of it, is rounded by
+    its own scale.
 
     Args:
         x: [tokens, k]; with `fp8_block` k is a multiple of 128.
@@ -140,26 +76,27 @@ def rounded_tokens(x: torch.Tensor, quantization: Served, *, power_of_two: bool 
         [tokens, k] float32: the rounded values, scales applied.
 
     Raises:
-        ValueError: `fp8_block` and another k.
+        ValueError: with `fp8_block`, k is not a multiple of 128.
     """
     if quantization == "int8":
         return dequantize_int8_rows(*quantize_int8_rows(x))
     if quantization == "fp8":
         return _rounded(x, x.shape[1])
     if x.shape[1] % GROUP:
-        raise ValueError(f"fp8_block rounds {GROUP} values of a token at a time; {x.shape[1]} are no multiple of that")
+        raise ValueError(
+            f"fp8_block rounds {GROUP} values of a token at a time, and {x.shape[1]} is not a multiple of {GROUP}"
+        )
     if power_of_two and x.numel():
         return dequantize_blocks(*quantize_blocks(x, (1, GROUP), power_of_two=True), (1, GROUP))
     return _rounded(x, GROUP)
 
 
-def rounded_call(x: torch.Tensor, quantization: Served) -> torch.Tensor:
-    """What the experts multiply in place of `x`: as `rounded_tokens`, but with `fp8` one scale for the whole call.
-
-    A token's values then depend on what else is in the batch, as they do in SGLang.
+def rounded_expert_inputs(x: torch.Tensor, quantization: Served) -> torch.Tensor:
+    """The inputs that the experts multiply in place of `x`: as `rounded_linear_inputs`, but with `fp8` one scale for
+    the whole call. A token's values then depend on the other tokens of the batch, as they do in SGLang.
     """
     if quantization != "fp8":
-        return rounded_tokens(x, quantization)
+        return rounded_linear_inputs(x, quantization)
     return _rounded(x.reshape(1, -1), x.numel()).view(x.shape)
 
 
@@ -167,3 +104,56 @@ def _rounded(x: torch.Tensor, group: int) -> torch.Tensor:
     if x.numel() == 0:
         return x.float()
     return dequantize_blocks(*quantize_published_blocks(x, (1, group)), (1, group))
+
+
+def quantize_int8_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """INT8 with one scale per row: amax = max(largest |x| of the row, 1e-10), scale = amax / 127,
+    q = round(x * (127 / amax)).
+
+    Halves are rounded away from zero. This is the rule of SGLang's `per_token_quant_int8`, by which `w8a8_int8`
+    quantises activations: both quotients are divided once in float32, and the product is rounded by C's `round`.
+
+    Args:
+        x: [n, m] float32, bfloat16 or float16, finite.
+
+    Returns:
+        data [n, m] int8, and scale [n, 1] float32: x is about data * scale.
+    """
+    amax = x.abs().amax(-1, keepdim=True).float().clamp(min=1e-10)
+    # A tensor on the left: `number / tensor` would multiply by a rounded reciprocal and round twice.
+    scaled = x.float() * torch.div(amax.new_tensor(INT8_MAX), amax)
+    whole = scaled.trunc()
+    rounded = whole + torch.where((scaled - whole).abs() >= 0.5, scaled.sign(), 0.0)
+    return rounded.to(torch.int8), torch.div(amax, amax.new_tensor(INT8_MAX))
+
+
+def dequantize_int8_rows(data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """data * scale: [n, m] int8 and [n, 1] float32 to [n, m] float32."""
+    return data.float() * scale
+
+
+def round_mantissa(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Round to the nearest value with `bits` explicit mantissa bits, ties to even: 7 bits are bfloat16's mantissa.
+
+    A carry goes into the exponent, so a value close to float32's largest becomes infinite, as in a conversion to
+    bfloat16. Infinities, NaN and zeros stay. Subnormals keep their grid's lowest `23 - bits` bits at zero.
+
+    Args:
+        x: [...] float32, bfloat16 or float16.
+        bits: 0 to 23 explicit mantissa bits.
+
+    Returns:
+        [...] of x's dtype.
+
+    Raises:
+        ValueError: `bits` is not 0 to 23.
+    """
+    if not 0 <= bits <= MANTISSA_BITS:
+        raise ValueError(f"{bits} explicit mantissa bits: a float32 has 0 to {MANTISSA_BITS}")
+    dropped = MANTISSA_BITS - bits
+    if dropped == 0:
+        return x.clone()
+    code = x.float().view(torch.int32)
+    last_kept = (code >> dropped) & 1
+    rounded = (code + ((1 << (dropped - 1)) - 1) + last_kept) & -(1 << dropped)
+    return torch.where(torch.isfinite(x), rounded.view(torch.float32), x.float()).to(x.dtype)

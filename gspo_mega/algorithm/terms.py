@@ -1,28 +1,13 @@
-"""The search for non-finite numbers at active tokens, and when a device is asked for its result.
+"""What the objectives and the passes that compute them share: small parts, each of which several files use.
 
-Owns `deferred`: inside of it what was found is read once, at its end, by one device synchronisation for all searches. A
-search alone reads its result at once.
+In this order: the settings of one policy objective; a term and the ratio inside it, from which `objective.py` and
+`surrogates.py` make their terms; which tokens of a sequence each context-parallel rank holds; the per-sequence columns
+that a pass reports, with the rule by which the parts of several ranks become one row per trajectory; and the search for
+non-finite numbers at active tokens. Inside of `deferred_checks` all searches are read at its end by one device
+synchronisation; outside of it each search reads its own result at once.
 
-Which tokens of a sequence each context-parallel rank holds.
-
-Each sequence is cut into 2 x size equal chunks; rank r holds chunks r and 2 x size - 1 - r, so that causal
-attention costs every rank the same. Transformer Engine uses the same layout.
-
-Which objective is computed: the settings of one policy objective, and how `algorithm` and `objective` give them.
-
-Owns no formula: the terms are `surrogates.py`'s, the average `objective.py`'s, the algorithms' meanings are the
-table `config/algorithms.py`.
-
-Sums over the sequences of a packed micro-batch, and the log importance ratio.
-
-Owns the flat layout of this package: token tensors `[T]`, `segment_ids: [T] int64 in [0, S)` saying which
-sequence a token belongs to, `mask: [T]`, non-zero where the token is active. Everything here is local to one
-rank; the sum over context-parallel ranks is the caller's.
-
-The per-sequence columns that a pass reports, and how the parts of several ranks become one row per trajectory.
-
-One table for both sides: the losses produce these columns, the step's report merges them. Owns neither a column's
-values nor a metric that is made of them.
+The flat layout of this package: token tensors are [T]; `segment_ids: [T] int64 in [0, S)` says which sequence a token
+belongs to; `mask: [T]` is non-zero where the token is active.
 """
 
 from __future__ import annotations
@@ -44,33 +29,9 @@ from gspo_mega.config.algorithms import PARAMETERS, RECIPES, Aggregation, Ratio,
 from gspo_mega.config.schema import Objective
 
 
-def local_positions(length: int, size: int, rank: int) -> torch.Tensor:
-    """Positions of one sequence that `rank` holds: [length / size] int64, on the host, local to the context rank.
-
-    Raises ValueError unless 2 x size divides `length`, a number of tokens.
-    """
-    if size == 1:
-        return torch.arange(length)
-    if length % (2 * size):
-        raise ValueError(f"a sequence of {length} padded tokens does not divide into 2 x {size} chunks")
-    chunks = torch.arange(length).view(2 * size, -1)
-    return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]])
-
-
-def local_rows(cu_seqlens: torch.Tensor, size: int, rank: int) -> torch.Tensor:
-    """Rows of a pack that `rank` holds, in its own order: [T / size] int64, on the host, local to the context rank.
-
-    cu_seqlens: [S+1] int32 or int64 offsets of the whole pack's sequences in tokens, the same on every rank.
-    """
-    if size == 1:
-        return torch.arange(int(cu_seqlens[-1]))
-    bounds = cu_seqlens.tolist()
-    return torch.cat([start + local_positions(end - start, size, rank) for start, end in itertools.pairwise(bounds)])
-
-
 @dataclass(frozen=True)
 class ObjectiveSettings:
-    """What objective is meant. The defaults are the paper's GSPO.
+    """Which objective is computed. The defaults are the paper's GSPO.
 
     `ratio`: `sequence` (GSPO), `sequence_token` (GSPO-token), `token` (GRPO). A term is clipped where its ratio
     leaves [1 - clip_low, 1 + clip_high] in the direction its advantage rewards; equality is not outside.
@@ -98,12 +59,12 @@ class ObjectiveSettings:
 
     @property
     def unit(self) -> Literal["sequence", "token"]:
-        """What has a term of its own."""
+        """Whether a sequence or a token has a term of its own."""
         return "sequence" if self.ratio == "sequence" or self.surrogate == "gmpo" else "token"
 
     @property
     def flags_are_per_token(self) -> bool:
-        """Whether it is tokens that are clipped, and not sequences."""
+        """Whether tokens are clipped, and not sequences."""
         return self.ratio != "sequence"
 
     def __post_init__(self) -> None:
@@ -126,7 +87,8 @@ class ObjectiveSettings:
 
 
 def objective_settings(algorithm: str, objective: Objective) -> ObjectiveSettings:
-    """The objective that the key `algorithm` and the section `objective` of a configuration mean.
+    """The settings that the key `algorithm` and the section `objective` of a configuration mean. The recipes of
+    `config/algorithms.py` say what each algorithm is.
 
     Raises ValueError for an algorithm without a ratio of its own when `objective.ratio` gives none.
     """
@@ -145,43 +107,43 @@ def objective_settings(algorithm: str, objective: Objective) -> ObjectiveSetting
     )
 
 
-BLOCK = 16
+@dataclass(frozen=True)
+class Terms:
+    """The term of each unit, a sequence or a token, is advantages * (offset + excess); all of one shape.
 
-
-def segment_sum(values: Tensor, segment_ids: Tensor, num_segments: int) -> Tensor:
-    """Sum `values: [T]` by `segment_ids: [T] int64 in [0, num_segments)` into [num_segments], same dtype.
-
-    The order of addition is fixed by the order of the tokens, on every device and in every run: a stable sort and
-    contiguous segments instead of atomic adds. Blocks of 16 are added first, then blocks of their sums, so that the
-    rounding error of a response of n tokens grows with log n. Segments without tokens are 0. Differentiable in
-    `values`; no device synchronisation.
+    `advantages` is 0 where the unit does not count. `offset` is the factor of the term at ratio 1, `excess` the rest.
+    The terms of a group nearly cancel, and what remains are digits that offset + excess would have rounded away: add
+    up the parts with offsets and the parts with excesses separately. `high`, `low`, `dual`: bool, where the term was
+    clipped, by which edge; for `gmpo` these are [T], and the rest is [S].
     """
-    ordered_ids, order = torch.sort(segment_ids, stable=True)
-    edges = torch.searchsorted(ordered_ids, torch.arange(num_segments + 1, device=segment_ids.device))
-    values = values[order]
-    while values.numel() > BLOCK * max(num_segments, 1):
-        block_edges = torch.arange(0, values.numel(), BLOCK, device=edges.device)
-        cuts = torch.sort(torch.cat([edges, block_edges])).values
-        values = _sum_between(values, cuts)
-        edges = torch.searchsorted(cuts, edges)
-    return _sum_between(values, edges)
+
+    advantages: Tensor
+    offset: Tensor
+    excess: Tensor
+    high: Tensor
+    low: Tensor
+    dual: Tensor
 
 
-def _sum_between(values: Tensor, edges: Tensor) -> Tensor:
-    return torch.segment_reduce(values, "sum", lengths=edges.diff(), initial=0, unsafe=True)
+_NEAR_ONE = 0.5  # |log-ratio| up to which expm1 keeps more digits of the term than exp does
 
 
-def active_values(values: Tensor, mask: Tensor) -> Tensor:
-    """`values: [T]` as float64 with 0 where `mask` is 0, whatever stood there (NaN included), value and gradient."""
-    return torch.where(mask.bool(), values, torch.zeros((), dtype=values.dtype, device=values.device)).double()
+def ratio_parts(log_ratio: Tensor, decision: Tensor, follows_ratio: Tensor, otherwise: Tensor) -> tuple[Tensor, Tensor]:
+    """(offset, excess), whose sum is exp(log_ratio) where `follows_ratio`, else 1 + `otherwise`; each float64.
 
-
-def token_log_ratios(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
-    """d_t = log_probs - old_log_probs, [T] float64 nats, 0 at masked tokens. `old_log_probs` gets no gradient.
-
-    Both are widened before the subtraction, so that float32 inputs lose nothing in it.
+    Near 1 they are 1 and expm1(log_ratio), far from it 0 and exp(log_ratio). `log_ratio`: nats, with gradient;
+    `decision`: the same numbers without.
     """
-    return active_values(log_probs, mask) - active_values(old_log_probs.detach(), mask)
+    far = decision.abs() > _NEAR_ONE
+    near_ratio, far_ratio = follows_ratio & ~far, follows_ratio & far
+    excess = torch.where(near_ratio, torch.expm1(torch.where(near_ratio, log_ratio, 0.0)), otherwise)
+    excess = torch.where(far_ratio, torch.exp(torch.where(far_ratio, log_ratio, 0.0)), excess)
+    return (~far_ratio).double(), excess
+
+
+def log_lower_edge(clip_low: float) -> float:
+    """log(1 - clip_low), the lower edge of a log-ratio in nats; -inf, which is no edge, for a width of 1 or more."""
+    return math.log1p(-clip_low) if clip_low < 1 else -math.inf
 
 
 def exp_minus_linear(d: Tensor) -> Tensor:
@@ -194,22 +156,38 @@ def exp_minus_linear(d: Tensor) -> Tensor:
     return torch.where(small, x * x * series, torch.expm1(d) - d)
 
 
-def sequence_log_ratio_sums(
-    log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, segment_ids: Tensor, num_sequences: int
-) -> Tensor:
-    """Sum over the active tokens held here of log_probs - old_log_probs: [S] float64, nats.
+def local_positions(length: int, size: int, rank: int) -> torch.Tensor:
+    """Positions of one sequence that context rank `rank` of `size` holds: [length / size] int64, on the host.
 
-    `log_probs` (with gradient), `old_log_probs`: [T] nats; `mask`: [T]; `segment_ids`: [T] int64, all local.
+    Each sequence is cut into 2 x size equal chunks. Rank r holds chunks r and 2 x size - 1 - r, so that causal
+    attention costs every rank the same. Transformer Engine uses the same layout.
 
-    Divided by the global response length it is log s_i of arXiv:2507.18071, Eq. 7. No clamp: a clamped
-    log-ratio has a zero gradient exactly where the policy moved furthest.
+    Raises ValueError unless 2 x size divides `length`, a number of tokens.
     """
-    return segment_sum(token_log_ratios(log_probs, old_log_probs, mask), segment_ids, num_sequences)
+    if size == 1:
+        return torch.arange(length)
+    if length % (2 * size):
+        raise ValueError(f"a sequence of {length} padded tokens does not divide into 2 x {size} chunks")
+    chunks = torch.arange(length).view(2 * size, -1)
+    return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]])
+
+
+def local_rows(cu_seqlens: torch.Tensor, size: int, rank: int) -> torch.Tensor:
+    """Rows of a pack that context rank `rank` of `size` holds, in that rank's own order: [T / size] int64, on the host.
+
+    cu_seqlens: [S+1] int32 or int64 offsets of the whole pack's sequences in tokens, the same on every rank.
+    """
+    if size == 1:
+        return torch.arange(int(cu_seqlens[-1]))
+    bounds = cu_seqlens.tolist()
+    return torch.cat([start + local_positions(end - start, size, rank) for start, end in itertools.pairwise(bounds)])
 
 
 @dataclass(frozen=True)
 class SequenceColumn:
-    """`reduction` of the parts that context-parallel ranks report of one sequence: `sum` adds them, `max` takes the
+    """A column with one row per sequence. The losses fill it, and the report of the step merges the ranks' parts.
+
+    `reduction` of the parts that context-parallel ranks report of one sequence: `sum` adds them, `max` takes the
     largest, `same` means that each rank reports the whole value.
     """
 
@@ -226,7 +204,7 @@ MISMATCH_MAXIMA = SequenceColumn(
 )
 CORRECTION_WEIGHT = SequenceColumn("correction_weight", "same", "[S] weight of the sequence; 0 where it was dropped")
 CORRECTION_DEVIATION = SequenceColumn(
-    "correction_deviation", "same", "[S] nats: sqrt(L) (mean d - m), what the bound bounds"
+    "correction_deviation", "same", "[S] nats: sqrt(L) (mean d - m), which the bound limits"
 )
 CORRECTION_VETOES = SequenceColumn("correction_vetoes", "same", "[S] tokens of the sequence with |d| above the veto")
 CORRECTION_CENTRE = SequenceColumn(
@@ -236,7 +214,7 @@ CORRECTION_SEGMENTS = SequenceColumn(
     "correction_segments", "same", "[S, 2] version segments judged; 1 where a segment alone put the sequence outside"
 )
 STALENESS_SUMS = SequenceColumn(
-    "staleness_sums", "sum", "[S, 2] nats: old - that of the token's own version, and that - server, over tokens here"
+    "staleness_sums", "sum", "[S, 2] nats over the tokens held here: old - own version's, and own version's - server's"
 )
 ENTROPY_SUM = SequenceColumn(
     "entropy_sum", "sum", "[S] nats: entropy of the next-token distribution at the tokens held here"
@@ -263,11 +241,11 @@ COLUMNS: dict[str, SequenceColumn] = {
 def merge_columns(
     parts: Iterable[tuple[np.ndarray, Mapping[str, np.ndarray]]], num_trajectories: int
 ) -> dict[str, np.ndarray]:
-    """Columns of all trajectories of a rollout batch, [num_trajectories] or [num_trajectories, K] float64 by name.
+    """The columns of all trajectories of a rollout batch by name, [num_trajectories] or [num_trajectories, K] float64.
 
-    `parts`: of every rank and mini-batch, `rows` [n] int64 in the rollout batch and its columns, [n] or [n, K] float64.
-    A trajectory that no part names has 0, or -inf in a column of maxima. Raises KeyError for a column that the table
-    lacks.
+    `parts`: for each rank and mini-batch, its rows [n] int64 of the rollout batch and its columns, [n] or [n, K]
+    float64. A trajectory that no part names has 0, or -inf in a column of maxima. Raises KeyError for a column that
+    `COLUMNS` lacks.
     """
     merged: dict[str, np.ndarray] = {}
     for rows, columns in parts:
@@ -312,25 +290,29 @@ class _Search:
 _pending: ContextVar[list[_Search] | None] = ContextVar("pending searches", default=None)
 
 
-def not_finite(bad: NonFiniteToken) -> NumericsError:
+def non_finite_log_prob(bad: NonFiniteToken) -> NumericsError:
+    """The error for a log-prob that is not finite."""
     return NumericsError(f"{bad}; log-probs of active tokens must be finite")
 
 
 def require_finite(mask: Tensor, segment_ids: Tensor, describe: Describe, **tensors: Tensor) -> None:
-    """Raise `describe(token)` of the first active non-finite entry of the named `tensors`, each [T]: at once, with one
-    device synchronisation, or inside of `deferred` at its end, without one here. Masked entries may hold anything.
+    """Raise `describe(token)` for the first active non-finite entry of the named `tensors`, each [T]. Masked entries
+    may hold anything.
+
+    Outside of `deferred_checks` it raises at once, with one device synchronisation. Inside, it waits for nothing, and
+    the end of that context raises.
     """
     searches = [_search(name, mask, segment_ids, values, describe) for name, values in tensors.items() if len(values)]
     if (pending := _pending.get()) is None:
-        _settle(searches)
+        _raise_first(searches)
     else:
         pending.extend(searches)
 
 
 @contextmanager
-def deferred() -> Iterator[None]:
-    """Read what all searches inside found when it ends, unless by an exception; the first one found raises. What is
-    computed meanwhile from numbers that are not finite must not be kept before that.
+def deferred_checks() -> Iterator[None]:
+    """Read the results of all searches inside at the end, unless an exception ends it; the first one with a result
+    raises. Do not keep anything computed inside before the end has passed: its numbers may not be finite.
     """
     searches: list[_Search] = []
     token = _pending.set(searches)
@@ -338,27 +320,29 @@ def deferred() -> Iterator[None]:
         yield
     finally:
         _pending.reset(token)
-    _settle(searches)
+    _raise_first(searches)
 
 
-def settle() -> None:
-    """Inside of `deferred`: read what was found so far."""
+def check_now() -> None:
+    """Inside of `deferred_checks`: read the results of the searches so far, and raise for the first one with a result.
+    Does nothing outside.
+    """
     if pending := _pending.get():
         searches = list(pending)
         pending.clear()
-        _settle(searches)
+        _raise_first(searches)
 
 
 def _search(name: str, mask: Tensor, segment_ids: Tensor, values: Tensor, describe: Describe) -> _Search:
     values = values.detach()
     bad = mask.bool() & ~torch.isfinite(values)
-    # An index that is a tensor without dimensions would be read by the host.
+    # The host would read an index that is a tensor without dimensions.
     token = bad.to(torch.uint8).argmax().view(1)
     parts = (bad.any().view(1), segment_ids.index_select(0, token), token, values.index_select(0, token))
     return _Search(name, torch.cat([part.double() for part in parts]), describe)
 
 
-def _settle(searches: list[_Search]) -> None:
+def _raise_first(searches: list[_Search]) -> None:
     if not searches:
         return
     rows = torch.stack([search.row for search in searches]).tolist()

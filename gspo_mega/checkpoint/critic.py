@@ -27,7 +27,7 @@ from gspo_mega.models.value_models import (
     VALUE_HEAD,
     critic_config_json,
     critic_tensors,
-    may_be_beside,
+    is_ignored_critic_tensor,
     zero_bias,
 )
 
@@ -101,4 +101,4 @@ def import_critic(folder: str | Path, spec: ModelSpec, groups: ParallelGroups, c
         entries = [entry for entry in critic_tensors(spec) if has_head or entry.name != SCORE]
         return _parameters(spec, groups, chunks, has_head), entries
 
-    fill_from(folder, spec, groups, wanted, may_be_beside)
+    fill_from(folder, spec, groups, wanted, is_ignored_critic_tensor)

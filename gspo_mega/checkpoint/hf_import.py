@@ -23,7 +23,7 @@ from gspo_mega.checkpoint.quantized import filled
 from gspo_mega.engine.parameter_names import by_parameter, canonical_parameters, tensor_group
 from gspo_mega.engine.process_groups import raise_together
 from gspo_mega.models.spec import ModelSpec
-from gspo_mega.models.tensors import TensorEntry, as_stored, hf_tensors, may_be_there, parameter_blocks
+from gspo_mega.models.tensors import TensorEntry, as_stored, hf_tensors, is_ignored_tensor, parameter_blocks
 
 if TYPE_CHECKING:
     from gspo_mega.engine.model import PolicyModel
@@ -88,7 +88,11 @@ def import_huggingface(
     from them.
     """
     fill_from(
-        folder, spec, groups, lambda _: (canonical_parameters(spec, groups, chunks), hf_tensors(spec)), may_be_there
+        folder,
+        spec,
+        groups,
+        lambda _: (canonical_parameters(spec, groups, chunks), hf_tensors(spec)),
+        is_ignored_tensor,
     )
 
 

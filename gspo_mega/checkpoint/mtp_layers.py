@@ -19,7 +19,7 @@ from gspo_mega.checkpoint.hf_folder import INDEX_NAME, SINGLE_NAME, HuggingFaceF
 from gspo_mega.models.block_fp8 import SCALE_SUFFIX, scale_name
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.models.spec import ModelSpec
-from gspo_mega.models.tensors import TensorEntry, hf_tensors, may_be_there
+from gspo_mega.models.tensors import TensorEntry, hf_tensors, is_ignored_tensor
 
 KEY = "num_nextn_predict_layers"
 _FP8 = "F8_E4M3"
@@ -41,7 +41,7 @@ class CarriedLayers:
         if not self.spec.num_ignored_layers or not any((folder / name).is_file() for name in (INDEX_NAME, SINGLE_NAME)):
             return
         self._folder = HuggingFaceFolder(folder)
-        names = [name for name in self._folder.files if name != "lm_head.weight" and may_be_there(self.spec, name)]
+        names = [name for name in self._folder.files if name != "lm_head.weight" and is_ignored_tensor(self.spec, name)]
         scales = {name for name in names if name.endswith(SCALE_SUFFIX)}
         held = {name: self._folder.shape(name) for name in names if name not in scales}
         if not held:

@@ -44,7 +44,7 @@ from gspo_mega.models.tensors import (
     TensorEntry,
     as_stored,
     hf_tensors,
-    may_be_there,
+    is_ignored_tensor,
     parameter_blocks,
     parameter_shape,
     stackings,
@@ -55,7 +55,7 @@ from gspo_mega.models.value_models import (
     critic_config_json,
     critic_tensors,
     is_classifier,
-    may_be_beside,
+    is_ignored_critic_tensor,
     read_critic_spec,
     zero_bias,
 )
@@ -302,7 +302,7 @@ class HuggingFaceSource(_Model):
         self.description = folder
         self._set_tensors(self.spec, is_classifier(folder))
         shapes = {entry.name: entry.shape for entry in as_stored(self.tensors)}
-        is_beside = may_be_beside if self.is_critic else may_be_there
+        is_beside = is_ignored_critic_tensor if self.is_critic else is_ignored_tensor
         with open_folder(folder, self.spec) as names:
             problems = check_names_and_shapes(names, shapes, lambda name: is_beside(self.spec, name))
             _refuse(problems, ModelError, f"{folder} does not hold a {self.spec.family} of its config.json")

@@ -33,7 +33,13 @@ from sglang.srt.layers.quantization.w8a8_int8 import W8A8Int8Config
 from torch.nn import Module, Parameter
 
 from gspo_mega.algorithm.fp8 import dequantize_blocks, from_fp8
-from gspo_mega.algorithm.rounding import Served, rounded_call, rounded_tokens, served_experts, served_linear
+from gspo_mega.algorithm.rounding import (
+    Served,
+    rounded_expert_inputs,
+    rounded_linear_inputs,
+    served_experts,
+    served_linear,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +180,7 @@ class CpuQuantizedLinear(LinearMethodBase):
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         tokens = x.reshape(-1, x.shape[-1])
-        rounded = rounded_tokens(tokens, self.served, power_of_two=self.power_of_two)
+        rounded = rounded_linear_inputs(tokens, self.served, power_of_two=self.power_of_two)
         output = torch.nn.functional.linear(rounded, layer.operand, None if bias is None else bias.float())
         return output.to(x.dtype).view(*x.shape[:-1], output.shape[-1])
 
@@ -321,10 +327,10 @@ def experts_forward(
     order = torch.argsort(chosen, stable=True)
     mine = order[(chosen[order] >= 0) & (chosen[order] < len(w13))]
     counts = torch.bincount(chosen[mine], minlength=len(w13)).tolist()
-    entering = rounded_call(x, served).index_select(0, mine // experts.shape[1])
+    entering = rounded_expert_inputs(x, served).index_select(0, mine // experts.shape[1])
     gate_up = _by_expert(entering, w13, counts).to(x.dtype)
     gate, up = gate_up.chunk(2, dim=-1)
-    between = rounded_call(F.silu(gate) * up, served)
+    between = rounded_expert_inputs(F.silu(gate) * up, served)
     each = x.new_zeros(len(chosen), x.shape[1])
     each[mine] = _by_expert(between, w2, counts).to(x.dtype)
     weighted = each.view(*experts.shape, -1).to(weights.dtype) * weights[:, :, None]

@@ -1,8 +1,8 @@
-"""Low-rank adapters (LoRA) beside Megatron's linear layers: the modules, their place in a layout, their checkpoint.
+"""Low-rank adapters (LoRA) on Megatron's linear layers: the modules, their place in a layout, their checkpoint.
 
-A forward hook adds (alpha / rank) B A x to what a linear layer returns, so that Megatron's layer stays as it is. Every
-parameter but those of adapters is frozen. Owns the computation; names and shapes are `models/low_rank.py`'s, whole
-tensors of adapters `checkpoint/adapters.py`'s.
+A forward hook adds (alpha / rank) B A x to the output of a linear layer, so Megatron's layer stays as it is. Every
+parameter except those of adapters is frozen. Names and shapes are in `models/low_rank.py`, whole tensors of adapters in
+`checkpoint/adapters.py`.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ ADAPTERS = "adapters"
 
 
 class Adapter(nn.Module):
-    """The adapters of one of Megatron's linear layers on this rank: of one Hugging Face matrix, or of those it fuses.
+    """The adapters of one of Megatron's linear layers on this rank: of one Hugging Face matrix, or of those that the
+    layer fuses.
 
     `a[role]` [rank, in], `b` [rows, rank] in the layer's own order of rows, this rank's part of each. `parameter`: the
-    canonical name of the layer's weight. Rows of a fused matrix without an adapter stay zero. Off (`is_on`) it adds
-    nothing.
+    canonical name of the layer's weight. Rows of a fused matrix without an adapter stay zero. Unless `is_on`, the
+    adapter adds nothing.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Adapter(nn.Module):
         self.fuses_gate = any(role in ("gate", "up") for role in self.roles)
         self.a = nn.ParameterDict({role: nn.Parameter(torch.zeros(rank, columns, **like)) for role in self.roles})
         self.b = nn.Parameter(torch.zeros(rows, rank, **like))
-        # Which rows of `b` meet which A: all, if the layer is one matrix.
+        # Which rows of `b` are multiplied with which A; None: all rows, because the layer is one matrix.
         self.rows: torch.Tensor | None = None
         if entries[0].role != "whole":
             rows_of = torch.zeros(rows, len(entries), rank, **like)
@@ -82,20 +83,20 @@ class Adapter(nn.Module):
                     rows_of[block.local_start : block.local_start + block.length, place] = 1
             self.rows = rows_of.flatten(1)
         for parameter in self.parameters():
-            self._place(parameter, base, cut=False)
+            self._mark(parameter, base, cut=False)
         if self.sharding == "rows":
-            self._place(self.b, base, cut=True)
+            self._mark(self.b, base, cut=True)
         elif self.sharding == "columns":
             for parameter in self.a.values():
-                self._place(parameter, base, cut=True)
-        if self.sequence_parallel:  # Megatron adds up what each tensor rank's positions give
+                self._mark(parameter, base, cut=True)
+        if self.sequence_parallel:  # Megatron adds up the gradients from each tensor rank's positions
             marked: Any = {"rows": self.a.values(), "columns": [self.b]}.get(self.sharding, self.parameters())
             for parameter in marked:
                 parameter.sequence_parallel = True
 
-    def _place(self, parameter: Any, base: Any, cut: bool) -> None:
-        """Megatron's marks: is it another part on every rank of its group, and is it reduced with everything or as an
-        expert's?
+    def _mark(self, parameter: Any, base: Any, cut: bool) -> None:
+        """Set Megatron's marks: whether the parameter is another part on every rank of its group, and whether it is
+        reduced over all data ranks or as an expert's.
         """
         parameter.tensor_model_parallel = cut
         parameter.allreduce = getattr(base, "allreduce", True)
@@ -110,8 +111,8 @@ class Adapter(nn.Module):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """inputs, of the layer: [positions, ..., in] in the model's dtype, this rank's part. Returns what is added to
-        the layer's output, of its shape. Collective over the tensor group, as the layer.
+        """Returns the tensor that is added to the layer's output, of its shape. inputs: those of the layer,
+        [positions, ..., in] in the model's dtype, this rank's part. Collective over the tensor group, as the layer.
         """
         inputs = functional.dropout(inputs, self.dropout, self.training)
         inner = functional.linear(inputs, self.whole_a())
@@ -137,7 +138,7 @@ class Adapter(nn.Module):
     @torch.no_grad()
     def merged(self, weight: torch.Tensor) -> torch.Tensor:
         """`weight`, this rank's part of the layer's, plus (alpha / rank) B A: summed in fp32, in the weight's dtype.
-        Off, it is the weight.
+        Unless `is_on`, it is the weight itself.
         """
         if not self.is_on:
             return weight
@@ -150,7 +151,8 @@ def attach_adapters(
 ) -> None:
     """Freeze the chunks and give their linear layers adapters: A random by the matrix's name, B zero.
 
-    Before data parallelism is put around the chunks. Raises ModelError for a target that the model does not have.
+    Call it before data parallelism is put around the chunks. Raises ModelError for a target that the model does not
+    have.
     """
     wanted = adapted(spec, settings.targets)
     for chunk in chunks:
@@ -170,7 +172,7 @@ def attach_adapters(
 
 @torch.no_grad()
 def start_adapters(chunks: Sequence[PolicyModel], spec: ModelSpec, settings: Lora, seed: int) -> None:
-    """Give A its first numbers, which depend on the seed and the matrix's name alone, and set B to zero."""
+    """Give A its initial values, which depend only on the seed and the matrix's name, and set B to zero."""
     tensors = {tensor.parameter: tensor for tensor in adapter_tensors(spec, settings.rank, settings.targets)}
     for adapter in (adapter for chunk in chunks for adapter in chunk.low_rank()):
         for name, half in adapter.halves().items():
@@ -210,7 +212,7 @@ def _with_gradient(_module: nn.Module, _inputs: object, output: torch.Tensor) ->
 
 
 def _fill(parameter: torch.Tensor, spec: ModelSpec, group: RankGroup, entry: TensorEntry, seed: int) -> None:
-    """This rank's part of an A whose numbers depend on the seed and the name alone: uniform in +-1 / sqrt(in)."""
+    """Fill this rank's part of an A, uniform in +-1 / sqrt(in); the numbers depend only on the seed and the name."""
     digest = hashlib.sha256(f"{seed}/{entry.name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
     bound = entry.shape[1] ** -0.5
@@ -222,7 +224,7 @@ def _fill(parameter: torch.Tensor, spec: ModelSpec, group: RankGroup, entry: Ten
 
 
 def _linears(chunk: PolicyModel, spec: ModelSpec, groups: ParallelGroups) -> Iterator[tuple[str, nn.Module]]:
-    """(canonical name of the weight, module) of every linear layer inside the chunk's transformer layers."""
+    """Yields (canonical name of the weight, module) for every linear layer inside the chunk's transformer layers."""
     layers: Any = chunk.decoder.layers  # torch declares plain modules
     first_expert = 0 if spec.moe is None else groups.expert.rank * (spec.moe.num_experts // groups.expert.size)
     for layer in layers:
@@ -240,7 +242,7 @@ def _linears(chunk: PolicyModel, spec: ModelSpec, groups: ParallelGroups) -> Ite
 
 @contextmanager
 def without_adapters(chunks: Sequence[PolicyModel]) -> Iterator[None]:
-    """The chunks compute as the frozen model does."""
+    """Inside this context the chunks compute as the frozen model does, without adapters."""
     adapters = [adapter for chunk in chunks for adapter in chunk.low_rank()]
     for adapter in adapters:
         adapter.is_on = False
@@ -255,8 +257,8 @@ def without_adapters(chunks: Sequence[PolicyModel]) -> Iterator[None]:
 
 
 def sharded_adapters(chunk: PolicyModel, groups: ParallelGroups) -> dict[str, ShardedTensor | ShardedTensorFactory]:
-    """Megatron's sharded state of one chunk's adapters, by the parameters' names in the chunk. Keys have the global
-    layer and expert in them, so that any layout reads them.
+    """Megatron's sharded state of one chunk's adapters, by the parameters' names in the chunk. The keys contain the
+    global layer and expert, so any layout can read them.
     """
     found = {}
     for place, adapter in zip(chunk.adapters, chunk.low_rank(), strict=True):
@@ -272,8 +274,8 @@ def sharded_adapters(chunk: PolicyModel, groups: ParallelGroups) -> dict[str, Sh
 
 
 def load_trained(chunk: PolicyModel, state: dict[str, Any]) -> None:
-    """Load a chunk's state from a checkpoint: its adapters alone if it has some. Raises RuntimeError if a part is
-    missing or not known.
+    """Load a chunk's state from a checkpoint; only its adapters if it has some. Raises RuntimeError if a part is
+    missing or unknown.
     """
     if not len(chunk.adapters):
         chunk.load_state_dict(state, strict=True)

@@ -1,7 +1,7 @@
 """Core attention and norm without Transformer Engine: packed sequences on torch's SDPA.
 
-Replaces `TEDotProductAttention` and `TENorm`, which half precision on a GPU uses. It takes the same packed (`thd`)
-input and context-parallel layout, so that all code above it is the same. Knows nothing of the loss.
+`PackedAttention` and `TorchNorm` replace `TEDotProductAttention` and `TENorm`, which half precision on a GPU uses. They
+take the same packed (`thd`) input and context-parallel layout, so all code above them is the same.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class TorchNorm:
 
 
 class PackedAttention(MegatronModule):
-    """`attend` as Megatron's core attention of a layer. `softmax_offset` [heads of this tensor rank]: its sinks, or
-    None.
+    """`attend` as the core attention of one of Megatron's layers. `softmax_offset` [heads of this tensor rank]: the
+    layer's sinks, or None.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class PackedAttention(MegatronModule):
         )
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        """The sinks as Megatron's own attention has them: cut over the tensor group."""
+        """Megatron's sharded state of the sinks, cut over the tensor group as in Megatron's own attention."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),

@@ -1,18 +1,11 @@
-"""From a mini-batch's values and rewards to what both models train on: advantages of tokens, and returns.
+"""The critic of one run on one rank: a value model, its values of a mini-batch, the advantages from them, its step.
 
-Owns the order of the acts over the packs of one mini-batch and their sums over data ranks; `algorithm/advantages.py`
-has the maths. Runs on last-stage ranks: the advantages are written into the packs, where the policy's loss finds them.
-
-The critic's head: a number for each chosen hidden state, and the model that owns it in place of an LM head.
-
-Owns the product in chunks and its gradient over tensor ranks. The head is whole on every tensor rank; all of them
-compute the same values from the same gathered states, so that its gradient needs no sum over them.
-
-CriticEngine: the value model of one run on one rank. Values of a mini-batch, advantages, value step.
-
-Owns the passes of the critic and what they share over context and data ranks. The model is a second one in the policy's
-layout and packs, with optimizer and schedule of its own; `algorithm/advantages.py` and `algorithm/losses.py` have the
-maths.
+The value model is a second one in the policy's layout and packs, with an optimizer and a schedule of its own.
+`ValueModel` owns a value head in place of an LM head. The head is whole on every tensor rank; all of them compute the
+same values from the same gathered states, so its gradient needs no sum over them. `CriticEngine` runs the passes.
+`estimate_returns` goes from values and rewards to what both models train on: it writes the advantages into the packs,
+where the policy's loss finds them, on last-stage ranks. The maths is in `algorithm/advantages.py` and
+`algorithm/losses.py`.
 """
 
 from __future__ import annotations
@@ -34,7 +27,7 @@ from gspo_mega.base.records import MicroBatch
 from gspo_mega.config.schema import Config
 from gspo_mega.engine.device_batch import DeviceBatch, held_rows, sum_over_context
 from gspo_mega.engine.forward_backward import Head, Pipeline
-from gspo_mega.engine.losses import PassOutput, require_finite
+from gspo_mega.engine.losses import PassOutput, require_finite_tokens
 from gspo_mega.engine.model import PolicyModel, build_chunks, transformer_config
 from gspo_mega.engine.optimizer import (
     StepResult,
@@ -54,7 +47,8 @@ from gspo_mega.models.spec import ModelSpec
 
 class ValueModel(PolicyModel):
     """A `PolicyModel` whose last stage owns `value_head` [1, H] of the model's dtype, zero at the start, and no LM
-    head. Embeddings are never tied to anything."""
+    head. Embeddings are never tied.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs | {"share_embeddings_and_output_weights": False})
@@ -66,7 +60,7 @@ class ValueModel(PolicyModel):
             torch.nn.init.zeros_(self.value_head.weight)
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Of the backbone and, on the last stage, the head."""
+        """Megatron's sharded state of the backbone and, on the last stage, of the value head."""
         has_head, self.post_process = self.post_process, False  # Megatron would look for the LM head's tensor
         try:
             return super().sharded_state_dict(*args, **kwargs)
@@ -82,8 +76,9 @@ class ValueModel(PolicyModel):
 
 
 class _ChunkedValues(torch.autograd.Function):
-    """h w^T for each row, widened chunk by chunk. hidden [N, H], weight [1, H] of one dtype; returns [N] float32, or
-    float64 if they are."""
+    """h w^T for each row, widened chunk by chunk. hidden [N, H], weight [1, H] of one dtype. Returns [N] float32, or
+    float64 if the inputs are float64.
+    """
 
     @staticmethod
     def forward(ctx, hidden: torch.Tensor, weight: torch.Tensor, chunk_rows: int) -> torch.Tensor:
@@ -140,20 +135,21 @@ def token_values(
 @dataclass
 class Values:
     """The values of one micro-batch, on last-stage ranks. `before` [N] float32: of the state before each active token
-    of this rank. `behind` [S] float32: of the state after each sequence's last active token, the same on all context
-    ranks; 0 where a sequence has none."""
+    of this rank. `after` [S] float32: of the state after each sequence's last active token, the same on all context
+    ranks; 0 if a sequence has none.
+    """
 
     before: torch.Tensor
-    behind: torch.Tensor
+    after: torch.Tensor
 
 
 class _ValuePipeline(Pipeline):
-    """Gives a head values in place of log-probs, and those behind the last tokens in place of entropies."""
+    """Gives a head values in place of log-probs, and values after the last tokens in place of entropies."""
 
     def read(
         self, batch: DeviceBatch, hidden: torch.Tensor, with_entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Values [N] float32 and, on request, this rank's part of the values behind, [S] float32."""
+        """Values [N] float32 and, on request, this rank's part of the values after the last tokens, [S] float32."""
         rows = torch.cat([batch.rows, batch.end_rows]) if with_entropy else batch.rows
         values = token_values(
             hidden,
@@ -170,20 +166,24 @@ class _ValuePipeline(Pipeline):
 
 
 @dataclass
-class _KeepValues:
-    groups: ParallelGroups
-    wants_entropy: ClassVar[bool] = True  # here: the values behind
+class _CollectValues:
+    """A head that returns the values of a micro-batch as columns."""
 
-    def __call__(self, batch: DeviceBatch, values: torch.Tensor, behind: torch.Tensor | None) -> PassOutput:
-        require_finite(batch, values=values)
-        assert behind is not None
-        whole = sum_over_context(behind, self.groups.context)
-        return PassOutput(columns={"values": values, "values_behind": whole})
+    groups: ParallelGroups
+    wants_entropy: ClassVar[bool] = True  # here: the values after the last tokens
+
+    def __call__(self, batch: DeviceBatch, values: torch.Tensor, after: torch.Tensor | None) -> PassOutput:
+        require_finite_tokens(batch, values=values)
+        assert after is not None
+        whole = sum_over_context(after, self.groups.context)
+        return PassOutput(columns={"values": values, "values_after": whole})
 
 
 @dataclass
 class _ValueLoss:
-    """One `old` and one `returns` [N] per micro-batch, as `value_loss` takes them; `coefficients` [S] float64 each."""
+    """A head that computes the value loss. Per micro-batch one `old` and one `returns` [N], as `value_loss` takes them,
+    and one `coefficients` [S] float64.
+    """
 
     old: Sequence[torch.Tensor]
     returns: Sequence[torch.Tensor]
@@ -191,8 +191,8 @@ class _ValueLoss:
     clip_range: float | None
     place: int = 0
 
-    def __call__(self, batch: DeviceBatch, values: torch.Tensor, _behind: torch.Tensor | None) -> PassOutput:
-        require_finite(batch, values=values)
+    def __call__(self, batch: DeviceBatch, values: torch.Tensor, _after: torch.Tensor | None) -> PassOutput:
+        require_finite_tokens(batch, values=values)
         place, self.place = self.place, self.place + 1
         computed = value_loss(
             values,
@@ -209,18 +209,20 @@ class _ValueLoss:
 
 
 @dataclass
-class _WeighedScores:
-    """The sum of each sequence's score, which is its value behind the last active token, times its slope [S]."""
+class _WeightedScores:
+    """A head whose loss is the sum over sequences of score times slope [S]. The score of a sequence is the value after
+    its last active token.
+    """
 
     slopes: Sequence[torch.Tensor]
     place: int = 0
-    wants_entropy: ClassVar[bool] = True  # here: the values behind
+    wants_entropy: ClassVar[bool] = True  # here: the values after the last tokens
 
-    def __call__(self, batch: DeviceBatch, values: torch.Tensor, behind: torch.Tensor | None) -> PassOutput:
-        assert behind is not None
+    def __call__(self, batch: DeviceBatch, values: torch.Tensor, after: torch.Tensor | None) -> PassOutput:
+        assert after is not None
         place, self.place = self.place, self.place + 1
-        # Of a score, this context rank has its part alone: the whole, or zero.
-        return PassOutput(loss=(behind.double() * self.slopes[place].to(behind.device)).sum())
+        # This context rank has its own part of each score: the whole score, or zero.
+        return PassOutput(loss=(after.double() * self.slopes[place].to(after.device)).sum())
 
 
 class CriticEngine:
@@ -235,7 +237,7 @@ class CriticEngine:
         optimizer = config.optimizer
         require_optimizer(optimizer)
         self.config, self.spec, self.groups = config, spec, groups
-        self.before_step: Callable[[], None] | None = None  # called as `apply_gradients` says
+        self.before_step: Callable[[], None] | None = None  # `apply_gradients` calls it
         self.megatron_config = transformer_config(config, spec)
         self.chunks = build_chunks(self.megatron_config, spec, groups, ValueModel)
         self.wrapped = wrap_data_parallel(self.megatron_config, self.chunks, optimizer)
@@ -267,7 +269,7 @@ class CriticEngine:
         )
 
     def after_weights_loaded(self) -> None:
-        """Copy the loaded parameters into the optimizer's fp32 copies; round FP8 ones with scales of their own."""
+        """As `PolicyEngine.after_weights_loaded`."""
         self.scales.fit_parameters()
         reload_parameters(self.optimizer)
 
@@ -278,13 +280,14 @@ class CriticEngine:
             write_parameters(self.optimizer)
 
     def values(self, micro_batches: list[MicroBatch]) -> list[Values]:
-        """Values under the current weights, without gradients; empty except on last-stage ranks. Collective.
+        """The values of each micro-batch under the current weights, without gradients; empty except on last-stage
+        ranks. Collective.
 
         Raises NumericsError naming the trajectory with a non-finite value.
         """
         self._begin_step(micro_batches)
         outputs = self._read(micro_batches)
-        return [Values(output.columns["values"], output.columns["values_behind"]) for output in outputs]
+        return [Values(output.columns["values"], output.columns["values_after"]) for output in outputs]
 
     def train_mini_batch(
         self,
@@ -294,20 +297,15 @@ class CriticEngine:
         coefficients: Sequence[torch.Tensor],
         clip_range: float | None,
     ) -> tuple[StepResult, torch.Tensor]:
-        """One optimizer step of the value loss on one mini-batch: its result, and this rank's part of the sums.
+        """Take one optimizer step of the value loss on one mini-batch. Returns its result, and this rank's part of the
+        sums: `VALUE_SUMS`, clipped tokens and the loss, [8] float64. Collective.
 
-        One tensor per micro-batch each, on last-stage ranks: `old` values and `returns` [N] of this rank's active
-        tokens, in the unit of rewards; `coefficients` [S] float64 (`sequence_coefficients`). The sums: `VALUE_SUMS`,
-        clipped tokens and the loss, [8] float64. Collective.
+        The arguments have one tensor per micro-batch, on last-stage ranks: `old` values and `returns` [N] of this
+        rank's active tokens, in the unit of rewards; `coefficients` [S] float64 (`sequence_coefficients`).
         """
         self._begin_step(micro_batches)
         sums = self.value_gradients(micro_batches, old, returns, coefficients, clip_range)
-        result = apply_gradients(
-            self.optimizer, self.scheduler, self.config.optimizer.clip_grad, self.groups, self.before_step
-        )
-        if not result.skipped:
-            self._expert_bias.update()
-        return result, sums
+        return self._apply(), sums
 
     def value_gradients(
         self,
@@ -330,17 +328,21 @@ class CriticEngine:
         return torch.stack(sums).sum(0) if sums and self.groups.tensor.rank == 0 else torch.zeros(8).double()
 
     def step_scores(self, micro_batches: list[MicroBatch], slopes: Sequence[torch.Tensor]) -> StepResult:
-        """One optimizer step along the gradient of sum_s slopes_s score_s, where the score of a sequence is its value
-        behind the last active token.
+        """Take one optimizer step along the gradient of sum_s slopes_s score_s, where the score of a sequence is the
+        value after its last active token.
 
-        slopes: one [S] float64 per micro-batch on last-stage ranks: the loss's derivative by each score, its sequences'
-        own, as the whole batch gives it; of filler 0. Collective.
+        slopes: one [S] float64 per micro-batch, on last-stage ranks: the derivative of the whole batch's loss by the
+        score of each of its sequences; 0 for filler. Collective.
         """
         self._begin_step(micro_batches)
-        self.scales.before_gradients(lambda: self._forward_backward(micro_batches, _WeighedScores(slopes)))
-        _, routing = self._forward_backward(micro_batches, _WeighedScores(slopes))
+        self.scales.before_gradients(lambda: self._forward_backward(micro_batches, _WeightedScores(slopes)))
+        _, routing = self._forward_backward(micro_batches, _WeightedScores(slopes))
         self.scales.after_gradients()
         self._expert_bias.count(micro_batches, routing.taken)
+        return self._apply()
+
+    def _apply(self) -> StepResult:
+        """Take the optimizer step and, unless it was skipped, update the expert bias."""
         result = apply_gradients(
             self.optimizer, self.scheduler, self.config.optimizer.clip_grad, self.groups, self.before_step
         )
@@ -361,12 +363,12 @@ class CriticEngine:
 
     def _read(self, micro_batches: list[MicroBatch]) -> list[PassOutput]:
         routing = RoutingPass(self._routers, len(micro_batches))
-        return self._pipeline.run(micro_batches, _KeepValues(self.groups), forward_only=True, routing=routing)
+        return self._pipeline.run(micro_batches, _CollectValues(self.groups), forward_only=True, routing=routing)
 
 
-def whole_pack(micro_batch: MicroBatch, own: torch.Tensor, groups: ParallelGroups) -> torch.Tensor:
-    """The active tokens of the whole pack, in its order, from each context rank's `own` [N]: [M] of its dtype, the same
-    on all context ranks. Collective over the context group if its size is above 1.
+def gather_pack(micro_batch: MicroBatch, own: torch.Tensor, groups: ParallelGroups) -> torch.Tensor:
+    """The numbers of the active tokens of the whole pack, in its order, from each context rank's `own` [N]: [M] of its
+    dtype, the same on all context ranks. Collective over the context group if its size is above 1.
     """
     if groups.context.size == 1:
         return own
@@ -377,7 +379,9 @@ def whole_pack(micro_batch: MicroBatch, own: torch.Tensor, groups: ParallelGroup
 
 
 def own_part(micro_batch: MicroBatch, whole: torch.Tensor, groups: ParallelGroups) -> torch.Tensor:
-    """This context rank's active tokens, [N], of `whole` [M], as `whole_pack` orders it."""
+    """The numbers of this context rank's active tokens, [N], from those of the whole pack, `whole` [M], in the order of
+    `gather_pack`.
+    """
     return whole if groups.context.size == 1 else whole[_places(micro_batch, groups).to(whole.device)]
 
 
@@ -387,11 +391,12 @@ def _places(micro_batch: MicroBatch, groups: ParallelGroups) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Estimator:
+class AdvantageEstimator:
     """How advantages are estimated. `discount`: gamma; `trace`: lambda; `bootstraps`: whether a sequence that was cut
-    off goes on with the value behind its last token, else with 0; `whitens`: whether the advantages of a mini-batch
-    get mean 0 and standard deviation 1, with `std_ddof` as in `whitened`; `kl_coefficient`: of the penalty in the
-    reward, 0 for none."""
+    off continues with the value after its last token, else with 0; `whitens`: whether the advantages of a mini-batch
+    get mean 0 and standard deviation 1, with `std_ddof` as in `whitened`; `kl_coefficient`: that of the KL penalty in
+    the reward, 0 for none.
+    """
 
     discount: float
     trace: float
@@ -403,24 +408,26 @@ class Estimator:
 
 @dataclass
 class TokenRewards:
-    """The rewards of one micro-batch, whole and the same on all context ranks. `of_tokens` [M] float64: of its active
-    tokens, in the pack's order; `is_truncated` [S] bool: whether the sequence was cut off."""
+    """The rewards of one micro-batch, whole and the same on all context ranks. `per_token` [M] float64: those of its
+    active tokens, in the pack's order; `is_truncated` [S] bool: whether the sequence was cut off.
+    """
 
-    of_tokens: torch.Tensor
+    per_token: torch.Tensor
     is_truncated: torch.Tensor
 
     @classmethod
-    def of(cls, pack: MicroBatch) -> TokenRewards:
-        """Those that a pack carries (`token_rewards`, `truncated`), on the host."""
+    def from_pack(cls, pack: MicroBatch) -> TokenRewards:
+        """The rewards that a pack carries (`token_rewards`, `truncated`), on the host."""
         assert pack.token_rewards is not None
-        of_tokens = torch.from_numpy(pack.token_rewards[pack.loss_mask > 0])
-        return cls(of_tokens, torch.from_numpy(pack.sequence["truncated"] > 0))
+        per_token = torch.from_numpy(pack.token_rewards[pack.loss_mask > 0])
+        return cls(per_token, torch.from_numpy(pack.sequence["truncated"] > 0))
 
 
 @dataclass
 class LogProbs:
-    """The log-probs of the KL penalty for one micro-batch, [N] float32 nats of this rank's active tokens each: of the
-    policy that the advantages are of, and of the reference."""
+    """The log-probs of the KL penalty for one micro-batch, each [N] float32 nats of this rank's active tokens. `old`:
+    by the policy whose advantages are estimated. `reference`: by the reference.
+    """
 
     old: torch.Tensor
     reference: torch.Tensor
@@ -430,16 +437,16 @@ def estimate_returns(
     micro_batches: list[MicroBatch],
     values: Sequence[Values],
     rewards: Sequence[TokenRewards],
-    estimator: Estimator,
+    estimator: AdvantageEstimator,
     groups: ParallelGroups,
     log_probs: Sequence[LogProbs] | None = None,
 ) -> list[torch.Tensor]:
-    """Write `token_advantages` into the packs; returns the returns of this rank's active tokens, [N] float64 in the
-    unit of rewards, before any whitening, one tensor per micro-batch.
+    """Write `token_advantages` into the packs. Returns one tensor per micro-batch: the returns (advantage + value) of
+    this rank's active tokens, [N] float64 in the unit of rewards, before any whitening.
 
-    Call it on last-stage ranks with one of `values`, `rewards` and, for a KL penalty, `log_probs` per micro-batch.
-    Raises ValueError if `log_probs` are given without a coefficient or the other way round. Collective over the data
-    and context groups of those ranks.
+    Call it on last-stage ranks with one entry of `values`, `rewards` and, for a KL penalty, `log_probs` per
+    micro-batch. Raises ValueError if `log_probs` are given without a coefficient or the other way round. Collective
+    over the data and context groups of those ranks.
     """
     if (estimator.kl_coefficient > 0) != (log_probs is not None):
         raise ValueError(
@@ -449,28 +456,28 @@ def estimate_returns(
     advantages: list[torch.Tensor] = []
     returns: list[torch.Tensor] = []
     for place, (pack, value, reward) in enumerate(zip(micro_batches, values, rewards, strict=True)):
-        before = whole_pack(pack, value.before, groups)
-        of_tokens = reward.of_tokens.to(before.device)
+        before = gather_pack(pack, value.before, groups)
+        token_rewards = reward.per_token.to(before.device)
         if log_probs is not None:
             old, reference = (
-                whole_pack(pack, one, groups) for one in (log_probs[place].old, log_probs[place].reference)
+                gather_pack(pack, one, groups) for one in (log_probs[place].old, log_probs[place].reference)
             )
-            of_tokens = penalised_rewards(of_tokens, old, reference, estimator.kl_coefficient)
-        behind = value.behind * reward.is_truncated.to(before.device) if estimator.bootstraps else None
+            token_rewards = penalised_rewards(token_rewards, old, reference, estimator.kl_coefficient)
+        after = value.after * reward.is_truncated.to(before.device) if estimator.bootstraps else None
         ids = torch.from_numpy(pack.sequence_ids[pack.loss_mask > 0]).to(before.device)
         advantage, whole_returns = generalised_advantages(
-            of_tokens,
+            token_rewards,
             before,
             ids,
             pack.num_sequences,
             discount=estimator.discount,
             trace=estimator.trace,
-            values_behind=behind,
+            values_after=after,
         )
         advantages.append(advantage)
         returns.append(own_part(pack, whole_returns, groups))
     if estimator.whitens and advantages:
-        # Every context rank has the whole packs, so that the sums are over data ranks alone.
+        # Every context rank has the whole packs, so the sums are over data ranks only.
         flat = whitened(torch.cat(advantages), lambda sums: _sum_over_data(sums, groups), std_ddof=estimator.std_ddof)
         advantages = list(flat.split([len(one) for one in advantages]))
     for pack, advantage in zip(micro_batches, advantages, strict=True):

@@ -1,8 +1,8 @@
-"""One MicroBatch as tensors of this rank: sliced for context parallelism, on its device.
+"""One MicroBatch as tensors of this rank: sliced for context parallelism, on its device. And the one sum that losses
+share between context-parallel ranks.
 
-Owns the alignment between packed positions and active response tokens; no model and no loss.
-
-The one sum that the loss shares between context-parallel ranks.
+`to_device` owns the alignment between packed positions and active response tokens: a position predicts the token after
+it.
 """
 
 from __future__ import annotations
@@ -19,41 +19,6 @@ from gspo_mega.base.records import MicroBatch
 from gspo_mega.engine.process_groups import ParallelGroups, RankGroup, device
 
 
-class _SumForward(torch.autograd.Function):
-    """Sum over the group; the gradient goes back to each rank's own addend unchanged."""
-
-    @staticmethod
-    def forward(ctx, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        total = values.detach().clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (grad,) = grad_outputs
-        return grad, None
-
-
-def sum_over_context(values: torch.Tensor, context: RankGroup) -> torch.Tensor:
-    """The sum over the context group, [S] of the dtype of `values`, identical on its ranks.
-
-    values: [S] float32 or float64, this rank's partial sums per sequence, nats in the losses.
-    Every rank then computes the same per-sequence loss and back-propagates its own tokens only. The gradient is
-    complete once gradients are summed over the group, which data-parallel reduction does.
-    Collective over the context group if its size is above 1.
-    """
-    return values if context.size == 1 else _SumForward.apply(values, context.group)
-
-
-def with_known_sum(values: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """`sum_over_context` without communication, for a sum that is already known: `total` with the gradient of `values`.
-
-    values: [S] float32 or float64, this rank's partial sums per sequence, finite. total: [S] of the same dtype, their
-    sum over the context group, identical on its ranks. Returns [S] of that dtype.
-    """
-    return total + (values - values.detach())
-
-
 @dataclass
 class DeviceBatch:
     """The input of one forward pass on one rank, local to the rank's part of the context group.
@@ -61,8 +26,8 @@ class DeviceBatch:
     `token_ids`, `position_ids` [1, t] int64 with t = T / context size; `packed`: Megatron's packed-sequence parameters.
     For the N active response tokens that this rank holds: `rows` [N] int64 (the position in t that predicts the token),
     `labels` [N] int64, `sequence_ids` [N] int64 in [0, S), `rollout_log_probs` [N] float32 nats, `token_advantages` [N]
-    float64 or None, `version_index` [N] int64 in [0, `num_versions`) or None. Of the E sequences with an active token
-    whose last one stands here: `end_rows` [E] int64 (its own position in t), `end_sequences` [E] int64. `sequence`:
+    float64 or None, `version_index` [N] int64 in [0, `num_versions`) or None. For the E sequences whose last active
+    token is held here: `end_rows` [E] int64 (its own position in t), `end_sequences` [E] int64. `sequence`:
     tensors [S], the same on all context ranks; `trajectory_index` [S] int64, rows of the rollout batch, on the host.
     """
 
@@ -84,8 +49,8 @@ class DeviceBatch:
 
 
 def held_rows(micro_batch: MicroBatch, groups: ParallelGroups) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the pack's positions that this context rank holds, [t] int64; the places among them of the N active response
-    tokens, [N] int64), on the host.
+    """The positions of the pack that this context rank holds, [t] int64, and the places among them of the N active
+    response tokens, [N] int64; both on the host.
     """
     cu_seqlens = torch.from_numpy(micro_batch.cu_seqlens)
     held = local_rows(cu_seqlens, groups.context.size, groups.context.rank)
@@ -97,7 +62,7 @@ def _ends(micro_batch: MicroBatch, held: torch.Tensor) -> tuple[torch.Tensor, to
     active = np.flatnonzero(micro_batch.loss_mask > 0)
     ids = micro_batch.sequence_ids[active]
     is_last = np.append(ids[1:] != ids[:-1], True)[: len(ids)]
-    # A position predicts the token behind it, whose own state is the one after it.
+    # A position predicts the token after it, whose own state is one position further.
     sequence_at = torch.full((micro_batch.num_tokens + 1,), -1)
     sequence_at[torch.from_numpy(active[is_last] + 1)] = torch.from_numpy(ids[is_last])
     rows = torch.nonzero(sequence_at[held] >= 0).flatten()
@@ -143,3 +108,38 @@ def to_device(micro_batch: MicroBatch, groups: ParallelGroups) -> DeviceBatch:
         version_index=None if micro_batch.version_index is None else move(micro_batch.version_index, active),
         num_versions=1 if micro_batch.versions is None else len(micro_batch.versions),
     )
+
+
+class _SumForward(torch.autograd.Function):
+    """Sum over the group; the gradient goes back to each rank's own addend unchanged."""
+
+    @staticmethod
+    def forward(ctx, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        total = values.detach().clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (grad,) = grad_outputs
+        return grad, None
+
+
+def sum_over_context(values: torch.Tensor, context: RankGroup) -> torch.Tensor:
+    """The sum over the context group, [S] of the dtype of `values`, identical on its ranks.
+
+    values: [S] float32 or float64, this rank's partial sums per sequence, in nats for the losses.
+    Every rank then computes the same per-sequence loss and back-propagates its own tokens only. The gradient is
+    complete once gradients are summed over the group, which data-parallel reduction does.
+    Collective over the context group if its size is above 1.
+    """
+    return values if context.size == 1 else _SumForward.apply(values, context.group)
+
+
+def with_known_sum(values: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """`sum_over_context` without communication, for a sum that is already known: `total` with the gradient of `values`.
+
+    values: [S] float32 or float64, this rank's partial sums per sequence, finite. total: [S] of the same dtype, their
+    sum over the context group, identical on its ranks. Returns [S] of that dtype.
+    """
+    return total + (values - values.detach())

@@ -1,7 +1,7 @@
 """One pass of micro-batches through the pipeline: forward only, or forward and backward.
 
-Connects Megatron's schedule with the log-prob function. The `Head` decides what to do with a micro-batch's log-probs.
-The policy and the reference both run through this module.
+`Pipeline` connects Megatron's schedule with the log-prob function. A `Head` decides what to do with a micro-batch's
+log-probs. The policy, the reference and, with values in place of log-probs, the critic all run through this module.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from gspo_mega.algorithm.terms import deferred
+from gspo_mega.algorithm.terms import deferred_checks
 from gspo_mega.base import progress
 from gspo_mega.base.records import MicroBatch
 from gspo_mega.engine.device_batch import DeviceBatch, to_device
@@ -34,8 +34,9 @@ Head = Callable[[DeviceBatch, torch.Tensor, torch.Tensor | None], PassOutput]
 @dataclass
 class Pipeline:
     """This rank's part of a model in Megatron's schedule. `chunks` are bare; `models` are the same chunks as the
-    schedule calls them (wrapped in data parallelism if they are trained). `before_pass` raises where a pass may not run
-    yet."""
+    schedule calls them (wrapped in data parallelism if they are trained). `before_pass` raises if a pass may not run
+    yet.
+    """
 
     spec: ModelSpec
     groups: ParallelGroups
@@ -52,7 +53,8 @@ class Pipeline:
         """Run the micro-batches through the pipeline. Returns outputs in order, on last-stage ranks only. Collective.
 
         Without `forward_only` the gradients of the head's losses are left in Megatron's buffers. Finishes `routing`.
-        Raises what the head's searches for non-finite numbers found, with one device synchronisation for all of them.
+        Raises the error of the first check for non-finite numbers in the head that failed, with one device
+        synchronisation for all of them.
         """
         self.before_pass()
         outputs: list[PassOutput] = []
@@ -76,7 +78,7 @@ class Pipeline:
             model.train(not forward_only)
         batches = [to_device(m, self.groups) for m in micro_batches]
         iterators: list[Iterator[tuple[int, DeviceBatch]]] = [iter(enumerate(batches)) for _ in self.models]
-        with torch.set_grad_enabled(not forward_only), held_scales(self.megatron_config), deferred():
+        with torch.set_grad_enabled(not forward_only), held_scales(self.megatron_config), deferred_checks():
             get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],
@@ -92,8 +94,8 @@ class Pipeline:
     def read(
         self, batch: DeviceBatch, hidden: torch.Tensor, with_entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What the head is given of the last stage's `hidden`, [t, 1, H] of the model's dtype: log-probs and, on
-        request, entropies, [N] float32 nats of this rank's active tokens.
+        """The numbers that the head receives from the last stage's `hidden`, [t, 1, H] of the model's dtype: log-probs
+        and, on request, entropies, each [N] float32 nats of this rank's active tokens.
         """
         return token_log_probs(
             hidden,

@@ -1,8 +1,8 @@
-"""Megatron's plain layers with operations that do not depend on the batch: those of `engine.batch_invariant`.
+"""Megatron's plain layers with operations that do not depend on the batch, for `engine.batch_invariant`.
 
-Owns what stands where in a layer; the operations are `gspo_mega.cpu`'s, which the servers call, too. What
-cannot have them is refused by `plan/validate_precision.py`. The forward pass alone is the same for a row in any batch:
-gradients are computed by the usual operations.
+This module says which class stands where in a layer. The operations are those of `gspo_mega.cpu`, which the servers
+call too. `plan/validate_precision.py` refuses models and layouts that cannot have them. Only the forward pass gives the
+same row in any batch: the usual operations compute the gradients.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from gspo_mega.cpu import batch_invariant
 from gspo_mega.cpu.batch_invariant import attend as attend_in_fixed_order
 from gspo_mega.cpu.packed_sdpa import attend, padded_layout
 from gspo_mega.engine.attention import PackedAttention
-from gspo_mega.engine.precision import mlp_parts
+from gspo_mega.engine.precision import mlp_submodules
 
 ACTIVATION = batch_invariant.silu
 
 
 def is_batch_invariant(megatron_config: TransformerConfig) -> bool:
-    """Whether layers of this configuration are those of this module; the activation tells."""
+    """Whether this configuration uses the layers of this module, which its activation function shows."""
     return megatron_config.activation_func is ACTIVATION
 
 
@@ -37,7 +37,7 @@ class InvariantColumnLinear(ColumnParallelLinear):
 
 
 class InvariantRowLinear(RowParallelLinear):
-    """The same, of attention's output and of the MLP's second half."""
+    """The same for the output of attention and the second half of the MLP."""
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *_: object, **options: Any) -> torch.Tensor:
         return batch_invariant.linear(input, weight, options["bias"])
@@ -67,7 +67,7 @@ class _Attention(torch.autograd.Function):
 
 
 class InvariantAttention(PackedAttention):
-    """`PackedAttention` of one context rank that adds over the keys in a fixed order."""
+    """`PackedAttention` of one context rank, which adds over the keys in a fixed order."""
 
     def forward(
         self,
@@ -86,8 +86,10 @@ class InvariantAttention(PackedAttention):
 
 
 def use_invariant_parts(attention: Any, layer: Any) -> None:
-    """Put this module's parts into a plain dense layer: Megatron's submodules of its attention, and of itself."""
+    """Put this module's parts into the spec of a plain dense layer, in place. `attention`, `layer`: Megatron's
+    submodules of its attention, and of the layer itself.
+    """
     attention.core_attention = InvariantAttention
     attention.linear_qkv, attention.linear_proj = InvariantColumnLinear, InvariantRowLinear
-    mlp = mlp_parts(layer.mlp)
+    mlp = mlp_submodules(layer.mlp)
     mlp.linear_fc1, mlp.linear_fc2 = InvariantColumnLinear, InvariantRowLinear

@@ -1,9 +1,9 @@
-"""Hidden states to per-token log-probs, holding no more than one chunk of logits at a time.
+"""From hidden states to per-token log-probs, holding no more than one chunk of logits at a time.
 
-The one log-prob function: the old pass, the training passes and evaluation all go through
-`token_log_probs`. Only rows that carry an active response token reach the LM head. The head is
-vocabulary-parallel; accumulation, log-softmax and entropy are fp32 (float64 stays). The backward pass computes
-each chunk's logits again and adds the head's gradient straight into Megatron's main gradient.
+`token_log_probs`, at the end of this file, is the only log-prob function: the old pass, the training passes and
+evaluation all call it. Only rows that carry an active response token reach the LM head. The head is
+vocabulary-parallel; accumulation, log-softmax and entropy are fp32 (float64 stays). The backward pass computes each
+chunk's logits again and adds the head's gradient straight into Megatron's main gradient.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ class _Head:
         self.columns = local.clamp(0, max(weight.size(0) - 1, 0))[:, None]
 
     def chunks(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """(rows, logits [n, v] over the temperature) of each chunk; the next overwrites it. No chunks if v = 0."""
+        """Yields (rows, logits [n, v] over the temperature) of each chunk; the next chunk overwrites them. There are no
+        chunks if v = 0.
+        """
         num_rows, width = self.hidden.size(0), self.weight.size(0)
         if width == 0:
             return
@@ -88,7 +90,7 @@ class _Head:
 
 
 def _expected_logits(shifted: torch.Tensor) -> torch.Tensor:
-    """Sum of exp(x) x over each row of `shifted` [n, v], each with maximum 0, with n / 8 rows of scratch memory."""
+    """The sum of exp(x) x over each row of `shifted` [n, v], whose maxima are 0; uses n / 8 rows of scratch memory."""
     parts = shifted.split(-(-shifted.size(0) // ENTROPY_PARTS))
     return torch.cat([part.exp().mul_(part).sum(1) for part in parts])
 
@@ -234,7 +236,8 @@ def token_log_probs(
     Returns two [N] float32 tensors in nats, the same on all tensor ranks, the second None unless `with_entropy`. The
     first is differentiable with respect to hidden_states and head_weight, and bitwise the same with and without
     entropy. If head_weight is a parameter under Megatron's DDP, its gradient goes to `main_grad` only.
-    batch_invariant: on one tensor rank on a CPU, the log-probs to the bit as the servers' (`engine.batch_invariant`).
+    batch_invariant: on one tensor rank on a CPU, the log-probs are bit for bit those of the servers
+    (`engine.batch_invariant`).
     Collective over the tensor group.
     """
     hidden = hidden_states

@@ -1,14 +1,13 @@
 """The losses of the last pipeline stage: the old pass, the policy loss, the supervised loss.
 
 Each is a callable from (batch, log-probs, entropies) to a `PassOutput`. Entropies are computed only for a callable
-whose `wants_entropy` is true, and are None otherwise. `gspo_mega.algorithm` owns the maths; this module adds the
-context-parallel group and the report. A report is this rank's part: sums over the tokens that it holds, which the
-runtime adds up over context- and data-parallel ranks.
+whose `wants_entropy` is true, and are None otherwise. `gspo_mega.algorithm` has the maths; this module adds the
+context-parallel group and the report. A report is this rank's part: sums over the tokens that it holds, which the train
+loop adds up over context- and data-parallel ranks.
 
-The correction of the engine gap over a whole rollout batch: one decision, the same on all ranks.
-
-Brings the sums of all old passes together over the data-parallel ranks, applies `algorithm.correction` to them in the
-batch's order, and writes each response's weight back where its training pass finds it. Owns no formula.
+`correct_batch` decides the correction of the engine gap once for a whole rollout batch, the same on all ranks: it
+brings the sums of all old passes together over the data-parallel ranks, applies `algorithm/correction.py` to them in
+the batch's order, and returns the weight of each response for its training pass.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from gspo_mega.algorithm.correction import (
     mismatch_sums,
 )
 from gspo_mega.algorithm.diagnostics import policy_sums
-from gspo_mega.algorithm.losses import Estimator, reference_kl, supervised_loss
-from gspo_mega.algorithm.objective import ObjectiveSettings, policy_objective
+from gspo_mega.algorithm.losses import KlEstimator, reference_kl, supervised_loss
+from gspo_mega.algorithm.objective import ObjectiveSettings, policy_objective, segment_sum, token_log_ratios
 from gspo_mega.algorithm.terms import (
     CORRECTION_CENTRE,
     CORRECTION_DEVIATION,
@@ -42,8 +41,6 @@ from gspo_mega.algorithm.terms import (
     LOG_S,
     MISMATCH_MAXIMA,
     MISMATCH_SUMS,
-    segment_sum,
-    token_log_ratios,
 )
 from gspo_mega.base.errors import NumericsError
 from gspo_mega.config.derived import Band
@@ -53,11 +50,12 @@ from gspo_mega.engine.process_groups import ParallelGroups, device
 
 @dataclass
 class GapSums:
-    """What the correction needs of the S sequences of one micro-batch; whole sequences, the same on all context ranks.
+    """The input of the correction from the S sequences of one micro-batch: whole sequences, the same on all context
+    ranks.
 
-    `rows` [S] int64: trajectory of the rollout batch, -1 for filler. `sums` [S] float64 nats, of `exact_sums`;
+    `rows` [S] int64: trajectory of the rollout batch, -1 for filler. `sums` [S] float64 nats, from `exact_sums`;
     `lengths` [S] float64 active tokens; `num_vetoes` [S] float64 tokens above the veto. `segments` [S, 2 V] float64:
-    `sums` and then `lengths` of the tokens of each of the V weight versions of the rollout batch; None for V = 1.
+    `sums` and then `lengths` of the tokens of each of the V weight versions of the rollout batch; None if V = 1.
     """
 
     rows: torch.Tensor
@@ -71,7 +69,8 @@ class GapSums:
 class SequenceCorrection:
     """The correction of the S sequences of one micro-batch. `weights` [S] float64 and `keep` [S] bool as in
     `CorrectionResult`; `deviations`, `centre` [S] float64 nats, the centre being one number for the whole batch.
-    `segments` [S, 2] float64: how many were judged, and 1 where a segment alone decided; None with one version.
+    `segments` [S, 2] float64: how many segments were judged, and 1 where only a segment put the sequence outside; None
+    with one version.
     """
 
     weights: torch.Tensor
@@ -81,8 +80,8 @@ class SequenceCorrection:
     segments: torch.Tensor | None = None
 
 
-def most_packs(num_packs: int, groups: ParallelGroups) -> int:
-    """The largest `num_packs` of all data-parallel ranks. Collective over the data group."""
+def max_packs(num_packs: int, groups: ParallelGroups) -> int:
+    """The largest `num_packs` of any data-parallel rank. Collective over the data group."""
     most = torch.tensor(num_packs, device=device())
     if groups.data.size > 1:
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=groups.data.group)
@@ -90,7 +89,8 @@ def most_packs(num_packs: int, groups: ParallelGroups) -> int:
 
 
 def correct_batch(rule: CorrectionRule, gaps: Sequence[GapSums], groups: ParallelGroups) -> list[SequenceCorrection]:
-    """The correction of each micro-batch of `gaps`, which are all of this rank's in the rollout batch.
+    """Decide the correction of the rollout batch; returns it for each micro-batch of `gaps`, which are all those of
+    this rank.
 
     Every row's numbers come from one data-parallel rank and are added to zeros, so the decision is bit for bit the same
     in every layout that gives the same log-probs. Collective over the data group. Raises NumericsError naming a
@@ -141,12 +141,12 @@ def correct_batch(rule: CorrectionRule, gaps: Sequence[GapSums], groups: Paralle
 
 @dataclass
 class OldLogProbs:
-    """What the old pass leaves for the training passes of one micro-batch, on last-stage ranks.
+    """The result of the old pass for the training passes of one micro-batch, on last-stage ranks.
 
     `log_probs` [N] float32 nats for this rank's active tokens. `gap_sums` [S] float64 nats: the gap between the two
-    engines, trainer - rollout, summed over each whole sequence, the same on all context ranks. `gap`: what its
-    correction is decided by. `correction`: what was decided over the whole rollout batch; None where nothing corrects
-    the gap, and until `PolicyEngine.correct` has been called.
+    engines, trainer - rollout, summed over each whole sequence, the same on all context ranks. `gap`: the input of its
+    correction. `correction`: the decision over the whole rollout batch; None if nothing corrects the gap, and until
+    `PolicyEngine.correct` has been called.
     """
 
     log_probs: torch.Tensor
@@ -172,8 +172,9 @@ class PassOutput:
     gaps: torch.Tensor | None = None
 
 
-def require_finite(batch: DeviceBatch, **tensors: torch.Tensor) -> None:
-    """Raise NumericsError naming the trajectory of the first non-finite active token, at the end of the pass.
+def require_finite_tokens(batch: DeviceBatch, **tensors: torch.Tensor) -> None:
+    """Raise NumericsError naming the trajectory of the first non-finite active token, at the end of the pass
+    (`deferred_checks`).
 
     tensors: [N] of a float dtype, one value per active token of this rank, in nats.
     """
@@ -187,7 +188,7 @@ def require_finite(batch: DeviceBatch, **tensors: torch.Tensor) -> None:
     terms.require_finite(torch.ones_like(batch.sequence_ids), batch.sequence_ids, describe, **tensors)
 
 
-def _wanted(entropies: torch.Tensor | None) -> torch.Tensor:
+def _require_entropies(entropies: torch.Tensor | None) -> torch.Tensor:
     if entropies is None:
         raise ValueError("the entropies were not computed; set `wants_entropy` on this loss")
     return entropies
@@ -195,9 +196,9 @@ def _wanted(entropies: torch.Tensor | None) -> torch.Tensor:
 
 @dataclass
 class OldPass:
-    """Trainer log-probs at the start of a rollout batch, and their gap to the server's. `rule` corrects that gap later.
-    `keeps_gaps`: the gap of each token is in the output, for a person to look at. `band`: the clip range that the gap
-    is compared with, None where nothing is clipped.
+    """The trainer's log-probs at the start of a rollout batch, and their gap to the server's. `rule`: corrects that gap
+    later. `keeps_gaps`: the output has the gap of each token, for a person to look at. `band`: the clip range that the
+    gap is compared with, None if nothing is clipped.
 
     Called with a batch, `log_probs` [N] float32 nats and `entropies` [N] float32 nats of this rank's active tokens.
     """
@@ -213,18 +214,18 @@ class OldPass:
         return PassOutput(columns=columns, old=old, gaps=self.gaps(batch, log_probs))
 
     def gaps(self, batch: DeviceBatch, log_probs: torch.Tensor) -> torch.Tensor | None:
-        """[N] float16 nats where they are kept. log_probs: [N] float32 nats."""
+        """The gap of each token, [N] float16 nats; None unless gaps are kept. log_probs: [N] float32 nats."""
         return (log_probs.detach() - batch.rollout_log_probs).half() if self.keeps_gaps else None
 
     def measure(
         self, batch: DeviceBatch, log_probs: torch.Tensor, entropies: torch.Tensor | None
     ) -> tuple[dict[str, torch.Tensor], OldLogProbs]:
-        """The columns of the report, and what the training passes need. Collective over the context group.
+        """Returns the columns of the report, and the input of the training passes. Collective over the context group.
 
         log_probs, entropies: [N] float32 nats of this rank's active tokens. Columns: [S] or [S, K] float64, this rank's
         parts. Raises NumericsError for a non-finite active token.
         """
-        require_finite(batch, old_log_probs=log_probs, rollout_log_probs=batch.rollout_log_probs)
+        require_finite_tokens(batch, old_log_probs=log_probs, rollout_log_probs=batch.rollout_log_probs)
         active = torch.ones_like(batch.sequence_ids)
         sums, maxima = mismatch_sums(
             log_probs, batch.rollout_log_probs, active, batch.sequence_ids, batch.num_sequences, band=self.band
@@ -252,7 +253,9 @@ class OldPass:
         columns = {
             MISMATCH_SUMS.name: sums,
             MISMATCH_MAXIMA.name: maxima,
-            ENTROPY_SUM.name: segment_sum(_wanted(entropies).double(), batch.sequence_ids, batch.num_sequences),
+            ENTROPY_SUM.name: segment_sum(
+                _require_entropies(entropies).double(), batch.sequence_ids, batch.num_sequences
+            ),
         }
         gap = GapSums(
             rows=torch.from_numpy(batch.trajectory_index).to(exact.device),
@@ -270,22 +273,23 @@ class KlTerm:
     rank's active tokens under that policy, [N] float32 nats."""
 
     coefficient: float
-    estimator: Estimator
+    estimator: KlEstimator
     reference: list[torch.Tensor]
 
 
 @dataclass
 class PolicyLoss:
-    """The clipped objective of one mini-batch, with the KL term to a reference policy if there is one.
+    """The policy objective of one mini-batch, with the KL term to a reference policy if there is one.
 
-    `old` has the old pass of its micro-batches in order, or is None if the old pass was skipped because old is current
-    (one optimizer step per rollout batch, and no correction). With `old_is_current` only the correction is taken from
-    it: the ratio is that of these very log-probs, 1 exactly, also where kernels are not deterministic. With
-    `use_rollout` the server's log-probs serve as old ones, and the engine gap is part of the ratio instead of being
-    corrected. With `corrects`, where `old` is None, every rank's one micro-batch is all of the rollout batch, and the
-    correction is decided here, between its forward and its backward pass: collective over the data group as well.
+    `old` has the old pass of its micro-batches in order. It is None if the old pass was skipped because old is current
+    (one optimizer step per rollout batch, and no correction). With `old_is_current` the loss takes only the correction
+    from it: the ratio is that of the present log-probs to themselves, exactly 1, also if kernels are not deterministic.
+    With `use_rollout` the server's log-probs serve as old ones, and the engine gap is part of the ratio instead of
+    being corrected. With `corrects`, which needs `old` to be None, each rank's part of the rollout batch is one
+    micro-batch, and the correction is decided here, between its forward and its backward pass: collective over the data
+    group as well.
 
-    Raises ValueError if `old_pass.rule` corrects and nobody has decided or will decide the correction: a loss without
+    Raises ValueError if `old_pass.rule` corrects, and the correction neither was decided nor will be: a loss without
     one has a rule of mode `none`, or uses the server's log-probs.
 
     Called with the micro-batches in order: a batch, `log_probs` [N] float32 nats and, if `wants_entropy`, `entropies`
@@ -309,18 +313,18 @@ class PolicyLoss:
             return
         if self.old is None or any(old.correction is None for old in self.old):
             raise ValueError(
-                f"mismatch.correction is {mode}, and nobody has decided it: call `PolicyEngine.correct` with the old"
-                " passes of the whole rollout batch, or train with `corrects`; without a correction mismatch.correction"
-                " is none"
+                f"mismatch.correction is {mode}, and the correction was not decided: call `PolicyEngine.correct` with"
+                " the old passes of the whole rollout batch, or train with `corrects`; to train without a correction,"
+                " set mismatch.correction to none"
             )
 
     @property
     def wants_entropy(self) -> bool:
-        """If the old pass was skipped, this loss reports its metrics."""
+        """Whether this loss needs entropies: it reports the metrics of the old pass if that was skipped."""
         return self.old is None
 
     def __call__(self, batch: DeviceBatch, log_probs: torch.Tensor, entropies: torch.Tensor | None) -> PassOutput:
-        require_finite(batch, log_probs=log_probs)
+        require_finite_tokens(batch, log_probs=log_probs)
         columns: dict[str, torch.Tensor] = {}
         index, self.next_index = self.next_index, self.next_index + 1
         if self.old is not None:
@@ -329,9 +333,10 @@ class PolicyLoss:
         else:
             columns, old = self.old_pass.measure(batch, log_probs.detach(), entropies)
             if self.corrects:
-                terms.settle()  # the host decides on these numbers now
+                terms.check_now()  # the host decides on these numbers now
                 (old.correction,) = correct_batch(self.old_pass.rule, [old.gap], self.groups)
-            # Old is current or the server's, so the log-ratio sums to 0 or to the gap that `measure` has just shared.
+            # Old is current or the server's, so the log-ratio sums to 0, or to the gap that `measure` has just summed
+            # over the context ranks.
             known = old.gap_sums if self.use_rollout else torch.zeros_like(old.gap_sums)
         correction = None if self.use_rollout else old.correction
         if correction is not None:
@@ -345,8 +350,8 @@ class PolicyLoss:
                 columns[CORRECTION_SEGMENTS.name] = correction.segments
 
         def reduce_sequences(sums: torch.Tensor) -> torch.Tensor:
-            """With or without an old pass: one all-reduce over the context ranks per micro-batch."""
-            if sums.ndim == 2:  # beside the log ratios' sums those of gmpo's clipped ones
+            """One all-reduce over the context ranks per micro-batch, with or without an old pass."""
+            if sums.ndim == 2:  # gmpo's, which also has the sums of its clipped log-ratios
                 return sum_over_context(sums, self.groups.context)
             return sum_over_context(sums, self.groups.context) if known is None else with_known_sum(sums, known)
 
@@ -398,7 +403,7 @@ class PolicyLoss:
 
 @dataclass
 class SupervisedLoss:
-    """Mean negative log-prob of the demonstration tokens of one mini-batch (`denominator`: their global number).
+    """The mean negative log-prob of the demonstration tokens of one mini-batch. `denominator`: their global number.
 
     Called with a batch, `log_probs` [N] float32 nats and `entropies` [N] float32 nats of this rank's active tokens.
     """
@@ -407,7 +412,7 @@ class SupervisedLoss:
     wants_entropy: ClassVar[bool] = True
 
     def __call__(self, batch: DeviceBatch, log_probs: torch.Tensor, entropies: torch.Tensor | None) -> PassOutput:
-        require_finite(batch, log_probs=log_probs)
+        require_finite_tokens(batch, log_probs=log_probs)
         loss = supervised_loss(log_probs, torch.ones_like(batch.sequence_ids), self.denominator)
-        totals = torch.stack([log_probs.detach().double().sum(), _wanted(entropies).double().sum()])
+        totals = torch.stack([log_probs.detach().double().sum(), _require_entropies(entropies).double().sum()])
         return PassOutput(loss=loss, totals={"supervised_sums": totals})

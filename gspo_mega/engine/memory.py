@@ -1,8 +1,8 @@
-"""The trainer's parameters, gradients and optimizer state to the host and back, so that servers can have the GPU.
+"""Moves the trainer's parameters, gradients and optimizer state to the host and back, so that servers can have the GPU.
 
-Owns which storages are what, and their copies. A storage is emptied in place (`resize_(0)`) and filled again, so that
-every view of it (buckets, shards, gradients of parameters, moments in an optimizer's state) stays what it was.
-Gradients are zeroed before each backward pass: they have no copy. When is the runtime's decision.
+A storage is emptied in place (`resize_(0)`) and filled again, so that every view of it (buckets, shards, gradients of
+parameters, moments in an optimizer's state) stays valid. Gradients are zeroed before each backward pass, so they have
+no copy. The train loop decides when parts move.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ PARTS: tuple[Part, ...] = ("parameters", "gradients", "optimizer", "reference")
 
 
 class DeviceMemory:
-    """Moves parts of one rank's state. `reference`: the frozen policy of a KL term, where there is one.
+    """Moves parts of one rank's state. `reference`: the frozen policy of a KL term, if there is one.
 
-    While a part is away, nothing may read or write it. Between optimizer steps only: gradients come back as zeros.
+    While a part is away, nothing may read or write it. Move parts only between optimizer steps: gradients come back as
+    zeros.
     """
 
     def __init__(self, engine: PolicyEngine, reference: ReferencePolicy | None = None) -> None:
@@ -36,6 +37,7 @@ class DeviceMemory:
 
     @property
     def present(self) -> frozenset[Part]:
+        """The parts that are on the device now."""
         return frozenset(PARTS) - self._away.keys()
 
     def keep(self, parts: Collection[Part]) -> int:
@@ -44,7 +46,7 @@ class DeviceMemory:
         if not going:
             return 0
         for chunk in self._engine.chunks:
-            chunk.await_parameters()  # with overlapped gathers, the last step's are still on their way
+            chunk.await_parameters()  # overlapped gathers of the last step may not be complete
         freed = 0
         for part in going:
             emptied = [self._empty(storage, keeps=part != "gradients") for storage in self._storages(part)]
@@ -53,11 +55,11 @@ class DeviceMemory:
         if self._on_gpu:
             gc.collect()
             torch.cuda.synchronize()
-            torch.cuda.empty_cache()  # what the allocator keeps is of no use to another process
+            torch.cuda.empty_cache()  # another process cannot use memory that the allocator keeps
         return freed
 
     def restore(self, parts: Collection[Part]) -> int:
-        """Bring these parts back where they are away. Returns the bytes that this took."""
+        """Bring those of these parts back that are away. Returns the bytes that this took."""
         taken = 0
         for part in PARTS:
             if part not in parts or part not in self._away:
@@ -87,11 +89,12 @@ class DeviceMemory:
         return emptied
 
     def _storages(self, part: Part) -> list[torch.UntypedStorage]:
-        """Each storage of the part once, none of another part."""
+        """Every storage of the part once, and none that belongs to another part."""
         device = next(iter(self._engine.chunks[0].parameters())).device
         seen: set[int] = set()
         if part == "optimizer":  # in fp32 without sharding it steps the parameters themselves
-            seen = {one.data_ptr() for other in ("parameters", "gradients") for one in self._pointers(other)}
+            others = (tensor for other in ("parameters", "gradients") for tensor in self._tensors(other))
+            seen = {tensor.untyped_storage().data_ptr() for tensor in others}
         found = []
         for tensor in self._tensors(part):
             storage = tensor.untyped_storage()
@@ -99,10 +102,6 @@ class DeviceMemory:
                 seen.add(storage.data_ptr())
                 found.append(storage)
         return found
-
-    def _pointers(self, part: Literal["parameters", "gradients"]) -> Iterator[torch.UntypedStorage]:
-        for tensor in self._tensors(part):
-            yield tensor.untyped_storage()
 
     def _tensors(self, part: Part) -> Iterator[torch.Tensor]:
         engine = self._engine
@@ -129,7 +128,7 @@ class DeviceMemory:
 
 
 class _Emptied:
-    """A storage without memory, and its bytes on the host; zeros where there are none."""
+    """A storage without memory, and its bytes on the host. Without them it is filled with zeros again."""
 
     def __init__(self, storage: torch.UntypedStorage, num_bytes: int, host: torch.Tensor | None) -> None:
         self._storage, self.num_bytes, self._host = storage, num_bytes, host
@@ -147,8 +146,8 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _tensors_of(optimizer: Any) -> Iterator[torch.Tensor]:
-    """The tensors that one of Megatron's optimizers holds: main parameters, moments, its own of Transformer Engine's
-    Adam. `optimizer` is an attribute that its stubs, of ranks without such parameters, may have as None.
+    """Yields the tensors that one of Megatron's optimizers holds: main parameters, moments, and those of Transformer
+    Engine's Adam. On a rank without such parameters Megatron has a stub, whose attribute `optimizer` may be None.
     """
     inner = getattr(optimizer, "optimizer", None)
     if inner is None:

@@ -1,35 +1,19 @@
 """Megatron GPT chunks that return hidden states, built from a ModelSpec and a layout.
 
-Owns the translation into Megatron's `TransformerConfig` and layer spec. Weights come from
-`gspo_mega.checkpoint`; the LM head is applied by `log_probs.py`, in chunks, not here.
+`build_chunks` makes this rank's chunks, and `transformer_config` the Megatron configuration that they need. After them
+come the layer specs, and then the parts of a model that Megatron's defaults do not cover: multi-head latent attention
+(DeepSeek), the layers of gpt-oss (biases everywhere, sinks, sliding windows, a clamped activation, YaRN), rotary
+frequencies for positions that were stretched after training (Llama 3.1), and Megatron's marks on parameters, which say
+how often a gradient counts in the norm and where it is summed.
 
-Rotary frequencies of models whose positions were stretched after training, such as Llama 3.1.
-
-Megatron has the same formula with three of its four numbers fixed; this one takes all four from the checkpoint.
-
-The norm of a layer: Transformer Engine's, or this package's if Transformer Engine's layers are not used.
-
-Multi-head latent attention in Megatron's terms: its settings, and its parts in a layer spec.
-
-The attention itself is Megatron's; its core is Transformer Engine's, or `packed_attention.PackedAttention`.
-
-The layers of gpt-oss in Megatron's terms: biases everywhere, sinks, sliding windows, a clamped activation, YaRN.
-
-Owns the translation of these fields of a ModelSpec into Megatron's settings. The attention itself is
-`attention.py`'s.
-
-Megatron's marks on parameters: how often a gradient counts in the norm, and where it is summed.
-
-A mark is an attribute that Megatron's layers set, or forget: https://github.com/NVIDIA/Megatron-LM/issues/7452 (finding
-8) and https://github.com/NVIDIA/Megatron-LM/pull/5916 are two that were forgotten. Here the family table decides, which
-also says how a checkpoint is cut, so that a new family or layer cannot bring a mark of its own.
+Weights come from `gspo_mega.checkpoint`. The LM head is applied by `log_probs.py`, in chunks, not here.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from megatron.core.activations import quick_gelu
@@ -71,189 +55,6 @@ from gspo_mega.models.spec import LatentAttention, ModelSpec, MoeSpec, RopeScali
 from gspo_mega.models.tensors import TensorEntry, padded_vocab_size
 
 
-def scaled_frequencies(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    """`frequencies` after Llama 3's scaling: [head_dim / 2] float32, radians per token, the same on all ranks, as
-    given.
-
-    With w = 2 pi / f and o = original_positions: f / factor if w > o / low_frequency_factor, f if
-    w < o / high_frequency_factor, and between them (1 - m) f / factor + m f with
-    m = (o / w - low_frequency_factor) / (high_frequency_factor - low_frequency_factor).
-    """
-    low, high, original = scaling.low_frequency_factor, scaling.high_frequency_factor, scaling.original_positions
-    wavelengths = 2 * math.pi / frequencies
-    share = ((original / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
-    between = (1 - share) * frequencies / scaling.factor + share * frequencies
-    result = torch.where(wavelengths > original / low, frequencies / scaling.factor, frequencies)
-    return torch.where((wavelengths <= original / low) & (wavelengths >= original / high), between, result)
-
-
-def scale_rotary(embedding: RotaryEmbedding, scaling: RopeScaling) -> None:
-    """Apply the model's scaling to a fresh rotary embedding, in place."""
-    embedding.inv_freq = scaled_frequencies(embedding.inv_freq, scaling)
-
-
-def norm_class(config: TransformerConfig) -> type:
-    """The class that makes norms of this configuration."""
-    if not uses_transformer_engine(config):
-        return TorchNorm
-    # This module imports Transformer Engine; `require_precision` has checked that it is installed.
-    from megatron.core.extensions.transformer_engine import TENorm
-
-    return TENorm
-
-
-class LatentNorm:
-    """The norm of a latent. It has an epsilon of its own, so it is not fused into the projection after it."""
-
-    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float, **unused: object) -> torch.nn.Module:
-        return norm_class(config)(config=config, hidden_size=hidden_size, eps=LATENT_NORM_EPS)
-
-
-def latent_settings(spec: ModelSpec, latent: LatentAttention) -> dict:
-    """The settings of Megatron's MLATransformerConfig that define attention. They override those of other models."""
-    yarn = spec.rope_scaling if isinstance(spec.rope_scaling, YarnScaling) else None
-    rope: dict = dict(rope_type="rope", rotary_scaling_factor=1.0)
-    if yarn is not None:
-        rope = dict(
-            rope_type="yarn",
-            rotary_scaling_factor=yarn.factor,
-            original_max_position_embeddings=yarn.original_positions,
-            beta_fast=yarn.beta_fast,
-            beta_slow=yarn.beta_slow,
-            mscale=yarn.attention_scale,
-            mscale_all_dim=yarn.attention_scale_all,
-        )
-    return rope | dict(
-        rotary_base=spec.rope_theta,
-        q_lora_rank=latent.query_rank,
-        kv_lora_rank=latent.key_value_rank,
-        qk_head_dim=latent.content_dim,
-        qk_pos_emb_head_dim=latent.rotary_dim,
-        v_head_dim=latent.value_dim,
-        kv_channels=latent.value_dim,
-        # Megatron's fused kernel supports YaRN only.
-        apply_rope_fusion=False,
-    )
-
-
-class LatentAttentionLayer(MLASelfAttention):
-    """Megatron's layer with the norms and projections that the layer spec names."""
-
-    def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, object]:
-        # Only 0.19 calls this. Its own version cannot norm keys and values alone if queries have no latent.
-        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
-        return {name: getattr(submodules, name) for name in names}
-
-
-def submodules_of(spec: ModuleSpec) -> Any:
-    """The parts of a module as its spec names them. Megatron declares `object`: each module has a class of its own."""
-    return spec.submodules
-
-
-def name_latent_parts(attention: ModuleSpec) -> None:
-    """Complete the spec that Megatron made for a layer's attention."""
-    attention.module = LatentAttentionLayer
-    parts = submodules_of(attention)
-    parts.q_layernorm = parts.kv_layernorm = LatentNorm
-
-
-def biased_settings(spec: ModelSpec) -> dict[str, Any]:
-    """The settings of TransformerConfig that these fields decide; none for a model without them."""
-    settings: dict[str, Any] = {}
-    if spec.linear_bias:
-        # Megatron's fused activation gives every token of an expert the bias's whole gradient.
-        settings |= dict(add_bias_linear=True, bias_activation_fusion=False)
-    if spec.swiglu_limit is not None:
-        settings |= dict(
-            activation_func=quick_gelu, glu_linear_offset=1.0, activation_func_clamp_value=spec.swiglu_limit
-        )
-    if spec.sinks:
-        settings |= dict(softmax_type="learnable")
-    if spec.window is not None:
-        # Positions to the left and to the right, besides the token's own; a mark for each layer.
-        settings |= dict(
-            window_size=(spec.window.tokens - 1, 0),
-            window_attn_skip_freq=[int(is_windowed) for is_windowed in spec.window.layers],
-        )
-    return settings
-
-
-def position_type(spec: ModelSpec) -> str:
-    """Megatron's name for the model's positions. Latent attention turns its own."""
-    return "yarn" if spec.latent is None and isinstance(spec.rope_scaling, YarnScaling) else "rope"
-
-
-def set_yarn(megatron_config: TransformerConfig, spec: ModelSpec) -> None:
-    """YaRN of other models than those with latent attention: Megatron reads it from attributes that its configuration
-    does not declare.
-    """
-    if position_type(spec) != "yarn":
-        return
-    yarn, found = spec.rope_scaling, vars(megatron_config)
-    assert isinstance(yarn, YarnScaling)
-    found["yarn_rotary_scaling_factor"] = yarn.factor
-    found["yarn_original_max_position_embeddings"] = yarn.original_positions
-    found["yarn_beta_fast"], found["yarn_beta_slow"] = yarn.beta_fast, yarn.beta_slow
-    found["yarn_mscale"], found["yarn_mscale_all_dim"] = yarn.attention_scale, yarn.attention_scale_all
-    found["yarn_correction_range_round_to_int"] = yarn.rounds
-
-
-def reach_expert_biases(chunk: nn.Module) -> None:
-    """Give the biases after the second product of plain experts a gradient without expert parallelism.
-
-    Megatron 0.16 and 0.19 add such a bias in place to a view, which autograd refuses: the view is that of a reduction
-    over the one rank that an expert is on, so it is left out. (They also mark these biases as parameters whose gradient
-    is summed over the tensor group, whose other ranks have other experts; `model.py` sets that right.)
-    """
-    for name, module in chunk.named_modules():
-        if ".experts." in name and name.endswith(".linear_fc2") and getattr(module, "bias", None) is not None:
-            vars(module)["explicit_expert_comm"] = True
-
-
-if TYPE_CHECKING:
-    pass
-
-_CUT_ALONG = {"rows": 0, "vocabulary": 0, "columns": 1}
-
-
-def set_marks(spec: ModelSpec, groups: ParallelGroups, chunks: Sequence[PolicyModel]) -> None:
-    """Mark every parameter of the model's own as its tensors are cut. Before data parallelism and the optimizer, which
-    copy the marks.
-
-    `tensor_model_parallel`: each rank of the tensor group (for an expert, of the expert-tensor group) has another part
-    of it. `sequence_parallel`: it is whole on each of them and has seen that rank's positions, so that its gradient is
-    a sum over them; an expert's is complete, because its rank has all tokens that chose it.
-
-    Raises ModelError for a parameter that is in no table, or that Megatron reduces in a way that the table excludes.
-    """
-    table = table_by_parameter(spec)
-    owners = {parameter: entries[0] for parameter, entries in table.items()}
-    owners |= {copy: entries[0] for entries in table.values() for copy in entries[0].copies}
-    sequence_parallel = chunks[0].config.sequence_parallel
-    for name, parameter in canonical_parameters(spec, groups, chunks).items():
-        if isinstance(parameter, nn.Parameter):
-            _mark(name, parameter, owners[name], groups, sequence_parallel)
-
-
-def _mark(name: str, parameter: Any, entry: TensorEntry, groups: ParallelGroups, sequence_parallel: bool) -> None:
-    along = _CUT_ALONG.get(entry.sharding)
-    parameter.tensor_model_parallel = along is not None
-    parameter.partition_dim = -1 if along is None else along
-    if not hasattr(parameter, "partition_stride"):
-        parameter.partition_stride = 1
-    parameter.sequence_parallel = sequence_parallel and along is None and entry.expert is None
-    is_experts_own = entry.expert is not None and groups.expert.size > 1
-    if getattr(parameter, "allreduce", True) == is_experts_own:
-        raise ModelError(
-            f"{name}: Megatron reduces its gradient {'over all data ranks' if is_experts_own else 'as an expert'}, and"
-            f" the tensor table says that it is {'an expert' if is_experts_own else 'none'}"
-        )
-    if getattr(parameter, "average_gradients_across_tp_domain", False):
-        raise ModelError(
-            f"{name}: Megatron averages its gradient over the tensor group; no parameter of a known family is averaged"
-        )
-
-
 class PolicyModel(GPTModel):
     """A Megatron GPT whose last stage returns hidden states [t, 1, H] of the model's dtype instead of logits.
 
@@ -263,7 +64,7 @@ class PolicyModel(GPTModel):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.adapters = torch.nn.ModuleDict()  # by their layer; empty without `lora`
+        self.adapters = torch.nn.ModuleDict()  # by the layer that each belongs to; empty without `lora`
 
     def low_rank(self) -> list[Adapter]:
         """The low-rank adapters of this chunk's layers."""
@@ -280,7 +81,7 @@ class PolicyModel(GPTModel):
         """
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Of the model's own weights; adapters have their own (`adapters.sharded_adapters`)."""
+        """Megatron's sharded state of the model's own weights, without adapters (`sharded_adapters` has theirs)."""
         self.await_parameters()
         state = super().sharded_state_dict(*args, **kwargs)
         return {name: part for name, part in state.items() if not name.startswith("adapters.")}
@@ -295,6 +96,47 @@ class PolicyModel(GPTModel):
         if weight is None:
             raise ValueError("this chunk holds no LM head; only the last pipeline stage does")
         return weight
+
+
+def build_chunks(
+    megatron_config: TransformerConfig,
+    spec: ModelSpec,
+    groups: ParallelGroups,
+    model: type[PolicyModel] = PolicyModel,
+) -> list[PolicyModel]:
+    """This rank's model chunks: one, or one per virtual pipeline stage. Parameters are untrained.
+
+    Collective over the embedding group if embeddings are tied over several pipeline stages.
+    """
+    virtual = megatron_config.virtual_pipeline_model_parallel_size
+    chunks = []
+    for stage in [None] if virtual is None else range(virtual):
+        has_embedding, has_head = stage_flags(stage)
+        with head_without_apex():
+            chunk = model(
+                megatron_config,
+                cast(ModuleSpec, _layer_specs(megatron_config, spec, stage)),  # Megatron takes either
+                vocab_size=padded_vocab_size(spec.vocab_size, groups.tensor.size),
+                max_sequence_length=spec.max_position_embeddings,
+                pre_process=has_embedding,
+                post_process=has_head,
+                parallel_output=True,
+                share_embeddings_and_output_weights=spec.tie_word_embeddings,
+                position_embedding_type=cast(Any, position_type(spec)),
+                rotary_percent=spec.rotary_share,
+                rotary_base=cast(int, spec.rope_theta),  # Megatron declares int and computes with a float
+                vp_stage=stage,
+            )
+        if isinstance(spec.rope_scaling, RopeScaling):
+            assert isinstance(chunk.rotary_pos_emb, RotaryEmbedding)
+            scale_rotary(chunk.rotary_pos_emb, spec.rope_scaling)
+        let_gradients_reach_expert_biases(chunk)
+        chunk.model_type = ModelType.encoder_or_decoder
+        if not is_cpu_backend():
+            chunk.cuda(torch.cuda.current_device())
+        chunks.append(chunk)
+    mark_parameters(spec, groups, chunks)
+    return chunks
 
 
 def transformer_config(config: Config, spec: ModelSpec) -> TransformerConfig:
@@ -330,7 +172,7 @@ def transformer_config(config: Config, spec: ModelSpec) -> TransformerConfig:
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline,
         num_layers_in_first_pipeline_stage=parallel.first_stage_layers,
-        num_layers_in_last_pipeline_stage=None if _first_says_both(parallel) else parallel.last_stage_layers,
+        num_layers_in_last_pipeline_stage=None if _first_stage_implies_last(parallel) else parallel.last_stage_layers,
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=parallel.expert_tensor,
@@ -362,8 +204,10 @@ def transformer_config(config: Config, spec: ModelSpec) -> TransformerConfig:
     return MLATransformerConfig(**settings | latent_settings(spec, spec.latent))
 
 
-def _first_says_both(parallel: Parallel) -> bool:
-    """Of two stages whose layers are both given; Megatron divides by the number of stages in between."""
+def _first_stage_implies_last(parallel: Parallel) -> bool:
+    """Whether the first stage's layers imply the last stage's: there are two stages, and both are given. Megatron would
+    divide by the number of stages in between.
+    """
     return parallel.pipeline == 2 and parallel.first_stage_layers is not None
 
 
@@ -401,6 +245,9 @@ def _expert_settings(routing: Moe, spec: ModelSpec, moe: MoeSpec) -> dict:
     )
 
 
+# --- Layer specs ---------------------------------------------------------------------------------------------
+
+
 def _layer_specs(
     megatron_config: TransformerConfig, spec: ModelSpec, virtual_stage: int | None
 ) -> TransformerBlockSubmodules:
@@ -425,14 +272,14 @@ def _plain_layer(megatron_config: TransformerConfig, spec: ModelSpec, has_expert
         multi_latent_attention=spec.latent is not None,
         normalization=megatron_config.normalization,
     )
-    parts = submodules_of(layer)
+    parts = _submodules(layer)
     parts.input_layernorm = parts.pre_mlp_layernorm = TorchNorm
-    attention = submodules_of(parts.self_attention)
+    attention = _submodules(parts.self_attention)
     attention.core_attention = PackedAttention
     if spec.latent is not None:
         # Replicated on every tensor rank, as in Transformer Engine, so that a checkpoint fits both.
         attention.linear_q_down_proj = attention.linear_kv_down_proj = ReplicatedLinear
-        name_latent_parts(parts.self_attention)
+        complete_latent_spec(parts.self_attention)
     elif megatron_config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = TorchNorm
     if is_batch_invariant(megatron_config):
@@ -448,46 +295,207 @@ def _transformer_engine_layer(megatron_config: TransformerConfig, spec: ModelSpe
         multi_latent_attention=spec.latent is not None,
     )
     if spec.latent is not None:
-        name_latent_parts(submodules_of(layer).self_attention)
+        complete_latent_spec(_submodules(layer).self_attention)
     return layer
 
 
-def build_chunks(
-    megatron_config: TransformerConfig,
-    spec: ModelSpec,
-    groups: ParallelGroups,
-    model: type[PolicyModel] = PolicyModel,
-) -> list[PolicyModel]:
-    """This rank's model chunks: one, or one per virtual pipeline stage. Parameters are untrained.
-
-    Collective over the embedding group if embeddings are tied over several pipeline stages.
+def norm_class(config: TransformerConfig) -> type:
+    """The class for norms of this configuration: Transformer Engine's, or this package's if Transformer Engine's layers
+    are not used.
     """
-    virtual = megatron_config.virtual_pipeline_model_parallel_size
-    chunks = []
-    for stage in [None] if virtual is None else range(virtual):
-        has_embedding, has_head = stage_flags(stage)
-        with head_without_apex():
-            chunk = model(
-                megatron_config,
-                cast(ModuleSpec, _layer_specs(megatron_config, spec, stage)),  # Megatron takes either
-                vocab_size=padded_vocab_size(spec.vocab_size, groups.tensor.size),
-                max_sequence_length=spec.max_position_embeddings,
-                pre_process=has_embedding,
-                post_process=has_head,
-                parallel_output=True,
-                share_embeddings_and_output_weights=spec.tie_word_embeddings,
-                position_embedding_type=cast(Any, position_type(spec)),
-                rotary_percent=spec.rotary_share,
-                rotary_base=cast(int, spec.rope_theta),  # Megatron declares int and computes with a float
-                vp_stage=stage,
-            )
-        if isinstance(spec.rope_scaling, RopeScaling):
-            assert isinstance(chunk.rotary_pos_emb, RotaryEmbedding)
-            scale_rotary(chunk.rotary_pos_emb, spec.rope_scaling)
-        reach_expert_biases(chunk)
-        chunk.model_type = ModelType.encoder_or_decoder
-        if not is_cpu_backend():
-            chunk.cuda(torch.cuda.current_device())
-        chunks.append(chunk)
-    set_marks(spec, groups, chunks)
-    return chunks
+    if not uses_transformer_engine(config):
+        return TorchNorm
+    # This module imports Transformer Engine; `require_precision` has checked that it is installed.
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    return TENorm
+
+
+def _submodules(spec: ModuleSpec) -> Any:
+    """The submodules of a module spec. Megatron declares `object`, because each module has a class of its own."""
+    return spec.submodules
+
+
+# --- Latent attention ----------------------------------------------------------------------------------------
+
+
+class LatentNorm:
+    """The norm of a latent. It has an epsilon of its own, so it is not fused into the projection after it."""
+
+    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float, **unused: object) -> torch.nn.Module:
+        return norm_class(config)(config=config, hidden_size=hidden_size, eps=LATENT_NORM_EPS)
+
+
+def latent_settings(spec: ModelSpec, latent: LatentAttention) -> dict:
+    """The settings of Megatron's MLATransformerConfig that define latent attention. They override those of other
+    models. The attention is Megatron's; its core is Transformer Engine's, or `attention.py`'s PackedAttention.
+    """
+    yarn = spec.rope_scaling if isinstance(spec.rope_scaling, YarnScaling) else None
+    rope: dict = dict(rope_type="rope", rotary_scaling_factor=1.0)
+    if yarn is not None:
+        rope = dict(
+            rope_type="yarn",
+            rotary_scaling_factor=yarn.factor,
+            original_max_position_embeddings=yarn.original_positions,
+            beta_fast=yarn.beta_fast,
+            beta_slow=yarn.beta_slow,
+            mscale=yarn.attention_scale,
+            mscale_all_dim=yarn.attention_scale_all,
+        )
+    return rope | dict(
+        rotary_base=spec.rope_theta,
+        q_lora_rank=latent.query_rank,
+        kv_lora_rank=latent.key_value_rank,
+        qk_head_dim=latent.content_dim,
+        qk_pos_emb_head_dim=latent.rotary_dim,
+        v_head_dim=latent.value_dim,
+        kv_channels=latent.value_dim,
+        # Megatron's fused kernel supports YaRN only.
+        apply_rope_fusion=False,
+    )
+
+
+class LatentAttentionLayer(MLASelfAttention):
+    """Megatron's layer with the norms and projections that the layer spec names."""
+
+    def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, object]:
+        # Only Megatron 0.19 calls this. Its own version cannot norm only keys and values if queries have no latent.
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        return {name: getattr(submodules, name) for name in names}
+
+
+def complete_latent_spec(attention: ModuleSpec) -> None:
+    """Put this module's layer and norms into the spec that Megatron made for a layer's latent attention, in place."""
+    attention.module = LatentAttentionLayer
+    parts = _submodules(attention)
+    parts.q_layernorm = parts.kv_layernorm = LatentNorm
+
+
+# --- Biases, sinks, windows and YaRN -------------------------------------------------------------------------
+
+
+def biased_settings(spec: ModelSpec) -> dict[str, Any]:
+    """The settings of TransformerConfig for biases, the clamped activation, sinks and sliding windows; none for a model
+    without them.
+    """
+    settings: dict[str, Any] = {}
+    if spec.linear_bias:
+        # Megatron's fused activation gives every token of an expert the bias's whole gradient.
+        settings |= dict(add_bias_linear=True, bias_activation_fusion=False)
+    if spec.swiglu_limit is not None:
+        settings |= dict(
+            activation_func=quick_gelu, glu_linear_offset=1.0, activation_func_clamp_value=spec.swiglu_limit
+        )
+    if spec.sinks:
+        settings |= dict(softmax_type="learnable")
+    if spec.window is not None:
+        # Positions to the left and to the right of the token's own, and for each layer whether it has a window.
+        settings |= dict(
+            window_size=(spec.window.tokens - 1, 0),
+            window_attn_skip_freq=[int(is_windowed) for is_windowed in spec.window.layers],
+        )
+    return settings
+
+
+def position_type(spec: ModelSpec) -> str:
+    """Megatron's name for the model's positions. Latent attention applies its own."""
+    return "yarn" if spec.latent is None and isinstance(spec.rope_scaling, YarnScaling) else "rope"
+
+
+def set_yarn(megatron_config: TransformerConfig, spec: ModelSpec) -> None:
+    """Set YaRN for models without latent attention, in place: Megatron reads it from attributes that its configuration
+    does not declare.
+    """
+    if position_type(spec) != "yarn":
+        return
+    yarn, found = spec.rope_scaling, vars(megatron_config)
+    assert isinstance(yarn, YarnScaling)
+    found["yarn_rotary_scaling_factor"] = yarn.factor
+    found["yarn_original_max_position_embeddings"] = yarn.original_positions
+    found["yarn_beta_fast"], found["yarn_beta_slow"] = yarn.beta_fast, yarn.beta_slow
+    found["yarn_mscale"], found["yarn_mscale_all_dim"] = yarn.attention_scale, yarn.attention_scale_all
+    found["yarn_correction_range_round_to_int"] = yarn.rounds
+
+
+def let_gradients_reach_expert_biases(chunk: nn.Module) -> None:
+    """Make the biases after the second product of plain experts get a gradient without expert parallelism.
+
+    Megatron 0.16 and 0.19 add such a bias in place to a view, which autograd refuses. The view comes from a reduction
+    over the single rank that an expert is on, so this leaves the reduction out. (They also mark these biases as
+    parameters whose gradient is summed over the tensor group, whose other ranks have other experts; `mark_parameters`
+    corrects that.)
+    """
+    for name, module in chunk.named_modules():
+        if ".experts." in name and name.endswith(".linear_fc2") and getattr(module, "bias", None) is not None:
+            vars(module)["explicit_expert_comm"] = True
+
+
+# --- Rotary frequencies --------------------------------------------------------------------------------------
+
+
+def scaled_frequencies(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+    """`frequencies` after Llama 3's scaling: [head_dim / 2] float32, radians per token, the same on all ranks.
+
+    Megatron has the same formula with three of its four numbers fixed; here all four come from the checkpoint. With w =
+    2 pi / f and o = original_positions: f / factor if w > o / low_frequency_factor, f if w < o / high_frequency_factor,
+    and between them (1 - m) f / factor + m f with m = (o / w - low_frequency_factor) / (high_frequency_factor -
+    low_frequency_factor).
+    """
+    low, high, original = scaling.low_frequency_factor, scaling.high_frequency_factor, scaling.original_positions
+    wavelengths = 2 * math.pi / frequencies
+    share = ((original / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
+    between = (1 - share) * frequencies / scaling.factor + share * frequencies
+    result = torch.where(wavelengths > original / low, frequencies / scaling.factor, frequencies)
+    return torch.where((wavelengths <= original / low) & (wavelengths >= original / high), between, result)
+
+
+def scale_rotary(embedding: RotaryEmbedding, scaling: RopeScaling) -> None:
+    """Apply the model's scaling to a newly made rotary embedding, in place."""
+    embedding.inv_freq = scaled_frequencies(embedding.inv_freq, scaling)
+
+
+# --- Marks on parameters -------------------------------------------------------------------------------------
+
+_CUT_ALONG = {"rows": 0, "vocabulary": 0, "columns": 1}
+
+
+def mark_parameters(spec: ModelSpec, groups: ParallelGroups, chunks: Sequence[PolicyModel]) -> None:
+    """Mark every parameter of the model's own as its tensors are cut. Call it before data parallelism and the
+    optimizer, which copy the marks.
+
+    A mark is an attribute that Megatron's layers set, or forget: https://github.com/NVIDIA/Megatron-LM/issues/7452
+    (finding 8) and https://github.com/NVIDIA/Megatron-LM/pull/5916 are two that were forgotten. Here the family table
+    decides, which also says how a checkpoint is cut, so that a new family or layer cannot bring a mark of its own.
+
+    `tensor_model_parallel`: each rank of the tensor group (for an expert, of the expert-tensor group) has another part
+    of it. `sequence_parallel`: it is whole on each of them and has seen only that rank's positions, so its gradient is
+    a sum over them. The gradient of an expert is complete, because its rank has all tokens that chose it.
+
+    Raises ModelError for a parameter that is in no table, or that Megatron reduces in a way that the table excludes.
+    """
+    table = table_by_parameter(spec)
+    owners = {parameter: entries[0] for parameter, entries in table.items()}
+    owners |= {copy: entries[0] for entries in table.values() for copy in entries[0].copies}
+    sequence_parallel = chunks[0].config.sequence_parallel
+    for name, parameter in canonical_parameters(spec, groups, chunks).items():
+        if isinstance(parameter, nn.Parameter):
+            _mark(name, parameter, owners[name], groups, sequence_parallel)
+
+
+def _mark(name: str, parameter: Any, entry: TensorEntry, groups: ParallelGroups, sequence_parallel: bool) -> None:
+    along = _CUT_ALONG.get(entry.sharding)
+    parameter.tensor_model_parallel = along is not None
+    parameter.partition_dim = -1 if along is None else along
+    if not hasattr(parameter, "partition_stride"):
+        parameter.partition_stride = 1
+    parameter.sequence_parallel = sequence_parallel and along is None and entry.expert is None
+    is_experts_own = entry.expert is not None and groups.expert.size > 1
+    if getattr(parameter, "allreduce", True) == is_experts_own:
+        raise ModelError(
+            f"{name}: Megatron reduces its gradient {'over all data ranks' if is_experts_own else 'as an expert'}, and"
+            f" the tensor table says that it is {'an expert' if is_experts_own else 'not an expert'}"
+        )
+    if getattr(parameter, "average_gradients_across_tp_domain", False):
+        raise ModelError(
+            f"{name}: Megatron averages its gradient over the tensor group; no parameter of a known family is averaged"
+        )

@@ -1,16 +1,14 @@
-"""What an optimizer step reads of each parameter: its gradient after clipping, its settings and its moments.
-
-Owns the way from the model's parameters to those of Megatron's optimizers: the same ones, fp32 copies, or this data
-rank's shards of them.
-
-Megatron's data parallelism around the model chunks, and the parameter gathers that it may leave unfinished.
+"""Megatron's data parallelism, optimizer and schedule around the policy, and a step that never applies a non-finite
+gradient.
 
 With `optimizer.overlap` gradients are reduced bucket by bucket during the backward pass. With `optimizer.distributed`
 as well, parameters are gathered after the optimizer step while the next forward pass begins: a module waits for its own
 bucket when it is called. Code that reads parameters in any other way (the LM head in chunks, export, publish,
 checkpoints) calls `await_parameters` first.
 
-Megatron's optimizer and schedule, and an optimizer step that never applies a non-finite gradient.
+The last part shows what a step reads of each parameter: its gradient after clipping, its settings and its moments. It
+goes from the model's parameters to those of Megatron's optimizers, which are the same ones, fp32 copies, or this data
+rank's shards of them. Certificates use it.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from gspo_mega.base.errors import ModelError
 from gspo_mega.config.schema import Optimizer
 from gspo_mega.cpu.backend import is_cpu_backend
 from gspo_mega.engine.precision import transformer_engine_error
-from gspo_mega.engine.process_groups import ParallelGroups, device, ends_with_groups
+from gspo_mega.engine.process_groups import ParallelGroups, device, dismantle_with_groups
 from gspo_mega.plan.validate_precision import check_optimizer
 
 if TYPE_CHECKING:
@@ -47,11 +45,14 @@ if TYPE_CHECKING:
     from gspo_mega.engine.model import PolicyModel
 
 
+# --- Data parallelism ----------------------------------------------------------------------------------------
+
+
 def wrap_data_parallel(
     megatron_config: TransformerConfig, chunks: list[PolicyModel], settings: Optimizer
 ) -> list[DistributedDataParallel]:
-    """Megatron's DDP around each chunk: gradient buffers of `settings.gradients_dtype`, summed (not averaged) over data
-    ranks.
+    """Put Megatron's DDP around each chunk, with gradient buffers of `settings.gradients_dtype`, which are summed (not
+    averaged) over data ranks.
 
     With `settings.overlap` it also sets in `megatron_config` how Megatron's schedules delay reductions until the last
     micro-batch, and gives every chunk its `await_parameters`.
@@ -72,7 +73,7 @@ def wrap_data_parallel(
         for index, chunk in enumerate(chunks)
     ]
     for chunk in wrapped:
-        ends_with_groups(chunk)
+        dismantle_with_groups(chunk)
     if settings.overlap:
         no_sync, start = [w.no_sync for w in wrapped], [w.start_grad_sync for w in wrapped]
         schedule: Any = megatron_config  # Megatron declares one function; its interleaved schedule takes one per chunk
@@ -85,7 +86,8 @@ def wrap_data_parallel(
 
 
 def start_parameter_gathers(wrapped: Iterable[DistributedDataParallel]) -> None:
-    """Start gathering what each data rank updated in an optimizer step, if gathers overlap. Does not wait.
+    """If gathers overlap, start to gather the parts of the parameters that each data rank updated in an optimizer step.
+    Does not wait.
 
     Collective over the data-parallel groups, also after a skipped step: the buckets' state must stay the same.
     """
@@ -102,14 +104,7 @@ def _await_parameters(wrapped: DistributedDataParallel) -> None:
             bucket_group.finish_param_sync(skip_next_bucket_dispatch=True)
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """`grad_norm` before clipping (infinite if `skipped`); `lr`: the rate of the step, applied or skipped."""
-
-    grad_norm: float
-    lr: float
-    skipped: bool
-
+# --- The optimizer -------------------------------------------------------------------------------------------
 
 MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.uint8}  # FP8 numbers and scales are bytes
 
@@ -126,6 +121,12 @@ def _has_fused_adam() -> bool:
         return False
     adam = importlib.import_module("transformer_engine.pytorch.optimizers").FusedAdam
     return {"exp_avg_dtype", "exp_avg_sq_dtype", "use_decoupled_grad"} <= set(inspect.signature(adam).parameters)
+
+
+# The parameters without weight decay; query and key norms are among them.
+NORMS_AND_BIASES = ParamKey(
+    name="*.bias", predicate=ParamPredicate(name="one_dimensional", fn=lambda parameter: parameter.dim() == 1)
+)
 
 
 def build_optimizer(settings: Optimizer, chunks: list[DistributedDataParallel]) -> ChainedOptimizer:
@@ -151,9 +152,10 @@ def build_optimizer(settings: Optimizer, chunks: list[DistributedDataParallel]) 
         use_distributed_optimizer=settings.distributed,
         overlap_param_gather=settings.overlap and settings.distributed,
         # Megatron uses the same path for offloading: the fp32 parameters then belong to the inner optimizer, which
-        # alone knows if they are on the host or on the device.
+        # is the only part that knows if they are on the host or on the device.
         use_precision_aware_optimizer=settings.moments_dtype != "fp32" or offload,
-        # Whole fp32 parameters, as the plan counts them. bf16 beside the 16 missing bits can be saved but not loaded.
+        # Whole fp32 parameters, as the plan counts them. A bf16 parameter and its 16 missing bits apart from it can be
+        # saved but not loaded.
         store_param_remainders=False,
         exp_avg_dtype=MOMENT_DTYPES[settings.moments_dtype],
         exp_avg_sq_dtype=MOMENT_DTYPES[settings.moments_dtype],
@@ -161,22 +163,22 @@ def build_optimizer(settings: Optimizer, chunks: list[DistributedDataParallel]) 
         optimizer_offload_fraction=settings.cpu_offload_fraction,
         overlap_cpu_optimizer_d2h_h2d=offload,
     )
-    # Megatron declares all keys of an override as required and merges whichever are there.
+    # Megatron declares all keys of an override as required, and merges the ones that are there.
     no_decay = {NORMS_AND_BIASES: cast("ParamGroupOverride", {"wd_mult": 0.0})}
     overrides = {} if settings.decay_norms_and_biases else no_decay
-    # Megatron declares the base class and returns a chain, of a single optimizer too.
+    # Megatron declares the base class and returns a chain, also for a single optimizer.
     return cast("ChainedOptimizer", get_megatron_optimizer(config, [*chunks], config_overrides=overrides))
 
 
 @torch.no_grad()
 def reload_parameters(optimizer: ChainedOptimizer) -> None:
-    """Copy freshly loaded parameters into the optimizer's fp32 ones.
+    """Copy newly loaded parameters into the optimizer's fp32 ones.
 
-    Of an FP8 parameter Megatron would copy the rounded numbers. The fp32 ones would then lie on FP8's grid, and no step
-    below half its spacing (3 % of a weight) would change the policy, until hundreds had added up. So they are made of
-    the loaded numbers where the loader left them on the parameter, as `exact_values` of its shape, which are dropped.
-    With recipe `delayed` and moments below fp32 Transformer Engine's Adam owns the fp32 ones: it would make them of the
-    rounded numbers in its first step.
+    For an FP8 parameter Megatron would copy the rounded numbers. The fp32 ones would then lie on FP8's grid, and no
+    step below half its spacing (3 % of a weight) would change the policy, until hundreds had added up. So the fp32 ones
+    are made from the loaded numbers, which the loader left on the parameter as `exact_values` of its shape; they are
+    dropped afterwards. With recipe `delayed` and moments below fp32, Transformer Engine's Adam owns the fp32 ones, and
+    would make them from the rounded numbers in its first step.
 
     Raises RuntimeError for an FP8 parameter without loaded numbers.
     """
@@ -207,7 +209,7 @@ def reload_parameters(optimizer: ChainedOptimizer) -> None:
 def write_parameters(optimizer: ChainedOptimizer) -> None:
     """Write the parameters from their loaded fp32 copies, as an optimizer step does at its end. Collective.
 
-    Of FP8 parameters the copies must be separate ones (`shard_fp32_from_float16_groups`).
+    The copies of FP8 parameters must be separate ones (`shard_fp32_from_float16_groups`).
     """
     for part in optimizer.chained_optimizers:
         shards: Any = part  # as above
@@ -219,23 +221,17 @@ def write_parameters(optimizer: ChainedOptimizer) -> None:
 
 def _drop_exact_values(optimizer: ChainedOptimizer) -> None:
     for chunk in optimizer.model_chunks:
-        for parameter in chunk.parameters():  # those too of which other data ranks hold the fp32 numbers
+        for parameter in chunk.parameters():  # also those whose fp32 numbers other data ranks hold
             vars(parameter).pop("exact_values", None)
-
-
-# Includes query and key norms.
-NORMS_AND_BIASES = ParamKey(
-    name="*.bias", predicate=ParamPredicate(name="one_dimensional", fn=lambda parameter: parameter.dim() == 1)
-)
 
 
 def build_scheduler(
     settings: Optimizer, optimizer: MegatronOptimizer, num_optimizer_steps: int
 ) -> OptimizerParamScheduler:
-    """Learning rate by optimizer step: linear warm-up, then constant, linear or cosine to `min_lr`.
+    """The schedule of the learning rate by optimizer step: linear warm-up, then constant, linear or cosine to `min_lr`.
 
-    Step k of n warm-up steps has the rate lr k / n. Megatron's own warm-up begins at a rate of 0, with which the first
-    mini-batch would be sampled for nothing; here its line begins at lr / n and is one step shorter. A checkpoint stores
+    Step k of n warm-up steps has the rate lr k / n. Megatron's own warm-up begins at a rate of 0, which would waste the
+    first mini-batch; here it begins at lr / n and is one step shorter. A checkpoint stores
     the number of optimizer steps taken, so a resumed run has the rates of an uninterrupted one.
     """
     warmup_steps = max(settings.warmup_steps, 1)
@@ -257,6 +253,20 @@ def build_scheduler(
     )
 
 
+# --- The step ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The result of one optimizer step. `grad_norm`: before clipping, infinite if `skipped`. `lr`: the learning rate of
+    the step, whether it was applied or skipped.
+    """
+
+    grad_norm: float
+    lr: float
+    skipped: bool
+
+
 @torch.no_grad()
 def apply_gradients(
     optimizer: ChainedOptimizer,
@@ -265,10 +275,10 @@ def apply_gradients(
     groups: ParallelGroups,
     before_step: Callable[[], None] | None = None,
 ) -> StepResult:
-    """One optimizer step from the reduced gradients, or none if one of them is not finite.
+    """Take one optimizer step from the reduced gradients, or none if one of them is not finite.
 
-    All ranks decide alike. A skipped step leaves parameters, moments and schedule bitwise unchanged. `before_step` is
-    called on every rank once gradients are clipped, before anything reads them. Collective.
+    All ranks decide the same. A skipped step leaves parameters, moments and schedule bitwise unchanged. `before_step`
+    is called on every rank once gradients are clipped, before anything reads them. Collective.
     """
     lr = optimizer.param_groups[0]["lr"]
     optimizer.prepare_grads()  # copies them for the inner optimizer; without a loss scale it checks nothing
@@ -278,7 +288,7 @@ def apply_gradients(
             for part in optimizer.chained_optimizers:
                 parameters: list[torch.Tensor] = [*part.get_parameters()]
                 if parameters:
-                    clip_grad_by_total_norm_fp32(parameters, clip_grad, grad_norm, is_decoupled(part))
+                    clip_grad_by_total_norm_fp32(parameters, clip_grad, grad_norm, has_decoupled_gradients(part))
         if before_step is not None:
             before_step()
         optimizer.step_with_ready_grads()
@@ -289,11 +299,11 @@ def apply_gradients(
 
 
 def gradient_norm(optimizer: ChainedOptimizer, groups: ParallelGroups) -> tuple[float, bool]:
-    """(global L2 norm, is every gradient on every rank finite). The norm is infinite if one is not.
+    """(global L2 norm, whether every gradient on every rank is finite). The norm is infinite if one is not.
 
     Waits for the device once. Collective over all ranks.
 
-    Each parameter counts once in the norm (`is_counted`). The finiteness check covers the copies that do not count,
+    Each parameter counts once in the norm (`counts_in_norm`). The finiteness check covers the copies that do not count,
     too: Megatron's own norm would miss a copy that is the only one that is not finite.
     """
     device = torch.cuda.current_device()
@@ -309,7 +319,7 @@ def gradient_norm(optimizer: ChainedOptimizer, groups: ParallelGroups) -> tuple[
             continue
         # One kernel for all of them; torch has no public name for it.
         norms = torch._foreach_norm([g for _, g in pairs])  # pyright: ignore[reportPrivateImportUsage]
-        if chosen := [norm for norm, (p, _) in zip(norms, pairs, strict=True) if is_counted(part, p, groups)]:
+        if chosen := [norm for norm, (p, _) in zip(norms, pairs, strict=True) if counts_in_norm(part, p, groups)]:
             total += torch.stack(chosen).double().square().sum()
         bad += torch.stack(norms).isfinite().logical_not().sum()
     for key, total in squares.items():
@@ -320,12 +330,13 @@ def gradient_norm(optimizer: ChainedOptimizer, groups: ParallelGroups) -> tuple[
     return norm, math.isfinite(norm)
 
 
-def is_counted(part: MegatronOptimizer, parameter: torch.Tensor, groups: ParallelGroups) -> bool:
+def counts_in_norm(part: MegatronOptimizer, parameter: torch.Tensor, groups: ParallelGroups) -> bool:
     """Whether the gradient of `parameter`, one of the optimizer `part`, counts in the norm on this rank.
 
-    It does unless another rank has the same: the other copy of tied embeddings, or the first rank of the group that the
-    parameter is not cut over. For an expert this is the expert-tensor group; Megatron asks the tensor group, whose
-    ranks have different experts (https://github.com/NVIDIA/Megatron-LM/pull/5916).
+    It does, unless another rank has the same gradient and counts it: the rank with the other copy of tied embeddings,
+    or the first rank of the group that the parameter is not cut over. For an expert this is the expert-tensor group;
+    Megatron uses the tensor group, whose ranks have different experts
+    (https://github.com/NVIDIA/Megatron-LM/pull/5916).
     """
     if getattr(parameter, "shared", False):
         return False
@@ -335,19 +346,17 @@ def is_counted(part: MegatronOptimizer, parameter: torch.Tensor, groups: Paralle
 
 
 def read_gradient(part: MegatronOptimizer, parameter: torch.Tensor) -> torch.Tensor | None:
-    """The gradient that the step of `part` reads for one of its parameters: float32 of the parameter's shape. None if
-    there is none.
-    """
-    return getattr(parameter, "decoupled_grad", None) if is_decoupled(part) else parameter.grad
+    """The gradient that the step of `part` reads for one of its parameters: float32 of its shape, or None."""
+    return getattr(parameter, "decoupled_grad", None) if has_decoupled_gradients(part) else parameter.grad
 
 
 def _renew_inverse_scales(optimizer: ChainedOptimizer) -> None:
     """Give FP8 parameters that Transformer Engine's Adam has stepped the inverse of the scale that it rounded with.
 
-    It writes the inverse on the data rank alone that steps a part of the parameter. The others would gather the new
+    Adam writes the inverse only on a data rank that steps a part of the parameter. The other ranks would gather the new
     numbers and read them with the inverse of an older scale. The scale itself is the same on all of them.
     """
-    if not any(is_decoupled(part) for part in optimizer.chained_optimizers):
+    if not any(has_decoupled_gradients(part) for part in optimizer.chained_optimizers):
         return
     for chunk in optimizer.model_chunks:
         for parameter in chunk.parameters():
@@ -356,19 +365,22 @@ def _renew_inverse_scales(optimizer: ChainedOptimizer) -> None:
                 cast(Any, parameter)._scale_inv.copy_(quantizer.scale.reciprocal())
 
 
-def is_decoupled(part: MegatronOptimizer) -> bool:
-    """Are the gradients in `decoupled_grad`, which has those of another dtype than the parameters'?"""
+def has_decoupled_gradients(part: MegatronOptimizer) -> bool:
+    """Whether the gradients are in `decoupled_grad`, which holds gradients of another dtype than the parameters'."""
     return part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
 
 
-# What decides a parameter's update besides its gradient and its moments.
+# --- What a step reads of each parameter ---------------------------------------------------------------------
+
+# The settings that decide a parameter's update, in addition to its gradient and its moments.
 SETTINGS = ("lr", "weight_decay", "betas", "eps")
 
 
 @dataclass(frozen=True)
-class Held:
-    """A parameter as an optimizer of this rank holds it. `model`: the model's; `main`: the optimizer's own, of the
-    elements [start, end) of the flattened one; `settings`: its parameter group's.
+class HeldParameter:
+    """A parameter as an optimizer of this rank holds it. `model`: the model's parameter. `main`: the optimizer's own,
+    for the elements [start, end) of the flattened `model`. `part`: the optimizer. `settings`: those of its parameter
+    group.
     """
 
     model: torch.nn.Parameter
@@ -379,8 +391,8 @@ class Held:
     settings: dict[str, Any]
 
 
-def held_parameters(optimizer: ChainedOptimizer) -> Iterator[Held]:
-    """Every parameter of which this rank steps some elements."""
+def held_parameters(optimizer: ChainedOptimizer) -> Iterator[HeldParameter]:
+    """Yields every parameter of which this rank steps some elements."""
     for part in optimizer.chained_optimizers:
         settings = {id(main): group for group in part.param_groups for main in group["params"]}
         for model, main in _pairs(part):
@@ -391,13 +403,13 @@ def held_parameters(optimizer: ChainedOptimizer) -> Iterator[Held]:
                 shards: Any = part  # only the distributed optimizer has this method
                 where = shards._get_model_param_range_map(model)["param"]
                 start, end = where.start, where.end
-            yield Held(model, main, start, end, part, settings[id(main)])
+            yield HeldParameter(model, main, start, end, part, settings[id(main)])
 
 
 def _pairs(part: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-    """(model's, optimizer's) parameters; Megatron has a class for each kind of optimizer, with lists of its own."""
+    """Yields (model's parameter, optimizer's parameter). Each kind of optimizer in Megatron has lists of its own."""
     if hasattr(part, "model_float16_groups"):  # the distributed optimizer
-        own = part.shard_float16_groups if is_decoupled(part) else part.shard_fp32_from_float16_groups
+        own = part.shard_float16_groups if has_decoupled_gradients(part) else part.shard_fp32_from_float16_groups
         lists = [(part.model_float16_groups, own), (part.model_fp32_groups, part.shard_fp32_groups)]
     elif hasattr(part, "float16_groups"):
         lists = [
@@ -413,9 +425,11 @@ def _pairs(part: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
 
 
 @torch.no_grad()
-def put_in_gradient_buffers(optimizer: ChainedOptimizer, values: Callable[[Held], torch.Tensor | None]) -> None:
-    """Overwrite this rank's elements of every parameter's `main_grad` with `values` of the shape of `Held.main`; None
-    leaves them. What the optimizer has read already is not changed by it.
+def overwrite_gradient_buffers(
+    optimizer: ChainedOptimizer, values: Callable[[HeldParameter], torch.Tensor | None]
+) -> None:
+    """Overwrite this rank's elements of every parameter's `main_grad` with `values(held)`, of the shape of `held.main`;
+    None leaves them. This does not change gradients that the optimizer has already read.
     """
     for held in held_parameters(optimizer):
         found = values(held)
@@ -424,25 +438,25 @@ def put_in_gradient_buffers(optimizer: ChainedOptimizer, values: Callable[[Held]
             gradient.main_grad.view(-1)[held.start : held.end].copy_(found.reshape(-1))
 
 
-def step_gradient(held: Held) -> torch.Tensor | None:
-    """The gradient that the next step reads: float32 of the shape of `held.main`, None if there is none."""
+def step_gradient(held: HeldParameter) -> torch.Tensor | None:
+    """The gradient that the next step reads: float32 of the shape of `held.main`, or None."""
     return read_gradient(held.part, held.main)
 
 
-def moment(held: Held, name: str) -> torch.Tensor | None:
-    """Adam's `exp_avg` or `exp_avg_sq`, of the shape of `held.main`; None before the first step, and where it is kept
-    in eight bits.
+def moment(held: HeldParameter, name: str) -> torch.Tensor | None:
+    """Adam's `exp_avg` or `exp_avg_sq` (`name`), of the shape of `held.main`; None before the first step, and if it is
+    kept in eight bits.
     """
     optimizer = held.part.optimizer
     found = optimizer.state.get(held.main, {}).get(name)
     return None if found is None or found.dtype == torch.uint8 else found
 
 
-def counted_squares(
+def gradient_squares_by_kind(
     optimizer: ChainedOptimizer, groups: ParallelGroups, kinds: tuple[str, ...], kind_of: Callable[[torch.Tensor], str]
 ) -> dict[str, float]:
-    """The squares of the gradients that count in the norm now, by the kind of the model's parameter. Collective over
-    all ranks, which get the same.
+    """The sum of squares of the current gradients that count in the norm, for each of `kinds`. `kind_of`: the kind of a
+    parameter of the model. Collective over all ranks, which get the same numbers.
     """
     sums: dict[int, torch.Tensor] = {}
     summed_over: dict[int, dist.ProcessGroup] = {}
@@ -452,7 +466,7 @@ def counted_squares(
         sums.setdefault(id(group), torch.zeros(len(kinds), dtype=torch.float64, device=device()))
     for held in held_parameters(optimizer):
         gradient = step_gradient(held)
-        if gradient is not None and is_counted(held.part, held.main, groups):
+        if gradient is not None and counts_in_norm(held.part, held.main, groups):
             place = kinds.index(kind_of(held.model))
             sums[id(held.part.get_grad_stats_parallel_group())][place] += gradient.double().square().sum()
     for key, values in sums.items():

@@ -1,8 +1,8 @@
 """From a model chunk's own parameter names to canonical ones.
 
-Owns the differences between layer specs (plain and Transformer Engine) and between layouts (local layer and expert
-numbers). `models/tensors.py` declares the names themselves. Imports nothing of Megatron, because tools that convert
-checkpoints need the names only.
+The chunk's names differ between layer specs (plain and Transformer Engine) and between layouts (local layer and expert
+numbers). `models/tensors.py` declares the canonical names. This module imports nothing of Megatron, because tools that
+convert checkpoints need only the names.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _FUSED_NORMS = {
 }
 # Megatron's buffers that are weights of the model.
 _BUFFER = ".router.expert_bias"
-# Adapters are no weights of the model; `checkpoint/adapters.py` has theirs.
+# Adapters are not weights of the model; `checkpoint/adapters.py` has their names.
 ADAPTERS = "adapters."
-# Nor is a critic's head, which starts at zero.
+# A critic's head, which starts at zero, is not a weight of the model either.
 VALUE_HEAD = "value_head."
 
 
@@ -47,12 +47,12 @@ def by_parameter(entries: Iterable[TensorEntry]) -> dict[str, list[TensorEntry]]
 
 
 def tensor_group(groups: Any, entry: TensorEntry) -> Any:
-    """The `Group` of `groups` (ParallelGroups) over which the tensor is sharded."""
+    """The `RankGroup` of `groups` (ParallelGroups) over which the tensor is sharded."""
     return groups.tensor if entry.expert is None else groups.expert_tensor
 
 
 def replica_group(groups: Any, entry: TensorEntry) -> Any:
-    """The `Group` of `groups` (ParallelGroups) whose ranks all hold the same share of the tensor."""
+    """The `RankGroup` of `groups` (ParallelGroups) whose ranks all hold the same share of the tensor."""
     return groups.data_context if entry.expert is None else groups.expert_data
 
 
@@ -61,8 +61,8 @@ def canonical_parameters(spec: ModelSpec, groups: Any, chunks: Sequence[Any]) ->
 
     Each has this rank's local shape `parameter_shape(...)` and the model's dtype (buffers fp32). `groups` are the
     rank's ParallelGroups, `chunks` unwrapped GPT chunks whose layers know their global `layer_number` (from 1). Raises
-    ModelError if a parameter is in no table or has another shape than in the table, because weights would be lost
-    silently.
+    ModelError for a parameter that is in no table or has another shape than there, because its weights would be lost
+    without notice.
     """
     table = table_by_parameter(spec)
     expected = {parameter: entries[0] for parameter, entries in table.items()}

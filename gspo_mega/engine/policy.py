@@ -1,12 +1,8 @@
-"""PolicyEngine: the policy of one run on one rank. Old pass, training step, supervised step.
+"""The policy of one run on one rank: old pass, training step and supervised step, each with its report.
 
-Owns the order of the passes and the reports of each. `forward_backward.py` runs one pass, `losses.py` defines the
-losses; higher layers load and save weights.
-
-What a pass over a mini-batch reports of this rank: values per sequence, sums, and each token's gap if asked for.
-
-Owns how the outputs of micro-batches become one report. The values are the losses'; ranks' parts are put together by
-`algorithm.columns` and the runtime.
+`PolicyEngine` owns the order of the passes. `forward_backward.py` runs one pass, `losses.py` defines the losses, and
+higher layers load and save weights. A `PassReport` is this rank's part of what a pass reports: values per sequence,
+sums, and the gap of each token if asked for. The train loop puts the parts of the ranks together.
 """
 
 from __future__ import annotations
@@ -37,7 +33,7 @@ from gspo_mega.engine.losses import (
     PolicyLoss,
     SupervisedLoss,
     correct_batch,
-    most_packs,
+    max_packs,
 )
 from gspo_mega.engine.model import build_chunks, transformer_config
 from gspo_mega.engine.optimizer import (
@@ -69,10 +65,10 @@ class PassReport:
     """This rank's part of the report of one pass over a mini-batch; empty on ranks that report nothing.
 
     `trajectory_index` [n] int64: rows of the rollout batch; `columns` per sequence, [n] or [n, K] float64; `totals` [K]
-    float64. Context-parallel ranks name the same rows and add up. `routing`, from every rank: sums over this rank's
-    layers with experts and its positions; the sum over all ranks is complete. `tokens`, where the pass keeps gaps: of
-    the N active tokens held here, `rows` [N] int32 of the rollout batch, `places` [N] int32 in the row's prompt and
-    response, `gaps` [N] float16 nats: trainer - server.
+    float64. Context-parallel ranks name the same rows, and their parts add up. `routing`, from every rank: sums over
+    this rank's layers with experts and its positions; the sum over all ranks is complete. `tokens`, if the pass keeps
+    gaps: for the N active tokens held here, `rows` [N] int32 of the rollout batch, `places` [N] int32 in the row's
+    prompt and response, `gaps` [N] float16 nats: trainer - server.
     """
 
     trajectory_index: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -82,9 +78,10 @@ class PassReport:
     tokens: dict[str, np.ndarray] = field(default_factory=dict)
 
     @classmethod
-    def of(
+    def collect(
         cls, micro_batches: Sequence[MicroBatch], outputs: Sequence[PassOutput], groups: ParallelGroups
     ) -> PassReport:
+        """The report of a mini-batch from the outputs of its micro-batches, both in the same order."""
         if not groups.reports:
             return cls()
         index = np.concatenate([m.trajectory_index for m in micro_batches])
@@ -106,16 +103,17 @@ def _token_gaps(
         held, active = held_rows(one, groups)
         at = held[active].numpy()
         rows.append(one.trajectory_index[one.sequence_ids[at]].astype(np.int32))
-        places.append((one.position_ids[at] + 1).astype(np.int32))  # a position predicts the token behind it
+        places.append((one.position_ids[at] + 1).astype(np.int32))  # a position predicts the token after it
     gaps = torch.cat([output.gaps for output in outputs if output.gaps is not None]).cpu().numpy()
     return {"rows": np.concatenate(rows), "places": np.concatenate(places), "gaps": gaps}
 
 
 @dataclass
 class OldState:
-    """The old pass of one mini-batch, this rank's part: for each micro-batch the input of its training pass (last stage
-    only), and the routes through this rank's layers. Nothing is corrected until `PolicyEngine.correct` has been given
-    all old passes of the rollout batch."""
+    """The old pass of one mini-batch, this rank's part. `micro_batches`: the inputs of their training passes, on
+    last-stage ranks only. `routes`: those through this rank's layers, per micro-batch. Nothing is corrected until
+    `PolicyEngine.correct` has been called with all old passes of the rollout batch.
+    """
 
     micro_batches: list[OldLogProbs]
     routes: list[Routes]
@@ -125,14 +123,14 @@ class OldState:
 class PolicyEngine:
     """A Megatron policy with optimizer and schedule on this rank.
 
-    `chunks` are the bare model chunks, which the weights package loads and exports; `wrapped` are the same under data
-    parallelism. Construction is collective over all ranks. Weights are untrained until loaded, and
+    `chunks` are the bare model chunks, which the checkpoint room loads and exports; `wrapped` are the same chunks under
+    data parallelism. Construction is collective over all ranks. Weights are untrained until loaded, and
     `after_weights_loaded` must follow every load.
     """
 
     def __init__(self, config: Config, spec: ModelSpec, groups: ParallelGroups, num_optimizer_steps: int) -> None:
         self.config, self.spec, self.groups = config, spec, groups
-        self.before_step: Callable[[], None] | None = None  # called as `apply_gradients` says
+        self.before_step: Callable[[], None] | None = None  # `apply_gradients` calls it
         require_optimizer(config.optimizer)
         self.megatron_config = transformer_config(config, spec)
         self.chunks = build_chunks(self.megatron_config, spec, groups)
@@ -168,18 +166,21 @@ class PolicyEngine:
         )
 
     def start_adapters(self) -> None:
-        """Give the adapters of `lora` their first numbers: A random by `run.seed`, B zero."""
+        """Give the adapters of `lora` their initial values: A random by `run.seed`, B zero."""
         assert self.config.lora is not None
         start_adapters(self.chunks, self.spec, self.config.lora, self.config.run.seed)
 
     def after_weights_loaded(self) -> None:
-        """Copy the loaded parameters into the optimizer's fp32 copies; round FP8 ones with scales of their own."""
+        """Copy the loaded parameters into the optimizer's fp32 copies, and round FP8 parameters with scales of their
+        own.
+        """
         self.scales.fit_parameters()
         reload_parameters(self.optimizer)
 
     def after_optimizer_loaded(self) -> None:
-        """After both were loaded in a layout whose scales no checkpoint has: FP8 parameters from the fp32 copies, as
-        after an optimizer step. Collective.
+        """Write FP8 parameters from the optimizer's fp32 copies, as after an optimizer step. Call it after weights and
+        optimizer were loaded in a layout for which no checkpoint has the FP8 scales. Does nothing without FP8
+        parameters. Collective.
         """
         if not self.megatron_config.fp8_param:
             return
@@ -192,22 +193,23 @@ class PolicyEngine:
     # --- passes --------------------------------------------------------------------------------------------
 
     def old_pass(self, micro_batches: list[MicroBatch]) -> OldState:
-        """Log-probs of one mini-batch's packs under the current weights, without gradients. Collective."""
+        """Compute the log-probs of one mini-batch's packs under the current weights, without gradients. Collective."""
         replay = self._replay(micro_batches, None) if self.config.moe.routing_replay == "R3" else None
         self._begin_step(micro_batches, replay)
         routing = RoutingPass(self.routers, len(micro_batches), replay)
         outputs = self.pipeline.run(micro_batches, self._old_pass(), forward_only=True, routing=routing)
-        report = PassReport.of(micro_batches, outputs, self.groups)
+        report = PassReport.collect(micro_batches, outputs, self.groups)
         if replay is None:
             report.routing = self._changed_since_rollout(micro_batches, routing.recorded)
         return OldState([output.old for output in outputs if output.old is not None], routing.recorded, report)
 
     def score(self, micro_batches: list[MicroBatch], head: Head, replays_rollout: bool) -> list[PassOutput]:
-        """A pass without gradients and with a head of the caller's, under the current weights. Collective.
+        """Run a pass without gradients and with the caller's head, under the current weights. Returns the head's
+        outputs in order, on last-stage ranks only. Collective.
 
-        `replays_rollout`: its routes are those of the rollout, whatever the configuration says; else the routers' own.
+        `replays_rollout`: the tokens take the routes of the rollout, for any configuration; else the routers choose.
         """
-        replay = [self.routers.of_rollout(m) for m in micro_batches] if replays_rollout else None
+        replay = [self.routers.rollout_routes(m) for m in micro_batches] if replays_rollout else None
         self._begin_step(micro_batches, replay)
         routing = RoutingPass(self.routers, len(micro_batches), replay)
         return self.pipeline.run(micro_batches, head, forward_only=True, routing=routing)
@@ -216,13 +218,13 @@ class PolicyEngine:
         """Whether the training pass of these mini-batches' packs can decide the correction, so that the step needs no
         old pass: no rank has more than one pack. Collective.
         """
-        return may_correct_in_training(self.config) and most_packs(sum(map(len, packs)), self.groups) == 1
+        return may_correct_in_training(self.config) and max_packs(sum(map(len, packs)), self.groups) == 1
 
     def correct(self, old: Sequence[OldState]) -> None:
-        """Decide the correction of the engine gap for a whole rollout batch, from all its old passes, in place.
+        """Decide the correction of the engine gap for a whole rollout batch, and write it into all its old passes.
 
-        Nothing with `mismatch.correction: none` or `old_log_probs: rollout`. Collective. Raises NumericsError naming a
-        trajectory whose gap is not finite.
+        Does nothing with `mismatch.correction: none` or `old_log_probs: rollout`. Collective. Raises NumericsError
+        naming a trajectory whose gap is not finite.
         """
         if not corrects_engine_gap(self.config) or not self.groups.is_last_stage:
             return
@@ -240,13 +242,13 @@ class PolicyEngine:
         reference: list[torch.Tensor] | None = None,
         corrects: bool = False,
     ) -> tuple[StepResult, PassReport]:
-        """One optimizer step of the policy objective on one mini-batch.
+        """Take one optimizer step of the policy objective on one mini-batch.
 
         `denominator`: the global count that the aggregation averages over. `old`: None if old is current. `reference`:
         what `ReferencePolicy.log_probs` returned for these packs, if there is a KL term: [N] float32 nats of this
         rank's active tokens per micro-batch. `corrects`: without `old`, decide the correction in this pass
-        (`can_correct_in_training`). Raises ValueError where `mismatch.correction` was not decided; NumericsError naming
-        the trajectory with a non-finite active log-prob, or layers that did not follow replayed routes. Collective.
+        (`can_correct_in_training`). Raises ValueError if the correction was not decided, and NumericsError naming the
+        trajectory with a non-finite active log-prob, or the layers that did not follow replayed routes. Collective.
         """
         report = self.policy_gradients(micro_batches, settings, denominator, old, reference, corrects)
         return self._apply(report), report
@@ -271,7 +273,7 @@ class PolicyEngine:
         outputs = self.accumulate_gradients(
             micro_batches, self._policy_loss(settings, denominator, old, reference, corrects), routing
         )
-        report = PassReport.of(micro_batches, outputs, self.groups)
+        report = PassReport.collect(micro_batches, outputs, self.groups)
         report.routing = self.balancing.sums()
         if replay is None and old is not None:
             report.routing |= self._changed("old", micro_batches, old.routes, routing.recorded)
@@ -282,19 +284,23 @@ class PolicyEngine:
         return report
 
     def train_supervised(self, micro_batches: list[MicroBatch], denominator: float) -> tuple[StepResult, PassReport]:
-        """One optimizer step of the mean negative log-prob over `denominator` demonstration tokens. Collective."""
+        """Take one optimizer step of the mean negative log-prob of the demonstration tokens. `denominator`: their
+        number in the mini-batch, on all ranks. Collective.
+        """
         self._begin_step(micro_batches, None)
         outputs = self.accumulate_gradients(micro_batches, SupervisedLoss(denominator))
-        report = PassReport.of(micro_batches, outputs, self.groups)
+        report = PassReport.collect(micro_batches, outputs, self.groups)
         report.routing = self.balancing.sums()
         return self._apply(report), report
 
     def accumulate_gradients(
         self, micro_batches: list[MicroBatch], head: Head, routing: RoutingPass | None = None
     ) -> list[PassOutput]:
-        """Forward and backward pass of a mini-batch; leaves the reduced gradients in Megatron's buffers. Collective."""
+        """Run the forward and backward passes of a mini-batch, and leave the reduced gradients in Megatron's buffers.
+        Collective.
+        """
         routing = routing or RoutingPass(self.routers, len(micro_batches))
-        self.scales.before_gradients(lambda: self._forward_backward(micro_batches, copy(head), routing.again()))
+        self.scales.before_gradients(lambda: self._forward_backward(micro_batches, copy(head), routing.repeat()))
         outputs = self._forward_backward(micro_batches, head, routing)
         self.scales.after_gradients()
         self.expert_bias.count(micro_batches, routing.taken)
@@ -308,8 +314,9 @@ class PolicyEngine:
         return self.pipeline.run(micro_batches, head, forward_only=False, routing=routing)
 
     def _begin_step(self, micro_batches: list[MicroBatch], replay: list[Routes] | None) -> None:
-        """Old passes, and training passes that are compared with them, round with the same scales; without old passes
-        each mini-batch has scales of its own. `replay`: the routes of the passes to come, whose scales are measured.
+        """Update the FP8 scales. Old passes and the training passes that are compared with them round with the same
+        scales; without old passes each mini-batch has scales of its own. `replay`: the routes of the passes that
+        follow, for which the scales are measured.
         """
         routing = RoutingPass(self.routers, len(micro_batches), replay)
         self.scales.begin_step(
@@ -358,7 +365,7 @@ class PolicyEngine:
         )
 
     def _apply(self, report: PassReport | None = None) -> StepResult:
-        """The optimizer step and, unless it was skipped, the update of the expert bias, which adds to the report."""
+        """Take the optimizer step and, unless it was skipped, update the expert bias, which adds to the report."""
         result = apply_gradients(
             self.optimizer, self.scheduler, self.config.optimizer.clip_grad, self.groups, self.before_step
         )
@@ -372,25 +379,28 @@ class PolicyEngine:
         """The routes that this pass must take, or None if the routers choose."""
         mode = self.config.moe.routing_replay
         if mode == "R3":
-            return [self.routers.of_rollout(m) for m in micro_batches]
+            return [self.routers.rollout_routes(m) for m in micro_batches]
         if mode == "R2":
             if old is None:
-                raise ValueError("moe.routing_replay R2 replays the routes of the old pass, but there was no old pass")
+                raise ValueError("moe.routing_replay: R2 replays the routes of the old pass, and there was no old pass")
             return old.routes
         return None
 
     def _changed_since_rollout(self, micro_batches: list[MicroBatch], recorded: list[Routes]) -> dict[str, float]:
         if not self.routers.all() or any(m.routed_experts is None for m in micro_batches):
             return {}
-        return self._changed("rollout", micro_batches, [self.routers.of_rollout(m) for m in micro_batches], recorded)
+        return self._changed(
+            "rollout", micro_batches, [self.routers.rollout_routes(m) for m in micro_batches], recorded
+        )
 
     def _changed(
         self, since: str, micro_batches: list[MicroBatch], before: list[Routes], after: list[Routes]
     ) -> dict[str, float]:
-        """What `count_changed` counts on this rank, over the micro-batches."""
+        """The numbers of `count_changed` on this rank, summed over the micro-batches."""
         if not self.routers.all():
             return {}
         counts = [
-            count_changed(b, a, self.routers.compared(m)) for m, b, a in zip(micro_batches, before, after, strict=True)
+            count_changed(b, a, self.routers.compared_positions(m))
+            for m, b, a in zip(micro_batches, before, after, strict=True)
         ]
         return changed_sums(since, before[0], torch.stack(counts).sum(dim=0))

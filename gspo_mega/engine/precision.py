@@ -1,26 +1,13 @@
-"""Precision on this machine: what is installed, Megatron's settings, what is refused.
+"""Precision and fused operations on this machine: what is installed, Megatron's settings, what is refused.
 
 FP8 applies to Transformer Engine's linear layers only. Embedding, LM head, norms, the router (fp32) and attention keep
 their precision. fp32 uses Megatron's plain layers on a GPU too: Transformer Engine multiplies fp32 as TF32, and its
 attention takes packed sequences in half precision only.
 
-The differences between Megatron-Core 0.16 and 0.19 that matter here.
-
-Each function asks which feature the installed version has, never for its number.
-
-Fused operations and the dispatcher of experts' tokens, as settings of Megatron's TransformerConfig, on this machine.
-
-Owns which libraries are there for them, and the refusal of what was asked for and is not. What is chosen, and why, is
-`config/derived.py`.
-
-The FP8 state of a model: the scales of recipe `delayed`, when they change, and what of them a checkpoint holds.
-
-`delayed` rounds a tensor with a scale that follows from the largest values of earlier passes. Transformer Engine
-updates scales after each micro-batch, between the old pass and the training passes as well: an unchanged policy then
-has an importance ratio that is not 1, by more than GSPO's clip range. Here the scales of forward passes are held from
-the old pass to the last training pass that is compared with it, and the largest values recorded; without an old pass,
-for a mini-batch. Those of gradients, on which no log-prob depends, are updated after each mini-batch. The other
-recipes have no state: a tensor's scale follows from the tensor.
+In this order: the settings of precision, and the libraries and devices of this machine; fused operations and the
+dispatcher of experts' tokens (`config/derived.py` decides what is fused, and why); the FP8 scales of recipe `delayed`;
+the differences between Megatron-Core 0.16 and 0.19 that matter here, each of which is a question for a feature, never
+for a version number.
 """
 
 from __future__ import annotations
@@ -69,41 +56,154 @@ from gspo_mega.cpu.backend import is_cpu_backend
 from gspo_mega.models.block_fp8 import publishes_powers_of_two
 from gspo_mega.plan.validate_precision import check_precision
 
-
-def router_losses() -> dict[str, torch.Tensor]:
-    """The routers' losses since they were last cleared, by name: [layers] float32, before coefficients, this rank's."""
-    return {name: entry["values"] for name, entry in moe_utils.get_moe_layer_wise_logging_tracker().items()}
-
-
-def clear_router_losses() -> None:
-    """Clear the routers' losses. 0.16 returns its own dictionary; 0.19 returns a copy and has a tracker to clear."""
-    tracker = getattr(moe_utils, "get_moe_metrics_tracker", moe_utils.get_moe_layer_wise_logging_tracker)()
-    tracker.clear()
-
-
-def router_losses_know_their_parts() -> bool:
-    """Does Megatron multiply a router loss by all positions of a pack (0.19), or by this rank's part of them (0.16)?
-
-    For a loss that is later divided by tokens the former is right; 0.16 leaves out the tensor and context ranks.
-    """
-    return "needs_dp_avg" in inspect.signature(TopKRouter.attach_and_log_load_balancing_loss).parameters
-
-
-def asynchronous_save() -> dict[str, Any]:
-    """Arguments with which `dist_checkpointing.save` returns a request instead of waiting.
-
-    0.19 uses NVIDIA's resiliency extension unless Megatron's own way, the only one of 0.16, is named.
-    """
-    named = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
-    return {"async_sharded_save": True} | ({"async_strategy": "mcore"} if named else {})
-
-
-def mlp_parts(mlp: Any) -> Any:
-    """The submodules of a layer's MLP, as its spec has it: a ModuleSpec (0.16), or a partly applied function (0.19)."""
-    return mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
-
-
 logger = logging.getLogger(__name__)
+
+# The dtype of parameters, of activations between layers and of exported weights; nominal for FP8 parameters. A
+# certificate may use another one, which `parameter_dtype` returns.
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
+
+# With one scale per tensor, gradients need the range of e5m2 (`hybrid`). With one per block, e4m3 is wide enough for
+# gradients too.
+_FORMATS = {"delayed": "hybrid", "tensorwise": "hybrid", "blockwise": "e4m3", "mxfp8": "e4m3"}
+
+
+def parameter_dtype(config: Config) -> torch.dtype:
+    """The dtype of a model's parameters, and of activations between layers, in this configuration."""
+    return torch.float32 if is_sharp(config) else DTYPES[config.precision]
+
+
+def uses_transformer_engine(megatron_config: TransformerConfig) -> bool:
+    """Whether the layers of this configuration are Transformer Engine's. Otherwise they are Megatron's plain ones."""
+    return megatron_config.transformer_impl == "transformer_engine"
+
+
+def require_precision(config: Config) -> None:
+    """Raise ModelError, with a remedy, if this machine cannot compute in the configured precision."""
+    if is_cpu_backend():
+        if has_transformer_engine_layers(config, has_gpu=False) and not te_loading.is_loaded():
+            raise ModelError(
+                f"precision: {config.precision} uses Transformer Engine's layers, which this process has not loaded; it"
+                f" loads them if {te_loading.VARIABLE}=1 when it starts"
+            )
+        if te_loading.is_loaded():
+            te_loading.compute_as_gpu_of(config.fp8.recipe if config.precision == "fp8" else None)
+            te_loading.scale_tensors(power_of_two=is_sharp(config))
+        _require_block_scales(config, None)
+        return
+    capability = torch.cuda.get_device_capability()
+    problem = check_precision(config, capability, torch.version.cuda, transformer_engine_version())
+    if problem is None:
+        _require_block_scales(config, capability)
+        return
+    reason = transformer_engine_error()
+    if reason is not None:
+        problem += f" (importing it: {reason})"
+    raise ModelError(f"precision: {problem}")
+
+
+def _require_block_scales(config: Config, capability: tuple[int, int] | None) -> None:
+    """Raise ModelError if the block scales of products are not those that the configuration asks for, or not those of
+    the published weights. `capability`: that of this rank's GPU. It is None without a GPU, and published weights may
+    then be for any GPU.
+    """
+    wanted = has_powers_of_two(config.fp8.block_scales, capability)
+    if loads_quantized(config) and (multiplies_blocks(config) or capability is not None):
+        published = publishes_powers_of_two(config)
+        if published != wanted:
+            raise ModelError(
+                f"fp8.block_scales: {config.fp8.block_scales} is {_kind(wanted)} on {_device(capability)}, and"
+                f" {_kind(published)} in published weights, which follow cluster.gpu ({config.cluster.gpu or 'null'});"
+                " name this machine's GPU there, or set fp8.block_scales to power_of_two"
+                + (" or float32" if capability is None or capability < BLACKWELL else "")
+            )
+    if multiplies_blocks(config) and (found := _multiplies_powers_of_two()) != wanted:
+        raise ModelError(
+            f"fp8.block_scales: {config.fp8.block_scales} is {_kind(wanted)} on {_device(capability)}, but this process"
+            f" multiplies with {_kind(found)}: Transformer Engine reads {FLOAT32_SCALES_VARIABLE} once, when it is"
+            " imported. A rank sets it before that. Another program must do so too, and cannot change it later"
+        )
+
+
+def _multiplies_powers_of_two() -> bool:
+    """Whether block scales in this process are powers of two, which Transformer Engine read when it was imported."""
+    recipe = importlib.import_module("transformer_engine.common.recipe").Float8BlockScaling()
+    return recipe.fp8_quant_fwd_weight.power_2_scale
+
+
+def _kind(powers_of_two: bool) -> str:
+    return "powers of two" if powers_of_two else "float32 scales"
+
+
+def _device(capability: tuple[int, int] | None) -> str:
+    return "a CPU" if capability is None else f"a GPU of compute capability {capability[0]}.{capability[1]}"
+
+
+def precision_settings(config: Config) -> dict:
+    """The settings of Megatron's TransformerConfig that define how numbers are stored and multiplied."""
+    dtype, fp8 = parameter_dtype(config), config.fp8
+    settings: dict = dict(
+        params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype == torch.bfloat16, transformer_impl="local"
+    )
+    if has_transformer_engine_layers(config, has_gpu=not is_cpu_backend()):
+        settings["transformer_impl"] = "transformer_engine"
+        # One kernel for the rotary positions of a whole pack, instead of one per sequence.
+        settings["apply_rope_fusion"] = True
+    if config.precision == "fp8":
+        settings |= dict(fp8=_FORMATS[fp8.recipe], fp8_recipe=fp8.recipe, fp8_param=fp8.parameters)
+        if fp8.recipe == "delayed":
+            # The history is one of steps, because `Fp8Scales` updates scales once in a step.
+            settings |= dict(fp8_amax_history_len=16, fp8_amax_compute_algo="max")
+    return settings
+
+
+@functools.cache
+def transformer_engine_error() -> str | None:
+    """Why Transformer Engine cannot be imported, or None if it can. On a machine without a GPU a process loads it at
+    its start, or not at all.
+    """
+    if is_cpu_backend():
+        return None if te_loading.is_loaded() else "there is no GPU, and this process did not load it"
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    # A build for another CUDA or torch can fail with any of these errors.
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def transformer_engine_version() -> str | None:
+    """Transformer Engine's version, or None if it cannot be imported."""
+    if transformer_engine_error() is not None:
+        return None
+    return str(importlib.import_module("transformer_engine").__version__)
+
+
+def describe_backends() -> list[str]:
+    """The libraries and devices that this machine computes with, one line each, for a run's log."""
+    lines = [f"PyTorch {torch.__version__}, Megatron-Core {importlib.metadata.version('megatron-core')}"]
+    if is_cpu_backend():
+        if not te_loading.is_loaded():
+            return [*lines, "no GPU: Megatron's plain layers over gloo"]
+        version = transformer_engine_version()
+        return [*lines, f"Transformer Engine {version} over CPU kernels: its numbers, not its speed", "no GPU: gloo"]
+    major, minor = torch.cuda.get_device_capability()
+    lines.append(f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}, CUDA {torch.version.cuda}")
+    version = transformer_engine_version()
+    lines.append(
+        f"Transformer Engine {version}" if version else f"Transformer Engine: no ({transformer_engine_error()})"
+    )
+    return lines
+
+
+@functools.cache
+def log_backends() -> None:
+    """Log `describe_backends`, once per process and on rank 0 only."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        for line in describe_backends():
+            logger.info(line)
+
+
+# --- Fused operations and the dispatcher ---------------------------------------------------------------------
 
 _PERMUTATIONS = (
     "fused_permute",
@@ -116,26 +216,32 @@ _PERMUTATIONS = (
 _UNEVEN_HYBRID = "moe_hybridep_pad_uneven_dispatch_inputs"
 
 
-def choices(config: Config, has_experts: bool) -> list[Choice]:
-    """What is fused on this machine. Raises ModelError for an operation that is asked for and cannot be fused here."""
+def fusion_choices(config: Config, has_experts: bool) -> list[Choice]:
+    """Which operations are fused on this machine. Raises ModelError for an operation that the configuration asks for
+    and that cannot be fused here.
+    """
     missing, has_gpu = _missing(), not is_cpu_backend()
     for key in SETTINGS:
         if getattr(config.engine, key):
             reason = obstacle(config, key, has_experts=has_experts, has_gpu=has_gpu) or missing.get(key)
             if reason is not None:
-                raise ModelError(f"engine.{key}: true, and this cannot be: {reason}; leave the key out")
+                raise ModelError(f"engine.{key}: true, which is not possible here: {reason}; leave the key out")
     return fused_operations(config, has_experts=has_experts, has_gpu=has_gpu, missing=missing)
 
 
 def fusion_settings(config: Config, has_experts: bool) -> dict[str, bool]:
-    """The settings of TransformerConfig. Raises ModelError as `choices`. Logs the choice once, on rank 0."""
-    made = choices(config, has_experts)
+    """The settings of TransformerConfig for fused operations. Raises ModelError as `fusion_choices` does. Logs the
+    choice once, on rank 0.
+    """
+    made = fusion_choices(config, has_experts)
     _log(describe_fusions(made))
     return {SETTINGS[choice.key]: choice.on for choice in made}
 
 
 def dispatcher_settings(config: Config) -> dict[str, Any]:
-    """How tokens reach the experts of other ranks. Raises ModelError where the library for it is not there."""
+    """The settings of TransformerConfig by which tokens reach the experts of other ranks. Raises ModelError if the
+    library for the chosen dispatcher is missing.
+    """
     chosen = config.parallel.expert_dispatcher
     if chosen in ("alltoall", "allgather"):
         return {"moe_token_dispatcher_type": chosen}
@@ -143,7 +249,7 @@ def dispatcher_settings(config: Config) -> dict[str, Any]:
     if chosen == "hybridep":
         if _UNEVEN_HYBRID not in {field.name for field in dataclasses.fields(TransformerConfig)}:
             raise ModelError(
-                "parallel.expert_dispatcher: hybridep needs Megatron-Core 0.19: an older one takes packs of one length"
+                "parallel.expert_dispatcher: hybridep needs Megatron-Core 0.19: older versions take packs of one length"
                 " only; use alltoall or deepep"
             )
         settings[_UNEVEN_HYBRID] = True
@@ -151,15 +257,16 @@ def dispatcher_settings(config: Config) -> dict[str, Any]:
     if not found:
         branch = "" if chosen == "deepep" else ", branch hybrid-ep"
         raise ModelError(
-            f"parallel.expert_dispatcher: {chosen} needs the Python package deep_ep, and this Python cannot import what"
-            f" Megatron takes from it (https://github.com/deepseek-ai/DeepEP{branch}); install it, or use alltoall"
+            f"parallel.expert_dispatcher: {chosen} needs the Python package deep_ep, and this Python cannot import the"
+            f" parts that Megatron uses (https://github.com/deepseek-ai/DeepEP{branch}); install it, or use alltoall"
         )
     return settings
 
 
 @contextlib.contextmanager
 def head_without_apex() -> Iterator[None]:
-    """Within it, Megatron builds an LM head layer where weight gradients are fused and Apex is not installed.
+    """Inside this context Megatron builds an LM head layer although weight gradients are fused and Apex is not
+    installed.
 
     That layer's own product, which would call Apex's kernel, is never run: `log_probs.py` multiplies by its weight. The
     other layers are Transformer Engine's, which need no Apex.
@@ -173,7 +280,7 @@ def head_without_apex() -> Iterator[None]:
 
 
 def _missing() -> dict[Key, str]:
-    """What this process cannot do for lack of a library, in words."""
+    """Which operations this process cannot fuse because a library is missing, each with the reason in words."""
     found: dict[Key, str] = {}
     if any(getattr(moe_utils, name, None) is None for name in _PERMUTATIONS):
         found["fuse_permutation"] = "Megatron found no Transformer Engine 2.1 or later with Triton"
@@ -184,22 +291,31 @@ def _missing() -> dict[Key, str]:
 
 @functools.cache
 def _log(line: str) -> None:
-    """Once per process and line, on rank 0 only."""
+    """Log a line once per process, on rank 0 only."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         logger.info(line)
 
 
+# --- FP8 scales ----------------------------------------------------------------------------------------------
+
 _FORWARD, _BACKWARD = "scaling_fwd", "scaling_bwd"
 _FLAGS = "flags"
-# A scale is 1 until it is measured, with which the small numbers of gradients round to 0. A pass therefore measures the
-# last product of a branch rightly, the next pass the one before it; a branch has two.
+# A scale is 1 until it is measured, and with it the small numbers of gradients round to 0. So the first pass measures
+# only the last product of a branch correctly, and the next pass the one before it; a branch has two.
 MEASURING_PASSES = 3
-# Quantised tensors of a product in its forward pass: input, weight, output.
-_TENSORS_A_PRODUCT = 3
+# The quantised tensors of a product in its forward pass: input, weight, output.
+_TENSORS_PER_PRODUCT = 3
 
 
 class Fp8Scales:
-    """When the scales of one policy change. Does nothing unless the recipe is `delayed`.
+    """Decides when the FP8 scales of one model change, and saves them. Does nothing unless the recipe is `delayed`.
+
+    `delayed` rounds a tensor with a scale that follows from the largest values of earlier passes. Transformer Engine
+    updates scales after each micro-batch, also between the old pass and the training passes: an unchanged policy then
+    has an importance ratio that is not 1, by more than GSPO's clip range. Here the scales of forward passes are held,
+    and the largest values recorded, from the old pass to the last training pass that is compared with it; without an
+    old pass, for a mini-batch. The scales of gradients, on which no log-prob depends, are updated after each
+    mini-batch. The other recipes have no state: a tensor's scale follows from the tensor.
 
     The methods are collective over the ranks of a pipeline stage, which share each tensor's largest value.
     """
@@ -209,16 +325,18 @@ class Fp8Scales:
         self._forward_known = self._backward_known = self._has_trained = self._is_measuring = False
 
     def require_known(self) -> None:
-        """Raise RuntimeError before a pass whose scales would be 1: nobody has begun a step."""
+        """Raise RuntimeError before a pass whose scales would be 1, because `begin_step` was not called."""
         if self.is_active and not (self._forward_known or self._is_measuring):
-            raise RuntimeError("a pass with FP8 recipe `delayed` before its scales were measured; begin a step first")
+            raise RuntimeError(
+                "a pass with FP8 recipe `delayed` before its scales were measured; call `begin_step` first"
+            )
 
     @torch.no_grad()
     def fit_parameters(self) -> None:
-        """Round freshly loaded FP8 parameters again, each with the scale of its own largest value.
+        """Round newly loaded FP8 parameters again, each with the scale of its own largest value.
 
-        They were filled with the scale 1, with which numbers below 2^-6 lose bits, before anything was measured. The
-        loaded numbers are on the parameters still (`weights/quantized.py::keep_exact`).
+        They were filled before anything was measured, with the scale 1, with which numbers below 2^-6 lose bits. The
+        parameters still have the loaded numbers as `exact_values` (`checkpoint/quantized.py`).
         """
         if not self.is_active:
             return
@@ -231,9 +349,10 @@ class Fp8Scales:
                     quantized.quantize_(exact)
 
     def begin_step(self, measure: Callable[[], object]) -> None:
-        """Before the first pass with new weights: update the scales of forward passes; a second call does nothing.
+        """Update the scales of forward passes. Call it before the first pass with new weights; a second call does
+        nothing.
 
-        `measure`: a forward pass, carried out where there are no scales yet, because the run or its layout is new.
+        `measure`: runs a forward pass. It is called if there are no scales yet, because the run or its layout is new.
         """
         if not self.is_active:
             return
@@ -251,8 +370,8 @@ class Fp8Scales:
         self._has_trained = False
 
     def before_gradients(self, measure: Callable[[], object]) -> None:
-        """`measure`: a forward and a backward pass, carried out where gradients have no scales yet. The caller forgets
-        what they accumulated.
+        """Measure the scales of gradients if there are none yet. `measure`: runs a forward and a backward pass. The
+        caller drops the gradients that these passes accumulate.
         """
         if self.is_active and not self._backward_known:
             for _ in range(MEASURING_PASSES):
@@ -260,14 +379,14 @@ class Fp8Scales:
                 self.after_gradients()
 
     def after_gradients(self) -> None:
-        """After a mini-batch's backward passes: update the scales of gradients."""
+        """Update the scales of gradients. Call it after the backward passes of a mini-batch."""
         if not self.is_active:
             return
         self._backward_known = self._has_trained = True
         _manager().reduce_and_update_fp8_tensors(forward=False)
 
     def forget(self) -> None:
-        """As in a fresh run: what passes so far have measured counts for nothing. Load the weights again after it."""
+        """Drop all measured scales, as in a new run. Load the weights again afterwards."""
         if not self.is_active:
             return
         self._forward_known = self._backward_known = self._has_trained = False
@@ -296,9 +415,9 @@ class Fp8Scales:
         return tensors
 
     def load(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Continue with a `state` of the same layout; with an empty one, as in a fresh run.
+        """Continue with a `state` of the same layout; with an empty one, start as in a new run.
 
-        Raises KeyError if it has a module that this rank does not have, RuntimeError for another shape.
+        Raises KeyError for a module that this rank does not have, and RuntimeError for another shape.
         """
         if not self.is_active:
             return
@@ -311,14 +430,14 @@ class Fp8Scales:
                     continue
                 place, direction, kind = name.rsplit("/", 2)
                 meta = modules[place].fp8_meta
-                # As in its first pass: until then a module has no scales, or none that is updated.
-                modules[place].init_fp8_metadata(tensors[f"{place}/{_FORWARD}/scale"].numel() // _TENSORS_A_PRODUCT)
+                # A module does this in its first pass. Until then it has no scales, or none that is updated.
+                modules[place].init_fp8_metadata(tensors[f"{place}/{_FORWARD}/scale"].numel() // _TENSORS_PER_PRODUCT)
                 _manager().add_fp8_tensors_to_global_buffer(meta)
                 getattr(meta[direction], kind).copy_(value)
 
 
 def held_scales(config: TransformerConfig) -> AbstractContextManager[None]:
-    """Passes inside leave the scales of recipe `delayed` as they are, and record the largest values.
+    """Inside this context passes leave the scales of recipe `delayed` as they are, and record the largest values.
 
     Transformer Engine updates them at the end of an outermost context only, and those of gradients after the first
     module of one. Inside, this context is the outermost, and its first module is used up.
@@ -328,7 +447,7 @@ def held_scales(config: TransformerConfig) -> AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _held(config: TransformerConfig) -> Iterator[None]:
-    # Without a recipe it would ask for the chip's default one, of whatever use.
+    # Without a recipe, Transformer Engine would ask for the default one of the chip.
     recipe = get_fp8_recipe(config)
     with importlib.import_module("transformer_engine.pytorch").fp8_autocast(enabled=False, fp8_recipe=recipe):
         _manager().is_first_fp8_module()
@@ -337,7 +456,7 @@ def _held(config: TransformerConfig) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_extra_state(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Inside, Transformer Engine's modules have no state beside their parameters, as in bf16.
+    """Inside this context Transformer Engine's modules have no state except their parameters, as in bf16.
 
     They would put a pickle into a checkpoint, which they then refuse to read, and Megatron 0.16 to 0.18 cannot divide
     the empty one of several experts. `Fp8Scales.state` has the same numbers, as tensors.
@@ -371,145 +490,38 @@ def _manager() -> Any:
     return importlib.import_module("transformer_engine.pytorch.fp8").FP8GlobalStateManager
 
 
-# The dtype of parameters, of activations between layers and of exported weights; nominal for FP8 parameters. A
-# certificate may compute otherwise: `parameter_dtype`.
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
-
-# With one scale per tensor gradients need the range of e5m2 (`hybrid`); with one per block e4m3 is wide enough for
-# both.
-_FORMATS = {"delayed": "hybrid", "tensorwise": "hybrid", "blockwise": "e4m3", "mxfp8": "e4m3"}
+# --- Megatron-Core 0.16 and 0.19 -----------------------------------------------------------------------------
 
 
-def parameter_dtype(config: Config) -> torch.dtype:
-    """The dtype of a model's parameters, and of activations between layers."""
-    return torch.float32 if is_sharp(config) else DTYPES[config.precision]
+def router_losses() -> dict[str, torch.Tensor]:
+    """This rank's router losses since they were last cleared, by name: [layers] float32, before coefficients."""
+    return {name: entry["values"] for name, entry in moe_utils.get_moe_layer_wise_logging_tracker().items()}
 
 
-def uses_transformer_engine(megatron_config: TransformerConfig) -> bool:
-    """True if the layers of this configuration are Transformer Engine's; else they are Megatron's plain ones."""
-    return megatron_config.transformer_impl == "transformer_engine"
+def clear_router_losses() -> None:
+    """Clear the routers' losses. 0.16 returns its own dictionary; 0.19 returns a copy and has a tracker to clear."""
+    tracker = getattr(moe_utils, "get_moe_metrics_tracker", moe_utils.get_moe_layer_wise_logging_tracker)()
+    tracker.clear()
 
 
-def require_precision(config: Config) -> None:
-    """Raise ModelError, with a remedy, if this machine cannot compute in the configured precision."""
-    if is_cpu_backend():
-        if has_transformer_engine_layers(config, has_gpu=False) and not te_loading.is_loaded():
-            raise ModelError(
-                f"precision: {config.precision} with Transformer Engine's layers, which this process has not loaded; it"
-                f" loads them if {te_loading.VARIABLE}=1 when it starts"
-            )
-        if te_loading.is_loaded():
-            te_loading.compute_as_gpu_of(config.fp8.recipe if config.precision == "fp8" else None)
-            te_loading.scale_tensors(power_of_two=is_sharp(config))
-        _require_block_scales(config, None)
-        return
-    capability = torch.cuda.get_device_capability()
-    problem = check_precision(config, capability, torch.version.cuda, transformer_engine_version())
-    if problem is None:
-        _require_block_scales(config, capability)
-        return
-    reason = transformer_engine_error()
-    if reason is not None:
-        problem += f" (importing it: {reason})"
-    raise ModelError(f"precision: {problem}")
+def router_losses_know_their_parts() -> bool:
+    """Whether Megatron multiplies a router loss by all positions of a pack (0.19), or by this rank's part of them
+    (0.16).
 
-
-def _require_block_scales(config: Config, capability: tuple[int, int] | None) -> None:
-    """Raise ModelError if the scales of blocks in products are not those that the configuration asks for, or not those
-    of the published weights. `capability`: this rank's GPU, None without one, where published weights may be for any.
+    For a loss that is later divided by tokens the former is right; 0.16 leaves out the tensor and context ranks.
     """
-    wanted = has_powers_of_two(config.fp8.block_scales, capability)
-    if loads_quantized(config) and (multiplies_blocks(config) or capability is not None):
-        published = publishes_powers_of_two(config)
-        if published != wanted:
-            raise ModelError(
-                f"fp8.block_scales: {config.fp8.block_scales} is {_kind(wanted)} on {_device(capability)}, and"
-                f" {_kind(published)} in published weights, which follow cluster.gpu ({config.cluster.gpu or 'null'});"
-                " name this machine's GPU there, or set fp8.block_scales to power_of_two"
-                + (" or float32" if capability is None or capability < BLACKWELL else "")
-            )
-    if multiplies_blocks(config) and (found := _multiplies_powers_of_two()) != wanted:
-        raise ModelError(
-            f"fp8.block_scales: {config.fp8.block_scales} is {_kind(wanted)} on {_device(capability)}, but this process"
-            f" multiplies with {_kind(found)}: Transformer Engine reads {FLOAT32_SCALES_VARIABLE} once, when it is"
-            " imported. A rank sets it before that; another program must, and cannot change it later"
-        )
+    return "needs_dp_avg" in inspect.signature(TopKRouter.attach_and_log_load_balancing_loss).parameters
 
 
-def _multiplies_powers_of_two() -> bool:
-    """What Transformer Engine read when it was imported."""
-    recipe = importlib.import_module("transformer_engine.common.recipe").Float8BlockScaling()
-    return recipe.fp8_quant_fwd_weight.power_2_scale
+def asynchronous_save() -> dict[str, Any]:
+    """The arguments with which `dist_checkpointing.save` returns a request instead of waiting.
 
-
-def _kind(powers_of_two: bool) -> str:
-    return "powers of two" if powers_of_two else "float32 scales"
-
-
-def _device(capability: tuple[int, int] | None) -> str:
-    return "a CPU" if capability is None else f"a GPU of compute capability {capability[0]}.{capability[1]}"
-
-
-def precision_settings(config: Config) -> dict:
-    """The settings of Megatron's TransformerConfig that define how numbers are stored and multiplied."""
-    dtype, fp8 = parameter_dtype(config), config.fp8
-    settings: dict = dict(
-        params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype == torch.bfloat16, transformer_impl="local"
-    )
-    if has_transformer_engine_layers(config, has_gpu=not is_cpu_backend()):
-        settings["transformer_impl"] = "transformer_engine"
-        # One kernel for the rotary positions of a whole pack, instead of one per sequence.
-        settings["apply_rope_fusion"] = True
-    if config.precision == "fp8":
-        settings |= dict(fp8=_FORMATS[fp8.recipe], fp8_recipe=fp8.recipe, fp8_param=fp8.parameters)
-        if fp8.recipe == "delayed":
-            # Of steps: `precision.py` updates scales once in a step.
-            settings |= dict(fp8_amax_history_len=16, fp8_amax_compute_algo="max")
-    return settings
-
-
-@functools.cache
-def transformer_engine_error() -> str | None:
-    """Why Transformer Engine cannot be imported; None if it can. On a machine without a GPU a process has it from its
-    start, or not at all.
+    0.19 uses NVIDIA's resiliency extension unless the call names Megatron's own way, which is the only one in 0.16.
     """
-    if is_cpu_backend():
-        return None if te_loading.is_loaded() else "there is no GPU, and this process did not load it"
-    try:
-        importlib.import_module("transformer_engine.pytorch")
-    # A build for another CUDA or torch fails with any error of its loader.
-    except (ImportError, OSError, RuntimeError, AttributeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return None
+    named = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
+    return {"async_sharded_save": True} | ({"async_strategy": "mcore"} if named else {})
 
 
-def transformer_engine_version() -> str | None:
-    """Transformer Engine's version, None if it cannot be imported."""
-    if transformer_engine_error() is not None:
-        return None
-    return str(importlib.import_module("transformer_engine").__version__)
-
-
-def describe_backends() -> list[str]:
-    """The libraries and devices that this machine computes with, one line each, for a run's log."""
-    lines = [f"PyTorch {torch.__version__}, Megatron-Core {importlib.metadata.version('megatron-core')}"]
-    if is_cpu_backend():
-        if not te_loading.is_loaded():
-            return [*lines, "no GPU: Megatron's plain layers over gloo"]
-        version = transformer_engine_version()
-        return [*lines, f"Transformer Engine {version} over CPU kernels: its numbers, not its speed", "no GPU: gloo"]
-    major, minor = torch.cuda.get_device_capability()
-    lines.append(f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}, CUDA {torch.version.cuda}")
-    version = transformer_engine_version()
-    lines.append(
-        f"Transformer Engine {version}" if version else f"Transformer Engine: no ({transformer_engine_error()})"
-    )
-    return lines
-
-
-@functools.cache
-def log_backends() -> None:
-    """Log `describe_backends`, once per process and on rank 0 only."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        for line in describe_backends():
-            logger.info(line)
+def mlp_submodules(mlp: Any) -> Any:
+    """The submodules of a layer's MLP, whose spec is a ModuleSpec (0.16) or a partly applied function (0.19)."""
+    return mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules

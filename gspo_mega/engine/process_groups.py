@@ -1,11 +1,8 @@
-"""Small agreements between ranks: JSON values over the host (gloo) group.
+"""The process groups of a layout, and small agreements between ranks as JSON.
 
-Ranks exchange names, digests and problems with these functions; tensors of the model take other paths. No pickle.
-
-The process groups of a layout. The only file that reads Megatron's `parallel_state`.
-
-Owns creating Megatron's groups for a layout, returning them as plain values, and destroying them. Knows nothing of
-models or batches.
+This is the only file that reads Megatron's `parallel_state`. It creates Megatron's groups for a layout, returns them as
+plain values, and destroys them; it knows nothing of models or batches. With the JSON functions ranks exchange names,
+digests and problems over the host (gloo) group, without pickle. Tensors of the model take other paths.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ import json
 import weakref
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,8 +38,8 @@ class RankGroup:
 class ParallelGroups:
     """All groups of this rank. `data` excludes context parallelism, `data_context` includes it.
 
-    `host` is a gloo group of all ranks for small host-side traffic (shards, metrics). It is distinct from the default
-    group on a machine without GPU too, so that its traffic never interleaves with collectives of the model.
+    `host` is a gloo group of all ranks for small host-side traffic (shards, metrics). It differs from the default group
+    also on a machine without a GPU, so that its traffic never interleaves with collectives of the model.
     """
 
     world: RankGroup
@@ -58,7 +55,7 @@ class ParallelGroups:
 
     @property
     def is_lead(self) -> bool:
-        """True on rank 0, which acts for all ranks where one must."""
+        """True on rank 0, which acts for all ranks if a single one must."""
         return self.world.rank == 0
 
     @property
@@ -76,9 +73,11 @@ class ParallelGroups:
 
 
 def _group(group: object) -> RankGroup:
-    """`group`: what Megatron or torch returned; their annotations also allow None, a number and a list."""
+    """The group as this rank sees it. `group`: returned by Megatron or torch, whose annotations also allow None, a
+    number and a list.
+    """
     if not isinstance(group, dist.ProcessGroup):
-        raise RuntimeError(f"this rank is in no such process group: got {group!r} instead of one")
+        raise RuntimeError(f"this rank is not in the process group: got {group!r} instead of a group")
     ranks = tuple(dist.get_process_group_ranks(group))
     return RankGroup(group=group, rank=ranks.index(dist.get_rank()), size=len(ranks), ranks=ranks)
 
@@ -94,7 +93,7 @@ def create_groups(
     seed: int = 1,
     timeout_seconds: float = COLLECTIVE_SECONDS,
 ) -> ParallelGroups:
-    """Create Megatron's groups for a layout over the default process group and seed its RNG trackers.
+    """Create Megatron's groups for a layout over the default process group, and seed Megatron's RNG trackers.
 
     Collective over all ranks. Ranks follow Megatron's order tensor, context, expert, data, pipeline (fastest first).
     Raises Megatron's RuntimeError if the sizes do not divide the world; `plan` refuses such a layout earlier.
@@ -125,11 +124,11 @@ def create_groups(
     )
 
 
-# Modules that `destroy_groups` dismantles.
+# The modules that `destroy_groups` dismantles.
 _users: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
-def ends_with_groups(module: torch.nn.Module) -> None:
+def dismantle_with_groups(module: torch.nn.Module) -> None:
     """Register a module that is useless without the current groups: `destroy_groups` dismantles it."""
     _users.add(module)
 
@@ -137,10 +136,10 @@ def ends_with_groups(module: torch.nn.Module) -> None:
 def destroy_groups() -> None:
     """Destroy every group but the default one, so that the same processes can use another layout. Collective.
 
-    Modules registered by `ends_with_groups` are unusable afterwards. A gloo group's connections and its three threads
-    end when nothing refers to the group any more. Megatron's data parallelism, token dispatchers and rotary embeddings
-    would refer to their groups for ever, so they are dismantled here. The last threads end with the caller's own
-    references.
+    Modules registered by `dismantle_with_groups` are unusable afterwards. The connections of a gloo group and its three
+    threads end when nothing refers to the group any more. Megatron's data parallelism, token dispatchers and rotary
+    embeddings would refer to their groups for ever, so they are dismantled here. The last threads end when the caller
+    drops its own references.
     """
     for module in list(_users):
         _dismantle(module)
@@ -157,8 +156,8 @@ def destroy_groups() -> None:
 
 
 def _forget_amax_histories() -> None:
-    """Drop what Transformer Engine keeps beside its modules: with delayed scaling, every module's histories and the
-    group over which they are reduced, which the next layout's first pass would reduce again.
+    """Drop the state that Transformer Engine keeps outside of its modules: with delayed scaling, every module's
+    histories and the group over which they are reduced. The first pass of the next layout would reduce them again.
     """
     reset = getattr(megatron_random.FP8GlobalStateManager, "reset", None)  # Megatron's own stand-in has no state
     if reset is not None:
@@ -179,7 +178,7 @@ def _dismantle(module: torch.nn.Module) -> None:
 
 
 def stage_flags(virtual_stage: int | None) -> tuple[bool, bool]:
-    """(holds the embedding, holds the LM head) for one model chunk of this rank."""
+    """Whether one model chunk of this rank holds the embedding, and whether it holds the LM head."""
     return (
         parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual_stage),
         parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual_stage),
@@ -189,10 +188,6 @@ def stage_flags(virtual_stage: int | None) -> tuple[bool, bool]:
 def device() -> torch.device:
     """The device of this rank's tensors."""
     return torch.device("cpu") if is_cpu_backend() else torch.device("cuda", torch.cuda.current_device())
-
-
-if TYPE_CHECKING:
-    pass
 
 
 def all_gather_json(value: Any, group: RankGroup) -> list[Any]:
@@ -224,7 +219,9 @@ def broadcast_json(value: Any, group: RankGroup) -> Any:
 
 
 def raise_together(problems: list[str], group: RankGroup, error: type[Exception], title: str, limit: int = 20) -> None:
-    """Raise `error` on every rank if any rank has a problem, naming the distinct problems of all. Collective."""
+    """Raise `error` on every rank if any rank has a problem. Its text is `title` and the distinct problems of all
+    ranks, at most `limit` of them. Collective over `group`.
+    """
     found = list(dict.fromkeys(problem for part in all_gather_json(problems, group) for problem in part))
     if found:
         more = [f"... and {len(found) - limit} more"] if len(found) > limit else []

@@ -1,10 +1,9 @@
-"""Weights of earlier versions on the host, and what the trainer's own log-probs under them say about stale tokens.
+"""Other weights than the current ones: the frozen reference of a KL term, and the policy's earlier versions.
 
-Owns the copies of this rank's parameters and the passes with them. Which versions a batch has is in its packs.
-
-The frozen reference policy of a KL term: the same model in the same layout, never trained, never saved.
-
-Its log-probs come from the same function, packs and precision as the policy's. Weights are loaded by the layer above.
+`ReferencePolicy` is the same model in the same layout, never trained and never saved; the layer above loads its
+weights. Its log-probs come from the same function, packs and precision as the policy's. `FrozenBase` takes
+its place where adapters are trained. `Snapshots` keeps the policy's weights of earlier versions on the host, and
+measures with them how far the policy has moved since stale tokens were sampled.
 """
 
 from __future__ import annotations
@@ -15,16 +14,17 @@ from typing import ClassVar
 
 import torch
 
-from gspo_mega.algorithm.terms import STALENESS_SUMS, segment_sum
+from gspo_mega.algorithm.objective import segment_sum
+from gspo_mega.algorithm.terms import STALENESS_SUMS
 from gspo_mega.base.records import MicroBatch
 from gspo_mega.config.schema import Config
 from gspo_mega.engine.adapters import without_adapters
 from gspo_mega.engine.device_batch import DeviceBatch, to_device
 from gspo_mega.engine.forward_backward import Pipeline
-from gspo_mega.engine.losses import PassOutput, require_finite
+from gspo_mega.engine.losses import PassOutput, require_finite_tokens
 from gspo_mega.engine.model import build_chunks, transformer_config
 from gspo_mega.engine.policy import OldState, PolicyEngine
-from gspo_mega.engine.process_groups import ParallelGroups, ends_with_groups
+from gspo_mega.engine.process_groups import ParallelGroups, dismantle_with_groups
 from gspo_mega.engine.routing import Routers, RoutingPass
 from gspo_mega.models.spec import ModelSpec
 
@@ -41,7 +41,7 @@ class ReferencePolicy:
         self.chunks = build_chunks(megatron_config, spec, groups)
         for chunk in self.chunks:
             chunk.requires_grad_(False)
-            ends_with_groups(chunk)
+            dismantle_with_groups(chunk)
         self._pipeline = Pipeline(
             spec,
             groups,
@@ -61,18 +61,20 @@ class ReferencePolicy:
         return sum(p.numel() * p.element_size() for chunk in self.chunks for p in chunk.parameters())
 
     def log_probs(self, micro_batches: list[MicroBatch]) -> list[torch.Tensor]:
-        """Log-probs of this rank's active tokens, [N] float32 nats per micro-batch; empty except on last-stage ranks.
+        """The log-probs of this rank's active tokens, [N] float32 nats per micro-batch; empty except on last-stage
+        ranks.
 
         Raises NumericsError naming the trajectory with a non-finite log-prob. Collective.
         """
         routing = RoutingPass(self._routers, len(micro_batches))
-        outputs = self._pipeline.run(micro_batches, _keep, forward_only=True, routing=routing)
+        outputs = self._pipeline.run(micro_batches, _collect, forward_only=True, routing=routing)
         return [output.columns["reference_log_probs"] for output in outputs]
 
 
-class OwnBase:
-    """The policy's own frozen weights as the reference, where it trains adapters: passes without them, and no
-    memory."""
+class FrozenBase:
+    """The policy's own frozen weights as the reference, if it trains adapters: passes with the adapters off. It needs
+    no memory.
+    """
 
     num_bytes = 0
     chunks: Sequence[torch.nn.Module] = ()
@@ -83,37 +85,38 @@ class OwnBase:
     def log_probs(self, micro_batches: list[MicroBatch]) -> list[torch.Tensor]:
         """As `ReferencePolicy.log_probs`. Collective."""
         with without_adapters(self._engine.chunks):
-            outputs = self._engine.score(micro_batches, _keep, replays_rollout=False)
+            outputs = self._engine.score(micro_batches, _collect, replays_rollout=False)
         return [output.columns["reference_log_probs"] for output in outputs]
 
 
-def _keep(batch: DeviceBatch, log_probs: torch.Tensor, _entropies: torch.Tensor | None) -> PassOutput:
-    require_finite(batch, reference_log_probs=log_probs)
+def _collect(batch: DeviceBatch, log_probs: torch.Tensor, _entropies: torch.Tensor | None) -> PassOutput:
+    require_finite_tokens(batch, reference_log_probs=log_probs)
     return PassOutput(columns={"reference_log_probs": log_probs})
 
 
 class Snapshots:
-    """The policy's weights at the last `most` versions: on every rank its own, in their dtype, on the host."""
+    """The policy's weights at the last `most` versions. Every rank keeps its own, in their dtype, on the host."""
 
     def __init__(self, engine: PolicyEngine, most: int) -> None:
         self._engine, self._most = engine, most
         self._kept: dict[int, list[torch.Tensor]] = {}
 
     def keep(self, version: int) -> None:
-        """Copy the present parameters as those of `version`, and forget what is older than the last `most`."""
+        """Copy the present parameters as those of `version`, and drop the copies older than the last `most`."""
         self._kept = {kept: values for kept, values in self._kept.items() if kept > version - self._most}
         self._kept[version] = [tensor.detach().to("cpu", copy=True) for tensor in self._tensors()]
 
     def missing(self, micro_batches: Sequence[MicroBatch]) -> list[int]:
-        """The versions of these packs that no copy is left of, as after a restart."""
+        """The versions of these packs of which there is no copy, as after a restart; sorted."""
         return sorted(_versions(micro_batches) - self._kept.keys())
 
     def measure(self, mini_batches: Sequence[list[MicroBatch]], olds: Sequence[OldState], version: int) -> None:
-        """Add to the report of each mini-batch's old pass, made by the weights of `version`, the two parts of every
-        sequence's gap (`columns.STALENESS_SUMS`).
+        """Add the two parts of every sequence's gap (`STALENESS_SUMS`) to the report of each mini-batch's old pass,
+        which the weights of `version` made.
 
-        One pass without gradients for each other version of the packs; the parameters are then the present ones again,
-        to the bit. Collective. Raises KeyError for a version that is `missing`, and where `version` is not kept.
+        Runs one pass without gradients for each other version of the packs. Afterwards the parameters are bit for bit
+        the present ones again. Collective. Raises KeyError for a version that is `missing`, or if `version` is not
+        kept.
         """
         engine = self._engine
         own = [[part.log_probs.double() for part in old.micro_batches] for old in olds]
@@ -123,9 +126,9 @@ class Snapshots:
                 continue
             with self._as_of(other, version):
                 for micro_batches, mine in zip(mini_batches, own, strict=True):
-                    kept = _KeptHead()
+                    kept = _VersionLogProbs()
                     engine.score(micro_batches, kept, replays_rollout=engine.config.moe.routing_replay == "R3")
-                    for index, (values, chosen) in enumerate(zip(kept.log_probs, kept.of(place), strict=True)):
+                    for index, (values, chosen) in enumerate(zip(kept.log_probs, kept.sampled_by(place), strict=True)):
                         mine[index] = torch.where(chosen, values.double(), mine[index])
         if not engine.groups.reports:
             return
@@ -140,7 +143,9 @@ class Snapshots:
 
     @contextmanager
     def _as_of(self, version: int, present: int) -> Iterator[None]:
-        """The parameters are those of `version` in the block, and then again those of `present`, which they are now."""
+        """Inside the block the parameters are those of `version`, afterwards again those of `present`, the current
+        ones.
+        """
         before = self._kept[present]
         try:
             self._write(self._kept[version])
@@ -155,7 +160,7 @@ class Snapshots:
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         for chunk in self._engine.chunks:
-            chunk.await_parameters()  # with overlapped gathers, the last step's are still on their way
+            chunk.await_parameters()  # overlapped gathers of the last step may not be complete
             yield from chunk.parameters()
             yield from chunk.buffers()  # the expert bias is one
 
@@ -164,7 +169,7 @@ def _versions(micro_batches: Sequence[MicroBatch]) -> set[int]:
     return {int(version) for one in micro_batches if one.versions is not None for version in one.versions}
 
 
-class _KeptHead:
+class _VersionLogProbs:
     """A head that keeps the log-probs of this rank's active tokens, [N] float32 nats, and their versions' places."""
 
     wants_entropy: ClassVar[bool] = False
@@ -179,6 +184,6 @@ class _KeptHead:
         self._places.append(batch.version_index)
         return PassOutput()
 
-    def of(self, place: int) -> list[torch.Tensor]:
-        """[N] bool of each pack: tokens that the version at this place sampled."""
+    def sampled_by(self, place: int) -> list[torch.Tensor]:
+        """Which tokens the version at this place of the batch's versions sampled: [N] bool of each pack."""
         return [places == place for places in self._places]

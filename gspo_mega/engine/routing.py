@@ -1,39 +1,11 @@
-"""Balance without a loss: the expert bias favours experts that received too few tokens (arXiv:2408.15664).
-
-After an optimizer step, for each layer, where c_i tokens of the mini-batch went to expert i:
-
-    bias_i += rate x sign(mean(c) - c_i)
-
-The counts cover positions that a trained log-prob depends on, in training passes alone; they exclude padding, filler,
-the old pass and the reference's pass. The bias is therefore bitwise the same in every layout and packing with the same
-routes. Replayed routes count as taken. Under R2 all mini-batches of a step follow the bias of the old pass; under R3
-they follow the servers' bias, which is the published one.
-
-Megatron's own update moves the bias during gradient reduction, before it is known if the step is applied, and counts
-padding. It runs at a rate of zero.
-
-The experts of each token: recorded in every pass, replayed if configured, compared.
-
-Owns this rank's routers and Megatron's `RouterReplay` of each. R2 replays the routes of the old pass in the training
-passes; R3 replays the rollout engine's routes in all passes. `routing.py` owns load-balancing losses.
+"""The experts of each token: recorded in every pass, replayed if configured, compared, and balanced.
 
 A rank's router sees the pack's positions on this context rank and, under sequence parallelism, this tensor rank's equal
-share of them. Comparisons cover positions up to a sequence's last active label: attention is causal, so no trained
-log-prob depends on the routes of later positions (the last token, padding, filler).
-
-Megatron's load-balancing loss and router z-loss in the training passes: their scale and their reported values.
-
-For one pack of T positions (padding included) and one layer of E experts, k per token, let f_i be the share of the
-T x k choices that went to expert i, and P_i the mean softmax probability of expert i:
-
-    balance = E sum_i f_i P_i                            (arXiv:2101.03961; 1 when even)
-    z       = mean_t logsumexp(router logits_t)^2        (arXiv:2202.08906)
-
-With sigmoid scores P_i is the mean share of a token's sum, and f_i ignores expert bias and groups.
-
-The loss of a mini-batch gains coefficient x sum over layers of the mean over its packs, weighted by T. This depends on
-the packs alone: neither on the number of micro-batches or data-parallel ranks, nor on tensor, context, expert or
-pipeline parallelism.
+share of them. First comes recording and replay, through Megatron's `RouterReplay` of each router: R2 replays the routes
+of the old pass in the training passes, R3 replays the rollout engine's routes in all passes. Then come comparisons of
+routes. They cover positions up to a sequence's last active label: attention is causal, so no trained log-prob depends
+on the routes of later positions (the last token, padding, filler). Last come two ways to balance the load of experts:
+the router losses of Megatron, and the expert bias, which needs no loss.
 """
 
 from __future__ import annotations
@@ -62,8 +34,11 @@ from gspo_mega.models.spec import MoeSpec
 Routes = dict[int, torch.Tensor]
 
 
+# --- Recording and replay ------------------------------------------------------------------------------------
+
+
 class Routers:
-    """The routers of this rank's chunks, in order. Without experts there are none, and every method does nothing."""
+    """The routers of this rank's chunks, in order. Without experts there are none, and the methods do nothing."""
 
     def __init__(
         self,
@@ -89,6 +64,7 @@ class Routers:
         RouterReplay.clear_global_router_replay_instances()
 
     def all(self) -> list[tuple[int, TopKRouter]]:
+        """(zero-based layer of the model, router) of all chunks of this rank."""
         return [entry for chunk in self.chunks for entry in chunk]
 
     def rows(self, micro_batch: MicroBatch) -> torch.Tensor:
@@ -98,11 +74,11 @@ class Routers:
         )
         return held.chunk(self._split)[self._groups.tensor.rank] if self._split > 1 else held
 
-    def compared(self, micro_batch: MicroBatch) -> torch.Tensor:
-        """True for positions of this rank's routers that count in a comparison: [t] bool, on this rank's device."""
+    def compared_positions(self, micro_batch: MicroBatch) -> torch.Tensor:
+        """Which positions of this rank's routers count in a comparison: [t] bool, on this rank's device."""
         return torch.from_numpy(influential_positions(micro_batch))[self.rows(micro_batch)].to(device())
 
-    def of_rollout(self, micro_batch: MicroBatch) -> Routes:
+    def rollout_routes(self, micro_batch: MicroBatch) -> Routes:
         """The rollout engine's routes for this rank's layers and positions: [t, k] int16 per layer.
 
         Raises ValueError for a micro-batch without routes, or without those of one of this rank's layers.
@@ -126,9 +102,9 @@ class Routers:
             replay.clear_router_replay_action()
             replay.clear_indices()
 
-    def take_followed(self) -> list[tuple[int, torch.Tensor]]:
-        """(layer, 0-d bool: the router used exactly the replayed experts) of every replayed forward on this rank since
-        the last call.
+    def pop_followed(self) -> list[tuple[int, torch.Tensor]]:
+        """(layer, whether the router used exactly the replayed experts as a 0-d bool) of every replayed forward on this
+        rank since the last call.
         """
         followed, self._followed = self._followed, []
         return followed
@@ -164,25 +140,29 @@ def _layer_of(router: TopKRouter) -> int:
 
 
 class RoutingPass:
-    """The routes of one pass over micro-batches: recorded in `recorded`, or prescribed by `replay`; one entry each."""
+    """The routes of one pass over micro-batches, one entry per micro-batch: `recorded` during the pass, or prescribed
+    by `replay`.
+    """
 
     def __init__(self, routers: Routers, num_micro_batches: int, replay: list[Routes] | None = None) -> None:
         self._routers, self._replay = routers, replay
         self.recorded: list[Routes] = [{} for _ in range(num_micro_batches)]
         routers.reset()
 
-    def again(self) -> RoutingPass:
-        """The same pass once more: its replay, or a choice of its own."""
+    def repeat(self) -> RoutingPass:
+        """A new pass over the same micro-batches: with the same replay, or recorded anew."""
         return RoutingPass(self._routers, len(self.recorded), self._replay)
 
     @property
     def taken(self) -> list[Routes]:
-        """The routes that the finished pass took: per micro-batch [t, k] int16 for each layer of this rank."""
+        """The routes that the finished pass took: per micro-batch, [t, k] int16 for each layer of this rank."""
         return self.recorded if self._replay is None else self._replay
 
     @contextlib.contextmanager
     def forward(self, chunk: int, micro_batch: int, forward_only: bool) -> Iterator[None]:
-        """Context of one chunk's forward pass. Those of other micro-batches may follow before its backward pass."""
+        """The context of one chunk's forward pass. Forward passes of other micro-batches may follow before its backward
+        pass.
+        """
         recomputed = self._routers.recompute and not forward_only
         routers = self._routers.chunks[chunk]
         for layer, router in routers:
@@ -190,7 +170,7 @@ class RoutingPass:
             if self._replay is None:
                 replay.set_router_replay_action(RouterReplayAction.RECORD)
             else:
-                # Also queued for the layer's recomputations, which run in the order of the forward passes.
+                # Megatron also queues them for the layer's recomputations, which run in the order of forward passes.
                 replay.set_target_indices(self._replay[micro_batch][layer].long())
                 replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
         yield
@@ -209,7 +189,7 @@ class RoutingPass:
 
     def finish(self) -> None:
         """Raise NumericsError if a layer did not use exactly the replayed experts in every forward pass."""
-        followed = self._routers.take_followed()
+        followed = self._routers.pop_followed()
         left = [
             layer
             for layer, router in self._routers.all()
@@ -220,19 +200,22 @@ class RoutingPass:
             return
         if len(followed) != len(self._replay) * len(self._routers.all()):
             raise NumericsError(
-                f"routing replay: {len(followed)} forwards of routers, {len(self._replay) * len(self._routers.all())}"
-                " expected"
+                f"routing replay: {len(followed)} forward passes of routers;"
+                f" {len(self._replay) * len(self._routers.all())} expected"
             )
-        obeyed = torch.stack([same for _, same in followed]).tolist() if followed else []  # one wait for the device
-        wrong = sorted({layer for (layer, _), same in zip(followed, obeyed) if not same})
+        same_experts = torch.stack([same for _, same in followed]).tolist() if followed else []  # one device wait
+        wrong = sorted({layer for (layer, _), same in zip(followed, same_experts) if not same})
         if wrong:
-            raise NumericsError(f"routing replay: layers {wrong} went through other experts than those to replay")
+            raise NumericsError(f"routing replay: layers {wrong} used other experts than the replayed ones")
         if left:
             raise NumericsError(f"routing replay: layers {left} did not recompute every micro-batch with its experts")
 
 
+# --- Comparisons ---------------------------------------------------------------------------------------------
+
+
 def influential_positions(micro_batch: MicroBatch) -> np.ndarray:
-    """True for positions at or before their sequence's last active label: [T] bool of the whole pack, on the host."""
+    """Which positions are at or before their sequence's last active label: [T] bool of the whole pack, on the host."""
     result = np.zeros(micro_batch.num_tokens, bool)
     for start, end in zip(micro_batch.cu_seqlens, micro_batch.cu_seqlens[1:]):
         active = np.flatnonzero(micro_batch.loss_mask[start:end])
@@ -242,7 +225,8 @@ def influential_positions(micro_batch: MicroBatch) -> np.ndarray:
 
 
 def count_changed(before: Routes, after: Routes, compared: torch.Tensor) -> torch.Tensor:
-    """What changed, of each layer in order of `before`: [layers, 4] int64, this rank's.
+    """Count the changes between two sets of routes, for each layer in the order of `before`: [layers, 4] int64, those
+    of this rank.
 
     The columns are tokens whose set of experts differs, tokens compared, choices of `before` that `after` does not
     make, and choices compared. before, after: [t, k] int16 per layer. compared: [t] bool, the positions that count.
@@ -256,7 +240,9 @@ def count_changed(before: Routes, after: Routes, compared: torch.Tensor) -> torc
 
 
 def changed_sums(since: str, layers: Iterable[int], counts: torch.Tensor) -> dict[str, float]:
-    """A rank's report of its layers' `counts` [layers, 4] since the old pass or the rollout (`old`, `rollout`)."""
+    """A rank's report of its layers' `counts` [layers, 4] of `count_changed`, by name. `since`: `old` (the old pass) or
+    `rollout`.
+    """
     sums = {f"changed_since_{since}": 0.0, f"compared_with_{since}": 0.0}
     for layer, (changed, compared, replaced, choices) in zip(layers, counts.tolist(), strict=True):
         sums[f"changed_since_{since}"] += changed
@@ -268,9 +254,9 @@ def changed_sums(since: str, layers: Iterable[int], counts: torch.Tensor) -> dic
 
 @torch.no_grad()
 def choice_margins(router: TopKRouter, hidden: torch.Tensor) -> torch.Tensor:
-    """The margin between the router's last choice and the best rejected one: [t] float64, this rank's positions.
+    """The margin between the router's last choice and the best rejected expert: [t] float64, for this rank's positions.
 
-    hidden: [t, 1, H] of the model's dtype. The unit is that of the scores that decide: logits, or sigmoid scores with
+    hidden: [t, 1, H] of the model's dtype. The unit is that of the deciding scores: logits, or sigmoid scores with
     the expert bias. With groups it is the smaller of the margins between experts and between groups (each the sum of
     its best experts). Infinite if nothing was rejected.
     """
@@ -294,8 +280,25 @@ def _margins(scores: torch.Tensor, count: int) -> torch.Tensor:
     return best[:, -2] - best[:, -1]
 
 
+# --- Balance -------------------------------------------------------------------------------------------------
+
+
 class LoadBalancing:
-    """The router losses of one rank. `num_routers`: layers with experts on this rank. Does nothing if both are off."""
+    """Megatron's load-balancing loss and router z-loss in the training passes of one rank: their scale and their
+    reported values. Does nothing if both are off. `num_routers`: layers with experts on this rank.
+
+    For one pack of T positions (padding included) and one layer of E experts, k per token, let f_i be the share of the
+    T x k choices that went to expert i, and P_i the mean softmax probability of expert i:
+
+        balance = E sum_i f_i P_i                            (arXiv:2101.03961; 1 when even)
+        z       = mean_t logsumexp(router logits_t)^2        (arXiv:2202.08906)
+
+    With sigmoid scores P_i is the mean share of a token's sum, and f_i ignores expert bias and groups.
+
+    The loss of a mini-batch gains coefficient x sum over layers of the mean over its packs, weighted by T. This depends
+    only on the packs: not on the number of micro-batches or data-parallel ranks, nor on tensor, context, expert or
+    pipeline parallelism.
+    """
 
     def __init__(
         self, settings: Moe, megatron_config: TransformerConfig, groups: ParallelGroups, num_routers: int
@@ -312,8 +315,8 @@ class LoadBalancing:
         on.
 
         Each rank back-propagates its part of a pack's mean times the T / (tensor x context) positions that it holds:
-        Megatron expects a later division by tokens, which this loss has already had. The scale is therefore
-        tensor x context (in Megatron versions that leave this factor out) over the mini-batch's positions.
+        Megatron expects a later division by tokens, which this loss has already had. So the scale is tensor x context
+        (in Megatron versions that leave this factor out) over the mini-batch's positions.
         """
         if not self.is_on:
             return
@@ -364,7 +367,21 @@ def has_router_losses(settings: Moe) -> bool:
 
 
 class ExpertBias:
-    """The biases of this rank's routers. Does nothing if `rate` is 0."""
+    """Balance without a loss: the expert bias favours experts that received too few tokens (arXiv:2408.15664). Does
+    nothing if `rate` is 0.
+
+    After an optimizer step, for each layer, where c_i tokens of the mini-batch went to expert i:
+
+        bias_i += rate x sign(mean(c) - c_i)
+
+    The counts cover positions that a trained log-prob depends on, in training passes only; they exclude padding,
+    filler, the old pass and the reference's pass. The bias is therefore bitwise the same in every layout and packing
+    with the same routes. Replayed routes count as taken. Under R2 all mini-batches of a step follow the bias of the old
+    pass; under R3 they follow the servers' bias, which is the published one.
+
+    Megatron's own update moves the bias during gradient reduction, before it is known if the step is applied, and
+    counts padding. It runs at a rate of zero.
+    """
 
     def __init__(self, rate: float, routers: Routers, groups: ParallelGroups, num_layers: int) -> None:
         self._rate, self._routers, self._groups, self._num_layers = rate, routers, groups, num_layers
@@ -381,7 +398,7 @@ class ExpertBias:
         num_experts = self._routers.moe.num_experts
         counts = torch.zeros(self._num_layers, num_experts, dtype=torch.int64, device=device())
         for micro_batch, taken in zip(micro_batches, routes, strict=True):
-            counted = self._routers.compared(micro_batch)
+            counted = self._routers.compared_positions(micro_batch)
             for layer, experts in taken.items():
                 counts[layer] += torch.bincount(experts[counted].flatten().long(), minlength=num_experts)
         self._counts = counts

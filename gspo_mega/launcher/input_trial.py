@@ -32,7 +32,7 @@ from gspo_mega.data.prompts import PromptSource, RowSource, encoder_of
 from gspo_mega.data.templates import check_taught_end, run_end_tokens
 from gspo_mega.models.end_tokens import planned_end_tokens
 from gspo_mega.models.huggingface import read_model_spec
-from gspo_mega.models.value_models import SCORE, critic_tensors, may_be_beside, read_critic_spec
+from gspo_mega.models.value_models import SCORE, critic_tensors, is_ignored_critic_tensor, read_critic_spec
 from gspo_mega.rollout.server.spec import argument_names, check_options_sglang
 from gspo_mega.train.held_out import LoadedSet, row_check
 from gspo_mega.train.rollouts import episode_driver
@@ -221,16 +221,16 @@ def tensors_of(folder: str, *, is_critic: bool) -> tuple[Any, Any, Any]:
     """The model of a folder, its tensors given those that it holds, and whether it may hold another name, as
     `check_folder` takes them.
     """
-    from gspo_mega.models.tensors import hf_tensors, may_be_there
+    from gspo_mega.models.tensors import hf_tensors, is_ignored_tensor
 
     if not is_critic:
         spec = read_model_spec(folder)
-        return spec, lambda source: hf_tensors(spec), may_be_there
+        return spec, lambda source: hf_tensors(spec), is_ignored_tensor
     spec = read_critic_spec(folder)
     return (
         spec,
         lambda source: [entry for entry in critic_tensors(spec) if SCORE in source.files or entry.name != SCORE],
-        may_be_beside,
+        is_ignored_critic_tensor,
     )
 
 

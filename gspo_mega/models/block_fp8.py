@@ -1,11 +1,9 @@
 """The block-FP8 layout of a Hugging Face folder, as DeepSeek-V3 and Qwen3-FP8 are published: which tensors are
-quantised, under which names their scales lie, and `quantization_config`.
-
-Owns names, shapes and the reading of the configuration. Rounding is `gspo_mega.algorithm`'s, reading and writing of
-tensors `weights/`'s. No torch.
+quantised, the names of their scales, and `quantization_config`.
 
 A quantised `X.weight` of [n, m] is float8 e4m3 and stands for `X.weight[i, j] * X.weight_scale_inv[i // b0, j // b1]`;
-the scales have the shape [ceil(n / b0), ceil(m / b1)].
+the scales have the shape [ceil(n / b0), ceil(m / b1)]. Rounding is in `gspo_mega.algorithm`, reading and writing of
+tensors in `gspo_mega.checkpoint`. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -19,20 +17,19 @@ from gspo_mega.models.spec import BlockFp8
 from gspo_mega.models.tensors import TensorEntry
 
 SCALE_SUFFIX = "_scale_inv"
-SERVED_BLOCK = BLOCK
-"""Rows and columns of a block as servers hold it."""
+SERVED_BLOCK = BLOCK  # rows and columns of a block as servers hold it
 KEY = "quantization_config"
 
 _ONLY = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
-# What else such a configuration may say, without a meaning for the stored weights.
+# All keys that such a configuration may have. Some have no meaning for the stored weights.
 _UNDERSTOOD = {*_ONLY, "weight_block_size", "scale_fmt", "modules_to_not_convert", "ignored_layers", "dequantize"}
 _GATES = (".router.weight", ".shared_experts.gate_weight")
 _BLACKWELL_NAMES = ("B200",)
 
 
 def read_block_fp8(reader: ConfigReader) -> BlockFp8 | None:
-    """The layout that a config.json names; None where its weights are plain. Another quantisation is a problem of
-    `reader`, by its key.
+    """The layout that a config.json names, or None if its weights are plain. Another quantisation is added to the
+    problems of `reader`.
     """
     raw = reader.raw.get(KEY)
     if not raw:
@@ -40,7 +37,7 @@ def read_block_fp8(reader: ConfigReader) -> BlockFp8 | None:
     if not isinstance(raw, dict):
         reader.problem(KEY, f"is {raw!r}; must be an object")
         return None
-    # `fmt` has one value so far, and not everybody writes it.
+    # `fmt` has only one value so far, and some folders leave it out.
     found = {key: raw.get(key, only if key == "fmt" else None) for key, only in _ONLY.items()}
     wrong = [f"{key} is {value!r}, supported: {_ONLY[key]!r}" for key, value in found.items() if value != _ONLY[key]]
     block = raw.get("weight_block_size")
@@ -74,21 +71,21 @@ def quantization_config(stored: BlockFp8) -> dict[str, Any]:
 
 
 def served_layout(config: Config) -> BlockFp8 | None:
-    """The layout in which the run's servers get their weights; None where these are plain."""
+    """The layout in which the run's servers get their weights, or None if these are plain."""
     return BlockFp8(BLOCK, power_of_two=publishes_powers_of_two(config)) if loads_quantized(config) else None
 
 
 def publishes_powers_of_two(config: Config) -> bool:
-    """Are the scales of published blocks powers of two? As `fp8.block_scales` says, in any precision of the trainer.
-
-    With `auto`, on the GPUs of `cluster.gpu`: every process of the run, with and without a GPU, must answer the same.
+    """Whether the scales of published blocks are powers of two. `fp8.block_scales` decides, for any precision of the
+    trainer. With `auto` the GPUs of `cluster.gpu` decide, because every process of the run, with and without a GPU,
+    must come to the same answer.
     """
     return has_powers_of_two(config.fp8.block_scales, BLACKWELL if config.cluster.gpu in _BLACKWELL_NAMES else None)
 
 
 def is_quantizable(entry: TensorEntry) -> bool:
-    """Is this the weight of a linear layer? Norms, biases, embeddings, the LM head, the router and the gate of shared
-    experts stay as they are; so do experts that files stack.
+    """Whether this is the weight of a linear layer. Norms, biases, embeddings, the LM head, the router and the gate of
+    shared experts are never quantised, nor are experts that files stack.
     """
     if entry.stack is not None or not entry.parameter.endswith(".weight"):
         return False
@@ -96,7 +93,7 @@ def is_quantizable(entry: TensorEntry) -> bool:
 
 
 def is_quantized(stored: BlockFp8 | None, entry: TensorEntry) -> bool:
-    """Does a folder of this layout hold the tensor as FP8 with scales?"""
+    """Whether a folder of this layout holds the tensor as FP8 with scales."""
     if stored is None or not is_quantizable(entry):
         return False
     module = entry.name.rpartition(".")[0]
@@ -114,7 +111,7 @@ def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, in
 
 
 def stored_bytes(stored: BlockFp8 | None, entries: list[TensorEntry], plain_bytes: int) -> int:
-    """Bytes of these tensors in a folder of this layout; a plain element takes `plain_bytes`, a buffer's element 4."""
+    """The bytes of these tensors in a folder of this layout. A plain element has `plain_bytes`, that of a buffer 4."""
     total = 0
     for entry in entries:
         if stored is not None and is_quantized(stored, entry):

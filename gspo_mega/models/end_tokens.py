@@ -1,11 +1,12 @@
-"""Which tokens end a response: those that a model's configuration names, its tokenizer's, and its chat template's.
+"""Which tokens end a response: those of a model's configuration, of its tokenizer, and of its chat template.
 
-Owns how these sources become one list, and the words where they differ. Rollouts stop at what is in the list; the
-tokenizer and the template are what a model was taught to end with, and what a cold start teaches. In a Base model's
-folder they may well differ: a response that ended with a token outside the list would run on to its limit.
+This module makes one list of these sources, and a notice if they differ. Rollouts stop at any token of the list. The
+tokenizer's and the template's tokens are what a model was taught to end with, and what a cold start teaches. In the
+folder of a base model they may well differ from the configuration: a response that ended with a token outside the list
+would continue up to its limit.
 
-`stated_end` reads the tokenizer's files as JSON, for a plan, which has no tokenizer; `data/templates.py` asks a
-loaded one and the chat template.
+`stated_end` reads the tokenizer's files as JSON, for a plan, which has no tokenizer. `data/templates.py` asks a loaded
+tokenizer and the chat template.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ TOKENIZER = "the tokenizer"
 TEMPLATE = "the chat template"
 CALL = "the chat template after a call"
 # A tokenizer.json of the largest vocabularies has some 30 MB.
-_MOST_BYTES = 256 * 2**20
+_MAX_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
 class EndToken:
-    """`token_id` as a source names it; `text` is what the tokenizer writes for it, None where that is not known."""
+    """`token_id` as a source names it; `text` is the tokenizer's text for it, None if that is not known."""
 
     token_id: int
     text: str | None = None
@@ -37,8 +38,8 @@ class EndToken:
 
 @dataclass(frozen=True)
 class EndTokens:
-    """`ids`: every one ends a response, the configuration's first. `notices`: what to tell the user where the sources
-    differ.
+    """`ids`: each of them ends a response; those of the configuration come first. `notices`: texts for the user if the
+    sources differ.
     """
 
     ids: tuple[int, ...]
@@ -57,8 +58,8 @@ def end_tokens(
 
     `configured`: ids of config.json and generation_config.json (`ModelSpec.eos_token_ids`). `template`: the token with
     which the chat template ends an assistant's turn. None: the source names none. `vocab_size`: rows of the model's
-    head; no larger id can be sampled. None: not known. `texts`: of ids, where known. `call`: the
-    token with which the template ends a turn that calls a tool, where it is another one.
+    head, which bound the ids that can be sampled; None: not known. `texts`: texts of ids, as far as they are known.
+    `call`: the token with which the template ends a turn that calls a tool, if it is another one.
     """
     ids, notices = list(configured), []
     others = ((TOKENIZER, tokenizer), (TEMPLATE, template), (CALL, call))
@@ -81,33 +82,33 @@ def end_tokens(
 
 
 def planned_end_tokens(folder: Path, configured: Sequence[int], vocab_size: int) -> EndTokens:
-    """`end_tokens` as far as the files of a Hugging Face folder tell: without the chat template."""
+    """`end_tokens` from the files of a Hugging Face folder, without the chat template."""
     ids_by_text = _TokenIds(folder)
     stated = stated_end(folder, ids_by_text)
-    # Only where there is something to say are the texts of the configuration's ids looked up.
+    # The texts of the configuration's ids are looked up only if a notice needs them.
     if stated is None or stated.token_id in configured:
         return EndTokens(tuple(configured))
     return end_tokens(configured, stated, None, vocab_size, ids_by_text.texts(configured))
 
 
 def stated_end(folder: Path, ids_by_text: _TokenIds | None = None) -> EndToken | None:
-    """The end token that a folder's tokenizer files name; None where none does, or they cannot be read: loading the
-    tokenizer will say why.
+    """The end token that a folder's tokenizer files name. None if no file names one, or if they cannot be read; in that
+    case loading the tokenizer will say why.
     """
     settings = _read_object(folder / "tokenizer_config.json")
     named = settings.get("eos_token")
-    # As transformers does: the older file counts where the newer one does not list the added tokens.
+    # As in transformers, the older file counts if the newer one does not list the added tokens.
     if not settings.get("added_tokens_decoder"):
         named = _read_object(folder / "special_tokens_map.json").get("eos_token", named)
     text = named.get("content") if isinstance(named, dict) else named
     if not isinstance(text, str):
         return None
-    token_id = (ids_by_text or _TokenIds(folder)).of(text)
+    token_id = (ids_by_text or _TokenIds(folder)).id_of(text)
     return None if token_id is None else EndToken(token_id, text)
 
 
 class _TokenIds:
-    """Ids by text in the tokenizer files of a folder; the large file is read only if the small ones do not tell."""
+    """Ids by text in the tokenizer files of a folder. The large file is read only if the small ones lack an id."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -120,7 +121,7 @@ class _TokenIds:
         }
         self._small |= _ids_in(_read_object(folder / "added_tokens.json"))
 
-    def of(self, text: str) -> int | None:
+    def id_of(self, text: str) -> int | None:
         return self._small[text] if text in self._small else self._all().get(text)
 
     def texts(self, ids: Sequence[int]) -> dict[int, str]:
@@ -152,9 +153,9 @@ def _is_id(value: Any) -> bool:
 
 
 def _read_object(file: Path) -> dict[str, Any]:
-    """The object in a JSON file; an empty one where there is none, or no such file."""
+    """The object in a JSON file; an empty one if the file is missing, too large, or holds no object."""
     try:
-        if not file.is_file() or file.stat().st_size > _MOST_BYTES:
+        if not file.is_file() or file.stat().st_size > _MAX_BYTES:
             return {}
         value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

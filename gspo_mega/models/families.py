@@ -1,11 +1,8 @@
 """The families: every tensor of a Hugging Face checkpoint, where Megatron keeps it, and what config.json leaves unsaid.
 
-Declarations only. What is derived from them (a model's tensors, how they are cut over ranks) is `tensors.py`, the
-reading of config.json `huggingface.py`. How to add a family: docs/families.md.
-
-What a row of a family table is, and what a family has beside its rows.
-
-Declarations of types alone; the tables are `families.py`.
+This module has only declarations: the types of a family table, the rows that families share, and at the end the table
+`FAMILIES`. `tensors.py` derives a model's tensors from it and how they are cut over ranks; `huggingface.py` reads
+config.json. docs/families.md says how to add a family.
 """
 
 from __future__ import annotations
@@ -22,21 +19,22 @@ Role = Literal["whole", "q", "k", "v", "gate", "up"]
 Sharding = Literal["replicated", "rows", "columns", "vocabulary"]
 # Which pipeline stage holds it.
 Stage = Literal["first", "layer", "last"]
-# Where a row holds: in layers without or with experts, in models whose queries have a latent or have none, in models
+# Where a row applies: in layers without or with experts, in models whose queries have a latent or have none, in models
 # that have the norms or the biases.
 Where = Literal["dense layer", "expert layer", "query latent", "no query latent", "qk norm", "qkv bias"]
-# What a config.json may leave out: head_dim is then hidden_size / num_attention_heads, num_key_value_heads is
-# num_attention_heads, rope_theta 10000.
+# The keys that a config.json may leave out. Then head_dim is hidden_size / num_attention_heads, num_key_value_heads is
+# num_attention_heads, and rope_theta is 10000.
 Omissible = Literal["head_dim", "num_key_value_heads", "rope_theta"]
 
 
 @dataclass(frozen=True)
 class TensorRule:
-    """One row of a family table; `{layer}` and `{expert}` are filled in, sizes are named as in `tensors.py`.
+    """One row of a family table. `{layer}` and `{expert}` are filled in; sizes are named as in `tensors.py`.
 
-    `where`: None for everywhere. `is_buffer`: Megatron keeps it as a buffer: no gradient, no optimizer, and fp32 in
-    whatever precision the model is. `served_wide`: SGLang holds it in fp32, whatever it is sent in. `stack`: the
-    checkpoint has no such tensor, but one of all experts with this one in it; `name` is then this package's.
+    `where`: None for everywhere. `is_buffer`: Megatron keeps it as a buffer, without gradient and optimizer, and in
+    fp32 for any precision of the model. `served_wide`: SGLang holds it in fp32, also if it is sent in another dtype.
+    `stack`: the checkpoint has no such tensor, but a tensor of all experts that contains it; `name` is then this
+    package's own.
     """
 
     name: str
@@ -54,7 +52,7 @@ class TensorRule:
 @dataclass(frozen=True)
 class Stack:
     """A tensor `name` of all experts of a layer: [experts, columns, rows] with every expert's matrix transposed, or
-    [experts, rows] of biases. An expert's tensor has every `step`-th of these rows, from `first` on.
+    [experts, rows] for biases. An expert's tensor is every `step`-th of these rows, starting with `first`.
     """
 
     name: str
@@ -64,9 +62,10 @@ class Stack:
 
 @dataclass(frozen=True)
 class ExpertKeys:
-    """Where a family's config.json describes its experts: `num_experts` under any of these keys, their width under
-    `intermediate_size`. `norm_topk_prob` is the family's own, or None where the key of that name says (absent: false).
-    `gated_shared`: the key of the width of a shared expert whose output a gate multiplies, None without one.
+    """The keys under which a family's config.json describes its experts: their number under any of `num_experts`, their
+    width under `intermediate_size`. `norm_topk_prob`: the value for the whole family, or None if the key of that name
+    has it (absent: false). `gated_shared`: the key for the width of a shared expert whose output a gate multiplies,
+    None without one.
     `deepseek`: DeepSeek-V3's router (sigmoid scores, a bias, groups), shared experts and first dense layers, under its
     keys.
     """
@@ -80,13 +79,13 @@ class ExpertKeys:
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture. `architecture` is the class name in config.json; `qk_norm` and `qkv_bias` hold for every model
-    of it, or are a key of config.json that says so (absent: false). `rotary_share`: the part of a head that is turned
-    where config.json has no partial_rotary_factor; only families with less than 1 may have one.
+    """One architecture. `architecture` is the class name in config.json. `qk_norm` and `qkv_bias` are values for every
+    model of the family, or a key of config.json that has the value (absent: false). `rotary_share`: the part of a head
+    that positions rotate if config.json has no partial_rotary_factor; only families with less than 1 may have one.
 
-    `refused`: keys of config.json, and their meaning, that change this family's maths to what is not done here when
-    they are set; `understood`: keys that other families refuse. `latent`: multi-head latent attention. `gpt_oss`: what
-    `models/hf_fields.py` reads: biases everywhere, sinks, windows and a clamped activation.
+    `refused`: keys of config.json with their meaning; if one is set, the model needs maths that is not implemented for
+    this family. `understood`: keys that other families refuse. `latent`: multi-head latent attention. `gpt_oss`: the
+    model has biases everywhere, sinks, windows and a clamped activation, which `hf_fields.py` reads.
     """
 
     architecture: str
@@ -124,7 +123,7 @@ def _layer(
 
 
 def _attention(*own: TensorRule) -> tuple[TensorRule, ...]:
-    """Norms and attention of one layer; `own` is what a family has besides."""
+    """Norms and attention of one layer. `own`: further rows of a family."""
     return (
         _layer("input_layernorm.weight", ("hidden",), "input_layernorm.weight", "whole", "replicated"),
         _layer("self_attn.q_proj.weight", ("query", "hidden"), "self_attention.linear_qkv.weight", "q", "rows"),
@@ -224,7 +223,7 @@ def _router(block: str) -> TensorRule:
 
 
 def _experts(block: str, names: tuple[str, str, str] = _NAMES) -> tuple[TensorRule, ...]:
-    """The experts of one layer, under the names that the checkpoint has for them."""
+    """The experts of one layer. `names`: the checkpoint's names for gate, up and down."""
     return _mlp(f"{block}.experts.{{expert}}", "mlp.experts.{expert}", "expert_intermediate", names, "expert layer")
 
 
@@ -250,7 +249,7 @@ _GATED_SHARED_EXPERT = (
     *_mlp("mlp.shared_expert", "mlp.shared_experts", "shared_intermediate", _NAMES, "expert layer"),
 )
 _FIRST_DENSE = _mlp("mlp", "mlp", "intermediate", _NAMES, "dense layer")
-# Of gpt-oss: what its layers have besides those of other families, and its experts, which its checkpoints stack.
+# gpt-oss: the parts of its layers that other families lack, and its experts, which its checkpoints stack.
 _SINKS = _layer("self_attn.sinks", ("heads",), "self_attention.core_attention.softmax_offset", "whole", "rows")
 _OUTPUT_BIAS = _layer("self_attn.o_proj.bias", ("hidden",), "self_attention.linear_proj.bias", "whole", "replicated")
 _BIASED_ROUTER = (
@@ -295,7 +294,7 @@ HEAD = TensorRule("lm_head.weight", _VOCABULARY, "output_layer.weight", "whole",
 
 
 def _decoder(*per_layer: TensorRule) -> tuple[TensorRule, ...]:
-    """The table of a family, in the order of export, from what every layer has."""
+    """The table of a family in the order of export. `per_layer`: the rows of every layer."""
     return (EMBEDDING, *per_layer, _FINAL_NORM, HEAD)
 
 

@@ -1,16 +1,9 @@
-"""What a gpt-oss `config.json` says besides other families' keys: windows, the clamped activation, MXFP4.
+"""The fields of a Hugging Face `config.json` that need more than a look-up.
 
-A setting is refused by name where Megatron's layers would compute something else than transformers does for the same
-config.
-
-Typed look-ups in a parsed `config.json`, with every problem collected instead of raised at the first.
-
-The rotary positions of a `config.json`: their base, and how they were stretched after training.
-
-Attention, router and experts of a DeepSeek-V3 `config.json`, in this package's words.
-
-A setting is refused by name where Megatron's layers would compute something else than transformers does for the same
-config.
+`ConfigReader` has typed look-ups and collects every problem instead of raising at the first. With it are read: the
+rotary positions (their base, and how they were stretched after training); the attention, router and experts of
+DeepSeek-V3; and of gpt-oss the windows, the clamped activation and MXFP4. A setting is refused by name if Megatron's
+layers would compute something else than transformers does for the same config.json.
 """
 
 from __future__ import annotations
@@ -20,8 +13,8 @@ from typing import Any, TypeGuard
 from gspo_mega.models.families import Family
 from gspo_mega.models.spec import LatentAttention, MoeSpec, RopeScaling, SlidingWindow, YarnScaling
 
-# Of numbers that are gone through one by one, or multiplied: far beyond any model.
-_MOST = {
+# The largest values of numbers that are counted up to, or multiplied: far beyond any model.
+_LARGEST = {
     **dict.fromkeys(("num_hidden_layers", "first_k_dense_replace", "max_window_layers"), 4096),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), 2**16),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), 2**14),
@@ -30,13 +23,13 @@ _MOST = {
     **dict.fromkeys(("shared_expert_intermediate_size",), 2**24),
     "vocab_size": 2**28,
 }
-_MOST_SIZE = 2**31
-_MOST_NUMBER = 1e30
+_LARGEST_SIZE = 2**31
+_LARGEST_NUMBER = 1e30
 MOST_EXPERTS_OF_ALL_LAYERS = 2**18
 
 
 def shown(value: Any) -> str:
-    """The beginning of a value, as Python writes it; of one that is nested too deeply, its type."""
+    """The beginning of a value's `repr`, or its type if it is nested too deeply."""
     try:
         text = repr(value)
     except (RecursionError, ValueError):
@@ -45,23 +38,25 @@ def shown(value: Any) -> str:
 
 
 class ConfigReader:
-    """Typed look-ups in a config.json; problems are collected, and 0 stands in for a bad size meanwhile."""
+    """Typed look-ups in a config.json. Problems are collected, and a bad size is 0 until they are raised."""
 
     def __init__(self, raw: dict[str, Any]) -> None:
         self.raw = raw
         self.problems: list[str] = []
 
     def problem(self, key: str, text: str) -> None:
+        """Add a problem of `key`."""
         self.problems.append(f"{key}: {text}")
 
     def is_omitted(self, key: str, family: Family) -> bool:
-        """Is it absent, and may be so in this family?"""
+        """Whether the key is absent, and this family allows that."""
         return self.raw.get(key) is None and key in family.may_omit
 
     def size(self, *keys: str) -> int:
+        """The positive whole number under the first of these keys that is there; 0 with a problem."""
         key = next((key for key in keys if self.raw.get(key) is not None), keys[0])
         value = self.raw.get(key)
-        most = _MOST.get(key, _MOST_SIZE)
+        most = _LARGEST.get(key, _LARGEST_SIZE)
         if isinstance(value, int) and not isinstance(value, bool) and value > most:
             self.problem(key, f"is {shown(value)}; no model has more than {most}")
             return 0
@@ -76,15 +71,17 @@ class ConfigReader:
         return 0
 
     def count(self, key: str) -> int:
-        """A whole number that may be 0, and is where the key is absent."""
+        """A whole number that may be 0, and is 0 if the key is absent."""
         value = self.raw.get(key)
         return 0 if value in (None, 0) and not isinstance(value, bool) else self.size(key)
 
     def number(self, key: str) -> float:
+        """The positive number under this key; 1.0 with a problem."""
         return self.check_number(key, self.raw.get(key))
 
     def check_number(self, key: str, value: Any) -> float:
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < _MOST_NUMBER:
+        """`value`, which the folder has under `key`, if it is a positive number; else 1.0 with a problem."""
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < _LARGEST_NUMBER:
             return float(value)
         self.problem(
             key, "missing; a positive number" if value is None else f"is {shown(value)}; must be a positive number"
@@ -92,6 +89,7 @@ class ConfigReader:
         return 1.0
 
     def flag(self, key: str, default: bool) -> bool:
+        """The boolean under this key; `default` if it is absent, or with a problem."""
         value = self.raw.get(key, default)
         if isinstance(value, bool):
             return value
@@ -99,9 +97,13 @@ class ConfigReader:
         return default
 
 
+# --- Rotary positions ----------------------------------------------------------------------------------------
+
+
 def read_rope(reader: ConfigReader, family: Family) -> tuple[float, RopeScaling | YarnScaling | None, float]:
-    """The rotary base, at the top level (4.x) or in `rope_parameters` (5.x); the family's scaling (Llama 3's, or YaRN
-    with latent attention and in gpt-oss), any other is refused; the part of a head that is turned.
+    """(rotary base, scaling, the part of a head that positions rotate). The base is at the top level (transformers 4.x)
+    or in `rope_parameters` (5.x). The scaling is that of the family (Llama 3's, or YaRN with latent attention and in
+    gpt-oss); any other is refused.
     """
     theta = reader.raw.get("rope_theta")
     shares = {"partial_rotary_factor": reader.raw.get("partial_rotary_factor")}
@@ -135,8 +137,8 @@ def read_rope(reader: ConfigReader, family: Family) -> tuple[float, RopeScaling 
 
 
 def _share(reader: ConfigReader, family: Family, given: dict[str, Any]) -> float:
-    """`partial_rotary_factor`, from the places that name it. As in transformers, which writes its default beside it,
-    one among the rotary parameters counts and not the one at the top level.
+    """`partial_rotary_factor`, from the places that name it. As in transformers, a value among the rotary parameters
+    counts, and not the one at the top level, where transformers also writes its default.
     """
     for key, share in given.items():
         if family.rotary_share == 1:
@@ -172,8 +174,8 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def _yarn(reader: ConfigReader, key: str, rope: dict[str, Any], family: Family) -> YarnScaling:
-    """YaRN where Megatron and transformers compute the same: with latent attention the range of wavelengths in whole
-    dimensions, and cosines scaled by `mscale` and `mscale_all_dim` alone, both or neither.
+    """YaRN, as far as Megatron and transformers compute the same. With latent attention the range of wavelengths must
+    be in whole dimensions. Cosines must be scaled only by `mscale` and `mscale_all_dim`, both or neither.
     """
     values = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.0, "mscale_all_dim": 0.0} | {
         n: v for n, v in rope.items() if v is not None
@@ -205,7 +207,7 @@ def _yarn(reader: ConfigReader, key: str, rope: dict[str, Any], family: Family) 
             " both",
         )
     if not scale_all:
-        scale = 1.0  # transformers reads mscale only beside mscale_all_dim
+        scale = 1.0  # transformers reads mscale only together with mscale_all_dim
     return YarnScaling(
         float(values["factor"]),
         int(values["original_max_position_embeddings"]),
@@ -217,7 +219,9 @@ def _yarn(reader: ConfigReader, key: str, rope: dict[str, Any], family: Family) 
     )
 
 
-# transformers gives the norms of the latents this epsilon, whatever rms_norm_eps is.
+# --- DeepSeek-V3 ---------------------------------------------------------------------------------------------
+
+# transformers gives the norms of the latents this epsilon, for any rms_norm_eps.
 LATENT_NORM_EPS = 1e-6
 
 
@@ -252,8 +256,7 @@ def read_experts(reader: ConfigReader, num_experts: int, experts_per_token: int,
     for key, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):
         if raw.get(key, only) != only:
             reader.problem(key, f"{raw[key]!r} is not supported; supported: {only!r}")
-    # Megatron divides sigmoid scores by their sum where a token goes to several experts, and never where it goes to
-    # one.
+    # Megatron divides sigmoid scores by their sum if a token goes to several experts, and never if it goes to one.
     if raw.get("norm_topk_prob") is not (experts_per_token > 1):
         reader.problem(
             "norm_topk_prob",
@@ -300,6 +303,8 @@ def _groups_agree(group_size: int, experts_per_token: int, groups_per_token: int
     )
 
 
+# --- gpt-oss -------------------------------------------------------------------------------------------------
+
 # Megatron's activation has this gain and this offset only.
 _ALPHA = 1.702
 _KINDS = ("full_attention", "sliding_attention")
@@ -327,7 +332,7 @@ def read_gpt_oss(reader: ConfigReader, num_layers: int) -> dict[str, Any]:
 
 def _window(reader: ConfigReader, num_layers: int) -> SlidingWindow | None:
     kinds = reader.raw.get("layer_types")
-    if kinds is None:  # as transformers has it
+    if kinds is None:  # the default of transformers
         kinds = [_KINDS[(layer + 1) % 2] for layer in range(num_layers)]
     if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in _KINDS for kind in kinds):
         reader.problem("layer_types", f"is {kinds!r}; must be one of {', '.join(_KINDS)} for each layer")
@@ -337,15 +342,15 @@ def _window(reader: ConfigReader, num_layers: int) -> SlidingWindow | None:
 
 
 def is_fp4(raw: dict[str, Any]) -> bool:
-    """Does a config.json say that weights are MXFP4?"""
+    """Whether a config.json says that weights are MXFP4."""
     config = raw.get("quantization_config")
     return isinstance(config, dict) and config.get("quant_method") == "mxfp4"
 
 
 def needs_plain_copy(raw: dict[str, Any], dtype: str) -> bool:
-    """Must a server of this dtype (`bfloat16`) start from a plain copy of the folder with this config.json? SGLang
-    would keep MXFP4 as it is, to which nothing can be published, and it makes the linear layers of gpt-oss in the dtype
-    that config.json names.
+    """Whether a server of this dtype (`bfloat16`) must start from a plain copy of the folder with this config.json.
+    SGLang would keep MXFP4 weights as they are, and nothing can be published to those. It also makes the linear layers
+    of gpt-oss in the dtype that config.json names.
     """
     if "GptOssForCausalLM" not in (raw.get("architectures") or []):
         return False

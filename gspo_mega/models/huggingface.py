@@ -1,20 +1,15 @@
-"""Read a Hugging Face folder's `config.json` into a ModelSpec, or raise an error that names what is not supported.
+"""Reads a Hugging Face folder: its `config.json` as a ModelSpec, the files that describe the model, and stamps of its
+weights.
 
-Reads the files of transformers 4.x and 5.x. Settings that would change the maths and that the engine does not
-implement are refused by name: a model that computes something slightly different from its checkpoint is worse than
-one that does not start. Weights are not read.
+The folders are those of transformers 4.x and 5.x. Settings that would change the maths and that the engine does not
+implement are refused by name: a model that computes something slightly different from its checkpoint is worse than one
+that does not start.
 
-The files of a Hugging Face folder that describe a model, without weights and code: an export or a conversion copies
-them.
-
-Owns which files these are and which links among them are followed. A downloaded folder is not trusted: a link in it
-could carry any file that this user can read into a folder that is then published.
-
-Which weights are in a folder, as far as names, sizes and times of its files tell.
-
-Owns the digest by which copies that are made of a folder are named, so that a copy is used for its own source only. It
-reads no weights: a file that is written again has another time. `content_stamp` is for a folder that may be copied: it
-reads the ends of each file. Standard library only.
+`description_files` are the files that an export or a conversion copies, without weights and code. A downloaded folder
+is not trusted: a link in it could carry any file that this user can read into a folder that is then published, so only
+some links are followed. The stamps are digests by which copies that are made of a folder are named, so that a copy is
+used only for its own source. `weights_stamp` uses names, sizes and times of files; `content_stamp`, for a folder that
+may be copied, reads the ends of each file.
 """
 
 from __future__ import annotations
@@ -45,77 +40,10 @@ from gspo_mega.models.hf_fields import (
 )
 from gspo_mega.models.spec import BlockFp8, ModelSpec, MoeSpec
 
-# Configuration, generation configuration, tokenizer, chat template, model card. Never code: nothing here runs it.
-_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".spm", ".bpe", ".vocab", ".md")
-_WITHOUT_SUFFIX = ("LICENSE", "LICENCE", "NOTICE", "README", "COPYING")
-# Lists of the weights; whoever writes weights writes these anew.
-_OF_WEIGHTS = (".index.json", "manifest.json")
-
-
-def description_files(folder: Path) -> list[Path]:
-    """The files of `folder` that describe its model, by name.
-
-    A link is followed inside the folder, into the blobs of a Hugging Face cache that the folder belongs to, and to the
-    file of the same name in another model's folder. Raises ModelError naming a link that leads elsewhere.
-    """
-    files = sorted(entry for entry in folder.iterdir() if entry.is_file() and _describes(entry.name))
-    for file in files:
-        if file.is_symlink() and not _may_lead_to(file, folder):
-            raise ModelError(
-                f"{file}: this link leads to {os.path.realpath(file)}, outside the model's folder; its content would be"
-                " copied into every export. Put the file itself there, or remove the link"
-            )
-    return files
-
-
-def _describes(name: str) -> bool:
-    if name.startswith(".") or name.endswith(_OF_WEIGHTS):
-        return False
-    return name.endswith(_SUFFIXES) or (name.partition(".")[0] in _WITHOUT_SUFFIX and not name.endswith((".py", ".sh")))
-
-
-def _may_lead_to(link: Path, folder: Path) -> bool:
-    target, home = Path(os.path.realpath(link)), Path(os.path.realpath(folder))
-    if target.is_relative_to(home):
-        return True
-    # models--org--name/snapshots/REVISION/FILE -> models--org--name/blobs/HASH
-    if home.parent.name == "snapshots" and target.parent == home.parent.parent / "blobs":
-        return True
-    return target.name == link.name and (target.parent / "config.json").is_file()
-
-
-def weights_stamp(folder: str | Path, *settings: object) -> str:
-    """12 hex digits: of the folder's absolute path, its safetensors and config.json (names, sizes, times of the last
-    change), and of `settings`, by their `repr`, which a copy depends on besides. Raises OSError.
-    """
-    path = Path(folder)
-    files = sorted([*path.glob("*.safetensors"), *path.glob("config.json")])
-    found = [(file.name, status.st_size, status.st_mtime_ns) for file in files for status in [file.stat()]]
-    return hashlib.sha256(repr((str(path.absolute()), found, settings)).encode()).hexdigest()[:12]
-
-
-_END_BYTES = 64 * 1024
-
-
-def content_stamp(folder: str | Path) -> str:
-    """12 hex digits of the weights in a Hugging Face folder or beside a `megatron` folder: of each file's name and size
-    and of its first and last 64 KiB, wherever the folder lies. Raises OSError.
-    """
-    digest = hashlib.sha256()
-    for file in sorted([*Path(folder).glob("*.safetensors"), *Path(folder).glob("megatron/*.distcp")]):
-        size = file.stat().st_size
-        digest.update(repr((file.name, size)).encode())
-        with open_regular(file) as opened:
-            digest.update(opened.read(_END_BYTES))
-            opened.seek(max(0, size - _END_BYTES))
-            digest.update(opened.read())
-    return digest.hexdigest()[:12]
-
-
 ARCHITECTURES = {family.architecture: name for name, family in FAMILIES.items()}
 _DTYPES = ("float32", "bfloat16")
 
-# Where one of these is set, the model computes something that no family here implements. (False, 0 and null count as
+# If one of these keys is set, the model computes something that no family here implements. (False, 0 and null count as
 # absent.)
 _FOREIGN = {
     "shared_expert_intermediate_size": "shared experts",
@@ -128,8 +56,8 @@ _FOREIGN = {
     "mlp_bias": "biases in the MLP",
 }
 
-# Architectures that users ask for and that Megatron-Core cannot carry here, with the reason.
-_NOT_CARRIED = {
+# Architectures that users ask for and that Megatron-Core cannot compute here, with the reason.
+_NOT_COMPUTED = {
     "Qwen3NextForCausalLM": "three of its four layers are gated delta nets: Megatron-Core 0.16.1 refuses packed"
     " sequences in them, and later releases need kernels written in Triton (docs/families.md)",
 }
@@ -140,8 +68,8 @@ def read_model_spec(
 ) -> ModelSpec:
     """Read `config.json` (and `generation_config.json` for further end-of-sequence ids) of a folder.
 
-    A `.json` file instead of a folder is read as a config.json: a shape to plan with. `renamed`: from a parsed
-    config.json and its place to the one that is read.
+    A `.json` file instead of a folder is read as a config.json: a shape to plan with. `renamed`: a function from a
+    parsed config.json and its path to the config.json that is read in its place.
 
     Raises ModelError listing everything that is missing, malformed or unsupported, and for a link that leads out of the
     folder.
@@ -163,8 +91,8 @@ def read_model_spec(
 
 
 def read_stored(folder: str | Path) -> BlockFp8 | None:
-    """How a folder holds its weights, from its own config.json alone; None where no weight is in FP8 blocks, and
-    without one.
+    """How a folder holds its weights, from its own config.json only. None if no weight is in FP8 blocks, or if there is
+    no config.json.
 
     Raises ModelError for a quantisation that is not supported.
     """
@@ -182,10 +110,10 @@ def folder_needs_plain_copy(folder: str | Path, dtype: str) -> bool:
 
 
 def read_end_tokens(folder: str | Path) -> tuple[int, ...]:
-    """The ids that generation_config.json and config.json of a folder name as ends of a response: `eos_token_ids` of a
-    run with it. Empty where only the tokenizer's files name an end token.
+    """The ids that generation_config.json and config.json of a folder name as ends of a response: the `eos_token_ids`
+    of its ModelSpec. Empty if only the tokenizer's files name an end token.
 
-    Raises ModelError: no such folder, an id that is none, or no file names one.
+    Raises ModelError if the folder is missing, if an id is not a token id, or if no file names one.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -209,7 +137,7 @@ def spec_from_config(
     try:
         return _spec_from_config(raw, where, generation)
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
-        # A list where a text should be, a text where a number should be, and so on.
+        # For example a list in place of a text, or a text in place of a number.
         why = f"{type(error).__name__}: {str(error)[:200]}"
         raise ModelError(f"{where}: a value is of another form than any model's is ({why})") from error
 
@@ -217,7 +145,7 @@ def spec_from_config(
 def _spec_from_config(raw: dict[str, Any], where: str, generation: dict[str, Any] | None) -> ModelSpec:
     architectures = raw.get("architectures")
     if not isinstance(architectures, list) or len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
-        reason = next((_NOT_CARRIED[name] for name in _NOT_CARRIED if architectures == [name]), None)
+        reason = next((_NOT_COMPUTED[name] for name in _NOT_COMPUTED if architectures == [name]), None)
         problem = "; it must name exactly one" if reason is None else f", which is not supported: {reason}"
         raise ModelError(
             f"{where}: architectures is {shown(architectures)}{problem}; supported: {', '.join(ARCHITECTURES)}"
@@ -286,7 +214,7 @@ def _spec_from_config(raw: dict[str, Any], where: str, generation: dict[str, Any
 
 
 def _has(reader: ConfigReader, own: bool | str) -> bool:
-    """A family's own value, or that of the key that it names."""
+    """A family's own value, or the value of the key that it names."""
     return own if isinstance(own, bool) else reader.flag(own, False)
 
 
@@ -294,7 +222,7 @@ def _refuse_other_maths(reader: ConfigReader, family: Family) -> None:
     raw = reader.raw
     if raw.get("hidden_act", "silu") != "silu":
         reader.problem("hidden_act", f"{raw['hidden_act']!r} is not supported; supported: 'silu'")
-    # Where a family always has biases on query, key and value, nobody reads the key.
+    # If a family always has biases on query, key and value, the key is not read.
     if raw.get("attention_bias") and not family.qkv_bias:
         reader.problem("attention_bias", "biases in attention are not supported; supported: false")
     if raw.get("qkv_bias") is False and family.qkv_bias:
@@ -325,7 +253,7 @@ def _refuse_other_maths(reader: ConfigReader, family: Family) -> None:
 
 def _dtype(reader: ConfigReader) -> str:
     key = "dtype" if reader.raw.get("dtype") is not None else "torch_dtype"
-    # What both transformers and torch mean by leaving it out; beside MXFP4 weights, the one that these are read in.
+    # transformers and torch both take float32 if the key is absent. MXFP4 weights are read in bfloat16.
     value = reader.raw.get(key) or ("bfloat16" if is_fp4(reader.raw) else "float32")
     name = str(value).removeprefix("torch.")
     if name not in _DTYPES:
@@ -334,7 +262,7 @@ def _dtype(reader: ConfigReader) -> str:
 
 
 def _eos_token_ids(reader: ConfigReader, generation: dict[str, Any], vocab_size: int) -> tuple[int, ...]:
-    """Ids that end a response: those of generation_config.json and of config.json, each once, in that order."""
+    """The ids that end a response: those of generation_config.json and of config.json, each once, in that order."""
     ids: list[int] = []
     for source, value in (
         ("generation_config.json's eos_token_id", generation.get("eos_token_id")),
@@ -371,7 +299,7 @@ def _moe(reader: ConfigReader, keys: ExpertKeys) -> MoeSpec:
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file, None where there is no file. Raises ModelError naming file and line."""
+    """The object in a JSON file, or None if there is no file. Raises ModelError naming file and line."""
     try:
         value = read_json_file(path)
     except FileNotFoundError:
@@ -389,3 +317,76 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     if not isinstance(value, dict):
         raise ModelError(f"{path}: must hold a JSON object")
     return value
+
+
+# --- Files that describe a model -----------------------------------------------------------------------------
+
+# Configuration, generation configuration, tokenizer, chat template, model card. Never code: nothing here runs it.
+_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".spm", ".bpe", ".vocab", ".md")
+_WITHOUT_SUFFIX = ("LICENSE", "LICENCE", "NOTICE", "README", "COPYING")
+# Lists of the weights. Code that writes weights writes these lists anew.
+_OF_WEIGHTS = (".index.json", "manifest.json")
+
+
+def description_files(folder: Path) -> list[Path]:
+    """The files of `folder` that describe its model, by name.
+
+    A link is followed inside the folder, into the blobs of a Hugging Face cache that the folder belongs to, and to the
+    file of the same name in another model's folder. Raises ModelError naming a link that leads elsewhere.
+    """
+    files = sorted(entry for entry in folder.iterdir() if entry.is_file() and _describes(entry.name))
+    for file in files:
+        if file.is_symlink() and not _may_lead_to(file, folder):
+            raise ModelError(
+                f"{file}: this link leads to {os.path.realpath(file)}, outside the model's folder; its content would be"
+                " copied into every export. Put the file itself there, or remove the link"
+            )
+    return files
+
+
+def _describes(name: str) -> bool:
+    if name.startswith(".") or name.endswith(_OF_WEIGHTS):
+        return False
+    return name.endswith(_SUFFIXES) or (name.partition(".")[0] in _WITHOUT_SUFFIX and not name.endswith((".py", ".sh")))
+
+
+def _may_lead_to(link: Path, folder: Path) -> bool:
+    target, home = Path(os.path.realpath(link)), Path(os.path.realpath(folder))
+    if target.is_relative_to(home):
+        return True
+    # models--org--name/snapshots/REVISION/FILE -> models--org--name/blobs/HASH
+    if home.parent.name == "snapshots" and target.parent == home.parent.parent / "blobs":
+        return True
+    return target.name == link.name and (target.parent / "config.json").is_file()
+
+
+# --- Stamps of weights ---------------------------------------------------------------------------------------
+
+
+def weights_stamp(folder: str | Path, *settings: object) -> str:
+    """A digest of 12 hex digits, of the folder's absolute path, its safetensors and config.json (names, sizes, times of
+    the last change), and the `repr` of `settings`, on which a copy depends too. A file that is written again has
+    another time. Raises OSError.
+    """
+    path = Path(folder)
+    files = sorted([*path.glob("*.safetensors"), *path.glob("config.json")])
+    found = [(file.name, status.st_size, status.st_mtime_ns) for file in files for status in [file.stat()]]
+    return hashlib.sha256(repr((str(path.absolute()), found, settings)).encode()).hexdigest()[:12]
+
+
+_END_BYTES = 64 * 1024
+
+
+def content_stamp(folder: str | Path) -> str:
+    """A digest of 12 hex digits, of the weights in a Hugging Face folder or in its `megatron` subfolder: each file's
+    name and size and its first and last 64 KiB. It does not depend on the folder's place. Raises OSError.
+    """
+    digest = hashlib.sha256()
+    for file in sorted([*Path(folder).glob("*.safetensors"), *Path(folder).glob("megatron/*.distcp")]):
+        size = file.stat().st_size
+        digest.update(repr((file.name, size)).encode())
+        with open_regular(file) as opened:
+            digest.update(opened.read(_END_BYTES))
+            opened.seek(max(0, size - _END_BYTES))
+            digest.update(opened.read())
+    return digest.hexdigest()[:12]

@@ -1,9 +1,9 @@
 """Which matrices of a model get low-rank adapters (LoRA), and the adapters' own tensors under the names of PEFT.
 
-For a matrix W [out, in] the adapter is A [rank, in] and B [out, rank]; the policy computes with
-W + (alpha / rank) B A. Every Hugging Face matrix has an A and a B of its own, also where Megatron fuses several
-matrices in one parameter: their A are parameters of their own, their B lie in one parameter as the matrices' rows do.
-Moves no data and imports no torch.
+For a matrix W [out, in] the adapter is A [rank, in] and B [out, rank]; the policy computes with W + (alpha / rank) B A.
+Every Hugging Face matrix has its own A and B, also if Megatron fuses several matrices in one parameter. Each A is then
+a parameter of its own, while the Bs lie in one parameter in the same order as the rows of the matrices. This module
+moves no data and imports no torch.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from gspo_mega.models.spec import ModelSpec
 from gspo_mega.models.tensors import TensorEntry, hf_tensors
 
 PREFIX = "base_model.model."
-# The PEFT folder of a run's result, beside its Hugging Face folder.
+# The PEFT folder of a run's result, next to its Hugging Face folder.
 ADAPTER_FOLDER = "adapter"
-# What servers call the policy's adapters, where they are published as such.
+# The servers' name for the policy's adapters, if adapters are published.
 SERVED_NAME = "policy"
 _WEIGHT = ".weight"
 
@@ -30,7 +30,7 @@ def module_of(entry: TensorEntry) -> str:
 
 
 def targets_of(spec: ModelSpec) -> tuple[str, ...]:
-    """The modules of this model that an adapter can be given, in the order of the model."""
+    """The modules of this model that can have an adapter, in the order of the model."""
     return tuple(dict.fromkeys(module_of(entry) for entry in hf_tensors(spec) if _is_linear(entry)))
 
 
@@ -39,9 +39,10 @@ def _is_linear(entry: TensorEntry) -> bool:
 
 
 def adapted(spec: ModelSpec, targets: Sequence[str]) -> dict[str, list[TensorEntry]]:
-    """The matrices with an adapter, by the parameter that owns them, in the order of the model. No target: all.
+    """The matrices with an adapter, by the parameter that owns them, in the order of the model. Without `targets` these
+    are all linear layers.
 
-    Raises ModelError for a target that no matrix of the model is of.
+    Raises ModelError for a target to which no matrix of the model belongs.
     """
     valid = targets_of(spec)
     if unknown := [name for name in targets if name not in valid]:
@@ -63,8 +64,8 @@ def half_name(entry: TensorEntry, half: Literal["A", "B"]) -> str:
 
 
 def half_parameter(parameter: str, half: Literal["A", "B"], role: str = "") -> str:
-    """The canonical name of the parameter that holds one half, from the layer's own and the role of the matrix in it:
-    an A is one, the B of fused matrices share one.
+    """The canonical name of the parameter that holds one half of an adapter. `parameter`: that of the layer; `role`:
+    the role of the matrix in it. Every A has a parameter of its own, and the Bs of fused matrices share one.
     """
     return f"{parameter.removesuffix(_WEIGHT)}." + (f"A.{role}" if half == "A" else "B")
 

@@ -1,6 +1,6 @@
-"""ModelSpec: what a Hugging Face `config.json` says about a model, in this package's own words.
+"""ModelSpec: the content of a Hugging Face `config.json` in this package's own words.
 
-Owns the record alone; reading a folder is `huggingface.py`, tensor names and shapes are `tensors.py`.
+This module has only the records. `huggingface.py` reads a folder; tensor names and shapes are in `tensors.py`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class MoeSpec:
-    """`score_function` of the router; `expert_bias`: each expert has a bias, added to its score when experts are
-    chosen and not when they are weighed. Experts are chosen from the best `groups_per_token` of `num_groups` equal
-    groups; one group is no grouping. `scaling_factor` multiplies the weights of the chosen. `shared_intermediate_size`:
-    width of the experts that every token goes to, all together, 0 without; `shared_gate`: their output is multiplied by
-    the sigmoid of a row's product with the token. The first `num_dense_layers` layers have an
-    MLP of `intermediate_size` instead.
+    """The experts of a model. `score_function`: that of the router. `expert_bias`: each expert has a bias, which is
+    added to its score when experts are chosen, but not when their outputs are weighted. Experts are chosen from the
+    best `groups_per_token` of `num_groups` equal groups; one group means no grouping. `scaling_factor` multiplies the
+    weights of the chosen experts. `shared_intermediate_size`: the total width of the experts that every token goes to,
+    0 if there are none. `shared_gate`: their output is multiplied by the sigmoid of a row's product with the token. The
+    first `num_dense_layers` layers have an MLP of `intermediate_size` instead of experts.
     """
 
     num_experts: int
@@ -34,7 +34,7 @@ class MoeSpec:
 
     @property
     def route_bytes(self) -> int:
-        """Bytes of an expert's number, wherever routes travel or are kept: of `records.route_type`."""
+        """Bytes of an expert's number in routes that are sent or stored: those of `records.route_type`."""
         return 1 if self.num_experts <= 256 else 2
 
 
@@ -42,9 +42,9 @@ class MoeSpec:
 class LatentAttention:
     """Multi-head latent attention: queries and keys and values are projected up from a few numbers per token.
 
-    `query_rank`: of the queries, None where they are projected from the hidden state; `key_value_rank`: of keys and
-    values. A head's query and key have `content_dim` elements from there and `rotary_dim` with positions, which for
-    keys all heads share; its value has `value_dim`.
+    `query_rank`: the number for queries, None if queries are projected from the hidden state. `key_value_rank`: the
+    number for keys and values. A head's query and key have `content_dim` elements from there and `rotary_dim` elements
+    with positions, which for keys all heads share. A head's value has `value_dim` elements.
     """
 
     query_rank: int | None
@@ -57,8 +57,8 @@ class LatentAttention:
 @dataclass(frozen=True)
 class RopeScaling:
     """Llama 3's stretching of rotary wavelengths, in tokens: those above `original_positions` / `low_frequency_factor`
-    become `factor` times as long, those below `original_positions` / `high_frequency_factor` stay, in between goes
-    smoothly.
+    become `factor` times as long, those below `original_positions` / `high_frequency_factor` stay, and in between the
+    factor changes smoothly.
     """
 
     factor: float
@@ -71,8 +71,8 @@ class RopeScaling:
 class YarnScaling:
     """YaRN (arXiv:2309.00071): wavelengths that turn less than `beta_slow` times in `original_positions` tokens become
     `factor` times as long, those that turn more than `beta_fast` times stay. With m(a) = 1 + 0.1 a ln(factor), cosines
-    and sines are multiplied by m(`attention_scale`) / m(`attention_scale_all`), attention scores by
-    m(`attention_scale_all`)^2 besides. `rounds`: the range between the two is in whole dimensions.
+    and sines are multiplied by m(`attention_scale`) / m(`attention_scale_all`), and attention scores also by
+    m(`attention_scale_all`)^2. `rounds`: the range between the two is in whole dimensions.
     """
 
     factor: float
@@ -86,8 +86,8 @@ class YarnScaling:
 
 @dataclass(frozen=True)
 class SlidingWindow:
-    """In the layers that `layers` marks, one mark for each, a token attends to the last `tokens` tokens, itself among
-    them.
+    """`layers` says for each layer whether it has the window. There a token attends to the last `tokens` tokens, itself
+    among them.
     """
 
     tokens: int
@@ -97,8 +97,8 @@ class SlidingWindow:
 @dataclass(frozen=True)
 class BlockFp8:
     """How a folder holds the weights of linear layers: one byte (e4m3) per element, and one scale for each block of
-    `block` rows and columns. `kept`: modules, by name, that are stored plain besides those that always are.
-    `power_of_two`: every scale is one.
+    `block` rows and columns. `kept`: names of modules that are stored plain, in addition to those that always are.
+    `power_of_two`: every scale is a power of two.
     """
 
     block: tuple[int, int] = (128, 128)
@@ -111,17 +111,17 @@ class ModelSpec:
     """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, gated SiLU MLP or MoE.
 
     `family` is the key of the table in `families.py` (`qwen3`, `llama`). Sizes are global, before any parallelism.
-    `head_dim` is a query's; with latent attention (`latent`) there are as many key-value heads as heads.
-    `attention_bias`: the query, key and value projections add one. `rotary_share`:
-    the first part of a head's elements, which positions turn; the rest stays. `torch_dtype` is the checkpoint's
-    (`float32`, `bfloat16`). `num_ignored_layers`: layers for multi-token prediction behind the last one that a
-    checkpoint may hold; they are not loaded. `stored`: how the folder holds quantised weights, None where all are
-    plain; `stored_fp4`: the weights of experts are MXFP4 there. `raw` is config.json as read.
+    `head_dim` is that of a query; with latent attention (`latent`) there are as many key-value heads as heads.
+    `attention_bias`: the query, key and value projections add a bias. `rotary_share`: positions rotate this first part
+    of a head's elements, and the rest stays. `torch_dtype` is that of the checkpoint (`float32`, `bfloat16`).
+    `num_ignored_layers`: layers for multi-token prediction after the last one that a checkpoint may hold; they are not
+    loaded. `stored`: how the folder holds quantised weights, None if all are plain. `stored_fp4`: the weights of
+    experts are MXFP4 in the folder. `raw` is config.json as read.
 
-    `linear_bias`: the output projection, the router and both products of an expert add a bias, too. `sinks`: the
-    softmax of every head has one more term, learnt, that no value belongs to. `swiglu_limit`: an expert multiplies
+    `linear_bias`: the output projection, the router and both products of an expert add a bias too. `sinks`: the softmax
+    of every head has one more term, which is trained and has no value. `swiglu_limit`: an expert multiplies
     g sigmoid(1.702 g) by u + 1, with its gate g at most the limit and u within the limit on both sides; None for
-    SiLU(g) u. `window`: None where every layer attends to everything.
+    SiLU(g) u. `window`: None if every layer attends to everything.
     """
 
     family: str
@@ -159,11 +159,11 @@ class ModelSpec:
 
     @property
     def num_moe_layers(self) -> int:
-        """Layers with experts."""
+        """The number of layers with experts."""
         return 0 if self.moe is None else self.num_layers - self.moe.num_dense_layers
 
     def has_experts(self, layer: int) -> bool:
-        """Has this layer, counted from 0, experts in place of one MLP?"""
+        """Whether this layer, counted from 0, has experts in place of one MLP."""
         return self.moe is not None and layer >= self.moe.num_dense_layers
 
     @property
@@ -174,7 +174,7 @@ class ModelSpec:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
 
-# Fields that neither a model's weights nor its log-probs depend on.
+# The fields on which neither the weights of a model nor its log-probs depend.
 _IMMATERIAL = (
     *("raw", "torch_dtype", "eos_token_ids", "max_position_embeddings", "num_ignored_layers"),
     *("stored", "stored_fp4"),
@@ -182,8 +182,8 @@ _IMMATERIAL = (
 
 
 def shape_differences(theirs: ModelSpec, ours: ModelSpec) -> list[str]:
-    """What keeps one model's weights from taking the place of the other's, one text per field; empty for models of the
-    same shape.
+    """The differences because of which one model's weights cannot replace the other's, one text per field; empty for
+    models of the same shape.
     """
     return [
         f"{field.name} {getattr(theirs, field.name)!r} instead of {getattr(ours, field.name)!r}"

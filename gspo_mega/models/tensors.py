@@ -1,19 +1,13 @@
-"""Parameter counts of a model and FLOPs per token, from the family tables.
+"""The tensors of one model, how they are cut over ranks, and how many parameters and FLOPs they are.
 
-The tensors of one model, and how they are cut over ranks, derived from the family tables.
+Everything is derived from the family tables (`families.py`): names, shapes, order, fusion and sharding for import,
+export, publish and conversion. This module moves no data and imports no torch.
 
-The tables are `families.py`; names, shapes, order, fusion and sharding are derived from them here for everything else:
-import, export, publish, conversion, parameter counts. Moves no data and imports no torch.
-
-Words: a *tensor* is one entry of the checkpoint; a *parameter* is Megatron's, often several tensors fused. A
-parameter's *canonical name* has the global layer and the global expert in it, whatever the layout:
-`decoder.layers.17.mlp.experts.5.linear_fc1.weight`.
-
-Tensors of experts that files and servers have stacked: one tensor for all experts of a layer, as in gpt-oss.
-
-Owns the view of files: which stacked tensors there are, of what shape, and from which of this package's tensors. The
-tables (`families.py`) name the stack of each; everything that has to do with ranks and parameters keeps one tensor per
-expert. Moves no data and imports no torch.
+A *tensor* is one entry of the checkpoint. A *parameter* is Megatron's, often several tensors fused. A parameter's
+*canonical name* contains the global layer and the global expert, in any layout:
+`decoder.layers.17.mlp.experts.5.linear_fc1.weight`. Some files and servers *stack* the tensors of experts, as for
+gpt-oss: one tensor for all experts of a layer. Only the functions on files know stacks; everything that has to do with
+ranks and parameters keeps one tensor per expert.
 """
 
 from __future__ import annotations
@@ -35,9 +29,9 @@ def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
     """Rows of Megatron's embedding and output layer: the smallest multiple of lcm(128, tensor_parallel).
 
     The multiple keeps the matrix products aligned, and is the same for every power of two up to 128, so that a
-    checkpoint's global shapes do not depend on the tensor-parallel size. Rows from `vocab_size` on are padding:
-    zero after import, dropped at export, and no part of any log-softmax. With a small vocabulary the last
-    ranks may hold nothing but padding.
+    checkpoint's global shapes do not depend on the tensor-parallel size. Rows from `vocab_size` on are padding: zero
+    after import, dropped at export, and not part of any log-softmax. With a small vocabulary the last ranks may hold
+    only padding.
     """
     multiple = math.lcm(VOCABULARY_MULTIPLE, tensor_parallel)
     return -(-vocab_size // multiple) * multiple
@@ -47,11 +41,11 @@ def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
 class TensorEntry:
     """One tensor of the checkpoint. `shape` is global; `layer` and `expert` are global, zero-based, or None.
 
-    `parameter` is the canonical name of the parameter that owns it. `copies` are parameters that hold the same values
-    where they exist: the last pipeline stage's output layer when embeddings are tied. `is_buffer`: not trained by the
+    `parameter` is the canonical name of the parameter that owns it. `copies` are parameters that hold the same values,
+    if they exist: the last pipeline stage's output layer when embeddings are tied. `is_buffer`: not trained by the
     optimizer, and fp32 in a checkpoint of any dtype. `served_wide`: SGLang holds it in fp32. An expert's tensor is cut
-    over the expert-tensor group, any other over the tensor group. `stack`: the tensor of all experts that has this one
-    in files and on servers (`tensors.py`).
+    over the expert-tensor group, any other over the tensor group. `stack`: the tensor of all experts that contains this
+    one in files and on servers.
     """
 
     name: str
@@ -112,8 +106,8 @@ def _sizes(spec: ModelSpec) -> dict[str, int]:
     return sizes
 
 
-def _holds(spec: ModelSpec, rule: TensorRule, layer: int) -> bool:
-    """Is the row's tensor in this layer of this model?"""
+def _is_in_layer(spec: ModelSpec, rule: TensorRule, layer: int) -> bool:
+    """Whether the row's tensor is in this layer of this model."""
     if rule.where in ("dense layer", "expert layer"):
         return spec.has_experts(layer) == (rule.where == "expert layer")
     if rule.where in ("qk norm", "qkv bias"):
@@ -125,7 +119,7 @@ def _holds(spec: ModelSpec, rule: TensorRule, layer: int) -> bool:
 
 def hf_tensors(spec: ModelSpec) -> list[TensorEntry]:
     """Every tensor of the model's checkpoint, in the order in which it is exported and sent; experts that files stack
-    (`tensors.py`) one by one.
+    are listed one by one.
 
     Order: embedding; layer by layer, experts innermost and in order (stack by stack); final norm; head. With tied
     embeddings there is no head on disk. Raises ModelError for a family without a table or a feature that no table has.
@@ -151,7 +145,7 @@ def hf_tensors(spec: ModelSpec) -> list[TensorEntry]:
     return list(_last[1])
 
 
-# The tensors of the model that was last asked for: a large one has tens of thousands, and a plan asks for them often.
+# The latest result of `hf_tensors`: a large model has tens of thousands of tensors, and a plan needs them often.
 _last: tuple[ModelSpec, tuple[TensorEntry, ...]] | None = None
 
 
@@ -159,7 +153,7 @@ def _entries(spec: ModelSpec, rules: Sequence[TensorRule]) -> Iterator[TensorEnt
     sizes = _sizes(spec)
     yield from (_entry(spec, sizes, rule) for rule in rules if rule.stage == "first")
     for layer in range(spec.num_layers):
-        per_layer = [rule for rule in rules if rule.stage == "layer" and _holds(spec, rule, layer)]
+        per_layer = [rule for rule in rules if rule.stage == "layer" and _is_in_layer(spec, rule, layer)]
         yield from (_entry(spec, sizes, rule, layer) for rule in per_layer if "{expert}" not in rule.name)
         # Tensors that are stacked in files follow each other.
         of_experts = [rule for rule in per_layer if "{expert}" in rule.name]
@@ -194,10 +188,9 @@ def _entry(
 _IN_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
-def may_be_there(spec: ModelSpec, name: str) -> bool:
-    """Is this a tensor that a checkpoint of the model may hold besides `hf_tensors`, and that is passed over?
-
-    The head a second time when embeddings are tied; the layers for multi-token prediction behind the last one.
+def is_ignored_tensor(spec: ModelSpec, name: str) -> bool:
+    """Whether a checkpoint of the model may hold this tensor in addition to `hf_tensors`. Such tensors are ignored: a
+    second copy of the head when embeddings are tied, and the layers for multi-token prediction after the last layer.
     """
     if name == HEAD.name:
         return spec.tie_word_embeddings
@@ -206,11 +199,11 @@ def may_be_there(spec: ModelSpec, name: str) -> bool:
 
 
 def parameter_blocks(spec: ModelSpec, entry: TensorEntry, tensor_parallel: int, tensor_rank: int) -> list[TensorBlock]:
-    """Which parts of the tensor one rank's share of its parameter holds, and where.
+    """Which parts of the tensor one rank's share of its parameter holds, and at which place.
 
     `tensor_parallel` and `tensor_rank` are those of the expert-tensor group for an expert's tensor. A replicated
     tensor is one whole block on every rank. Blocks of all ranks together cover a sharded tensor exactly once.
-    Raises ModelError when the sizes cannot be cut so.
+    Raises ModelError if the sizes do not divide.
     """
     if entry.sharding == "replicated":
         return [TensorBlock(0, 0, 0, entry.shape[0])]
@@ -230,7 +223,9 @@ def parameter_blocks(spec: ModelSpec, entry: TensorEntry, tensor_parallel: int, 
 
 
 def parameter_shape(spec: ModelSpec, entry: TensorEntry, tensor_parallel: int) -> tuple[int, ...]:
-    """Shape of one rank's share of the parameter that holds the tensor."""
+    """The shape of one rank's share of the parameter that holds the tensor. Raises ModelError if the sizes do not
+    divide.
+    """
     if entry.sharding == "replicated":
         return entry.shape
     if entry.sharding == "columns":
@@ -273,12 +268,14 @@ def _cut(blocks: Iterator[TensorBlock], start: int, length: int) -> Iterator[Ten
             yield TensorBlock(block.dim, block.start + first - block.local_start, first - start, last - first)
 
 
+# --- Tensors as files have them ------------------------------------------------------------------------------
+
+# A tensor as files have it, and the tensors that it consists of: only itself if nothing is stacked.
 Stacking = tuple[TensorEntry, tuple[TensorEntry, ...]]
-"""A tensor as files have it, and those that it is made of: itself alone where nothing is stacked."""
 
 
 def stackings(entries: Iterable[TensorEntry]) -> Iterator[Stacking]:
-    """Every tensor as files have it, in the order of `entries`, in which those of a stack follow each other."""
+    """Yields every tensor as files have it, in the order of `entries`, in which the tensors of a stack are adjacent."""
     for name, group in itertools.groupby(
         entries, key=lambda entry: entry.name if entry.stack is None else entry.stack.name
     ):
@@ -287,7 +284,7 @@ def stackings(entries: Iterable[TensorEntry]) -> Iterator[Stacking]:
 
 
 def as_stored(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
-    """The tensors as files have them: names and shapes of a checkpoint, and of what servers are sent."""
+    """The tensors as files have them, with the names and shapes of a checkpoint and of weights sent to servers."""
     return [whole for whole, _ in stackings(entries)]
 
 
@@ -297,7 +294,7 @@ def checkpoint_tensors(spec: ModelSpec) -> list[TensorEntry]:
 
 
 def is_stacked(spec: ModelSpec) -> bool:
-    """Does a checkpoint of the model stack the tensors of its experts?"""
+    """Whether a checkpoint of the model stacks the tensors of its experts."""
     return any(entry.stack is not None for entry in hf_tensors(spec))
 
 
@@ -317,10 +314,15 @@ def _whole(name: str, parts: tuple[TensorEntry, ...]) -> TensorEntry:
     )
 
 
+# --- Parameters and FLOPs ------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class ParameterCounts:
-    """`total`: stored. `embedding`: the input embedding, part of the total. `active`: used for one token, that is the
-    total without the experts that a token does not go to (the embedding counts, although only one row is read)."""
+    """Numbers of parameters. `total`: all that are stored. `embedding`: the input embedding, part of the total.
+    `active`: those used for one token, which is the total without the experts that a token does not go to (the
+    embedding counts, although only one row is read).
+    """
 
     total: int
     active: int
@@ -328,7 +330,7 @@ class ParameterCounts:
 
 
 def count_parameters(spec: ModelSpec) -> ParameterCounts:
-    """Parameters without any padding or replication. Tied embeddings count once."""
+    """The numbers of parameters without padding and replication. Tied embeddings count once."""
     total = experts = embedding = 0
     for tensor in hf_tensors(spec):
         total += tensor.num_elements
@@ -354,7 +356,7 @@ def forward_flops_per_token(spec: ModelSpec, sequence_tokens: int) -> float:
 
 
 def attended_positions(spec: ModelSpec, sequence_tokens: int) -> float:
-    """Positions that a token attends to, averaged over a causal sequence of `sequence_tokens` and over layers."""
+    """The number of positions that a token attends to, averaged over a causal sequence and over layers."""
     full = (sequence_tokens + 1) / 2
     if spec.window is None:
         return full
@@ -365,8 +367,8 @@ def attended_positions(spec: ModelSpec, sequence_tokens: int) -> float:
 
 
 def attention_crossover_tokens(spec: ModelSpec) -> int:
-    """The sequence length, in tokens, at which attention to the whole sequence costs as many FLOPs as everything else.
-    A layer with a window is a part of the latter: it costs as much per token at any length.
+    """The sequence length in tokens at which attention to the whole sequence costs as many FLOPs as everything else.
+    Layers with a window count as the latter, because they cost the same per token at any length.
     """
     windowed = 0 if spec.window is None else sum(spec.window.layers)
     fixed = _matrix_flops(spec)
@@ -378,12 +380,12 @@ def attention_crossover_tokens(spec: ModelSpec) -> int:
 
 def _matrix_flops(spec: ModelSpec) -> float:
     counts = count_parameters(spec)
-    # Norms and biases multiply no token.
+    # Norms and biases are no matrix products.
     vectors = sum(tensor.num_elements for tensor in hf_tensors(spec) if len(tensor.shape) == 1)
     head = counts.embedding if spec.tie_word_embeddings else 0
     return 2.0 * (counts.active - counts.embedding - vectors + head)
 
 
 def _position_flops(spec: ModelSpec) -> float:
-    """Of a layer, for a token and a position that it attends to."""
+    """FLOPs of one layer per token and position that it attends to."""
     return 2.0 * spec.num_heads * (spec.head_dim + spec.value_head_dim)

@@ -1,14 +1,10 @@
-"""A Hugging Face folder of a sequence classifier, as a server of a reward model loads it: its sizes, and whether SGLang
-can serve it.
-
-Owns reading them from config.json and the headers of the weights' files, of any architecture. Moves no data and imports
-no torch.
-
-A critic as a Hugging Face model: which tensors it has, and what config.json says of it.
+"""Critics and reward models as Hugging Face models: their tensors and config.json, and their sizes on a server.
 
 transformers has two classes for a backbone with a number for each state, `...ForTokenClassification` and
-`...ForSequenceClassification`, both with `score.weight`; a reward model is of the second one. Owns these names, for
-import, export and conversion. Moves no data and imports no torch.
+`...ForSequenceClassification`, both with `score.weight`; a reward model is of the second one. First come these names,
+for import, export and conversion of a critic. Then come the sizes of a sequence classifier of any architecture, as a
+server of a reward model loads it, and whether SGLang can serve it; they are read from config.json and the headers of
+the weights' files. This module moves no data and imports no torch.
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ from gspo_mega.base.errors import ConfigError, ModelError
 from gspo_mega.base.untrusted import MOST_JSON_BYTES, open_regular, parse_json, read_json_file
 from gspo_mega.models.huggingface import ARCHITECTURES, read_model_spec
 from gspo_mega.models.spec import ModelSpec
-from gspo_mega.models.tensors import TensorEntry, hf_tensors, may_be_there
+from gspo_mega.models.tensors import TensorEntry, hf_tensors, is_ignored_tensor
 
 VALUE_HEAD = "value_head.weight"
 SCORE, SCORE_BIAS = "score.weight", "score.bias"
@@ -31,9 +27,9 @@ _CAUSAL, _SEQUENCES, _TOKENS = "ForCausalLM", "ForSequenceClassification", "ForT
 
 
 def read_critic_spec(folder: str | Path) -> ModelSpec:
-    """The shape of a critic's folder: as `read_model_spec`, of a policy, a critic or a reward model.
+    """As `read_model_spec`, for the folder of a policy, a critic or a reward model.
 
-    Raises ModelError as it does, and for a classifier of several labels.
+    Raises ModelError as `read_model_spec` does, and for a classifier of several labels.
     """
     return read_model_spec(folder, causal_architecture)
 
@@ -45,7 +41,8 @@ def is_classifier(folder: Path) -> bool:
 
 
 def causal_architecture(raw: dict[str, Any], where: str) -> dict[str, Any]:
-    """A parsed config.json whose classifier, if it is one, is named as the policy with its backbone.
+    """A parsed config.json. If its architecture is a classifier, it is replaced by that of the policy with the same
+    backbone.
 
     Raises ModelError for a classifier of several labels.
     """
@@ -63,30 +60,32 @@ def causal_architecture(raw: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def critic_config_json(raw: dict[str, Any]) -> dict[str, Any]:
-    """The config.json of a critic whose backbone is described by `raw`: of a classifier with one label."""
+    """The config.json of a critic whose backbone is described by `raw`: that of a classifier with one label."""
     (name,) = raw["architectures"]
     labels = {"id2label": {"0": "value"}, "label2id": {"value": 0}}
     return raw | {"architectures": [name.replace(_CAUSAL, _SEQUENCES)]} | labels
 
 
 def critic_tensors(spec: ModelSpec) -> list[TensorEntry]:
-    """Every tensor of a critic with this backbone: those of the policy but for its LM head, and `score.weight`."""
-    return [entry for entry in hf_tensors(spec) if entry.parameter != _LM_HEAD] + [_of_head(SCORE, spec.hidden_size)]
+    """Every tensor of a critic with this backbone: those of the policy except its LM head, and `score.weight`."""
+    return [entry for entry in hf_tensors(spec) if entry.parameter != _LM_HEAD] + [_head_entry(SCORE, spec.hidden_size)]
 
 
 def zero_bias() -> TensorEntry:
-    """`score.bias`, which is written beside `critic_tensors`: a critic has none, but two readers need one. transformers
-    gives token classifiers a bias, and SGLang some sequence classifiers.
+    """`score.bias`, which is written in addition to `critic_tensors`. A critic has none, but two readers need one:
+    transformers gives token classifiers a bias, and SGLang gives one to some sequence classifiers.
     """
-    return _of_head(SCORE_BIAS)
+    return _head_entry(SCORE_BIAS)
 
 
-def may_be_beside(spec: ModelSpec, name: str) -> bool:
-    """Is this a tensor that a critic's folder may hold besides `critic_tensors`? A policy's LM head, and the bias."""
-    return name in ("lm_head.weight", SCORE_BIAS) or may_be_there(spec, name)
+def is_ignored_critic_tensor(spec: ModelSpec, name: str) -> bool:
+    """Whether a critic's folder may hold this tensor in addition to `critic_tensors`, such as a policy's LM head or the
+    bias. Such tensors are ignored.
+    """
+    return name in ("lm_head.weight", SCORE_BIAS) or is_ignored_tensor(spec, name)
 
 
-def _of_head(name: str, *columns: int) -> TensorEntry:
+def _head_entry(name: str, *columns: int) -> TensorEntry:
     return TensorEntry(
         name=name,
         shape=(1, *columns),
@@ -99,15 +98,17 @@ def _of_head(name: str, *columns: int) -> TensorEntry:
     )
 
 
-# SGLang 0.5.23 gives the head of these a bias. Where the weights have none, it is left as memory happens to be.
+# --- Classifiers on a server ---------------------------------------------------------------------------------
+
+# SGLang 0.5.23 gives the head of these a bias. If the weights have none, the bias stays uninitialized memory.
 _WITH_BIAS = ("Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification")
 
 
 @dataclass(frozen=True)
 class ClassifierSizes:
-    """`elements`: of the weights. `num_heads`, `num_kv_heads`, `head_dim`: None
-    where config.json does not say them. `latent`: elements per token and layer of a latent cache, which each GPU of a
-    server has whole. `positions`: the most tokens of a text, None for no limit.
+    """`elements`: the number of elements of the weights. `num_heads`, `num_kv_heads`, `head_dim`: None if config.json
+    lacks them. `latent`: elements per token and layer of a latent cache, which each GPU of a server holds whole.
+    `positions`: the largest number of tokens of a text, None for no limit.
     """
 
     elements: int
@@ -119,7 +120,7 @@ class ClassifierSizes:
     positions: int | None
 
     def cached_elements(self, tensor: int) -> int | None:
-        """Elements of one token in the cache of one of `tensor` GPUs."""
+        """The elements of one token in the cache of one of `tensor` GPUs; None if the sizes are not known."""
         if self.num_layers is None:
             return None
         if self.latent is not None:
@@ -130,8 +131,8 @@ class ClassifierSizes:
 
 
 def read_sizes(folder: str | Path) -> ClassifierSizes:
-    """The sizes of the classifier in `folder`. Raises ConfigError where it is no model's folder, or has its weights in
-    another form than servers load.
+    """The sizes of the classifier in `folder`. Raises ConfigError if it is not a model's folder, or if its weights are
+    in a form that servers do not load.
     """
     raw, shapes = read_config(Path(folder)), _shapes_in(Path(folder))
     if shapes is None:
@@ -154,7 +155,7 @@ def read_sizes(folder: str | Path) -> ClassifierSizes:
 
 
 def check_head(folder: str) -> None:
-    """Raise ConfigError where SGLang would add a number to every score that is in no file."""
+    """Raise ConfigError if SGLang would add a number to every score that is in no file."""
     architectures = read_config(Path(folder)).get("architectures") or []
     if any(name in _WITH_BIAS for name in architectures) and "score.bias" not in (_shapes_in(Path(folder)) or {}):
         raise ConfigError(
@@ -176,8 +177,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _shapes_in(folder: Path) -> dict[str, list[int]] | None:
-    """Shapes by name, from the headers of the safetensors; None without any. Raises ConfigError for a file that is no
-    such one.
+    """Shapes by name, from the headers of the safetensors files; None if there are none. Raises ConfigError for a
+    damaged file.
     """
     paths = sorted(folder.glob("*.safetensors"))
     shapes: dict[str, list[int]] = {}

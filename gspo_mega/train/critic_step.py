@@ -20,7 +20,7 @@ from gspo_mega.base.records import MicroBatch
 from gspo_mega.config.derived import critic_config, critic_path
 from gspo_mega.config.schema import Config
 from gspo_mega.config.schema.learning import Critic
-from gspo_mega.engine.critic import CriticEngine, Estimator, LogProbs, TokenRewards, Values, estimate_returns
+from gspo_mega.engine.critic import AdvantageEstimator, CriticEngine, LogProbs, TokenRewards, Values, estimate_returns
 from gspo_mega.engine.optimizer import StepResult
 from gspo_mega.engine.policy import OldState
 from gspo_mega.engine.process_groups import ParallelGroups
@@ -56,9 +56,9 @@ class CriticPart:
     advantages: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
 
-def estimator_of(settings: Critic, std_ddof: int) -> Estimator:
+def estimator_of(settings: Critic, std_ddof: int) -> AdvantageEstimator:
     """How a run with this section estimates advantages; `std_ddof`: `advantage.std_ddof`."""
-    return Estimator(
+    return AdvantageEstimator(
         discount=settings.gamma,
         trace=settings.gae_lambda,
         bootstraps=settings.bootstrap_truncated,
@@ -106,7 +106,7 @@ class CriticStep:
             values = self._engine.values(packs)
             returns: list[torch.Tensor] = []
             if self._groups.is_last_stage:
-                rewards = [TokenRewards.of(pack) for pack in packs]
+                rewards = [TokenRewards.from_pack(pack) for pack in packs]
                 log_probs = self._log_probs(before, frozen)
                 returns = estimate_returns(packs, values, rewards, self._estimator, self._groups, log_probs)
                 self._note(packs, values, returns, log_probs)

@@ -153,7 +153,7 @@ class ScoreFitting:
         if groups.is_last_stage and groups.tensor.rank == groups.context.rank == 0:
             for pack, found in zip(packs, values, strict=True):
                 real = torch.from_numpy(pack.trajectory_index) >= 0
-                scores[torch.from_numpy(pack.trajectory_index)[real]] = found.behind.detach().double().cpu()[real]
+                scores[torch.from_numpy(pack.trajectory_index)[real]] = found.after.detach().double().cpu()[real]
         dist.all_reduce(scores, group=groups.host.group)
         labels = torch.tensor([self._examples[row].label for row in rows], dtype=torch.float64)
         return scores.view(len(rows), width), labels

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gspo_mega.algorithm.correction import MAXIMUM_NAMES, SUM_NAMES, acted_on, mismatch_metrics
+from gspo_mega.algorithm.correction import MAXIMUM_NAMES, SUM_NAMES, changed_by_rule, mismatch_metrics
 from gspo_mega.algorithm.diagnostics import log_ratio_summary
 from gspo_mega.algorithm.terms import (
     CORRECTION_CENTRE,
@@ -50,7 +50,7 @@ def correction_metrics(config: Config, train: Mapping[str, np.ndarray], present:
         train[column.name][present] for column in (CORRECTION_WEIGHT, CORRECTION_DEVIATION, CORRECTION_VETOES)
     )
     kept = weights > 0
-    acted = acted_on(
+    acted = changed_by_rule(
         config.mismatch.correction,
         config.mismatch.bound_nats,
         torch.from_numpy(kept),

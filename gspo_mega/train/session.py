@@ -26,7 +26,7 @@ from gspo_mega.engine.critic import CriticEngine
 from gspo_mega.engine.memory import DeviceMemory
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import ParallelGroups, create_groups
-from gspo_mega.engine.reference import OwnBase, ReferencePolicy, Snapshots
+from gspo_mega.engine.reference import FrozenBase, ReferencePolicy, Snapshots
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.models.spec import ModelSpec, shape_differences
 from gspo_mega.plan import resolve_layout
@@ -126,7 +126,7 @@ class RankSession:
         self.reference = None
         if trains_policy and (config.kl.coefficient > 0 or penalises_kl(config)):
             own = config.lora is not None and config.kl.reference_path is None
-            self.reference = OwnBase(self.engine) if own else load_reference(config, self.spec, self.groups)
+            self.reference = FrozenBase(self.engine) if own else load_reference(config, self.spec, self.groups)
 
         self.critic: CriticEngine | None = None
         rollouts_only = config.train is None or config.train.rollouts_only
@@ -142,7 +142,7 @@ class RankSession:
         progress.beat()
         self.gpus: Gpus = OwnGpus()
         if config.cluster.colocated and recorded_dir is None:
-            memory = DeviceMemory(self.engine, None if isinstance(self.reference, OwnBase) else self.reference)
+            memory = DeviceMemory(self.engine, None if isinstance(self.reference, FrozenBase) else self.reference)
             self.gpus = SharedGpus(config, memory, self.ranks, self.groups.host.group, self.lead, self.phases)
         self.saving = Saving(
             config.checkpoint,

@@ -19,7 +19,7 @@ def norms_not_marked_for_sequence_parallelism() -> None:
     """The gradients of norms are not summed over tensor ranks."""
     import gspo_mega.engine.model as model
 
-    mark = model.set_marks
+    mark = model.mark_parameters
 
     def unmarked(spec, groups, chunks):
         mark(spec, groups, chunks)
@@ -28,7 +28,7 @@ def norms_not_marked_for_sequence_parallelism() -> None:
                 if "norm" in name:
                     parameter.sequence_parallel = False
 
-    model.set_marks = unmarked
+    model.mark_parameters = unmarked
 
 
 def mean_of_means() -> None:

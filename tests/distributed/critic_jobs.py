@@ -14,7 +14,14 @@ from gspo_mega.algorithm.advantages import token_rewards
 from gspo_mega.algorithm.objective import ObjectiveSettings, sequence_coefficients
 from gspo_mega.checkpoint.critic import CriticTensors
 from gspo_mega.checkpoint.hf_import import import_huggingface
-from gspo_mega.engine.critic import CriticEngine, Estimator, LogProbs, TokenRewards, ValueModel, estimate_returns
+from gspo_mega.engine.critic import (
+    AdvantageEstimator,
+    CriticEngine,
+    LogProbs,
+    TokenRewards,
+    ValueModel,
+    estimate_returns,
+)
 from gspo_mega.engine.device_batch import to_device
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
 from gspo_mega.models.huggingface import read_model_spec
@@ -22,7 +29,7 @@ from gspo_mega.verify.certify.steps import complete_gradients
 
 SETTINGS = ObjectiveSettings(aggregation="token_mean")
 # With all that a layout could change: bootstrapping reads the value behind a sequence, whitening sums over data ranks.
-ESTIMATOR = Estimator(discount=0.99, trace=0.95, bootstraps=True, whitens=True, kl_coefficient=0.1, std_ddof=0)
+ESTIMATOR = AdvantageEstimator(discount=0.99, trace=0.95, bootstraps=True, whitens=True, kl_coefficient=0.1, std_ddof=0)
 
 
 def run(folder: str, parallel: dict, steps: int = 3, clip_range: float | None = 0.2, **sections) -> dict | None:
@@ -75,7 +82,7 @@ def run(folder: str, parallel: dict, steps: int = 3, clip_range: float | None = 
             white=white,
         )
         tokens = {name: token_values(packs, parts, groups) for name, parts in columns.items()}
-        tokens["behind"] = row_values(packs, [value.behind for value in values], groups)
+        tokens["behind"] = row_values(packs, [value.after for value in values], groups)
         if groups.world.rank:
             return None
         return dict(

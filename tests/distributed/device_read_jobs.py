@@ -33,7 +33,7 @@ class Placed(DeviceReads):
         result = super().__torch_function__(func, types, args, kwargs)
         if len(self.names) > before:
             frames = [f for f in traceback.extract_stack()[:-1] if "/torch/" not in f.filename]
-            # What PassReport.of reads, it reads when the pass is over.
+            # What PassReport.collect reads, it reads when the pass is over.
             of_report = frames[-1].filename.endswith("engine/policy.py") and frames[-1].name in ("of", "_token_gaps")
             if of_report or frames[-1].filename.endswith(tuple(_ELSEWHERE)):
                 self.names.pop()

@@ -135,7 +135,7 @@ def run_layout(
         old = engine.old_pass(batch)
         head = PolicyLoss(groups, settings, denominator, engine._old_pass(), use_rollout=True, old=old.micro_batches)
         outputs = engine.accumulate_gradients(batch, head)
-        report = PassReport.of(batch, outputs, groups)
+        report = PassReport.collect(batch, outputs, groups)
         gradient = None
         if not config.optimizer.distributed:
             tensors = PolicyTensors(spec, groups, engine.chunks, values=lambda parameter: parameter.main_grad)

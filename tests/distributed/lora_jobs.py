@@ -23,7 +23,7 @@ from gspo_mega.engine.adapters import adapter_norm
 from gspo_mega.engine.optimizer import gradient_norm
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
-from gspo_mega.engine.reference import OwnBase
+from gspo_mega.engine.reference import FrozenBase
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.models.low_rank import adapter_tensors
 from gspo_mega.verify.certify.steps import complete_gradients
@@ -141,7 +141,7 @@ def own_base(folder: str, parallel: dict, lora: dict) -> dict:
     steps."""
     with _engine(folder, parallel, lora) as engine:
         batch = shard(recorded_sequences(), engine.groups.data.rank, engine.groups.data.size, 2)
-        own = OwnBase(engine)
+        own = FrozenBase(engine)
         first = engine.old_pass(batch)
         before = own.log_probs(batch)
         norms = [adapter_norm(engine.chunks, engine.groups)]

@@ -51,18 +51,18 @@ def marked(ends: tuple[str, ...], **marks: Any) -> Callable[[], Patch]:
     """Parameters whose canonical name ends so have these marks, whatever the table says."""
 
     def make() -> Patch:
-        from gspo_mega.models import parameter_names as own
+        from gspo_mega.engine import parameter_names as own
 
         model = engine("model")
 
-        def set_marks(spec, groups, chunks, real=model.set_marks):
+        def mark_parameters(spec, groups, chunks, real=model.mark_parameters):
             real(spec, groups, chunks)
             found = {n: p for n, p in own.canonical_parameters(spec, groups, chunks).items() if n.endswith(ends)}
             assert found or groups.pipeline.size > 1, f"the model has no {ends}"
             for parameter in found.values():
                 vars(parameter).update(marks)
 
-        return mock.patch.object(model, "set_marks", set_marks)
+        return mock.patch.object(model, "mark_parameters", mark_parameters)
 
     return make
 
@@ -71,11 +71,11 @@ def counted_by_the_tensor_group() -> Patch:
     """An expert's parameter counts where its rank is the first of the tensor group, unless it is marked."""
     optimizer = engine("optimizer")
 
-    def is_counted(part, parameter, groups):
+    def counts_in_norm(part, parameter, groups):
         cut = getattr(parameter, "tensor_model_parallel", False) and parameter.dim() > 1
         return not getattr(parameter, "shared", False) and (cut or groups.tensor.rank == 0)
 
-    return mock.patch.object(optimizer, "is_counted", is_counted)
+    return mock.patch.object(optimizer, "counts_in_norm", counts_in_norm)
 
 
 def clipped_by_another_norm() -> Patch:
@@ -285,13 +285,13 @@ def rotary_differs() -> Patch:
 
     model = engine("model")
 
-    def set_marks(spec, groups, chunks, real=model.set_marks):
+    def mark_parameters(spec, groups, chunks, real=model.mark_parameters):
         real(spec, groups, chunks)
         if dist.get_rank() == 1:
             for chunk in chunks:
                 chunk.rotary_pos_emb.inv_freq = chunk.rotary_pos_emb.inv_freq * (1 + 2e-7)
 
-    return mock.patch.object(model, "set_marks", set_marks)
+    return mock.patch.object(model, "mark_parameters", mark_parameters)
 
 
 # --- router losses: of configs/certify_balanced.yaml ----------------------------------------------------------

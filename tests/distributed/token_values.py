@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from gspo_mega.base.records import MicroBatch
-from gspo_mega.engine.critic import whole_pack
+from gspo_mega.engine.critic import gather_pack
 from gspo_mega.engine.process_groups import ParallelGroups
 
 
@@ -15,7 +15,7 @@ def token_values(packs: list[MicroBatch], parts: list[torch.Tensor], groups: Par
     """[tokens] float64, of every active token, on rank 0. `parts`: this rank's [N] of each of its packs; empty on a rank
     without the last stage. Collective.
     """
-    whole = [whole_pack(pack, part, groups) for pack, part in zip(packs, parts, strict=False)]
+    whole = [gather_pack(pack, part, groups) for pack, part in zip(packs, parts, strict=False)]
     rows = {}
     for pack, values in zip(packs, whole, strict=False):
         owners = pack.trajectory_index[pack.sequence_ids[pack.loss_mask > 0]]

@@ -11,7 +11,6 @@ from reference_objective import expected_of
 from test_vectors import KEYS, case_of, random_case, write
 
 from gspo_mega.algorithm import objective
-from gspo_mega.algorithm import objective as aggregation
 from gspo_mega.verify.certify import vectors
 from gspo_mega.verify.certify.vectors import replay_file
 
@@ -76,9 +75,9 @@ def rows_counted(monkeypatch):
 
 
 def prompts_not_weighed(monkeypatch):
-    rule = aggregation.RULES["group_mean_token_mean"]
+    rule = objective.AGGREGATIONS["group_mean_token_mean"]
     wrong = rule._replace(coefficients=lambda parts: parts.scale / parts.group_sizes.double().clamp(min=1.0))
-    monkeypatch.setitem(aggregation.RULES, "group_mean_token_mean", wrong)
+    monkeypatch.setitem(objective.AGGREGATIONS, "group_mean_token_mean", wrong)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def ids_of(case):
 
 def estimated(case, behind=None):
     arguments = (of(case, "rewards"), of(case, "old_values"), ids_of(case), len(case["lengths"]))
-    return generalised_advantages(*arguments, discount=case["discount"], trace=case["trace"], values_behind=behind)
+    return generalised_advantages(*arguments, discount=case["discount"], trace=case["trace"], values_after=behind)
 
 
 @pytest.mark.parametrize("case", RECORDED, ids=NAMES)

@@ -38,11 +38,11 @@ _OFFSETS = (-1.5, -0.5, 0.5, 1.5)
 @dataclass
 class CriticNumbers:
     """The same on every rank. `values` [sum R] float64: of the state before each response token, 0 where it is masked;
-    `behind` [n] float64: of the state after each trajectory's last one; `advantages` [sum R] float64, as `values`;
+    `after` [n] float64: of the state after each trajectory's last one; `advantages` [sum R] float64, as `values`;
     `grad_norms`: one per value step."""
 
     values: np.ndarray
-    behind: np.ndarray
+    after: np.ndarray
     advantages: np.ndarray
     grad_norms: list[float]
 
@@ -98,7 +98,7 @@ class CriticMeasurement:
             self.policy.token_advantages = [pack.token_advantages for pack in packs]
         numbers = CriticNumbers(
             values=gather_tokens(engine, self.policy.batch, packs, [one.before for one in values]),
-            behind=self._behind(mine, values),
+            after=self._after(mine, values),
             advantages=gather_tokens(engine, self.policy.batch, packs, self._advantages(packs)),
             grad_norms=[],
         )
@@ -124,7 +124,7 @@ class CriticMeasurement:
         if not groups.is_last_stage:
             return [], [], []
         estimator = estimator_of(self.settings, self.config.advantage.std_ddof)
-        returns = estimate_returns(packs, values, [TokenRewards.of(pack) for pack in packs], estimator, groups)
+        returns = estimate_returns(packs, values, [TokenRewards.from_pack(pack) for pack in packs], estimator, groups)
         width, old = self.settings.clip_range or 0.0, []
         for pack, one in zip(packs, values, strict=True):
             bits = to_device(pack, groups).rollout_log_probs.float().contiguous().view(torch.int32) & 3
@@ -137,14 +137,14 @@ class CriticMeasurement:
         wholes = [(pack, pack.token_advantages) for pack in packs if pack.token_advantages is not None]
         return [own_part(pack, torch.from_numpy(whole[pack.loss_mask > 0]), groups) for pack, whole in wholes]
 
-    def _behind(self, mine: MiniBatch, values: Sequence[Values]) -> np.ndarray:
+    def _after(self, mine: MiniBatch, values: Sequence[Values]) -> np.ndarray:
         groups = self.engine.groups
         whole = torch.zeros(len(self.policy.batch.trajectories), dtype=torch.float64)
         if groups.reports and groups.context.rank == 0:
             for pack, one in zip(mine.micro_batches, values, strict=True):
                 real = torch.from_numpy(pack.trajectory_index >= 0)
                 rows = torch.from_numpy(pack.trajectory_index)[real].long()
-                whole[rows] = one.behind.double().cpu()[real]
+                whole[rows] = one.after.double().cpu()[real]
         dist.all_reduce(whole, group=groups.host.group)
         return whole.numpy()
 
@@ -182,7 +182,7 @@ def compare_critic(measurement: CriticMeasurement, reference: Reference) -> dict
         for row, trajectory in enumerate(measurement.policy.batch.trajectories):
             end = begin + trajectory.num_response_tokens
             apart = np.abs(numbers.values[begin:end] - want.values[begin:end]).max(initial=0.0)
-            values.note(float(max(apart, abs(numbers.behind[row] - want.behind[row]))), trajectory.trajectory_id)
+            values.note(float(max(apart, abs(numbers.after[row] - want.after[row]))), trajectory.trajectory_id)
             begin = end
     return {
         "values": asdict(values),

@@ -97,7 +97,7 @@ def gather_routes(
     # Each (token, layer) is on one rank; the others leave zero.
     whole = torch.zeros(int(starts[-1]), engine.spec.num_layers, k, dtype=torch.int64)
     for micro_batch, recorded in zip(micro_batches, routes, strict=True):
-        compared = engine.routers.compared(micro_batch).cpu().numpy()
+        compared = engine.routers.compared_positions(micro_batch).cpu().numpy()
         places = _places(micro_batch, starts)[engine.routers.rows(micro_batch).numpy()]
         rows = np.flatnonzero(compared & (places >= 0))
         for layer, experts in recorded.items():

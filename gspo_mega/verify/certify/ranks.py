@@ -17,8 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from gspo_mega.algorithm.surrogates import low_edge
-from gspo_mega.algorithm.terms import objective_settings
+from gspo_mega.algorithm.terms import log_lower_edge, objective_settings
 from gspo_mega.base.run_folder import RunFolder, atomic_write_json
 from gspo_mega.checkpoint.adapters import start_of_adapters
 from gspo_mega.checkpoint.hf_folder import open_folder
@@ -139,7 +138,7 @@ def _with_routing(config: Config, replay: str) -> Config:
 
 def clip_edges(objective: Objective) -> tuple[float, float]:
     """The clip range of log s_i, nats; a lower width of 1 or more leaves that side open."""
-    return low_edge(objective.clip_low), math.log1p(objective.clip_high)
+    return log_lower_edge(objective.clip_low), math.log1p(objective.clip_high)
 
 
 def _compare(

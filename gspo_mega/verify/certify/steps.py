@@ -31,10 +31,10 @@ from gspo_mega.engine.critic import CriticEngine
 from gspo_mega.engine.optimizer import (
     SETTINGS,
     StepResult,
-    counted_squares,
+    gradient_squares_by_kind,
     held_parameters,
     moment,
-    put_in_gradient_buffers,
+    overwrite_gradient_buffers,
     step_gradient,
 )
 from gspo_mega.engine.parameter_names import canonical_name, canonical_parameters, table_by_parameter, tensor_group
@@ -142,7 +142,7 @@ class StepWatch:
             steps.sketches = np.stack(self._sketches)
         moments = []
         for name in _MOMENTS:
-            put_in_gradient_buffers(engine.optimizer, lambda held, name=name: moment(held, name))
+            overwrite_gradient_buffers(engine.optimizer, lambda held, name=name: moment(held, name))
             complete_gradients(engine)
             moments.append(self._sketch()[0])
         steps.moments = np.stack(moments)
@@ -152,7 +152,7 @@ class StepWatch:
     def _before(self) -> None:
         engine, steps = self._engine, self.steps
         steps.counted.append(
-            counted_squares(
+            gradient_squares_by_kind(
                 engine.optimizer,
                 engine.groups,
                 PARAMETER_KINDS,
@@ -160,7 +160,7 @@ class StepWatch:
             )
         )
         steps.settings.append(self._settings())
-        put_in_gradient_buffers(engine.optimizer, step_gradient)
+        overwrite_gradient_buffers(engine.optimizer, step_gradient)
         complete_gradients(engine)
         sketch, squares = self._sketch()
         self._sketches.append(sketch)

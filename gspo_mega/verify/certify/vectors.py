@@ -23,15 +23,20 @@ from gspo_mega.algorithm.correction import (
     CorrectionMode,
     CorrectionResult,
     CorrectionRule,
+    correct_around,
     effective_sample_fraction,
     mismatch_metrics,
     mismatch_sums,
     sequence_mean_log_ratio,
-    weigh,
 )
 from gspo_mega.algorithm.diagnostics import POLICY_SUMS, band_fractions, policy_metrics, policy_sums
-from gspo_mega.algorithm.objective import ObjectiveOutput, mini_batch_denominator, policy_objective
-from gspo_mega.algorithm.terms import ObjectiveSettings, sequence_log_ratio_sums
+from gspo_mega.algorithm.objective import (
+    ObjectiveOutput,
+    mini_batch_denominator,
+    policy_objective,
+    sequence_log_ratio_sums,
+)
+from gspo_mega.algorithm.terms import ObjectiveSettings
 from gspo_mega.base.errors import DataError, GspoMegaError
 from gspo_mega.config.algorithms import RECIPES
 from gspo_mega.verify.certify.vector_file import (
@@ -308,7 +313,7 @@ def replay_mismatch_case(case: dict[str, Any], rtol: float) -> Iterator[str]:
         """The file's weights are of whole products around 1: those of responses of one token, centred on 0."""
         rule = CorrectionRule(mode, math.log(cap), token_veto_nats=None)
         ones = torch.ones_like(product_log_ratio)
-        return weigh(rule, product_log_ratio, ones, ones < 1, centre=0.0)
+        return correct_around(rule, product_log_ratio, ones, ones < 1, centre=0.0)
 
     lowest = -maxima[:, MAXIMUM_NAMES.index("negative_log_ratio")]
     got = {

@@ -32,7 +32,7 @@ from gspo_mega.config import Config
 from gspo_mega.config.derived import least_of_group
 from gspo_mega.data.packing import ExpertRoutes
 from gspo_mega.engine.device_batch import DeviceBatch
-from gspo_mega.engine.losses import PassOutput, require_finite
+from gspo_mega.engine.losses import PassOutput, require_finite_tokens
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups
 from gspo_mega.models.huggingface import read_model_spec
@@ -229,7 +229,7 @@ class _KeptLogProbs:
 
     def __call__(self, batch: DeviceBatch, log_probs: torch.Tensor, entropies: torch.Tensor | None) -> PassOutput:
         assert entropies is not None  # asked for
-        require_finite(batch, log_probs=log_probs)
+        require_finite_tokens(batch, log_probs=log_probs)
         self.log_probs.append(log_probs.detach())
         self.entropies.append(entropies.detach())
         return PassOutput()

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from gspo_mega.algorithm.correction import (
     GRID_NATS,
     CorrectionRule,
-    acted_on,
     batch_centre,
     bounded_centre,
+    changed_by_rule,
     correct,
+    correct_around,
     exact_sums,
-    weigh,
 )
 from gspo_mega.base.errors import NumericsError
 
@@ -60,13 +60,13 @@ def test_truncation_cuts_above_only():
     result = decided(rule)
     assert result.centre == pytest.approx(0.05, rel=1e-13) and result.keep.all()
     assert result.weights.tolist() == pytest.approx([math.exp(0.1), math.exp(-0.15), 1.0], rel=1e-13)
-    assert acted_on("truncate", 0.1, result.keep, result.deviations).tolist() == [True, False, False]
+    assert changed_by_rule("truncate", 0.1, result.keep, result.deviations).tolist() == [True, False, False]
 
 
 def test_no_correction_weighs_one_and_drops_nothing():
     result = decided(CorrectionRule("none", bound_nats=1e-3, token_veto_nats=0.1), vetoes=tensor(0, 3, 0))
     assert result.keep.all() and result.weights.tolist() == [1.0] * 3
-    assert not acted_on("none", 1e-3, result.keep, result.deviations).any()
+    assert not changed_by_rule("none", 1e-3, result.keep, result.deviations).any()
 
 
 @pytest.mark.parametrize("mode", ["mask", "truncate"])
@@ -75,7 +75,7 @@ def test_a_vetoed_token_drops_its_response_and_leaves_the_centre(mode):
     result = decided(CorrectionRule(mode), vetoes=tensor(0, 1, 0))
     assert result.centre == pytest.approx(1 / 17, rel=1e-14)
     assert result.keep.tolist() == [True, False, True] and result.weights[1] == 0
-    assert acted_on(mode, 0.5, result.keep, result.deviations).tolist() == [False, True, False]
+    assert changed_by_rule(mode, 0.5, result.keep, result.deviations).tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize("broken_by", [-3.0, 3.0])
@@ -142,7 +142,7 @@ def test_around_a_known_centre_by_hand(mode, kept_weight, veto):
     d = tensor(*[value for row in D for value in row])
     lengths = tensor(*[len(row) for row in D])
     vetoed = torch.tensor([any(abs(value) > rule.veto_limit for value in row) for row in D])
-    result = weigh(rule, exact_sums(d, ids, 4), lengths, vetoed, centre=0.05)
+    result = correct_around(rule, exact_sums(d, ids, 4), lengths, vetoed, centre=0.05)
     assert result.deviations.tolist() == pytest.approx([0.1, -0.75, 0.85, 0.0], abs=1e-8)
     assert result.weights.tolist() == pytest.approx(BY_HAND[mode, kept_weight, veto], rel=1e-8)
 

@@ -12,15 +12,15 @@ import torch
 
 from gspo_mega.algorithm.advantages import whitened
 from gspo_mega.algorithm.correction import (
-    LEAST_SEGMENTS,
     MAXIMUM_NAMES,
+    MIN_SEGMENTS,
     CorrectionRule,
+    correct_around,
     correct_segments,
     mismatch_metrics,
     mismatch_sums,
     segment_centres,
     sequence_mean_log_ratio,
-    weigh,
 )
 from gspo_mega.algorithm.diagnostics import POLICY_SUMS, band_fractions, policy_metrics, policy_sums
 from gspo_mega.algorithm.losses import reference_kl, value_loss
@@ -237,13 +237,13 @@ def test_a_response_on_the_bound_is_kept_and_the_bound_falls_with_the_root_of_it
     """L = 4 around a centre of 0: a sum of 2 deviates by (2/4) sqrt 4 = 1, and the largest weight is exp(1 / sqrt 4)."""
     lengths, none = torch.tensor([4, 4, 16]), torch.zeros(3, dtype=torch.bool)
     sums = torch.tensor([2.0, -2.0, 16.0], dtype=F64)
-    result = weigh(CorrectionRule("mask", 1.0), sums, lengths, none, 0.0)
+    result = correct_around(CorrectionRule("mask", 1.0), sums, lengths, none, 0.0)
     assert result.deviations.tolist() == [1.0, -1.0, 4.0] and result.keep.tolist() == [True, True, False]
-    result = weigh(CorrectionRule("truncate", 1.0), sums * 2, lengths, none, 0.0)
+    result = correct_around(CorrectionRule("truncate", 1.0), sums * 2, lengths, none, 0.0)
     assert result.weights.tolist() == near([E(0.5), E(-1.0), E(0.25)])
 
 
-@pytest.mark.parametrize(("num_segments", "own"), [(LEAST_SEGMENTS - 1, False), (LEAST_SEGMENTS, True)])
+@pytest.mark.parametrize(("num_segments", "own"), [(MIN_SEGMENTS - 1, False), (MIN_SEGMENTS, True)])
 def test_a_version_has_a_centre_of_its_own_from_its_eighth_segment_on(num_segments, own):
     """Thirty segments at 0 of one version, and few at .5 nats per token of another, all inside a wide bound."""
     lengths = torch.zeros(30, 2)
@@ -252,7 +252,7 @@ def test_a_version_has_a_centre_of_its_own_from_its_eighth_segment_on(num_segmen
     sums[:num_segments, 1] = 2.0
     pooled = 0.5 * num_segments / (30 + num_segments)
     centres = segment_centres(sums, lengths, bound=100.0).tolist()
-    assert centres == near([0.0, 0.5 if own else pooled]) and LEAST_SEGMENTS == 8
+    assert centres == near([0.0, 0.5 if own else pooled]) and MIN_SEGMENTS == 8
 
 
 def test_one_token_is_whitened_to_nothing_with_either_divisor():

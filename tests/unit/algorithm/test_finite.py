@@ -6,7 +6,7 @@ import pytest
 import torch
 from device_reads import DeviceReads
 
-from gspo_mega.algorithm.terms import NonFiniteToken, deferred, not_finite, require_finite, settle
+from gspo_mega.algorithm.terms import NonFiniteToken, check_now, deferred_checks, non_finite_log_prob, require_finite
 from gspo_mega.base.errors import NumericsError
 
 MASK, IDS = torch.tensor([0.0, 1.0, 1.0, 1.0]), torch.tensor([0, 0, 4, 4])
@@ -29,7 +29,7 @@ def test_the_first_bad_active_token_is_named():
     with pytest.raises(
         NumericsError, match=r"x is -inf at active token 0, sequence 3 of the micro-batch; log-probs of"
     ):
-        require_finite(MASK[1:2], IDS[2:3] - 1, not_finite, x=torch.tensor([-math.inf]))
+        require_finite(MASK[1:2], IDS[2:3] - 1, non_finite_log_prob, x=torch.tensor([-math.inf]))
 
 
 def test_a_micro_batch_without_tokens_has_none():
@@ -37,13 +37,13 @@ def test_a_micro_batch_without_tokens_has_none():
 
 
 def test_many_searches_read_the_device_once_and_the_first_bad_one_is_told():
-    with DeviceReads() as reads, deferred():
+    with DeviceReads() as reads, deferred_checks():
         for _ in range(5):
             require_finite(MASK, IDS, describe, log_probs=GOOD, old_log_probs=GOOD)
         assert reads.names == []
     assert len(reads.names) == 1
     done = []
-    with pytest.raises(Found) as caught, deferred():
+    with pytest.raises(Found) as caught, deferred_checks():
         require_finite(MASK, IDS, describe, log_probs=GOOD)
         require_finite(MASK, IDS, describe, second=BAD)
         require_finite(MASK, IDS, describe, third=BAD)
@@ -54,14 +54,14 @@ def test_many_searches_read_the_device_once_and_the_first_bad_one_is_told():
 
 
 def test_what_the_host_needs_earlier_is_read_earlier():
-    with deferred():
+    with deferred_checks():
         require_finite(MASK, IDS, describe, log_probs=BAD)
         with pytest.raises(Found):
-            settle()
+            check_now()
 
 
 def test_another_error_of_the_pass_is_not_hidden():
-    with pytest.raises(ValueError, match="a rank is gone"), deferred():
+    with pytest.raises(ValueError, match="a rank is gone"), deferred_checks():
         require_finite(MASK, IDS, describe, log_probs=BAD)
         raise ValueError("a rank is gone")
-    settle()  # nothing is left of it
+    check_now()  # nothing is left of it

@@ -152,5 +152,5 @@ def test_scales_of_another_number_of_blocks_are_refused():
     data, scale_inv = quantize_blocks(torch.randn(4, 256), (1, 128))
     with pytest.raises(ValueError, match=r"scales of shape \(1, 2\), not \(4, 2\)"):
         dequantize_blocks(data, scale_inv, (128, 128))
-    with pytest.raises(ValueError, match="no FP8 type"):
+    with pytest.raises(ValueError, match="not an FP8 type"):
         to_fp8(torch.zeros(1), torch.bfloat16)

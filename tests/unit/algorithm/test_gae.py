@@ -61,7 +61,7 @@ def test_a_truncated_sequence_by_hand_with_and_without_bootstrap():
     # gamma = lambda = 1/2. Ended: delta = (0, -2). Bootstrapped with 8: delta = (0, 1/2 x 8 - 2) = (0, 2).
     assert of([sequence], discount=0.5, trace=0.5)[0][0] == [-0.5, -2.0]
     behind = torch.tensor([8.0])
-    assert of([sequence], discount=0.5, trace=0.5, values_behind=behind)[0][0] == [0.5, 2.0]
+    assert of([sequence], discount=0.5, trace=0.5, values_after=behind)[0][0] == [0.5, 2.0]
 
 
 def test_without_trace_it_is_the_one_step_error_and_with_all_of_it_the_return_less_the_value():
@@ -79,8 +79,8 @@ def test_without_trace_it_is_the_one_step_error_and_with_all_of_it_the_return_le
 )
 def test_packed_sequences_are_what_the_definition_says_of_each(tokens, discount, trace, behind):
     sequences = [([r for r, _ in one], [v for _, v in one]) for one in tokens]
-    values_behind = torch.full((len(sequences),), behind, dtype=torch.float64)
-    packed = of(sequences, discount=discount, trace=trace, values_behind=values_behind)
+    values_after = torch.full((len(sequences),), behind, dtype=torch.float64)
+    packed = of(sequences, discount=discount, trace=trace, values_after=values_after)
     for (rewards, values), (advantages, returns) in zip(sequences, packed, strict=True):
         expected = by_definition(rewards, values, discount, trace, behind)
         assert advantages == pytest.approx(expected, abs=1e-12)
@@ -104,7 +104,7 @@ def test_no_gradient_reaches_the_values():
     [
         ({"discount": 1.5}, "discount must be in"),
         ({"trace": -0.1}, "trace must be in"),
-        ({"values_behind": torch.zeros(2)}, r"values_behind must be \[1\]"),
+        ({"values_after": torch.zeros(2)}, r"values_after must be \[1\]"),
     ],
 )
 def test_wrong_arguments_are_named(options, message):

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gspo_mega.algorithm.losses import supervised_loss
-from gspo_mega.algorithm.terms import exp_minus_linear, segment_sum, sequence_log_ratio_sums
+from gspo_mega.algorithm.objective import segment_sum, sequence_log_ratio_sums
+from gspo_mega.algorithm.terms import exp_minus_linear
 
 
 @given(ids=st.lists(st.integers(0, 6), max_size=200), seed=st.integers(0, 1000))

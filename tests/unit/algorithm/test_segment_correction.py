@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gspo_mega.algorithm.correction import (
-    LEAST_SEGMENTS,
+    MIN_SEGMENTS,
     CorrectionRule,
-    acted_on,
+    changed_by_rule,
     correct,
     correct_segments,
     segment_centres,
@@ -123,16 +123,16 @@ def test_a_version_that_went_wrong_is_found_in_long_responses_too():
 
 
 def test_truncate_cuts_a_segment_at_its_own_bound():
-    lengths = torch.full((LEAST_SEGMENTS, 2), 100.0, dtype=F64)
+    lengths = torch.full((MIN_SEGMENTS, 2), 100.0, dtype=F64)
     sums = torch.zeros_like(lengths)
     sums[0] = torch.tensor([9.0, -6.0])  # z .9 and -.6, together .21
     rule = CorrectionRule("truncate", bound_nats=0.5, segment_tokens=100)
-    found = correct_segments(rule, sums, lengths, torch.zeros(LEAST_SEGMENTS))
+    found = correct_segments(rule, sums, lengths, torch.zeros(MIN_SEGMENTS))
     # Both are outside their bands, so that the centres are those of the others, 0.
     assert found.centres.tolist() == [0.0, 0.0]
     assert float(found.result.weights[0]) == pytest.approx(math.exp((5.0 - 6.0) / 200))
-    assert found.result.keep.all() and found.by_segment.tolist() == [True] + [False] * (LEAST_SEGMENTS - 1)
-    assert acted_on("truncate", 0.5, found.result.keep, found.result.deviations).tolist()[0]
+    assert found.result.keep.all() and found.by_segment.tolist() == [True] + [False] * (MIN_SEGMENTS - 1)
+    assert changed_by_rule("truncate", 0.5, found.result.keep, found.result.deviations).tolist()[0]
 
 
 def test_a_lone_segment_is_not_its_own_centre():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gspo_mega.algorithm.fp8 import from_fp8
-from gspo_mega.algorithm.rounding import rounded_call, rounded_tokens, served_experts, served_linear
+from gspo_mega.algorithm.rounding import rounded_expert_inputs, rounded_linear_inputs, served_experts, served_linear
 
 
 def test_a_channel_of_a_linear_layer_has_its_own_scale():
@@ -31,29 +31,29 @@ def test_an_expert_has_one_scale_in_fp8_and_one_a_row_in_int8():
 
 def test_a_token_has_its_own_scale_and_a_call_of_experts_one():
     x = torch.tensor([[448.0, 300.0], [4.48, 3.0]])
-    alone = rounded_tokens(x, "fp8")
+    alone = rounded_linear_inputs(x, "fp8")
     assert alone[0].tolist() == [448.0, 288.0] and torch.allclose(alone[1], torch.tensor([4.48, 2.88]))
-    together = rounded_call(x, "fp8")
+    together = rounded_expert_inputs(x, "fp8")
     assert together.tolist() == [[448.0, 288.0], [4.5, 3.0]], "the second token's values by the first one's scale"
-    assert torch.equal(rounded_call(x, "int8"), rounded_tokens(x, "int8"))
+    assert torch.equal(rounded_expert_inputs(x, "int8"), rounded_linear_inputs(x, "int8"))
 
 
 def test_128_values_of_a_token_have_a_scale():
     x = torch.full((1, 256), 3.0)
     x[0, 0], x[0, 128] = 448.0, 4.48
-    rounded = rounded_tokens(x, "fp8_block")
+    rounded = rounded_linear_inputs(x, "fp8_block")
     assert rounded[0, 1] == 3.0 and torch.isclose(rounded[0, 129], torch.tensor(2.88))
-    assert torch.equal(rounded_call(x, "fp8_block"), rounded)
-    powers = rounded_tokens(x, "fp8_block", power_of_two=True)
+    assert torch.equal(rounded_expert_inputs(x, "fp8_block"), rounded)
+    powers = rounded_linear_inputs(x, "fp8_block", power_of_two=True)
     assert powers[0, 129] == 3.0, "the scale of 4.48 / 448 = 0.01 is 2 ** -6, and 3 * 64 = 192 is a value"
-    with pytest.raises(ValueError, match="100 are no multiple"):
-        rounded_tokens(torch.zeros(1, 100), "fp8_block")
+    with pytest.raises(ValueError, match="100 is not a multiple of 128"):
+        rounded_linear_inputs(torch.zeros(1, 100), "fp8_block")
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "fp8_block", "int8"])
 def test_no_token_and_other_dtypes(quantization):
-    assert rounded_call(torch.zeros(0, 128), quantization).shape == (0, 128)
-    assert rounded_tokens(torch.zeros(0, 128), quantization, power_of_two=True).shape == (0, 128)
+    assert rounded_expert_inputs(torch.zeros(0, 128), quantization).shape == (0, 128)
+    assert rounded_linear_inputs(torch.zeros(0, 128), quantization, power_of_two=True).shape == (0, 128)
     x = torch.randn(3, 128).to(torch.bfloat16)
-    assert rounded_tokens(x, quantization).dtype == torch.float32
-    assert torch.equal(rounded_tokens(x, quantization), rounded_tokens(x.float(), quantization))
+    assert rounded_linear_inputs(x, quantization).dtype == torch.float32
+    assert torch.equal(rounded_linear_inputs(x, quantization), rounded_linear_inputs(x.float(), quantization))

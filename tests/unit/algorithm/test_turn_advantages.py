@@ -261,7 +261,7 @@ ONE = dict(
         (dict(parents=torch.tensor([-1, 1])), "turn 1: its parent 1 does not precede it"),
         (dict(num_tokens=torch.tensor([1, 0])), "turn 1: 0 sampled tokens"),
         (dict(num_tokens=torch.tensor([1])), "all arguments must be"),
-        (dict(episode_ids=torch.tensor([0, 1])), "follows one of another episode"),
+        (dict(episode_ids=torch.tensor([0, 1])), "follows a turn of another episode"),
         (dict(parents=torch.tensor([-1, -1]), group_ids=torch.tensor([0, 1])), "turns in two groups"),
         (dict(discount=1.5), r"discount must be in \[0, 1\]"),
     ],

@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from gspo_mega.algorithm.objective import RULES, mini_batch_denominator
+from gspo_mega.algorithm.objective import AGGREGATIONS, mini_batch_denominator
 from gspo_mega.algorithm.terms import objective_settings
 from gspo_mega.base.errors import ConfigError
 from gspo_mega.config import load_config
@@ -21,7 +21,7 @@ def test_the_schema_offers_the_names_of_the_table():
 
 
 def test_every_aggregation_of_the_schema_has_a_denominator_and_coefficients():
-    assert set(RULES) == set(get_args(Aggregation))
+    assert set(AGGREGATIONS) == set(get_args(Aggregation))
 
 
 @pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if recipe.ratio is not None])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gspo_mega.base.records import MicroBatch
-from gspo_mega.engine.critic import Estimator, LogProbs, TokenRewards, Values, estimate_returns
+from gspo_mega.engine.critic import AdvantageEstimator, LogProbs, TokenRewards, Values, estimate_returns
 
 ALONE = SimpleNamespace(context=SimpleNamespace(size=1), data=SimpleNamespace(size=1))
 
@@ -41,11 +41,11 @@ def two_sequences():
 
 def estimator(**changes):
     plain = dict(discount=0.5, trace=0.5, bootstraps=False, whitens=False, kl_coefficient=0.0, std_ddof=0)
-    return Estimator(**plain | changes)
+    return AdvantageEstimator(**plain | changes)
 
 
 def estimated(how, packs, values, log_probs=None):
-    returns = estimate_returns(packs, values, [TokenRewards.of(one) for one in packs], how, ALONE, log_probs)
+    returns = estimate_returns(packs, values, [TokenRewards.from_pack(one) for one in packs], how, ALONE, log_probs)
     return [one.token_advantages.tolist() for one in packs], [one.tolist() for one in returns]
 
 

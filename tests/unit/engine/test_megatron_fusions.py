@@ -103,7 +103,7 @@ def test_the_flex_dispatchers_reach_megatron_where_their_kernels_are(monkeypatch
             fusions._UNEVEN_HYBRID: True,
         }
         return
-    with pytest.raises(ModelError, match="hybridep needs Megatron-Core 0.19: an older one takes packs of one length"):
+    with pytest.raises(ModelError, match="hybridep needs Megatron-Core 0.19: older versions take packs of one length"):
         dispatcher("hybridep")
 
 

@@ -78,7 +78,7 @@ def test_a_correction_that_nobody_decided_is_an_error(makes_old_pass, mode):
     values = torch.tensor([-1.0, -2.0, -0.5, -3.0, -0.1])
     old_pass = OldPass(GROUPS, CorrectionRule(mode))
     old = [old_pass(batch_of(values - 0.01), values, torch.ones(5)).old] if makes_old_pass else None
-    with pytest.raises(ValueError, match=f"mismatch.correction is {mode}, and nobody has decided it.*correct"):
+    with pytest.raises(ValueError, match=f"mismatch.correction is {mode}, and the correction was not decided.*correct"):
         PolicyLoss(GROUPS, ObjectiveSettings("sequence", 3e-4, 4e-4), 2.0, old_pass, False, old)
     # Where the servers' log-probs are the old ones the gap is in the ratio, and nothing is to be decided.
     PolicyLoss(GROUPS, ObjectiveSettings("sequence", 3e-4, 4e-4), 2.0, old_pass, True, old)

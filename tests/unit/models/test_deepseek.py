@@ -9,7 +9,7 @@ import pytest
 from gspo_mega.base.errors import ModelError
 from gspo_mega.models.huggingface import spec_from_config
 from gspo_mega.models.spec import LatentAttention, YarnScaling
-from gspo_mega.models.tensors import hf_tensors, may_be_there
+from gspo_mega.models.tensors import hf_tensors, is_ignored_tensor
 
 YARN = dict(
     type="yarn",
@@ -179,7 +179,7 @@ def test_layers_for_multi_token_prediction_may_be_there_and_are_passed_over():
     spec = read()
     names = {entry.name for entry in hf_tensors(spec)}
     assert not any(name.startswith("model.layers.4.") for name in names)
-    assert may_be_there(spec, "model.layers.4.eh_proj.weight") and may_be_there(
+    assert is_ignored_tensor(spec, "model.layers.4.eh_proj.weight") and is_ignored_tensor(
         spec, "model.layers.4.mlp.experts.0.up_proj.weight"
     )
     for other in (
@@ -188,8 +188,8 @@ def test_layers_for_multi_token_prediction_may_be_there_and_are_passed_over():
         "model.eh_proj.weight",
         "lm_head.weight",
     ):
-        assert not may_be_there(spec, other)
-    assert not may_be_there(read(num_nextn_predict_layers=0), "model.layers.4.eh_proj.weight")
+        assert not is_ignored_tensor(spec, other)
+    assert not is_ignored_tensor(read(num_nextn_predict_layers=0), "model.layers.4.eh_proj.weight")
 
 
 def test_a_spec_and_a_table_that_disagree_are_refused():

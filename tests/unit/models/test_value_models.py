@@ -16,7 +16,7 @@ from gspo_mega.models.value_models import (
     critic_config_json,
     critic_tensors,
     is_classifier,
-    may_be_beside,
+    is_ignored_critic_tensor,
     read_critic_spec,
 )
 
@@ -79,7 +79,9 @@ def test_a_critic_has_the_policys_tensors_but_for_the_lm_head():
     policy, critic = {e.name for e in hf_tensors(spec)}, {e.name: e for e in critic_tensors(spec)}
     assert policy - critic.keys() == {"lm_head.weight"} and critic.keys() - policy == {"score.weight"}
     assert critic["score.weight"].shape == (1, spec.hidden_size)
-    assert [name for name in ("lm_head.weight", "score.bias", "score.weight") if may_be_beside(spec, name)] == [
+    assert [
+        name for name in ("lm_head.weight", "score.bias", "score.weight") if is_ignored_critic_tensor(spec, name)
+    ] == [
         "lm_head.weight",
         "score.bias",
     ]
