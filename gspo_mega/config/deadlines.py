@@ -6,14 +6,14 @@ Owns those relations and the fixed deadlines of a run. Relations that need an es
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
-from gspo_mega.config.derived import is_one_turn
 from gspo_mega.config.schema import Config
 
 # A collective without progress for this time never finishes.
 COLLECTIVE_SECONDS = 1800.0
+
+
 # For what precedes a run, without cluster.preflight_seconds: loading torch on all nodes from one shared folder takes
 # minutes.
 PREFLIGHT_SECONDS = 600.0
@@ -105,34 +105,3 @@ RELATIONS = (
         for phase in ("rollout", "eval")
     ),
 )
-
-
-def broken_relations(config: Config) -> Iterator[tuple[str, str]]:
-    """(key to blame, what is wrong and what is valid) of each relation that does not hold. An absent deadline
-    breaks no relation.
-    """
-    for relation in RELATIONS:
-        if relation.of_agents and is_one_turn(config):
-            continue
-        shorter, longer = _value(config, relation.shorter), _value(config, relation.longer)
-        if shorter is None or longer is None or shorter < longer:
-            continue
-        if relation.blame == relation.longer:
-            yield (
-                relation.blame,
-                f"{longer:g} s is not longer than {relation.shorter} {shorter:g}: {relation.why}; above {shorter:g}",
-            )
-        else:
-            than = (
-                f"{relation.longer} {longer:g}"
-                if isinstance(relation.longer, str)
-                else f"the {longer:g} s after which a collective is given up"
-            )
-            yield relation.blame, f"{shorter:g} s is not shorter than {than}: {relation.why}; below {longer:g}"
-
-
-def _value(config: Config, of: str | float) -> float | None:
-    if not isinstance(of, str):
-        return of
-    section, key = of.split(".")
-    return getattr(getattr(config, section), key)

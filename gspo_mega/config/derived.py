@@ -277,16 +277,16 @@ def has_transformer_engine_layers(config: Config, has_gpu: bool) -> bool:
     return config.precision == "fp8" or (has_gpu if chosen is None else chosen)
 
 
-Key = Literal["fuse_activation", "fuse_permutation", "fuse_weight_gradient"]
+FusionKey = Literal["fuse_activation", "fuse_permutation", "fuse_weight_gradient"]
 
 # The key of `engine`, and the setting of Megatron's TransformerConfig that it decides.
-SETTINGS: dict[Key, str] = {
+FUSION_SETTINGS: dict[FusionKey, str] = {
     "fuse_activation": "bias_activation_fusion",
     "fuse_permutation": "moe_permute_fusion",
     "fuse_weight_gradient": "gradient_accumulation_fusion",
 }
 # In a report.
-NAMES: dict[Key, str] = {
+_FUSION_NAMES: dict[FusionKey, str] = {
     "fuse_activation": "activation",
     "fuse_permutation": "permutation",
     "fuse_weight_gradient": "weight gradient",
@@ -294,41 +294,43 @@ NAMES: dict[Key, str] = {
 
 
 @dataclass(frozen=True)
-class Choice:
+class FusionChoice:
     """Whether an operation is fused. `why`: in words, for a report."""
 
-    key: Key
+    key: FusionKey
     on: bool
     why: str
 
 
 def fused_operations(
-    config: Config, *, has_experts: bool, has_gpu: bool, missing: Mapping[Key, str] | None = None
-) -> list[Choice]:
+    config: Config, *, has_experts: bool, has_gpu: bool, missing: Mapping[FusionKey, str] | None = None
+) -> list[FusionChoice]:
     """The choice for each operation. `missing`: what a machine lacks for one, in words, where that is known.
 
-    A key that is true is chosen whatever is in its way; `obstacle` and `missing` say what that is.
+    A key that is true is chosen whatever is in its way; `fusion_obstacle` and `missing` say what that is.
     """
     choices = []
-    for key in SETTINGS:
+    for key in FUSION_SETTINGS:
         wanted = getattr(config.engine, key)
-        against = obstacle(config, key, has_experts=has_experts, has_gpu=has_gpu) or (missing or {}).get(key)
+        against = fusion_obstacle(config, key, has_experts=has_experts, has_gpu=has_gpu) or (missing or {}).get(key)
         if wanted is not None:
-            choices.append(Choice(key, wanted, f"engine.{key}"))
+            choices.append(FusionChoice(key, wanted, f"engine.{key}"))
         elif against is not None:
-            choices.append(Choice(key, False, against))
+            choices.append(FusionChoice(key, False, against))
         else:
-            choices.append(Choice(key, has_gpu, "by default on a GPU" if has_gpu else "without a GPU only if asked"))
+            choices.append(
+                FusionChoice(key, has_gpu, "by default on a GPU" if has_gpu else "without a GPU only if asked")
+            )
     return choices
 
 
-def fused_keys(config: Config, *, has_experts: bool, has_gpu: bool) -> frozenset[Key]:
+def fused_keys(config: Config, *, has_experts: bool, has_gpu: bool) -> frozenset[FusionKey]:
     """The keys of `engine` whose operations are fused, where no library is missing."""
     made = fused_operations(config, has_experts=has_experts, has_gpu=has_gpu)
     return frozenset(choice.key for choice in made if choice.on)
 
 
-def obstacle(config: Config, key: Key, *, has_experts: bool, has_gpu: bool) -> str | None:
+def fusion_obstacle(config: Config, key: FusionKey, *, has_experts: bool, has_gpu: bool) -> str | None:
     """Why this model in this configuration has no such operation on any machine of that kind; None where it has."""
     if key == "fuse_permutation" and not has_experts:
         return "no experts"
@@ -337,11 +339,11 @@ def obstacle(config: Config, key: Key, *, has_experts: bool, has_gpu: bool) -> s
     return None
 
 
-def describe_fusions(choices: list[Choice]) -> str:
+def describe_fusions(choices: list[FusionChoice]) -> str:
     """One line: what is fused and what is not, each with its reason."""
     parts = []
     for on in (True, False):
-        named = [f"{NAMES[choice.key]} ({choice.why})" for choice in choices if choice.on is on]
+        named = [f"{_FUSION_NAMES[choice.key]} ({choice.why})" for choice in choices if choice.on is on]
         if named:
             parts.append(("fused: " if on else "not fused: ") + ", ".join(named))
     return "; ".join(parts)
@@ -360,7 +362,7 @@ def has_powers_of_two(block_scales: str, capability: tuple[int, int] | None) -> 
     return block_scales == "power_of_two"
 
 
-def multiplies_blocks(config: Config) -> bool:
+def has_block_scaled_products(config: Config) -> bool:
     """Are there products of the trainer whose scales `fp8.block_scales` decides?"""
     return config.precision == "fp8" and config.fp8.recipe == "blockwise"
 
@@ -381,9 +383,9 @@ def block_scale_variable(
 
 
 ServerDtype = Literal["fp32", "bf16"]
-DTYPES: dict[ServerDtype, str] = {"fp32": "float32", "bf16": "bfloat16"}
+SERVER_DTYPES: dict[ServerDtype, str] = {"fp32": "float32", "bf16": "bfloat16"}
 """What config.json and SGLang call them."""
-BLOCK = (128, 128)
+WEIGHT_BLOCK = (128, 128)
 """Rows and columns of one weight block of `server.quantization: fp8_block`."""
 
 PUBLISHED_QUANTIZED = frozenset({"fp8_block"})
@@ -412,6 +414,11 @@ def loads_quantized(config: Config) -> bool:
 def publishes(config: Config) -> bool:
     """True if servers of this configuration are sent new weights while they run; an evaluation's are not."""
     return config.train is not None or config.sft is not None
+
+
+def publishes_adapters(config: Config) -> bool:
+    """Do servers get adapters alone, and hold the weights of `model.path` all the time?"""
+    return config.lora is not None and config.publish.lora == "adapter" and publishes(config)
 
 
 def capability_problem(quantization: str, capability: tuple[int, int], is_published_to: bool) -> str | None:
@@ -448,7 +455,7 @@ def describe_server_precision(config: Config) -> str:
     return f"{dtype} activations, {weights}, {cache} cache"
 
 
-def is_sharp(config: Config) -> bool:
+def is_sharp_fp8(config: Config) -> bool:
     """Whether parameters and activations between FP8 products are fp32."""
     return config.precision == "fp8" and config.certify.sharp_fp8
 

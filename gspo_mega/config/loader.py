@@ -37,7 +37,7 @@ from gspo_mega.base.untrusted import NoRegularFileError, read_bytes
 from gspo_mega.config.explain import explain
 from gspo_mega.config.schema import Config, Metrics
 from gspo_mega.config.strict_yaml import KeyPath, YamlPosition, implicit_resolvers, parse
-from gspo_mega.config.validate import check_rules
+from gspo_mega.config.validate import validate_config
 from gspo_mega.config.validate_learning import resolve_defaults
 
 
@@ -233,7 +233,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), command: str | 
         raise ConfigError("\n".join(lines))
 
     assert config is not None
-    violations, notices = check_rules(config, command)
+    violations, notices = validate_config(config, command)
     if violations:
         raise ConfigError(
             "\n".join(f"{_where(path, origins, tuple(v.key.split('.')))}: {v.key}: {v.text}" for v in violations)

@@ -13,31 +13,33 @@ from gspo_mega.config.derived import (
     corrects_engine_gap,
     critic_of,
     critic_path,
+    is_one_turn,
     needs_old_log_prob_pass,
+    on_publish,
     penalises_kl,
     policy_steps,
 )
 from gspo_mega.config.prompt_sources import eval_sets, own_rewards
-from gspo_mega.config.schema import Config, Fp8, Objective
-from gspo_mega.config.validate_episodes import episode_notices
-from gspo_mega.config.validate_learning import staleness_notices
+from gspo_mega.config.schema import Config, Episodes, Fp8, Objective
+from gspo_mega.config.validate_episodes import ForeignOptions, validate_foreign_options
 
 
 def notices(config: Config) -> Iterator[str]:
     """One line for each such setting of a configuration whose defaults are resolved."""
-    yield from _of_the_objective(config)
-    yield from _of_sampling_and_precision(config)
-    yield from episode_notices(config)
-    yield from staleness_notices(config)
-    yield from _of_the_run(config)
+    yield from _objective_notices(config)
+    yield from _sampling_and_precision_notices(config)
+    yield from _episode_notices(config)
+    yield from _staleness_notices(config)
+    yield from _run_notices(config)
 
 
-def _of_the_objective(config: Config) -> Iterator[str]:
+def _objective_notices(config: Config) -> Iterator[str]:
     objective, rollout = config.objective, config.rollout
     recipe = RECIPES[config.algorithm]
     if (objective.clip_low, objective.clip_high) != (recipe.clip_low, recipe.clip_high):
         yield (
-            f"clip range {_band(objective)} instead of {recipe.clip_low:g} / {recipe.clip_high:g}, the published one of"
+            f"clip range {_clip_range(objective)} instead of {recipe.clip_low:g} / {recipe.clip_high:g}, the"
+            " published one of"
             f" {recipe.published_as}"
         )
     if not recipe.is_clipped:
@@ -73,7 +75,7 @@ def _of_the_objective(config: Config) -> Iterator[str]:
         )
     elif config.kl.reference_path is not None and not penalises_kl(config):
         yield "kl.reference_path has no effect with kl.coefficient 0: no reference is loaded"
-    yield from _of_the_critic(config)
+    yield from _critic_notices(config)
     if config.lora is not None and config.lora.dropout > 0:
         yield (
             f"lora.dropout {config.lora.dropout:g}: training passes leave inputs of adapters out and old passes do not,"
@@ -104,7 +106,7 @@ def _of_the_objective(config: Config) -> Iterator[str]:
         yield "moe: router losses are added to the objective, which the paper does not do"
     if objective.dual_clip is not None:
         yield f"dual clip {objective.dual_clip:g}: negative-advantage terms are bounded, which the papers do not do"
-    yield from _of_the_correction(config)
+    yield from _correction_notices(config)
     if rollout.filter_constant_groups and rollout.max_oversampling > 1:
         yield (
             "rollout.filter_constant_groups: groups whose rewards are all equal are replaced, up to"
@@ -129,7 +131,7 @@ def _of_the_objective(config: Config) -> Iterator[str]:
         )
 
 
-def _of_the_critic(config: Config) -> Iterator[str]:
+def _critic_notices(config: Config) -> Iterator[str]:
     critic = critic_of(config)
     if critic is None:
         return
@@ -148,7 +150,7 @@ def _of_the_critic(config: Config) -> Iterator[str]:
         yield "advantage.std_ddof has no effect with `critic.whiten: false`"
 
 
-def _of_the_correction(config: Config) -> Iterator[str]:
+def _correction_notices(config: Config) -> Iterator[str]:
     mismatch = config.mismatch
     if mismatch.kept_weight == "ratio" and mismatch.correction == "none":
         yield "mismatch.kept_weight has no effect with `correction: none`"
@@ -170,7 +172,7 @@ def _of_the_correction(config: Config) -> Iterator[str]:
     )
 
 
-def _of_sampling_and_precision(config: Config) -> Iterator[str]:
+def _sampling_and_precision_notices(config: Config) -> Iterator[str]:
     rollout = config.rollout
     if rollout.top_p < 1 or rollout.top_k > 0:
         yield (
@@ -200,7 +202,79 @@ def _of_sampling_and_precision(config: Config) -> Iterator[str]:
         yield "filter_constant_groups with max_oversampling 1: dropped groups are not refilled, batches shrink"
 
 
-def _of_the_run(config: Config) -> Iterator[str]:
+def _episode_notices(config: Config) -> Iterator[str]:
+    """One line for each setting that is allowed and changes what the numbers mean."""
+    if is_one_turn(config) and config.episodes != Episodes(max_tokens=config.episodes.max_tokens):
+        yield "`episodes` has no effect with `rollout.episode: one_turn`, but for max_tokens"
+    if config.objective.scope == "turn":
+        yield (
+            "objective.scope turn: each turn has an importance ratio and a weight of its own, which the paper, of"
+            " episodes with one turn, does not say; all tokens before a turn are computed again for it"
+        )
+    if config.advantage.turns == "return_to_go":
+        yield (
+            "advantage.turns return_to_go: tokens of a turn have the advantage of the rewards from it on, discounted by"
+            f" {config.advantage.turn_discount:g} a turn, which the paper does not do"
+        )
+    if config.episodes.endpoint.ignore_sampling and config.rollout.episode.function == "foreign":
+        yield "episodes.endpoint.ignore_sampling: an agent's own temperature, top_p and top_k are not used"
+    if not is_one_turn(config):
+        yield from _unfilled_server_notices(config)
+
+
+def _unfilled_server_notices(config: Config) -> Iterator[str]:
+    """Fewer episodes at a time than servers take and a step has: the servers are not filled."""
+    episode, rollout, batch = config.rollout.episode, config.rollout, config.batch
+    room = config.episodes.num_workers * config.episodes.episodes_per_worker
+    keys = "episodes.num_workers x episodes_per_worker"
+    if episode.function == "foreign":
+        if validate_foreign_options(episode.options) is not None:
+            return  # refused anyway
+        room, keys = ForeignOptions.read(episode.options).processes, "rollout.episode.options.processes"
+    ahead = 1 + rollout.max_staleness
+    wanted = batch.prompts_per_step * batch.group_size * ahead
+    served = config.server.num_servers * rollout.max_concurrent_requests
+    if room < min(wanted, served):
+        yield (
+            f"{keys}: {room} episodes run at a time, fewer than the servers take ({served} requests) and"
+            f" {'a step has' if ahead == 1 else f'{ahead} steps have'} ({wanted}): servers are not filled"
+        )
+
+
+def _staleness_notices(config: Config) -> Iterator[str]:
+    """One line for each setting that is allowed and changes what the numbers mean, or does nothing."""
+    rollout = config.rollout
+    if rollout.max_staleness == 0:
+        for key, acts in (
+            ("rollout.order", rollout.order != "admission"),
+            ("rollout.on_publish", rollout.on_publish not in (None, "wait")),
+            ("diagnostics.exact_staleness", config.diagnostics.exact_staleness),
+        ):
+            if acts:
+                yield f"{key} has no effect with `rollout.max_staleness: 0`: no token is older than the weights"
+        return
+    yield (
+        f"rollout.max_staleness {rollout.max_staleness}: tokens of weights up to that many versions old are trained on,"
+        " which the paper does not do; rollout/staleness_mean shows how old they are"
+    )
+    if rollout.order == "completion":
+        yield (
+            "rollout.order completion: short responses are trained earlier than long ones, and a run that is killed and"
+            " continued forms other batches than one that is not"
+        )
+    if on_publish(rollout) == "continue_with_cache":
+        yield (
+            "rollout.on_publish continue_with_cache: tokens behind a publish are sampled by new weights over the old"
+            " weights' cache, a hybrid that no weights reproduce"
+        )
+    if config.old_log_probs == "rollout":
+        yield (
+            "old_log_probs: rollout with max_staleness above 0: the clip range is around the weights that sampled, so"
+            " stale responses begin outside it; `trainer` clips this step's own movement"
+        )
+
+
+def _run_notices(config: Config) -> Iterator[str]:
     if config.train is not None and config.train.from_rollouts is not None:
         yield "train.from_rollouts: trained on recorded rollouts; no server, no publish, no held-out evaluation"
     if config.train is not None and config.train.rollouts_only:
@@ -220,9 +294,11 @@ def _of_the_run(config: Config) -> Iterator[str]:
             f"optimizer.warmup_steps {config.optimizer.warmup_steps} is not over before the run ends"
             f" ({num_steps} optimizer steps)"
         )
-    trained_on = {_file(path) for path in (config.data.path, *(source.path for source in config.data.sources)) if path}
+    trained_on = {
+        _real_path(path) for path in (config.data.path, *(source.path for source in config.data.sources)) if path
+    }
     for one in eval_sets(config):
-        if _file(one.path) in trained_on:
+        if _real_path(one.path) in trained_on:
             yield f"{one.place}.path is also trained on: the accuracy will not be held-out"
     own = own_rewards(config)
     if any(one.reward is None for one in eval_sets(config)) and None in own and len(own) > 1:
@@ -230,10 +306,10 @@ def _of_the_run(config: Config) -> Iterator[str]:
         yield f"held-out prompts are scored by `reward`, not by the own rewards of {unused}; eval.reward names another"
 
 
-def _file(path: str) -> str:
+def _real_path(path: str) -> str:
     """The real path of a file, however it is written or linked. Files with equal rows are found when they are read."""
     return path if "\0" in path else os.path.realpath(path)
 
 
-def _band(objective: Objective) -> str:
+def _clip_range(objective: Objective) -> str:
     return f"{objective.clip_low:g} / {objective.clip_high:g}"

@@ -21,7 +21,7 @@ from gspo_mega.config.schema import Config
 CONTEXT_SLACK = 8
 """SGLang ends a response two tokens before its context is full and refuses a prompt within six of it."""
 
-OWN = {
+OWN_ARGUMENTS = {
     "model_path": "model.path",
     "host": "server.host",
     "port": "(chosen at start)",
@@ -63,13 +63,18 @@ OWN = {
 """Arguments that this package sets, and the key or rule that they follow from."""
 
 _CODE = "runs code that a file, a module or a request names"
+
 _OPENS = "makes the server listen or answer beyond its one address with the run's API key"
+
 _WEIGHTS = "makes the server hold other weights than were published, and every verification of a publish fail"
+
 _READS = (
     "has weights read from elsewhere, or in a form that may hold code; servers load safetensors from the folder that"
     " the run names"
 )
+
 _SAMPLES = "samples from another distribution than the returned log-probs describe"
+
 _SPREADS = "spreads one server over machines, pipelines or replicas, which publishing does not reach"
 
 _REASONS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -165,22 +170,79 @@ _REASONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
 )
 
-REFUSED: dict[str, str] = {name: why for why, names in _REASONS for name in names}
+REFUSED_ARGUMENTS: dict[str, str] = {name: why for why, names in _REASONS for name in names}
 """Arguments that are refused, and why."""
 
-
-def option_problems(options: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """(name, what is wrong and what is valid) of each option that may not be set."""
-    for name in options:
-        if name in OWN:
-            yield name, f"set by this package from {OWN[name]}; leave it out here"
-        elif name in REFUSED:
-            yield name, f"{REFUSED[name]}; leave it out"
-
-
 _KEY = "server.speculative"
+
 # With a model of their own in `draft_path`. `nextn` takes the layers that the policy's own checkpoint brings.
 _WITH_DRAFT = ("eagle", "eagle3", "standalone")
+
+
+def validate_server_options(options: dict[str, Any]) -> Iterator[Violation]:
+    """Yield a violation for each option that may not be set."""
+    for name in options:
+        if name in OWN_ARGUMENTS:
+            yield Violation(
+                f"server.options.{name}", f"set by this package from {OWN_ARGUMENTS[name]}; leave it out here"
+            )
+        elif name in REFUSED_ARGUMENTS:
+            yield Violation(f"server.options.{name}", f"{REFUSED_ARGUMENTS[name]}; leave it out")
+
+
+def validate_speculative(config: Config) -> Iterator[Violation]:
+    """What SGLang would refuse, change without a word, or do to the draft that nobody asked for."""
+    speculative = config.server.speculative
+    if speculative is None:
+        return
+    algorithm = speculative.algorithm
+    sizes = {"num_steps": speculative.num_steps, "eagle_topk": speculative.eagle_topk}
+    if algorithm in _WITH_DRAFT and speculative.draft_path is None:
+        yield Violation(f"{_KEY}.draft_path", f"missing; {algorithm} needs the folder of a draft model")
+    if algorithm == "ngram":
+        given = [name for name, value in {**sizes, "draft_path": speculative.draft_path}.items() if value is not None]
+        for name in given:
+            yield Violation(
+                f"{_KEY}.{name}", "ngram drafts from the tokens of earlier responses and has no such size; leave it out"
+            )
+    else:
+        yield from _validate_draft_sizes(config)
+    if algorithm == "standalone" and config.server.attention_data > 1:
+        yield Violation(
+            f"{_KEY}.algorithm",
+            f"standalone with `server.attention_data: {config.server.attention_data}`, which SGLang refuses; valid:"
+            " `attention_data: 1`, or another algorithm",
+        )
+    if config.rollout.return_routed_experts:
+        yield Violation(
+            _KEY,
+            "with `rollout.return_routed_experts: true`: nobody has shown that the experts returned are those of the"
+            " accepted tokens; valid: null, or false there",
+        )
+    if algorithm != "ngram" and publishes(config) and config.publish.method == "disk":
+        yield Violation(
+            f"{_KEY}.algorithm",
+            f"{algorithm} with `publish.method: disk`: SGLang loads what is published into the draft, too; valid:"
+            " `publish.method: distributed`, or ngram",
+        )
+
+
+def _validate_draft_sizes(config: Config) -> Iterator[Violation]:
+    speculative = config.server.speculative
+    assert speculative is not None
+    steps, topk, drafted = speculative.num_steps, speculative.eagle_topk, speculative.num_draft_tokens
+    given = [value is not None for value in (steps, topk, drafted)]
+    if any(given) and not all(given):
+        yield Violation(
+            f"{_KEY}.num_steps",
+            "num_steps, eagle_topk and num_draft_tokens belong together; give all three, or none for SGLang's choice",
+        )
+    elif steps is not None and topk == 1 and drafted != steps + 1:
+        yield Violation(
+            f"{_KEY}.num_draft_tokens",
+            f"{drafted} with `eagle_topk: 1` and `num_steps: {steps}`, where SGLang takes num_steps + 1; valid:"
+            f" {steps + 1}",
+        )
 
 
 def draft_folder(config: Config) -> str | None:
@@ -204,58 +266,3 @@ def speculative_arguments(config: Config) -> dict[str, Any]:
         "speculative_num_draft_tokens": speculative.num_draft_tokens,
     }
     return {name: value for name, value in found.items() if value is not None}
-
-
-def speculative_violations(config: Config) -> Iterator[Violation]:
-    """What SGLang would refuse, change without a word, or do to the draft that nobody asked for."""
-    speculative = config.server.speculative
-    if speculative is None:
-        return
-    algorithm = speculative.algorithm
-    sizes = {"num_steps": speculative.num_steps, "eagle_topk": speculative.eagle_topk}
-    if algorithm in _WITH_DRAFT and speculative.draft_path is None:
-        yield Violation(f"{_KEY}.draft_path", f"missing; {algorithm} needs the folder of a draft model")
-    if algorithm == "ngram":
-        given = [name for name, value in {**sizes, "draft_path": speculative.draft_path}.items() if value is not None]
-        for name in given:
-            yield Violation(
-                f"{_KEY}.{name}", "ngram drafts from the tokens of earlier responses and has no such size; leave it out"
-            )
-    else:
-        yield from _sizes(config)
-    if algorithm == "standalone" and config.server.attention_data > 1:
-        yield Violation(
-            f"{_KEY}.algorithm",
-            f"standalone with `server.attention_data: {config.server.attention_data}`, which SGLang refuses; valid:"
-            " `attention_data: 1`, or another algorithm",
-        )
-    if config.rollout.return_routed_experts:
-        yield Violation(
-            _KEY,
-            "with `rollout.return_routed_experts: true`: nobody has shown that the experts returned are those of the"
-            " accepted tokens; valid: null, or false there",
-        )
-    if algorithm != "ngram" and publishes(config) and config.publish.method == "disk":
-        yield Violation(
-            f"{_KEY}.algorithm",
-            f"{algorithm} with `publish.method: disk`: SGLang loads what is published into the draft, too; valid:"
-            " `publish.method: distributed`, or ngram",
-        )
-
-
-def _sizes(config: Config) -> Iterator[Violation]:
-    speculative = config.server.speculative
-    assert speculative is not None
-    steps, topk, drafted = speculative.num_steps, speculative.eagle_topk, speculative.num_draft_tokens
-    given = [value is not None for value in (steps, topk, drafted)]
-    if any(given) and not all(given):
-        yield Violation(
-            f"{_KEY}.num_steps",
-            "num_steps, eagle_topk and num_draft_tokens belong together; give all three, or none for SGLang's choice",
-        )
-    elif steps is not None and topk == 1 and drafted != steps + 1:
-        yield Violation(
-            f"{_KEY}.num_draft_tokens",
-            f"{drafted} with `eagle_topk: 1` and `num_steps: {steps}`, where SGLang takes num_steps + 1; valid:"
-            f" {steps + 1}",
-        )

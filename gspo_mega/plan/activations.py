@@ -8,11 +8,11 @@ Experts are assumed to be evenly loaded.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from gspo_mega.config.derived import fused_keys
 from gspo_mega.config.schema import Config
 from gspo_mega.models.spec import LatentAttention, ModelSpec, MoeSpec
+from gspo_mega.plan.gpus import Device
 from gspo_mega.plan.layout import Layout
 from gspo_mega.plan.state import WEIGHT_BYTES
 
@@ -47,7 +47,7 @@ class HeadActivations:
 
 
 def layer_activations(
-    config: Config, spec: ModelSpec, layout: Layout, device: Literal["cpu", "gpu"], has_experts: bool | None = None
+    config: Config, spec: ModelSpec, layout: Layout, device: Device, has_experts: bool | None = None
 ) -> LayerActivations:
     """The activations of one layer, per token of one rank (of a context-parallel rank's share of the pack).
     `has_experts`: None for the model's last layer.

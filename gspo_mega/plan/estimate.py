@@ -21,12 +21,11 @@ Owns putting them together and the verdict against a GPU; `report.py` and `repor
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from gspo_mega.base.errors import ConfigError, FitError, PlanError
-from gspo_mega.config.deadlines import COLLECTIVE_SECONDS
 from gspo_mega.config.derived import critic_config, episode_lengths, server_dtype
 from gspo_mega.config.schema import Config, ModelReward
 from gspo_mega.models.tensors import ParameterCounts, count_parameters, forward_flops_per_token
@@ -49,21 +48,21 @@ from gspo_mega.plan.memory import (
 from gspo_mega.plan.resolve import Plan
 from gspo_mega.plan.servers import (
     DTYPE_BYTES,
-    check_rollout_nodes,
-    check_shared_nodes,
     place_servers,
     reward_gpus,
     reward_servers,
 )
 from gspo_mega.plan.state import ModelShares, State, StateBytes, state_bytes
 from gspo_mega.plan.timing import StepTime, save_seconds, step_time
+from gspo_mega.plan.validate import validate_deadlines
+from gspo_mega.plan.validate_servers import validate_rollout_nodes, validate_shared_nodes
 
 # A text may be so many times as long in the tokens of another model.
 _LONGER_BY = 4
 
 
 @dataclass(frozen=True)
-class RewardNeeds:
+class RewardModelEstimate:
     """The servers of one reward model. `weights`, `cache`: bytes on one GPU; of the weights None where the folder is
     not here, of the cache where config.json or the configuration does not say enough. `cache_tokens`: in the cache of
     one whole server.
@@ -90,9 +89,9 @@ def text_tokens(config: Config, model: ModelReward, positions: int | None) -> in
     return model.context_tokens or min(wanted, positions or wanted)
 
 
-def reward_needs(
+def estimate_reward_models(
     config: Config, limit: int | None, where: Callable[[str], str], is_elsewhere: bool = False
-) -> tuple[RewardNeeds, ...]:
+) -> tuple[RewardModelEstimate, ...]:
     """Of each reward model that the run starts servers for; a run on recorded rollouts starts none. `limit`: bytes of
     one GPU, None without one. `is_elsewhere`: the plan is for another machine, so that a folder may not be here.
 
@@ -107,7 +106,7 @@ def reward_needs(
         place = f"reward.model.{number}"
         if is_elsewhere and not Path(model.path).exists():
             tokens = text_tokens(config, model, None)
-            needs.append(RewardNeeds(model.name, model.num_servers, model.tensor, tokens, None, None, None))
+            needs.append(RewardModelEstimate(model.name, model.num_servers, model.tensor, tokens, None, None, None))
             continue
         try:
             sizes = read_sizes(model.path)
@@ -120,7 +119,9 @@ def reward_needs(
     return tuple(needs)
 
 
-def _needs(config: Config, model: ModelReward, sizes: ClassifierSizes, limit: int | None, place: str) -> RewardNeeds:
+def _needs(
+    config: Config, model: ModelReward, sizes: ClassifierSizes, limit: int | None, place: str
+) -> RewardModelEstimate:
     if sizes.num_heads is not None and sizes.num_heads % model.tensor:
         valid = [count for count in range(1, sizes.num_heads + 1) if sizes.num_heads % count == 0]
         raise PlanError(
@@ -137,7 +138,7 @@ def _needs(config: Config, model: ModelReward, sizes: ClassifierSizes, limit: in
     weights = -(-sizes.elements * DTYPE_BYTES[dtype] // model.tensor)
     element = sizes.cached_elements(model.tensor)
     if limit is None or not element:
-        return RewardNeeds(model.name, model.num_servers, model.tensor, tokens, weights, None, None)
+        return RewardModelEstimate(model.name, model.num_servers, model.tensor, tokens, weights, None, None)
     token = element * DTYPE_BYTES[dtype]
     cached = max(0, int(limit * model.memory_fraction) - weights) // token
     if cached < tokens:
@@ -147,7 +148,7 @@ def _needs(config: Config, model: ModelReward, sizes: ClassifierSizes, limit: in
             f" for {cached} tokens, while a text may have {tokens} (context_tokens); use more GPUs per server (tensor),"
             " GPUs with more memory, a larger memory_fraction or a smaller context_tokens"
         )
-    return RewardNeeds(model.name, model.num_servers, model.tensor, tokens, weights, cached * token, cached)
+    return RewardModelEstimate(model.name, model.num_servers, model.tensor, tokens, weights, cached * token, cached)
 
 
 def _check_nodes(config: Config, where: Callable[[str], str]) -> None:
@@ -166,61 +167,13 @@ def _check_nodes(config: Config, where: Callable[[str], str]) -> None:
 
 # Reserved, of the time between Slurm's signal and the limit, to queue the job again whatever the ranks do.
 RESERVE_SECONDS = 20.0
+
+
 LEAST_SIGNAL_SECONDS = 300
+
+
 # The factor by which the estimates may be too low.
 MARGIN = 1.25
-
-
-def check_deadlines(config: Config, time: StepTime | None, save_seconds: float, where: Callable[[str], str]) -> None:
-    """Raises PlanError with a line for each deadline that is shorter than what the plan expects. `time`: None where no
-    GPU is named.
-    """
-    wrong = [f"{where(key)}: {key}: {text}" for key, text in _broken(config, time, save_seconds)]
-    if wrong:
-        raise PlanError("\n".join(wrong))
-
-
-def _broken(config: Config, time: StepTime | None, save_seconds: float) -> Iterator[tuple[str, str]]:
-    if time is None:
-        return
-    total = config.rollout.request_deadline_seconds
-    if total is not None and total <= time.rollout:
-        yield (
-            "rollout.request_deadline_seconds",
-            (
-                f"{total:g} s is shorter than a rollout ({time.rollout:.0f} s by estimate): the run would stop at the"
-                f" first response that takes longer. Set it above {time.rollout:.0f}, or leave it out"
-            ),
-        )
-    if config.publish.deadline_seconds <= time.publish and _publishes(config):
-        yield (
-            "publish.deadline_seconds",
-            (
-                f"{config.publish.deadline_seconds:g} s is shorter than a publish ({time.publish:.0f} s by estimate)."
-                f" Set it above {time.publish:.0f}"
-            ),
-        )
-    bound = config.watchdog.checkpoint_seconds
-    if bound is not None and bound <= save_seconds:
-        yield (
-            "watchdog.checkpoint_seconds",
-            (
-                f"{bound:g} s is shorter than a save ({save_seconds:.0f} s by estimate). Set it above"
-                f" {save_seconds:.0f}, or leave it out"
-            ),
-        )
-    if save_seconds >= COLLECTIVE_SECONDS:
-        yield (
-            "checkpoint",
-            (
-                f"a save takes {save_seconds:.0f} s by estimate, and ranks wait at most {COLLECTIVE_SECONDS:g} s for"
-                " each other. optimizer.moments_dtype makes checkpoints smaller"
-            ),
-        )
-
-
-def _publishes(config: Config) -> bool:
-    return config.train is None or config.train.from_rollouts is None
 
 
 def stop_seconds(time: StepTime | None, save_seconds: float) -> float:
@@ -275,7 +228,7 @@ class Estimate:
     critic_states: tuple[tuple[State, StateBytes], ...]
     spans: tuple[Span, ...]
     servers: ServerNodes
-    rewards: tuple[RewardNeeds, ...]
+    rewards: tuple[RewardModelEstimate, ...]
     limit: int | None
     node_host_bytes: int
     node_save_bytes: int
@@ -357,10 +310,10 @@ def estimate(plan: Plan, where: Callable[[str], str] = lambda key: "configuratio
             " (server.tensor, server.num_nodes), GPUs with more memory, server.quantization, a larger"
             " server.memory_fraction, or shorter responses (rollout.max_new_tokens)"
         )
-    check_rollout_nodes(config, where)
-    rewards = reward_needs(config, limit, where, is_elsewhere=plan.model != Path(config.model.path))
+    validate_rollout_nodes(config, where)
+    rewards = estimate_reward_models(config, limit, where, is_elsewhere=plan.model != Path(config.model.path))
     saved = saved_bytes(config, spec, counts.total)
-    check_deadlines(config, time, save_seconds(saved), where)
+    validate_deadlines(config, time, save_seconds(saved), where)
     spans = tuple(_spans(plan))
     return Estimate(
         counts=counts,
@@ -471,7 +424,7 @@ def refuse_what_does_not_fit(plan: Plan, figures: Estimate, where: Callable[[str
     config, memory, limit = plan.config, figures.memory, figures.limit
     if plan.device == "cpu":
         return
-    check_shared_nodes(config, where)
+    validate_shared_nodes(config, where)
     if figures.fits is not False or config.plan.over_memory == "warn" or only_evaluates(config):
         return
     if memory is None or limit is None:

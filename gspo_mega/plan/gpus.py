@@ -17,6 +17,9 @@ from typing import Literal
 
 from gspo_mega.config.schema import Config
 
+# What the ranks of a run compute on.
+Device = Literal["cpu", "gpu"]
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -100,7 +103,7 @@ def resolve_verification(config: Config, on_gpu: bool) -> Verification:
     return "replicas" if on_gpu or config.server.tensor > 1 else "tensors"
 
 
-def is_on_gpu(config: Config, device: Literal["cpu", "gpu"] | None) -> bool | None:
+def is_on_gpu(config: Config, device: Device | None) -> bool | None:
     """Whether the run is on GPUs, as far as that is known before it starts; None where it is not. `device`: the ranks',
     where it is known.
     """

@@ -31,7 +31,7 @@ from gspo_mega.models.tensors import count_parameters
 from gspo_mega.plan.activations import HeadActivations, head_activations, layer_activations, value_head_activations
 from gspo_mega.plan.gpus import GPUS
 from gspo_mega.plan.layout import Layout, Sizes
-from gspo_mega.plan.servers import attention_ranks, cache_element_bytes, draft_needs, rank_weight_bytes, weight_bytes
+from gspo_mega.plan.servers import attention_ranks, cache_element_bytes, draft_memory, rank_weight_bytes, weight_bytes
 from gspo_mega.plan.state import (
     WEIGHT_BYTES,
     ModelShares,
@@ -266,7 +266,7 @@ def server_memory(config: Config, spec: ModelSpec, total_parameters: int, memory
     share the key-value heads, those of each data-parallel group of the attention.
     """
     server = config.server
-    draft = draft_needs(config, spec)
+    draft = draft_memory(config, spec)
     weights = rank_weight_bytes(config, spec, total_parameters) + draft.weights
     # Every rank of a server keeps the whole latent.
     elements = (

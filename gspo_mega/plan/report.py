@@ -13,8 +13,7 @@ import shlex
 from dataclasses import asdict
 from typing import Any
 
-from gspo_mega.config.derived import describe_server_precision, penalises_kl
-from gspo_mega.config.validate_learning import publishes_adapters
+from gspo_mega.config.derived import describe_server_precision, penalises_kl, publishes_adapters
 from gspo_mega.models.block_fp8 import served_layout
 from gspo_mega.models.spec import ModelSpec
 from gspo_mega.plan.disk import disk_lines, disk_notices, disk_use
@@ -267,7 +266,7 @@ def _rewards(figures: Estimate) -> list[str]:
             f"model {needs.name}: {needs.num_servers} x tensor {needs.tensor}, {needs.context_tokens} tokens of context"
         )
         if needs.weights is None:
-            lines.append("  its folder is not here, so that nothing says what it takes")
+            lines.append("  its folder is not here, so its size is not known")
         elif needs.cache is not None and needs.cache_tokens is not None:
             lines.append(
                 f"  per GPU: {_gib(needs.weights)} weights, {_gib(needs.cache)} cache; the cache holds"

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from gspo_mega.base.errors import ModelError, PlanError
 from gspo_mega.config.derived import critic_of, has_transformer_engine_layers, penalises_kl
@@ -19,9 +18,9 @@ from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.models.spec import ModelSpec, shape_differences
 from gspo_mega.models.tensors import attention_crossover_tokens, padded_vocab_size
 from gspo_mega.models.value_models import read_critic_spec
-from gspo_mega.plan.gpus import describe_verification, is_on_gpu
+from gspo_mega.plan.gpus import Device, describe_verification, is_on_gpu
 from gspo_mega.plan.layout import Layout, Sizes, stage_layers
-from gspo_mega.plan.validate import check_layout, gathers_unevenly
+from gspo_mega.plan.validate import gathers_unevenly, validate_layout
 from gspo_mega.plan.validate_precision import describe_operations
 
 
@@ -29,7 +28,7 @@ def resolve_layout(
     config: Config,
     spec: ModelSpec,
     where: Callable[[str], str] | None = None,
-    device: Literal["cpu", "gpu"] | None = None,
+    device: Device | None = None,
 ) -> Layout:
     """The layout of a configuration for a model.
 
@@ -37,7 +36,7 @@ def resolve_layout(
     when that is not known, as on a login node. Raises PlanError with a line for every violation:
     `place: key: what; nearest valid: ...`.
     """
-    violations = check_layout(config, spec, device)
+    violations = validate_layout(config, spec, device)
     if violations:
         lines = [f"{where(v.key)}: " if where is not None else "" for v in violations]
         raise PlanError(
@@ -50,7 +49,7 @@ def resolve_layout(
 
 
 def layout_of(config: Config, spec: ModelSpec, crossover_tokens: int | None = None) -> Layout:
-    """The layout of a configuration that has passed `check_layout`.
+    """The layout of a configuration that has passed `validate_layout`.
 
     `crossover_tokens`: the model's, where the caller knows it already.
     """
@@ -58,7 +57,7 @@ def layout_of(config: Config, spec: ModelSpec, crossover_tokens: int | None = No
     parallel = config.parallel
     num_sequences = config.batch.prompts_per_step * config.batch.group_size
     layers = stage_layers(spec.num_layers, parallel)
-    assert layers is not None, "check_layout finds this"
+    assert layers is not None, "validate_layout finds this"
     quotient, remainder = divmod(num_sequences, config.batch.num_mini_batches)
     return Layout(
         world_size=sizes.world,
@@ -80,9 +79,6 @@ def layout_of(config: Config, spec: ModelSpec, crossover_tokens: int | None = No
         # The allgather dispatcher gathers tokens over all ranks of an expert group as if each had equally many.
         equal_packs=spec.moe is not None and parallel.expert_dispatcher == "allgather",
     )
-
-
-Device = Literal["cpu", "gpu"]
 
 
 @dataclass(frozen=True)

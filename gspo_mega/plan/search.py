@@ -22,7 +22,7 @@ from gspo_mega.plan.memory import GIB, GpuMemory, gpu_bytes, run_memory
 from gspo_mega.plan.resolve import layout_of
 from gspo_mega.plan.state import ModelShares
 from gspo_mega.plan.timing import TrainTime, train_time
-from gspo_mega.plan.validate import check_layout
+from gspo_mega.plan.validate import validate_layout
 
 _MOST_TENSOR, _MOST_CONTEXT, _MOST_VIRTUAL = 8, 8, 8
 _SHOWN = 10
@@ -79,7 +79,7 @@ def search_layouts(config: Config, spec: ModelSpec, nodes: int, gpus_per_node: i
     shares, total, crossover = ModelShares(spec), count_parameters(spec).total, None
     fitting, too_large, refused = [], [], Counter()
     for candidate in _configurations(config, spec, nodes, gpus_per_node):
-        violations = check_layout(candidate, spec, "gpu")
+        violations = validate_layout(candidate, spec, "gpu")
         if violations:
             refused[violations[0].key] += 1
             continue

@@ -21,11 +21,10 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from gspo_mega.base.errors import ModelError, Violation
 from gspo_mega.config.derived import penalises_kl
 from gspo_mega.config.schema import Config, Lora
 from gspo_mega.models.families import HEAD
-from gspo_mega.models.low_rank import adapted, adapter_tensors, module_of, targets_of
+from gspo_mega.models.low_rank import adapted, adapter_tensors
 from gspo_mega.models.spec import ModelSpec
 from gspo_mega.models.tensors import TensorEntry, hf_tensors, parameter_shape
 from gspo_mega.plan.layout import Layout
@@ -35,8 +34,14 @@ if TYPE_CHECKING:
 
 
 WEIGHT_BYTES = {"fp32": 4, "bf16": 2, "fp8": 2}
+
+
 GRADIENT_BYTES = {"fp32": 4, "bf16": 2}
+
+
 MAIN_BYTES = 4
+
+
 MOMENT_BYTES = {"fp32": 4, "bf16": 2, "fp8": 1}
 
 
@@ -110,53 +115,6 @@ def state_bytes(config: Config, state: State, *, is_critic: bool = False) -> Sta
     )
 
 
-# Families with experts whose adapters a real server has computed as the trainer does.
-_SERVED_WITH_EXPERTS = ("qwen3_moe",)
-
-
-def check_adapters(config: Config, spec: ModelSpec) -> Iterator[Violation]:
-    """What `lora` asks for and this model, or its layout, does not have."""
-    if config.lora is None:
-        return
-    try:
-        found = adapted(spec, config.lora.targets)
-    except ModelError as error:
-        yield Violation("lora.targets", str(error).partition(": ")[2])
-        return
-    if config.publish.lora == "adapter" and (said := _not_served(spec, found)):
-        yield Violation("publish.lora", f"adapter, and the model ({spec.family}) has {said}", "merged")
-    if any(entries[0].expert is not None for entries in found.values()) and config.parallel.expert_tensor > 1:
-        own = [name for name in targets_of(spec) if name not in _of_experts(spec)]
-        yield Violation(
-            "parallel.expert_tensor",
-            f"{config.parallel.expert_tensor} cuts every expert, and an expert's adapter is whole on its rank; without"
-            f" adapters on experts `lora.targets: [{', '.join(own)}]`",
-            "1",
-        )
-
-
-def _not_served(spec: ModelSpec, found: dict[str, list[TensorEntry]]) -> str:
-    """Why servers do not get these adapters as such; empty where they do."""
-    if spec.latent is not None:
-        return (
-            "latent attention: SGLang adds what kv_b_proj's adapters change of it by GPU kernels alone, and no server"
-            " has been compared with the trainer"
-        )
-    if spec.moe is not None and spec.family not in _SERVED_WITH_EXPERTS:
-        served = ", ".join(_SERVED_WITH_EXPERTS)
-        return f"experts: servers with adapters were compared with the trainer for {served} and models without experts"
-    roles = {entry.role for entries in found.values() for entry in entries if entry.expert is not None}
-    if roles and not {"gate", "whole"} <= roles:
-        gate, _, down = dict.fromkeys(module_of(e) for e in hf_tensors(spec) if e.expert is not None)
-        return f"experts with adapters: SGLang computes them only if {gate} and {down} are both in lora.targets"
-    return ""
-
-
-def _of_experts(spec: ModelSpec) -> set[str]:
-    found = adapted(spec, ())
-    return {module_of(entry) for entries in found.values() for entry in entries if entry.expert is not None}
-
-
 def trained_parameters(config: Config, spec: ModelSpec, total: int) -> int:
     """Numbers of the policy that are trained: all of them, or those of the adapters."""
     lora = config.lora
@@ -187,10 +145,16 @@ def adapter_shares(lora: Lora, spec: ModelSpec, layout: Layout, shares: Sequence
 # Megatron's data-parallel buffers with the distributed optimizer: where a parameter may start, and what a bucket's end
 # is rounded to (its least common multiple with the number of ranks that share it).
 _START_ELEMENTS, _END_ELEMENTS = 64, 128
+
+
 # Its bucket size with overlapped reduction: the larger of the two, the second for each data-parallel rank.
 _BUCKET_ELEMENTS, _BUCKET_ELEMENTS_A_RANK = 40_000_000, 1_000_000
+
+
 # A critic's head, as its module is named.
 _VALUE_HEAD = "value_head.weight"
+
+
 # The order in which a layer's parameters are registered; it decides where buckets end.
 _IN_A_LAYER = (
     "input_layernorm",

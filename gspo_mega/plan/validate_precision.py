@@ -13,36 +13,49 @@ What `engine.batch_invariant` needs of the model and of the device. No torch.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
 
 from gspo_mega.base.errors import Violation
 from gspo_mega.config.derived import (
     BLACKWELL,
-    SETTINGS,
+    FUSION_SETTINGS,
     describe_fusions,
     fused_operations,
+    fusion_obstacle,
     has_transformer_engine_layers,
-    is_sharp,
-    obstacle,
+    is_sharp_fp8,
 )
 from gspo_mega.config.schema import Config, Fp8, Optimizer
 from gspo_mega.models.spec import ModelSpec
-from gspo_mega.plan.gpus import is_on_gpu
+from gspo_mega.plan.gpus import GPUS, Device, is_on_gpu
 from gspo_mega.plan.layout import RECIPE_SIDES
 
 # The first chip (compute capability) and the first Transformer Engine version that support a recipe.
 _FIRST_CHIP = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
+
+
 _FIRST_ENGINE = {"delayed": (2, 2), "tensorwise": (2, 2), "blockwise": (2, 3), "mxfp8": (2, 2)}
+
+
 _CHIPS = {(8, 0): "Ampere", (8, 9): "Ada", (9, 0): "Hopper", (10, 0): "Blackwell"}
+
+
 _BF16_CHIP = (8, 0)
+
+
 _BLOCKWISE_CUDA = (12, 9)
+
+
 _ADA_CUDA = (12, 1)
+
+
 # Consumer Blackwell lacks mxfp8 products for some operand layouts that the backward pass uses.
 _NO_MXFP8_FROM = (12, 0)
+
+
 _NEWEST = (99, 0)
 
 
-def check_precision(
+def precision_problem(
     config: Config, capability: tuple[int, int], cuda_version: str | None, engine_version: str | None
 ) -> str | None:
     """Why a machine's GPU does not support this configuration's precision, and what to do; None where it does.
@@ -65,7 +78,7 @@ def check_precision(
         )
     if config.precision == "bf16":
         return None
-    if is_sharp(config):
+    if is_sharp_fp8(config):
         return (
             "certify.sharp_fp8 is for machines without a GPU: on one, Transformer Engine's attention takes no fp32; set"
             " it to false, and the coarse tolerances of FP8 hold"
@@ -73,8 +86,8 @@ def check_precision(
     return _fp8_problem(config.fp8, capability, _version(cuda_version or "0"), _version(engine_version))
 
 
-def check_chip(config: Config, capability: tuple[int, int]) -> str | None:
-    """As `check_precision` on a chip with the newest software, which is all that a plan knows of a named GPU."""
+def chip_problem(config: Config, capability: tuple[int, int]) -> str | None:
+    """As `precision_problem` on a chip with the newest software, which is all that a plan knows of a named GPU."""
     if config.precision != "fp32" and capability < _BF16_CHIP:
         return _too_old(config, capability)
     return _fp8_problem(config.fp8, capability, _NEWEST, _NEWEST) if config.precision == "fp8" else None
@@ -187,17 +200,17 @@ def _chip(capability: tuple[int, int]) -> str:
     return f"{_CHIPS[capability]} (compute capability {_dotted(capability)})"
 
 
-def check_fusions(config: Config, spec: ModelSpec, device: Literal["cpu", "gpu"] | None) -> Iterator[Violation]:
+def validate_fusions(config: Config, spec: ModelSpec, device: Device | None) -> Iterator[Violation]:
     """Every operation that is asked for and that this model cannot have, on the device or, unknown, on either kind.
 
     What a machine's libraries lack is found by its ranks.
     """
     on_gpu = is_on_gpu(config, device)
-    for key in SETTINGS:
+    for key in FUSION_SETTINGS:
         if getattr(config.engine, key) is not True:
             continue
         reasons = [
-            obstacle(config, key, has_experts=spec.moe is not None, has_gpu=place)
+            fusion_obstacle(config, key, has_experts=spec.moe is not None, has_gpu=place)
             for place in ((True, False) if on_gpu is None else (on_gpu,))
         ]
         if reasons[0] is not None and None not in reasons:
@@ -225,7 +238,7 @@ def describe_operations(config: Config, spec: ModelSpec, on_gpu: bool | None) ->
     return tuple(lines)
 
 
-def check_invariance(config: Config, spec: ModelSpec, device: Literal["cpu", "gpu"] | None) -> Iterator[Violation]:
+def validate_batch_invariance(config: Config, spec: ModelSpec, device: Device | None) -> Iterator[Violation]:
     """Models and devices for which the operations were not written. `device`: the ranks', None if unknown."""
     if not config.engine.batch_invariant:
         return
@@ -248,7 +261,7 @@ def check_invariance(config: Config, spec: ModelSpec, device: Literal["cpu", "gp
 VALID_WITHOUT_GPU = {"optimizer.moments_dtype": "fp32", "optimizer.cpu_offload_fraction": "0"}
 
 
-def check_optimizer(settings: Optimizer, has_gpu: bool, has_fused_adam: bool) -> list[tuple[str, str]]:
+def optimizer_problems(settings: Optimizer, has_gpu: bool, has_fused_adam: bool) -> list[tuple[str, str]]:
     """(key, what is missing and what to do) of every setting that this machine does not support.
 
     `has_fused_adam`: Transformer Engine's Adam is there, with moments of any dtype (2.1 and later).
@@ -270,3 +283,28 @@ def check_optimizer(settings: Optimizer, has_gpu: bool, has_fused_adam: bool) ->
             )
         )
     return problems
+
+
+def validate_precision(config: Config, spec: ModelSpec, device: Device | None) -> Iterator[Violation]:
+    gpu = config.cluster.gpu if device != "cpu" else None
+    if gpu is not None and (problem := chip_problem(config, GPUS[gpu].capability)) is not None:
+        yield Violation("fp8.recipe" if config.precision == "fp8" else "precision", f"cluster.gpu {gpu}: {problem}")
+    sides = list(unaligned_sizes(config, spec))
+    if sides:
+        yield Violation(
+            "fp8.recipe",
+            f"{config.fp8.recipe} needs every side of a linear layer on a rank to be a multiple of"
+            f" {RECIPE_SIDES[config.fp8.recipe]}, which these are not: {', '.join(sides)}",
+            " or ".join(
+                r
+                for r in RECIPE_SIDES
+                if RECIPE_SIDES[r] < RECIPE_SIDES[config.fp8.recipe] and not any(unaligned_sizes(config, spec, r))
+            ),
+        )
+
+
+def validate_optimizer(config: Config, device: Device | None) -> Iterator[Violation]:
+    if device == "cpu":
+        fused = has_transformer_engine_layers(config, has_gpu=False)
+        for key, problem in optimizer_problems(config.optimizer, has_gpu=False, has_fused_adam=fused):
+            yield Violation(key, problem, VALID_WITHOUT_GPU[key])

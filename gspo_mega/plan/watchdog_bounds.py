@@ -12,7 +12,7 @@ from typing import Any
 
 from gspo_mega.config.derived import is_one_turn
 from gspo_mega.config.schema import Config
-from gspo_mega.config.validate_rewards import MOST_ATTEMPTS, MOST_DEADLINES, longest_seconds
+from gspo_mega.config.validate_rewards import MOST_ATTEMPTS, MOST_DEADLINES, total_service_seconds
 from gspo_mega.plan.estimate import Estimate
 
 # The kind of each phase; a phase that is not named here is "other".
@@ -70,7 +70,7 @@ def patience(config: Config, figures: Estimate | None = None) -> Patience | None
     stalled = rollout.max_attempts * rollout.progress_deadline_seconds
     sampling = stalled + rollout.no_server_deadline_seconds
     sampling += MOST_ATTEMPTS * MOST_DEADLINES * config.reward.deadline_seconds
-    sampling += longest_seconds(config.reward)
+    sampling += total_service_seconds(config.reward)
     if not is_one_turn(config):
         sampling += config.episodes.turn_deadline_seconds  # an agent's own time, in which nothing is sampled
     derived: dict[str, float] = {

@@ -91,7 +91,7 @@ FOREIGN = ["rollout.episode={function: foreign, options: {command: [x]}}", "epis
         (
             ["data.reasoning_gym={tasks: [{name: a}], num_rows: 1, num_held_out: 1}"],
             "data.reasoning_gym",
-            "given beside `path`; keep one of them",
+            "given together with `path`; keep one of them",
         ),
         (
             [
@@ -100,7 +100,7 @@ FOREIGN = ["rollout.episode={function: foreign, options: {command: [x]}}", "epis
                 "data.reasoning_gym={tasks: [{name: a}], num_rows: 1, num_held_out: 1}",
             ],
             "data.reasoning_gym",
-            "given beside `sources`",
+            "given together with `sources`",
         ),
         (
             ["data.path=null", "data.reasoning_gym={tasks: [{name: a}, {name: a}], num_rows: 1, num_held_out: 1}"],

@@ -118,7 +118,7 @@ WILDCARDS = (
         (
             ["reward={functions: [{function: a, only_if: a}]}"],
             "reward.functions.0.only_if",
-            "this one is the first, so that nothing is known before it",
+            "this one is the first, so nothing is known before it",
         ),
         (
             ["precision=fp8", "fp8.parameters=true", "optimizer.distributed=false"],

@@ -10,12 +10,12 @@ from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.plan import resolve_layout
 from gspo_mega.plan.state import (
     ModelShares,
-    check_adapters,
     has_reference,
     num_adapter_parameters,
     state_bytes,
     trained_parameters,
 )
+from gspo_mega.plan.validate import validate_lora
 
 MODELS = Path(__file__).parents[3] / "configs/models"
 LORA = "lora={rank: 4, alpha: 8, targets: [q_proj, v_proj, o_proj]}"
@@ -94,5 +94,5 @@ def test_adapters_of_experts_and_of_attention_are_served_where_a_server_was_comp
         "latent attention: SGLang adds what kv_b_proj's": read_model_spec(MODELS / "certify_mla.json"),
     }
     for said, other in others.items():
-        (found,) = check_adapters(config, other)
+        (found,) = validate_lora(config, other)
         assert said in found.text

@@ -28,7 +28,7 @@ EIGHT = ("cluster.ranks_per_node=8", "cluster.gpus_per_node=8", "parallel={tenso
             "parallel.expert_tensor: 2: Megatron adds the biases of experts once for each rank",
         ),
         ("cpu", ["engine.fuse_activation=true"], "engine.fuse_activation: true: Megatron's fused activation"),
-        ("cpu", ["lora={rank: 4, alpha: 8}"], "lora: set with gpt_oss: adapters beside its biased layers"),
+        ("cpu", ["lora={rank: 4, alpha: 8}"], "lora: set with gpt_oss: adapters on its biased layers"),
         ("cpu", ["server.quantization=fp8"], "server.quantization: fp8 with gpt_oss: experts with biases"),
         ("cpu", ["server.quantization=fp8_block"], "server.quantization: fp8_block with gpt_oss"),
     ],
