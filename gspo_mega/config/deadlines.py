@@ -1,7 +1,8 @@
-"""Which deadline must be shorter than which: one table for all that a configuration can set.
+"""Which deadline must be shorter than which: one table for all relations between keys, and the fixed deadlines of a
+run.
 
-Owns those relations and the fixed deadlines of a run. Relations that need an estimate are
-`plan/estimate.py`'s, those of a Slurm job's time `launcher/slurm/size.py`'s.
+`validate.py` refuses a configuration that breaks a relation (`validate_deadlines`). Relations that need an estimate are
+in `plan/validate.py`, and those of a Slurm job's time limit are in `launcher/slurm/size.py`.
 """
 
 from __future__ import annotations
@@ -10,23 +11,23 @@ from typing import NamedTuple
 
 from gspo_mega.config.schema import Config
 
-# A collective without progress for this time never finishes.
+# A collective that makes no progress for this time will never finish.
 COLLECTIVE_SECONDS = 1800.0
 
 
-# For what precedes a run, without cluster.preflight_seconds: loading torch on all nodes from one shared folder takes
-# minutes.
+# Default of cluster.preflight_seconds. Loading torch on all nodes from one shared folder takes minutes.
 PREFLIGHT_SECONDS = 600.0
 
 
 def preflight_seconds(config: Config) -> float:
-    """Time limit of each check before a start, and of the ranks' wait for each other."""
+    """Return the time limit of each check before a start, and of the ranks' wait for each other, in seconds."""
     return config.cluster.preflight_seconds or PREFLIGHT_SECONDS
 
 
 class Relation(NamedTuple):
-    """`shorter` must be below `longer`, dotted keys or seconds. `blame`: the key that the error names; `why`: what
-    would happen. `of_agents`: only where an episode is more than one turn.
+    """`shorter` must be less than `longer`; each is a dotted key, `longer` possibly a number of seconds. `blame`: the
+    key that the error names. `why`: what would happen otherwise. `of_agents`: the relation matters only if an episode
+    has more than one turn.
     """
 
     shorter: str

@@ -1,6 +1,8 @@
-"""Settings that are allowed and change what a run's numbers mean: a line for each, shown at its start and its end.
+"""Settings that are allowed and change what a run's numbers mean, or that have no effect: one line for each.
 
-Owns no error; those are `validate.py`'s.
+`notices` yields the lines of a configuration whose defaults are resolved, and a run shows them at its start and end.
+They follow the sections: objective with critic and mismatch correction, sampling and precision, episodes, staleness,
+and the run itself. What is an error is in `validate.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from gspo_mega.config.validate_episodes import ForeignOptions, validate_foreign_
 
 
 def notices(config: Config) -> Iterator[str]:
-    """One line for each such setting of a configuration whose defaults are resolved."""
+    """Yield one line for each such setting."""
     yield from _objective_notices(config)
     yield from _sampling_and_precision_notices(config)
     yield from _episode_notices(config)
@@ -79,7 +81,7 @@ def _objective_notices(config: Config) -> Iterator[str]:
     if config.lora is not None and config.lora.dropout > 0:
         yield (
             f"lora.dropout {config.lora.dropout:g}: training passes leave inputs of adapters out and old passes do not,"
-            " so that log s_i has noise that no update made; compare policy/log_ratio/update/sd with the clip range"
+            " so log s_i has noise that no update made; compare policy/log_ratio/update/sd with the clip range"
         )
     if config.moe.routing_replay != "none":
         yield (
@@ -89,7 +91,7 @@ def _objective_notices(config: Config) -> Iterator[str]:
     advantage = config.advantage
     if advantage.baseline != "group" or advantage.std_over != "group":
         divided = f", divided by the {advantage.std_over}'s deviation" if advantage.divide_by_std else ""
-        yield f"advantages are relative to {advantage.baseline}{divided}; the paper's are its group's alone"
+        yield f"advantages are relative to {advantage.baseline}{divided}; the paper's are relative to the group only"
     own = recipe.settings.get("advantage", {}).get("divide_by_std", True)
     divides_otherwise = config.advantage.std_ddof or config.advantage.divide_by_std != own
     if divides_otherwise and not recipe.has_critic:
@@ -143,8 +145,8 @@ def _critic_notices(config: Config) -> Iterator[str]:
         yield f"critic.warmup_steps {critic.warmup_steps}: the policy stays as it is for that many rollout batches"
     if critic.kl_coefficient > 0:
         yield (
-            f"critic.kl_coefficient {critic.kl_coefficient:g}: each token's reward is less that times log policy - log"
-            " reference, with a frozen reference: a third model in memory"
+            f"critic.kl_coefficient {critic.kl_coefficient:g}: this times log policy - log reference is"
+            " subtracted from each token's reward; the frozen reference is a third model in memory"
         )
     if config.advantage.std_ddof and not critic.whiten:
         yield "advantage.std_ddof has no effect with `critic.whiten: false`"
@@ -158,10 +160,10 @@ def _correction_notices(config: Config) -> Iterator[str]:
         return
     bound = f"{mismatch.bound_nats:g} / sqrt(L)"
     if mismatch.correction == "truncate":
-        rule = f"each response is weighed by exp(min(mean d - m, {bound}))"
+        rule = f"each response is weighted by exp(min(mean d - m, {bound}))"
     else:
-        weighs = "" if mismatch.kept_weight == "one" else "; one that is kept is weighed by exp(mean d - m)"
-        rule = f"a response of L tokens is dropped where its mean d is further than {bound} from the batch's m{weighs}"
+        weighs = "" if mismatch.kept_weight == "one" else "; one that is kept is weighted by exp(mean d - m)"
+        rule = f"a response of L tokens is dropped if its mean d is further than {bound} from the batch's m{weighs}"
     if config.rollout.max_staleness > 0:
         rule += f"; so are, on their own, {mismatch.segment_tokens} or more of its tokens of one weight version"
     if mismatch.token_veto_nats is not None:
@@ -186,11 +188,11 @@ def _sampling_and_precision_notices(config: Config) -> Iterator[str]:
     if config.precision == "fp8" and config.fp8.recipe == "delayed":
         yield (
             "fp8.recipe delayed: scales follow the largest values of earlier steps, so larger ones saturate; they are"
-            f" held for a {'step' if needs_old_log_prob_pass(config) else 'mini-batch'}, and measured by a few passes"
-            " more where a run, or its layout, is new"
+            f" held for a {'step' if needs_old_log_prob_pass(config) else 'mini-batch'}, and measured by a few more"
+            " passes when a run or its layout is new"
         )
     if config.precision == "fp8" and config.fp8.parameters:
-        yield "fp8.parameters: what is published and exported are the weights rounded to FP8"
+        yield "fp8.parameters: the weights that are published and exported are rounded to FP8"
     if rollout.temperature != 1:
         yield (
             f"temperature {rollout.temperature:g}: the policy that is trained is softmax(logits /"
@@ -203,18 +205,19 @@ def _sampling_and_precision_notices(config: Config) -> Iterator[str]:
 
 
 def _episode_notices(config: Config) -> Iterator[str]:
-    """One line for each setting that is allowed and changes what the numbers mean."""
+    """Yield notices about episodes, turns and the endpoint of agents."""
     if is_one_turn(config) and config.episodes != Episodes(max_tokens=config.episodes.max_tokens):
         yield "`episodes` has no effect with `rollout.episode: one_turn`, but for max_tokens"
     if config.objective.scope == "turn":
         yield (
-            "objective.scope turn: each turn has an importance ratio and a weight of its own, which the paper, of"
-            " episodes with one turn, does not say; all tokens before a turn are computed again for it"
+            "objective.scope turn: each turn has an importance ratio and a weight of its own, which the paper, whose"
+            " episodes have one turn, does not cover; all tokens before a turn are computed again for it"
         )
     if config.advantage.turns == "return_to_go":
         yield (
-            "advantage.turns return_to_go: tokens of a turn have the advantage of the rewards from it on, discounted by"
-            f" {config.advantage.turn_discount:g} a turn, which the paper does not do"
+            "advantage.turns return_to_go: tokens of a turn have the advantage of the rewards from this turn on,"
+            " discounted"
+            f" by {config.advantage.turn_discount:g} per turn, which the paper does not do"
         )
     if config.episodes.endpoint.ignore_sampling and config.rollout.episode.function == "foreign":
         yield "episodes.endpoint.ignore_sampling: an agent's own temperature, top_p and top_k are not used"
@@ -223,26 +226,26 @@ def _episode_notices(config: Config) -> Iterator[str]:
 
 
 def _unfilled_server_notices(config: Config) -> Iterator[str]:
-    """Fewer episodes at a time than servers take and a step has: the servers are not filled."""
+    """Say so if fewer episodes run at a time than the servers take and a step has."""
     episode, rollout, batch = config.rollout.episode, config.rollout, config.batch
-    room = config.episodes.num_workers * config.episodes.episodes_per_worker
+    num_episodes = config.episodes.num_workers * config.episodes.episodes_per_worker
     keys = "episodes.num_workers x episodes_per_worker"
     if episode.function == "foreign":
         if validate_foreign_options(episode.options) is not None:
-            return  # refused anyway
-        room, keys = ForeignOptions.read(episode.options).processes, "rollout.episode.options.processes"
+            return  # the options are refused
+        num_episodes, keys = ForeignOptions.read(episode.options).processes, "rollout.episode.options.processes"
     ahead = 1 + rollout.max_staleness
     wanted = batch.prompts_per_step * batch.group_size * ahead
     served = config.server.num_servers * rollout.max_concurrent_requests
-    if room < min(wanted, served):
+    if num_episodes < min(wanted, served):
         yield (
-            f"{keys}: {room} episodes run at a time, fewer than the servers take ({served} requests) and"
+            f"{keys}: {num_episodes} episodes run at a time, fewer than the servers take ({served} requests) and"
             f" {'a step has' if ahead == 1 else f'{ahead} steps have'} ({wanted}): servers are not filled"
         )
 
 
 def _staleness_notices(config: Config) -> Iterator[str]:
-    """One line for each setting that is allowed and changes what the numbers mean, or does nothing."""
+    """Yield notices about tokens that are older than the weights they train."""
     rollout = config.rollout
     if rollout.max_staleness == 0:
         for key, acts in (
@@ -264,13 +267,13 @@ def _staleness_notices(config: Config) -> Iterator[str]:
         )
     if on_publish(rollout) == "continue_with_cache":
         yield (
-            "rollout.on_publish continue_with_cache: tokens behind a publish are sampled by new weights over the old"
+            "rollout.on_publish continue_with_cache: tokens after a publish are sampled by new weights with the old"
             " weights' cache, a hybrid that no weights reproduce"
         )
     if config.old_log_probs == "rollout":
         yield (
             "old_log_probs: rollout with max_staleness above 0: the clip range is around the weights that sampled, so"
-            " stale responses begin outside it; `trainer` clips this step's own movement"
+            " stale responses start outside it; `trainer` clips this step's own movement"
         )
 
 
@@ -303,11 +306,13 @@ def _run_notices(config: Config) -> Iterator[str]:
     own = own_rewards(config)
     if any(one.reward is None for one in eval_sets(config)) and None in own and len(own) > 1:
         unused = ", ".join(source.name for source in config.data.sources if source.reward is not None)
-        yield f"held-out prompts are scored by `reward`, not by the own rewards of {unused}; eval.reward names another"
+        yield f"held-out prompts are scored by `reward`, not by the own rewards of {unused}; eval.reward sets another"
 
 
 def _real_path(path: str) -> str:
-    """The real path of a file, however it is written or linked. Files with equal rows are found when they are read."""
+    """Return the real path of a file, however it is written or linked. Files with equal rows are found when the data is
+    read.
+    """
     return path if "\0" in path else os.path.realpath(path)
 
 

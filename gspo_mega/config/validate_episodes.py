@@ -1,9 +1,8 @@
-"""Rules between the keys about episodes: what acts, its limits, and how the rewards of turns become advantages.
+"""The rules of episodes: what acts, its tools, its limits, and how the rewards of turns become advantages.
 
-A violation is an error before anything starts; what is allowed and changes a run's meaning is a notice here. Whether a
-function can be imported and called is checked where it is loaded.
-
-The options of `rollout.episode: foreign`, read and checked.
+`validate_episodes` checks what the configuration alone can tell; whether a function can be imported and called is
+checked where it is loaded. The options of `rollout.episode: foreign` follow: their type, and their validator, which the
+agents' code uses as well.
 """
 
 from __future__ import annotations
@@ -21,13 +20,15 @@ from gspo_mega.config.algorithms import RECIPES
 from gspo_mega.config.derived import ONE_TURN, TOOL_LOOP, is_one_turn
 from gspo_mega.config.schema import Config
 
-# Episodes that are part of the package. All but the first need turns, so a list of messages.
+# Episodes that are part of the package. All but the first have turns, so they need a list of messages.
 BUILT_IN_EPISODES = (ONE_TURN, TOOL_LOOP, "foreign", "gym_text", "openenv")
 _FUNCTION_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+# Where the reward of a foreign agent's episode comes from.
 FOREIGN_REWARDS = ("functions", "exit_code", "file")
 
 
 def validate_episodes(config: Config) -> Iterator[Violation]:
+    """Yield what is wrong with `rollout.episode`, `rollout.tools` and `episodes`, or contradicts them."""
     yield from _validate_episode_function(config)
     yield from _validate_episode_rewards(config)
     yield from _validate_tools(config)
@@ -64,11 +65,11 @@ def _validate_episode_rewards(config: Config) -> Iterator[Violation]:
     if not returns_nothing or config.reward.functions:
         return
     if config.data.sources and all(source.reward for source in config.data.sources):
-        return  # and so have the held-out prompts
+        return  # then held-out prompts have a reward, too
     yield Violation(
         "reward.functions",
-        f"missing; `rollout.episode: {episode.function}` returns no reward here, so at least one function has to: a"
-        " built-in verifier's name, or package.module:function",
+        f"missing; `rollout.episode: {episode.function}` returns no reward here, so at least one function has to"
+        " return it: a built-in verifier's name, or package.module:function",
     )
 
 
@@ -95,8 +96,8 @@ def _validate_tools(config: Config) -> Iterator[Violation]:
     if episode == TOOL_LOOP and config.episodes.max_turns < 2:
         yield Violation(
             "episodes.max_turns",
-            f"{config.episodes.max_turns} with `rollout.episode: tool_loop`: after a call no turn is left to answer"
-            " in; at least 2",
+            f"{config.episodes.max_turns} with `rollout.episode: tool_loop`: after a call no turn is left for an"
+            " answer; at least 2",
         )
     if tools and config.episodes.tool_format == "none":
         yield Violation(
@@ -155,8 +156,8 @@ def _validate_turn_advantages(config: Config) -> Iterator[Violation]:
 
 @dataclass(frozen=True)
 class ForeignOptions:
-    """`command`: the agent's program and its arguments. `reward`: whose word counts. `model`: the name that agents ask
-    for. `processes`: agents at a time.
+    """The options of `rollout.episode: foreign`. `command`: the agent's program and its arguments. `reward`: one of
+    `FOREIGN_REWARDS`. `model`: the name that agents ask for. `processes`: the number of agents at a time.
     """
 
     command: tuple[str, ...]
@@ -166,12 +167,12 @@ class ForeignOptions:
 
     @classmethod
     def read(cls, options: Mapping[str, Any]) -> ForeignOptions:
-        """The options, which have no `validate_foreign_options`."""
+        """Return the options, for which `validate_foreign_options` must have found nothing wrong."""
         return cls(**{**options, "command": tuple(options["command"])})
 
 
 def validate_foreign_options(options: Mapping[str, Any]) -> tuple[str, str] | None:
-    """An option and what is wrong with it, None where all is well."""
+    """Return (name of an option, what is wrong with it), or None if nothing is wrong."""
     names = [one.name for one in fields(ForeignOptions)]
     for name in options:
         if name not in names:
@@ -193,7 +194,7 @@ def validate_foreign_options(options: Mapping[str, Any]) -> tuple[str, str] | No
 
 
 def program_problem(command: Sequence[str]) -> str | None:
-    """What is wrong with an agent's program on this machine, in words, or None."""
+    """Return what is wrong with an agent's program on this machine, or None."""
     if shutil.which(command[0]) is None:
-        return f"no program {command[0]!r} here; valid: one on PATH, or a path to one that may be run"
+        return f"no program {command[0]!r} here; valid: a program on PATH, or a path to an executable file"
     return None

@@ -1,11 +1,9 @@
-"""Speculative decoding in the servers: what the algorithms need, what contradicts them, and SGLang's names for it.
+"""The rules of servers that need no model: SGLang's arguments in `server.options`, and speculative decoding.
 
-Owns the rules between keys. What a draft takes of a GPU's memory is `plan/servers.py`'s.
-
-Which of SGLang's arguments `server.options` may not set: those that follow from another key, and those that would
-run foreign code, open the server, or break what a run relies on.
-
-Owns the lists and the reasons. Whether the installed SGLang knows an argument is checked where SGLang runs.
+`validate_server_options` refuses arguments that follow from another key, and those that would run foreign code, open
+the server, or break what a run relies on; the tables hold the reasons. Whether the installed SGLang knows an argument
+is checked where SGLang runs. `validate_speculative` has the rules between the keys of `server.speculative`; the
+functions after it give SGLang's names for them. What a draft takes of a GPU's memory is in `plan/servers.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +17,9 @@ from gspo_mega.config.derived import publishes
 from gspo_mega.config.schema import Config
 
 CONTEXT_SLACK = 8
-"""SGLang ends a response two tokens before its context is full and refuses a prompt within six of it."""
+"""Tokens of context beyond the longest sequence: SGLang ends a response two tokens before its context is full, and
+refuses a prompt whose length is within six of it.
+"""
 
 OWN_ARGUMENTS = {
     "model_path": "model.path",
@@ -60,7 +60,7 @@ OWN_ARGUMENTS = {
     "enable_memory_saver": "cluster.colocated",
     "enable_weights_cpu_backup": "cluster.colocated",
 }
-"""Arguments that this package sets, and the key or rule that they follow from."""
+"""The arguments that this package sets, and the key or rule that each follows from."""
 
 _CODE = "runs code that a file, a module or a request names"
 
@@ -171,11 +171,11 @@ _REASONS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 
 REFUSED_ARGUMENTS: dict[str, str] = {name: why for why, names in _REASONS for name in names}
-"""Arguments that are refused, and why."""
+"""The arguments that are refused, and why."""
 
 _KEY = "server.speculative"
 
-# With a model of their own in `draft_path`. `nextn` takes the layers that the policy's own checkpoint brings.
+# Algorithms with a model of their own in `draft_path`. `nextn` takes layers of the policy's own checkpoint.
 _WITH_DRAFT = ("eagle", "eagle3", "standalone")
 
 
@@ -191,7 +191,7 @@ def validate_server_options(options: dict[str, Any]) -> Iterator[Violation]:
 
 
 def validate_speculative(config: Config) -> Iterator[Violation]:
-    """What SGLang would refuse, change without a word, or do to the draft that nobody asked for."""
+    """Yield settings that SGLang would refuse or change silently, or with which it would change the draft."""
     speculative = config.server.speculative
     if speculative is None:
         return
@@ -216,18 +216,19 @@ def validate_speculative(config: Config) -> Iterator[Violation]:
     if config.rollout.return_routed_experts:
         yield Violation(
             _KEY,
-            "with `rollout.return_routed_experts: true`: nobody has shown that the experts returned are those of the"
+            "with `rollout.return_routed_experts: true`: nobody has shown that the returned experts are those of the"
             " accepted tokens; valid: null, or false there",
         )
     if algorithm != "ngram" and publishes(config) and config.publish.method == "disk":
         yield Violation(
             f"{_KEY}.algorithm",
-            f"{algorithm} with `publish.method: disk`: SGLang loads what is published into the draft, too; valid:"
+            f"{algorithm} with `publish.method: disk`: SGLang loads what is published into the draft as well; valid:"
             " `publish.method: distributed`, or ngram",
         )
 
 
 def _validate_draft_sizes(config: Config) -> Iterator[Violation]:
+    """Yield contradictions between num_steps, eagle_topk and num_draft_tokens."""
     speculative = config.server.speculative
     assert speculative is not None
     steps, topk, drafted = speculative.num_steps, speculative.eagle_topk, speculative.num_draft_tokens
@@ -246,7 +247,7 @@ def _validate_draft_sizes(config: Config) -> Iterator[Violation]:
 
 
 def draft_folder(config: Config) -> str | None:
-    """Where the draft's weights are; None where nothing is drafted by a model."""
+    """Return the folder with the draft's weights; None if no model drafts."""
     speculative = config.server.speculative
     if speculative is None or speculative.algorithm == "ngram":
         return None
@@ -254,7 +255,7 @@ def draft_folder(config: Config) -> str | None:
 
 
 def speculative_arguments(config: Config) -> dict[str, Any]:
-    """SGLang's arguments; empty without speculative decoding."""
+    """Return SGLang's arguments for `server.speculative`; empty without it."""
     speculative, folder = config.server.speculative, draft_folder(config)
     if speculative is None:
         return {}

@@ -69,12 +69,12 @@ SENT = ("publish.method=distributed",)
         (
             ["server.speculative={algorithm: ngram}", "rollout.return_routed_experts=true"],
             "server.speculative",
-            "nobody has shown that the experts returned are those of the accepted tokens; valid: null, or false there",
+            "nobody has shown that the returned experts are those of the accepted tokens; valid: null, or false there",
         ),
         (
             ["server.speculative={algorithm: nextn}", "train.num_steps=1"],
             "server.speculative.algorithm",
-            "nextn with `publish.method: disk`: SGLang loads what is published into the draft, too; valid:"
+            "nextn with `publish.method: disk`: SGLang loads what is published into the draft as well; valid:"
             " `publish.method: distributed`, or ngram",
         ),
         (
