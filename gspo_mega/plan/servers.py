@@ -22,20 +22,23 @@ from gspo_mega.models.spec import ModelSpec
 from gspo_mega.models.tensors import TensorEntry, hf_tensors
 from gspo_mega.plan.state import num_adapter_parameters
 
+DTYPE_BYTES = {"fp32": 4, "bf16": 2}
+_SCALE_BYTES = 4
+
 
 def attention_ranks(config: Config) -> int:
-    """Ranks that divide the heads among them: those of one data-parallel group of the attention."""
+    """Return the number of ranks that divide the heads: those of one data-parallel group of the attention."""
     return max(1, config.server.tensor // config.server.attention_data)
 
 
 def expert_ranks(config: Config) -> int:
-    """Ranks that share one expert."""
+    """Return the number of ranks that share one expert."""
     return max(1, config.server.tensor // config.server.expert)
 
 
 def ranks_that_share(config: Config, entry: TensorEntry) -> int:
-    """Over how many of a server's ranks one tensor is divided. Norms and the router, on every rank, count as divided:
-    they are small.
+    """Return over how many of a server's ranks a tensor is divided. Norms and the router are whole on every rank, but
+    count as divided because they are small.
     """
     server = config.server
     if entry.expert is not None:
@@ -48,22 +51,18 @@ def ranks_that_share(config: Config, entry: TensorEntry) -> int:
 
 
 def divides_attention(config: Config, spec: ModelSpec, tensor: int) -> bool:
-    """Can `tensor` ranks hold the attention? SGLang copies a key-value head where there are more ranks than heads."""
+    """Return whether `tensor` ranks can hold the attention. SGLang copies a key-value head if there are more ranks than
+    heads.
+    """
     if tensor % config.server.attention_data:
         return False
     ranks, kv_heads = tensor // config.server.attention_data, spec.num_kv_heads
     return spec.num_heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
 
 
-DTYPE_BYTES = {"fp32": 4, "bf16": 2}
-
-
-_SCALE_BYTES = 4
-
-
 def weight_bytes(config: Config, spec: ModelSpec, total_parameters: int) -> int:
-    """Bytes of one server's weights, all its ranks together: a byte for each quantized element, its scales, and the
-    rest in the server's dtype.
+    """Return the bytes of one server's weights, all its ranks together: a byte for each quantized element, the scales,
+    and the rest in the server's dtype.
     """
     size = DTYPE_BYTES[server_dtype(config)]
     if config.server.quantization == "none":
@@ -75,7 +74,7 @@ def weight_bytes(config: Config, spec: ModelSpec, total_parameters: int) -> int:
 
 
 def rank_weight_bytes(config: Config, spec: ModelSpec, total_parameters: int) -> int:
-    """Bytes of the weights of one of a server's ranks."""
+    """Return the bytes of the weights of one of a server's ranks."""
     server = config.server
     if server.attention_data == 1 and server.expert_dispatcher == "none":
         return weight_bytes(config, spec, total_parameters) // server.tensor
@@ -88,7 +87,7 @@ def rank_weight_bytes(config: Config, spec: ModelSpec, total_parameters: int) ->
 
 
 def cache_element_bytes(config: Config) -> int:
-    """Bytes of one element of the cache."""
+    """Return the bytes of one element of the cache."""
     return 1 if config.server.kv_cache == "fp8" else DTYPE_BYTES[server_dtype(config)]
 
 
@@ -101,8 +100,8 @@ def _num_scales(quantization: str, entry: TensorEntry) -> int:
 
 @dataclass(frozen=True)
 class RewardPlace:
-    """A server of a reward model: the model's name, its number among that model's, its node among those with servers,
-    and `num_gpus` GPUs there, from `first_gpu` on.
+    """A server of a reward model. `name`: the model's. `index`: among that model's servers. `node`: among the nodes
+    with servers, where it has `num_gpus` GPUs from `first_gpu` on.
     """
 
     name: str
@@ -114,8 +113,8 @@ class RewardPlace:
 
 @dataclass(frozen=True)
 class ServerPlaces:
-    """`by_node[n]`: indices of the policy's servers on the n-th node with servers. `gpus`: in use on each of these
-    nodes, the ranks' among them where they are there.
+    """`by_node[n]`: indices of the policy's servers on the n-th node with servers. `rewards`: the servers of reward
+    models. `gpus`: GPUs in use on each of these nodes, including those of ranks on the same node.
     """
 
     by_node: tuple[tuple[int, ...], ...]
@@ -124,19 +123,24 @@ class ServerPlaces:
 
 
 def reward_servers(config: Config) -> list[tuple[ModelReward, int]]:
-    """The servers that a run starts for its reward models: (entry of `reward.model`, number among its servers)."""
+    """Return the servers that a run starts for its reward models: (entry of `reward.model`, index among
+    its servers).
+    """
     return [(model, index) for model in config.reward.model if model.path for index in range(model.num_servers)]
 
 
 def reward_gpus(config: Config) -> int:
-    """The GPUs of all of them."""
+    """Return the number of GPUs that the servers of all reward models use."""
     return sum(model.tensor for model, _ in reward_servers(config))
 
 
 def place_servers(config: Config, num_servers: int, num_nodes: int, num_ranks: int = 0) -> ServerPlaces:
-    """Deal servers to nodes, those with the most GPUs first, each to the node with the fewest in use, a server of the
-    policy over several nodes to as many neighbours; where only the policy has servers, that is in turn. On a node the
-    policy's come first, behind the `num_ranks` ranks, or in turns with these, where they take no further GPUs.
+    """Deal servers to nodes, those with the most GPUs first, each to the node with the fewest GPUs in use. A server of
+    the policy that spans several nodes goes to as many neighbours. If only the policy has servers, this deals them in
+    turn.
+
+    On a node the policy's servers come first, after the `num_ranks` ranks; with `cluster.colocated` they use the ranks'
+    GPUs.
     """
     server = config.server
     own, over = server.tensor // server.num_nodes, server.num_nodes
@@ -145,7 +149,7 @@ def place_servers(config: Config, num_servers: int, num_nodes: int, num_ranks: i
     scored: list[list[tuple[ModelReward, int]]] = [[] for _ in range(num_nodes)]
     load, load_of_policy = [0] * num_nodes, [0] * num_nodes
     if not config.cluster.colocated:
-        load_of_policy = load  # the same GPUs
+        load_of_policy = load  # one count for both kinds of server
     waiting: list[tuple[int, int, tuple[ModelReward, int] | int]] = [(-own, 0, index) for index in range(num_servers)]
     waiting += [(-one[0].tensor, 1, one) for one in reward_servers(config)]
     for _, _, one in sorted(waiting, key=lambda entry: entry[:2]):
@@ -171,15 +175,15 @@ def place_servers(config: Config, num_servers: int, num_nodes: int, num_ranks: i
 
 @dataclass(frozen=True)
 class DraftMemory:
-    """Bytes on one GPU of a server: of the draft's weights, and of its cache per token."""
+    """Bytes on one GPU of a server. `weights`: the draft's. `cached_token`: the draft's cache, per token."""
 
     weights: int = 0
     cached_token: int = 0
 
 
 def draft_memory(config: Config, spec: ModelSpec) -> DraftMemory:
-    """Nothing without a draft model. A layer for multi-token prediction counts as one more of the policy's layers, and
-    the projection before it.
+    """Return what speculative decoding takes; zeros without a draft model. A layer for multi-token prediction counts as
+    one more of the policy's layers, plus the projection before it. A draft's folder is read for its size and shape.
     """
     folder, speculative = draft_folder(config), config.server.speculative
     if folder is None or speculative is None:
@@ -202,6 +206,7 @@ def draft_memory(config: Config, spec: ModelSpec) -> DraftMemory:
 
 
 def read_draft_shape(folder: Path) -> dict:
+    """Return the positive whole numbers of a draft's config.json; empty if it cannot be read."""
     try:
         found = read_json_file(folder / "config.json")
     except (OSError, ValueError):
@@ -212,7 +217,7 @@ def read_draft_shape(folder: Path) -> dict:
 
 
 def version_bytes(config: Config, spec: ModelSpec, total_parameters: int) -> int:
-    """Bytes of one version as it is sent: on disk, or through a server's group."""
+    """Return the bytes of one published version as it is sent: on disk, or through a server's group."""
     if config.lora is not None and publishes_adapters(config):
         return num_adapter_parameters(config.lora, spec) * DTYPE_BYTES["fp32"]
     plain, layout = DTYPE_BYTES[server_dtype(config)], served_layout(config)
@@ -220,7 +225,9 @@ def version_bytes(config: Config, spec: ModelSpec, total_parameters: int) -> int
 
 
 def needs_start_folder(config: Config, spec: ModelSpec) -> bool:
-    """Do servers start from a copy of `model.path` in another form? The nearest that the configuration alone says."""
+    """Return whether servers start from a copy of `model.path` in another form, as far as the configuration and the
+    model's shape say.
+    """
     if spec.raw is not None and needs_plain_copy(spec.raw, SERVER_DTYPES[server_dtype(config)]):
         return True
     return (spec.stored is None) != (served_layout(config) is None)

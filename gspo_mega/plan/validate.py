@@ -49,14 +49,17 @@ from gspo_mega.plan.validate_servers import (
     validate_speculative,
 )
 
-# Dispatchers of DeepEP's kernels, Megatron's `flex`.
+# Dispatchers that use DeepEP's kernels, through Megatron's `flex`.
 _BY_KERNELS = ("deepep", "hybridep")
-# Families with experts whose adapters a real server has computed as the trainer does.
+# Families with experts whose adapters a real server was shown to compute as the trainer does.
 _SERVED_WITH_EXPERTS = ("qwen3_moe",)
 
 
 def validate_layout(config: Config, spec: ModelSpec, device: Device | None) -> list[Violation]:
-    """Every violation, in the order of the file's sections. Empty for a layout that can run."""
+    """Return every violation, in the order of the file's sections; empty for a layout that can run.
+
+    `device`: what the ranks will run on, None if that is not known, as on a login node.
+    """
     sizes = Sizes.of(config)
     return [
         *_validate_ranks(config, spec, sizes, device),
@@ -136,9 +139,7 @@ def _validate_tensor(config: Config, spec: ModelSpec, sizes: Sizes) -> Iterator[
 
 
 def validate_stages(config: Config, spec: ModelSpec, sizes: Sizes) -> Iterator[Violation]:
-    """What of `parallel.pipeline` and its keys cannot run, and a block of recomputed layers that does not divide a
-    chunk.
-    """
+    """Yield pipeline stages that cannot run, and a block of recomputed layers that does not divide a model chunk."""
     parallel, pipeline = config.parallel, config.parallel.pipeline
     given = [key for key, end in zip(END_KEYS, given_ends(parallel), strict=True) if end]
     virtual = parallel.virtual_pipeline
@@ -168,7 +169,7 @@ def validate_stages(config: Config, spec: ModelSpec, sizes: Sizes) -> Iterator[V
     chunks = [count // (virtual or 1) for count in kinds]
     block = config.recompute.num_layers
     if config.recompute.granularity == "full" and any(count % block for count in chunks):
-        # Megatron reads a layer behind the chunk's last one.
+        # Megatron would read a layer after the chunk's last one.
         valid = [d for d in divisors(chunks[-1]) if not any(count % d for count in chunks)]
         yield Violation(
             "recompute.num_layers",
@@ -187,8 +188,8 @@ def _undivided_layers(given: list[str], spec: ModelSpec, parallel: Parallel, siz
         if middle:
             yield Violation(
                 given[-1],
-                f"{left} layers are left for the {middle} other stages of {pipeline}, which have equally many, at least"
-                " one",
+                f"{left} layers are left for the {middle} other stages of {pipeline}, which need equally many, at least"
+                " one each",
                 valid,
             )
         else:
@@ -211,7 +212,7 @@ def _words(counts: list[int]) -> str:
 
 
 def validate_experts(config: Config, spec: ModelSpec, sizes: Sizes, device: Device | None) -> Iterator[Violation]:
-    """Every violation that concerns experts. `device`: what the ranks will run on, None where that is not known."""
+    """Yield what makes a layout of experts impossible, or is known to train wrong."""
     if spec.moe is None:
         yield from _validate_without_experts(config, spec)
         return
@@ -250,15 +251,16 @@ def _validate_router(config: Config, spec: ModelSpec, moe: MoeSpec) -> Iterator[
     if config.moe.expert_bias_update_rate > 0 and not moe.expert_bias:
         yield Violation(
             "moe.expert_bias_update_rate",
-            f"{config.moe.expert_bias_update_rate:g}, but the routers of {spec.family} have no expert bias (that takes"
+            f"{config.moe.expert_bias_update_rate:g}, but the routers of {spec.family} have no expert bias (which needs"
             " sigmoid scores and a bias in the checkpoint)",
             "0, with moe.load_balancing or without",
         )
     if moe.experts_per_token == 1 and moe.norm_topk_prob:
         yield Violation(
             "model.path",
-            "num_experts_per_tok 1 with norm_topk_prob: the one expert's weight is 1 whatever its router says, so that"
-            " router cannot learn, and Megatron refuses it",
+            "num_experts_per_tok 1 with norm_topk_prob: the only expert's weight is 1 no matter what its router"
+            " says, so"
+            " the router cannot learn, and Megatron refuses it",
             "a model with norm_topk_prob false, or with more experts per token",
         )
 
@@ -291,7 +293,8 @@ def _validate_expert_division(config: Config, spec: ModelSpec, moe: MoeSpec, siz
             nearest(expert_tensor, divisors(moe.expert_intermediate_size)),
         )
     if stands and expert == 1 and expert_tensor != parallel.tensor:
-        # Megatron keeps the gradients of experts apart only above 1; at 1 they go with everything else.
+        # Megatron keeps the gradients of experts apart only if `expert` is above 1; otherwise it reduces them with the
+        # rest.
         choices = [d for d in divisors(moe.num_experts) if d > 1 and per_stage % (d * expert_tensor) == 0]
         yield Violation(
             "parallel.expert",
@@ -306,7 +309,7 @@ def _validate_dispatch(config: Config, spec: ModelSpec, device: Device | None) -
     if parallel.tensor > 1 and not parallel.sequence:
         yield Violation(
             "parallel.sequence",
-            "experts with tensor > 1 need sequence parallelism (Megatron's dispatchers count on it)",
+            "experts with tensor > 1 need sequence parallelism (Megatron's dispatchers rely on it)",
             "true",
         )
     if parallel.pipeline > 1 and parallel.expert_dispatcher == "allgather":
@@ -319,7 +322,7 @@ def _validate_dispatch(config: Config, spec: ModelSpec, device: Device | None) -
     if (chosen := parallel.expert_dispatcher) in _BY_KERNELS:
         if is_on_gpu(config, device) is False:
             yield Violation(
-                "parallel.expert_dispatcher", f"{chosen} without GPUs: DeepEP is made of their kernels", "alltoall"
+                "parallel.expert_dispatcher", f"{chosen} without GPUs: DeepEP consists of GPU kernels", "alltoall"
             )
         if config.precision == "fp32":
             yield Violation(
@@ -330,7 +333,7 @@ def _validate_dispatch(config: Config, spec: ModelSpec, device: Device | None) -
         if parallel.expert * parallel.expert_tensor == 1:
             yield Violation(
                 "parallel.expert_dispatcher",
-                f"{chosen} with expert 1 and expert_tensor 1: there are no other ranks' experts",
+                f"{chosen} with expert 1 and expert_tensor 1: no other rank has experts",
                 "alltoall",
             )
     if gathers_unevenly(config, spec) and device == "cpu":
@@ -343,10 +346,10 @@ def _validate_dispatch(config: Config, spec: ModelSpec, device: Device | None) -
 
 
 def gathers_unevenly(config: Config, spec: ModelSpec) -> bool:
-    """Does an expert-tensor group gather a different number of tokens from each of its ranks?
+    """Return whether an expert-tensor group gathers a different number of tokens from each of its ranks.
 
-    It does not where these ranks hold equal parts of packs and keep all of them: with a single expert rank, or where
-    every token goes to every expert.
+    It does not if these ranks hold equal parts of packs and keep all of them: with a single expert rank, or if every
+    token goes to every expert.
     """
     parallel, moe = config.parallel, spec.moe
     if moe is None or parallel.expert_tensor == 1 or parallel.expert_dispatcher != "alltoall":
@@ -356,7 +359,9 @@ def gathers_unevenly(config: Config, spec: ModelSpec) -> bool:
 
 
 def validate_biased_layers(config: Config, spec: ModelSpec, device: Device | None) -> Iterator[Violation]:
-    """Nothing for other models. `device`: what the ranks will run on, None where that is not known."""
+    """Yield what a model with sinks, sliding windows and biases in every layer (gpt-oss) cannot be used with. Megatron
+    cannot do some of it, and some has not been tried; each text says which.
+    """
     if spec.sinks:
         yield from _validate_attention(config, spec, device)
     if spec.linear_bias:
@@ -379,9 +384,9 @@ def _validate_attention(config: Config, spec: ModelSpec, device: Device | None) 
     if has_gpu is False and config.server.attention_backend is not None:
         yield Violation(
             "server.attention_backend",
-            f"{config.server.attention_backend} without GPUs: of those that SGLang has there none has both sinks and"
+            f"{config.server.attention_backend} without GPUs: none of SGLang's backends there has both sinks and"
             " windows",
-            "null, which is this package's",
+            "null, for this package's backend",
         )
 
 
@@ -404,13 +409,14 @@ def _validate_biases(config: Config, spec: ModelSpec) -> Iterator[Violation]:
     if config.server.quantization != "none":
         yield Violation(
             "server.quantization",
-            f"{config.server.quantization} with {spec.family}: experts with biases have no quantised form here",
+            f"{config.server.quantization} with {spec.family}: this package has no quantised form of experts with"
+            " biases",
             "none",
         )
 
 
 def validate_lora(config: Config, spec: ModelSpec) -> Iterator[Violation]:
-    """What `lora` asks for and this model, or its layout, does not have."""
+    """Yield what `lora` asks for that this model or its layout does not have."""
     if config.lora is None:
         return
     try:
@@ -421,21 +427,21 @@ def validate_lora(config: Config, spec: ModelSpec) -> Iterator[Violation]:
     if config.publish.lora == "adapter" and (said := _not_served(spec, found)):
         yield Violation("publish.lora", f"adapter, and the model ({spec.family}) has {said}", "merged")
     if any(entries[0].expert is not None for entries in found.values()) and config.parallel.expert_tensor > 1:
-        own = [name for name in targets_of(spec) if name not in _of_experts(spec)]
+        own = [name for name in targets_of(spec) if name not in _expert_modules(spec)]
         yield Violation(
             "parallel.expert_tensor",
-            f"{config.parallel.expert_tensor} cuts every expert, and an expert's adapter is whole on its rank; without"
-            f" adapters on experts `lora.targets: [{', '.join(own)}]`",
+            f"{config.parallel.expert_tensor} cuts every expert, and an expert's adapter is whole on its rank; to leave"
+            f" experts without adapters, set `lora.targets: [{', '.join(own)}]`",
             "1",
         )
 
 
 def _not_served(spec: ModelSpec, found: dict[str, list[TensorEntry]]) -> str:
-    """Why servers do not get these adapters as such; empty where they do."""
+    """Return why servers cannot be sent these adapters; empty if they can."""
     if spec.latent is not None:
         return (
-            "latent attention: SGLang adds what kv_b_proj's adapters change of it by GPU kernels alone, and no server"
-            " has been compared with the trainer"
+            "latent attention: SGLang applies the adapters of kv_b_proj only with GPU kernels, and no server has been"
+            " compared with the trainer"
         )
     if spec.moe is not None and spec.family not in _SERVED_WITH_EXPERTS:
         served = ", ".join(_SERVED_WITH_EXPERTS)
@@ -447,7 +453,8 @@ def _not_served(spec: ModelSpec, found: dict[str, list[TensorEntry]]) -> str:
     return ""
 
 
-def _of_experts(spec: ModelSpec) -> set[str]:
+def _expert_modules(spec: ModelSpec) -> set[str]:
+    """Return the names of the modules of experts that may have an adapter."""
     found = adapted(spec, ())
     return {module_of(entry) for entries in found.values() for entry in entries if entry.expert is not None}
 
@@ -504,8 +511,8 @@ def _validate_lengths(config: Config, spec: ModelSpec, sizes: Sizes) -> Iterator
 
 
 def validate_deadlines(config: Config, time: StepTime | None, save_seconds: float, where: Callable[[str], str]) -> None:
-    """Raises PlanError with a line for each deadline that is shorter than what the plan expects. `time`: None where no
-    GPU is named.
+    """Compare deadlines with the plan's estimates: one that is too short would end a healthy run. `time`: None if no
+    GPU is named. Raises PlanError with a line for each deadline that is shorter than what it bounds.
     """
     wrong = [f"{where(key)}: {key}: {text}" for key, text in _short_deadlines(config, time, save_seconds)]
     if wrong:

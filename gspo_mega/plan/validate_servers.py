@@ -32,10 +32,10 @@ from gspo_mega.plan.servers import (
 
 # Families whose attention SGLang divides over a group of its own; the others' takes the whole tensor group.
 WITH_DATA_PARALLEL_ATTENTION = ("qwen3", "qwen3_moe", "deepseek_v3")
-# Families whose output layer SGLang 0.5.23 never ties to the embedding, whatever config.json says (its `models/*.py`
-# make a ParallelLMHead of its own): a folder without lm_head.weight leaves it at random values.
+# Families whose output layer SGLang 0.5.23 never ties to the embedding, no matter what config.json says (its
+# `models/*.py` make a ParallelLMHead of its own): a folder without lm_head.weight leaves it at random values.
 WITH_OWN_HEAD = ("qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe", "gpt_oss")
-# Compute capability of Ada, the first with e4m3.
+# Compute capability of Ada, the first chip with e4m3.
 _FIRST_E4M3 = (8, 9)
 # Without a GPU SGLang 0.5.23 pads the widths of MLPs to multiples of this, for each of a server's tensor ranks
 # (`adjust_config_with_unaligned_cpu_tp`).
@@ -43,6 +43,7 @@ _CPU_WIDTH = 32
 
 
 def validate_server(config: Config, spec: ModelSpec, sizes: Sizes, device: Device | None) -> Iterator[Violation]:
+    """Yield what is wrong with a server's tensor parallelism, context, cache size and verification for this model."""
     server = config.server
     tensor, heads, kv_heads = server.tensor, spec.num_heads, spec.num_kv_heads
     intermediate = spec.intermediate_size if spec.moe is None else spec.moe.expert_intermediate_size * server.expert
@@ -74,7 +75,7 @@ def validate_server(config: Config, spec: ModelSpec, sizes: Sizes, device: Devic
     if server.max_total_tokens is not None and server.max_total_tokens < needed:
         yield Violation(
             "server.max_total_tokens",
-            f"{server.max_total_tokens} cannot hold one sequence of {needed - CONTEXT_SLACK} tokens, and the"
+            f"{server.max_total_tokens} cannot hold one sequence of {needed - CONTEXT_SLACK} tokens and the"
             f" {CONTEXT_SLACK} that SGLang keeps free",
             str(needed),
         )
@@ -87,7 +88,7 @@ def validate_server(config: Config, spec: ModelSpec, sizes: Sizes, device: Devic
 
 
 def validate_server_parallel(config: Config, spec: ModelSpec, device: Device | None) -> Iterator[Violation]:
-    """What SGLang would refuse at a server's start, or change without a word."""
+    """Yield what SGLang would refuse at a server's start, or change silently."""
     server = config.server
     if server.tensor % server.attention_data:
         yield Violation(
@@ -125,24 +126,24 @@ def validate_server_parallel(config: Config, spec: ModelSpec, device: Device | N
         if is_on_gpu(config, device) is False:
             yield Violation(
                 "server.expert_dispatcher",
-                f"{server.expert_dispatcher} without GPUs: it is made of their kernels",
+                f"{server.expert_dispatcher} without GPUs: it consists of GPU kernels",
                 "none",
             )
     on_cpu = is_on_gpu(config, device) is False
     if on_cpu and server.expert > 1 and (server_dtype(config) != "fp32" or server.quantization != "none"):
         yield Violation(
             "server.expert",
-            f"{server.expert} without GPUs: SGLang computes experts of other ranks there in fp32 alone, not quantized",
+            f"{server.expert} without GPUs: SGLang computes experts of other ranks there only in fp32, not quantized",
             "1, or `server.dtype: fp32` with `server.quantization: none`",
         )
 
 
 def validate_server_precision(config: Config, spec: ModelSpec, device: Device | None) -> Iterator[Violation]:
-    """What SGLang would refuse at a server's start, or at the first publish. `device`: the ranks', None if unknown."""
+    """Yield what SGLang would refuse at a server's start or at the first publish, of quantization and cache format."""
     server = config.server
     gpu = config.cluster.gpu if device != "cpu" else None
     lacks_e4m3 = gpu is not None and GPUS[gpu].capability < _FIRST_E4M3
-    # Where no backend is named, SGLang takes Triton for latent attention, and FlashInfer, which reads e4m3, else.
+    # If no backend is named, SGLang takes Triton for latent attention, otherwise FlashInfer, which reads e4m3.
     by_triton = server.attention_backend == "triton" or (server.attention_backend is None and spec.latent is not None)
     if server.kv_cache == "fp8" and lacks_e4m3 and by_triton:
         yield Violation(
@@ -178,7 +179,7 @@ def validate_server_precision(config: Config, spec: ModelSpec, device: Device | 
     elif server.quantization == "fp8" and publishes(config):
         yield Violation(
             "server.quantization",
-            "fp8: on a GPU SGLang cannot load new weights into layers that it quantized while loading, so that every"
+            "fp8: on a GPU SGLang cannot load new weights into layers that it quantized while loading, so every"
             " publish would fail; without `train` and `sft` (`gspo-mega eval`) it can be used",
             "fp8_block, or none",
         )
@@ -190,9 +191,9 @@ def validate_server_precision(config: Config, spec: ModelSpec, device: Device | 
 
 
 def _undivided(config: Config, spec: ModelSpec) -> Iterator[str]:
-    """Sides of one rank's linear layers that blocks do not divide. SGLang wants whole blocks in every part of a layer
-    that has parts (query, key, value; gate, up) or is cut over ranks, and in every input: 128 values of a token share a
-    scale.
+    """Yield in words the sides of one rank's linear layers that blocks do not divide. SGLang needs whole blocks in
+    every part of a layer that has parts (query, key, value; gate, up) or is cut over ranks, and in every input, because
+    128 values of a token share a scale.
     """
     tensor, attention, heads = config.server.tensor, attention_ranks(config), spec.num_heads
     sides = {
@@ -226,21 +227,21 @@ def _undivided(config: Config, spec: ModelSpec) -> Iterator[str]:
 
 
 def validate_speculative(config: Config, spec: ModelSpec, device: Device | None) -> Iterator[Violation]:
-    """Where SGLang cannot draft, or would sample from another distribution."""
+    """Yield settings with which SGLang cannot draft, or would sample from another distribution."""
     speculative = config.server.speculative
     if speculative is None:
         return
     if is_on_gpu(config, device) is False:
         yield Violation(
             "server.speculative",
-            f"{speculative.algorithm} without GPUs: SGLang accepts drafts there by the most probable token, whatever"
-            " the temperature is",
+            f"{speculative.algorithm} without GPUs: SGLang accepts drafts there by the most probable token, no"
+            " matter what the temperature is",
             "null",
         )
     if speculative.algorithm == "nextn" and spec.family not in ("deepseek_v3", "glm4_moe"):
         yield Violation(
             "server.speculative.algorithm",
-            f"nextn, and models of {spec.family} bring no layers for multi-token prediction",
+            f"nextn, and models of {spec.family} have no layers for multi-token prediction",
             "eagle3, standalone or ngram",
         )
     folder = speculative.draft_path
@@ -251,8 +252,8 @@ def validate_speculative(config: Config, spec: ModelSpec, device: Device | None)
 
 
 def validate_served_model(config: Config, spec: ModelSpec, device: Device | None = None) -> Iterator[Violation]:
-    """What SGLang would serve as another model than the folder holds. Only for a run that samples. `device`: the
-    ranks', where it is known.
+    """Yield models that SGLang would serve as other models than the folder holds. It matters only to a run that
+    samples.
     """
     samples = publishes(config) or config.eval is not None
     replays = config.train is not None and config.train.from_rollouts is not None
@@ -275,7 +276,7 @@ def validate_served_model(config: Config, spec: ModelSpec, device: Device | None
 
 
 def _widths(spec: ModelSpec) -> Iterator[tuple[str, int]]:
-    """(name, width) of the MLPs that a model has."""
+    """Yield (name, width) of each kind of MLP that a model has."""
     moe = spec.moe
     if moe is None or moe.num_dense_layers:
         yield "intermediate_size", spec.intermediate_size
@@ -286,8 +287,8 @@ def _widths(spec: ModelSpec) -> Iterator[tuple[str, int]]:
 
 
 def validate_rollout_nodes(config: Config, where: Callable[[str], str]) -> None:
-    """Raises PlanError, with the key's place, where the nodes that only hold servers have fewer GPUs than these need. A
-    run on recorded rollouts starts no servers.
+    """Raises PlanError, with the key's place, if the nodes that hold only servers have fewer GPUs than the servers
+    need. A run on recorded rollouts starts no servers.
     """
     cluster, server = config.cluster, config.server
     replays = config.train is not None and config.train.from_rollouts is not None
@@ -303,12 +304,14 @@ def validate_rollout_nodes(config: Config, where: Callable[[str], str]) -> None:
         f" node{'s' * (cluster.num_rollout_nodes > 1)} of {cluster.gpus_per_node} GPUs (cluster.gpus_per_node) for"
         f" {server.num_servers * server.tensor} GPUs of servers (server.num_servers {server.num_servers} x"
         f" server.tensor {server.tensor}){both}: one node would need {needed}; valid: at least"
-        f" {enough_nodes(config, cluster.num_rollout_nodes)} nodes, or fewer servers"
+        f" {_enough_nodes(config, cluster.num_rollout_nodes)} nodes, or fewer servers"
     )
 
 
 def validate_shared_nodes(config: Config, where: Callable[[str], str]) -> None:
-    """As `validate_rollout_nodes`, for ranks and servers on the same nodes (`cluster.num_rollout_nodes` 0)."""
+    """Raises PlanError as `validate_rollout_nodes` does, for ranks and servers on the same nodes
+    (`cluster.num_rollout_nodes: 0`).
+    """
     cluster, server = config.cluster, config.server
     replays = config.train is not None and config.train.from_rollouts is not None
     if cluster.gpus_per_node is None or cluster.num_rollout_nodes or replays:
@@ -321,14 +324,14 @@ def validate_shared_nodes(config: Config, where: Callable[[str], str]) -> None:
         f"{where('cluster.gpus_per_node')}: cluster.gpus_per_node: a node of {cluster.gpus_per_node} GPUs for its"
         f" {cluster.ranks_per_node} ranks and its share of server.num_servers {server.num_servers} x server.tensor"
         f" {server.tensor}{' and of reward.model' if reward_gpus(config) else ''}{colocated} would need {needed};"
-        f" valid: nodes of their own for the servers (cluster.num_rollout_nodes: {enough_nodes(config, 1)}), fewer of"
+        f" valid: nodes of their own for the servers (cluster.num_rollout_nodes: {_enough_nodes(config, 1)}), fewer of"
         " them, or fewer cluster.ranks_per_node"
     )
 
 
-def enough_nodes(config: Config, at_least: int) -> int:
-    """The fewest nodes, and at least so many, on which all servers find their GPUs, each server within
-    `cluster.gpus_per_node` on each of its nodes.
+def _enough_nodes(config: Config, at_least: int) -> int:
+    """Return the smallest number of nodes, not below `at_least`, on which all servers find their GPUs, each server
+    within `cluster.gpus_per_node` on each of its nodes.
     """
     server, node = config.server, config.cluster.gpus_per_node
     assert node is not None

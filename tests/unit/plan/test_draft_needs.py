@@ -60,11 +60,10 @@ NEXTN = "server.speculative={algorithm: nextn}"
         (
             "{algorithm: ngram}",
             "cpu",
-            "server.speculative: ngram without GPUs: SGLang accepts drafts there by the most probable token,"
-            " whatever the"
-            " temperature is",
+            "server.speculative: ngram without GPUs: SGLang accepts drafts there by the most probable token, no"
+            " matter what the temperature is",
         ),
-        ("{algorithm: nextn}", "gpu", "nextn, and models of qwen3 bring no layers for multi-token prediction"),
+        ("{algorithm: nextn}", "gpu", "nextn, and models of qwen3 have no layers for multi-token prediction"),
         (
             "{algorithm: eagle, draft_path: nowhere}",
             "gpu",
