@@ -126,7 +126,7 @@ def _notices(config: Config, spec: ModelSpec, layout: Layout, device: Device | N
     if device == "cpu" and has_transformer_engine_layers(config, has_gpu=False):
         rounding = "Operands are rounded to FP8 as the recipe says, and their" if config.precision == "fp8" else "Their"
         yield (
-            f"precision {config.precision} without a GPU: Transformer Engine's own layers on CPU kernels. {rounding}"
+            f"precision {config.precision} without a GPU: Transformer Engine's own layers over CPU kernels. {rounding}"
             f" products are summed in fp32: {config.precision}'s numbers, not its speed or memory, and not a GPU's"
             " order of summation"
         )
