@@ -37,7 +37,7 @@ from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.checkpoint.convert import FILE_BYTES, Progress, to_huggingface
 from gspo_mega.checkpoint.quantized import PublishedForm, Rule
 from gspo_mega.checkpoint.tensor_sources import TensorSource
-from gspo_mega.config.derived import DTYPES, server_dtype
+from gspo_mega.config.derived import SERVER_DTYPES, server_dtype
 from gspo_mega.config.schema import Config
 from gspo_mega.models.block_fp8 import SERVED_BLOCK, is_quantizable, is_quantized, served_layout
 from gspo_mega.models.huggingface import folder_needs_plain_copy, read_model_spec, read_stored, weights_stamp
@@ -132,7 +132,7 @@ def needed_copy(config: Config, folder: RunFolder) -> Path | None:
     where that is `model.path` itself. Raises ModelError, CheckpointError or OSError.
     """
     source, layout = Path(config.model.path), served_layout(config)
-    if not folder_needs_plain_copy(source, DTYPES[server_dtype(config)]):
+    if not folder_needs_plain_copy(source, SERVER_DTYPES[server_dtype(config)]):
         if layout is None and read_stored(source) is None:
             return None
         if has_layout(read_model_spec(source), layout):

@@ -80,7 +80,7 @@ _VALID = {"--held-out": "from 0 to below 1"}
 def _check(args: argparse.Namespace) -> None:
     """Raises ConfigError for what cannot be fitted."""
     if "response" not in PLACEHOLDER.findall(args.text):
-        raise ConfigError("gspo-mega reward-model: --text: has no {response}, so that the model would see no response")
+        raise ConfigError("gspo-mega reward-model: --text: has no {response}, so the model would see no response")
     for option, value, valid in (
         ("--epochs", args.epochs, args.epochs >= 1),
         ("--batch-size", args.batch_size, args.batch_size >= 1),

@@ -1,9 +1,9 @@
 """What each `algorithm` means: one table of recipes, which configuration, training and certification read.
 
 A recipe names its paper, its term and importance ratio, its defaults, and the settings that contradict it. A new
-algorithm is one entry here and a file of reference vectors for `tools/check_vectors.py`; a new way to average is an
-entry of `algorithm/objective.py` as well, a new term one of `algorithm/surrogates.py`. docs/objectives.md has their
-equations and sources. Owns no formula, and imports no torch: a login node reads this table.
+algorithm is one entry here and a file of reference vectors for `tools/check_vectors.py`. A new way to average is an
+entry of `algorithm/objective.py` as well, and a new term is one of `algorithm/surrogates.py`. docs/objectives.md has
+the equations and their sources. The table holds no formula and imports no torch, so a login node can read it.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ Aggregation = Literal[
 class Recipe:
     """One algorithm.
 
-    `ratio`: its importance ratio; None where `objective.ratio` chooses. `surrogate`: the term of each unit. `clip_low`,
+    `ratio`: its importance ratio; None if `objective.ratio` chooses. `surrogate`: the term of each unit. `clip_low`,
     `clip_high`, `aggregation`, and the further `parameters`: defaults of the keys of `objective`. `published_as`: the
-    algorithm whose published clip range these are. `settings`: defaults of other keys, by section; "" are those at the
-    top.
+    algorithm whose published clip range these are. `settings`: defaults of other keys, by section; "" stands for keys
+    at the top.
 
-    What contradicts it, and is refused: a clip width above `largest_clip` (None: none is too wide), an aggregation
-    other than its own where `fixes_aggregation`, a KL term unless `takes_kl`, and for each key of `fixes` another value
-    than that of `settings`, for the reason given there. A term of whole sequences takes no advantages of tokens, and
-    one that does not clip no dual clip.
+    These contradict it and are refused: a clip width above `largest_clip` (None: no width is too large), an aggregation
+    other than its own if `fixes_aggregation` is set, a KL term unless `takes_kl` is set, and for each key of `fixes`
+    another value than that of `settings`, for the reason given there. A term of whole sequences does not take
+    advantages of tokens, and a term that does not clip does not take a dual clip.
 
     `has_critic`: whether its advantages are estimated from a critic's values, instead of relative to a group.
     """
@@ -58,17 +58,17 @@ class Recipe:
 
     @property
     def is_clipped(self) -> bool:
-        """Whether anything is clipped. Otherwise the clip range has no effect."""
+        """Whether the recipe clips anything. Otherwise the clip range has no effect."""
         return self.surrogate not in ("sapo", "vespo")
 
     @property
     def has_one_advantage(self) -> bool:
-        """Whether the term is of a whole sequence, which has one advantage."""
+        """Whether a term covers a whole sequence, which then has one advantage."""
         return self.ratio == "sequence" or self.surrogate in ("vespo", "gmpo")
 
     @property
     def objective_defaults(self) -> Mapping[str, Any]:
-        """Values of the keys of `objective` that a configuration leaves out."""
+        """The values of the keys of `objective` that a configuration leaves out."""
         return {
             "clip_low": self.clip_low,
             "clip_high": self.clip_high,

@@ -1,32 +1,33 @@
-"""Which deadline must be shorter than which: one table for all that a configuration can set.
+"""Which deadline must be shorter than which: one table for all relations between keys, and the fixed deadlines of a
+run.
 
-Owns those relations and the fixed deadlines of a run. Relations that need an estimate are
-`plan/estimate.py`'s, those of a Slurm job's time `launcher/slurm/size.py`'s.
+`validate.py` refuses a configuration that breaks a relation (`validate_deadlines`). Relations that need an estimate are
+in `plan/validate.py`, and those of a Slurm job's time limit are in `launcher/slurm/size.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
-from gspo_mega.config.derived import is_one_turn
 from gspo_mega.config.schema import Config
 
-# A collective without progress for this time never finishes.
+# A collective that makes no progress for this time will never finish.
 COLLECTIVE_SECONDS = 1800.0
-# For what precedes a run, without cluster.preflight_seconds: loading torch on all nodes from one shared folder takes
-# minutes.
+
+
+# Default of cluster.preflight_seconds. Loading torch on all nodes from one shared folder takes minutes.
 PREFLIGHT_SECONDS = 600.0
 
 
 def preflight_seconds(config: Config) -> float:
-    """Time limit of each check before a start, and of the ranks' wait for each other."""
+    """Return the time limit of each check before a start, and of the ranks' wait for each other, in seconds."""
     return config.cluster.preflight_seconds or PREFLIGHT_SECONDS
 
 
 class Relation(NamedTuple):
-    """`shorter` must be below `longer`, dotted keys or seconds. `blame`: the key that the error names; `why`: what
-    would happen. `of_agents`: only where an episode is more than one turn.
+    """`shorter` must be less than `longer`; each is a dotted key, `longer` possibly a number of seconds. `blame`: the
+    key that the error names. `why`: what would happen otherwise. `of_agents`: the relation matters only if an episode
+    has more than one turn.
     """
 
     shorter: str
@@ -105,34 +106,3 @@ RELATIONS = (
         for phase in ("rollout", "eval")
     ),
 )
-
-
-def broken_relations(config: Config) -> Iterator[tuple[str, str]]:
-    """(key to blame, what is wrong and what is valid) of each relation that does not hold. An absent deadline
-    breaks no relation.
-    """
-    for relation in RELATIONS:
-        if relation.of_agents and is_one_turn(config):
-            continue
-        shorter, longer = _value(config, relation.shorter), _value(config, relation.longer)
-        if shorter is None or longer is None or shorter < longer:
-            continue
-        if relation.blame == relation.longer:
-            yield (
-                relation.blame,
-                f"{longer:g} s is not longer than {relation.shorter} {shorter:g}: {relation.why}; above {shorter:g}",
-            )
-        else:
-            than = (
-                f"{relation.longer} {longer:g}"
-                if isinstance(relation.longer, str)
-                else f"the {longer:g} s after which a collective is given up"
-            )
-            yield relation.blame, f"{shorter:g} s is not shorter than {than}: {relation.why}; below {longer:g}"
-
-
-def _value(config: Config, of: str | float) -> float | None:
-    if not isinstance(of, str):
-        return of
-    section, key = of.split(".")
-    return getattr(getattr(config, section), key)

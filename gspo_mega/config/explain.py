@@ -1,7 +1,7 @@
-"""A schema violation in words a person can act on: what is wrong and what would be valid.
+"""A violation of the schema in words that a person can act on: what is wrong and what would be valid.
 
-Owns the wording of pydantic's error types and the did-you-mean over the schema's keys. Positions are
-`loader.py`'s.
+`explain` turns one entry of pydantic's `ValidationError.errors()` into a text; for a mistyped key it suggests the
+nearest one of the schema. `loader.py` adds the position in the file.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _BOUNDS = {
 }
 
 
-# Keys that are gone, and what took their place.
+# Keys that earlier versions had, and what replaced them.
 _GONE: dict[tuple[str | int, ...], str] = {
     ("mismatch", "cap"): (
         "the bound is `bound_nats` now, in nats for a response of one token and divided by sqrt(L) for one of L;"
@@ -48,7 +48,7 @@ _GONE: dict[tuple[str | int, ...], str] = {
 
 
 def explain(error: ErrorDetails) -> str:
-    """Text for one entry of pydantic's `ValidationError.errors()`."""
+    """Return the text for one entry of pydantic's `ValidationError.errors()`."""
     kind, location, value, context = error["type"], error["loc"], error.get("input"), error.get("ctx", {})
     if kind == "extra_forbidden":
         return _unknown_key(location)
@@ -72,13 +72,13 @@ def explain(error: ErrorDetails) -> str:
 
 
 def closest(name: str, valid: typing.Iterable[str]) -> str | None:
-    """The nearest of `valid` to a mistyped `name`, or None when nothing is near."""
+    """Return the nearest of `valid` to a mistyped `name`, or None if nothing is near."""
     matches = difflib.get_close_matches(name.lower(), list(valid), 1, 0.6)
     return matches[0] if matches else None
 
 
 def all_keys(model: type[BaseModel] = Config, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Path of every key of the schema, sections first; list entries are not entered."""
+    """Yield the path of every key of the schema, each section before its keys; entries of lists are left out."""
     for name, field in model.model_fields.items():
         yield (*prefix, name)
         section = section_of(field.annotation)
@@ -102,11 +102,11 @@ def _unknown_key(location: tuple[str | int, ...]) -> str:
 
 
 def _model_at(location: tuple[str | int, ...]) -> type[BaseModel] | None:
-    """The section class that a location's keys belong to."""
+    """Return the section class that the keys at `location` belong to; None if the schema has none there."""
     model: type[BaseModel] | None = Config
     for part in location:
         if isinstance(part, int):
-            continue  # a list's entries have the class that the list's annotation names
+            continue  # entries of a list have the class that the list's annotation names
         if model is None or part not in model.model_fields:
             return None
         model = section_of(model.model_fields[part].annotation)
@@ -119,13 +119,14 @@ def _field(location: tuple[str | int, ...]) -> Any:
 
 
 def _is_list(annotation: Any) -> bool:
-    """Whether it is `tuple[X, ...]`, perhaps annotated or optional."""
+    """Return whether `annotation` is `tuple[X, ...]`, perhaps annotated or optional."""
     if typing.get_origin(annotation) is tuple:
         return True
     return any(_is_list(inner) for inner in typing.get_args(annotation))
 
 
 def _written(value: Any) -> str:
+    """Return a value as a message shows it, at most 80 characters long."""
     if value is None:
         return "empty (null)"
     if isinstance(value, bool):
@@ -139,6 +140,7 @@ def _written(value: Any) -> str:
 
 
 def _hint(kind: str, value: Any) -> str:
+    """Return how to write the value that was probably meant, or an empty text."""
     if isinstance(value, float) and value.is_integer() and kind.startswith("int"):
         return f"; write {int(value)}"
     if isinstance(value, str):

@@ -1,22 +1,10 @@
-"""A run's YAML file and overrides to a checked `Config`: the one way in.
+"""From a run's YAML file and overrides to a checked `Config`, and from a `Config` back to text.
 
-Owns positions, the shorthands (`reward: name`) and the order of the checks: syntax, schema, then the rules
-between keys (`validate.py`). Everything wrong at one stage is reported at once, one line per problem.
-Imports neither torch nor numpy: it runs on a login node.
-
-`key.sub=value` from the command line, laid over a parsed document before it is validated.
-
-Values are read by the same YAML rules as files; `data.sources.0.path=x` addresses list entries. The
-validation (`loader.py`) checks that the key exists and the value fits, and names the override.
-
-The shorthands of the section `metrics`, expanded in the tree of the YAML before the schema reads it.
-
-A `Config` as YAML text with every value written out: `config.resolved.yaml`.
-
-What is written loads back to an equal configuration, and other YAML readers see the same values: text that
-any of them would take for something else is quoted.
-
-The schema for editors: completion, descriptions and range checks while a YAML file is written.
+`load_config` is the only way in. It reads the file (`strict_yaml.py`), expands shorthands such as `reward: name`,
+applies the overrides, checks the schema, and then the rules between keys (`validate.py`). Each stage reports everything
+that is wrong at once, one line per problem, with the position in the file. Overrides and positions come next.
+`render_config` at the end writes a configuration with every value, and `render_json_schema` writes the schema for
+editors. This module imports neither torch nor numpy, so that it runs on a login node.
 """
 
 from __future__ import annotations
@@ -37,19 +25,174 @@ from gspo_mega.base.untrusted import NoRegularFileError, read_bytes
 from gspo_mega.config.explain import explain
 from gspo_mega.config.schema import Config, Metrics
 from gspo_mega.config.strict_yaml import KeyPath, YamlPosition, implicit_resolvers, parse
-from gspo_mega.config.validate import check_rules
+from gspo_mega.config.validate import validate_config
 from gspo_mega.config.validate_learning import resolve_defaults
+
+# The largest file that is read.
+_MOST_BYTES = 16 * 1024**2
+_SINKS = ("metrics", "sinks")
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A valid configuration, and where each of its values came from.
+
+    `text`: the file as read. `notices`: what a user should know before the run; it is shown at the run's start and end.
+    `origins`: of every key that was given, its position in the file or the text of its override.
+    """
+
+    config: Config
+    path: Path
+    text: str
+    notices: tuple[str, ...]
+    origins: dict[KeyPath, YamlPosition | str]
+
+    def where(self, key: str) -> str:
+        """Return `file:line:column` or `override 'x=y'` of a dotted key, or of the section around it if the key was not
+        given.
+        """
+        return _where(self.path, self.origins, tuple(key.split(".")))
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = (), command: str | None = None) -> LoadedConfig:
+    """Read a file, apply overrides, validate, and return the configuration.
+
+    `overrides`: `key.sub=value` each. `command` (`train`, `sft`, `eval`, `certify`, `budget`) decides which sections
+    are required. Raises ConfigError with a line `file:line:column: key: what is wrong; what is valid` for every
+    problem.
+    """
+    path = Path(path)
+    text = _read(path)
+    document = parse(text)
+    parsed, override_problems = parse_overrides(overrides)
+    tree = document.value
+    origins: dict[KeyPath, YamlPosition | str] = dict(document.positions)
+    problems = [
+        (_order(problem.position), f"{_at(path, problem.position)}: {_key(problem.path)}{problem.text}")
+        for problem in document.problems
+    ]
+    config: Config | None = None
+    if isinstance(tree, dict):
+        _expand_shorthands(tree, origins)
+        for override in parsed:
+            key_path, line = apply_override(tree, override)
+            if key_path is None:
+                override_problems.append(str(line))
+                continue
+            _claim(origins, key_path, f"override {override.text!r}")
+            _expand_shorthands(tree, origins)
+        config, invalid = _validate_schema(tree, path, origins)
+        explained = {problem.path for problem in document.problems}
+        explained |= {()} if document.problems else set()  # the document as a whole may not fit for the same reason
+        problems += [(order, line) for order, location, line in invalid if location not in explained]
+    elif not problems:
+        found = (
+            "the file is empty"
+            if tree is None
+            else f"the top level is {'a list' if isinstance(tree, list) else repr(tree)}"
+        )
+        problems.append(((1, 1), f"{path}:1:1: {found}; it must be keys with values: run, model, batch, data, ..."))
+    lines = [line for _, line in sorted(problems)] + override_problems
+    if lines:
+        raise ConfigError("\n".join(lines))
+
+    assert config is not None
+    violations, notices = validate_config(config, command)
+    if violations:
+        raise ConfigError(
+            "\n".join(f"{_where(path, origins, tuple(v.key.split('.')))}: {v.key}: {v.text}" for v in violations)
+        )
+    return LoadedConfig(resolve_defaults(config), path, text, tuple(notices), origins)
+
+
+def _read(path: Path) -> str:
+    """Return the file's text. Raises ConfigError with the path if it cannot be read as UTF-8."""
+    try:
+        return read_bytes(path, _MOST_BYTES).decode("utf-8")
+    except FileNotFoundError:
+        near = ""
+        if path.parent.is_dir():
+            here = sorted(p.name for p in path.parent.iterdir() if p.suffix in (".yaml", ".yml"))
+            near = f"; in {path.parent}: {', '.join(here)}" if here else ""
+        raise ConfigError(f"{path}: no such file{near}") from None
+    except NoRegularFileError as error:
+        if error.errno == errno.EISDIR:
+            raise ConfigError(f"{path}: a folder; name the YAML file in it") from None
+        raise ConfigError(f"{path}: {error.strerror}; name a YAML file") from None
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{path}:{line}: not UTF-8 text") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _expand_shorthands(tree: dict[str, Any], origins: dict[KeyPath, YamlPosition | str]) -> None:
+    """Expand shorthands in place: `reward: name` stands for one function of that name, `rollout.episode: name` for an
+    episode without options, `metrics.sinks: [name]` for a sink without options.
+    """
+    if isinstance(tree.get("reward"), str):
+        tree["reward"] = {"functions": [{"function": tree["reward"]}]}
+        for inner in (("functions",), ("functions", 0), ("functions", 0, "function")):
+            origins[("reward", *inner)] = origins[("reward",)]
+    rollout = tree.get("rollout")
+    if isinstance(rollout, dict) and isinstance(rollout.get("episode"), str):
+        rollout["episode"] = {"function": rollout["episode"]}
+        origins[("rollout", "episode", "function")] = origins[("rollout", "episode")]
+    if isinstance(metrics := tree.get("metrics"), dict):
+        _expand_metrics(metrics, origins)
+
+
+def _expand_metrics(metrics: dict[str, Any], origins: dict[KeyPath, YamlPosition | str]) -> None:
+    """Expand `metrics` in place. The name of a sink is short for {sink: NAME}. The older key `tensorboard` puts the
+    sink of that name into `sinks` or takes it out.
+    """
+    sinks = metrics.get("sinks")
+    if isinstance(sinks, list):
+        for number, name in enumerate(sinks):
+            if isinstance(name, str):
+                sinks[number] = {"sink": name}
+                where = origins.get((*_SINKS, number), origins.get(_SINKS, origins.get(("metrics",), "")))
+                origins[(*_SINKS, number)] = origins[(*_SINKS, number, "sink")] = where
+    if not isinstance(metrics.get("tensorboard"), bool) or not isinstance(sinks, list | None):
+        return
+    wanted = metrics.pop("tensorboard")
+    if sinks is None:
+        sinks = metrics["sinks"] = [{"sink": one.sink} for one in Metrics().sinks]
+        origins.setdefault(_SINKS, origins.get(("metrics", "tensorboard"), ""))
+    others = [one for one in sinks if not (isinstance(one, dict) and one.get("sink") == "tensorboard")]
+    if not wanted:
+        sinks[:] = others
+    elif len(others) == len(sinks):
+        sinks.append({"sink": "tensorboard"})
+
+
+def _validate_schema(
+    tree: dict[str, Any], path: Path, origins: dict[KeyPath, YamlPosition | str]
+) -> tuple[Config | None, list[tuple[tuple[int, int], KeyPath, str]]]:
+    """Return (configuration, []), or (None, [(order, key, line) of everything that the schema refuses])."""
+    try:
+        # Pydantic's strict mode takes a list for a tuple and a whole number for a float only when it reads JSON.
+        return Config.model_validate_json(json.dumps(tree), strict=True), []
+    except ValidationError as error:
+        invalid = []
+        for entry in error.errors():
+            location = tuple(entry["loc"])
+            line = f"{_where(path, origins, location)}: {_key(location)}{explain(entry)}"
+            invalid.append((_order(_nearest_origin(origins, location)), location, line))
+        return None, invalid
 
 
 @dataclass(frozen=True)
 class Override:
+    """`text`: `key.sub=value` as it was given. `path`: the key's parts. `value`: as YAML reads it."""
+
     text: str
     path: tuple[str, ...]
     value: Any
 
 
 def parse_overrides(texts: Sequence[str]) -> tuple[list[Override], list[str]]:
-    """Read all of them; returns (overrides, problem lines), a line for each one that cannot be read."""
+    """Read overrides by the same YAML rules as files. Returns (overrides, a line for each text that cannot be read)."""
     overrides, problems = [], []
     for text in texts:
         key, separator, written = text.partition("=")
@@ -69,7 +212,8 @@ def parse_overrides(texts: Sequence[str]) -> tuple[list[Override], list[str]]:
 def apply_override(tree: dict[str, Any], override: Override) -> tuple[KeyPath | None, str | None]:
     """Change `tree` in place. Returns (path as in the tree, None), or (None, problem line).
 
-    Sections that are absent or empty (null) are made; list entries must exist.
+    Sections that are absent or empty (null) are made. `data.sources.0.path` addresses an entry of a list, which must
+    exist. The schema checks afterwards that the key exists and the value fits.
     """
     node: Any = tree
     path: list[str | int] = []
@@ -101,35 +245,58 @@ def _dotted(path: Sequence[str | int]) -> str:
     return ".".join(map(str, path))
 
 
-_SINKS = ("metrics", "sinks")
+def _claim(origins: dict[KeyPath, YamlPosition | str], key_path: KeyPath, origin: str) -> None:
+    """Record `origin` for `key_path`, for everything inside it, and for each section around it that did not exist."""
+    for inside in [known for known in origins if known[: len(key_path)] == key_path]:
+        del origins[inside]
+    origins[key_path] = origin
+    for length in range(1, len(key_path)):
+        origins.setdefault(key_path[:length], origin)
 
 
-def expand_metrics(metrics: dict[str, Any], origins: dict[KeyPath, YamlPosition | str]) -> None:
-    """A sink's name alone is short for {sink: NAME}. The older key `tensorboard` puts the sink of that name into
-    `sinks` or takes it out.
+def _nearest_origin(origins: dict[KeyPath, YamlPosition | str], location: KeyPath) -> YamlPosition | str | None:
+    """Return the origin of a key, or of the innermost section around it that has one."""
+    location = tuple(int(part) if isinstance(part, str) and part.isdecimal() else part for part in location)
+    for length in range(len(location), 0, -1):
+        if location[:length] in origins:
+            return origins[location[:length]]
+    return None
+
+
+def _where(path: Path, origins: dict[KeyPath, YamlPosition | str], location: KeyPath) -> str:
+    origin = _nearest_origin(origins, location)
+    return origin if isinstance(origin, str) else _at(path, origin)
+
+
+def _order(origin: YamlPosition | str | None) -> tuple[int, int]:
+    """Return the sort key of a problem: by position in the file; absent sections and overrides come last."""
+    return (origin.line, origin.column) if isinstance(origin, YamlPosition) else (2**31, 0)
+
+
+def _at(path: Path, position: YamlPosition | None) -> str:
+    return f"{path}:{position.line}:{position.column}" if position is not None else str(path)
+
+
+def _key(location: KeyPath) -> str:
+    return ".".join(map(str, location)) + ": " if location else ""
+
+
+def render_config(config: Config) -> str:
+    """Return YAML text with every value written out, in the schema's order: `config.resolved.yaml`.
+
+    `load_config` of it gives an equal Config. Other YAML readers see the same values, because text that any of them
+    would take for something else is quoted.
     """
-    sinks = metrics.get("sinks")
-    if isinstance(sinks, list):
-        for number, name in enumerate(sinks):
-            if isinstance(name, str):
-                sinks[number] = {"sink": name}
-                where = origins.get((*_SINKS, number), origins.get(_SINKS, origins.get(("metrics",), "")))
-                origins[(*_SINKS, number)] = origins[(*_SINKS, number, "sink")] = where
-    if not isinstance(metrics.get("tensorboard"), bool) or not isinstance(sinks, list | None):
-        return
-    wanted = metrics.pop("tensorboard")
-    if sinks is None:
-        sinks = metrics["sinks"] = [{"sink": one.sink} for one in Metrics().sinks]
-        origins.setdefault(_SINKS, origins.get(("metrics", "tensorboard"), ""))
-    others = [one for one in sinks if not (isinstance(one, dict) and one.get("sink") == "tensorboard")]
-    if not wanted:
-        sinks[:] = others
-    elif len(others) == len(sinks):
-        sinks.append({"sink": "tensorboard"})
+    values = config.model_dump(mode="json")
+    return yaml.dump(
+        values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=10_000
+    )
 
 
 def _union_of_resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
-    """Ours first, so that `1e-06` may stand as a number; YAML 1.1's after them, so that the text `no` is quoted."""
+    """Return the resolvers of YAML 1.2, so that `1e-06` may stand as a number, and then those of YAML 1.1, so that the
+    text `no` is quoted.
+    """
     table = {first: list(entries) for first, entries in implicit_resolvers().items()}
     for first, entries in yaml.resolver.Resolver.yaml_implicit_resolvers.items():
         table.setdefault(first, []).extend(entries)
@@ -152,16 +319,10 @@ def _represent_text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
 _Dumper.add_representer(str, _represent_text)
 
 
-def render_config(config: Config) -> str:
-    """YAML text in the schema's order; `load_config` of it gives an equal Config."""
-    values = config.model_dump(mode="json")
-    return yaml.dump(
-        values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=10_000
-    )
-
-
 def render_json_schema() -> str:
-    """JSON Schema (draft 2020-12) of a run's file, with its shorthand; ends in a newline."""
+    """Return the JSON Schema (draft 2020-12) of a run's file, shorthands included, for completion and checks in
+    editors. The text ends with a newline.
+    """
     schema = Config.model_json_schema()
     for properties, key, description in (
         (schema["properties"], "reward", "A built-in verifier's name, or package.module:function."),
@@ -170,162 +331,3 @@ def render_json_schema() -> str:
         properties[key] = {"anyOf": [{"type": "string", "description": description}, properties[key]]}
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "gspo_mega run"}
     return json.dumps(schema, indent=2) + "\n"
-
-
-@dataclass(frozen=True)
-class LoadedConfig:
-    """A valid configuration and where each of its values came from.
-
-    `notices`: what a user should know before the run, to be shown at its start and its end. `text`: the
-    file as read. `origins`: position in the file, or text of the override, of every key that was given.
-    """
-
-    config: Config
-    path: Path
-    text: str
-    notices: tuple[str, ...]
-    origins: dict[KeyPath, YamlPosition | str]
-
-    def where(self, key: str) -> str:
-        """`file:line:column` or `override 'x=y'` of a dotted key, of the section around it when it was not given."""
-        return _where(self.path, self.origins, tuple(key.split(".")))
-
-
-def load_config(path: str | Path, overrides: Sequence[str] = (), command: str | None = None) -> LoadedConfig:
-    """Read, override, validate.
-
-    `overrides`: `key.sub=value` each. `command` (`train`, `sft`, `eval`, `certify`, `budget`) changes what is needed.
-    Raises ConfigError naming every problem as `file:line:column: key: what; what is valid`.
-    """
-    path = Path(path)
-    text = _read(path)
-    document = parse(text)
-    parsed, override_problems = parse_overrides(overrides)
-    tree = document.value
-    origins: dict[KeyPath, YamlPosition | str] = dict(document.positions)
-    problems = [
-        (_order(problem.position), f"{_at(path, problem.position)}: {_key(problem.path)}{problem.text}")
-        for problem in document.problems
-    ]
-    config: Config | None = None
-    if isinstance(tree, dict):
-        _expand_shorthands(tree, origins)
-        for override in parsed:
-            key_path, line = apply_override(tree, override)
-            if key_path is None:
-                override_problems.append(str(line))
-                continue
-            _claim(origins, key_path, f"override {override.text!r}")
-            _expand_shorthands(tree, origins)
-        config, invalid = _validate(tree, path, origins)
-        explained = {problem.path for problem in document.problems}
-        explained |= {()} if document.problems else set()  # then the document as a whole may be unfit, too
-        problems += [(order, line) for order, location, line in invalid if location not in explained]
-    elif not problems:
-        found = (
-            "the file is empty"
-            if tree is None
-            else f"the top level is {'a list' if isinstance(tree, list) else repr(tree)}"
-        )
-        problems.append(((1, 1), f"{path}:1:1: {found}; it must be keys with values: run, model, batch, data, ..."))
-    lines = [line for _, line in sorted(problems)] + override_problems
-    if lines:
-        raise ConfigError("\n".join(lines))
-
-    assert config is not None
-    violations, notices = check_rules(config, command)
-    if violations:
-        raise ConfigError(
-            "\n".join(f"{_where(path, origins, tuple(v.key.split('.')))}: {v.key}: {v.text}" for v in violations)
-        )
-    return LoadedConfig(resolve_defaults(config), path, text, tuple(notices), origins)
-
-
-_MOST_BYTES = 16 * 1024**2
-
-
-def _read(path: Path) -> str:
-    try:
-        return read_bytes(path, _MOST_BYTES).decode("utf-8")
-    except FileNotFoundError:
-        near = ""
-        if path.parent.is_dir():
-            here = sorted(p.name for p in path.parent.iterdir() if p.suffix in (".yaml", ".yml"))
-            near = f"; in {path.parent}: {', '.join(here)}" if here else ""
-        raise ConfigError(f"{path}: no such file{near}") from None
-    except NoRegularFileError as error:
-        if error.errno == errno.EISDIR:
-            raise ConfigError(f"{path}: a folder; name the YAML file in it") from None
-        raise ConfigError(f"{path}: {error.strerror}; name a YAML file") from None
-    except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        raise ConfigError(f"{path}:{line}: not UTF-8 text") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-
-
-def _expand_shorthands(tree: dict[str, Any], origins: dict[KeyPath, YamlPosition | str]) -> None:
-    """`reward: name` is short for one function of that name, `rollout.episode: name` for an episode without options,
-    `metrics.sinks: [name]` for a sink without options.
-    """
-    if isinstance(tree.get("reward"), str):
-        tree["reward"] = {"functions": [{"function": tree["reward"]}]}
-        for inner in (("functions",), ("functions", 0), ("functions", 0, "function")):
-            origins[("reward", *inner)] = origins[("reward",)]
-    rollout = tree.get("rollout")
-    if isinstance(rollout, dict) and isinstance(rollout.get("episode"), str):
-        rollout["episode"] = {"function": rollout["episode"]}
-        origins[("rollout", "episode", "function")] = origins[("rollout", "episode")]
-    if isinstance(metrics := tree.get("metrics"), dict):
-        expand_metrics(metrics, origins)
-
-
-def _validate(
-    tree: dict[str, Any], path: Path, origins: dict[KeyPath, YamlPosition | str]
-) -> tuple[Config | None, list[tuple[tuple[int, int], KeyPath, str]]]:
-    """The configuration, or None and (order, key, line) of everything the schema refuses."""
-    try:
-        # By way of JSON: pydantic's strict mode then still takes a list for a tuple and a whole number for a float.
-        return Config.model_validate_json(json.dumps(tree), strict=True), []
-    except ValidationError as error:
-        invalid = []
-        for entry in error.errors():
-            location = tuple(entry["loc"])
-            line = f"{_where(path, origins, location)}: {_key(location)}{explain(entry)}"
-            invalid.append((_order(_deepest(origins, location)), location, line))
-        return None, invalid
-
-
-def _claim(origins: dict[KeyPath, YamlPosition | str], key_path: KeyPath, origin: str) -> None:
-    """Record `origin` for `key_path`, for all inside it, and for every section around it that did not exist before."""
-    for inside in [known for known in origins if known[: len(key_path)] == key_path]:
-        del origins[inside]
-    origins[key_path] = origin
-    for length in range(1, len(key_path)):
-        origins.setdefault(key_path[:length], origin)
-
-
-def _deepest(origins: dict[KeyPath, YamlPosition | str], location: KeyPath) -> YamlPosition | str | None:
-    location = tuple(int(part) if isinstance(part, str) and part.isdecimal() else part for part in location)
-    for length in range(len(location), 0, -1):
-        if location[:length] in origins:
-            return origins[location[:length]]
-    return None
-
-
-def _where(path: Path, origins: dict[KeyPath, YamlPosition | str], location: KeyPath) -> str:
-    origin = _deepest(origins, location)
-    return origin if isinstance(origin, str) else _at(path, origin)
-
-
-def _order(origin: YamlPosition | str | None) -> tuple[int, int]:
-    """Problems are listed as they stand in the file; those of absent sections and of overrides come last."""
-    return (origin.line, origin.column) if isinstance(origin, YamlPosition) else (2**31, 0)
-
-
-def _at(path: Path, position: YamlPosition | None) -> str:
-    return f"{path}:{position.line}:{position.column}" if position is not None else str(path)
-
-
-def _key(location: KeyPath) -> str:
-    return ".".join(map(str, location)) + ": " if location else ""

@@ -1,6 +1,8 @@
-"""Settings that are allowed and change what a run's numbers mean: a line for each, shown at its start and its end.
+"""Settings that are allowed and change what a run's numbers mean, or that have no effect: one line for each.
 
-Owns no error; those are `validate.py`'s.
+`notices` yields the lines of a configuration whose defaults are resolved, and a run shows them at its start and end.
+They follow the sections: objective with critic and mismatch correction, sampling and precision, episodes, staleness,
+and the run itself. What is an error is in `validate.py`.
 """
 
 from __future__ import annotations
@@ -13,31 +15,33 @@ from gspo_mega.config.derived import (
     corrects_engine_gap,
     critic_of,
     critic_path,
+    is_one_turn,
     needs_old_log_prob_pass,
+    on_publish,
     penalises_kl,
     policy_steps,
 )
 from gspo_mega.config.prompt_sources import eval_sets, own_rewards
-from gspo_mega.config.schema import Config, Fp8, Objective
-from gspo_mega.config.validate_episodes import episode_notices
-from gspo_mega.config.validate_learning import staleness_notices
+from gspo_mega.config.schema import Config, Episodes, Fp8, Objective
+from gspo_mega.config.validate_episodes import ForeignOptions, validate_foreign_options
 
 
 def notices(config: Config) -> Iterator[str]:
-    """One line for each such setting of a configuration whose defaults are resolved."""
-    yield from _of_the_objective(config)
-    yield from _of_sampling_and_precision(config)
-    yield from episode_notices(config)
-    yield from staleness_notices(config)
-    yield from _of_the_run(config)
+    """Yield one line for each such setting."""
+    yield from _objective_notices(config)
+    yield from _sampling_and_precision_notices(config)
+    yield from _episode_notices(config)
+    yield from _staleness_notices(config)
+    yield from _run_notices(config)
 
 
-def _of_the_objective(config: Config) -> Iterator[str]:
+def _objective_notices(config: Config) -> Iterator[str]:
     objective, rollout = config.objective, config.rollout
     recipe = RECIPES[config.algorithm]
     if (objective.clip_low, objective.clip_high) != (recipe.clip_low, recipe.clip_high):
         yield (
-            f"clip range {_band(objective)} instead of {recipe.clip_low:g} / {recipe.clip_high:g}, the published one of"
+            f"clip range {_clip_range(objective)} instead of {recipe.clip_low:g} / {recipe.clip_high:g}, the"
+            " published one of"
             f" {recipe.published_as}"
         )
     if not recipe.is_clipped:
@@ -73,11 +77,11 @@ def _of_the_objective(config: Config) -> Iterator[str]:
         )
     elif config.kl.reference_path is not None and not penalises_kl(config):
         yield "kl.reference_path has no effect with kl.coefficient 0: no reference is loaded"
-    yield from _of_the_critic(config)
+    yield from _critic_notices(config)
     if config.lora is not None and config.lora.dropout > 0:
         yield (
             f"lora.dropout {config.lora.dropout:g}: training passes leave inputs of adapters out and old passes do not,"
-            " so that log s_i has noise that no update made; compare policy/log_ratio/update/sd with the clip range"
+            " so log s_i has noise that no update made; compare policy/log_ratio/update/sd with the clip range"
         )
     if config.moe.routing_replay != "none":
         yield (
@@ -87,7 +91,7 @@ def _of_the_objective(config: Config) -> Iterator[str]:
     advantage = config.advantage
     if advantage.baseline != "group" or advantage.std_over != "group":
         divided = f", divided by the {advantage.std_over}'s deviation" if advantage.divide_by_std else ""
-        yield f"advantages are relative to {advantage.baseline}{divided}; the paper's are its group's alone"
+        yield f"advantages are relative to {advantage.baseline}{divided}; the paper's are relative to the group only"
     own = recipe.settings.get("advantage", {}).get("divide_by_std", True)
     divides_otherwise = config.advantage.std_ddof or config.advantage.divide_by_std != own
     if divides_otherwise and not recipe.has_critic:
@@ -104,7 +108,7 @@ def _of_the_objective(config: Config) -> Iterator[str]:
         yield "moe: router losses are added to the objective, which the paper does not do"
     if objective.dual_clip is not None:
         yield f"dual clip {objective.dual_clip:g}: negative-advantage terms are bounded, which the papers do not do"
-    yield from _of_the_correction(config)
+    yield from _correction_notices(config)
     if rollout.filter_constant_groups and rollout.max_oversampling > 1:
         yield (
             "rollout.filter_constant_groups: groups whose rewards are all equal are replaced, up to"
@@ -129,7 +133,7 @@ def _of_the_objective(config: Config) -> Iterator[str]:
         )
 
 
-def _of_the_critic(config: Config) -> Iterator[str]:
+def _critic_notices(config: Config) -> Iterator[str]:
     critic = critic_of(config)
     if critic is None:
         return
@@ -141,14 +145,14 @@ def _of_the_critic(config: Config) -> Iterator[str]:
         yield f"critic.warmup_steps {critic.warmup_steps}: the policy stays as it is for that many rollout batches"
     if critic.kl_coefficient > 0:
         yield (
-            f"critic.kl_coefficient {critic.kl_coefficient:g}: each token's reward is less that times log policy - log"
-            " reference, with a frozen reference: a third model in memory"
+            f"critic.kl_coefficient {critic.kl_coefficient:g}: this times log policy - log reference is"
+            " subtracted from each token's reward; the frozen reference is a third model in memory"
         )
     if config.advantage.std_ddof and not critic.whiten:
         yield "advantage.std_ddof has no effect with `critic.whiten: false`"
 
 
-def _of_the_correction(config: Config) -> Iterator[str]:
+def _correction_notices(config: Config) -> Iterator[str]:
     mismatch = config.mismatch
     if mismatch.kept_weight == "ratio" and mismatch.correction == "none":
         yield "mismatch.kept_weight has no effect with `correction: none`"
@@ -156,10 +160,10 @@ def _of_the_correction(config: Config) -> Iterator[str]:
         return
     bound = f"{mismatch.bound_nats:g} / sqrt(L)"
     if mismatch.correction == "truncate":
-        rule = f"each response is weighed by exp(min(mean d - m, {bound}))"
+        rule = f"each response is weighted by exp(min(mean d - m, {bound}))"
     else:
-        weighs = "" if mismatch.kept_weight == "one" else "; one that is kept is weighed by exp(mean d - m)"
-        rule = f"a response of L tokens is dropped where its mean d is further than {bound} from the batch's m{weighs}"
+        weighs = "" if mismatch.kept_weight == "one" else "; one that is kept is weighted by exp(mean d - m)"
+        rule = f"a response of L tokens is dropped if its mean d is further than {bound} from the batch's m{weighs}"
     if config.rollout.max_staleness > 0:
         rule += f"; so are, on their own, {mismatch.segment_tokens} or more of its tokens of one weight version"
     if mismatch.token_veto_nats is not None:
@@ -170,7 +174,7 @@ def _of_the_correction(config: Config) -> Iterator[str]:
     )
 
 
-def _of_sampling_and_precision(config: Config) -> Iterator[str]:
+def _sampling_and_precision_notices(config: Config) -> Iterator[str]:
     rollout = config.rollout
     if rollout.top_p < 1 or rollout.top_k > 0:
         yield (
@@ -184,11 +188,11 @@ def _of_sampling_and_precision(config: Config) -> Iterator[str]:
     if config.precision == "fp8" and config.fp8.recipe == "delayed":
         yield (
             "fp8.recipe delayed: scales follow the largest values of earlier steps, so larger ones saturate; they are"
-            f" held for a {'step' if needs_old_log_prob_pass(config) else 'mini-batch'}, and measured by a few passes"
-            " more where a run, or its layout, is new"
+            f" held for a {'step' if needs_old_log_prob_pass(config) else 'mini-batch'}, and measured by a few more"
+            " passes when a run or its layout is new"
         )
     if config.precision == "fp8" and config.fp8.parameters:
-        yield "fp8.parameters: what is published and exported are the weights rounded to FP8"
+        yield "fp8.parameters: the weights that are published and exported are rounded to FP8"
     if rollout.temperature != 1:
         yield (
             f"temperature {rollout.temperature:g}: the policy that is trained is softmax(logits /"
@@ -200,7 +204,80 @@ def _of_sampling_and_precision(config: Config) -> Iterator[str]:
         yield "filter_constant_groups with max_oversampling 1: dropped groups are not refilled, batches shrink"
 
 
-def _of_the_run(config: Config) -> Iterator[str]:
+def _episode_notices(config: Config) -> Iterator[str]:
+    """Yield notices about episodes, turns and the endpoint of agents."""
+    if is_one_turn(config) and config.episodes != Episodes(max_tokens=config.episodes.max_tokens):
+        yield "`episodes` has no effect with `rollout.episode: one_turn`, but for max_tokens"
+    if config.objective.scope == "turn":
+        yield (
+            "objective.scope turn: each turn has an importance ratio and a weight of its own, which the paper, whose"
+            " episodes have one turn, does not cover; all tokens before a turn are computed again for it"
+        )
+    if config.advantage.turns == "return_to_go":
+        yield (
+            "advantage.turns return_to_go: tokens of a turn have the advantage of the rewards from this turn on,"
+            " discounted"
+            f" by {config.advantage.turn_discount:g} per turn, which the paper does not do"
+        )
+    if config.episodes.endpoint.ignore_sampling and config.rollout.episode.function == "foreign":
+        yield "episodes.endpoint.ignore_sampling: an agent's own temperature, top_p and top_k are not used"
+    if not is_one_turn(config):
+        yield from _unfilled_server_notices(config)
+
+
+def _unfilled_server_notices(config: Config) -> Iterator[str]:
+    """Say so if fewer episodes run at a time than the servers take and a step has."""
+    episode, rollout, batch = config.rollout.episode, config.rollout, config.batch
+    num_episodes = config.episodes.num_workers * config.episodes.episodes_per_worker
+    keys = "episodes.num_workers x episodes_per_worker"
+    if episode.function == "foreign":
+        if validate_foreign_options(episode.options) is not None:
+            return  # the options are refused
+        num_episodes, keys = ForeignOptions.read(episode.options).processes, "rollout.episode.options.processes"
+    ahead = 1 + rollout.max_staleness
+    wanted = batch.prompts_per_step * batch.group_size * ahead
+    served = config.server.num_servers * rollout.max_concurrent_requests
+    if num_episodes < min(wanted, served):
+        yield (
+            f"{keys}: {num_episodes} episodes run at a time, fewer than the servers take ({served} requests) and"
+            f" {'a step has' if ahead == 1 else f'{ahead} steps have'} ({wanted}): servers are not filled"
+        )
+
+
+def _staleness_notices(config: Config) -> Iterator[str]:
+    """Yield notices about tokens that are older than the weights they train."""
+    rollout = config.rollout
+    if rollout.max_staleness == 0:
+        for key, acts in (
+            ("rollout.order", rollout.order != "admission"),
+            ("rollout.on_publish", rollout.on_publish not in (None, "wait")),
+            ("diagnostics.exact_staleness", config.diagnostics.exact_staleness),
+        ):
+            if acts:
+                yield f"{key} has no effect with `rollout.max_staleness: 0`: no token is older than the weights"
+        return
+    yield (
+        f"rollout.max_staleness {rollout.max_staleness}: tokens of weights up to that many versions old are trained on,"
+        " which the paper does not do; rollout/staleness_mean shows how old they are"
+    )
+    if rollout.order == "completion":
+        yield (
+            "rollout.order completion: short responses are trained earlier than long ones, and a run that is killed and"
+            " continued forms other batches than one that is not"
+        )
+    if on_publish(rollout) == "continue_with_cache":
+        yield (
+            "rollout.on_publish continue_with_cache: tokens after a publish are sampled by new weights with the old"
+            " weights' cache, a hybrid that no weights reproduce"
+        )
+    if config.old_log_probs == "rollout":
+        yield (
+            "old_log_probs: rollout with max_staleness above 0: the clip range is around the weights that sampled, so"
+            " stale responses start outside it; `trainer` clips this step's own movement"
+        )
+
+
+def _run_notices(config: Config) -> Iterator[str]:
     if config.train is not None and config.train.from_rollouts is not None:
         yield "train.from_rollouts: trained on recorded rollouts; no server, no publish, no held-out evaluation"
     if config.train is not None and config.train.rollouts_only:
@@ -220,20 +297,24 @@ def _of_the_run(config: Config) -> Iterator[str]:
             f"optimizer.warmup_steps {config.optimizer.warmup_steps} is not over before the run ends"
             f" ({num_steps} optimizer steps)"
         )
-    trained_on = {_file(path) for path in (config.data.path, *(source.path for source in config.data.sources)) if path}
+    trained_on = {
+        _real_path(path) for path in (config.data.path, *(source.path for source in config.data.sources)) if path
+    }
     for one in eval_sets(config):
-        if _file(one.path) in trained_on:
+        if _real_path(one.path) in trained_on:
             yield f"{one.place}.path is also trained on: the accuracy will not be held-out"
     own = own_rewards(config)
     if any(one.reward is None for one in eval_sets(config)) and None in own and len(own) > 1:
         unused = ", ".join(source.name for source in config.data.sources if source.reward is not None)
-        yield f"held-out prompts are scored by `reward`, not by the own rewards of {unused}; eval.reward names another"
+        yield f"held-out prompts are scored by `reward`, not by the own rewards of {unused}; eval.reward sets another"
 
 
-def _file(path: str) -> str:
-    """The real path of a file, however it is written or linked. Files with equal rows are found when they are read."""
+def _real_path(path: str) -> str:
+    """Return the real path of a file, however it is written or linked. Files with equal rows are found when the data is
+    read.
+    """
     return path if "\0" in path else os.path.realpath(path)
 
 
-def _band(objective: Objective) -> str:
+def _clip_range(objective: Objective) -> str:
     return f"{objective.clip_low:g} / {objective.clip_high:g}"

@@ -1,4 +1,8 @@
-"""The prompt files of a run in one form, whichever way the configuration names them."""
+"""The prompt files of a run in one form, however the configuration names them, and the reward that each of them has.
+
+`data_sources` lists the sources to train on, `eval_sets` the held-out sets with all their settings, and the functions
+at the end say which reward scores which source.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +13,40 @@ from pathlib import Path
 from gspo_mega.base.errors import DataError
 from gspo_mega.config.schema import Config, Data, EvalSet, OwnReward, Source
 
+HELD_OUT_FILE = "held_out.jsonl"
+# The name of held-out prompts among sources; the name of a set is appended to it. No source of the data can have it.
+HELD_OUT = "held-out prompts"
+# The file that `gspo-mega eval` writes every response to, in its attempt's folder.
+RESPONSES_FILE = "responses.jsonl"
+# The name of the only set if `eval` has no `sets`.
+ONLY_SET = "held_out"
+_ROW_KEYS = ("prompt_key", "answer_key", "answer_keys", "chat_template", "system_prompt")
+_SHARED_KEYS = (
+    "num_prompts",
+    "correct_threshold",
+    "samples_per_prompt",
+    "temperature",
+    "max_new_tokens",
+    "every_steps",
+    "votes",
+)
+
 
 def names_prompts(data: Data) -> bool:
-    """Whether any prompts to train on are named. `gspo-mega eval` alone does without."""
+    """Return whether any prompts to train on are named. Only `gspo-mega eval` runs without them."""
     return data.path is not None or bool(data.sources) or data.reasoning_gym is not None
 
 
-def sources_of(data: Data) -> tuple[Source, ...]:
-    """`data.sources`, `data.path` as a single source named after the file's stem, or the files of
-    `data.reasoning_gym`, a source for each task.
+def data_sources(config: Config) -> tuple[Source, ...]:
+    """Return the sources of a run's prompts, see `sources_of`."""
+    return sources_of(config.data)
 
-    Characters that a source name may not hold become `-`. Raises DataError where neither is given.
+
+def sources_of(data: Data) -> tuple[Source, ...]:
+    """Return `data.sources`, `data.path` as a single source named after the file's stem, or the files of
+    `data.reasoning_gym`, one source per task.
+
+    Characters that a source's name may not have become `-`. Raises DataError if none of them is given.
     """
     if data.reasoning_gym is not None:
         made = data.reasoning_gym
@@ -35,28 +62,9 @@ def sources_of(data: Data) -> tuple[Source, ...]:
     return (Source(name=stem or "data", path=data.path),)
 
 
-HELD_OUT_FILE = "held_out.jsonl"
-
-
-def held_out_path(config: Config) -> str | None:
-    """The file of held-out prompts: `eval.path`, or else the one of `data.reasoning_gym`; None without either."""
-    if config.eval is not None and config.eval.path is not None:
-        return config.eval.path
-    made = config.data.reasoning_gym
-    return None if made is None else str(Path(made.folder) / HELD_OUT_FILE)
-
-
-# The name of held-out prompts among sources, which that of a set follows. No source of the data can have it.
-HELD_OUT = "held-out prompts"
-# What `gspo-mega eval` writes every response to, in its attempt's folder.
-RESPONSES_FILE = "responses.jsonl"
-# The name of the one set of an `eval` without `sets`.
-ONLY_SET = "held_out"
-
-
 @dataclass(frozen=True)
 class HeldOutSet:
-    """A held-out set with every setting that it has of its own or takes from `eval`.
+    """A held-out set with all its settings, its own or those of `eval`.
 
     `place`: its section in the configuration. `source`: the name of its prompts among sources. `episodes`: the prefix
     of its episodes' ids. `data`: how its rows are read and encoded.
@@ -80,13 +88,13 @@ class HeldOutSet:
     votes: str
 
     def is_due(self, step: int) -> bool:
-        """Whether its cadence asks for a measurement after `step`."""
+        """Return whether the set is to be measured after `step`."""
         return self.every_steps > 0 and step % self.every_steps == 0
 
 
 def eval_sets(config: Config) -> tuple[HeldOutSet, ...]:
-    """The held-out sets of a run: the entries of `eval.sets`, or the one that `eval` itself describes. None without
-    `eval`, and where its file is missing (`config.rules` refuses that).
+    """Return the held-out sets of a run: the entries of `eval.sets`, or the one that `eval` itself describes. The
+    result is empty without `eval`, and if its file is not named, which `validate_held_out` refuses.
     """
     evaluation = config.eval
     if evaluation is None:
@@ -98,20 +106,13 @@ def eval_sets(config: Config) -> tuple[HeldOutSet, ...]:
     return tuple(_held_out_set(config, place, entry) for place, entry in own)
 
 
-_OF_A_ROW = ("prompt_key", "answer_key", "answer_keys", "chat_template", "system_prompt")
-_SHARED = (
-    *("num_prompts", "correct_threshold", "samples_per_prompt", "temperature", "max_new_tokens", "every_steps"),
-    "votes",
-)
-
-
 def _held_out_set(config: Config, place: str, entry: EvalSet) -> HeldOutSet:
     is_only = place == "eval"
-    of_a_row = {key: value for key in _OF_A_ROW if (value := getattr(entry, key)) is not None}
+    row_settings = {key: value for key in _ROW_KEYS if (value := getattr(entry, key)) is not None}
     if entry.answer_key is not None and entry.answer_keys is None:
-        of_a_row["answer_keys"] = ()  # those of `data` would go before it
+        row_settings["answer_keys"] = ()  # the answer_keys of `data` would take precedence
     shared = {}
-    for key in _SHARED:
+    for key in _SHARED_KEYS:
         value = getattr(entry, key)
         shared[key] = getattr(config.eval, key) if value is None else value
     return HeldOutSet(
@@ -120,7 +121,7 @@ def _held_out_set(config: Config, place: str, entry: EvalSet) -> HeldOutSet:
         source=HELD_OUT if is_only else f"{HELD_OUT} {entry.name}",
         episodes="eval" if is_only else f"eval-{entry.name}",
         path=entry.path,
-        data=config.data.model_copy(update=of_a_row),
+        data=config.data.model_copy(update=row_settings),
         template=entry.template,
         template_keys=entry.template_keys,
         reward=held_out_reward(config) if entry.reward is None else entry.reward,
@@ -128,8 +129,16 @@ def _held_out_set(config: Config, place: str, entry: EvalSet) -> HeldOutSet:
     )
 
 
+def held_out_path(config: Config) -> str | None:
+    """Return the file of held-out prompts: `eval.path`, else that of `data.reasoning_gym`, else None."""
+    if config.eval is not None and config.eval.path is not None:
+        return config.eval.path
+    made = config.data.reasoning_gym
+    return None if made is None else str(Path(made.folder) / HELD_OUT_FILE)
+
+
 def own_rewards(config: Config) -> list[OwnReward | None]:
-    """The different rewards of `data.sources`; None stands for `reward`."""
+    """Return the different rewards of `data.sources`; None stands for `reward`."""
     found: list[OwnReward | None] = []
     for source in config.data.sources:
         if source.reward not in found:
@@ -138,8 +147,8 @@ def own_rewards(config: Config) -> list[OwnReward | None]:
 
 
 def held_out_reward(config: Config) -> OwnReward | None:
-    """The reward of held-out prompts where it is not `reward`: `eval.reward`, or else the own reward that all sources
-    share.
+    """Return the reward of held-out prompts if it is not `reward`: `eval.reward`, else the own reward that all sources
+    share, else None.
     """
     if config.eval is not None and config.eval.reward is not None:
         return config.eval.reward
@@ -148,17 +157,12 @@ def held_out_reward(config: Config) -> OwnReward | None:
 
 
 def source_rewards(config: Config) -> dict[str, OwnReward]:
-    """The own reward of each source that has one, held-out prompts included; by source name."""
+    """Return the own reward of each source that has one, held-out prompts included, by source name."""
     own = {source.name: source.reward for source in (data_sources(config) if names_prompts(config.data) else ())}
     own |= {one.source: one.reward for one in eval_sets(config)}
     return {name: reward for name, reward in own.items() if reward is not None}
 
 
 def reward_names(config: Config, own_reward: OwnReward | None) -> tuple[str, ...]:
-    """The functions that score a source: its own, or those of `reward`."""
+    """Return the names of the functions that score a source: those of its own reward, or those of `reward`."""
     return tuple(entry.function for entry in own_reward or config.reward.functions)
-
-
-def data_sources(config: Config) -> tuple[Source, ...]:
-    """The sources of a run's prompts, see `sources_of`."""
-    return sources_of(config.data)

@@ -1,10 +1,9 @@
-"""YAML text to plain values with the position of every key: YAML 1.2's scalars, nothing silently accepted.
+"""YAML text to plain values, with the position of every key. Scalars follow YAML 1.2, and nothing is accepted silently.
 
-PyYAML scans and composes; its own scalar rules (YAML 1.1) are not used, because they read `1e-6` as text,
-`no` as False, `1:30:00` as 5400, and let the last of two equal keys win. All problems of a document are
-collected; only a syntax error, after which the rest means nothing, stands alone.
-
-Does not know the schema (`loader.py`).
+PyYAML scans and composes. Its own scalar rules (YAML 1.1) are not used, because they read `1e-6` as text, `no` as False
+and `1:30:00` as 5400, and let the last of two equal keys win. `parse` collects all problems of a document; after a
+syntax error the rest means nothing, so that error is reported on its own. This module does not know the schema, which
+`loader.py` checks.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ KeyPath = tuple[str | int, ...]
 
 _TAG = "tag:yaml.org,2002:"
 _MAX_NODES = 100_000  # aliases of aliases can make a small file grow without bound
-# Of a whole number. Python writes no more than 4300 out, in messages and files.
+# The most digits of a whole number. Python writes out no more than 4300, in messages and files.
 _MOST_DIGITS = 1000
 
 # YAML 1.2, core schema, chapter 10.3.2.
@@ -40,7 +39,7 @@ SCALARS: tuple[tuple[str, re.Pattern[str], str], ...] = (
 
 
 def implicit_resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
-    """The table of `SCALARS` in the form PyYAML's resolver class wants: first character to (tag, pattern)."""
+    """Return the table of `SCALARS` in the form of PyYAML's resolver class: first character to (tag, pattern)."""
     table: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
     for name, pattern, first in SCALARS:
         for character in first:
@@ -66,7 +65,7 @@ class YamlPosition:
 
 @dataclass(frozen=True)
 class YamlProblem:
-    """What is wrong at a place. `path` is the key concerned, () when the document itself is."""
+    """What is wrong at a position. `path`: the key concerned, () if it is the document itself."""
 
     position: YamlPosition | None
     path: KeyPath
@@ -75,7 +74,7 @@ class YamlProblem:
 
 @dataclass
 class Document:
-    """`value`: dict, list, str, int, float, bool or None. `positions`: of every key and list entry in it."""
+    """`value`: dict, list, str, int, float, bool or None. `positions`: those of every key and list entry in it."""
 
     value: Any = None
     positions: dict[KeyPath, YamlPosition] = field(default_factory=dict)
@@ -83,7 +82,7 @@ class Document:
 
 
 def parse(text: str) -> Document:
-    """Read one YAML document. Never raises for a bad document: look at `problems`."""
+    """Read one YAML document. A bad document raises nothing; its `problems` say what is wrong."""
     document = Document()
     try:
         root = yaml.compose(text, _Composer)
@@ -91,7 +90,7 @@ def parse(text: str) -> Document:
         mark = error.problem_mark or error.context_mark
         document.problems.append(YamlProblem(YamlPosition.of(mark) if mark else None, (), _explain_syntax(error, text)))
         return document
-    except yaml.YAMLError as error:  # the reader's: a character that may not stand in YAML
+    except yaml.YAMLError as error:  # from the reader: a character that YAML does not allow
         document.problems.append(YamlProblem(_reader_position(error, text), (), f"not YAML: {_reader_reason(error)}"))
         return document
     except RecursionError:
@@ -128,7 +127,7 @@ def _reader_position(error: yaml.YAMLError, text: str) -> YamlPosition | None:
 
 
 class _Builder:
-    """Nodes to values. Aliased nodes are built anew at each place, so that every path has its positions."""
+    """Turns nodes into values. An aliased node is built anew at each place, so every path has its own positions."""
 
     def __init__(self, document: Document) -> None:
         self._document = document
@@ -175,7 +174,9 @@ class _Builder:
     def _merge(
         self, node: yaml.Node, path: KeyPath, ancestors: frozenset[int]
     ) -> dict[str, tuple[yaml.Node, yaml.Node]]:
-        """Keys that `<<: *anchor` or `<<: [*a, *b]` brings in; of several the earliest wins."""
+        """Return the keys that `<<: *anchor` or `<<: [*a, *b]` brings in. If several bring the same key, the earliest
+        wins.
+        """
         pairs: dict[str, tuple[yaml.Node, yaml.Node]] = {}
         if self._too_many(node, path):
             return pairs
@@ -213,7 +214,7 @@ class _Builder:
                 return text.lower() == "true"
             if tag == "int" and len(text) > _MOST_DIGITS:
                 self._problem(
-                    node, path, f"a number of {len(text)} characters, {text[:20]}...; no key takes such a one"
+                    node, path, f"a number of {len(text)} characters, {text[:20]}...; no key takes so long a number"
                 )
                 return 0
             if tag == "int":

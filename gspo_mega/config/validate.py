@@ -1,19 +1,11 @@
-"""Rules between keys: what contradicts the chosen algorithm, and what a command needs.
+"""The rules between keys: which settings contradict each other, and which sections a command needs.
 
-A violation is an error before anything starts. Settings that are allowed but change what the numbers mean are
-`notices.py`'s; rules that need the model or the ranks are `plan/`'s.
-
-Bounds on counts that a plan goes through one by one: a number with too many digits is refused, and not counted to.
-
-Owns those bounds; each is far beyond any machine. What fits a model or each other is `validate.py`'s and the plan's.
-
-Rules of the held-out sets of `eval`.
-
-Rules of the sections by which a run is watched from outside: metrics, profile, alerts.
-
-Rules between `cluster.colocated` and other keys: what cannot use a GPU in turns with servers.
-
-Rules about the nodes of servers: how many there are, and how a server is divided over several.
+`validate_config` runs every rule on a configuration that fits the schema, and `loader.py` turns the violations into one
+error before anything starts. The functions here follow the sections of the file; features with many rules have files of
+their own: `validate_learning.py` (algorithm, critic, staleness, adapters, batch invariance), `validate_rewards.py`,
+`validate_episodes.py` and `validate_servers.py`. A setting that is allowed but changes what the numbers mean is a
+notice (`notices.py`). Rules that need the model or the ranks are in `plan/validate.py`; where both sides check a
+feature, the functions have the same name.
 """
 
 from __future__ import annotations
@@ -24,23 +16,25 @@ from typing import Any
 
 from gspo_mega.base.errors import Violation
 from gspo_mega.base.network import address_problem
-from gspo_mega.config.deadlines import broken_relations
-from gspo_mega.config.derived import critic_config, critic_of, penalises_kl
+from gspo_mega.config.deadlines import RELATIONS
+from gspo_mega.config.derived import critic_config, critic_of, is_one_turn, penalises_kl
 from gspo_mega.config.notices import notices
 from gspo_mega.config.prompt_sources import eval_sets, names_prompts, own_rewards
 from gspo_mega.config.schema import Alerts, Config
-from gspo_mega.config.validate_episodes import episode_violations
+from gspo_mega.config.validate_episodes import validate_episodes
 from gspo_mega.config.validate_learning import (
-    critic_violations,
-    invariance_violations,
-    lora_violations,
-    objective_violations,
     resolve_defaults,
-    staleness_violations,
+    validate_batch_invariance,
+    validate_critic,
+    validate_lora,
+    validate_objective,
+    validate_staleness,
 )
-from gspo_mega.config.validate_rewards import remote_violations, reward_violations
-from gspo_mega.config.validate_servers import option_problems, speculative_violations
+from gspo_mega.config.validate_rewards import validate_reward_functions, validate_reward_services
+from gspo_mega.config.validate_servers import validate_server_options, validate_speculative
 
+# Bounds on the counts that a plan iterates over. Each is far beyond any machine; a larger number is refused before a
+# loop counts to it.
 _MOST = {
     "cluster.num_nodes": 100_000,
     "cluster.ranks_per_node": 1024,
@@ -53,13 +47,52 @@ _MOST = {
 }
 _MOST_RANKS = 1_000_000
 _MOST_NUMBER = 2**64
+# Stands for the row's prompt in the template of a held-out set.
+_PROMPT_MARK = "{prompt}"
 
 
-def size_violations(config: Config) -> list[Violation]:
-    """Of the keys whose numbers are too large to plan with; nothing else may be checked while there are any."""
+def validate_config(config: Config, command: str | None = None) -> tuple[list[Violation], list[str]]:
+    """Return (violations, notices) of a configuration that fits the schema.
+
+    `command`: `train`, `sft`, `eval` or `budget` adds what that command needs; `certify` needs no data; None adds
+    nothing. If a count is too large to plan with, only such counts are reported.
+    """
+    if too_large := validate_sizes(config):
+        return too_large, []
+    config = resolve_defaults(config)
+    violations = [
+        *validate_objective(config, command),
+        *validate_critic(config),
+        *_validate_batch(config),
+        *validate_staleness(config),
+        *validate_colocated(config),
+        *_validate_optimizers(config),
+        *_validate_experts(config),
+        *_validate_data(config, command),
+        *validate_reward_functions(config),
+        *validate_lora(config),
+        *validate_reward_services(config),
+        *_validate_transformer_engine(config),
+        *validate_batch_invariance(config),
+        *_validate_fp8(config),
+        *_validate_sharp_fp8(config, command),
+        *_validate_rollout_and_servers(config),
+        *validate_episodes(config),
+        *validate_deadlines(config),
+        *_validate_initial_weights(config, command),
+        *validate_watching(config),
+        *_validate_command(config, command),
+    ]
+    return violations, list(notices(config))
+
+
+def validate_sizes(config: Config) -> list[Violation]:
+    """Return a violation for each key whose number is too large to plan with. While there are any, no other rule may
+    run.
+    """
     tree = config.model_dump()
     found = [
-        Violation(key, f"{value}: is larger than a plan can be made for; at most {most}", str(most))
+        Violation(key, f"{value}: a plan cannot be made for so large a number; at most {most}", str(most))
         for key, most in _MOST.items()
         if (value := _at(tree, key)) is not None and value > most
     ]
@@ -75,13 +108,14 @@ def size_violations(config: Config) -> list[Violation]:
 
 
 def _at(tree: Any, key: str) -> int | None:
+    """Return the whole number at a dotted key; None if the key is absent or holds something else."""
     for part in key.split("."):
         tree = tree.get(part) if isinstance(tree, dict) else None
     return tree if isinstance(tree, int) else None
 
 
 def _numbers(tree: Any, prefix: str) -> Iterator[tuple[str, int]]:
-    """The whole numbers of the configuration, by dotted key."""
+    """Yield (dotted key, value) of each whole number in the configuration."""
     for key, value in tree.items() if isinstance(tree, dict) else ():
         inner = f"{prefix}.{key}" if prefix else str(key)
         if type(value) is int:
@@ -90,229 +124,7 @@ def _numbers(tree: Any, prefix: str) -> Iterator[tuple[str, int]]:
             yield from _numbers(value, inner)
 
 
-_MARK = "{prompt}"
-
-
-def held_out_rules(config: Config) -> Iterator[Violation]:
-    """What is wrong with `eval`."""
-    evaluation = config.eval
-    if evaluation is None:
-        return
-    sets = eval_sets(config)
-    if not sets:
-        yield Violation("eval.path", "missing; the JSONL file of held-out prompts")
-    if evaluation.path is not None and evaluation.sets:
-        yield Violation(
-            "eval.path",
-            "both `path` and `sets` are given; make the file an entry of `sets`, or leave those out (eval.sets=[])",
-        )
-    yield from _beside_training(config)
-    for name, count in Counter(entry.name for entry in evaluation.sets).items():
-        if count > 1:
-            yield Violation("eval.sets", f"{count} sets are named {name!r}; names must differ")
-    own = own_rewards(config)
-    is_unclear = None not in own and len(own) > 1 and evaluation.reward is None
-    if is_unclear and not all(entry.reward for entry in evaluation.sets or [evaluation]):
-        yield Violation(
-            "eval.reward",
-            "missing; the sources have different rewards of their own, and none has `reward`; valid:"
-            f" {', '.join(sorted(' + '.join(one.function for one in reward or ()) for reward in own))}, or another",
-        )
-    most = config.rollout.max_new_tokens
-    for one in sets:
-        if one.max_new_tokens is not None and one.max_new_tokens > most:
-            yield Violation(
-                f"{one.place}.max_new_tokens",
-                f"{one.max_new_tokens} is above rollout.max_new_tokens ({most}), from which the servers' context and"
-                " deadlines follow; at most that",
-            )
-        if one.template is not None and _MARK not in one.template:
-            yield Violation(
-                f"{one.place}.template", f"lacks {_MARK}, which stands for the row's prompt; put it where that belongs"
-            )
-        for key in one.template_keys:
-            if f"{{{key}}}" not in (one.template or ""):
-                yield Violation(
-                    f"{one.place}.template_keys", f"{key!r} is not in `template`; put {{{key}}} where it belongs"
-                )
-        if one.data.system_prompt is not None and not one.data.chat_template and config.data.chat_template:
-            yield Violation(
-                f"{one.place}.chat_template",
-                "false with a system prompt (of the set, or data.system_prompt); without a template there is no system"
-                " message",
-            )
-
-
-def _beside_training(config: Config) -> Iterator[Violation]:
-    """What contradicts an evaluation beside training."""
-    evaluation, num = config.eval, config.server.num_servers
-    if evaluation is None or evaluation.blocking:
-        return
-    if config.cluster.colocated:
-        yield Violation(
-            "eval.blocking",
-            "false with `cluster.colocated`: servers and ranks take turns on the same GPUs, so nothing can be measured"
-            " while ranks train; valid: true, or servers with GPUs of their own",
-        )
-    elif num < 2:
-        yield Violation(
-            "eval.blocking",
-            f"false with `server.num_servers: {num}`: the only server samples for training; valid: true, or 2 servers"
-            " or more",
-        )
-    elif evaluation.servers >= num:
-        yield Violation(
-            "eval.servers",
-            f"{evaluation.servers} of server.num_servers {num} would leave none for training; valid: 1 to {num - 1}",
-        )
-
-
-def watching_violations(config: Config) -> Iterator[Violation]:
-    """What of these sections cannot be meant."""
-    prometheus = config.metrics.prometheus
-    if prometheus is not None and (problem := address_problem(prometheus.host)) is not None:
-        yield Violation("metrics.prometheus.host", problem)
-    yield from _profile(config)
-    yield from _alerts(config)
-
-
-def _profile(config: Config) -> Iterator[Violation]:
-    steps, ranks = config.profile.steps, config.profile.ranks
-    if steps is not None and steps[0] > steps[1]:
-        yield Violation("profile.steps", f"[{steps[0]}, {steps[1]}] has its last step before its first")
-    world = config.cluster.num_nodes * config.cluster.ranks_per_node
-    if max(ranks) >= world:
-        yield Violation("profile.ranks", f"there is no rank {max(ranks)}; valid: 0 to {world - 1}")
-
-
-def _alerts(config: Config) -> Iterator[Violation]:
-    alerts = config.alerts
-    if alerts != Alerts() and alerts.command is None and alerts.url is None:
-        yield Violation("alerts", "tells nobody; give command, url or both")
-    if alerts.url is not None and not alerts.url.startswith(("http://", "https://", "$")):
-        yield Violation("alerts.url", "must begin with http:// or https://, or be $NAME of an environment variable")
-
-
-_KEY = "cluster.colocated"
-
-
-def colocated_violations(config: Config) -> Iterator[Violation]:
-    """What contradicts ranks and servers on the same GPUs."""
-    if not config.cluster.colocated:
-        return
-    if config.rollout.max_staleness > 0:
-        yield Violation(
-            _KEY,
-            f"true with `rollout.max_staleness: {config.rollout.max_staleness}`: sampling goes on while ranks train,"
-            " which needs GPUs of its own; valid: false, or `max_staleness: 0`",
-        )
-    if config.publish.method == "distributed":
-        yield Violation(
-            _KEY,
-            "true with `publish.method: distributed`: NCCL refuses a group with two members on one GPU, a rank and a"
-            " server; valid: `method: disk`",
-        )
-    if config.cluster.num_rollout_nodes > 0:
-        yield Violation(
-            _KEY,
-            f"true with `num_rollout_nodes: {config.cluster.num_rollout_nodes}`: nodes of their own for servers have no"
-            " ranks to share GPUs with; valid: `num_rollout_nodes: 0`, or false",
-        )
-    if config.server.num_nodes > 1:
-        yield Violation(
-            _KEY,
-            f"true with `server.num_nodes: {config.server.num_nodes}`: a server that takes turns with ranks is on their"
-            " node; valid: `num_nodes: 1`, or false",
-        )
-    if config.optimizer.cpu_offload_fraction > 0:
-        yield Violation(
-            _KEY,
-            "true with `optimizer.cpu_offload_fraction` above 0: all of the optimizer's state goes to the host while"
-            " servers sample, and none stays there; valid: `cpu_offload_fraction: 0`, or false",
-        )
-    if config.fp8.parameters:
-        yield Violation(
-            _KEY,
-            "true with `fp8.parameters: true`: parameters in FP8 cannot be moved to the host and back yet; valid:"
-            " `parameters: false`, or false",
-        )
-
-
-def server_node_violations(config: Config) -> Iterator[Violation]:
-    """What does not fit the nodes that servers run on."""
-    cluster, server = config.cluster, config.server
-    rewards = sum(model.num_servers for model in config.reward.model if model.path)
-    most = server.num_servers * server.num_nodes + rewards
-    if cluster.num_rollout_nodes > most:
-        over = f" over {server.num_nodes} nodes each" if server.num_nodes > 1 else ""
-        over += f" and {rewards} of reward models" if rewards else ""
-        yield Violation(
-            "cluster.num_rollout_nodes",
-            f"{cluster.num_rollout_nodes} nodes for server.num_servers {server.num_servers}{over}: some would have"
-            f" nothing to do; at most {most}",
-        )
-    if server.num_nodes == 1:
-        return
-    if server.tensor % server.num_nodes:
-        yield Violation(
-            "server.num_nodes",
-            f"{server.num_nodes} does not divide server.tensor {server.tensor}: SGLang has as many ranks on each node;"
-            f" valid: {', '.join(str(n) for n in range(1, server.tensor + 1) if server.tensor % n == 0)}",
-        )
-    key, there = (
-        ("num_rollout_nodes", cluster.num_rollout_nodes)
-        if cluster.num_rollout_nodes
-        else (
-            "num_nodes",
-            cluster.num_nodes,
-        )
-    )
-    if there % server.num_nodes:
-        near = max(there // server.num_nodes, 1) * server.num_nodes
-        yield Violation(
-            "server.num_nodes",
-            f"{server.num_nodes}, and the servers' nodes are {there} (cluster.{key}): a server is on"
-            f" {server.num_nodes} whole neighbours; valid: a multiple of {server.num_nodes} as cluster.{key}, as"
-            f" {near}, or another size here",
-        )
-
-
-def check_rules(config: Config, command: str | None = None) -> tuple[list[Violation], list[str]]:
-    """All violations and all notices of a configuration that fits the schema.
-
-    `command`: `train`, `sft`, `eval` or `budget` adds what that command needs; `certify` needs no data; None adds
-    nothing.
-    """
-    if too_large := size_violations(config):
-        return too_large, []
-    config = resolve_defaults(config)
-    violations = [
-        *objective_violations(config, command),
-        *critic_violations(config),
-        *_batch(config),
-        *staleness_violations(config),
-        *colocated_violations(config),
-        *_optimizers(config),
-        *_experts(config),
-        *_data(config, command),
-        *reward_violations(config),
-        *lora_violations(config),
-        *remote_violations(config),
-        *_layers(config),
-        *invariance_violations(config),
-        *_fp8(config),
-        *_sharp_fp8(config, command),
-        *_rollout_and_servers(config),
-        *episode_violations(config),
-        *(Violation(key, text) for key, text in broken_relations(config)),
-        *_initial_weights(config, command),
-        *watching_violations(config),
-        *_command(config, command),
-    ]
-    return violations, list(notices(config))
-
-
-def _batch(config: Config) -> Iterator[Violation]:
+def _validate_batch(config: Config) -> Iterator[Violation]:
     num_sequences = config.batch.prompts_per_step * config.batch.group_size
     if config.batch.num_mini_batches > num_sequences:
         yield Violation(
@@ -322,21 +134,65 @@ def _batch(config: Config) -> Iterator[Violation]:
         )
 
 
-def _optimizers(config: Config) -> Iterator[Violation]:
-    yield from _optimizer_state(config, "optimizer")
+def validate_colocated(config: Config) -> Iterator[Violation]:
+    """Yield what contradicts `cluster.colocated`: ranks and servers that use the same GPUs in turns."""
+    if not config.cluster.colocated:
+        return
+    if config.rollout.max_staleness > 0:
+        yield Violation(
+            "cluster.colocated",
+            f"true with `rollout.max_staleness: {config.rollout.max_staleness}`: sampling goes on while ranks train,"
+            " which needs GPUs of its own; valid: false, or `max_staleness: 0`",
+        )
+    if config.publish.method == "distributed":
+        yield Violation(
+            "cluster.colocated",
+            "true with `publish.method: distributed`: NCCL refuses a group with two members on one GPU, a rank and a"
+            " server; valid: `method: disk`",
+        )
+    if config.cluster.num_rollout_nodes > 0:
+        yield Violation(
+            "cluster.colocated",
+            f"true with `num_rollout_nodes: {config.cluster.num_rollout_nodes}`: nodes of their own for servers have no"
+            " ranks to share GPUs with; valid: `num_rollout_nodes: 0`, or false",
+        )
+    if config.server.num_nodes > 1:
+        yield Violation(
+            "cluster.colocated",
+            f"true with `server.num_nodes: {config.server.num_nodes}`: a server that takes turns with ranks is on their"
+            " node; valid: `num_nodes: 1`, or false",
+        )
+    if config.optimizer.cpu_offload_fraction > 0:
+        yield Violation(
+            "cluster.colocated",
+            "true with `optimizer.cpu_offload_fraction` above 0: all of the optimizer's state goes to the host while"
+            " servers sample, and none stays there; valid: `cpu_offload_fraction: 0`, or false",
+        )
+    if config.fp8.parameters:
+        yield Violation(
+            "cluster.colocated",
+            "true with `fp8.parameters: true`: parameters in FP8 cannot be moved to the host and back yet; valid:"
+            " `parameters: false`, or false",
+        )
+
+
+def _validate_optimizers(config: Config) -> Iterator[Violation]:
+    yield from _validate_optimizer(config, "optimizer")
     critic = critic_of(config)
     if critic is not None and (critic.optimizer is not None or critic.precision is not None):
-        yield from _optimizer_state(critic_config(config), "critic.optimizer")
+        yield from _validate_optimizer(critic_config(config), "critic.optimizer")
 
 
-def _optimizer_state(config: Config, place: str) -> Iterator[Violation]:
-    """What contradicts `config.optimizer`, which stands at `place`."""
+def _validate_optimizer(config: Config, place: str) -> Iterator[Violation]:
+    """Yield what contradicts `config.optimizer`. `place` is its dotted key in the file: `optimizer`, or
+    `critic.optimizer` if `config` is the critic's configuration.
+    """
     optimizer = config.optimizer
     if optimizer.min_lr > optimizer.lr:
         yield Violation(f"{place}.min_lr", f"{optimizer.min_lr:g} is above lr {optimizer.lr:g}; at most that")
     small, offloaded = optimizer.moments_dtype != "fp32", optimizer.cpu_offload_fraction > 0
     if optimizer.gradients_dtype == "bf16":
-        yield from _bf16_gradients(config, place)
+        yield from _validate_bf16_gradients(config, place)
     needs = {"moments_dtype": small, "cpu_offload_fraction": offloaded}
     for key, wanted in needs.items():
         if wanted and not optimizer.distributed:
@@ -360,8 +216,8 @@ def _optimizer_state(config: Config, place: str) -> Iterator[Violation]:
         )
 
 
-def _bf16_gradients(config: Config, place: str) -> Iterator[Violation]:
-    """What contradicts gradients in bf16."""
+def _validate_bf16_gradients(config: Config, place: str) -> Iterator[Violation]:
+    """Yield what contradicts `gradients_dtype: bf16`."""
     optimizer = config.optimizer
     if config.precision == "fp32":
         yield Violation(
@@ -383,7 +239,7 @@ def _bf16_gradients(config: Config, place: str) -> Iterator[Violation]:
             )
 
 
-def _experts(config: Config) -> Iterator[Violation]:
+def _validate_experts(config: Config) -> Iterator[Violation]:
     moe = config.moe
     if moe.load_balancing != "none" and moe.load_balancing_coefficient == 0:
         yield Violation(
@@ -413,25 +269,25 @@ def _experts(config: Config) -> Iterator[Violation]:
         )
 
 
-def _data(config: Config, command: str | None) -> Iterator[Violation]:
+def _validate_data(config: Config, command: str | None) -> Iterator[Violation]:
     data = config.data
     certifies = command == "certify" or (command is None and config.certify.cases)
-    made = data.reasoning_gym
+    generated = data.reasoning_gym
     if not names_prompts(data) and not certifies and command != "eval":
         yield Violation("data.path", "missing; give `path` (one JSONL file) or `sources` (several with weights)")
-    if made is not None and (data.path is not None or data.sources):
+    if generated is not None and (data.path is not None or data.sources):
         yield Violation(
             "data.reasoning_gym",
-            f"given beside `{'path' if data.path is not None else 'sources'}`; keep one of them",
+            f"given together with `{'path' if data.path is not None else 'sources'}`; keep one of them",
         )
-    if made is not None and data.procedural_python is not None:
+    if generated is not None and data.procedural_python is not None:
         for index, entry in enumerate(config.reward.functions):
             if entry.function == "reasoning_gym" and "python" not in entry.options:
                 yield Violation(
                     f"reward.functions.{index}.options",
-                    f"lacks `python`; data.procedural_python is {data.procedural_python}, which scores, too",
+                    f"lacks `python`; data.procedural_python is {data.procedural_python}, which has to score as well",
                 )
-    for name, count in Counter(task.name for task in made.tasks).items() if made is not None else ():
+    for name, count in Counter(task.name for task in generated.tasks).items() if generated is not None else ():
         if count > 1:
             yield Violation("data.reasoning_gym.tasks", f"{name!r} occurs {count} times; list it once")
     if data.path is not None and data.sources:
@@ -448,15 +304,90 @@ def _data(config: Config, command: str | None) -> Iterator[Violation]:
         yield Violation(
             "data.system_prompt", "needs `chat_template: true`; without a template there is no system message"
         )
-    yield from held_out_rules(config)
+    yield from validate_held_out(config)
 
 
-def _layers(config: Config) -> Iterator[Violation]:
+def validate_held_out(config: Config) -> Iterator[Violation]:
+    """Yield what is wrong with `eval`: its files, its sets, and their rewards, lengths and templates."""
+    evaluation = config.eval
+    if evaluation is None:
+        return
+    sets = eval_sets(config)
+    if not sets:
+        yield Violation("eval.path", "missing; the JSONL file of held-out prompts")
+    if evaluation.path is not None and evaluation.sets:
+        yield Violation(
+            "eval.path",
+            "both `path` and `sets` are given; make the file an entry of `sets`, or leave those out (eval.sets=[])",
+        )
+    yield from _validate_background_evaluation(config)
+    for name, count in Counter(entry.name for entry in evaluation.sets).items():
+        if count > 1:
+            yield Violation("eval.sets", f"{count} sets are named {name!r}; names must differ")
+    own = own_rewards(config)
+    is_unclear = None not in own and len(own) > 1 and evaluation.reward is None
+    if is_unclear and not all(entry.reward for entry in evaluation.sets or [evaluation]):
+        yield Violation(
+            "eval.reward",
+            "missing; the sources have different rewards of their own, and none has `reward`; valid:"
+            f" {', '.join(sorted(' + '.join(one.function for one in reward or ()) for reward in own))}, or another",
+        )
+    most = config.rollout.max_new_tokens
+    for one in sets:
+        if one.max_new_tokens is not None and one.max_new_tokens > most:
+            yield Violation(
+                f"{one.place}.max_new_tokens",
+                f"{one.max_new_tokens} is above rollout.max_new_tokens ({most}), from which the servers' context and"
+                " deadlines follow; at most that",
+            )
+        if one.template is not None and _PROMPT_MARK not in one.template:
+            yield Violation(
+                f"{one.place}.template",
+                f"lacks {_PROMPT_MARK}, which stands for the row's prompt; put it where the prompt belongs",
+            )
+        for key in one.template_keys:
+            if f"{{{key}}}" not in (one.template or ""):
+                yield Violation(
+                    f"{one.place}.template_keys", f"{key!r} is not in `template`; put {{{key}}} where it belongs"
+                )
+        if one.data.system_prompt is not None and not one.data.chat_template and config.data.chat_template:
+            yield Violation(
+                f"{one.place}.chat_template",
+                "false with a system prompt (of the set, or data.system_prompt); without a template there is no system"
+                " message",
+            )
+
+
+def _validate_background_evaluation(config: Config) -> Iterator[Violation]:
+    """Yield what contradicts an evaluation that runs while ranks train (`eval.blocking: false`)."""
+    evaluation, num = config.eval, config.server.num_servers
+    if evaluation is None or evaluation.blocking:
+        return
+    if config.cluster.colocated:
+        yield Violation(
+            "eval.blocking",
+            "false with `cluster.colocated`: servers and ranks take turns on the same GPUs, so nothing can be measured"
+            " while ranks train; valid: true, or servers with GPUs of their own",
+        )
+    elif num < 2:
+        yield Violation(
+            "eval.blocking",
+            f"false with `server.num_servers: {num}`: the only server samples for training; valid: true, or 2 servers"
+            " or more",
+        )
+    elif evaluation.servers >= num:
+        yield Violation(
+            "eval.servers",
+            f"{evaluation.servers} of server.num_servers {num} would leave none for training; valid: 1 to {num - 1}",
+        )
+
+
+def _validate_transformer_engine(config: Config) -> Iterator[Violation]:
     chosen = config.engine.transformer_engine
     if config.precision == "fp8" and chosen is False:
         yield Violation(
             "engine.transformer_engine",
-            "false contradicts `precision: fp8`, whose products are Transformer Engine's; leave it out",
+            "false contradicts `precision: fp8`, whose products Transformer Engine computes; leave it out",
         )
     if config.precision == "fp32" and chosen:
         yield Violation(
@@ -466,7 +397,7 @@ def _layers(config: Config) -> Iterator[Violation]:
         )
 
 
-def _fp8(config: Config) -> Iterator[Violation]:
+def _validate_fp8(config: Config) -> Iterator[Violation]:
     if (
         config.precision == "fp8"
         and config.fp8.recipe == "delayed"
@@ -474,8 +405,8 @@ def _fp8(config: Config) -> Iterator[Violation]:
     ):
         yield Violation(
             "fp8.recipe",
-            "delayed with a KL term: the scales of the frozen reference would follow its passes and be in no"
-            " checkpoint; valid: blockwise, tensorwise or mxfp8",
+            "delayed with a KL term: the scales of the frozen reference would follow its passes, and no checkpoint"
+            " holds them; valid: blockwise, tensorwise or mxfp8",
         )
     if config.precision != "fp8" or not config.fp8.parameters:
         return
@@ -496,20 +427,22 @@ def _fp8(config: Config) -> Iterator[Violation]:
         )
 
 
-def _sharp_fp8(config: Config, command: str | None) -> Iterator[Violation]:
+def _validate_sharp_fp8(config: Config, command: str | None) -> Iterator[Violation]:
     if not config.certify.sharp_fp8:
         return
     if command not in (None, "certify"):
-        yield Violation("certify.sharp_fp8", f"only `gspo-mega certify` computes so, not `{command}`; valid: false")
+        yield Violation(
+            "certify.sharp_fp8", f"only `gspo-mega certify` computes this way, not `{command}`; valid: false"
+        )
     if config.precision == "fp8" and config.fp8.parameters:
         yield Violation("certify.sharp_fp8", "contradicts `fp8.parameters: true`: it keeps parameters in fp32")
     if config.precision == "fp8" and config.optimizer.moments_dtype != "fp32":
         yield Violation("certify.sharp_fp8", "needs `optimizer.moments_dtype: fp32`, as its parameters are fp32")
 
 
-def _rollout_and_servers(config: Config) -> Iterator[Violation]:
-    yield from server_node_violations(config)
-    yield from speculative_violations(config)
+def _validate_rollout_and_servers(config: Config) -> Iterator[Violation]:
+    yield from validate_server_nodes(config)
+    yield from validate_speculative(config)
     if config.rollout.top_k == 0:
         yield Violation("rollout.top_k", "0 leaves no token to sample; valid: -1 (all tokens) or at least 1")
     if config.run.name in (".", ".."):
@@ -518,8 +451,7 @@ def _rollout_and_servers(config: Config) -> Iterator[Violation]:
         )
     if (problem := address_problem(config.server.host)) is not None:
         yield Violation("server.host", problem)
-    for name, text in option_problems(config.server.options):
-        yield Violation(f"server.options.{name}", text)
+    yield from validate_server_options(config.server.options)
     if config.publish.verify == "tensors" and config.server.tensor > 1:
         yield Violation(
             "publish.verify",
@@ -527,7 +459,76 @@ def _rollout_and_servers(config: Config) -> Iterator[Violation]:
         )
 
 
-def _initial_weights(config: Config, command: str | None) -> Iterator[Violation]:
+def validate_server_nodes(config: Config) -> Iterator[Violation]:
+    """Yield what does not fit the nodes of servers: how many there are, and how a server is divided over several."""
+    cluster, server = config.cluster, config.server
+    rewards = sum(model.num_servers for model in config.reward.model if model.path)
+    most = server.num_servers * server.num_nodes + rewards
+    if cluster.num_rollout_nodes > most:
+        over = f" over {server.num_nodes} nodes each" if server.num_nodes > 1 else ""
+        over += f" and {rewards} of reward models" if rewards else ""
+        yield Violation(
+            "cluster.num_rollout_nodes",
+            f"{cluster.num_rollout_nodes} nodes for server.num_servers {server.num_servers}{over}: some would have"
+            f" nothing to do; at most {most}",
+        )
+    if server.num_nodes == 1:
+        return
+    if server.tensor % server.num_nodes:
+        yield Violation(
+            "server.num_nodes",
+            f"{server.num_nodes} does not divide server.tensor {server.tensor}: SGLang places equally many ranks on"
+            " each node;"
+            f" valid: {', '.join(str(n) for n in range(1, server.tensor + 1) if server.tensor % n == 0)}",
+        )
+    key = "num_rollout_nodes" if cluster.num_rollout_nodes else "num_nodes"
+    there = getattr(cluster, key)
+    if there % server.num_nodes:
+        near = max(there // server.num_nodes, 1) * server.num_nodes
+        yield Violation(
+            "server.num_nodes",
+            f"{server.num_nodes}, and the servers have {there} nodes (cluster.{key}): a server takes"
+            f" {server.num_nodes} whole neighbouring nodes; valid: a multiple of {server.num_nodes} as"
+            f" cluster.{key}, for example"
+            f" {near}, or another size here",
+        )
+
+
+def validate_deadlines(config: Config) -> Iterator[Violation]:
+    """Yield a violation for each relation of `RELATIONS` that does not hold. A deadline that is absent breaks no
+    relation.
+    """
+    for relation in RELATIONS:
+        if relation.of_agents and is_one_turn(config):
+            continue
+        shorter, longer = _seconds(config, relation.shorter), _seconds(config, relation.longer)
+        if shorter is None or longer is None or shorter < longer:
+            continue
+        if relation.blame == relation.longer:
+            yield Violation(
+                relation.blame,
+                f"{longer:g} s is not longer than {relation.shorter} {shorter:g}: {relation.why}; above {shorter:g}",
+            )
+        else:
+            than = (
+                f"{relation.longer} {longer:g}"
+                if isinstance(relation.longer, str)
+                else f"the {longer:g} s after which a collective is given up"
+            )
+            yield Violation(
+                relation.blame, f"{shorter:g} s is not shorter than {than}: {relation.why}; below {longer:g}"
+            )
+
+
+def _seconds(config: Config, side: str | float) -> float | None:
+    """Seconds of one side of a relation; None where its key has no value."""
+    if not isinstance(side, str):
+        return side
+    section, key = side.split(".")
+    return getattr(getattr(config, section), key)
+
+
+def _validate_initial_weights(config: Config, command: str | None) -> Iterator[Violation]:
     if config.model.weights is None:
         return
     if command in ("eval", "certify", "budget"):
@@ -544,7 +545,33 @@ def _initial_weights(config: Config, command: str | None) -> Iterator[Violation]
         )
 
 
-def _command(config: Config, command: str | None) -> Iterator[Violation]:
+def validate_watching(config: Config) -> Iterator[Violation]:
+    """Yield what is wrong with the sections that watch a run from outside: metrics, profile and alerts."""
+    prometheus = config.metrics.prometheus
+    if prometheus is not None and (problem := address_problem(prometheus.host)) is not None:
+        yield Violation("metrics.prometheus.host", problem)
+    yield from _validate_profile(config)
+    yield from _validate_alerts(config)
+
+
+def _validate_profile(config: Config) -> Iterator[Violation]:
+    steps, ranks = config.profile.steps, config.profile.ranks
+    if steps is not None and steps[0] > steps[1]:
+        yield Violation("profile.steps", f"[{steps[0]}, {steps[1]}] has its last step before its first")
+    world = config.cluster.num_nodes * config.cluster.ranks_per_node
+    if max(ranks) >= world:
+        yield Violation("profile.ranks", f"there is no rank {max(ranks)}; valid: 0 to {world - 1}")
+
+
+def _validate_alerts(config: Config) -> Iterator[Violation]:
+    alerts = config.alerts
+    if alerts != Alerts() and alerts.command is None and alerts.url is None:
+        yield Violation("alerts", "notifies nobody; give command, url or both")
+    if alerts.url is not None and not alerts.url.startswith(("http://", "https://", "$")):
+        yield Violation("alerts.url", "must begin with http:// or https://, or be $NAME of an environment variable")
+
+
+def _validate_command(config: Config, command: str | None) -> Iterator[Violation]:
     needs = {"train": ("train",), "sft": ("sft", "eval"), "eval": ("eval",)}.get(command or "", ())
     for section in needs:
         if getattr(config, section) is None:
@@ -552,8 +579,7 @@ def _command(config: Config, command: str | None) -> Iterator[Violation]:
     if config.train is not None and config.train.from_rollouts is not None and config.train.rollouts_only:
         yield Violation(
             "train.rollouts_only",
-            "contradicts train.from_rollouts: one samples and trains nothing, the other trains and samples nothing;"
-            " give one",
+            "contradicts train.from_rollouts: one only samples, the other only trains; give one",
         )
     if config.sft is not None and config.sft.stop_accuracy_low > config.sft.stop_accuracy_high:
         yield Violation(

@@ -1,9 +1,8 @@
-"""Rules between the keys about episodes: what acts, its limits, and how the rewards of turns become advantages.
+"""The rules of episodes: what acts, its tools, its limits, and how the rewards of turns become advantages.
 
-A violation is an error before anything starts; what is allowed and changes a run's meaning is a notice here. Whether a
-function can be imported and called is checked where it is loaded.
-
-The options of `rollout.episode: foreign`, read and checked.
+`validate_episodes` checks what the configuration alone can tell; whether a function can be imported and called is
+checked where it is loaded. The options of `rollout.episode: foreign` follow: their type, and their validator, which the
+agents' code uses as well.
 """
 
 from __future__ import annotations
@@ -19,118 +18,33 @@ from gspo_mega.base.errors import Violation
 from gspo_mega.base.network import address_problem
 from gspo_mega.config.algorithms import RECIPES
 from gspo_mega.config.derived import ONE_TURN, TOOL_LOOP, is_one_turn
-from gspo_mega.config.schema import Config, Episodes
+from gspo_mega.config.schema import Config
 
-REWARDS = ("functions", "exit_code", "file")
-
-
-@dataclass(frozen=True)
-class ForeignOptions:
-    """`command`: the agent's program and its arguments. `reward`: whose word counts. `model`: the name that agents ask
-    for. `processes`: agents at a time.
-    """
-
-    command: tuple[str, ...]
-    reward: str = "functions"
-    model: str = "policy"
-    processes: int = 32
-
-    @classmethod
-    def read(cls, options: Mapping[str, Any]) -> ForeignOptions:
-        """The options, which have no `problem_of`."""
-        return cls(**{**options, "command": tuple(options["command"])})
-
-
-def program_problem(command: Sequence[str]) -> str | None:
-    """What is wrong with an agent's program on this machine, in words, or None."""
-    if shutil.which(command[0]) is None:
-        return f"no program {command[0]!r} here; valid: one on PATH, or a path to one that may be run"
-    return None
-
-
-def problem_of(options: Mapping[str, Any]) -> tuple[str, str] | None:
-    """An option and what is wrong with it, None where all is well."""
-    names = [one.name for one in fields(ForeignOptions)]
-    for name in options:
-        if name not in names:
-            return name, f"foreign has no such option; valid: {', '.join(names)}"
-    if "command" not in options:
-        return "command", "missing; the agent's program and its arguments, a list of texts"
-    command = options["command"]
-    if not isinstance(command, list | tuple) or not command or not all(isinstance(one, str) and one for one in command):
-        return "command", f"{command!r}; the agent's program and its arguments, a list of texts, was expected"
-    if options.get("reward", "functions") not in REWARDS:
-        return "reward", f"{options['reward']!r}; valid: {', '.join(REWARDS)}"
-    model = options.get("model", "policy")
-    if not isinstance(model, str) or not model:
-        return "model", f"{model!r}; a name was expected"
-    processes = options.get("processes", 32)
-    if type(processes) is not int or processes < 1:
-        return "processes", f"{processes!r}; an integer >= 1 was expected"
-    return None
-
-
-# Episodes that are part of the package. All but the first need turns, so a list of messages.
+# Episodes that are part of the package. All but the first have turns, so they need a list of messages.
 BUILT_IN_EPISODES = (ONE_TURN, TOOL_LOOP, "foreign", "gym_text", "openenv")
-_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_FUNCTION_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+# Where the reward of a foreign agent's episode comes from.
+FOREIGN_REWARDS = ("functions", "exit_code", "file")
 
 
-def episode_violations(config: Config) -> Iterator[Violation]:
-    yield from _what_acts(config)
-    yield from _rewards(config)
-    yield from _tools(config)
-    yield from _lengths(config)
-    yield from _isolation(config)
-    yield from _advantages(config)
+def validate_episodes(config: Config) -> Iterator[Violation]:
+    """Yield what is wrong with `rollout.episode`, `rollout.tools` and `episodes`, or contradicts them."""
+    yield from _validate_episode_function(config)
+    yield from _validate_episode_rewards(config)
+    yield from _validate_tools(config)
+    yield from _validate_lengths(config)
+    yield from _validate_isolation(config)
+    yield from _validate_turn_advantages(config)
 
 
-def episode_notices(config: Config) -> Iterator[str]:
-    """One line for each setting that is allowed and changes what the numbers mean."""
-    if is_one_turn(config) and config.episodes != Episodes(max_tokens=config.episodes.max_tokens):
-        yield "`episodes` has no effect with `rollout.episode: one_turn`, but for max_tokens"
-    if config.objective.scope == "turn":
-        yield (
-            "objective.scope turn: each turn has an importance ratio and a weight of its own, which the paper, of"
-            " episodes with one turn, does not say; all tokens before a turn are computed again for it"
-        )
-    if config.advantage.turns == "return_to_go":
-        yield (
-            "advantage.turns return_to_go: tokens of a turn have the advantage of the rewards from it on, discounted by"
-            f" {config.advantage.turn_discount:g} a turn, which the paper does not do"
-        )
-    if config.episodes.endpoint.ignore_sampling and config.rollout.episode.function == "foreign":
-        yield "episodes.endpoint.ignore_sampling: an agent's own temperature, top_p and top_k are not used"
-    if not is_one_turn(config):
-        yield from _room(config)
-
-
-def _room(config: Config) -> Iterator[str]:
-    """Fewer episodes at a time than servers take and a step has: the servers are not filled."""
-    episode, rollout, batch = config.rollout.episode, config.rollout, config.batch
-    room = config.episodes.num_workers * config.episodes.episodes_per_worker
-    keys = "episodes.num_workers x episodes_per_worker"
-    if episode.function == "foreign":
-        if problem_of(episode.options) is not None:
-            return  # refused anyway
-        room, keys = ForeignOptions.read(episode.options).processes, "rollout.episode.options.processes"
-    ahead = 1 + rollout.max_staleness
-    wanted = batch.prompts_per_step * batch.group_size * ahead
-    served = config.server.num_servers * rollout.max_concurrent_requests
-    if room < min(wanted, served):
-        yield (
-            f"{keys}: {room} episodes run at a time, fewer than the servers take ({served} requests) and"
-            f" {'a step has' if ahead == 1 else f'{ahead} steps have'} ({wanted}): servers are not filled"
-        )
-
-
-def _what_acts(config: Config) -> Iterator[Violation]:
+def _validate_episode_function(config: Config) -> Iterator[Violation]:
     episode = config.rollout.episode
-    if episode.function not in BUILT_IN_EPISODES and not _PATH.fullmatch(episode.function):
+    if episode.function not in BUILT_IN_EPISODES and not _FUNCTION_PATH.fullmatch(episode.function):
         yield Violation(
             "rollout.episode",
             f"{episode.function!r} is no episode; valid: {', '.join(BUILT_IN_EPISODES)}, or package.module:function",
         )
-    if episode.function == "foreign" and (problem := problem_of(episode.options)) is not None:
+    if episode.function == "foreign" and (problem := validate_foreign_options(episode.options)) is not None:
         yield Violation(f"rollout.episode.options.{problem[0]}", problem[1])
     if is_one_turn(config):
         if episode.options:
@@ -143,7 +57,7 @@ def _what_acts(config: Config) -> Iterator[Violation]:
         )
 
 
-def _rewards(config: Config) -> Iterator[Violation]:
+def _validate_episode_rewards(config: Config) -> Iterator[Violation]:
     episode = config.rollout.episode
     returns_nothing = episode.function in (ONE_TURN, TOOL_LOOP) or (
         episode.function == "foreign" and episode.options.get("reward", "functions") == "functions"
@@ -151,18 +65,18 @@ def _rewards(config: Config) -> Iterator[Violation]:
     if not returns_nothing or config.reward.functions:
         return
     if config.data.sources and all(source.reward for source in config.data.sources):
-        return  # and so have the held-out prompts
+        return  # then held-out prompts have a reward, too
     yield Violation(
         "reward.functions",
-        f"missing; `rollout.episode: {episode.function}` returns no reward here, so at least one function has to: a"
-        " built-in verifier's name, or package.module:function",
+        f"missing; `rollout.episode: {episode.function}` returns no reward here, so at least one function has to"
+        " return it: a built-in verifier's name, or package.module:function",
     )
 
 
-def _tools(config: Config) -> Iterator[Violation]:
+def _validate_tools(config: Config) -> Iterator[Violation]:
     episode, tools = config.rollout.episode.function, config.rollout.tools
     for index, tool in enumerate(tools):
-        if not _PATH.fullmatch(tool):
+        if not _FUNCTION_PATH.fullmatch(tool):
             yield Violation(f"rollout.tools.{index}", f"{tool!r} is no tool; valid: package.module:function")
     for name, count in Counter(tool.partition(":")[2].split(".")[-1] for tool in tools).items():
         if count > 1:
@@ -182,8 +96,8 @@ def _tools(config: Config) -> Iterator[Violation]:
     if episode == TOOL_LOOP and config.episodes.max_turns < 2:
         yield Violation(
             "episodes.max_turns",
-            f"{config.episodes.max_turns} with `rollout.episode: tool_loop`: after a call no turn is left to answer"
-            " in; at least 2",
+            f"{config.episodes.max_turns} with `rollout.episode: tool_loop`: after a call no turn is left for an"
+            " answer; at least 2",
         )
     if tools and config.episodes.tool_format == "none":
         yield Violation(
@@ -197,7 +111,7 @@ def _tools(config: Config) -> Iterator[Violation]:
         )
 
 
-def _lengths(config: Config) -> Iterator[Violation]:
+def _validate_lengths(config: Config) -> Iterator[Violation]:
     limit = config.episodes.max_tokens
     least = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     if limit is None and not is_one_turn(config):
@@ -214,7 +128,7 @@ def _lengths(config: Config) -> Iterator[Violation]:
         )
 
 
-def _isolation(config: Config) -> Iterator[Violation]:
+def _validate_isolation(config: Config) -> Iterator[Violation]:
     episodes, name = config.episodes, config.rollout.episode.function
     if (problem := address_problem(episodes.endpoint.host)) is not None:
         yield Violation("episodes.endpoint.host", problem)
@@ -225,7 +139,7 @@ def _isolation(config: Config) -> Iterator[Violation]:
         )
 
 
-def _advantages(config: Config) -> Iterator[Violation]:
+def _validate_turn_advantages(config: Config) -> Iterator[Violation]:
     advantage, recipe = config.advantage, RECIPES[config.algorithm]
     if advantage.turns == "return_to_go" and (recipe.has_one_advantage or config.objective.ratio == "sequence"):
         yield Violation(
@@ -238,3 +152,49 @@ def _advantages(config: Config) -> Iterator[Violation]:
             "advantage.turn_discount",
             f"{advantage.turn_discount:g} has no effect with `turns: episode`; 1, or `turns: return_to_go`",
         )
+
+
+@dataclass(frozen=True)
+class ForeignOptions:
+    """The options of `rollout.episode: foreign`. `command`: the agent's program and its arguments. `reward`: one of
+    `FOREIGN_REWARDS`. `model`: the name that agents ask for. `processes`: the number of agents at a time.
+    """
+
+    command: tuple[str, ...]
+    reward: str = "functions"
+    model: str = "policy"
+    processes: int = 32
+
+    @classmethod
+    def read(cls, options: Mapping[str, Any]) -> ForeignOptions:
+        """Return the options, for which `validate_foreign_options` must have found nothing wrong."""
+        return cls(**{**options, "command": tuple(options["command"])})
+
+
+def validate_foreign_options(options: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return (name of an option, what is wrong with it), or None if nothing is wrong."""
+    names = [one.name for one in fields(ForeignOptions)]
+    for name in options:
+        if name not in names:
+            return name, f"foreign has no such option; valid: {', '.join(names)}"
+    if "command" not in options:
+        return "command", "missing; the agent's program and its arguments, a list of texts"
+    command = options["command"]
+    if not isinstance(command, list | tuple) or not command or not all(isinstance(one, str) and one for one in command):
+        return "command", f"{command!r}; the agent's program and its arguments, a list of texts, was expected"
+    if options.get("reward", "functions") not in FOREIGN_REWARDS:
+        return "reward", f"{options['reward']!r}; valid: {', '.join(FOREIGN_REWARDS)}"
+    model = options.get("model", "policy")
+    if not isinstance(model, str) or not model:
+        return "model", f"{model!r}; a name was expected"
+    processes = options.get("processes", 32)
+    if type(processes) is not int or processes < 1:
+        return "processes", f"{processes!r}; an integer >= 1 was expected"
+    return None
+
+
+def program_problem(command: Sequence[str]) -> str | None:
+    """Return what is wrong with an agent's program on this machine, or None."""
+    if shutil.which(command[0]) is None:
+        return f"no program {command[0]!r} here; valid: a program on PATH, or a path to an executable file"
+    return None

@@ -1,15 +1,8 @@
-"""What contradicts adapters (`lora`) in every model. What follows from the model is `plan/state.py`'s.
+"""The rules of what is learned: the algorithm and its defaults, the critic, staleness, adapters, batch invariance.
 
-What the recipe of `algorithm` gives to other keys, and what contradicts it.
-
-Owns the defaults that depend on the algorithm and the refusals of its keys; the recipes are the table `algorithms.py`.
-
-Rules between PPO's critic and other keys: what contradicts, and what changes meaning.
-
-Rules between the keys about rollouts that lag behind the trainer: what contradicts, and what changes meaning.
-
-What contradicts `engine.batch_invariant` in every model. What follows from model and device is the plan's
-(`plan/validate_precision.py`).
+`resolve_defaults` fills in what the recipe of `algorithm` gives to other keys; the recipes are the table in
+`algorithms.py`. The validators after it expect a configuration whose defaults are resolved. What follows from the model
+or the device is in `plan/validate.py` (`validate_lora`) and `plan/validate_precision.py` (`validate_batch_invariance`).
 """
 
 from __future__ import annotations
@@ -25,16 +18,17 @@ from gspo_mega.config.derived import (
     least_of_group,
     needs_old_log_prob_pass,
     on_publish,
-    publishes,
     server_dtype,
 )
 from gspo_mega.config.schema import Config, Critic
 
+_WITH_INVARIANCE = "with `engine.batch_invariant: true`"
+
 
 def resolve_defaults(config: Config) -> Config:
-    """Fill in the defaults that depend on another key: those that the algorithm's recipe gives to `objective` and to
-    other sections, the constant of a recipe that divides by one, `rollout.max_new_tokens`, and the critic of a recipe
-    that has one.
+    """Return `config` with the defaults that depend on another key: those that the algorithm's recipe gives to
+    `objective` and to other sections, `objective.norm_constant_tokens` (from `rollout.max_new_tokens`) for a recipe
+    that divides by it, and the critic of a recipe that has one.
     """
     recipe = RECIPES[config.algorithm]
     wanted: dict[str, dict[str, Any]] = {section: dict(values) for section, values in recipe.settings.items()}
@@ -43,12 +37,14 @@ def resolve_defaults(config: Config) -> Config:
         wanted["objective"]["norm_constant_tokens"] = config.rollout.max_new_tokens
     changes: dict[str, Any] = {}
     for section, values in wanted.items():
-        of: Any = getattr(config, section) if section else config
+        current: Any = getattr(config, section) if section else config
         missing = {
-            key: value for key, value in values.items() if key not in of.model_fields_set and value != getattr(of, key)
+            key: value
+            for key, value in values.items()
+            if key not in current.model_fields_set and value != getattr(current, key)
         }
         if missing:
-            changes |= {section: of.model_copy(update=missing)} if section else missing
+            changes |= {section: current.model_copy(update=missing)} if section else missing
     if recipe.has_critic and config.critic is None:
         changes["critic"] = Critic()
     return config.model_copy(update=changes) if changes else config
@@ -61,14 +57,14 @@ def _averages_otherwise(config: Config) -> bool:
     return given and objective.aggregation != RECIPES[config.algorithm].aggregation
 
 
-def objective_violations(config: Config, command: str | None = None) -> Iterator[Violation]:
-    """What contradicts the algorithm, of a configuration whose defaults are resolved. `certify` records old log-probs
-    of its own, so that `old_log_probs` says nothing there.
+def validate_objective(config: Config, command: str | None = None) -> Iterator[Violation]:
+    """Yield what contradicts the algorithm. `certify` records old log-probs of its own, so `old_log_probs` has no
+    effect there.
     """
     objective, recipe = config.objective, RECIPES[config.algorithm]
-    yield from _contradictions(config, recipe, own_old_log_probs=command == "certify")
-    yield from _parameters(config, recipe)
-    yield from _advantages(config)
+    yield from _validate_recipe(config, recipe, own_old_log_probs=command == "certify")
+    yield from _validate_parameters(config, recipe)
+    yield from _validate_advantages(config)
     if recipe.ratio is None and objective.ratio is None:
         yield Violation(
             "objective.ratio",
@@ -98,8 +94,8 @@ def objective_violations(config: Config, command: str | None = None) -> Iterator
         )
 
 
-def _contradictions(config: Config, recipe: Recipe, own_old_log_probs: bool) -> Iterator[Violation]:
-    """Settings that the recipe of `algorithm` forbids."""
+def _validate_recipe(config: Config, recipe: Recipe, own_old_log_probs: bool) -> Iterator[Violation]:
+    """Yield the settings that the recipe of `algorithm` forbids."""
     objective, largest = config.objective, recipe.largest_clip
     for key, value in (("clip_low", objective.clip_low), ("clip_high", objective.clip_high)):
         if largest is not None and value > largest:
@@ -132,8 +128,8 @@ def _contradictions(config: Config, recipe: Recipe, own_old_log_probs: bool) -> 
             )
 
 
-def _parameters(config: Config, recipe: Recipe) -> Iterator[Violation]:
-    """Keys of `objective` that another algorithm has."""
+def _validate_parameters(config: Config, recipe: Recipe) -> Iterator[Violation]:
+    """Yield the keys of `objective` that belong to another algorithm."""
     objective = config.objective
     for key in PARAMETERS:
         if getattr(objective, key) is not None and key not in recipe.parameters:
@@ -149,8 +145,8 @@ def _parameters(config: Config, recipe: Recipe) -> Iterator[Violation]:
         )
 
 
-def _advantages(config: Config) -> Iterator[Violation]:
-    """Combinations of baseline and deviation that no estimator has, and groups in which one compares nothing."""
+def _validate_advantages(config: Config) -> Iterator[Violation]:
+    """Yield combinations of baseline and deviation that no estimator has, and groups too small to compare anything."""
     advantage = config.advantage
     by_batch = advantage.std_over == "batch"
     if by_batch and not advantage.divide_by_std:
@@ -186,8 +182,8 @@ def _advantages(config: Config) -> Iterator[Violation]:
         )
 
 
-def critic_violations(config: Config) -> Iterator[Violation]:
-    """What contradicts a critic, and what needs one."""
+def validate_critic(config: Config) -> Iterator[Violation]:
+    """Yield what contradicts the critic of an algorithm that has one, and a section `critic` that has no effect."""
     critic = critic_of(config)
     if critic is None:
         owners = ", ".join(name for name, recipe in RECIPES.items() if recipe.has_critic)
@@ -196,8 +192,8 @@ def critic_violations(config: Config) -> Iterator[Violation]:
                 "critic", f"has no effect with `algorithm: {config.algorithm}`; leave it out, or use: {owners}"
             )
         return
-    yield from _unused_advantage_keys(config)
-    yield from _policy_alone(config)
+    yield from _validate_unused_advantage_keys(config)
+    yield from _validate_critic_features(config)
     if config.rollout.filter_constant_groups:
         yield Violation(
             "rollout.filter_constant_groups",
@@ -226,7 +222,7 @@ def critic_violations(config: Config) -> Iterator[Violation]:
     if own.precision != config.precision and "fp8" in (own.precision, config.precision):
         yield Violation(
             "critic.precision",
-            f"{own.precision} beside `precision: {config.precision}`: both models get the same packs, whose lengths"
+            f"{own.precision} with `precision: {config.precision}`: both models get the same packs, whose lengths"
             " FP8 rounds up; valid: leave it out",
         )
     if own.precision == "fp32" and config.engine.transformer_engine:
@@ -243,8 +239,8 @@ def critic_violations(config: Config) -> Iterator[Violation]:
         )
 
 
-def _unused_advantage_keys(config: Config) -> Iterator[Violation]:
-    """Keys about advantages that are relative to a group or a batch."""
+def _validate_unused_advantage_keys(config: Config) -> Iterator[Violation]:
+    """Yield the keys of advantages that are relative to a group or a batch, which a critic replaces."""
     for key in ("divide_by_std", "baseline", "std_over", "turns", "turn_discount"):
         default = type(config.advantage).model_fields[key].default
         if getattr(config.advantage, key) != default:
@@ -255,12 +251,14 @@ def _unused_advantage_keys(config: Config) -> Iterator[Violation]:
             )
 
 
-def _policy_alone(config: Config) -> Iterator[Violation]:
-    """What is made for a policy without a second model, or for rollouts of the weights that are trained."""
+def _validate_critic_features(config: Config) -> Iterator[Violation]:
+    """Yield the features that need a policy without a second model, or that sample with earlier weights."""
     name = config.algorithm
     if config.lora is not None:
         yield Violation(
-            "lora", f"with `algorithm: {name}`: a critic is trained whole, and adapters beside one are not made; remove"
+            "lora",
+            f"with `algorithm: {name}`: adapters together with a critic, which is trained whole, are not"
+            " implemented; remove it",
         )
     if config.objective.scope == "turn":
         yield Violation(
@@ -277,13 +275,13 @@ def _policy_alone(config: Config) -> Iterator[Violation]:
     if config.rollout.max_staleness > 0:
         yield Violation(
             "rollout.max_staleness",
-            f"{config.rollout.max_staleness} with `algorithm: {name}`: values and advantages are of the weights that"
-            " are trained, not of earlier ones that sampled; valid: 0",
+            f"{config.rollout.max_staleness} with `algorithm: {name}`: values and advantages belong to the weights"
+            " that are trained, not to the earlier ones that sampled; valid: 0",
         )
 
 
-def staleness_violations(config: Config) -> Iterator[Violation]:
-    """What `diagnostics.exact_staleness` cannot measure."""
+def validate_staleness(config: Config) -> Iterator[Violation]:
+    """Yield what makes it impossible for `diagnostics.exact_staleness` to measure staleness."""
     if not config.diagnostics.exact_staleness:
         return
     if not needs_old_log_prob_pass(config):
@@ -300,88 +298,50 @@ def staleness_violations(config: Config) -> Iterator[Violation]:
     if config.rollout.max_staleness > 0 and on_publish(config.rollout) == "continue_with_cache":
         yield Violation(
             "diagnostics.exact_staleness",
-            "true with `rollout.on_publish: continue_with_cache`: tokens behind a publish are of no version, so no kept"
+            "true with `rollout.on_publish: continue_with_cache`: tokens after a publish belong to no version, so"
+            " no kept"
             " weights reproduce them; valid: false, or `on_publish: continue`",
         )
 
 
-def staleness_notices(config: Config) -> Iterator[str]:
-    """One line for each setting that is allowed and changes what the numbers mean, or does nothing."""
-    rollout = config.rollout
-    if rollout.max_staleness == 0:
-        for key, acts in (
-            ("rollout.order", rollout.order != "admission"),
-            ("rollout.on_publish", rollout.on_publish not in (None, "wait")),
-            ("diagnostics.exact_staleness", config.diagnostics.exact_staleness),
-        ):
-            if acts:
-                yield f"{key} has no effect with `rollout.max_staleness: 0`: no token is older than the weights"
+def validate_lora(config: Config) -> Iterator[Violation]:
+    """Yield what contradicts adapters (`lora`) in every model."""
+    yield from _validate_published_adapters(config)
+    lora = config.lora
+    if lora is None:
         return
-    yield (
-        f"rollout.max_staleness {rollout.max_staleness}: tokens of weights up to that many versions old are trained on,"
-        " which the paper does not do; rollout/staleness_mean shows how old they are"
-    )
-    if rollout.order == "completion":
-        yield (
-            "rollout.order completion: short responses are trained earlier than long ones, and a run that is killed and"
-            " continued forms other batches than one that is not"
-        )
-    if on_publish(rollout) == "continue_with_cache":
-        yield (
-            "rollout.on_publish continue_with_cache: tokens behind a publish are sampled by new weights over the old"
-            " weights' cache, a hybrid that no weights reproduce"
-        )
-    if config.old_log_probs == "rollout":
-        yield (
-            "old_log_probs: rollout with max_staleness above 0: the clip range is around the weights that sampled, so"
-            " stale responses begin outside it; `trainer` clips this step's own movement"
-        )
-
-
-_SAID = "with `engine.batch_invariant: true`"
-
-
-def invariance_violations(config: Config) -> Iterator[Violation]:
-    """Settings with which trainer and servers would add in different orders, or round differently."""
-    if not config.engine.batch_invariant:
-        return
-    parallel, server = config.parallel, config.server
     if config.precision == "fp8":
-        yield Violation("precision", f"fp8 {_SAID}: only plain layers have these operations; valid then: fp32, bf16")
-    for key in ("transformer_engine", "fuse_activation"):
-        if getattr(config.engine, key):
-            yield Violation(
-                f"engine.{key}", f"true {_SAID}, whose operations are others; valid then: false, or leave it out"
-            )
-    ways = {name: getattr(parallel, name) for name in ("tensor", "pipeline", "context")} | {"server": server.tensor}
-    for name, size in ways.items():
-        if size > 1:
-            key = "server.tensor" if name == "server" else f"parallel.{name}"
-            why = "was not compared" if name == "pipeline" else "divides sums over ranks"
-            yield Violation(key, f"{size} {_SAID}: it {why}; valid then: 1")
-    if config.lora is not None:
-        yield Violation("lora", f"set {_SAID}: adapters were not compared; leave one of the two out")
-    if server.quantization != "none":
-        yield Violation("server.quantization", f"{server.quantization} {_SAID}: it rounds; valid then: none")
-    if server.kv_cache != "auto":
-        yield Violation("server.kv_cache", f"{server.kv_cache} {_SAID}: it rounds; valid then: auto")
-    if config.precision != "fp8" and server_dtype(config) != config.precision:
-        yield Violation("server.dtype", f"{server.dtype} {_SAID} and `precision: {config.precision}`; valid then: auto")
-    if server.attention_backend is not None:
+        yield Violation("precision", "fp8 with `lora`: adapters need Megatron's plain layers; valid then: bf16, fp32")
+    if config.engine.transformer_engine:
         yield Violation(
-            "server.attention_backend", f"{server.attention_backend} {_SAID}, which has one of its own; leave it out"
+            "engine.transformer_engine",
+            "true with `lora`: adapters need Megatron's plain layers, because Transformer Engine's fuse a norm"
+            " into the layer after it; valid then: false, or leave it out",
         )
-    if server.speculative is not None:
-        yield Violation("server.speculative", f"set {_SAID}: its passes were not compared; leave it out")
+    if lora.dropout > 0 and config.parallel.tensor > 1:
+        yield Violation(
+            "lora.dropout",
+            f"{lora.dropout:g} with parallel.tensor {config.parallel.tensor}: tensor ranks would drop different inputs"
+            " of one adapter; valid then: 0",
+        )
+    if config.cluster.colocated:
+        yield Violation(
+            "cluster.colocated",
+            "true with `lora`: ranks move only the trained weights off a GPU, and the frozen ones would stay there;"
+            " valid then: false",
+        )
+    if config.moe.expert_bias_update_rate > 0:
+        yield Violation(
+            "moe.expert_bias_update_rate",
+            f"{config.moe.expert_bias_update_rate:g} with `lora`: it moves the model's own bias, which neither an"
+            " adapter nor its checkpoint holds; valid then: 0",
+        )
+    for name in {target for target in lora.targets if lora.targets.count(target) > 1}:
+        yield Violation("lora.targets", f"{name!r} occurs {lora.targets.count(name)} times; list it once")
 
 
-def publishes_adapters(config: Config) -> bool:
-    """Do servers get adapters alone, and hold the weights of `model.path` all the time?"""
-    return config.lora is not None and config.publish.lora == "adapter" and publishes(config)
-
-
-def _served_violations(config: Config) -> Iterator[Violation]:
-    """What contradicts `publish.lora: adapter`."""
+def _validate_published_adapters(config: Config) -> Iterator[Violation]:
+    """Yield what contradicts `publish.lora: adapter`."""
     if config.publish.lora != "adapter":
         return
     said = "with `publish.lora: adapter`"
@@ -403,7 +363,7 @@ def _served_violations(config: Config) -> Iterator[Violation]:
     if config.server.quantization != "none":
         yield Violation(
             "server.quantization",
-            f"{config.server.quantization} {said}: adapters beside quantized layers were not compared with the"
+            f"{config.server.quantization} {said}: adapters with quantized layers were not compared with the"
             " trainer's; valid then: none",
         )
     if config.server.speculative is not None:
@@ -428,38 +388,41 @@ def _served_violations(config: Config) -> Iterator[Violation]:
         )
 
 
-def lora_violations(config: Config) -> Iterator[Violation]:
-    yield from _served_violations(config)
-    lora = config.lora
-    if lora is None:
+def validate_batch_invariance(config: Config) -> Iterator[Violation]:
+    """Yield the settings with which trainer and servers would add in different orders or round differently."""
+    if not config.engine.batch_invariant:
         return
+    parallel, server = config.parallel, config.server
     if config.precision == "fp8":
         yield Violation(
-            "precision", "fp8 with `lora`: adapters lie beside Megatron's plain layers; valid then: bf16, fp32"
+            "precision", f"fp8 {_WITH_INVARIANCE}: only plain layers have these operations; valid then: fp32, bf16"
         )
-    if config.engine.transformer_engine:
+    for key in ("transformer_engine", "fuse_activation"):
+        if getattr(config.engine, key):
+            yield Violation(
+                f"engine.{key}",
+                f"true {_WITH_INVARIANCE}, whose operations are different ones; valid then: false, or leave it out",
+            )
+    ways = {name: getattr(parallel, name) for name in ("tensor", "pipeline", "context")} | {"server": server.tensor}
+    for name, size in ways.items():
+        if size > 1:
+            key = "server.tensor" if name == "server" else f"parallel.{name}"
+            why = "was not compared" if name == "pipeline" else "divides sums over ranks"
+            yield Violation(key, f"{size} {_WITH_INVARIANCE}: it {why}; valid then: 1")
+    if config.lora is not None:
+        yield Violation("lora", f"set {_WITH_INVARIANCE}: adapters were not compared; leave one of the two out")
+    if server.quantization != "none":
+        yield Violation("server.quantization", f"{server.quantization} {_WITH_INVARIANCE}: it rounds; valid then: none")
+    if server.kv_cache != "auto":
+        yield Violation("server.kv_cache", f"{server.kv_cache} {_WITH_INVARIANCE}: it rounds; valid then: auto")
+    if config.precision != "fp8" and server_dtype(config) != config.precision:
         yield Violation(
-            "engine.transformer_engine",
-            "true with `lora`: adapters lie beside Megatron's plain layers, because Transformer Engine's fuse a norm"
-            " into the layer after it; valid then: false, or leave it out",
+            "server.dtype", f"{server.dtype} {_WITH_INVARIANCE} and `precision: {config.precision}`; valid then: auto"
         )
-    if lora.dropout > 0 and config.parallel.tensor > 1:
+    if server.attention_backend is not None:
         yield Violation(
-            "lora.dropout",
-            f"{lora.dropout:g} with parallel.tensor {config.parallel.tensor}: tensor ranks would drop different inputs"
-            " of one adapter; valid then: 0",
+            "server.attention_backend",
+            f"{server.attention_backend} {_WITH_INVARIANCE}, which uses its own backend; leave it out",
         )
-    if config.cluster.colocated:
-        yield Violation(
-            "cluster.colocated",
-            "true with `lora`: what ranks move off a GPU are the trained weights, and the frozen ones would stay there;"
-            " valid then: false",
-        )
-    if config.moe.expert_bias_update_rate > 0:
-        yield Violation(
-            "moe.expert_bias_update_rate",
-            f"{config.moe.expert_bias_update_rate:g} with `lora`: it moves the model's own bias, which no adapter and"
-            " no checkpoint of one has; valid then: 0",
-        )
-    for name in {target for target in lora.targets if lora.targets.count(target) > 1}:
-        yield Violation("lora.targets", f"{name!r} occurs {lora.targets.count(name)} times; list it once")
+    if server.speculative is not None:
+        yield Violation("server.speculative", f"set {_WITH_INVARIANCE}: its passes were not compared; leave it out")

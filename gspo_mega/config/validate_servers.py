@@ -1,11 +1,9 @@
-"""Speculative decoding in the servers: what the algorithms need, what contradicts them, and SGLang's names for it.
+"""The rules of servers that need no model: SGLang's arguments in `server.options`, and speculative decoding.
 
-Owns the rules between keys. What a draft takes of a GPU's memory is `plan/servers.py`'s.
-
-Which of SGLang's arguments `server.options` may not set: those that follow from another key, and those that would
-run foreign code, open the server, or break what a run relies on.
-
-Owns the lists and the reasons. Whether the installed SGLang knows an argument is checked where SGLang runs.
+`validate_server_options` refuses arguments that follow from another key, and those that would run foreign code, open
+the server, or break what a run relies on; the tables hold the reasons. Whether the installed SGLang knows an argument
+is checked where SGLang runs. `validate_speculative` has the rules between the keys of `server.speculative`; the
+functions after it give SGLang's names for them. What a draft takes of a GPU's memory is in `plan/servers.py`.
 """
 
 from __future__ import annotations
@@ -19,9 +17,11 @@ from gspo_mega.config.derived import publishes
 from gspo_mega.config.schema import Config
 
 CONTEXT_SLACK = 8
-"""SGLang ends a response two tokens before its context is full and refuses a prompt within six of it."""
+"""Tokens of context beyond the longest sequence: SGLang ends a response two tokens before its context is full, and
+refuses a prompt whose length is within six of it.
+"""
 
-OWN = {
+OWN_ARGUMENTS = {
     "model_path": "model.path",
     "host": "server.host",
     "port": "(chosen at start)",
@@ -60,16 +60,21 @@ OWN = {
     "enable_memory_saver": "cluster.colocated",
     "enable_weights_cpu_backup": "cluster.colocated",
 }
-"""Arguments that this package sets, and the key or rule that they follow from."""
+"""The arguments that this package sets, and the key or rule that each follows from."""
 
 _CODE = "runs code that a file, a module or a request names"
+
 _OPENS = "makes the server listen or answer beyond its one address with the run's API key"
+
 _WEIGHTS = "makes the server hold other weights than were published, and every verification of a publish fail"
+
 _READS = (
     "has weights read from elsewhere, or in a form that may hold code; servers load safetensors from the folder that"
     " the run names"
 )
+
 _SAMPLES = "samples from another distribution than the returned log-probs describe"
+
 _SPREADS = "spreads one server over machines, pipelines or replicas, which publishing does not reach"
 
 _REASONS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -165,49 +170,28 @@ _REASONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
 )
 
-REFUSED: dict[str, str] = {name: why for why, names in _REASONS for name in names}
-"""Arguments that are refused, and why."""
-
-
-def option_problems(options: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """(name, what is wrong and what is valid) of each option that may not be set."""
-    for name in options:
-        if name in OWN:
-            yield name, f"set by this package from {OWN[name]}; leave it out here"
-        elif name in REFUSED:
-            yield name, f"{REFUSED[name]}; leave it out"
-
+REFUSED_ARGUMENTS: dict[str, str] = {name: why for why, names in _REASONS for name in names}
+"""The arguments that are refused, and why."""
 
 _KEY = "server.speculative"
-# With a model of their own in `draft_path`. `nextn` takes the layers that the policy's own checkpoint brings.
+
+# Algorithms with a model of their own in `draft_path`. `nextn` takes layers of the policy's own checkpoint.
 _WITH_DRAFT = ("eagle", "eagle3", "standalone")
 
 
-def draft_folder(config: Config) -> str | None:
-    """Where the draft's weights are; None where nothing is drafted by a model."""
-    speculative = config.server.speculative
-    if speculative is None or speculative.algorithm == "ngram":
-        return None
-    return speculative.draft_path or config.model.path
+def validate_server_options(options: dict[str, Any]) -> Iterator[Violation]:
+    """Yield a violation for each option that may not be set."""
+    for name in options:
+        if name in OWN_ARGUMENTS:
+            yield Violation(
+                f"server.options.{name}", f"set by this package from {OWN_ARGUMENTS[name]}; leave it out here"
+            )
+        elif name in REFUSED_ARGUMENTS:
+            yield Violation(f"server.options.{name}", f"{REFUSED_ARGUMENTS[name]}; leave it out")
 
 
-def speculative_arguments(config: Config) -> dict[str, Any]:
-    """SGLang's arguments; empty without speculative decoding."""
-    speculative, folder = config.server.speculative, draft_folder(config)
-    if speculative is None:
-        return {}
-    found = {
-        "speculative_algorithm": speculative.algorithm.upper(),
-        "speculative_draft_model_path": None if folder is None else str(Path(folder).absolute()),
-        "speculative_num_steps": speculative.num_steps,
-        "speculative_eagle_topk": speculative.eagle_topk,
-        "speculative_num_draft_tokens": speculative.num_draft_tokens,
-    }
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def speculative_violations(config: Config) -> Iterator[Violation]:
-    """What SGLang would refuse, change without a word, or do to the draft that nobody asked for."""
+def validate_speculative(config: Config) -> Iterator[Violation]:
+    """Yield settings that SGLang would refuse or change silently, or with which it would change the draft."""
     speculative = config.server.speculative
     if speculative is None:
         return
@@ -222,7 +206,7 @@ def speculative_violations(config: Config) -> Iterator[Violation]:
                 f"{_KEY}.{name}", "ngram drafts from the tokens of earlier responses and has no such size; leave it out"
             )
     else:
-        yield from _sizes(config)
+        yield from _validate_draft_sizes(config)
     if algorithm == "standalone" and config.server.attention_data > 1:
         yield Violation(
             f"{_KEY}.algorithm",
@@ -232,18 +216,19 @@ def speculative_violations(config: Config) -> Iterator[Violation]:
     if config.rollout.return_routed_experts:
         yield Violation(
             _KEY,
-            "with `rollout.return_routed_experts: true`: nobody has shown that the experts returned are those of the"
+            "with `rollout.return_routed_experts: true`: nobody has shown that the returned experts are those of the"
             " accepted tokens; valid: null, or false there",
         )
     if algorithm != "ngram" and publishes(config) and config.publish.method == "disk":
         yield Violation(
             f"{_KEY}.algorithm",
-            f"{algorithm} with `publish.method: disk`: SGLang loads what is published into the draft, too; valid:"
+            f"{algorithm} with `publish.method: disk`: SGLang loads what is published into the draft as well; valid:"
             " `publish.method: distributed`, or ngram",
         )
 
 
-def _sizes(config: Config) -> Iterator[Violation]:
+def _validate_draft_sizes(config: Config) -> Iterator[Violation]:
+    """Yield contradictions between num_steps, eagle_topk and num_draft_tokens."""
     speculative = config.server.speculative
     assert speculative is not None
     steps, topk, drafted = speculative.num_steps, speculative.eagle_topk, speculative.num_draft_tokens
@@ -259,3 +244,26 @@ def _sizes(config: Config) -> Iterator[Violation]:
             f"{drafted} with `eagle_topk: 1` and `num_steps: {steps}`, where SGLang takes num_steps + 1; valid:"
             f" {steps + 1}",
         )
+
+
+def draft_folder(config: Config) -> str | None:
+    """Return the folder with the draft's weights; None if no model drafts."""
+    speculative = config.server.speculative
+    if speculative is None or speculative.algorithm == "ngram":
+        return None
+    return speculative.draft_path or config.model.path
+
+
+def speculative_arguments(config: Config) -> dict[str, Any]:
+    """Return SGLang's arguments for `server.speculative`; empty without it."""
+    speculative, folder = config.server.speculative, draft_folder(config)
+    if speculative is None:
+        return {}
+    found = {
+        "speculative_algorithm": speculative.algorithm.upper(),
+        "speculative_draft_model_path": None if folder is None else str(Path(folder).absolute()),
+        "speculative_num_steps": speculative.num_steps,
+        "speculative_eagle_topk": speculative.eagle_topk,
+        "speculative_num_draft_tokens": speculative.num_draft_tokens,
+    }
+    return {name: value for name, value in found.items() if value is not None}

@@ -36,7 +36,7 @@ from gspo_mega.config.schema import Optimizer
 from gspo_mega.cpu.backend import is_cpu_backend
 from gspo_mega.engine.precision import transformer_engine_error
 from gspo_mega.engine.process_groups import ParallelGroups, device, dismantle_with_groups
-from gspo_mega.plan.validate_precision import check_optimizer
+from gspo_mega.plan.validate_precision import optimizer_problems
 
 if TYPE_CHECKING:
     from megatron.core.optimizer.optimizer import ChainedOptimizer
@@ -111,7 +111,7 @@ MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.uin
 
 def require_optimizer(settings: Optimizer) -> None:
     """Raise ModelError with a line for every setting that this machine does not support."""
-    problems = check_optimizer(settings, has_gpu=not is_cpu_backend(), has_fused_adam=_has_fused_adam())
+    problems = optimizer_problems(settings, has_gpu=not is_cpu_backend(), has_fused_adam=_has_fused_adam())
     if problems:
         raise ModelError("\n".join(f"{key}: {text}" for key, text in problems))
 

@@ -38,23 +38,23 @@ from gspo_mega.base.errors import ModelError
 from gspo_mega.config.derived import (
     BLACKWELL,
     FLOAT32_SCALES_VARIABLE,
-    SETTINGS,
-    Choice,
-    Key,
+    FUSION_SETTINGS,
+    FusionChoice,
+    FusionKey,
     describe_fusions,
     fused_operations,
+    fusion_obstacle,
+    has_block_scaled_products,
     has_powers_of_two,
     has_transformer_engine_layers,
-    is_sharp,
+    is_sharp_fp8,
     loads_quantized,
-    multiplies_blocks,
-    obstacle,
 )
 from gspo_mega.config.schema import Config
 from gspo_mega.cpu import te_loading
 from gspo_mega.cpu.backend import is_cpu_backend
 from gspo_mega.models.block_fp8 import publishes_powers_of_two
-from gspo_mega.plan.validate_precision import check_precision
+from gspo_mega.plan.validate_precision import precision_problem
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ _FORMATS = {"delayed": "hybrid", "tensorwise": "hybrid", "blockwise": "e4m3", "m
 
 def parameter_dtype(config: Config) -> torch.dtype:
     """The dtype of a model's parameters, and of activations between layers, in this configuration."""
-    return torch.float32 if is_sharp(config) else DTYPES[config.precision]
+    return torch.float32 if is_sharp_fp8(config) else DTYPES[config.precision]
 
 
 def uses_transformer_engine(megatron_config: TransformerConfig) -> bool:
@@ -87,11 +87,11 @@ def require_precision(config: Config) -> None:
             )
         if te_loading.is_loaded():
             te_loading.compute_as_gpu_of(config.fp8.recipe if config.precision == "fp8" else None)
-            te_loading.scale_tensors(power_of_two=is_sharp(config))
+            te_loading.scale_tensors(power_of_two=is_sharp_fp8(config))
         _require_block_scales(config, None)
         return
     capability = torch.cuda.get_device_capability()
-    problem = check_precision(config, capability, torch.version.cuda, transformer_engine_version())
+    problem = precision_problem(config, capability, torch.version.cuda, transformer_engine_version())
     if problem is None:
         _require_block_scales(config, capability)
         return
@@ -107,7 +107,7 @@ def _require_block_scales(config: Config, capability: tuple[int, int] | None) ->
     then be for any GPU.
     """
     wanted = has_powers_of_two(config.fp8.block_scales, capability)
-    if loads_quantized(config) and (multiplies_blocks(config) or capability is not None):
+    if loads_quantized(config) and (has_block_scaled_products(config) or capability is not None):
         published = publishes_powers_of_two(config)
         if published != wanted:
             raise ModelError(
@@ -116,7 +116,7 @@ def _require_block_scales(config: Config, capability: tuple[int, int] | None) ->
                 " name this machine's GPU there, or set fp8.block_scales to power_of_two"
                 + (" or float32" if capability is None or capability < BLACKWELL else "")
             )
-    if multiplies_blocks(config) and (found := _multiplies_powers_of_two()) != wanted:
+    if has_block_scaled_products(config) and (found := _multiplies_powers_of_two()) != wanted:
         raise ModelError(
             f"fp8.block_scales: {config.fp8.block_scales} is {_kind(wanted)} on {_device(capability)}, but this process"
             f" multiplies with {_kind(found)}: Transformer Engine reads {FLOAT32_SCALES_VARIABLE} once, when it is"
@@ -216,14 +216,14 @@ _PERMUTATIONS = (
 _UNEVEN_HYBRID = "moe_hybridep_pad_uneven_dispatch_inputs"
 
 
-def fusion_choices(config: Config, has_experts: bool) -> list[Choice]:
+def fusion_choices(config: Config, has_experts: bool) -> list[FusionChoice]:
     """Which operations are fused on this machine. Raises ModelError for an operation that the configuration asks for
     and that cannot be fused here.
     """
     missing, has_gpu = _missing(), not is_cpu_backend()
-    for key in SETTINGS:
+    for key in FUSION_SETTINGS:
         if getattr(config.engine, key):
-            reason = obstacle(config, key, has_experts=has_experts, has_gpu=has_gpu) or missing.get(key)
+            reason = fusion_obstacle(config, key, has_experts=has_experts, has_gpu=has_gpu) or missing.get(key)
             if reason is not None:
                 raise ModelError(f"engine.{key}: true, which is not possible here: {reason}; leave the key out")
     return fused_operations(config, has_experts=has_experts, has_gpu=has_gpu, missing=missing)
@@ -235,7 +235,7 @@ def fusion_settings(config: Config, has_experts: bool) -> dict[str, bool]:
     """
     made = fusion_choices(config, has_experts)
     _log(describe_fusions(made))
-    return {SETTINGS[choice.key]: choice.on for choice in made}
+    return {FUSION_SETTINGS[choice.key]: choice.on for choice in made}
 
 
 def dispatcher_settings(config: Config) -> dict[str, Any]:
@@ -279,9 +279,9 @@ def head_without_apex() -> Iterator[None]:
         layers._grad_accum_fusion_available = before
 
 
-def _missing() -> dict[Key, str]:
+def _missing() -> dict[FusionKey, str]:
     """Which operations this process cannot fuse because a library is missing, each with the reason in words."""
-    found: dict[Key, str] = {}
+    found: dict[FusionKey, str] = {}
     if any(getattr(moe_utils, name, None) is None for name in _PERMUTATIONS):
         found["fuse_permutation"] = "Megatron found no Transformer Engine 2.1 or later with Triton"
     if not is_cpu_backend() and importlib.util.find_spec("triton") is None:

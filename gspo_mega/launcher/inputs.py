@@ -39,7 +39,7 @@ from gspo_mega.config.prompt_sources import (
 )
 from gspo_mega.config.schema import Config, Data, OwnReward
 from gspo_mega.config.validate_episodes import program_problem
-from gspo_mega.config.validate_rewards import services_of
+from gspo_mega.config.validate_rewards import services_by_name
 from gspo_mega.data.demonstrations import problem_of_response
 from gspo_mega.data.journal.journal import Journal
 from gspo_mega.data.procedural_rows import make_rows
@@ -86,7 +86,7 @@ def try_rewards(loaded: LoadedConfig, command: str) -> list[str]:
         return []
     samples = list(_samples(config, command))
     names = {name for source in samples for name in _names_of(config, source.source)}
-    services = services_of(config.reward)
+    services = services_by_name(config.reward)
     notices = []
     if asked := sorted(names & services.keys()):
         notices.append(

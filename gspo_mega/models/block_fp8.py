@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from gspo_mega.config.derived import BLACKWELL, BLOCK, has_powers_of_two, loads_quantized
+from gspo_mega.config.derived import BLACKWELL, WEIGHT_BLOCK, has_powers_of_two, loads_quantized
 from gspo_mega.config.schema import Config
 from gspo_mega.models.hf_fields import ConfigReader
 from gspo_mega.models.spec import BlockFp8
 from gspo_mega.models.tensors import TensorEntry
 
 SCALE_SUFFIX = "_scale_inv"
-SERVED_BLOCK = BLOCK  # rows and columns of a block as servers hold it
+SERVED_BLOCK = WEIGHT_BLOCK  # rows and columns of a block as servers hold it
 KEY = "quantization_config"
 
 _ONLY = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
@@ -72,7 +72,7 @@ def quantization_config(stored: BlockFp8) -> dict[str, Any]:
 
 def served_layout(config: Config) -> BlockFp8 | None:
     """The layout in which the run's servers get their weights, or None if these are plain."""
-    return BlockFp8(BLOCK, power_of_two=publishes_powers_of_two(config)) if loads_quantized(config) else None
+    return BlockFp8(WEIGHT_BLOCK, power_of_two=publishes_powers_of_two(config)) if loads_quantized(config) else None
 
 
 def publishes_powers_of_two(config: Config) -> bool:

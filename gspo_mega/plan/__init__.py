@@ -1,4 +1,8 @@
-"""What is decided before a process starts: the layout, its checks, what it costs, a report. No torch."""
+"""What is decided before a process starts: the layout, its checks, what it costs, and a report of it. No torch.
+
+`plan_run` turns a loaded configuration into a `Plan`, or raises one error with every reason why there is none.
+`estimate` adds the figures: state, memory, time, disk. `refuse_what_does_not_fit` compares them with the machines.
+"""
 
 from gspo_mega.plan.estimate import Estimate, estimate, refuse_what_does_not_fit
 from gspo_mega.plan.layout import Coordinates, Layout

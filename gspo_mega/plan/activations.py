@@ -1,29 +1,29 @@
 """Bytes that a forward pass leaves for the backward pass, by kind of layer.
 
-Formulas per token of one rank, after context parallelism has divided the tokens. The CPU's are measured (the engine's
-saved tensors equal them); the GPU's follow the source of Transformer Engine's layers and are not yet verified on one.
-Experts are assumed to be evenly loaded.
+These are formulas per token of one rank, after context parallelism has divided the tokens. Those of a CPU are measured:
+the engine's saved tensors equal them. Those of a GPU follow the source of Transformer Engine's layers and have not been
+verified on a GPU. Experts are assumed to be evenly loaded.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from gspo_mega.config.derived import fused_keys
 from gspo_mega.config.schema import Config
 from gspo_mega.models.spec import LatentAttention, ModelSpec, MoeSpec
+from gspo_mega.plan.gpus import Device
 from gspo_mega.plan.layout import Layout
 from gspo_mega.plan.state import WEIGHT_BYTES
 
-# FP8 activations carry a scale: one byte per value, and at most 4 bytes per block of 128.
+# Bytes of an FP8 activation: one byte per value, and a scale of at most 4 bytes per block of 128.
 _FP8_BYTES = 1 + 4 / 128
 
 
 @dataclass(frozen=True)
 class LayerActivations:
-    """Bytes per token. `attention`, `mlp`: a layer's two halves, each with the norm before it. `layer_input`: a layer's
-    input alone, which full recomputation keeps. `working`: what a backward pass through one layer needs temporarily.
+    """Bytes per token. `attention`, `mlp`: a layer's two halves, each with the norm before it. `layer_input`: only a
+    layer's input, which full recomputation keeps. `working`: what a backward pass through one layer needs temporarily.
     """
 
     attention: float
@@ -35,8 +35,8 @@ class LayerActivations:
 @dataclass(frozen=True)
 class HeadActivations:
     """Bytes on the last stage. `row`: saved per token with an active label. `token`: saved per token, for the final
-    norm. `working`: per token temporarily, for gathered hidden states and gradients. `chunk_forward`,
-    `chunk_backward`: of the logits in memory at once.
+    norm. `working`: needed temporarily per token, for gathered hidden states and gradients. `chunk_forward`,
+    `chunk_backward`: the logits that are in memory at once.
     """
 
     row: float
@@ -47,14 +47,14 @@ class HeadActivations:
 
 
 def layer_activations(
-    config: Config, spec: ModelSpec, layout: Layout, device: Literal["cpu", "gpu"], has_experts: bool | None = None
+    config: Config, spec: ModelSpec, layout: Layout, device: Device, has_experts: bool | None = None
 ) -> LayerActivations:
-    """The activations of one layer, per token of one rank (of a context-parallel rank's share of the pack).
-    `has_experts`: None for the model's last layer.
+    """Return the activations of one layer, per token of one rank, which is a token of a context-parallel rank's share
+    of the pack. `has_experts`: whether the layer has experts; None for the model's last layer.
     """
     moe = None if has_experts is False else spec.moe
     size = WEIGHT_BYTES[config.precision]
-    # The part that remains per rank where sequence parallelism divides tokens over tensor ranks.
+    # The part of a token that remains per rank if sequence parallelism divides tokens over tensor ranks.
     part = 1 / layout.tensor if layout.sequence_parallel else 1.0
     attention, mlp = (_cpu if device == "cpu" or config.precision == "fp32" else _gpu)(
         config, spec, moe, layout, size, part, device == "gpu"
@@ -63,14 +63,15 @@ def layer_activations(
 
 
 def head_activations(config: Config, spec: ModelSpec, layout: Layout) -> HeadActivations:
-    """Of the last stage's log-probs."""
+    """Return what the last stage's log-probs take."""
     size = WEIGHT_BYTES[config.precision]
     part = 1 / layout.tensor if layout.sequence_parallel else 1.0
     vocabulary = layout.padded_vocab_size // layout.tensor
     chunk = config.batch.log_prob_chunk_tokens
-    # The head's gradient is summed over chunks in fp32: in the buffer itself, or beside it and then rounded.
-    beside = config.optimizer.gradients_dtype == "bf16" and config.lora is None
-    summed = vocabulary * spec.hidden_size * (4 + size) if beside else 0
+    # The head's gradient is summed over chunks in fp32: in the buffer itself, or in a separate tensor that is then
+    # rounded.
+    is_separate = config.optimizer.gradients_dtype == "bf16" and config.lora is None
+    summed = vocabulary * spec.hidden_size * (4 + size) if is_separate else 0
     return HeadActivations(
         row=spec.hidden_size * size + 40,
         token=part * (8 * spec.hidden_size + 4),
@@ -81,21 +82,23 @@ def head_activations(config: Config, spec: ModelSpec, layout: Layout) -> HeadAct
 
 
 def value_head_activations(config: Config, spec: ModelSpec, layout: Layout) -> HeadActivations:
-    """Of the last stage's values of a critic, whose head is a row: of a chunk no more than its states in fp32."""
+    """Return what the values of a critic take on the last stage. Its head is one row, so a chunk takes no more than its
+    states in fp32.
+    """
     chunk = config.batch.log_prob_chunk_tokens * spec.hidden_size * 4
     return replace(head_activations(config, spec, layout), chunk_forward=chunk, chunk_backward=2 * chunk)
 
 
 def _heads(spec: ModelSpec, layout: Layout) -> tuple[float, float, float, float]:
-    """(query heads, key-value heads, elements of queries, elements of keys) of a tensor rank."""
+    """Return (query heads, key-value heads, elements of queries, elements of keys) of a tensor rank."""
     query = spec.num_heads / layout.tensor
     key = max(1.0, spec.num_kv_heads / layout.tensor)
     return query, key, query * spec.head_dim, key * spec.head_dim
 
 
 def _projected(spec: ModelSpec, layout: Layout) -> float:
-    """Elements that queries, keys and values are views of. Where tensor ranks share a key-value head they are gathered
-    whole.
+    """Return the elements that queries, keys and values are views of. They are gathered whole if tensor ranks share a
+    key-value head.
     """
     ranks = layout.tensor if spec.num_kv_heads >= layout.tensor else 1
     return (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim / ranks
@@ -104,8 +107,8 @@ def _projected(spec: ModelSpec, layout: Layout) -> float:
 def _cpu(
     config: Config, spec: ModelSpec, moe: MoeSpec | None, layout: Layout, size: int, part: float, has_gpu: bool
 ) -> tuple[float, float]:
-    """Megatron's plain layers with this package's norm and attention: sequences of one length, without context
-    parallelism.
+    """Return (attention, mlp) of Megatron's plain layers with this package's norm and attention, for sequences of one
+    length and without context parallelism.
     """
     hidden, gate = spec.hidden_size, _gate(config, spec, has_gpu)
     norm = part * (8 * hidden + 4)  # fp32 input, the same normalised, one scale
@@ -128,7 +131,7 @@ def _cpu(
 
 
 def _cpu_heads(spec: ModelSpec, layout: Layout, size: int) -> float:
-    """Grouped-query attention behind the norm and the projection's input."""
+    """Return what grouped-query attention keeps after the norm and the projection's input."""
     heads, kv_heads, query, key = _heads(spec, layout)
     attention = 0.0
     if spec.qk_norm:
@@ -144,7 +147,9 @@ def _cpu_heads(spec: ModelSpec, layout: Layout, size: int) -> float:
 
 
 def _cpu_latent(spec: ModelSpec, latent: LatentAttention, layout: Layout, size: int, part: float) -> float:
-    """Latent attention behind the norm and the down-projections' input: each latent's norm and what is projected up."""
+    """Return what latent attention keeps after the norm and the down-projections' input: each latent's norm, and what
+    is projected up.
+    """
     heads = spec.num_heads / layout.tensor
     kept = part * ((8 + size) * latent.key_value_rank + 4 + (4 * latent.rotary_dim if size == 4 else 0))
     if latent.query_rank is not None:
@@ -157,7 +162,9 @@ def _cpu_latent(spec: ModelSpec, latent: LatentAttention, layout: Layout, size: 
 def _gpu(
     config: Config, spec: ModelSpec, moe: MoeSpec | None, layout: Layout, size: int, part: float, has_gpu: bool
 ) -> tuple[float, float]:
-    """Transformer Engine's layers: norms fused into the linear layer that follows (but before experts)."""
+    """Return (attention, mlp) of Transformer Engine's layers, whose norms are fused into the linear layer that follows,
+    except before experts.
+    """
     hidden, gate = spec.hidden_size, _gate(config, spec, has_gpu)
     linear = _FP8_BYTES if config.precision == "fp8" else size
     norm = part * (hidden * size + 4)
@@ -178,6 +185,7 @@ def _gpu(
 
 
 def _gpu_heads(config: Config, spec: ModelSpec, layout: Layout, size: int, linear: float) -> float:
+    """Return what grouped-query attention keeps after the projection's input."""
     heads, kv_heads, query, key = _heads(spec, layout)
     attention = 0.0
     attention += _projected(spec, layout) * size  # the projection's output, whose part the values are
@@ -192,8 +200,8 @@ def _gpu_heads(config: Config, spec: ModelSpec, layout: Layout, size: int, linea
 def _gpu_latent(
     config: Config, spec: ModelSpec, latent: LatentAttention, layout: Layout, size: int, part: float, linear: float
 ) -> float:
-    """Norms of latents are not fused: their input, and their output as it is projected up. Rotary positions are not
-    either.
+    """Return what latent attention keeps. Norms of latents are not fused, so their input is kept, and their output as
+    it is projected up. Rotary positions are not fused either.
     """
     heads = spec.num_heads / layout.tensor
     ranks = latent.key_value_rank + (latent.query_rank or 0)
@@ -205,7 +213,7 @@ def _gpu_latent(
 
 
 def _router(moe: MoeSpec) -> float:
-    """Scores and choice of a token, all experts' and all groups'."""
+    """Return what the router keeps of a token: scores and choices of all experts and all groups."""
     if moe.score_function == "softmax":
         return 5 * moe.num_experts
     grouped = (
@@ -215,14 +223,14 @@ def _router(moe: MoeSpec) -> float:
 
 
 def _shared_gate(spec: ModelSpec, moe: MoeSpec, size: float) -> float:
-    """What the gate of shared experts keeps of a token: their output, and its sigmoid twice."""
+    """Return what the gate of shared experts keeps of a token: their output, and its sigmoid twice."""
     return (spec.hidden_size + 2) * size if moe.shared_gate else 0.0
 
 
 def _gate(config: Config, spec: ModelSpec, has_gpu: bool) -> int:
-    """Values per intermediate one that SwiGLU keeps: both halves of its input and, unless it is fused, the gate's SiLU
-    and the other half plus Megatron's offset of zero. With limits it is never fused, and keeps the limited gate and its
-    sigmoid besides.
+    """Return how many values SwiGLU keeps per intermediate value: both halves of its input and, unless it is fused, the
+    gate's SiLU and the other half plus Megatron's offset of zero. With limits it is never fused, and also keeps the
+    limited gate and its sigmoid.
     """
     if spec.swiglu_limit is not None:
         return 6
@@ -230,8 +238,8 @@ def _gate(config: Config, spec: ModelSpec, has_gpu: bool) -> int:
 
 
 def _moved(config: Config, moe: MoeSpec) -> float:
-    """Bytes per token of what remembers where its copies went, and of their weights: 20 for each copy, or Transformer
-    Engine's row map with two 4-byte columns for every expert, and 12 for each copy.
+    """Return the bytes per token that record where its copies went, and their weights: 20 for each copy, or Transformer
+    Engine's row map with two 4-byte columns for every expert and 12 for each copy.
     """
     if "fuse_permutation" in fused_keys(config, has_experts=True, has_gpu=True):
         return 4 * (2 * moe.num_experts + 1) + 12 * moe.experts_per_token
@@ -241,17 +249,18 @@ def _moved(config: Config, moe: MoeSpec) -> float:
 def _routed(
     config: Config, spec: ModelSpec, moe: MoeSpec, layout: Layout, size: float, linear: float, *, has_gpu: bool
 ) -> float:
-    """Bytes of a token at one expert: both products' inputs, gate and up, what the activation keeps, its probability.
+    """Return the bytes of a token at one expert: the inputs of both products, gate and up, what the activation keeps,
+    and its probability.
 
-    With expert-tensor parallelism each rank sees the tokens of all, and has its part of every expert.
+    With expert-tensor parallelism each rank sees the tokens of all ranks and has its part of every expert.
     """
     gate = _gate(config, spec, has_gpu)
-    gate += gate > 2  # unfused, what its probability is multiplied with
+    gate += gate > 2  # if it is not fused, the value that its probability is multiplied with
     return layout.expert_tensor * spec.hidden_size * linear + moe.expert_intermediate_size * (gate * size + linear) + 4
 
 
 def _working(spec: ModelSpec, moe: MoeSpec | None, layout: Layout, size: float, part: float) -> float:
-    """Gradients and gathered inputs alive at the widest place of one layer's backward pass."""
+    """Return the gradients and gathered inputs that are alive at the widest point of one layer's backward pass."""
     gathered = spec.hidden_size * size
     if moe is None:
         return 3 * spec.intermediate_size / layout.tensor * size + 3 * gathered

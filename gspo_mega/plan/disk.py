@@ -1,9 +1,9 @@
-"""The disk space that a run takes: rollout journal, checkpoints, exports and published weights, compared with the space
-that is free.
+"""The disk space that a run takes, compared with what is free: rollout journal, checkpoints, exports, published
+weights.
 
 Lengths are not known beforehand, so the journal's bytes are an upper bound: every prompt and response has its longest
-length (an episode of several turns: episodes.max_tokens, without branches). Deletes nothing: `journal`, `checkpoint`
-and `publish` in the configuration decide what is kept.
+length (an episode of several turns has episodes.max_tokens, without branches). Nothing is deleted here; `journal`,
+`checkpoint` and `publish` in the configuration decide what is kept.
 """
 
 from __future__ import annotations
@@ -19,26 +19,27 @@ from gspo_mega.plan.memory import GIB
 from gspo_mega.plan.servers import needs_start_folder, version_bytes
 from gspo_mega.plan.state import WEIGHT_BYTES
 
-# The journal's bytes: per response token, its id (4), log-prob (8) and weight version (4); per prompt token, its id.
+# Bytes of the journal. Per response token: its id (4), log-prob (8) and weight version (4). Per prompt token: its id.
 RESPONSE_TOKEN_BYTES, PROMPT_TOKEN_BYTES = 16, 4
-# Written as text: about four characters per token, and the names of the fields.
+# What is written as text: about four characters per token, and the names of the fields.
 TEXT_BYTES_PER_TOKEN, EPISODE_BYTES, PROMPT_BYTES = 4, 418, 185
-# A turn beyond the first, with the messages before it.
+# Each turn after the first, with the messages before it.
 TURN_BYTES = 250
-# The trainer's difference of each token, and what names a response beside them (`data/journal/steps.py`).
+# The trainer's difference of each token, and what names a response with them (`data/journal/steps.py`).
 TOKEN_GAP_BYTES, RESPONSE_GAP_BYTES = 2, 40
 # Expert numbers are kept for every layer, in an array with a name.
 ROUTES_NAME_BYTES = 38
-# A line of metrics.jsonl, TensorBoard's events of it, and the line of the console. Logs of servers depend on what
-# happens.
+# Per step: a line of metrics.jsonl, TensorBoard's events of it, and the line of the console. The size of servers' logs
+# depends on what happens, and is left out.
 METRICS_BYTES_PER_STEP = 24 * 1024
 
 
 @dataclass(frozen=True)
 class DiskUse:
-    """Bytes. `journal_step`, `routes_step`: of one step's trajectories without, and of their routed experts. `parts`:
-    of the whole run, by name, at the moment when they take most. `free`: on the run folder's file system. `present`:
-    what such parts take there already.
+    """Bytes. `journal_step`: one step's trajectories without routed experts. `routes_step`: their routed experts.
+    `parts`: the whole run by name, at the moment when they take most. `free`: what is free on the run folder's file
+    system, None if that cannot be asked. `present`: what such parts already take there. `where`: the folder that was
+    asked.
     """
 
     journal_step: int
@@ -58,20 +59,20 @@ class DiskUse:
 
 
 def disk_use(config: Config, spec: ModelSpec, total_parameters: int, checkpoint_bytes: int) -> DiskUse | None:
-    """The disk use of a training run; None where the configuration has no `train` section."""
+    """Return the disk use of a training run; None if the configuration has no `train` section."""
     train = config.train
     if train is None:
         return None
     journal_step, routes_step = journal_bytes(config, spec)
     steps = train.num_steps
-    # A later step may consume groups of the files of as many steps before it.
+    # A step may consume groups from the files of up to `ahead` earlier steps.
     keep, ahead = config.journal.keep_last, config.rollout.max_staleness
     kept = steps if keep is None else min(steps, keep + ahead)
     with_routes = min(kept, (config.checkpoint.every_steps or steps) + ahead) if config.journal.prune_routes else kept
     parts = {"journal": kept * journal_step + with_routes * routes_step, "metrics": steps * METRICS_BYTES_PER_STEP}
     if not train.rollouts_only:
         saves = steps // config.checkpoint.every_steps if config.checkpoint.every_steps else 1
-        # While one is written, one more than are kept is on disk.
+        # While a checkpoint is written, one more than `keep_last` is on disk.
         last = min(saves, config.checkpoint.keep_last + 1)
         for_good = steps // config.checkpoint.keep_every if config.checkpoint.keep_every else 0
         parts["checkpoints"] = min(max(saves, 1), last + for_good) * checkpoint_bytes
@@ -93,7 +94,7 @@ def disk_use(config: Config, spec: ModelSpec, total_parameters: int, checkpoint_
 
 
 def journal_bytes(config: Config, spec: ModelSpec) -> tuple[int, int]:
-    """(bytes without routed experts, bytes of routed experts): the most that one step takes in the journal."""
+    """Return the most that one step takes in the journal: (bytes without routed experts, bytes of routed experts)."""
     prompt, response, batch = config.data.max_prompt_tokens, config.rollout.max_new_tokens, config.batch
     turns = 1
     if config.rollout.episode.function != "one_turn":
@@ -114,7 +115,7 @@ def journal_bytes(config: Config, spec: ModelSpec) -> tuple[int, int]:
 
 
 def disk_lines(use: DiskUse | None) -> list[str]:
-    """The report's lines."""
+    """Return the report's lines about disk space."""
     if use is None:
         return []
     routes = f" and {_size(use.routes_step)} of routed experts" if use.routes_step else ""
@@ -127,6 +128,7 @@ def disk_lines(use: DiskUse | None) -> list[str]:
 
 
 def disk_notices(use: DiskUse | None) -> list[str]:
+    """Return a notice if the run may not fit on the disk."""
     if use is None or use.fits:
         return []
     largest = max(use.parts, key=lambda name: use.parts[name])
@@ -146,14 +148,14 @@ def disk_notices(use: DiskUse | None) -> list[str]:
 
 
 def _present(folder: Path) -> int:
-    """Bytes that an earlier start of the run wrote already, and that will not be written again."""
+    """Return the bytes that an earlier start of the run already wrote and that will not be written again."""
     size = 0
     for name in ("journal", "checkpoints", "weights", "hf", "hf_steps"):
         for parent, _, files in os.walk(folder / name):
             for file in files:
                 try:
                     size += os.lstat(os.path.join(parent, file)).st_size
-                except OSError:  # a run goes on there
+                except OSError:  # the run is going on, and removed the file
                     continue
     return size
 

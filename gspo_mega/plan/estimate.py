@@ -1,32 +1,20 @@
-"""Whether a plan whose figures are known can run: a GPU's memory, and the GPUs of the nodes.
+"""All figures of a plan, and whether it can run with them: exact state, estimated memory and time, checkpoints,
+servers.
 
-`gspo-mega plan`, the start of a run and the submission of a job show the report first, and then ask here. Everything
-that is impossible whatever the figures say is refused before (`validate.py`, `estimate.py`).
-
-What the servers of reward models need: GPUs, and the memory of one of these.
-
-Owns the figures and what does not fit. Where they are is `servers.py`'s, what a folder holds
-`models/value_models.py`'s. No torch.
-
-Compare deadlines with the plan's estimates: a deadline that is too short would end a healthy run.
-
-Owns the relations that need an estimate, and how long before its time limit Slurm signals a job. Relations between keys
-are `config/deadlines.py`'s.
-
-All figures of a plan: exact state, estimated memory and time, checkpoint size, the nodes that groups span.
-
-Owns putting them together and the verdict against a GPU; `report.py` and `report.py` show them.
+`estimate` puts the figures together and raises for what cannot run at all. `refuse_what_does_not_fit` is asked later,
+by `gspo-mega plan`, the start of a run and the submission of a job, after they have shown the report (`report.py`).
+Everything that no figure can change is refused before, by `validate.py`. The parts between them: the nodes that groups
+span and servers need, the servers of reward models, and how long a job takes to stop. No torch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from gspo_mega.base.errors import ConfigError, FitError, PlanError
-from gspo_mega.config.deadlines import COLLECTIVE_SECONDS
 from gspo_mega.config.derived import critic_config, episode_lengths, server_dtype
 from gspo_mega.config.schema import Config, ModelReward
 from gspo_mega.models.tensors import ParameterCounts, count_parameters, forward_flops_per_token
@@ -49,24 +37,52 @@ from gspo_mega.plan.memory import (
 from gspo_mega.plan.resolve import Plan
 from gspo_mega.plan.servers import (
     DTYPE_BYTES,
-    check_rollout_nodes,
-    check_shared_nodes,
     place_servers,
     reward_gpus,
     reward_servers,
 )
 from gspo_mega.plan.state import ModelShares, State, StateBytes, state_bytes
 from gspo_mega.plan.timing import StepTime, save_seconds, step_time
+from gspo_mega.plan.validate import validate_deadlines
+from gspo_mega.plan.validate_servers import validate_rollout_nodes, validate_shared_nodes
 
-# A text may be so many times as long in the tokens of another model.
+# Part of the time between Slurm's signal and the limit that is reserved for queueing the job again, no matter what the
+# ranks do.
+RESERVE_SECONDS = 20.0
+LEAST_SIGNAL_SECONDS = 300
+# The factor by which the estimates may be too low.
+MARGIN = 1.25
+# A text may be this many times as long in the tokens of another model.
 _LONGER_BY = 4
+# A part of the memory below this share of the peak is not worth a change.
+_WORTH = 0.1
 
 
 @dataclass(frozen=True)
-class RewardNeeds:
-    """The servers of one reward model. `weights`, `cache`: bytes on one GPU; of the weights None where the folder is
-    not here, of the cache where config.json or the configuration does not say enough. `cache_tokens`: in the cache of
-    one whole server.
+class Span:
+    """A kind of group. `size`: ranks of one group. `nodes`: the nodes that one group spans."""
+
+    name: str
+    size: int
+    nodes: int
+
+
+@dataclass(frozen=True)
+class ServerNodes:
+    """`num_gpus`, `memory`: those of the policy's servers. `nodes`: machines that servers need in addition to the
+    trainer's, those of reward models included; None if all servers fit next to the ranks of one machine.
+    """
+
+    num_gpus: int
+    nodes: int | None
+    memory: ServerMemory | None
+
+
+@dataclass(frozen=True)
+class RewardModelEstimate:
+    """The servers of one reward model. `weights`, `cache`: bytes on one GPU. `weights` is None if the folder is not
+    here, `cache` if config.json or the configuration does not say enough. `cache_tokens`: tokens in the cache of one
+    server.
     """
 
     name: str
@@ -82,191 +98,13 @@ class RewardNeeds:
         return self.num_servers * self.tensor
 
 
-def text_tokens(config: Config, model: ModelReward, positions: int | None) -> int:
-    """The most tokens of a text: as given, else room for the policy's longest episode in a model with another
-    tokenizer, as far as its `positions` go.
-    """
-    wanted = _LONGER_BY * (config.server.context_tokens or episode_lengths(config).tokens)
-    return model.context_tokens or min(wanted, positions or wanted)
-
-
-def reward_needs(
-    config: Config, limit: int | None, where: Callable[[str], str], is_elsewhere: bool = False
-) -> tuple[RewardNeeds, ...]:
-    """Of each reward model that the run starts servers for; a run on recorded rollouts starts none. `limit`: bytes of
-    one GPU, None without one. `is_elsewhere`: the plan is for another machine, so that a folder may not be here.
-
-    Raises PlanError, with the key's place, where its folder cannot be served, or does not fit on its GPUs or nodes.
-    """
-    if config.train is not None and config.train.from_rollouts is not None:
-        return ()
-    needs = []
-    for number, model in enumerate(config.reward.model):
-        if model.path is None:
-            continue
-        place = f"reward.model.{number}"
-        if is_elsewhere and not Path(model.path).exists():
-            tokens = text_tokens(config, model, None)
-            needs.append(RewardNeeds(model.name, model.num_servers, model.tensor, tokens, None, None, None))
-            continue
-        try:
-            sizes = read_sizes(model.path)
-            check_head(model.path)
-        except ConfigError as error:
-            raise PlanError(f"{where(place)}: {place}.path: {error}") from None
-        needs.append(_needs(config, model, sizes, limit, f"{where(place)}: {place}"))
-    if needs:
-        _check_nodes(config, where)
-    return tuple(needs)
-
-
-def _needs(config: Config, model: ModelReward, sizes: ClassifierSizes, limit: int | None, place: str) -> RewardNeeds:
-    if sizes.num_heads is not None and sizes.num_heads % model.tensor:
-        valid = [count for count in range(1, sizes.num_heads + 1) if sizes.num_heads % count == 0]
-        raise PlanError(
-            f"{place}.tensor: {model.tensor} does not divide the {sizes.num_heads} attention heads of {model.path};"
-            f" valid: {', '.join(map(str, valid))}"
-        )
-    dtype = server_dtype(config) if model.dtype == "auto" else model.dtype
-    tokens = text_tokens(config, model, sizes.positions)
-    if sizes.positions is not None and tokens > sizes.positions:
-        raise PlanError(
-            f"{place}.context_tokens: {tokens} tokens, but the positions of {model.path} end at {sizes.positions}; at"
-            f" most {sizes.positions}"
-        )
-    weights = -(-sizes.elements * DTYPE_BYTES[dtype] // model.tensor)
-    element = sizes.cached_elements(model.tensor)
-    if limit is None or not element:
-        return RewardNeeds(model.name, model.num_servers, model.tensor, tokens, weights, None, None)
-    token = element * DTYPE_BYTES[dtype]
-    cached = max(0, int(limit * model.memory_fraction) - weights) // token
-    if cached < tokens:
-        raise FitError(
-            f"{place}.tensor: the weights of {Path(model.path or '').name} take {weights / GIB:.1f} GiB on each of"
-            f" {model.tensor} GPUs, and memory_fraction {model.memory_fraction:g} of {limit / GIB:.1f} GiB leaves room"
-            f" for {cached} tokens, while a text may have {tokens} (context_tokens); use more GPUs per server (tensor),"
-            " GPUs with more memory, a larger memory_fraction or a smaller context_tokens"
-        )
-    return RewardNeeds(model.name, model.num_servers, model.tensor, tokens, weights, cached * token, cached)
-
-
-def _check_nodes(config: Config, where: Callable[[str], str]) -> None:
-    """A single server that is larger than any node; whether all find room, `servers.py` says."""
-    cluster = config.cluster
-    node = cluster.gpus_per_node
-    if node is None:
-        return
-    for number, model in enumerate(config.reward.model):
-        if model.path is not None and model.tensor > node:
-            raise PlanError(
-                f"{where(f'reward.model.{number}')}: reward.model.{number}.tensor: a server on {model.tensor} GPUs does"
-                f" not fit on a node of {node} (cluster.gpus_per_node); at most {node}"
-            )
-
-
-# Reserved, of the time between Slurm's signal and the limit, to queue the job again whatever the ranks do.
-RESERVE_SECONDS = 20.0
-LEAST_SIGNAL_SECONDS = 300
-# The factor by which the estimates may be too low.
-MARGIN = 1.25
-
-
-def check_deadlines(config: Config, time: StepTime | None, save_seconds: float, where: Callable[[str], str]) -> None:
-    """Raises PlanError with a line for each deadline that is shorter than what the plan expects. `time`: None where no
-    GPU is named.
-    """
-    wrong = [f"{where(key)}: {key}: {text}" for key, text in _broken(config, time, save_seconds)]
-    if wrong:
-        raise PlanError("\n".join(wrong))
-
-
-def _broken(config: Config, time: StepTime | None, save_seconds: float) -> Iterator[tuple[str, str]]:
-    if time is None:
-        return
-    total = config.rollout.request_deadline_seconds
-    if total is not None and total <= time.rollout:
-        yield (
-            "rollout.request_deadline_seconds",
-            (
-                f"{total:g} s is shorter than a rollout ({time.rollout:.0f} s by estimate): the run would stop at the"
-                f" first response that takes longer. Set it above {time.rollout:.0f}, or leave it out"
-            ),
-        )
-    if config.publish.deadline_seconds <= time.publish and _publishes(config):
-        yield (
-            "publish.deadline_seconds",
-            (
-                f"{config.publish.deadline_seconds:g} s is shorter than a publish ({time.publish:.0f} s by estimate)."
-                f" Set it above {time.publish:.0f}"
-            ),
-        )
-    bound = config.watchdog.checkpoint_seconds
-    if bound is not None and bound <= save_seconds:
-        yield (
-            "watchdog.checkpoint_seconds",
-            (
-                f"{bound:g} s is shorter than a save ({save_seconds:.0f} s by estimate). Set it above"
-                f" {save_seconds:.0f}, or leave it out"
-            ),
-        )
-    if save_seconds >= COLLECTIVE_SECONDS:
-        yield (
-            "checkpoint",
-            (
-                f"a save takes {save_seconds:.0f} s by estimate, and ranks wait at most {COLLECTIVE_SECONDS:g} s for"
-                " each other. optimizer.moments_dtype makes checkpoints smaller"
-            ),
-        )
-
-
-def _publishes(config: Config) -> bool:
-    return config.train is None or config.train.from_rollouts is None
-
-
-def stop_seconds(time: StepTime | None, save_seconds: float) -> float:
-    """Seconds from a stop request to the end of the save, by estimate: the batch in training is finished first."""
-    return save_seconds + (0.0 if time is None else time.train.total + time.publish)
-
-
-def grace_seconds(signal_seconds: float) -> float:
-    """Seconds that ranks have, of the time between Slurm's signal and the time limit, to end their step and save."""
-    return max(signal_seconds - RESERVE_SECONDS, signal_seconds / 2)
-
-
-def signal_seconds(stop: float) -> int:
-    """Seconds before its time limit at which Slurm signals a job, whole minutes. `stop`: seconds that the job takes to
-    stop, by estimate.
-    """
-    return max(LEAST_SIGNAL_SECONDS, 60 * math.ceil((MARGIN * stop + RESERVE_SECONDS) / 60))
-
-
-@dataclass(frozen=True)
-class Span:
-    """A kind of group: its number of ranks, and the number of nodes that one group spans."""
-
-    name: str
-    size: int
-    nodes: int
-
-
-@dataclass(frozen=True)
-class ServerNodes:
-    """`nodes`: machines that servers need besides the trainer's, those of reward models included; None where all
-    servers fit beside the ranks of one machine. `num_gpus`, `memory`: of the policy's.
-    """
-
-    num_gpus: int
-    nodes: int | None
-    memory: ServerMemory | None
-
-
 @dataclass(frozen=True)
 class Estimate:
-    """`states`: of the fullest rank of each pipeline stage; `critic_states`: of it the critic's, empty without one.
-    `rewards`: of each reward model that the run serves. `memory` is None where the GPU's memory is not known, `time`
-    where `cluster.gpu` is not given. `stop_seconds`: from a stop request to the end of the save. `limit`: bytes of one
-    GPU. `node_host_bytes`: what the ranks of one node keep in its own memory, at most. `node_save_bytes`: what they
-    need there besides while they save or load a checkpoint. `notices`: what these figures warn of.
+    """`states`: state of the fullest rank of each pipeline stage; `critic_states`: the critic's, empty without a
+    critic. `rewards`: an entry for each reward model that the run serves. `limit`: bytes of one GPU. `memory` is None
+    if the GPU's memory is not known, `time` if `cluster.gpu` is not given. `node_host_bytes`: the most that the ranks
+    of one node keep in its host memory. `node_save_bytes`: what they need there in addition while they save or load a
+    checkpoint. `stop_seconds`: from a stop request to the end of the save. `notices`: what these figures warn of.
     """
 
     counts: ParameterCounts
@@ -275,7 +113,7 @@ class Estimate:
     critic_states: tuple[tuple[State, StateBytes], ...]
     spans: tuple[Span, ...]
     servers: ServerNodes
-    rewards: tuple[RewardNeeds, ...]
+    rewards: tuple[RewardModelEstimate, ...]
     limit: int | None
     node_host_bytes: int
     node_save_bytes: int
@@ -288,19 +126,17 @@ class Estimate:
 
     @property
     def fits(self) -> bool | None:
-        """Does the estimate stay within the GPU's memory? None where that memory is not known."""
+        """Whether the estimate stays within the GPU's memory; None if that memory is not known."""
         return None if self.memory is None or self.limit is None else self.memory.peak <= self.limit
 
 
-def only_evaluates(config: Config) -> bool:
-    """Whether a configuration trains nothing, so that what training would need does not matter."""
-    return config.train is None and config.sft is None and config.eval is not None
-
-
 def estimate(plan: Plan, where: Callable[[str], str] = lambda key: "configuration") -> Estimate:
-    """Raises, with the key's place, FitError where weights, gradients and optimizer state alone exceed the GPU, what is
-    kept on a node's host exceeds its memory, or a server has no room for one response; PlanError where the servers'
-    nodes have too few GPUs, a reward model's server does not fit, or a deadline is shorter than what it bounds.
+    """Return all figures of a plan. `where` turns a dotted key into its place (`LoadedConfig.where`).
+
+    Raises FitError, with the key's place, if the weights, gradients and optimizer state already exceed the GPU, if what
+    is kept on a node's host exceeds its memory, or if a server has no room for one response. Raises PlanError if the
+    servers' nodes have too few GPUs, a reward model's server does not fit, or a deadline is shorter than what it
+    bounds.
     """
     config, layout, spec = plan.config, plan.layout, plan.spec
     shares, counts = ModelShares(spec), count_parameters(spec)
@@ -318,9 +154,10 @@ def estimate(plan: Plan, where: Callable[[str], str] = lambda key: "configuratio
     memory = run_memory(config, layout, shares, counts.total, limit) if limit is not None else None
     key = "cluster.gpu_memory_gib" if config.cluster.gpu_memory_gib is not None else "cluster.gpu"
     if memory is not None and limit is not None and memory.exact > limit and not only_evaluates(config):
-        besides = f", {memory.always['critic'] / GIB:.1f} GiB of it the critic's," if critic_states else ""
+        of_critic = f", {memory.always['critic'] / GIB:.1f} GiB of it the critic's," if critic_states else ""
         raise FitError(
-            f"{where(key)}: {key}: weights, gradients and optimizer state take {memory.exact / GIB:.1f} GiB{besides} of"
+            f"{where(key)}: {key}: weights, gradients and optimizer state take {memory.exact / GIB:.1f}"
+            f" GiB{of_critic} of"
             f" a GPU with {limit / GIB:.1f} GiB before anything is computed. Use more ranks, more parallelism, or"
             " optimizer.distributed, optimizer.moments_dtype or optimizer.cpu_offload_fraction"
         )
@@ -337,7 +174,7 @@ def estimate(plan: Plan, where: Callable[[str], str] = lambda key: "configuratio
         raise FitError(
             f"{where('cluster.host_memory_gib')}: cluster.host_memory_gib: the {ranks_per_node} ranks of"
             f" a node keep {node_host / GIB:.1f} GiB in its memory of {room:g} GiB, and need {node_save / GIB:.1f} GiB"
-            f" besides while they save or load a checkpoint. Per rank: optimizer state {offloaded:.1f} GiB"
+            f" more while they save or load a checkpoint. Per rank: optimizer state {offloaded:.1f} GiB"
             f" (optimizer.cpu_offload_fraction), weights of earlier versions {snapshots:.1f} GiB"
             " (diagnostics.exact_staleness, rollout.max_staleness); for ranks and"
             f" servers in turns on the same GPUs {shared / GIB:.1f} GiB (cluster.colocated). Lower these, or use more"
@@ -357,10 +194,10 @@ def estimate(plan: Plan, where: Callable[[str], str] = lambda key: "configuratio
             " (server.tensor, server.num_nodes), GPUs with more memory, server.quantization, a larger"
             " server.memory_fraction, or shorter responses (rollout.max_new_tokens)"
         )
-    check_rollout_nodes(config, where)
-    rewards = reward_needs(config, limit, where, is_elsewhere=plan.model != Path(config.model.path))
+    validate_rollout_nodes(config, where)
+    rewards = estimate_reward_models(config, limit, where, is_elsewhere=plan.model != Path(config.model.path))
     saved = saved_bytes(config, spec, counts.total)
-    check_deadlines(config, time, save_seconds(saved), where)
+    validate_deadlines(config, time, save_seconds(saved), where)
     spans = tuple(_spans(plan))
     return Estimate(
         counts=counts,
@@ -382,7 +219,13 @@ def estimate(plan: Plan, where: Callable[[str], str] = lambda key: "configuratio
     )
 
 
+def only_evaluates(config: Config) -> bool:
+    """Return whether a configuration trains nothing, so that what training would need does not matter."""
+    return config.train is None and config.sft is None and config.eval is not None
+
+
 def _spans(plan: Plan) -> list[Span]:
+    """Return how many nodes each kind of group with several ranks spans."""
     layout, node = plan.layout, plan.config.cluster.ranks_per_node
     model = layout.tensor * layout.context
     # (name, ranks per group, distance between neighbouring ranks)
@@ -416,7 +259,7 @@ def _servers(plan: Plan, total_parameters: int, limit: int | None) -> ServerNode
     nodes = cluster.num_rollout_nodes or None
     if nodes is None and (cluster.num_nodes > 1 or cluster.ranks_per_node + num_gpus + reward_gpus(config) > node):
         nodes = math.ceil(server.num_servers / max(1, node * server.num_nodes // server.tensor)) * server.num_nodes
-        for _ in reward_servers(config):  # at most one more for each
+        for _ in reward_servers(config):  # each needs at most one more node
             nodes += max(place_servers(config, server.num_servers, nodes).gpus) > node
     memory = server_memory(config, plan.spec, total_parameters, limit) if limit is not None else None
     return ServerNodes(num_gpus, nodes, memory)
@@ -425,7 +268,7 @@ def _servers(plan: Plan, total_parameters: int, limit: int | None) -> ServerNode
 def _notices(plan: Plan, spans: tuple[Span, ...], memory: GpuMemory | None, limit: int | None) -> list[str]:
     found = []
     for span in spans:
-        # Tensor groups are the layout's own notice.
+        # The layout's notices cover tensor groups.
         if span.name == "expert" and span.nodes > 1:
             found.append(
                 f"expert groups of {span.size} ranks span {span.nodes} nodes: tokens go over the network in every"
@@ -446,7 +289,7 @@ def _notices(plan: Plan, spans: tuple[Span, ...], memory: GpuMemory | None, limi
     if sizes.speculative is not None:
         found.append(
             "server.speculative: the time of a rollout is estimated without it, because nobody knows how many drafts"
-            " are accepted; a draft model is not trained and not published, so that fewer are as the policy moves"
+            " are accepted; a draft model is not trained and not published, so fewer are accepted as the policy moves"
         )
     server = _servers(plan, 0, None)
     if (
@@ -455,23 +298,107 @@ def _notices(plan: Plan, spans: tuple[Span, ...], memory: GpuMemory | None, limi
         and server.nodes is not None
         and plan.config.cluster.num_nodes == 1
     ):
-        found.append("cluster.gpus_per_node is not given: servers are counted on machines of their own")
+        found.append("cluster.gpus_per_node is not given: servers are assumed to have machines of their own")
     return found
 
 
-# A part below this share of the peak is not worth a change.
-_WORTH = 0.1
+def estimate_reward_models(
+    config: Config, limit: int | None, where: Callable[[str], str], is_elsewhere: bool = False
+) -> tuple[RewardModelEstimate, ...]:
+    """Return an estimate for each reward model that the run starts servers for; a run on recorded rollouts starts none.
+    `limit`: bytes of one GPU, None if not known. `is_elsewhere`: the plan is for another machine, so a folder may not
+    be here.
+
+    Raises PlanError, with the key's place, if a model's folder cannot be served or the model does not fit on its GPUs
+    or nodes.
+    """
+    if config.train is not None and config.train.from_rollouts is not None:
+        return ()
+    estimates = []
+    for number, model in enumerate(config.reward.model):
+        if model.path is None:
+            continue
+        place = f"reward.model.{number}"
+        if is_elsewhere and not Path(model.path).exists():
+            tokens = text_tokens(config, model, None)
+            estimates.append(RewardModelEstimate(model.name, model.num_servers, model.tensor, tokens, None, None, None))
+            continue
+        try:
+            sizes = read_sizes(model.path)
+            check_head(model.path)
+        except ConfigError as error:
+            raise PlanError(f"{where(place)}: {place}.path: {error}") from None
+        estimates.append(_estimate_reward_model(config, model, sizes, limit, f"{where(place)}: {place}"))
+    if estimates:
+        _validate_reward_nodes(config, where)
+    return tuple(estimates)
+
+
+def _estimate_reward_model(
+    config: Config, model: ModelReward, sizes: ClassifierSizes, limit: int | None, place: str
+) -> RewardModelEstimate:
+    if sizes.num_heads is not None and sizes.num_heads % model.tensor:
+        valid = [count for count in range(1, sizes.num_heads + 1) if sizes.num_heads % count == 0]
+        raise PlanError(
+            f"{place}.tensor: {model.tensor} does not divide the {sizes.num_heads} attention heads of {model.path};"
+            f" valid: {', '.join(map(str, valid))}"
+        )
+    dtype = server_dtype(config) if model.dtype == "auto" else model.dtype
+    tokens = text_tokens(config, model, sizes.positions)
+    if sizes.positions is not None and tokens > sizes.positions:
+        raise PlanError(
+            f"{place}.context_tokens: {tokens} tokens, but the positions of {model.path} end at {sizes.positions}; at"
+            f" most {sizes.positions}"
+        )
+    weights = -(-sizes.elements * DTYPE_BYTES[dtype] // model.tensor)
+    element = sizes.cached_elements(model.tensor)
+    if limit is None or not element:
+        return RewardModelEstimate(model.name, model.num_servers, model.tensor, tokens, weights, None, None)
+    token = element * DTYPE_BYTES[dtype]
+    cached = max(0, int(limit * model.memory_fraction) - weights) // token
+    if cached < tokens:
+        raise FitError(
+            f"{place}.tensor: the weights of {Path(model.path or '').name} take {weights / GIB:.1f} GiB on each of"
+            f" {model.tensor} GPUs, and memory_fraction {model.memory_fraction:g} of {limit / GIB:.1f} GiB leaves room"
+            f" for {cached} tokens, while a text may have {tokens} (context_tokens); use more GPUs per server (tensor),"
+            " GPUs with more memory, a larger memory_fraction or a smaller context_tokens"
+        )
+    return RewardModelEstimate(model.name, model.num_servers, model.tensor, tokens, weights, cached * token, cached)
+
+
+def text_tokens(config: Config, model: ModelReward, positions: int | None) -> int:
+    """Return the most tokens of a text for a reward model: `context_tokens`, or else room for the policy's longest
+    episode with another tokenizer, as far as the model's `positions` go.
+    """
+    wanted = _LONGER_BY * (config.server.context_tokens or episode_lengths(config).tokens)
+    return model.context_tokens or min(wanted, positions or wanted)
+
+
+def _validate_reward_nodes(config: Config, where: Callable[[str], str]) -> None:
+    """Raises PlanError if a single server of a reward model is larger than a node. Whether all find room is checked by
+    `validate_rollout_nodes` and `validate_shared_nodes`.
+    """
+    cluster = config.cluster
+    node = cluster.gpus_per_node
+    if node is None:
+        return
+    for number, model in enumerate(config.reward.model):
+        if model.path is not None and model.tensor > node:
+            raise PlanError(
+                f"{where(f'reward.model.{number}')}: reward.model.{number}.tensor: a server on {model.tensor} GPUs does"
+                f" not fit on a node of {node} (cluster.gpus_per_node); at most {node}"
+            )
 
 
 def refuse_what_does_not_fit(plan: Plan, figures: Estimate, where: Callable[[str], str]) -> None:
-    """Raises, with the key's place, PlanError where ranks and servers need more GPUs than their nodes have; FitError
-    where the estimate of a rank's peak is more than its GPU has and `plan.over_memory` is refuse. On a machine without
-    GPUs neither matters, and the peak does not where nothing is trained.
+    """Raises PlanError, with the key's place, if ranks and servers need more GPUs than their nodes have, and FitError
+    if the estimate of a rank's peak exceeds its GPU and `plan.over_memory` is `refuse`. On a machine without GPUs
+    neither matters; the peak does not matter if nothing is trained.
     """
     config, memory, limit = plan.config, figures.memory, figures.limit
     if plan.device == "cpu":
         return
-    check_shared_nodes(config, where)
+    validate_shared_nodes(config, where)
     if figures.fits is not False or config.plan.over_memory == "warn" or only_evaluates(config):
         return
     if memory is None or limit is None:
@@ -490,7 +417,7 @@ def refuse_what_does_not_fit(plan: Plan, figures: Estimate, where: Callable[[str
 
 
 def _changes(config: Config, part: str) -> list[str]:
-    """What makes a part of the memory smaller and is not done yet, as keys."""
+    """Return the keys that would make a part of the memory smaller and are not set yet, in words."""
     more_ranks = "more parallelism (parallel.tensor, parallel.pipeline, parallel.expert) on more ranks"
     optimizer = config.optimizer
     if part in ("activations", "fragmentation", "pipeline buffers"):
@@ -514,3 +441,24 @@ def _changes(config: Config, part: str) -> list[str]:
     if part == "publish":
         return [f"a smaller publish.bucket_bytes than {config.publish.bucket_bytes}, or `publish.method: disk`"]
     return [more_ranks, "GPUs with more memory"] if part != "reserve" else []
+
+
+def stop_seconds(time: StepTime | None, save_seconds: float) -> float:
+    """Return the seconds from a stop request to the end of the save, by estimate: the batch in training is finished
+    first.
+    """
+    return save_seconds + (0.0 if time is None else time.train.total + time.publish)
+
+
+def signal_seconds(stop: float) -> int:
+    """Return how many seconds before its time limit Slurm signals a job, in whole minutes. `stop`: the seconds that the
+    job takes to stop, by estimate.
+    """
+    return max(LEAST_SIGNAL_SECONDS, 60 * math.ceil((MARGIN * stop + RESERVE_SECONDS) / 60))
+
+
+def grace_seconds(signal_seconds: float) -> float:
+    """Return the part of the seconds between Slurm's signal and the time limit in which ranks end their
+    step and save.
+    """
+    return max(signal_seconds - RESERVE_SECONDS, signal_seconds / 2)

@@ -1,13 +1,9 @@
-"""How a publish is verified: what `publish.verify` means on machines with and without GPUs.
+"""GPUs by name, the rates that a plan counts on, and how a publish is verified with and without GPUs.
 
-Owns only the choice; the verification is `sync/verify.py`. On a CPU, SGLang's checksums are SHA-256, and the trainer
-can compute them for a server of one rank. On a GPU, and for shares of a tensor, it cannot.
-
-GPUs by name: memory, rates and links, and the share of each rate that is reached. The basis of all time estimates.
-
-Peaks are the vendor's, dense, one direction. Shares of FLOP/s come from published end-to-end figures, named beside
-each, raised by what those lose to communication and pipeline bubbles, which the estimate counts separately. None was
-measured here.
+`GPUS` has memory, rates and links; the shares say which part of each rate is reached. They are the basis of all time
+estimates. Peaks are the vendor's, dense, in one direction. Shares of FLOP/s come from published end-to-end figures,
+named with each, and are raised by what those lose to communication and pipeline bubbles, which the estimate counts
+separately. None was measured here.
 """
 
 from __future__ import annotations
@@ -17,11 +13,14 @@ from typing import Literal
 
 from gspo_mega.config.schema import Config
 
+# What the ranks of a run compute on.
+Device = Literal["cpu", "gpu"]
+
 
 @dataclass(frozen=True)
 class Gpu:
-    """`memory_gib`: as the driver leaves it to a process. FLOP/s and bytes/s are peaks. `network`: one GPU's share of
-    its node's InfiniBand, 400 Gb/s (A100: 200). `capability`: the compute capability.
+    """`memory_gib`: what the driver leaves to a process. FLOP/s and bytes/s are peaks. `network_bytes_per_second`: one
+    GPU's share of its node's InfiniBand, 400 Gb/s (A100: 200). `capability`: the compute capability.
     """
 
     memory_gib: float
@@ -49,18 +48,18 @@ MATRIX_SHARE = {"fp32": 0.06, "bf16": 0.55, "fp8": 0.47}
 EXPERT_SHARE = {"fp32": 0.05, "bf16": 0.47, "fp8": 0.35}
 # Attention, forward and backward together (FlashAttention-2 on H100, arXiv:2407.08608, figures 5 and 6).
 ATTENTION_SHARE = 0.40
-# What follows has no published end-to-end figure behind it: rules of thumb.
+# The shares and times below are rules of thumb, without a published end-to-end figure.
 # A product whose narrowest side has n elements reaches n / (n + this) of the share.
 NARROW_ELEMENTS = 128
-# DeepEP's own kernels reach .81 of NVLink (8 B200) and .9 of the network (2 nodes of H100), its README says; NCCL's
-# less.
+# DeepEP's README says that its kernels reach .81 of NVLink (8 B200) and .9 of the network (2 nodes of H100); NCCL's
+# reach less.
 LINK_SHARE = 0.75
 MEMORY_SHARE = 0.60
 # The minimum time of one layer's forward pass, for launching its kernels.
 LAYER_SECONDS = 150e-6
-# The minimum time of one sum over the ranks of a server, where they are on several nodes.
+# The minimum time of one sum over the ranks of a server, if they are on several nodes.
 NETWORK_SUM_SECONDS = 40e-6
-# A parallel file system, of the whole job.
+# Bandwidth of a parallel file system, for the whole job.
 STORAGE_BYTES_PER_SECOND = 10e9
 
 ASSUMPTIONS = (
@@ -83,6 +82,7 @@ ASSUMPTIONS = (
 
 Verification = Literal["tensors", "replicas"]
 
+# What each way of verification proves.
 MEANING: dict[Verification, str] = {
     "tensors": "every server tensor's checksum is that of what was sent",
     "replicas": (
@@ -93,24 +93,26 @@ MEANING: dict[Verification, str] = {
 
 
 def resolve_verification(config: Config, on_gpu: bool) -> Verification:
-    """`on_gpu`: trainer and servers run on GPUs."""
+    """Return how a publish is verified (`sync/verify.py` does it). `on_gpu`: trainer and servers run on GPUs.
+
+    On a CPU, SGLang's checksums are SHA-256, and the trainer can compute them for a server of one rank. On a GPU, and
+    for shares of a tensor, it cannot.
+    """
     chosen = config.publish.verify
     if chosen != "auto":
         return chosen
     return "replicas" if on_gpu or config.server.tensor > 1 else "tensors"
 
 
-def is_on_gpu(config: Config, device: Literal["cpu", "gpu"] | None) -> bool | None:
-    """Whether the run is on GPUs, as far as that is known before it starts; None where it is not. `device`: the ranks',
-    where it is known.
-    """
+def is_on_gpu(config: Config, device: Device | None) -> bool | None:
+    """Return whether the run is on GPUs; None if that is not known before it starts. `device`: the ranks', if known."""
     if device is not None:
         return device == "gpu"
     return True if config.cluster.gpu is not None else None
 
 
 def describe_verification(config: Config, on_gpu: bool | None) -> str:
-    """For the plan: the choice, whether the configuration left it open, and what it means."""
+    """Return, for the plan's report, how a publish is verified, whether `auto` decided it, and what it means."""
     automatic = " (publish.verify: auto)" if config.publish.verify == "auto" else ""
     places = (True, False) if on_gpu is None else (on_gpu,)
     kinds: set[Verification] = {resolve_verification(config, place) for place in places}

@@ -1,23 +1,13 @@
-"""Memory of a GPU that a rank and a server use in turns, by phase; and what both keep on the host meanwhile.
+"""Memory of one GPU over a step, by part and by phase; memory of a GPU that serves rollouts; and what is kept on the
+host.
 
-Owns who holds what in which phase, as `train/servers.py` moves it. What a process holds whatever the phase is (a
-CUDA context, libraries) is a rule of thumb, for the server as for the rank.
-
-What a critic adds to a plan: state on the ranks, bytes of a checkpoint.
-
-Owns which numbers follow from the critic's own precision, optimizer and head; the arithmetic is the policy's.
-
-What saving and loading a checkpoint takes besides, on the GPU and on the host (`checkpoint/optimizer_shards.py`).
-
-With the distributed optimizer a rank puts the fp32 state of some parameters together on the host before a save: about
-as much as it owns, and at most one parameter more, since whole parameters are written. Some parameters at a time go
-between the ranks, on GPUs through their memory, and a load reads some at a time.
-
-Memory of one GPU over a step, by part and by phase; and memory of a GPU that serves rollouts.
-
-State is exact (`state.py`); activations are formulas (`activations.py`); the reserve is a rule of thumb. Trainer and
-servers have GPUs of their own, or use the same in turns (`memory.py`). Knows no framework and allocates
-nothing.
+State is exact (`state.py`), activations are formulas (`activations.py`), and what a process holds in every phase (a
+CUDA context, libraries) is a rule of thumb. `trainer_memory` is for ranks with GPUs of their own, `server_memory` for
+servers, and `run_memory` puts both together when they use GPUs in turns, as `train/servers.py` moves the state. A
+critic adds its own state and passes. The functions about saving follow `checkpoint/optimizer_shards.py`: with the
+distributed optimizer a rank puts the fp32 state of some parameters together on the host before a save, about as much as
+it owns and at most one parameter more, since whole parameters are written. Ranks exchange some parameters at a time, on
+GPUs through their memory, and a load reads some at a time. Nothing is allocated here.
 """
 
 from __future__ import annotations
@@ -31,7 +21,7 @@ from gspo_mega.models.tensors import count_parameters
 from gspo_mega.plan.activations import HeadActivations, head_activations, layer_activations, value_head_activations
 from gspo_mega.plan.gpus import GPUS
 from gspo_mega.plan.layout import Layout, Sizes
-from gspo_mega.plan.servers import attention_ranks, cache_element_bytes, draft_needs, rank_weight_bytes, weight_bytes
+from gspo_mega.plan.servers import attention_ranks, cache_element_bytes, draft_memory, rank_weight_bytes, weight_bytes
 from gspo_mega.plan.state import (
     WEIGHT_BYTES,
     ModelShares,
@@ -42,70 +32,31 @@ from gspo_mega.plan.state import (
     trained_parameters,
 )
 
-
-def critic_state(
-    config: Config, layout: Layout, shares: ModelShares, stage: int
-) -> tuple[StageState, StateBytes] | None:
-    """What the ranks of a stage hold of the critic; None without one. `shares`: the policy's."""
-    if critic_of(config) is None:
-        return None
-    own = critic_config(config)
-    held = shares.critic.state(own, layout, stage)
-    return held, state_bytes(own, held.largest, is_critic=True)
-
-
-def critic_parameters(spec: ModelSpec) -> int:
-    """Parameters of a critic: the policy's with a row in place of the LM head."""
-    counts = count_parameters(spec)
-    head = 0 if spec.tie_word_embeddings else counts.embedding
-    return counts.total - head + spec.hidden_size
-
-
-def saved_bytes(config: Config, spec: ModelSpec, total_parameters: int) -> int:
-    """Bytes of a checkpoint of the run: of what it trains of the policy, and of the critic."""
-    size = checkpoint_bytes(config, trained_parameters(config, spec, total_parameters))
-    return (
-        size if critic_of(config) is None else size + checkpoint_bytes(critic_config(config), critic_parameters(spec))
-    )
-
-
-# Bytes that a rank reads at a time, and elements that ranks exchange at a time; one parameter at least (`READ_BYTES`,
-# `EXCHANGED_ELEMENTS` there).
-READ_BYTES, EXCHANGED_ELEMENTS = 2 * 2**30, 2**27
-# Main weights and both moments, fp32 whatever their precision in training.
-_STATE_TENSORS, _FP32_BYTES = 3, 4
-
-
-def save_device_bytes(config: Config, state: StageState) -> int:
-    """On the GPU: of one kind of state, what a rank sends and what it gets at a time, at most."""
-    if not config.optimizer.distributed:
-        return 0
-    return max(2 * _FP32_BYTES * min(b.bucket, max(EXCHANGED_ELEMENTS, b.parameter)) for b in state.buffers)
-
-
-def save_host_bytes(config: Config, state: StageState, size: StateBytes) -> int:
-    """On the host, one rank of the stage, at most: what it writes. Loading takes less."""
-    if not config.optimizer.distributed:
-        return size.weights + size.main + size.moments
-    whole = _STATE_TENSORS * _FP32_BYTES
-    held = whole * (state.largest.optimized + max(buffer.parameter for buffer in state.buffers))
-    read = max(READ_BYTES, whole * max(buffer.parameter for buffer in state.buffers))
-    return max(size.weights + held, min(read, whole * state.largest.parameters))
-
-
 GIB = 2**30
-# Context, NCCL's buffers and library workspaces; and the allocator's fragmentation, as a share of activations.
+# CUDA context, NCCL's buffers and library workspaces of a rank.
 RESERVE_BYTES = 4 * GIB
+# CUDA context, NCCL's buffers and workspaces of one rank of a server, which SGLang's memory saver does not free.
+SERVER_RESERVE_BYTES = 3 * 2**30
+# The allocator's fragmentation, as a share of activations.
 FRAGMENTATION = 0.08
 # Tokens that the busiest expert-parallel rank receives, as a multiple of the mean.
 EXPERT_IMBALANCE = 1.3
+# With `cluster.colocated`: the parts that a rank moves to the host while servers sample, and those of them that are on
+# the GPU while it publishes.
+_MOVED = ("weights", "padding", "gradients", "main weights", "moments", "reference")
+_PUBLISHED = ("weights", "padding")
+# Bytes that a rank reads at a time, and elements that ranks exchange at a time, at least one parameter: `READ_BYTES`
+# and `EXCHANGED_ELEMENTS` of `checkpoint/optimizer_shards.py`.
+READ_BYTES, EXCHANGED_ELEMENTS = 2 * 2**30, 2**27
+# Main weights and both moments, which are saved in fp32 no matter which precision they have in training.
+_STATE_TENSORS, _FP32_BYTES = 3, 4
 
 
 @dataclass(frozen=True)
 class GpuMemory:
     """Bytes on the fullest rank. `parts`: by kind, at the peak. `phases`: totals by phase of a step. `stage`: the
     pipeline stage of that rank. `exact`: the part that involves no estimate. `offloaded`: optimizer state on the host.
-    `always`: by kind, in every phase; `by_phase`: besides these.
+    `always`: by kind, what is there in every phase. `by_phase`: by phase and kind, what is there in addition.
     """
 
     parts: dict[str, int]
@@ -128,7 +79,7 @@ class GpuMemory:
 @dataclass(frozen=True)
 class ServerMemory:
     """Bytes on one GPU of a server. `cache_tokens`: tokens that fit in the cache of one whole server. `draft`: the part
-    of `weights` that only drafts.
+    of `weights` that is the draft's.
     """
 
     weights: int
@@ -137,37 +88,36 @@ class ServerMemory:
     draft: int = 0
 
 
-def gpu_bytes(config: Config) -> int | None:
-    """Bytes of one GPU, by the configuration; None where it names neither a GPU nor its memory."""
-    cluster = config.cluster
-    if cluster.gpu_memory_gib is not None:
-        return int(cluster.gpu_memory_gib * GIB)
-    return int(GPUS[cluster.gpu].memory_gib * GIB) if cluster.gpu is not None else None
+def run_memory(config: Config, layout: Layout, shares: ModelShares, total_parameters: int, limit: int) -> GpuMemory:
+    """Return the memory of the rank that needs most, on GPUs of `limit` bytes. If ranks and servers share GPUs, the
+    server's part is included, and in an additional phase `rollout` the server has the memory that
+    `server.memory_fraction` gives it.
+    """
+    memory = trainer_memory(config, layout, shares)
+    if not config.cluster.colocated:
+        return memory
+    server = server_memory(config, shares.spec, total_parameters, limit)
+    stays = {kind: size for kind, size in memory.always.items() if kind not in _MOVED}
+    published = {kind: memory.always[kind] for kind in _PUBLISHED}
+    parts = {phase: {**memory.always, **own, "server": SERVER_RESERVE_BYTES} for phase, own in memory.by_phase.items()}
+    parts["publish"] = {
+        **stays,
+        **published,
+        **memory.by_phase["publish"],
+        "server": SERVER_RESERVE_BYTES + server.weights,
+    }
+    parts["rollout"] = {**stays, "server": SERVER_RESERVE_BYTES + round(limit * config.server.memory_fraction)}
+    phases = {phase: sum(own.values()) for phase, own in parts.items()}
+    return replace(memory, parts=parts[max(phases, key=lambda phase: phases[phase])], phases=phases)
 
 
 def trainer_memory(config: Config, layout: Layout, shares: ModelShares) -> GpuMemory:
-    """The memory of the trainer rank that needs most, on GPUs."""
-    # The first of each size holds the most micro-batches at once, the very first the embedding, the last the head.
+    """Return the memory of the trainer rank that needs most, on GPUs."""
+    # Of stages with equally many layers the first holds the most micro-batches at once. Stage 0 also has the embedding,
+    # and the last stage the head.
     sizes = {layout.stage_layers.index(count) for count in layout.stage_layers}
     stages = sorted({0, layout.pipeline - 1} | sizes)
     return max((_stage(config, layout, shares, stage) for stage in stages), key=lambda memory: memory.peak)
-
-
-def in_flight(layout: Layout, stage: int, num_micro_batches: int) -> int:
-    """Model chunks times micro-batches whose activations one stage keeps at once, under Megatron's schedules."""
-    if layout.pipeline == 1:
-        return 1
-    if layout.virtual_pipeline is None:
-        return min(layout.pipeline - stage, num_micro_batches)
-    warm_up = (layout.pipeline - stage - 1) * 2 + (layout.virtual_pipeline - 1) * layout.pipeline
-    return min(warm_up + 1, num_micro_batches * layout.virtual_pipeline)
-
-
-def most_micro_batches(config: Config, layout: Layout) -> int:
-    """Packs of one optimizer step on a data-parallel rank, if every trajectory has the longest length allowed."""
-    sequences = -(-layout.mini_batch_sequences[0] // layout.data)
-    a_pack = max(1, config.batch.micro_batch_tokens // Sizes.of(config).longest_sequence)
-    return -(-sequences // a_pack)
 
 
 @dataclass
@@ -206,12 +156,12 @@ def _stage(config: Config, layout: Layout, shares: ModelShares, stage: int) -> G
     if critic is not None:
         own = critic_config(config)
         _, parts.phases["critic"] = _passes(own, spec, layout, stage, value_head_activations(own, spec, layout))
-        # One model after the other is put together.
+        # A save puts together one model after the other.
         gathered, offloaded = max(gathered, save_device_bytes(own, critic[0])), offloaded + critic[1].offloaded
     parts.phases["optimizer"] = {}
     parts.phases["checkpoint"] = {"gathered state": gathered}
     bucket = config.publish.bucket_bytes if config.publish.method == "distributed" else 0
-    # A bucket on its way, and meanwhile the next one's tensors, and the bytes of all of these for one broadcast.
+    # A bucket that is being sent, the tensors of the next one, and the bytes of all of these for one broadcast.
     parts.phases["publish"] = {"publish": 2 * whole + 3 * bucket}
     totals = parts.totals()
     peak = max(totals, key=lambda phase: totals[phase])
@@ -223,7 +173,7 @@ def _stage(config: Config, layout: Layout, shares: ModelShares, stage: int) -> G
 def _passes(
     config: Config, spec: ModelSpec, layout: Layout, stage: int, head: HeadActivations
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes by part of a stage's forward passes and of its training passes, besides the state."""
+    """Return bytes by part of (a stage's forward passes, its training passes), in addition to the state."""
     tokens = config.batch.micro_batch_tokens / layout.context
     layer = layer_activations(config, spec, layout, "gpu")
     dense = layer_activations(config, spec, layout, "gpu", has_experts=False)
@@ -253,8 +203,27 @@ def _passes(
     return forward, bytes_of(chunks * a_chunk + working + head_saved, head.chunk_backward)
 
 
+def in_flight(layout: Layout, stage: int, num_micro_batches: int) -> int:
+    """Return the model chunks times micro-batches whose activations one stage keeps at once, under Megatron's
+    schedules.
+    """
+    if layout.pipeline == 1:
+        return 1
+    if layout.virtual_pipeline is None:
+        return min(layout.pipeline - stage, num_micro_batches)
+    warm_up = (layout.pipeline - stage - 1) * 2 + (layout.virtual_pipeline - 1) * layout.pipeline
+    return min(warm_up + 1, num_micro_batches * layout.virtual_pipeline)
+
+
+def most_micro_batches(config: Config, layout: Layout) -> int:
+    """Return the packs of one optimizer step on a data-parallel rank, if every trajectory has the longest length."""
+    sequences = -(-layout.mini_batch_sequences[0] // layout.data)
+    a_pack = max(1, config.batch.micro_batch_tokens // Sizes.of(config).longest_sequence)
+    return -(-sequences // a_pack)
+
+
 def _largest_tensor(spec: ModelSpec) -> int:
-    """Elements of the largest tensor that a publish gathers whole: the embedding, or one side of an MLP."""
+    """Return the elements of the largest tensor that a publish gathers whole: the embedding, or one side of an MLP."""
     width = spec.intermediate_size
     if spec.moe is not None and spec.has_experts(0):
         width = spec.moe.expert_intermediate_size
@@ -262,11 +231,11 @@ def _largest_tensor(spec: ModelSpec) -> int:
 
 
 def server_memory(config: Config, spec: ModelSpec, total_parameters: int, memory_bytes: int) -> ServerMemory:
-    """The memory of one GPU of a server. SGLang takes `memory_fraction` for weights and KV cache; a server's ranks
-    share the key-value heads, those of each data-parallel group of the attention.
+    """Return the memory of one GPU of a server. SGLang takes `memory_fraction` for weights and KV cache. The ranks of
+    each data-parallel group of the attention share the key-value heads.
     """
     server = config.server
-    draft = draft_needs(config, spec)
+    draft = draft_memory(config, spec)
     weights = rank_weight_bytes(config, spec, total_parameters) + draft.weights
     # Every rank of a server keeps the whole latent.
     elements = (
@@ -283,43 +252,68 @@ def server_memory(config: Config, spec: ModelSpec, total_parameters: int, memory
     return ServerMemory(weights, tokens * token, tokens * server.attention_data, draft.weights)
 
 
-# Context, NCCL's buffers and workspaces of one rank of a server, which the memory saver does not free.
-SERVER_RESERVE_BYTES = 3 * 2**30
-# What a rank moves to the host while servers sample; while it publishes, all of it but the weights.
-_MOVED = ("weights", "padding", "gradients", "main weights", "moments", "reference")
-_PUBLISHED = ("weights", "padding")
+def gpu_bytes(config: Config) -> int | None:
+    """Return the bytes of one GPU as the configuration says; None if it names neither a GPU nor its memory."""
+    cluster = config.cluster
+    if cluster.gpu_memory_gib is not None:
+        return int(cluster.gpu_memory_gib * GIB)
+    return int(GPUS[cluster.gpu].memory_gib * GIB) if cluster.gpu is not None else None
 
 
-def run_memory(config: Config, layout: Layout, shares: ModelShares, total_parameters: int, limit: int) -> GpuMemory:
-    """The memory of the rank that needs most, on GPUs of `limit` bytes, with the server's part of it where they share.
+def critic_state(
+    config: Config, layout: Layout, shares: ModelShares, stage: int
+) -> tuple[StageState, StateBytes] | None:
+    """Return what the ranks of a stage hold of the critic; None without one. `shares`: the policy's."""
+    if critic_of(config) is None:
+        return None
+    own = critic_config(config)
+    held = shares.critic.state(own, layout, stage)
+    return held, state_bytes(own, held.largest, is_critic=True)
 
-    In a phase `rollout` the server has the memory that `server.memory_fraction` gives it.
+
+def critic_parameters(spec: ModelSpec) -> int:
+    """Return the number of a critic's parameters: the policy's, with one row instead of the LM head."""
+    counts = count_parameters(spec)
+    head = 0 if spec.tie_word_embeddings else counts.embedding
+    return counts.total - head + spec.hidden_size
+
+
+def saved_bytes(config: Config, spec: ModelSpec, total_parameters: int) -> int:
+    """Return the bytes of a checkpoint of the run: what it trains of the policy, and the critic."""
+    size = checkpoint_bytes(config, trained_parameters(config, spec, total_parameters))
+    return (
+        size if critic_of(config) is None else size + checkpoint_bytes(critic_config(config), critic_parameters(spec))
+    )
+
+
+def save_device_bytes(config: Config, state: StageState) -> int:
+    """Return the most bytes on a GPU during a save: what a rank sends and gets at a time, of one kind of state."""
+    if not config.optimizer.distributed:
+        return 0
+    return max(2 * _FP32_BYTES * min(b.bucket, max(EXCHANGED_ELEMENTS, b.parameter)) for b in state.buffers)
+
+
+def save_host_bytes(config: Config, state: StageState, size: StateBytes) -> int:
+    """Return the most bytes on the host that one rank of the stage needs for a save: what it writes. Loading takes
+    less.
     """
-    memory = trainer_memory(config, layout, shares)
-    if not config.cluster.colocated:
-        return memory
-    server = server_memory(config, shares.spec, total_parameters, limit)
-    stays = {kind: size for kind, size in memory.always.items() if kind not in _MOVED}
-    published = {kind: memory.always[kind] for kind in _PUBLISHED}
-    parts = {phase: {**memory.always, **own, "server": SERVER_RESERVE_BYTES} for phase, own in memory.by_phase.items()}
-    parts["publish"] = {
-        **stays,
-        **published,
-        **memory.by_phase["publish"],
-        "server": SERVER_RESERVE_BYTES + server.weights,
-    }
-    parts["rollout"] = {**stays, "server": SERVER_RESERVE_BYTES + round(limit * config.server.memory_fraction)}
-    phases = {phase: sum(own.values()) for phase, own in parts.items()}
-    return replace(memory, parts=parts[max(phases, key=lambda phase: phases[phase])], phases=phases)
+    if not config.optimizer.distributed:
+        return size.weights + size.main + size.moments
+    whole = _STATE_TENSORS * _FP32_BYTES
+    held = whole * (state.largest.optimized + max(buffer.parameter for buffer in state.buffers))
+    read = max(READ_BYTES, whole * max(buffer.parameter for buffer in state.buffers))
+    return max(size.weights + held, min(read, whole * state.largest.parameters))
 
 
 def rank_host_bytes(config: Config, size: StateBytes) -> int:
-    """What one rank keeps on the host while servers sample: its state but the gradients, which need no copy."""
+    """Return the bytes that one rank keeps on the host while servers sample: its state without the gradients, which
+    need no copy.
+    """
     return size.weights + size.main + size.moments + size.reference if config.cluster.colocated else 0
 
 
 def servers_host_bytes(config: Config, shares: ModelShares, total_parameters: int) -> int:
-    """What the servers of one node keep on the host while ranks train: a copy of their weights."""
+    """Return the bytes that the servers of one node keep on the host while ranks train: a copy of their weights."""
     if not config.cluster.colocated:
         return 0
     servers = -(-config.server.num_servers // config.cluster.num_nodes)

@@ -1,8 +1,7 @@
-"""A plan for programs: one JSON object, or shell variables for a job script.
+"""A plan as text for a person, as one JSON object for programs, and as shell variables for a job script.
 
-A model's shape in words, for the report of a plan.
-
-A plan as text for a person: model, ranks, batches, servers, memory, time, notices.
+`render_report` has a function for each title of the report: model, ranks, batch, servers, state, memory, time and so
+on. `plan_json` holds everything that the report says, and `plan_shell` what a job script needs.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ import shlex
 from dataclasses import asdict
 from typing import Any
 
-from gspo_mega.config.derived import describe_server_precision, penalises_kl
-from gspo_mega.config.validate_learning import publishes_adapters
+from gspo_mega.config.derived import describe_server_precision, penalises_kl, publishes_adapters
 from gspo_mega.models.block_fp8 import served_layout
 from gspo_mega.models.spec import ModelSpec
 from gspo_mega.plan.disk import disk_lines, disk_notices, disk_use
@@ -28,45 +26,11 @@ from gspo_mega.plan.state import State
 from gspo_mega.plan.timing import StepTime, hand_out, hand_out_lines
 from gspo_mega.plan.watchdog_bounds import patience
 
-
-def shape_text(spec: ModelSpec, padded_vocab_size: int) -> str:
-    """One line: layers, heads, vocabulary, latents, experts."""
-    shape = (
-        f"{spec.family}: {spec.num_layers} layers, hidden {spec.hidden_size}, {spec.num_heads} heads x {spec.head_dim} "
-        f"({spec.num_kv_heads} key-value), vocabulary {spec.vocab_size} (padded {padded_vocab_size})"
-    )
-    if spec.latent is not None:
-        shape += (
-            f", latents of {spec.latent.query_rank or 'no'} (query) and {spec.latent.key_value_rank} (key and value)"
-        )
-    if spec.moe is not None:
-        shape += (
-            f", {spec.moe.num_experts} experts of {spec.moe.expert_intermediate_size}, {spec.moe.experts_per_token} per"
-            " token"
-        )
-        if spec.moe.shared_intermediate_size:
-            shape += f", shared {spec.moe.shared_intermediate_size}"
-    if not spec.has_experts(0):
-        dense = f" in the first {spec.moe.num_dense_layers} layers" if spec.moe is not None else ""
-        shape += f", intermediate {spec.intermediate_size}{dense}"
-    return shape
-
-
-def window_lines(spec: ModelSpec) -> list[str]:
-    """What windows change, and what is estimated as if there were none."""
-    if spec.window is None:
-        return []
-    return [
-        f"{sum(spec.window.layers)} of {spec.num_layers} layers attend to the last {spec.window.tokens} tokens: FLOPs"
-        " and times are of that; a server's cache is estimated as if every layer kept all tokens"
-    ]
-
-
 _MOST_RANKS_SHOWN = 16
 
 
 def render_report(plan: Plan, figures: Estimate | None = None) -> str:
-    """The report that `gspo-mega plan` prints, without a newline at its end. `figures`: the plan's, made here when
+    """Return the report that `gspo-mega plan` prints, without a newline at its end. `figures`: the plan's; made here if
     absent.
     """
     figures = figures or estimate(plan)
@@ -115,14 +79,36 @@ def _model(plan: Plan, figures: Estimate) -> list[str]:
     ]
 
 
-def _stuck(plan: Plan, figures: Estimate) -> list[str]:
-    bounds = patience(plan.config, figures)
-    if bounds is None:
-        return ["the watchdog is off (watchdog.enabled): only the timeout of collectives notices a stuck rank"]
-    kinds = ", ".join(f"{seconds:g} in {kind}" for kind, seconds in bounds.bounds.items())
+def shape_text(spec: ModelSpec, padded_vocab_size: int) -> str:
+    """Return a model's shape in one line: layers, heads, vocabulary, latents, experts."""
+    shape = (
+        f"{spec.family}: {spec.num_layers} layers, hidden {spec.hidden_size}, {spec.num_heads} heads x {spec.head_dim} "
+        f"({spec.num_kv_heads} key-value), vocabulary {spec.vocab_size} (padded {padded_vocab_size})"
+    )
+    if spec.latent is not None:
+        shape += (
+            f", latents of {spec.latent.query_rank or 'no'} (query) and {spec.latent.key_value_rank} (key and value)"
+        )
+    if spec.moe is not None:
+        shape += (
+            f", {spec.moe.num_experts} experts of {spec.moe.expert_intermediate_size}, {spec.moe.experts_per_token} per"
+            " token"
+        )
+        if spec.moe.shared_intermediate_size:
+            shape += f", shared {spec.moe.shared_intermediate_size}"
+    if not spec.has_experts(0):
+        dense = f" in the first {spec.moe.num_dense_layers} layers" if spec.moe is not None else ""
+        shape += f", intermediate {spec.intermediate_size}{dense}"
+    return shape
+
+
+def window_lines(spec: ModelSpec) -> list[str]:
+    """Return what sliding windows change, and what is estimated as if there were none."""
+    if spec.window is None:
+        return []
     return [
-        f"seconds without progress after which a rank counts as stuck: {kinds}; without a heartbeat:"
-        f" {bounds.silence:g} (watchdog)"
+        f"{sum(spec.window.layers)} of {spec.num_layers} layers attend to the last {spec.window.tokens} tokens: FLOPs"
+        " and times are of that; a server's cache is estimated as if every layer kept all tokens"
     ]
 
 
@@ -155,7 +141,7 @@ def _ranks(plan: Plan) -> list[str]:
 
 
 def _layers(layout: Layout) -> str:
-    """Layers of a stage's model chunk, stage by stage where they differ: "3, 10 x 4, 2"."""
+    """Return the layers of a stage's model chunk, stage by stage if they differ: "3, 10 x 4, 2"."""
     counts = [count // (layout.virtual_pipeline or 1) for count in layout.stage_layers]
     if len(set(counts)) == 1:
         return str(counts[0])
@@ -247,7 +233,7 @@ def _servers(plan: Plan, figures: Estimate) -> list[str]:
             " train"
         )
     if figures.servers.nodes is not None and figures.limit is not None:
-        rewards = sum(needs.num_gpus for needs in figures.rewards)
+        rewards = sum(model.num_gpus for model in figures.rewards)
         scores = f", and {rewards} of reward models," if rewards else ""
         lines.append(f"{figures.servers.num_gpus} GPUs{scores} on {figures.servers.nodes} nodes of their own")
     if (memory := figures.servers.memory) is not None:
@@ -260,33 +246,27 @@ def _servers(plan: Plan, figures: Estimate) -> list[str]:
 
 
 def _rewards(figures: Estimate) -> list[str]:
-    """The servers of reward models."""
+    """Return the lines about servers of reward models."""
     lines = []
-    for needs in figures.rewards:
+    for model in figures.rewards:
         lines.append(
-            f"model {needs.name}: {needs.num_servers} x tensor {needs.tensor}, {needs.context_tokens} tokens of context"
+            f"model {model.name}: {model.num_servers} x tensor {model.tensor}, {model.context_tokens} tokens of context"
         )
-        if needs.weights is None:
-            lines.append("  its folder is not here, so that nothing says what it takes")
-        elif needs.cache is not None and needs.cache_tokens is not None:
+        if model.weights is None:
+            lines.append("  its folder is not here, so its size is not known")
+        elif model.cache is not None and model.cache_tokens is not None:
             lines.append(
-                f"  per GPU: {_gib(needs.weights)} weights, {_gib(needs.cache)} cache; the cache holds"
-                f" {_quantity(needs.cache_tokens)} tokens per server"
+                f"  per GPU: {_gib(model.weights)} weights, {_gib(model.cache)} cache; the cache holds"
+                f" {_quantity(model.cache_tokens)} tokens per server"
             )
         elif figures.limit is not None:
-            lines.append(f"  per GPU: {_gib(needs.weights)} weights; config.json does not say how large a cache is")
+            lines.append(f"  per GPU: {_gib(model.weights)} weights; config.json does not say how large a cache is")
     return lines
 
 
-def _trained(state: State) -> str:
-    if not state.frozen:
-        return " and gradients"
-    return f", {_quantity(state.parameters - state.frozen)} of them of adapters, with gradients"
-
-
 def _state(figures: Estimate, compared: str) -> list[str]:
-    """Exact elements and bytes of the fullest rank of the first and of the last stage. `compared`: the KL term or
-    penalty that a reference is for.
+    """Return the exact elements and bytes of the fullest rank of the first and of the last stage. `compared`: `term` or
+    `penalty`, the kind of KL that a reference is for.
     """
     shown = sorted({0, len(figures.states) - 1})
     lines = []
@@ -301,12 +281,12 @@ def _state(figures: Estimate, compared: str) -> list[str]:
         if size.snapshots:
             lines.append(f"{where}, weights of earlier versions on the host: {_gib(size.snapshots)}")
         if size.reference:
-            lines.append(f"{where}, of that the frozen reference of the KL {compared}: {_gib(size.reference)}")
+            lines.append(f"{where}, including the frozen reference of the KL {compared}: {_gib(size.reference)}")
     for stage in shown if figures.critic_states else ():
         state, size = figures.critic_states[stage]
         where = "per rank" if len(figures.states) == 1 else f"per rank of stage {stage}"
         lines.append(
-            f"{where}, the critic besides: {_quantity(state.parameters)} parameters and gradients,"
+            f"{where}, the critic in addition: {_quantity(state.parameters)} parameters and gradients,"
             f" {_quantity(state.padding)} padding, optimizer state of {_quantity(state.optimized)}:"
             f" {_gib(size.on_device)}" + (f" and {_gib(size.offloaded)} on the host" if size.offloaded else "")
         )
@@ -316,6 +296,12 @@ def _state(figures: Estimate, compared: str) -> list[str]:
         f"per node, all its ranks, on the host while a checkpoint is saved or loaded: {_gib(figures.node_save_bytes)}"
     )
     return lines
+
+
+def _trained(state: State) -> str:
+    if not state.frozen:
+        return " and gradients"
+    return f", {_quantity(state.parameters - state.frozen)} of them of adapters, with gradients"
 
 
 def _memory(figures: Estimate) -> list[str]:
@@ -363,19 +349,21 @@ def _overlap(time: StepTime) -> str:
     )
 
 
-def _gib(size: float) -> str:
-    return f"{size / GIB:.1f} GiB" if size >= 0.1 * GIB else f"{size / 2**20:.1f} MiB"
-
-
-def _quantity(number: float) -> str:
-    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return f"{number:.3g}"
+def _stuck(plan: Plan, figures: Estimate) -> list[str]:
+    bounds = patience(plan.config, figures)
+    if bounds is None:
+        return ["the watchdog is off (watchdog.enabled): only the timeout of collectives notices a stuck rank"]
+    kinds = ", ".join(f"{seconds:g} in {kind}" for kind, seconds in bounds.bounds.items())
+    return [
+        f"seconds without progress after which a rank counts as stuck: {kinds}; without a heartbeat:"
+        f" {bounds.silence:g} (watchdog)"
+    ]
 
 
 def plan_json(plan: Plan, figures: Estimate) -> str:
-    """Everything the report says, in bytes, seconds and elements; estimates are under `memory` and `time`."""
+    """Return a JSON object with everything that the report says, in bytes, seconds and elements. Estimates are under
+    `memory` and `time`.
+    """
     memory, time = figures.memory, figures.time
     disk = disk_use(plan.config, plan.spec, figures.counts.total, figures.checkpoint_bytes)
     handed_out = hand_out(plan.config, plan.spec, plan.layout)
@@ -402,7 +390,7 @@ def plan_json(plan: Plan, figures: Estimate) -> str:
             "weights": plan.verification,
             "memory_bytes": asdict(figures.servers.memory) if figures.servers.memory is not None else None,
         },
-        "reward_models": [asdict(needs) | {"num_gpus": needs.num_gpus} for needs in figures.rewards],
+        "reward_models": [asdict(model) | {"num_gpus": model.num_gpus} for model in figures.rewards],
         "state": [
             {"stage": stage, "elements": asdict(state), "bytes": asdict(size)}
             for stage, (state, size) in enumerate(figures.states)
@@ -460,7 +448,7 @@ def plan_json(plan: Plan, figures: Estimate) -> str:
 
 
 def plan_shell(plan: Plan, figures: Estimate) -> str:
-    """`GSPO_NAME=value` lines for `eval` in a job script; nothing in them needs further quoting."""
+    """Return `GSPO_NAME=value` lines for `eval` in a job script. Nothing in them needs further quoting."""
     cluster, server = plan.config.cluster, plan.config.server
     values = {
         "RUN_NAME": plan.config.run.name,
@@ -472,10 +460,21 @@ def plan_shell(plan: Plan, figures: Estimate) -> str:
         "NUM_SERVERS": server.num_servers,
         "SERVER_TENSOR": server.tensor,
         "SERVER_GPUS": figures.servers.num_gpus,
-        "REWARD_GPUS": sum(needs.num_gpus for needs in figures.rewards),
+        "REWARD_GPUS": sum(model.num_gpus for model in figures.rewards),
         "ROLLOUT_NODES": cluster.num_rollout_nodes,
         "CHECKPOINT_BYTES": figures.checkpoint_bytes,
         "SIGNAL_SECONDS": signal_seconds(figures.stop_seconds),
         "FITS": {None: "unknown", True: "yes", False: "no"}[figures.fits],
     }
     return "\n".join(f"GSPO_{name}={shlex.quote(str(value))}" for name, value in values.items())
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= 0.1 * GIB else f"{size / 2**20:.1f} MiB"
+
+
+def _quantity(number: float) -> str:
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:.3g}"

@@ -1,6 +1,8 @@
-"""Turn a loaded configuration into everything that is decided before a process starts.
+"""Turn a loaded configuration into everything that is decided before a process starts, or into one error that lists
+every reason why it cannot run.
 
-From a configuration to its layout, or to one error that lists every reason why there is none.
+`plan_run` reads the model's shape and checks the other models of the run against it; `resolve_layout` checks the layout
+and makes it.
 """
 
 from __future__ import annotations
@@ -8,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from gspo_mega.base.errors import ModelError, PlanError
 from gspo_mega.config.derived import critic_of, has_transformer_engine_layers, penalises_kl
@@ -19,77 +20,19 @@ from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.models.spec import ModelSpec, shape_differences
 from gspo_mega.models.tensors import attention_crossover_tokens, padded_vocab_size
 from gspo_mega.models.value_models import read_critic_spec
-from gspo_mega.plan.gpus import describe_verification, is_on_gpu
+from gspo_mega.plan.gpus import Device, describe_verification, is_on_gpu
 from gspo_mega.plan.layout import Layout, Sizes, stage_layers
-from gspo_mega.plan.validate import check_layout, gathers_unevenly
+from gspo_mega.plan.validate import gathers_unevenly, validate_layout
 from gspo_mega.plan.validate_precision import describe_operations
-
-
-def resolve_layout(
-    config: Config,
-    spec: ModelSpec,
-    where: Callable[[str], str] | None = None,
-    device: Literal["cpu", "gpu"] | None = None,
-) -> Layout:
-    """The layout of a configuration for a model.
-
-    `where` turns a dotted key into its place (`LoadedConfig.where`). `device`: what the ranks will run on, None
-    when that is not known, as on a login node. Raises PlanError with a line for every violation:
-    `place: key: what; nearest valid: ...`.
-    """
-    violations = check_layout(config, spec, device)
-    if violations:
-        lines = [f"{where(v.key)}: " if where is not None else "" for v in violations]
-        raise PlanError(
-            "\n".join(
-                f"{place}{v.key}: {v.text}" + (f"; nearest valid: {v.nearest}" if v.nearest else "")
-                for place, v in zip(lines, violations)
-            )
-        )
-    return layout_of(config, spec)
-
-
-def layout_of(config: Config, spec: ModelSpec, crossover_tokens: int | None = None) -> Layout:
-    """The layout of a configuration that has passed `check_layout`.
-
-    `crossover_tokens`: the model's, where the caller knows it already.
-    """
-    sizes = Sizes.of(config)
-    parallel = config.parallel
-    num_sequences = config.batch.prompts_per_step * config.batch.group_size
-    layers = stage_layers(spec.num_layers, parallel)
-    assert layers is not None, "check_layout finds this"
-    quotient, remainder = divmod(num_sequences, config.batch.num_mini_batches)
-    return Layout(
-        world_size=sizes.world,
-        tensor=parallel.tensor,
-        pipeline=parallel.pipeline,
-        virtual_pipeline=parallel.virtual_pipeline,
-        context=parallel.context,
-        data=sizes.data,
-        expert=parallel.expert,
-        expert_tensor=parallel.expert_tensor,
-        expert_data=sizes.world // (parallel.pipeline * parallel.expert * parallel.expert_tensor),
-        sequence_parallel=sizes.sequence_parallel,
-        stage_layers=layers,
-        padded_vocab_size=padded_vocab_size(spec.vocab_size, parallel.tensor),
-        sequence_multiple_tokens=sizes.sequence_multiple,
-        pack_multiple_tokens=sizes.pack_multiple,
-        mini_batch_sequences=tuple(quotient + (index < remainder) for index in range(config.batch.num_mini_batches)),
-        attention_crossover_tokens=crossover_tokens or attention_crossover_tokens(spec),
-        # The allgather dispatcher gathers tokens over all ranks of an expert group as if each had equally many.
-        equal_packs=spec.moe is not None and parallel.expert_dispatcher == "allgather",
-    )
-
-
-Device = Literal["cpu", "gpu"]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """`model`: the folder or shape file that was read. `notices`: the configuration's and the layout's, to be shown
-    at a run's start and end. `verification`: how a publish is verified; `operations`: what is fused; both in words.
-    `device`: what the ranks run on, None where that is not known.
+    """A run that can start.
+
+    `model`: the folder or shape file that was read. `notices`: those of the configuration and of the layout, to be
+    shown at a run's start and end. `verification`: how a publish is verified, in words. `operations`: what is fused, in
+    words. `device`: what the ranks run on, None if that is not known.
     """
 
     model: Path
@@ -103,10 +46,10 @@ class Plan:
 
 
 def plan_run(loaded: LoadedConfig, device: Device | None = None, model: str | Path | None = None) -> Plan:
-    """Read the model's shape and resolve the layout.
+    """Read the model's shape, resolve the layout, and return the plan.
 
-    `model`: another Hugging Face folder or config.json to plan with instead of `model.path`. `device`: what the
-    ranks will run on, when known. Raises ModelError or PlanError with the place in the configuration.
+    `model`: another Hugging Face folder or config.json to plan with instead of `model.path`. `device`: what the ranks
+    will run on, None if that is not known. Raises ModelError or PlanError with the place in the configuration.
     """
     config = loaded.config
     source = Path(model if model is not None else config.model.path)
@@ -141,7 +84,7 @@ def plan_run(loaded: LoadedConfig, device: Device | None = None, model: str | Pa
     if spec.num_ignored_layers:
         notices.append(
             f"num_nextn_predict_layers {spec.num_ignored_layers}: layers for multi-token prediction are neither loaded"
-            " nor trained nor published; the run's `hf` carries those of model.path as they are"
+            " nor trained nor published; the run's `hf` keeps those of model.path as they are"
         )
     on_gpu = is_on_gpu(config, device)
     return Plan(
@@ -159,8 +102,8 @@ def plan_run(loaded: LoadedConfig, device: Device | None = None, model: str | Pa
 def _check_same_shape(
     path: str, spec: ModelSpec, place: str, read: Callable[[str], ModelSpec] = read_model_spec
 ) -> None:
-    """Raises ModelError where the model that `read` finds in `path` does not have the policy's shape, which weights
-    that replace the policy's, a reference and a critic must have.
+    """Raises ModelError if the model that `read` finds in `path` does not have the policy's shape. A reference, a
+    critic and weights that replace the policy's must have it.
     """
     try:
         other = shape_differences(read(path), spec)
@@ -171,6 +114,7 @@ def _check_same_shape(
 
 
 def _notices(config: Config, spec: ModelSpec, layout: Layout, device: Device | None) -> Iterator[str]:
+    """Yield what a user should know about a layout that can run."""
     ranks_per_node = config.cluster.ranks_per_node
     if ranks_per_node % layout.tensor:
         yield f"tensor groups of {layout.tensor} ranks span nodes of {ranks_per_node}: slow; keep them inside a node"
@@ -191,3 +135,60 @@ def _notices(config: Config, spec: ModelSpec, layout: Layout, device: Device | N
             "expert_tensor > 1 with the alltoall dispatcher runs on GPUs only; without them use `expert_dispatcher:"
             " allgather`"
         )
+
+
+def resolve_layout(
+    config: Config,
+    spec: ModelSpec,
+    where: Callable[[str], str] | None = None,
+    device: Device | None = None,
+) -> Layout:
+    """Return the layout of a configuration for a model.
+
+    `where` turns a dotted key into its place (`LoadedConfig.where`). `device`: what the ranks will run on, None if that
+    is not known, as on a login node. Raises PlanError with a line for every violation:
+    `place: key: what is wrong; nearest valid: ...`.
+    """
+    violations = validate_layout(config, spec, device)
+    if violations:
+        lines = [f"{where(v.key)}: " if where is not None else "" for v in violations]
+        raise PlanError(
+            "\n".join(
+                f"{place}{v.key}: {v.text}" + (f"; nearest valid: {v.nearest}" if v.nearest else "")
+                for place, v in zip(lines, violations)
+            )
+        )
+    return layout_of(config, spec)
+
+
+def layout_of(config: Config, spec: ModelSpec, crossover_tokens: int | None = None) -> Layout:
+    """Return the layout of a configuration that has passed `validate_layout`.
+
+    `crossover_tokens`: the model's `attention_crossover_tokens`, if the caller knows it already.
+    """
+    sizes = Sizes.of(config)
+    parallel = config.parallel
+    num_sequences = config.batch.prompts_per_step * config.batch.group_size
+    layers = stage_layers(spec.num_layers, parallel)
+    assert layers is not None, "validate_layout finds this"
+    quotient, remainder = divmod(num_sequences, config.batch.num_mini_batches)
+    return Layout(
+        world_size=sizes.world,
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        virtual_pipeline=parallel.virtual_pipeline,
+        context=parallel.context,
+        data=sizes.data,
+        expert=parallel.expert,
+        expert_tensor=parallel.expert_tensor,
+        expert_data=sizes.world // (parallel.pipeline * parallel.expert * parallel.expert_tensor),
+        sequence_parallel=sizes.sequence_parallel,
+        stage_layers=layers,
+        padded_vocab_size=padded_vocab_size(spec.vocab_size, parallel.tensor),
+        sequence_multiple_tokens=sizes.sequence_multiple,
+        pack_multiple_tokens=sizes.pack_multiple,
+        mini_batch_sequences=tuple(quotient + (index < remainder) for index in range(config.batch.num_mini_batches)),
+        attention_crossover_tokens=crossover_tokens or attention_crossover_tokens(spec),
+        # The allgather dispatcher gathers tokens over all ranks of an expert group as if each had equally many.
+        equal_packs=spec.moe is not None and parallel.expert_dispatcher == "allgather",
+    )

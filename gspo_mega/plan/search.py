@@ -1,6 +1,7 @@
-"""Rank the layouts of a model on a number of GPUs: which fit, how long a step takes, why the others lose.
+"""Rank the layouts of a model on a number of GPUs: which fit, how long a step takes, and why the others lose.
 
-Tries every combination of sizes that the checks accept. Batches, precision and lengths stay the configuration's.
+`search_layouts` tries every combination of sizes that the checks accept; batches, precision and lengths stay those of
+the configuration. `render_search` writes the ranking.
 """
 
 from __future__ import annotations
@@ -22,15 +23,16 @@ from gspo_mega.plan.memory import GIB, GpuMemory, gpu_bytes, run_memory
 from gspo_mega.plan.resolve import layout_of
 from gspo_mega.plan.state import ModelShares
 from gspo_mega.plan.timing import TrainTime, train_time
-from gspo_mega.plan.validate import check_layout
+from gspo_mega.plan.validate import validate_layout
 
+# The largest sizes that are tried.
 _MOST_TENSOR, _MOST_CONTEXT, _MOST_VIRTUAL = 8, 8, 8
 _SHOWN = 10
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that can run. `seconds`: a step's old pass and training."""
+    """A layout that can run."""
 
     config: Config
     layout: Layout
@@ -40,6 +42,7 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
+        """The time of a step's old pass and training."""
         return self.time.total
 
     @property
@@ -65,7 +68,7 @@ class Search:
 
 
 def parse_grid(text: str) -> tuple[int, int]:
-    """(nodes, GPUs per node) of `4x8`. Raises ConfigError."""
+    """Return (nodes, GPUs per node) of a text such as `4x8`. Raises ConfigError for any other text."""
     found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
     if found is None:
         raise ConfigError(f"--search {text}: give nodes x GPUs per node, for example 4x8")
@@ -73,13 +76,13 @@ def parse_grid(text: str) -> tuple[int, int]:
 
 
 def search_layouts(config: Config, spec: ModelSpec, nodes: int, gpus_per_node: int) -> Search:
-    """Try every layout on `nodes` x `gpus_per_node` ranks. Raises PlanError where none can run."""
+    """Try every layout on `nodes` x `gpus_per_node` ranks. Raises PlanError if none can run."""
     gpu = config.cluster.gpu or DEFAULT_GPU
     limit = gpu_bytes(config) or int(GPUS[gpu].memory_gib * GIB)
     shares, total, crossover = ModelShares(spec), count_parameters(spec).total, None
     fitting, too_large, refused = [], [], Counter()
     for candidate in _configurations(config, spec, nodes, gpus_per_node):
-        violations = check_layout(candidate, spec, "gpu")
+        violations = validate_layout(candidate, spec, "gpu")
         if violations:
             refused[violations[0].key] += 1
             continue
@@ -133,7 +136,7 @@ def _configurations(config: Config, spec: ModelSpec, nodes: int, gpus_per_node: 
 
 
 def render_search(search: Search) -> str:
-    """The ranking for a person: the best layouts, why the next ones are slower, and why the rest cannot run."""
+    """Return the ranking as text: the best layouts, why the next ones are slower, and why the rest cannot run."""
     limit = search.memory_bytes / GIB
     lines = [
         f"{len(search.fitting)} layouts fit {limit:.0f} GiB ({search.gpu}); seconds of a step's old pass and training,"
@@ -179,7 +182,7 @@ def _time_parts(candidate: Candidate) -> dict[str, float]:
 
 
 def render_block(config: Config) -> str:
-    """The YAML of a layout."""
+    """Return the YAML of a layout."""
     cluster, parallel = config.cluster, config.parallel
     lines = [
         "cluster:",

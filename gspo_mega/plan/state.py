@@ -1,14 +1,10 @@
-"""One rank's parameters, gradient buffers and optimizer state. Counts are exact, and padding is counted separately.
+"""One rank's parameters, gradient buffers and optimizer state: exact elements, and the bytes that they take.
 
-Follows Megatron's own arithmetic: which layers a pipeline stage builds, how parameters are cut, where its data-parallel
-buffers are padded, and which part of them a rank of the distributed optimizer owns. Counts bytes of elements, not of
-allocations: an allocator rounds each tensor up by some hundred bytes.
-
-Bytes of one rank's weights, gradients and optimizer state, from its elements (`state.py`) and the precisions.
-
-Adapters (`lora`) in a plan: their parameters on a rank, how many are trained, and what they cannot be beside.
-
-Owns what follows from the model; what contradicts every model is `config/validate_learning.py`'s.
+`ModelShares` follows Megatron's own arithmetic: which layers a pipeline stage builds, how parameters are cut, where the
+data-parallel buffers are padded, and which part of them a rank of the distributed optimizer owns. Counts are exact, and
+padding is counted separately. `state_bytes` turns elements into bytes of weights, gradients and optimizer state. It
+counts bytes of elements, not of allocations; an allocator rounds each tensor up by some hundred bytes. With `lora`, the
+base model is frozen and the adapters are what is trained; `validate_lora` says what they contradict.
 """
 
 from __future__ import annotations
@@ -19,33 +15,67 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
-from gspo_mega.base.errors import ModelError, Violation
 from gspo_mega.config.derived import penalises_kl
 from gspo_mega.config.schema import Config, Lora
 from gspo_mega.models.families import HEAD
-from gspo_mega.models.low_rank import adapted, adapter_tensors, module_of, targets_of
+from gspo_mega.models.low_rank import adapted, adapter_tensors
 from gspo_mega.models.spec import ModelSpec
 from gspo_mega.models.tensors import TensorEntry, hf_tensors, parameter_shape
 from gspo_mega.plan.layout import Layout
 
-if TYPE_CHECKING:
-    from gspo_mega.plan.layout import Layout
-
-
+# Bytes of an element of weights, gradients, fp32 main weights and moments, by precision.
 WEIGHT_BYTES = {"fp32": 4, "bf16": 2, "fp8": 2}
 GRADIENT_BYTES = {"fp32": 4, "bf16": 2}
 MAIN_BYTES = 4
 MOMENT_BYTES = {"fp32": 4, "bf16": 2, "fp8": 1}
+# Megatron's data-parallel buffers with the distributed optimizer: the multiple at which a parameter may start, and the
+# multiple that a bucket's end is rounded to (its least common multiple with the number of ranks that share it).
+_START_ELEMENTS, _END_ELEMENTS = 64, 128
+# Megatron's bucket size with overlapped reduction: the larger of the first, and the second times the data-parallel
+# ranks.
+_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_A_RANK = 40_000_000, 1_000_000
+# A critic's head, as its module is named.
+_VALUE_HEAD = "value_head.weight"
+# The order in which a layer's parameters are registered; it decides where buckets end.
+_IN_A_LAYER = (
+    "input_layernorm",
+    "self_attention.core_attention",
+    "self_attention.linear_proj",
+    *(f"self_attention.linear_{name}" for name in ("q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj")),
+    "self_attention",
+    "pre_mlp_layernorm",
+    "mlp.router",
+    "mlp.shared_experts",
+    "mlp",
+)
+
+
+@dataclass(frozen=True)
+class State:
+    """Elements of one rank. `parameters`: those of its modules. `linear`: the part of them in layers that FP8 computes.
+    `padding`: what the buffers of weights and gradients hold in addition. `optimized`: parameters whose main copy and
+    moments are here. `frozen`: parameters without a gradient, if adapters are trained.
+    """
+
+    parameters: int
+    linear: int
+    padding: int
+    optimized: int
+    frozen: int = 0
+
+    @property
+    def gradients(self) -> int:
+        """Elements of the gradient buffers, padding among them."""
+        return self.parameters - self.frozen + self.padding
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Of one rank's `State`. `padding`: of weights and gradients. `offloaded`: optimizer state on the host instead.
-    `fp8_copies`: linear weights in FP8 beside those of `weights`, rowwise and columnwise. `reference`: the weights of
-    the frozen reference of a KL term or penalty, with the FP8 copies that a forward pass keeps; it has no gradients,
-    padding or optimizer state. `snapshots`: weights of the present and earlier versions on the host
+    """Bytes of one rank's `State`. `padding`: that of weights and gradients. `offloaded`: optimizer state that is on
+    the host instead. `fp8_copies`: linear weights in FP8 in addition to `weights`, rowwise and columnwise. `reference`:
+    the weights of the frozen reference of a KL term or penalty, with the FP8 copies that a forward pass keeps; it has
+    no gradients, padding or optimizer state. `snapshots`: weights of the current and earlier versions on the host
     (`diagnostics.exact_staleness`).
     """
 
@@ -70,21 +100,9 @@ class StateBytes:
         )
 
 
-def has_reference(config: Config) -> bool:
-    """Does the KL term or penalty hold a frozen model? A policy with adapters is its own reference without them."""
-    compares = config.kl.coefficient > 0 or penalises_kl(config)
-    return compares and (config.lora is None or config.kl.reference_path is not None)
-
-
-def checkpoint_bytes(config: Config, total_parameters: int) -> int:
-    """Bytes of a checkpoint of that many trained parameters: weights, fp32 main weights and moments."""
-    main = 0 if config.precision == "fp32" else MAIN_BYTES
-    return total_parameters * (WEIGHT_BYTES[config.precision] + main + 2 * MOMENT_BYTES[config.optimizer.moments_dtype])
-
-
 def state_bytes(config: Config, state: State, *, is_critic: bool = False) -> StateBytes:
-    """Bytes of the state of a policy, or with the critic's configuration those of a critic. FP8 copies are Transformer
-    Engine's; moments below fp32 and offloading are without their scales.
+    """Return the bytes of the state of a policy, or, with the critic's configuration, of a critic. FP8 copies are those
+    of Transformer Engine. The scales of moments below fp32 and of offloaded state are not counted.
     """
     optimizer = config.optimizer
     weight, gradient = WEIGHT_BYTES[config.precision], GRADIENT_BYTES[optimizer.gradients_dtype]
@@ -110,105 +128,25 @@ def state_bytes(config: Config, state: State, *, is_critic: bool = False) -> Sta
     )
 
 
-# Families with experts whose adapters a real server has computed as the trainer does.
-_SERVED_WITH_EXPERTS = ("qwen3_moe",)
-
-
-def check_adapters(config: Config, spec: ModelSpec) -> Iterator[Violation]:
-    """What `lora` asks for and this model, or its layout, does not have."""
-    if config.lora is None:
-        return
-    try:
-        found = adapted(spec, config.lora.targets)
-    except ModelError as error:
-        yield Violation("lora.targets", str(error).partition(": ")[2])
-        return
-    if config.publish.lora == "adapter" and (said := _not_served(spec, found)):
-        yield Violation("publish.lora", f"adapter, and the model ({spec.family}) has {said}", "merged")
-    if any(entries[0].expert is not None for entries in found.values()) and config.parallel.expert_tensor > 1:
-        own = [name for name in targets_of(spec) if name not in _of_experts(spec)]
-        yield Violation(
-            "parallel.expert_tensor",
-            f"{config.parallel.expert_tensor} cuts every expert, and an expert's adapter is whole on its rank; without"
-            f" adapters on experts `lora.targets: [{', '.join(own)}]`",
-            "1",
-        )
-
-
-def _not_served(spec: ModelSpec, found: dict[str, list[TensorEntry]]) -> str:
-    """Why servers do not get these adapters as such; empty where they do."""
-    if spec.latent is not None:
-        return (
-            "latent attention: SGLang adds what kv_b_proj's adapters change of it by GPU kernels alone, and no server"
-            " has been compared with the trainer"
-        )
-    if spec.moe is not None and spec.family not in _SERVED_WITH_EXPERTS:
-        served = ", ".join(_SERVED_WITH_EXPERTS)
-        return f"experts: servers with adapters were compared with the trainer for {served} and models without experts"
-    roles = {entry.role for entries in found.values() for entry in entries if entry.expert is not None}
-    if roles and not {"gate", "whole"} <= roles:
-        gate, _, down = dict.fromkeys(module_of(e) for e in hf_tensors(spec) if e.expert is not None)
-        return f"experts with adapters: SGLang computes them only if {gate} and {down} are both in lora.targets"
-    return ""
-
-
-def _of_experts(spec: ModelSpec) -> set[str]:
-    found = adapted(spec, ())
-    return {module_of(entry) for entries in found.values() for entry in entries if entry.expert is not None}
-
-
-def trained_parameters(config: Config, spec: ModelSpec, total: int) -> int:
-    """Numbers of the policy that are trained: all of them, or those of the adapters."""
-    lora = config.lora
-    return total if lora is None else num_adapter_parameters(lora, spec)
-
-
-def num_adapter_parameters(lora: Lora, spec: ModelSpec) -> int:
-    return sum(tensor.num_elements for tensor in adapter_tensors(spec, lora.rank, lora.targets))
-
-
-def adapter_shares(lora: Lora, spec: ModelSpec, layout: Layout, shares: Sequence[Share]) -> list[Share]:
-    """A rank's parts of the adapters of a chunk whose own parameters are `shares`, in the order of the engine's
-    modules: B, then the A of each matrix.
+def has_reference(config: Config) -> bool:
+    """Return whether the KL term or penalty holds a frozen model. A policy with adapters is its own reference without
+    them.
     """
-    wanted = adapted(spec, lora.targets)
-    found = []
-    for share in shares:
-        entries = wanted.get(share.name, [])
-        if not entries:
-            continue
-        cut = layout.expert_tensor if entries[0].expert is not None else layout.tensor
-        rows, columns = parameter_shape(spec, entries[0], cut)
-        for size in (rows, *[columns] * len(entries)):
-            found.append(replace(share, num_elements=size * lora.rank, linear=False))
-    return found
+    compares = config.kl.coefficient > 0 or penalises_kl(config)
+    return compares and (config.lora is None or config.kl.reference_path is not None)
 
 
-# Megatron's data-parallel buffers with the distributed optimizer: where a parameter may start, and what a bucket's end
-# is rounded to (its least common multiple with the number of ranks that share it).
-_START_ELEMENTS, _END_ELEMENTS = 64, 128
-# Its bucket size with overlapped reduction: the larger of the two, the second for each data-parallel rank.
-_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_A_RANK = 40_000_000, 1_000_000
-# A critic's head, as its module is named.
-_VALUE_HEAD = "value_head.weight"
-# The order in which a layer's parameters are registered; it decides where buckets end.
-_IN_A_LAYER = (
-    "input_layernorm",
-    "self_attention.core_attention",
-    "self_attention.linear_proj",
-    *(f"self_attention.linear_{name}" for name in ("q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj")),
-    "self_attention",
-    "pre_mlp_layernorm",
-    "mlp.router",
-    "mlp.shared_experts",
-    "mlp",
-)
+def checkpoint_bytes(config: Config, total_parameters: int) -> int:
+    """Return the bytes of a checkpoint of that many trained parameters: weights, fp32 main weights and moments."""
+    main = 0 if config.precision == "fp32" else MAIN_BYTES
+    return total_parameters * (WEIGHT_BYTES[config.precision] + main + 2 * MOMENT_BYTES[config.optimizer.moments_dtype])
 
 
 @dataclass(frozen=True)
 class Share:
     """A rank's part of one parameter. `expert_data`: its gradient is summed over the expert-data group instead of the
-    data-context group. `own_bucket`: tied embeddings of two stages. `linear`: Transformer Engine multiplies it in FP8.
+    data-context group. `own_bucket`: it is a tied embedding on two stages, which has a bucket to itself. `linear`: with
+    FP8, Transformer Engine multiplies it in FP8.
     """
 
     name: str
@@ -216,25 +154,6 @@ class Share:
     expert_data: bool
     own_bucket: bool
     linear: bool
-
-
-@dataclass(frozen=True)
-class State:
-    """Elements of one rank. `parameters`: of its modules. `linear`: of these, in layers that FP8 computes. `padding`:
-    what the buffers of weights and gradients hold besides. `optimized`: parameters whose main copy and moments are
-    here. `frozen`: parameters without a gradient, beside adapters.
-    """
-
-    parameters: int
-    linear: int
-    padding: int
-    optimized: int
-    frozen: int = 0
-
-    @property
-    def gradients(self) -> int:
-        """Elements of the gradient buffers, padding among them."""
-        return self.parameters - self.frozen + self.padding
 
 
 @dataclass(frozen=True)
@@ -246,9 +165,9 @@ class BufferSize:
 
 
 class ModelShares:
-    """The model's parameters for any layout. Reads the family table once, so that many layouts can be computed.
+    """The model's parameters for any layout. It reads the family table once, so that many layouts can be computed.
 
-    `is_critic`: with a critic's head of one row, which no embedding is tied to, in place of the LM head.
+    `is_critic`: the model has a critic's head of one row, which no embedding is tied to, instead of the LM head.
     """
 
     def __init__(self, spec: ModelSpec, *, is_critic: bool = False) -> None:
@@ -271,11 +190,13 @@ class ModelShares:
 
     @cached_property
     def critic(self) -> ModelShares:
-        """Those of a critic beside this policy."""
+        """The shares of a critic with this policy's shape."""
         return ModelShares(self.spec, is_critic=True)
 
     def chunks(self, layout: Layout, stage: int) -> list[list[Share]]:
-        """The parameters of a pipeline stage's model chunks, each in Megatron's order. The same on all its ranks."""
+        """Return the parameters of a pipeline stage's model chunks, each in Megatron's order. All its ranks have the
+        same.
+        """
         num_chunks = layout.virtual_pipeline or 1
         chunks: list[list[Share]] = []
         for index, layers in enumerate(layout.chunk_layers(stage)):
@@ -304,7 +225,7 @@ class ModelShares:
 
     def _layer(self, layout: Layout, entries: list[TensorEntry]) -> Iterator[Share]:
         shares = {share.name: (share, entry) for entry in entries for share in self._share(layout, entry)}
-        ordered = sorted(shares.values(), key=lambda pair: _place(pair[1]))
+        ordered = sorted(shares.values(), key=lambda pair: _registration_index(pair[1]))
         experts = [share for share, entry in ordered if entry.expert is not None]
         shared = [share for share, entry in ordered if ".shared_experts." in entry.parameter]
         yield from (share for share, entry in ordered if entry.expert is None and share not in shared)
@@ -327,7 +248,7 @@ class ModelShares:
         ]
 
     def state(self, config: Config, layout: Layout, stage: int) -> StageState:
-        """The state that the ranks of a pipeline stage hold."""
+        """Return the state that the ranks of a pipeline stage hold."""
         fp8_weights = config.fp8.parameters and config.precision == "fp8"
         bucket = (
             max(_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_A_RANK * layout.data)
@@ -345,7 +266,9 @@ class ModelShares:
     def _make_buffers(
         self, config: Config, layout: Layout, stage: int, fp8_weights: bool, bucket: int | None
     ) -> _Buffers:
-        """`bucket`: elements of a full bucket of the stage's first chunk, None where nothing is overlapped."""
+        """Lay out a stage's buffers. `bucket`: elements of a full bucket of the stage's first chunk, None without
+        overlap.
+        """
         buffers = _Buffers()
         for index, shares in enumerate(self.chunks(layout, stage)):
             if config.lora is not None:
@@ -363,6 +286,11 @@ class ModelShares:
         return buffers
 
 
+def _registration_index(entry: TensorEntry) -> int:
+    inside = entry.parameter.split(".", 3)[3]
+    return next(index for index, start in enumerate(_IN_A_LAYER) if inside.startswith(start))
+
+
 class StageState:
     """What each rank of one pipeline stage holds."""
 
@@ -370,17 +298,18 @@ class StageState:
         self._buffers, self._layout = buffers, layout
 
     def of_rank(self, rank: int) -> State:
-        """`rank`: a global rank in this stage."""
+        """Return the state of a global rank in this stage."""
         place = self._layout.coordinates(rank)
-        return self._of(place.data * self._layout.context + place.context, place.expert_data)
+        data_context = place.data * self._layout.context + place.context
+        return self._buffers.state(lambda b: b.owned(place.expert_data if b.expert_data else data_context))
 
     def reduced(self, over_expert_data: bool) -> int:
-        """Elements whose gradients are summed over the expert-data group, or those of the data-context group."""
+        """Return the elements whose gradients are summed over the expert-data group, or over the data-context group."""
         return sum(b.num_elements for b in self._buffers if b.expert_data == over_expert_data)
 
     @property
     def buffers(self) -> tuple[BufferSize, ...]:
-        """Of every rank of the stage alike."""
+        """The sizes of the stage's buffers, which all its ranks share."""
         return tuple(BufferSize(b.largest_bucket, b.largest) for b in self._buffers)
 
     @property
@@ -388,12 +317,9 @@ class StageState:
         """An upper bound, which some rank reaches within a few elements: padding makes shards differ slightly."""
         return self._buffers.largest
 
-    def _of(self, data_context: int, expert_data: int) -> State:
-        return self._buffers.state(lambda b: b.owned(expert_data if b.expert_data else data_context))
-
 
 class _Buffers(list["_Buffer"]):
-    """All buffers of one stage, for any of its ranks. `frozen`: elements of parameters that are in none."""
+    """All buffers of one stage, for any of its ranks. `frozen`: elements of parameters that are in no buffer."""
 
     frozen = 0
 
@@ -402,7 +328,7 @@ class _Buffers(list["_Buffer"]):
         return self.state(_Buffer.most_owned)
 
     def state(self, owned: Callable[[_Buffer], int]) -> State:
-        """`owned`: elements of a buffer whose optimizer state is the rank's."""
+        """Return a rank's state. `owned`: the number of a buffer's elements whose optimizer state the rank keeps."""
         return State(
             parameters=self.frozen + sum(b.num_elements for b in self),
             linear=sum(b.linear for b in self),
@@ -449,11 +375,13 @@ class _Buffer:
 
     @property
     def largest_bucket(self) -> int:
-        """Elements; 0 where nothing is divided over data ranks."""
+        """Elements of the largest bucket; 0 if nothing is divided over data-parallel ranks."""
         return max((end - start for start, end in pairwise([0, *self._ends])), default=0)
 
     def owned(self, rank: int) -> int:
-        """Parameter elements whose optimizer state rank `rank` of the group keeps: its equal part of every bucket."""
+        """Return the parameter elements whose optimizer state rank `rank` of the group keeps: its part
+        of every bucket.
+        """
         if not self._distributed:
             return self.num_elements
         total = start = 0
@@ -464,7 +392,9 @@ class _Buffer:
         return total
 
     def most_owned(self) -> int:
-        """The largest of `owned` of all ranks, from the padding in each one's part, of which there is little."""
+        """Return the largest `owned` of all ranks, computed from the padding in each rank's part, of which there is
+        little.
+        """
         if not self._distributed:
             return self.num_elements
         padding, bucket, start = [0] * self.num_ranks, 0, 0
@@ -486,10 +416,33 @@ class _Buffer:
         return min(self._before[index] + position - self._starts[index], self._before[index + 1])
 
 
-def _place(entry: TensorEntry) -> int:
-    inside = entry.parameter.split(".", 3)[3]
-    return next(index for index, start in enumerate(_IN_A_LAYER) if inside.startswith(start))
-
-
 def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
+
+
+def adapter_shares(lora: Lora, spec: ModelSpec, layout: Layout, shares: Sequence[Share]) -> list[Share]:
+    """Return a rank's parts of the adapters of a model chunk whose own parameters are `shares`, in the order of the
+    engine's modules: B, then the A of each matrix.
+    """
+    wanted = adapted(spec, lora.targets)
+    found = []
+    for share in shares:
+        entries = wanted.get(share.name, [])
+        if not entries:
+            continue
+        cut = layout.expert_tensor if entries[0].expert is not None else layout.tensor
+        rows, columns = parameter_shape(spec, entries[0], cut)
+        for size in (rows, *[columns] * len(entries)):
+            found.append(replace(share, num_elements=size * lora.rank, linear=False))
+    return found
+
+
+def num_adapter_parameters(lora: Lora, spec: ModelSpec) -> int:
+    """Return the number of parameters of all adapters."""
+    return sum(tensor.num_elements for tensor in adapter_tensors(spec, lora.rank, lora.targets))
+
+
+def trained_parameters(config: Config, spec: ModelSpec, total: int) -> int:
+    """Return how many of the policy's parameters are trained: all of them, or those of the adapters."""
+    lora = config.lora
+    return total if lora is None else num_adapter_parameters(lora, spec)

@@ -1,18 +1,11 @@
-"""Estimated seconds of a step by phase: the model's FLOPs and bytes divided by the rates of `gpus.py`.
+"""Estimated seconds of a step by phase, and what a step's data costs rank 0.
 
-Owns the arithmetic; its assumptions are `gpus.ASSUMPTIONS`, which are shown with every figure. The estimate is for
-comparing layouts and phases rather than for absolute times.
-
-Estimated seconds in which the servers decode a step's responses.
-
-Owns the cost of a decode step; `verify/simulate/servers.py` uses the same parts. Assumptions are
-`gpus.ASSUMPTIONS`.
-
-What a step's data costs rank 0: shards that it hands out, and routed experts on their way through it.
-
-Lengths are not known beforehand, so these are upper bounds, as the journal's are (`disk.py`): every prompt and response
-has its longest length. Bytes are counted from what travels; two rates, of reading and decoding routes, were measured
-(tests/benchmarks/RESULTS.md).
+The first part divides the model's FLOPs and bytes by the rates of `gpus.py`: `step_time` has a step's phases, rollout,
+training and publish. The assumptions are `gpus.ASSUMPTIONS`, which are shown with every figure. The estimate is for
+comparing layouts and phases, not for absolute times. The last part counts the shards that rank 0 hands out and the
+routed experts that pass through it. Lengths are not known beforehand, so its figures are upper bounds, as the journal's
+are (`disk.py`): every prompt and response has its longest length. Bytes are counted from what travels; two rates, of
+reading and of decoding routes, were measured (tests/benchmarks/RESULTS.md).
 """
 
 from __future__ import annotations
@@ -50,191 +43,27 @@ from gspo_mega.plan.memory import GIB, server_memory
 from gspo_mega.plan.servers import DTYPE_BYTES, reward_gpus, version_bytes
 from gspo_mega.plan.state import GRADIENT_BYTES, MOMENT_BYTES, WEIGHT_BYTES, ModelShares
 
-
-def between_nodes(config: Config, spec: ModelSpec, gpu: Gpu) -> tuple[float, float]:
-    """Seconds of a decode step between the nodes of one server: fixed, and per sequence. Two sums over all its ranks
-    per layer; the GPUs of a node share what their node exchanges.
-    """
-    server = config.server
-    if server.num_nodes == 1:
-        return 0.0, 0.0
-    sums, per_node = 2 * spec.num_layers, server.tensor // server.num_nodes
-    sent = 2 * (1 - 1 / server.num_nodes) * spec.hidden_size * DTYPE_BYTES[server_dtype(config)] / per_node
-    return sums * NETWORK_SUM_SECONDS, sums * sent / (LINK_SHARE * gpu.network_bytes_per_second)
-
-
-def rollout_seconds(config: Config, spec: ModelSpec, gpu: Gpu, total_parameters: int) -> float:
-    """Seconds to decode all responses: waves of as many requests as fit a server's cache, then the longest responses.
-
-    A decode step reads every weight once (with experts: as many as the batch goes to) and the cache of its sequences.
-    """
-    server, rollout = config.server, config.rollout
-    prompt, response = mean_tokens(config)
-    memory = server_memory(config, spec, total_parameters, int(gpu.memory_gib * 2**30))
-    sequences = config.batch.prompts_per_step * config.batch.group_size / server.num_servers
-    length = prompt + response
-    batch = max(1.0, min(sequences, rollout.max_concurrent_requests, memory.cache_tokens / length))
-    token_bytes = memory.cache / max(1, memory.cache_tokens)
-
-    def decode_step(num_sequences: float) -> float:
-        read = memory.weights * _share_read(spec, num_sequences) + num_sequences * length * token_bytes
-        flops = 2 * _active(spec, total_parameters) * num_sequences / server.tensor
-        own = max(read / (MEMORY_SHARE * gpu.memory_bytes_per_second), flops / (MATRIX_SHARE["bf16"] * gpu.bf16_flops))
-        fixed, by_sequence = between_nodes(config, spec, gpu)
-        return own + fixed + by_sequence * num_sequences
-
-    full = sequences / batch * response * decode_step(batch)
-    tail = (episode_lengths(config).sampled - response) * decode_step(max(1.0, batch / 10))
-    return full + tail
-
-
-def _active(spec: ModelSpec, total_parameters: int) -> float:
-    if spec.moe is None:
-        return total_parameters
-    experts = 3 * spec.num_moe_layers * spec.moe.num_experts * spec.hidden_size * spec.moe.expert_intermediate_size
-    return total_parameters - experts * (1 - spec.moe.experts_per_token / spec.moe.num_experts)
-
-
-def _share_read(spec: ModelSpec, num_sequences: float) -> float:
-    """Share of the weights that a decode step of `num_sequences` tokens reads."""
-    if spec.moe is None:
-        return 1.0
-    return 1 - (1 - spec.moe.experts_per_token / spec.moe.num_experts) ** num_sequences
-
-
-# Per position of a pack: token, position, sequence and label (8 each), mask and log-prob (4 each).
-POSITION_BYTES = 40
-# Where turns have advantages, or tokens weights or rewards of their own: each once more per position.
-MORE_POSITION_BYTES = 8
-# Names and shapes of a pack's arrays.
-PACK_BYTES = 3000
-# A server writes int32 in base64, four characters for three bytes.
-HTTP_ROUTE_BYTES = 16 / 3
-# Decoding and checking one of them on one core, without waiting for memory that others use, doubled.
-DECODE_SECONDS = 2e-9
-# Reading one byte of an answer, which is the event loop's own work, on one core.
-RECEIVE_SECONDS = 1e-9
-
-
-@dataclass(frozen=True)
-class RouteCost:
-    """Routed experts of one step, in bytes: as the servers send them, as the journal holds them, and as they leave
-    rank 0. `memory`: of all batches that rank 0 has at a time. `receive_seconds`: of the event loop, which has one
-    core; `decode_seconds`: beside it, of one core.
-    """
-
-    http: int
-    held: int
-    memory: int
-    handed_out: int
-    receive_seconds: float
-    decode_seconds: float
-
-
-@dataclass(frozen=True)
-class HandOut:
-    """Bytes of one step's shards that leave rank 0, without routes; and what the routes cost, None without any.
-    `is_ahead`: they are ready to be sent, in rank 0's memory, while the step before trains.
-    """
-
-    shards: int
-    routes: RouteCost | None
-    is_ahead: bool = False
-
-    @property
-    def ahead_bytes(self) -> int:
-        """What that takes."""
-        return (self.shards + (self.routes.handed_out if self.routes is not None else 0)) * self.is_ahead
-
-
-def hand_out(config: Config, spec: ModelSpec, layout: Layout) -> HandOut:
-    """The most that one step takes."""
-    batch, response = config.batch, config.rollout.max_new_tokens
-    if config.rollout.episode.function != "one_turn":
-        response = max(response, (config.episodes.max_tokens or 0) - config.data.max_prompt_tokens)
-    length = config.data.max_prompt_tokens + response
-    rows = batch.prompts_per_step * batch.group_size
-    # Rank 0 keeps its own share where nobody else needs it.
-    positions = rows * (length + -length % layout.sequence_multiple_tokens)
-    away = 1 - (layout.tensor * layout.context * layout.pipeline == 1) / layout.data
-    more = (config.advantage.turns == "return_to_go") + (config.rollout.max_staleness > 0)
-    more += critic_of(config) is not None  # rewards of tokens
-    packs = max(1, positions // batch.micro_batch_tokens)
-    shards = positions * (POSITION_BYTES + more * MORE_POSITION_BYTES) + packs * PACK_BYTES
-    recorded = config.train is not None and config.train.from_rollouts is not None
-    num_ahead = 1 if recorded else config.rollout.max_staleness
-    if spec.moe is None or not config.rollout.return_routed_experts:
-        return HandOut(int(shards * away), None, num_ahead > 0)
-    sampled = config.rollout.max_oversampling if config.rollout.filter_constant_groups else 1.0
-    values = rows * (length - 1) * spec.num_layers * spec.moe.experts_per_token * sampled
-    # Rank 0's own stage keeps its layers' where nobody else needs them.
-    stages = [sum(map(spec.has_experts, layers)) for layers in _stage_layers(layout)]
-    alone = layout.tensor * layout.context == 1
-    sent = sum(stages) - (stages[0] / layout.data if alone else 0)
-    return HandOut(
-        int(shards * away),
-        RouteCost(
-            http=int(values * HTTP_ROUTE_BYTES),
-            held=int(values * spec.moe.route_bytes),
-            memory=int(values * spec.moe.route_bytes) * (1 + num_ahead),
-            handed_out=int(positions * sent * spec.moe.experts_per_token * spec.moe.route_bytes),
-            receive_seconds=values * HTTP_ROUTE_BYTES * RECEIVE_SECONDS,
-            decode_seconds=values * DECODE_SECONDS,
-        ),
-        num_ahead > 0,
-    )
-
-
-def _stage_layers(layout: Layout) -> list[list[int]]:
-    return [[layer for chunk in layout.chunk_layers(stage) for layer in chunk] for stage in range(layout.pipeline)]
-
-
-def hand_out_lines(cost: HandOut) -> list[str]:
-    """The report's lines."""
-    lines = []
-    if cost.shards:
-        lines.append(f"at most {_size(cost.shards)} per step leave rank 0, each data-parallel rank's share once")
-    if (routes := cost.routes) is not None:
-        lines.append(
-            f"routed experts per step: at most {_size(routes.http)} over HTTP, {routes.receive_seconds:.2g} s of the"
-            f" collector's event loop to read and {routes.decode_seconds:.2g} core-seconds beside it to decode,"
-            f" {_size(routes.held)} in the journal, {_size(routes.handed_out)} handed out;"
-            f" {_size(routes.memory)} of rank 0's memory for the batches that it has at a time"
-        )
-    if cost.ahead_bytes:
-        lines.append(
-            f"while a step trains, the next one's hand-out waits in rank 0's memory: at most {_size(cost.ahead_bytes)}"
-        )
-    return lines
-
-
-def _size(size: float) -> str:
-    unit, factor = next(((u, f) for u, f in (("GiB", GIB), ("MiB", 2**20)) if size >= 0.1 * f), ("KiB", 1024))
-    return f"{size / factor:.1f} {unit}"
-
-
 # The cost of a backward pass, in forward passes.
 _BACKWARD = 2
-# The same for each kind of exchange. tensor: with sequence parallelism, inputs are gathered once more for the weights'
-# gradients. context: keys and values are passed round again, with their gradients. expert, pipeline: gradients are sent
-# back once.
+# The cost of a backward pass's exchange, in exchanges of a forward pass. tensor: with sequence parallelism, inputs are
+# gathered once more for the weights' gradients. context: keys and values are passed round again, with their gradients.
+# expert, pipeline: gradients are sent back once.
 _BACKWARD_EXCHANGE = {"tensor": 1.5, "context": 2.0, "expert": 1.0, "pipeline": 1.0}
-# Bytes that the optimizer reads and writes per element besides moments: gradient, main weight twice, weight.
+# Bytes per element that the optimizer reads and writes, without moments: gradient, main weight twice, weight.
 _OPTIMIZER_BYTES = 4 + 2 * 4 + 2
-
-
-@dataclass(frozen=True)
-class TrainTime:
-    """Seconds of a step on the trainer. `old_pass`: old and reference log-probs. `training`: seconds by part. `critic`:
-    its values and its own optimizer steps."""
-
-    old_pass: float
-    training: dict[str, float]
-    critic: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return self.old_pass + self.critic + sum(self.training.values())
+# Bytes per position of a pack: token, position, sequence and label (8 each), mask and log-prob (4 each).
+POSITION_BYTES = 40
+# More bytes per position for each of: advantages of turns, weights of tokens, rewards of tokens.
+MORE_POSITION_BYTES = 8
+# Bytes of the names and shapes of a pack's arrays.
+PACK_BYTES = 3000
+# Bytes of one route over HTTP: a server writes int32 in base64, four characters for three bytes.
+HTTP_ROUTE_BYTES = 16 / 3
+# Seconds to decode and check one route on one core. It was measured without waiting for memory that others use, and is
+# doubled.
+DECODE_SECONDS = 2e-9
+# Seconds to read one byte of an answer on one core, which is the event loop's own work.
+RECEIVE_SECONDS = 1e-9
 
 
 @dataclass(frozen=True)
@@ -276,7 +105,23 @@ class StepTime:
         return min(self.rollout, self.train.total)
 
 
+@dataclass(frozen=True)
+class TrainTime:
+    """Seconds of a step on the trainer. `old_pass`: old and reference log-probs. `training`: seconds by part. `critic`:
+    the critic's values and optimizer steps.
+    """
+
+    old_pass: float
+    training: dict[str, float]
+    critic: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.old_pass + self.critic + sum(self.training.values())
+
+
 def step_time(config: Config, layout: Layout, shares: ModelShares, gpu: Gpu, total_parameters: int) -> StepTime:
+    """Return the seconds of a step by phase."""
     return StepTime(
         rollout=rollout_seconds(config, shares.spec, gpu, total_parameters),
         train=train_time(config, layout, shares, gpu),
@@ -285,38 +130,62 @@ def step_time(config: Config, layout: Layout, shares: ModelShares, gpu: Gpu, tot
     )
 
 
-def publish_seconds(config: Config, spec: ModelSpec, layout: Layout, gpu: Gpu, total_parameters: int) -> float:
-    """Seconds to move the weights of one publish. Every rank that owns tensors gathers them in its tensor-parallel
-    group, all at once, and meanwhile one after the other sends a bucket, one copy per group of servers. By disk:
-    written once, read on every node of every server. The publish at a server's start is left out.
+def rollout_seconds(config: Config, spec: ModelSpec, gpu: Gpu, total_parameters: int) -> float:
+    """Return the seconds to decode all responses of a step: waves of as many requests as fit a server's cache, then the
+    longest responses. `verify/simulate/servers.py` uses the same parts.
+
+    A decode step reads every weight once (of experts, those that the batch goes to) and the cache of its sequences.
     """
-    weight_bytes = version_bytes(config, spec, total_parameters)
-    servers, cluster = config.server.num_servers, config.cluster
-    if config.publish.method == "disk":
-        return (1 + servers * config.server.num_nodes) * weight_bytes / STORAGE_BYTES_PER_SECOND
-    # Of a pipeline stage and an expert rank one rank has each tensor whole, and sends it; it quantises what it sends,
-    # and gets plain tensors.
-    owners = layout.pipeline * layout.expert
-    tensor = max(layout.tensor, layout.expert_tensor)
-    gathering = (
-        total_parameters
-        * WEIGHT_BYTES[config.precision]
-        * (1 - 1 / tensor)
-        / owners
-        / _link(gpu, tensor, cluster.ranks_per_node)
-    )
-    used = cluster.ranks_per_node + servers * config.server.tensor + reward_gpus(config)
-    one_machine = cluster.num_nodes == 1 and cluster.num_rollout_nodes == 0 and used <= (cluster.gpus_per_node or 0)
-    link = LINK_SHARE * (gpu.nvlink_bytes_per_second if one_machine else gpu.network_bytes_per_second)
-    # An owner's first bucket is gathered before any is sent.
-    first = min(1.0, config.publish.bucket_bytes / weight_bytes * owners)
-    # A server takes one bucket at a time, whoever sends it.
-    leaving = math.ceil(servers / (config.publish.servers_per_group or servers)) * weight_bytes / link
-    return max(gathering, leaving) + first * min(gathering, leaving)
+    server, rollout = config.server, config.rollout
+    prompt, response = mean_tokens(config)
+    memory = server_memory(config, spec, total_parameters, int(gpu.memory_gib * 2**30))
+    sequences = config.batch.prompts_per_step * config.batch.group_size / server.num_servers
+    length = prompt + response
+    batch = max(1.0, min(sequences, rollout.max_concurrent_requests, memory.cache_tokens / length))
+    token_bytes = memory.cache / max(1, memory.cache_tokens)
+
+    def decode_step(num_sequences: float) -> float:
+        read = memory.weights * _share_read(spec, num_sequences) + num_sequences * length * token_bytes
+        flops = 2 * _active_parameters(spec, total_parameters) * num_sequences / server.tensor
+        own = max(read / (MEMORY_SHARE * gpu.memory_bytes_per_second), flops / (MATRIX_SHARE["bf16"] * gpu.bf16_flops))
+        fixed, by_sequence = between_nodes(config, spec, gpu)
+        return own + fixed + by_sequence * num_sequences
+
+    full = sequences / batch * response * decode_step(batch)
+    tail = (episode_lengths(config).sampled - response) * decode_step(max(1.0, batch / 10))
+    return full + tail
+
+
+def between_nodes(config: Config, spec: ModelSpec, gpu: Gpu) -> tuple[float, float]:
+    """Return the seconds that a decode step spends between the nodes of one server: (fixed, per sequence). A layer has
+    two sums over all the server's ranks; the GPUs of a node share what their node exchanges.
+    """
+    server = config.server
+    if server.num_nodes == 1:
+        return 0.0, 0.0
+    sums, per_node = 2 * spec.num_layers, server.tensor // server.num_nodes
+    sent = 2 * (1 - 1 / server.num_nodes) * spec.hidden_size * DTYPE_BYTES[server_dtype(config)] / per_node
+    return sums * NETWORK_SUM_SECONDS, sums * sent / (LINK_SHARE * gpu.network_bytes_per_second)
+
+
+def _active_parameters(spec: ModelSpec, total_parameters: int) -> float:
+    if spec.moe is None:
+        return total_parameters
+    experts = 3 * spec.num_moe_layers * spec.moe.num_experts * spec.hidden_size * spec.moe.expert_intermediate_size
+    return total_parameters - experts * (1 - spec.moe.experts_per_token / spec.moe.num_experts)
+
+
+def _share_read(spec: ModelSpec, num_sequences: float) -> float:
+    """Return the share of the weights that a decode step of `num_sequences` tokens reads."""
+    if spec.moe is None:
+        return 1.0
+    return 1 - (1 - spec.moe.experts_per_token / spec.moe.num_experts) ** num_sequences
 
 
 def train_time(config: Config, layout: Layout, shares: ModelShares, gpu: Gpu) -> TrainTime:
-    """The old pass and all optimizer steps of one rollout batch, a critic's too, on the busiest rank."""
+    """Return the seconds of the old pass and of all optimizer steps of one rollout batch, a critic's included, on the
+    busiest rank.
+    """
     forward_pass, training, num_micro = _model_time(config, layout, shares, gpu)
     has_old_pass = needs_old_log_prob_pass(config) and not (num_micro == 1 and may_correct_in_training(config))
     num_passes = has_old_pass + (config.kl.coefficient > 0 or penalises_kl(config))
@@ -328,8 +197,8 @@ def train_time(config: Config, layout: Layout, shares: ModelShares, gpu: Gpu) ->
 
 
 def _model_time(config: Config, layout: Layout, shares: ModelShares, gpu: Gpu) -> tuple[float, dict[str, float], int]:
-    """Seconds of a forward pass of one model over a rollout batch, those of all its optimizer steps by part, and the
-    number of packs of one step.
+    """Return (seconds of one model's forward pass over a rollout batch, seconds of all its optimizer steps by part,
+    packs of one optimizer step).
     """
     spec, batch = shares.spec, config.batch
     prompt, response = mean_tokens(config)
@@ -345,13 +214,13 @@ def _model_time(config: Config, layout: Layout, shares: ModelShares, gpu: Gpu) -
     *others, layers = layout.stage_layers
     if max(others, default=0) * layer.total > layers * layer.total + head:
         layers, head = max(others), 0.0
-    # Small packs wait for kernels to be launched: no layer takes less than that.
+    # Small packs wait for kernels to be launched: no layer takes less than LAYER_SECONDS.
     slower = layers * max(1.0, LAYER_SECONDS / layer.total)
     num_steps, passes = batch.num_mini_batches, num_micro * batch.num_mini_batches
     again = 1 if config.recompute.granularity == "full" else 0
     chunks = layout.virtual_pipeline or 1
     bubble = (layout.pipeline - 1) / (chunks * num_micro)
-    # Of frozen weights there is no gradient: half of a backward pass is left. What adapters add is small.
+    # Frozen weights have no gradient, which leaves half of a backward pass. What adapters add is small.
     backward = _BACKWARD if config.lora is None else _BACKWARD / 2
     compute = passes * slower * layer.compute * (1 + again + backward)
     head_time = passes * head * (1 + 1 + backward)  # its logits are computed again in the backward pass
@@ -454,7 +323,7 @@ class _Layer:
 
 
 def _projections(spec: ModelSpec, layout: Layout) -> list[tuple[float, float]]:
-    """(rows, columns) of attention's matrices on one tensor rank: products that read one input together count as one
+    """Return (rows, columns) of attention's matrices on one tensor rank. Products that read the same input count as one
     matrix.
     """
     hidden, heads, latent = spec.hidden_size, spec.num_heads / layout.tensor, spec.latent
@@ -473,7 +342,9 @@ def _projections(spec: ModelSpec, layout: Layout) -> list[tuple[float, float]]:
 
 
 def _head_seconds(config: Config, layout: Layout, spec: ModelSpec, gpu: Gpu, rows: float) -> float:
-    """Logits of one micro-batch's response tokens; in bf16 at most. Other stages wait for the last one meanwhile."""
+    """Return the seconds for the logits of one micro-batch's response tokens, computed in bf16 or fp32. The other
+    stages wait for the last one.
+    """
     kind = "fp32" if config.precision == "fp32" else "bf16"
     return (
         2 * rows * spec.hidden_size * layout.padded_vocab_size / layout.tensor / (gpu.bf16_flops * MATRIX_SHARE[kind])
@@ -481,7 +352,9 @@ def _head_seconds(config: Config, layout: Layout, spec: ModelSpec, gpu: Gpu, row
 
 
 def _gradient_seconds(config: Config, layout: Layout, shares: ModelShares, gpu: Gpu) -> float:
-    """Reducing gradients and gathering weights of one optimizer step; overlapped, three quarters of it are hidden."""
+    """Return the seconds of reducing gradients and gathering weights in one optimizer step. With overlap, three
+    quarters of them are hidden.
+    """
     node, seconds = config.cluster.ranks_per_node, 0.0
     gradient = GRADIENT_BYTES[config.optimizer.gradients_dtype]
     groups = {False: layout.data * layout.context, True: layout.expert_data}
@@ -498,20 +371,152 @@ def _gradient_seconds(config: Config, layout: Layout, shares: ModelShares, gpu: 
 
 
 def _link(gpu: Gpu, span: int, ranks_per_node: int) -> float:
-    """Bytes per second of a group that reaches over `span` consecutive ranks."""
+    """Return the bytes per second of a group that spans `span` consecutive ranks."""
     return LINK_SHARE * (gpu.nvlink_bytes_per_second if span <= ranks_per_node else gpu.network_bytes_per_second)
 
 
 def _all_to_all(gpu: Gpu, sent: float, span: int, ranks_per_node: int) -> float:
-    """Seconds in which each rank sends equal parts of `sent` bytes to all: those on other nodes take the network."""
+    """Return the seconds in which each rank sends equal parts of `sent` bytes to all; parts for other nodes take the
+    network.
+    """
     inside = min(span, ranks_per_node)
     near, far = sent * (inside - 1) / span, sent * (span - inside) / span
     return max(near / (LINK_SHARE * gpu.nvlink_bytes_per_second), far / (LINK_SHARE * gpu.network_bytes_per_second))
 
 
 def _width(elements: float) -> float:
+    """Return the share of its rate that a product whose narrowest side has `elements` elements reaches."""
     return elements / (elements + NARROW_ELEMENTS)
 
 
+def publish_seconds(config: Config, spec: ModelSpec, layout: Layout, gpu: Gpu, total_parameters: int) -> float:
+    """Return the seconds to move the weights of one publish. The ranks that own tensors gather them in their
+    tensor-parallel groups, all at the same time, while one rank after the other sends a bucket, one copy per group of
+    servers. With `publish.method: disk` they are written once and read on every node of every server. The publish at a
+    server's start is left out.
+    """
+    weight_bytes = version_bytes(config, spec, total_parameters)
+    servers, cluster = config.server.num_servers, config.cluster
+    if config.publish.method == "disk":
+        return (1 + servers * config.server.num_nodes) * weight_bytes / STORAGE_BYTES_PER_SECOND
+    # In each pipeline stage and expert rank, one rank gets each tensor whole, and sends it. It gathers plain tensors
+    # and quantises what it sends.
+    owners = layout.pipeline * layout.expert
+    tensor = max(layout.tensor, layout.expert_tensor)
+    gathering = (
+        total_parameters
+        * WEIGHT_BYTES[config.precision]
+        * (1 - 1 / tensor)
+        / owners
+        / _link(gpu, tensor, cluster.ranks_per_node)
+    )
+    used = cluster.ranks_per_node + servers * config.server.tensor + reward_gpus(config)
+    one_machine = cluster.num_nodes == 1 and cluster.num_rollout_nodes == 0 and used <= (cluster.gpus_per_node or 0)
+    link = LINK_SHARE * (gpu.nvlink_bytes_per_second if one_machine else gpu.network_bytes_per_second)
+    # An owner's first bucket is gathered before any is sent.
+    first = min(1.0, config.publish.bucket_bytes / weight_bytes * owners)
+    # A server takes one bucket at a time, no matter which rank sends it.
+    leaving = math.ceil(servers / (config.publish.servers_per_group or servers)) * weight_bytes / link
+    return max(gathering, leaving) + first * min(gathering, leaving)
+
+
 def save_seconds(num_bytes: int) -> float:
+    """Return the seconds of writing a checkpoint to shared storage."""
     return num_bytes / STORAGE_BYTES_PER_SECOND
+
+
+@dataclass(frozen=True)
+class RouteCost:
+    """The cost of one step's routed experts, in bytes: `http`, as the servers send them; `held`, as the journal holds
+    them; `handed_out`, as they leave rank 0; `memory`, of all batches that rank 0 has at a time. `receive_seconds`:
+    time of the event loop, which has one core. `decode_seconds`: time of another core.
+    """
+
+    http: int
+    held: int
+    memory: int
+    handed_out: int
+    receive_seconds: float
+    decode_seconds: float
+
+
+@dataclass(frozen=True)
+class HandOut:
+    """`shards`: bytes of one step that leave rank 0, without routes. `routes`: what the routes cost, None without any.
+    `is_ahead`: all of it is ready to be sent, in rank 0's memory, while the step before trains.
+    """
+
+    shards: int
+    routes: RouteCost | None
+    is_ahead: bool = False
+
+    @property
+    def ahead_bytes(self) -> int:
+        """Bytes of rank 0's memory that the next step's hand-out takes while a step trains."""
+        return (self.shards + (self.routes.handed_out if self.routes is not None else 0)) * self.is_ahead
+
+
+def hand_out(config: Config, spec: ModelSpec, layout: Layout) -> HandOut:
+    """Return the most that the hand-out of one step takes."""
+    batch, response = config.batch, config.rollout.max_new_tokens
+    if config.rollout.episode.function != "one_turn":
+        response = max(response, (config.episodes.max_tokens or 0) - config.data.max_prompt_tokens)
+    length = config.data.max_prompt_tokens + response
+    rows = batch.prompts_per_step * batch.group_size
+    # Rank 0 keeps its own share if no other rank needs it.
+    positions = rows * (length + -length % layout.sequence_multiple_tokens)
+    away = 1 - (layout.tensor * layout.context * layout.pipeline == 1) / layout.data
+    more = (config.advantage.turns == "return_to_go") + (config.rollout.max_staleness > 0)
+    more += critic_of(config) is not None  # rewards of tokens
+    packs = max(1, positions // batch.micro_batch_tokens)
+    shards = positions * (POSITION_BYTES + more * MORE_POSITION_BYTES) + packs * PACK_BYTES
+    recorded = config.train is not None and config.train.from_rollouts is not None
+    num_ahead = 1 if recorded else config.rollout.max_staleness
+    if spec.moe is None or not config.rollout.return_routed_experts:
+        return HandOut(int(shards * away), None, num_ahead > 0)
+    sampled = config.rollout.max_oversampling if config.rollout.filter_constant_groups else 1.0
+    values = rows * (length - 1) * spec.num_layers * spec.moe.experts_per_token * sampled
+    # Rank 0 keeps the routes of its own stage's layers if no other rank needs them.
+    stages = [sum(map(spec.has_experts, layers)) for layers in _stage_layers(layout)]
+    alone = layout.tensor * layout.context == 1
+    sent = sum(stages) - (stages[0] / layout.data if alone else 0)
+    return HandOut(
+        int(shards * away),
+        RouteCost(
+            http=int(values * HTTP_ROUTE_BYTES),
+            held=int(values * spec.moe.route_bytes),
+            memory=int(values * spec.moe.route_bytes) * (1 + num_ahead),
+            handed_out=int(positions * sent * spec.moe.experts_per_token * spec.moe.route_bytes),
+            receive_seconds=values * HTTP_ROUTE_BYTES * RECEIVE_SECONDS,
+            decode_seconds=values * DECODE_SECONDS,
+        ),
+        num_ahead > 0,
+    )
+
+
+def _stage_layers(layout: Layout) -> list[list[int]]:
+    return [[layer for chunk in layout.chunk_layers(stage) for layer in chunk] for stage in range(layout.pipeline)]
+
+
+def hand_out_lines(cost: HandOut) -> list[str]:
+    """Return the report's lines about the hand-out."""
+    lines = []
+    if cost.shards:
+        lines.append(f"at most {_size(cost.shards)} per step leave rank 0, each data-parallel rank's share once")
+    if (routes := cost.routes) is not None:
+        lines.append(
+            f"routed experts per step: at most {_size(routes.http)} over HTTP, {routes.receive_seconds:.2g} s of the"
+            f" collector's event loop to read and {routes.decode_seconds:.2g} core-seconds elsewhere to decode,"
+            f" {_size(routes.held)} in the journal, {_size(routes.handed_out)} handed out;"
+            f" {_size(routes.memory)} of rank 0's memory for the batches that it has at a time"
+        )
+    if cost.ahead_bytes:
+        lines.append(
+            f"while a step trains, the next one's hand-out waits in rank 0's memory: at most {_size(cost.ahead_bytes)}"
+        )
+    return lines
+
+
+def _size(size: float) -> str:
+    unit, factor = next(((u, f) for u, f in (("GiB", GIB), ("MiB", 2**20)) if size >= 0.1 * f), ("KiB", 1024))
+    return f"{size / factor:.1f} {unit}"

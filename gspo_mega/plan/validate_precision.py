@@ -1,36 +1,32 @@
-"""What the optimizer's memory settings need from a machine; checked before anything is built.
+"""What a precision, fused operations, the optimizer and batch invariance need from the chip, the software and the
+model.
 
-What a precision needs from the chip, from CUDA, from Transformer Engine, and from the model's sizes.
-
-Megatron silently computes in bf16 where FP8 is requested and Transformer Engine is absent. Here that is an error,
-raised before anything is built: by the plan where the device is known, by the engine on its own device.
-
-Fused operations in a plan: what is fused and why, in words, and what cannot be fused for this model and device.
-
-What `engine.batch_invariant` needs of the model and of the device. No torch.
+The `*_problem` functions say, before anything is built, what is wrong with a machine; the engine asks them on its own
+device. Megatron silently computes in bf16 where FP8 is requested and Transformer Engine is absent; here that is an
+error. The `validate_*` functions are for the plan, which knows a GPU's name at most: they yield violations, which
+`validate.py` collects. What a machine's libraries lack is found by its ranks. No torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
 
 from gspo_mega.base.errors import Violation
 from gspo_mega.config.derived import (
     BLACKWELL,
-    SETTINGS,
+    FUSION_SETTINGS,
     describe_fusions,
     fused_operations,
+    fusion_obstacle,
     has_transformer_engine_layers,
-    is_sharp,
-    obstacle,
+    is_sharp_fp8,
 )
 from gspo_mega.config.schema import Config, Fp8, Optimizer
 from gspo_mega.models.spec import ModelSpec
-from gspo_mega.plan.gpus import is_on_gpu
+from gspo_mega.plan.gpus import GPUS, Device, is_on_gpu
 from gspo_mega.plan.layout import RECIPE_SIDES
 
-# The first chip (compute capability) and the first Transformer Engine version that support a recipe.
+# The first chip (compute capability) and the first version of Transformer Engine that support a recipe.
 _FIRST_CHIP = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
 _FIRST_ENGINE = {"delayed": (2, 2), "tensorwise": (2, 2), "blockwise": (2, 3), "mxfp8": (2, 2)}
 _CHIPS = {(8, 0): "Ampere", (8, 9): "Ada", (9, 0): "Hopper", (10, 0): "Blackwell"}
@@ -40,16 +36,80 @@ _ADA_CUDA = (12, 1)
 # Consumer Blackwell lacks mxfp8 products for some operand layouts that the backward pass uses.
 _NO_MXFP8_FROM = (12, 0)
 _NEWEST = (99, 0)
+# What to set instead, without a GPU.
+VALID_WITHOUT_GPU = {"optimizer.moments_dtype": "fp32", "optimizer.cpu_offload_fraction": "0"}
 
 
-def check_precision(
+def validate_precision(config: Config, spec: ModelSpec, device: Device | None) -> Iterator[Violation]:
+    """Yield what the named GPU does not support of `precision` and `fp8.recipe`, and sides of layers that FP8 cannot
+    multiply.
+    """
+    gpu = config.cluster.gpu if device != "cpu" else None
+    if gpu is not None and (problem := chip_problem(config, GPUS[gpu].capability)) is not None:
+        yield Violation("fp8.recipe" if config.precision == "fp8" else "precision", f"cluster.gpu {gpu}: {problem}")
+    sides = list(unaligned_sizes(config, spec))
+    if sides:
+        yield Violation(
+            "fp8.recipe",
+            f"{config.fp8.recipe} needs every side of a linear layer on a rank to be a multiple of"
+            f" {RECIPE_SIDES[config.fp8.recipe]}, which these are not: {', '.join(sides)}",
+            " or ".join(
+                r
+                for r in RECIPE_SIDES
+                if RECIPE_SIDES[r] < RECIPE_SIDES[config.fp8.recipe] and not any(unaligned_sizes(config, spec, r))
+            ),
+        )
+
+
+def unaligned_sizes(config: Config, spec: ModelSpec, recipe: str | None = None) -> Iterator[str]:
+    """With FP8, yield in words each side of a linear layer's share on one rank that the recipe's products cannot have.
+
+    `recipe`: a recipe to try instead of the configuration's.
+    """
+    if config.precision != "fp8":
+        return
+    multiple, tensor = RECIPE_SIDES[recipe or config.fp8.recipe], config.parallel.tensor
+    sides = {
+        "hidden size": (spec.hidden_size, 1),
+        "attention output (heads x head size)": (spec.num_heads * spec.value_head_dim, tensor),
+    }
+    if spec.latent is None:
+        sides["query, key and value size"] = ((spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim, tensor)
+    else:
+        latent = spec.latent
+        sides |= {
+            "query size (heads x head size)": (spec.num_heads * spec.head_dim, tensor),
+            "q_lora_rank": (latent.query_rank or multiple, 1),
+            "kv_lora_rank": (latent.key_value_rank, 1),
+            "kv_lora_rank + qk_rope_head_dim": (latent.key_value_rank + latent.rotary_dim, 1),
+            "keys' and values' size (heads x both)": (spec.num_heads * (latent.content_dim + latent.value_dim), tensor),
+        }
+    if not spec.has_experts(0):
+        sides["intermediate size"] = (spec.intermediate_size, tensor)
+    if spec.moe is not None:
+        sides["experts' intermediate size"] = (spec.moe.expert_intermediate_size, config.parallel.expert_tensor)
+        if spec.moe.shared_intermediate_size:
+            sides["shared experts' intermediate size"] = (spec.moe.shared_intermediate_size, tensor)
+    for name, (size, ranks) in sides.items():
+        if size % ranks == 0 and size // ranks % multiple:
+            yield f"{name} {size}" + (f" / {ranks} ranks" if ranks > 1 else "")
+
+
+def chip_problem(config: Config, capability: tuple[int, int]) -> str | None:
+    """Return what `precision_problem` says of a chip with the newest software: a plan knows only a GPU's name."""
+    if config.precision != "fp32" and capability < _BF16_CHIP:
+        return _too_old(config, capability)
+    return _fp8_problem(config.fp8, capability, _NEWEST, _NEWEST) if config.precision == "fp8" else None
+
+
+def precision_problem(
     config: Config, capability: tuple[int, int], cuda_version: str | None, engine_version: str | None
 ) -> str | None:
-    """Why a machine's GPU does not support this configuration's precision, and what to do; None where it does.
+    """Return why a machine's GPU does not support this configuration's precision and what to do; None if it does.
 
     `capability`: the GPU's compute capability. `cuda_version`: PyTorch's, as `12.9`. `engine_version`: Transformer
-    Engine's, as `2.20.2`, None where it cannot be imported. Machines without a GPU are not asked: kernels of this
-    package compute every recipe there.
+    Engine's, as `2.20.2`, None if it cannot be imported. The question does not arise without a GPU, where kernels of
+    this package compute every recipe.
     """
     if config.precision == "fp32":
         return None
@@ -65,19 +125,12 @@ def check_precision(
         )
     if config.precision == "bf16":
         return None
-    if is_sharp(config):
+    if is_sharp_fp8(config):
         return (
             "certify.sharp_fp8 is for machines without a GPU: on one, Transformer Engine's attention takes no fp32; set"
             " it to false, and the coarse tolerances of FP8 hold"
         )
     return _fp8_problem(config.fp8, capability, _version(cuda_version or "0"), _version(engine_version))
-
-
-def check_chip(config: Config, capability: tuple[int, int]) -> str | None:
-    """As `check_precision` on a chip with the newest software, which is all that a plan knows of a named GPU."""
-    if config.precision != "fp32" and capability < _BF16_CHIP:
-        return _too_old(config, capability)
-    return _fp8_problem(config.fp8, capability, _NEWEST, _NEWEST) if config.precision == "fp8" else None
 
 
 def _too_old(config: Config, capability: tuple[int, int]) -> str:
@@ -135,42 +188,8 @@ def _has_blockwise(capability: tuple[int, int], cuda: tuple[int, ...]) -> bool:
     return capability >= _FIRST_CHIP["blockwise"] and cuda >= _BLOCKWISE_CUDA
 
 
-def unaligned_sizes(config: Config, spec: ModelSpec, recipe: str | None = None) -> Iterator[str]:
-    """With FP8: each side of a linear layer's share on one rank that the recipe's products cannot have, in words.
-
-    `recipe`: another one to try instead of the configuration's.
-    """
-    if config.precision != "fp8":
-        return
-    multiple, tensor = RECIPE_SIDES[recipe or config.fp8.recipe], config.parallel.tensor
-    sides = {
-        "hidden size": (spec.hidden_size, 1),
-        "attention output (heads x head size)": (spec.num_heads * spec.value_head_dim, tensor),
-    }
-    if spec.latent is None:
-        sides["query, key and value size"] = ((spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim, tensor)
-    else:
-        latent = spec.latent
-        sides |= {
-            "query size (heads x head size)": (spec.num_heads * spec.head_dim, tensor),
-            "q_lora_rank": (latent.query_rank or multiple, 1),
-            "kv_lora_rank": (latent.key_value_rank, 1),
-            "kv_lora_rank + qk_rope_head_dim": (latent.key_value_rank + latent.rotary_dim, 1),
-            "keys' and values' size (heads x both)": (spec.num_heads * (latent.content_dim + latent.value_dim), tensor),
-        }
-    if not spec.has_experts(0):
-        sides["intermediate size"] = (spec.intermediate_size, tensor)
-    if spec.moe is not None:
-        sides["experts' intermediate size"] = (spec.moe.expert_intermediate_size, config.parallel.expert_tensor)
-        if spec.moe.shared_intermediate_size:
-            sides["shared experts' intermediate size"] = (spec.moe.shared_intermediate_size, tensor)
-    for name, (size, ranks) in sides.items():
-        if size % ranks == 0 and size // ranks % multiple:
-            yield f"{name} {size}" + (f" / {ranks} ranks" if ranks > 1 else "")
-
-
 def _version(text: str) -> tuple[int, ...]:
-    """The leading numbers of a version, at least two: `2.20.2+abc` is (2, 20, 2), `13` is (13, 0)."""
+    """Return the leading numbers of a version, at least two: `2.20.2+abc` is (2, 20, 2), `13` is (13, 0)."""
     numbers: list[int] = []
     for part in text.split("+")[0].split("."):
         if not part.isdigit():
@@ -187,17 +206,16 @@ def _chip(capability: tuple[int, int]) -> str:
     return f"{_CHIPS[capability]} (compute capability {_dotted(capability)})"
 
 
-def check_fusions(config: Config, spec: ModelSpec, device: Literal["cpu", "gpu"] | None) -> Iterator[Violation]:
-    """Every operation that is asked for and that this model cannot have, on the device or, unknown, on either kind.
-
-    What a machine's libraries lack is found by its ranks.
+def validate_fusions(config: Config, spec: ModelSpec, device: Device | None) -> Iterator[Violation]:
+    """Yield each fused operation that is asked for and that this model cannot have: on the device, or, if that is not
+    known, on either kind.
     """
     on_gpu = is_on_gpu(config, device)
-    for key in SETTINGS:
+    for key in FUSION_SETTINGS:
         if getattr(config.engine, key) is not True:
             continue
         reasons = [
-            obstacle(config, key, has_experts=spec.moe is not None, has_gpu=place)
+            fusion_obstacle(config, key, has_experts=spec.moe is not None, has_gpu=place)
             for place in ((True, False) if on_gpu is None else (on_gpu,))
         ]
         if reasons[0] is not None and None not in reasons:
@@ -211,7 +229,9 @@ def check_fusions(config: Config, spec: ModelSpec, device: Literal["cpu", "gpu"]
 
 
 def describe_operations(config: Config, spec: ModelSpec, on_gpu: bool | None) -> tuple[str, ...]:
-    """For the plan: what is fused where, as far as it is known, in whose order, and how experts' tokens travel."""
+    """Return lines for the plan's report: what is fused where, as far as that is known, the order of operations, and
+    how experts' tokens travel.
+    """
     places = (True, False) if on_gpu is None else (on_gpu,)
     lines = []
     for has_gpu in places:
@@ -225,33 +245,18 @@ def describe_operations(config: Config, spec: ModelSpec, on_gpu: bool | None) ->
     return tuple(lines)
 
 
-def check_invariance(config: Config, spec: ModelSpec, device: Literal["cpu", "gpu"] | None) -> Iterator[Violation]:
-    """Models and devices for which the operations were not written. `device`: the ranks', None if unknown."""
-    if not config.engine.batch_invariant:
-        return
-    if is_on_gpu(config, device):
-        yield Violation(
-            "engine.batch_invariant", "true on GPUs: its operations are written and measured for CPUs", "false"
-        )
-    if spec.family != "qwen3":
-        yield Violation(
-            "engine.batch_invariant",
-            f"true, and the model is {spec.family}: the servers' layers are written for dense qwen3",
-            "false",
-        )
-    elif spec.rope_scaling is not None:
-        yield Violation(
-            "engine.batch_invariant", "true, and the model's rotary positions are stretched (rope_scaling)", "false"
-        )
+def validate_optimizer(config: Config, device: Device | None) -> Iterator[Violation]:
+    """Yield the memory settings of the optimizer that ranks without a GPU do not support."""
+    if device == "cpu":
+        fused = has_transformer_engine_layers(config, has_gpu=False)
+        for key, problem in optimizer_problems(config.optimizer, has_gpu=False, has_fused_adam=fused):
+            yield Violation(key, problem, VALID_WITHOUT_GPU[key])
 
 
-VALID_WITHOUT_GPU = {"optimizer.moments_dtype": "fp32", "optimizer.cpu_offload_fraction": "0"}
+def optimizer_problems(settings: Optimizer, has_gpu: bool, has_fused_adam: bool) -> list[tuple[str, str]]:
+    """Return (key, what is missing and what to do) of every setting of the optimizer that a machine does not support.
 
-
-def check_optimizer(settings: Optimizer, has_gpu: bool, has_fused_adam: bool) -> list[tuple[str, str]]:
-    """(key, what is missing and what to do) of every setting that this machine does not support.
-
-    `has_fused_adam`: Transformer Engine's Adam is there, with moments of any dtype (2.1 and later).
+    `has_fused_adam`: Transformer Engine's Adam with moments of any dtype is there (2.1 and later).
     """
     problems = []
     if settings.moments_dtype != "fp32":
@@ -270,3 +275,23 @@ def check_optimizer(settings: Optimizer, has_gpu: bool, has_fused_adam: bool) ->
             )
         )
     return problems
+
+
+def validate_batch_invariance(config: Config, spec: ModelSpec, device: Device | None) -> Iterator[Violation]:
+    """Yield models and devices for which the operations of `engine.batch_invariant` were not written."""
+    if not config.engine.batch_invariant:
+        return
+    if is_on_gpu(config, device):
+        yield Violation(
+            "engine.batch_invariant", "true on GPUs: its operations are written and measured for CPUs", "false"
+        )
+    if spec.family != "qwen3":
+        yield Violation(
+            "engine.batch_invariant",
+            f"true, and the model is {spec.family}: the servers' layers are written for dense qwen3",
+            "false",
+        )
+    elif spec.rope_scaling is not None:
+        yield Violation(
+            "engine.batch_invariant", "true, and the model's rotary positions are stretched (rope_scaling)", "false"
+        )

@@ -1,8 +1,8 @@
 """How long a phase of a run may go without progress before its ranks count as stuck.
 
-Owns the bounds: those of `watchdog` in the configuration, else derived from the phase's own deadlines and the plan's
-estimate, where there is one. A bound limits the time between two signs of progress (a micro-batch, a trajectory), not
-the whole phase.
+The bounds are those of `watchdog` in the configuration. Those that are absent follow from the phase's own deadlines
+and, if there is one, the plan's estimate. A bound limits the time between two signs of progress (a micro-batch, a
+trajectory), not the whole phase.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from gspo_mega.config.derived import is_one_turn
 from gspo_mega.config.schema import Config
-from gspo_mega.config.validate_rewards import MOST_ATTEMPTS, MOST_DEADLINES, longest_seconds
+from gspo_mega.config.validate_rewards import MOST_ATTEMPTS, MOST_DEADLINES, total_service_seconds
 from gspo_mega.plan.estimate import Estimate
 
 # The kind of each phase; a phase that is not named here is "other".
@@ -27,9 +27,10 @@ _KIND = {
     "old_log_probs": "train",
     "reference_log_probs": "train",
 }
-# For phases without deadlines: weights read from a slow disk, a first step's compilers, a save, packing a batch.
+# Bounds of phases without deadlines, which cover weights read from a slow disk, a first step's compilers, a save, and
+# packing a batch.
 _START_SECONDS, _TRAIN_SECONDS, _CHECKPOINT_SECONDS, _OTHER_SECONDS = 3600.0, 900.0, 1800.0, 900.0
-# On top of a phase's own deadlines, which must expire first.
+# Added to a phase's own deadlines, which must expire first.
 _MARGIN_SECONDS = 300.0
 # The factor by which an estimate may be too low.
 _ESTIMATE_FACTOR = 10.0
@@ -43,36 +44,39 @@ class Patience:
     silence: float
 
     def bound(self, phase: str) -> float:
-        """Seconds, for a phase of any name."""
+        """Return the bound of a phase in seconds. Any name is valid."""
         return self.bounds[_KIND.get(phase, "other")]
 
     @property
     def longest(self) -> float:
-        """Seconds, for when every rank waits for another and no rank's phase is known."""
+        """Seconds: the bound if every rank waits for another and no rank's phase is known."""
         return max(self.bounds.values())
 
     def key(self, phase: str) -> str:
-        """The configuration's key of that bound."""
+        """Return the configuration's key of a phase's bound."""
         return f"watchdog.{_KIND.get(phase, 'other')}_seconds"
 
     def interval(self, num_ranks: int) -> float:
-        """Seconds between two checks, and between two beats of a rank: at most about 50 beats per second in all."""
+        """Return the seconds between two checks, and between two beats of a rank: at most about 50 beats per second
+        over all ranks.
+        """
         return max(0.05, min(5.0, self.silence / 10, min(self.bounds.values()) / 10), num_ranks / 50)
 
 
 def patience(config: Config, figures: Estimate | None = None) -> Patience | None:
-    """The bounds of a run; None where the watchdog is off. `figures`: the plan's, where it has any."""
+    """Return the bounds of a run; None if the watchdog is off. `figures`: the plan's, if it has any."""
     watchdog, rollout = config.watchdog, config.rollout
     if not watchdog.enabled:
         return None
     time = figures.time if figures is not None else None
-    # New tokens are progress. A sample that gets none is tried again elsewhere, and in the end the run stops by itself.
+    # New tokens are progress. A sample that gets none is tried again on another server, and finally the run stops by
+    # itself.
     stalled = rollout.max_attempts * rollout.progress_deadline_seconds
     sampling = stalled + rollout.no_server_deadline_seconds
     sampling += MOST_ATTEMPTS * MOST_DEADLINES * config.reward.deadline_seconds
-    sampling += longest_seconds(config.reward)
+    sampling += total_service_seconds(config.reward)
     if not is_one_turn(config):
-        sampling += config.episodes.turn_deadline_seconds  # an agent's own time, in which nothing is sampled
+        sampling += config.episodes.turn_deadline_seconds  # the agent's own time, in which nothing is sampled
     derived: dict[str, float] = {
         "start": _START_SECONDS,
         "rollout": sampling + _MARGIN_SECONDS,

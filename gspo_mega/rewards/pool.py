@@ -28,7 +28,7 @@ from typing import Any
 from gspo_mega.base.episodes import ENDED_BY_LIMIT, OWN_REWARD, Episode
 from gspo_mega.base.errors import RewardError
 from gspo_mega.config.schema import OwnReward, Reward
-from gspo_mega.config.validate_rewards import MOST_ATTEMPTS, MOST_DEADLINES, services_of
+from gspo_mega.config.validate_rewards import MOST_ATTEMPTS, MOST_DEADLINES, services_by_name
 from gspo_mega.rewards.blame import CAUSES, is_own_end
 from gspo_mega.rewards.functions import BUILTINS, zero_for
 from gspo_mega.rewards.guarded_process import GuardedProcess, ProcessKind
@@ -186,7 +186,7 @@ class ScoringPool:
         """Start all processes and load the functions. Raises RewardError as `check_reward` does."""
         self._services = {
             name: Service(one, self._own_servers(name) if self._own_servers and not one.url else None)
-            for name, one in services_of(self._settings).items()
+            for name, one in services_by_name(self._settings).items()
         }
         num_processes = self._settings.num_workers if self._setup["functions"] else 0
         started = await asyncio.gather(
@@ -452,7 +452,7 @@ def check_reward(settings: Reward, source_rewards: Mapping[str, OwnReward] | Non
     Not to be called inside an event loop. Raises RewardError with what is missing.
     """
     setup, *_ = table_of(settings, source_rewards or {})
-    for service in services_of(settings).values():
+    for service in services_by_name(settings).values():
         check_service(service)
 
     async def load() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from gspo_mega.base.errors import RewardError
 from gspo_mega.base.records import REWARD_TOLERANCE
 from gspo_mega.config.schema import OwnReward, Reward, RewardFunction
-from gspo_mega.config.validate_rewards import Condition, condition_of, names_of, services_of
+from gspo_mega.config.validate_rewards import Condition, function_names, parse_condition, services_by_name
 from gspo_mega.rewards.functions import BUILTINS, VERIFIERS
 
 # What one function answers, or None where a condition of its `only_if` did not hold and it was not asked.
@@ -54,7 +54,7 @@ def table_of(
 
     Where a name occurs twice it gets a number behind it. Raises RewardError: a service has a built-in's name.
     """
-    services = services_of(settings)
+    services = services_by_name(settings)
     for name in services:
         if name in BUILTINS:
             raise RewardError(f"reward {name!r} is a built-in; give the service of that name another one")
@@ -71,7 +71,7 @@ def table_of(
     def entries_of(reward: OwnReward, shares: bool) -> tuple[WeightedFunction, ...]:
         """`shares`: a function with the same options that another sum has already is asked under its label there."""
         labels: list[str] = []
-        names = names_of(reward)
+        names = function_names(reward)
         for name, one in zip(names, reward, strict=True):
             asked = {"function": one.function, "options": one.options}
             there = (label for label, entry in functions.items() if entry == asked and label not in labels)
@@ -107,7 +107,7 @@ def _entry(function: RewardFunction, label: str, labels: Mapping[str, str]) -> W
 
 
 def _condition(text: str) -> Condition:
-    condition = condition_of(text)
+    condition = parse_condition(text)
     if condition is None:  # a configuration from a file was refused before
         raise RewardError(f"reward: only_if: {text!r} is no condition")
     return condition

@@ -26,10 +26,9 @@ from gspo_mega.base import progress
 from gspo_mega.base.episodes import Episode, Group, RolloutBatch
 from gspo_mega.base.records import Prompt
 from gspo_mega.base.run_folder import Attempt
-from gspo_mega.config.derived import episode_lengths, is_one_turn
+from gspo_mega.config.derived import episode_lengths, is_one_turn, publishes_adapters
 from gspo_mega.config.prompt_sources import HeldOutSet, names_prompts, source_rewards, sources_of
 from gspo_mega.config.schema import Config
-from gspo_mega.config.validate_learning import publishes_adapters
 from gspo_mega.data.chat import check_vocabulary, load_tokenizer
 from gspo_mega.data.prompts import PromptSource, encoder_of, load_prompts
 from gspo_mega.data.stream import PromptStream

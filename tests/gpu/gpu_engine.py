@@ -41,7 +41,7 @@ from gspo_mega.engine.process_groups import ParallelGroups, create_groups, destr
 from gspo_mega.launcher.prepare import free_port
 from gspo_mega.models.spec import ModelSpec, MoeSpec
 from gspo_mega.plan.layout import alignment_tokens
-from gspo_mega.plan.validate_precision import check_precision
+from gspo_mega.plan.validate_precision import precision_problem
 
 CLIP_LOW, CLIP_HIGH = 3e-4, 4e-4
 RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
@@ -91,8 +91,8 @@ SHAPES = {
 
 
 def arguments(description: str | None, **defaults: object) -> argparse.Namespace:
-    """`--device`, and an option for each default. Exits with 77 where a GPU is asked for and there is none. SIGTERM ends
-    the part from here on as an exception does, so that what it started ends with it.
+    """`--device`, and an option for each default. Exits with 77 where a GPU is asked for and there is none. SIGTERM
+    ends the part from here on as an exception does, so that what it started ends with it.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(124))
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -149,7 +149,9 @@ def precisions() -> list[str]:
     capability = torch.cuda.get_device_capability()
     found = []
     for name in ("fp32", "bf16", *(f"fp8-{recipe}" for recipe in RECIPES)):
-        problem = check_precision(precision_config(name), capability, torch.version.cuda, transformer_engine_version())
+        problem = precision_problem(
+            precision_config(name), capability, torch.version.cuda, transformer_engine_version()
+        )
         if problem is None:
             found.append(name)
         else:

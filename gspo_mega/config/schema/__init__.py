@@ -1,7 +1,8 @@
-"""The typed shape of a run's YAML file: every key, its unit, range, default and meaning.
+"""The typed shape of a run's YAML file: every key with its unit, range, default and meaning.
 
-Owns the schema alone, a file for each group of sections. Reading YAML and positions is `loader.py`; rules between keys
-are `validate.py`; what a layout needs from a model is `plan/`. Sections are frozen and refuse unknown keys.
+Each module holds a group of sections, and `Config` below puts them together. Sections are frozen and refuse unknown
+keys. `loader.py` reads the YAML and knows positions, `validate.py` has the rules between keys, and `plan/` checks what
+a layout needs from a model.
 """
 
 from __future__ import annotations

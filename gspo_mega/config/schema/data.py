@@ -1,6 +1,7 @@
-"""The sections about prompts.
+"""The sections of prompts and rewards.
 
-The sections about rewards: the functions of the sum, and the services that some of them ask.
+The reward comes first: the functions of the sum, the services that some of them ask, and the section `reward`. The
+sources of prompts and the section `data` follow; a source may have a reward of its own.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from gspo_mega.config.schema.section import MAY_CHANGE, Section
 
 
 def _conditions(given: Any) -> Any:
-    """One condition as the list that it is short for."""
+    """Turn a single condition into the list that it stands for."""
     return (given,) if isinstance(given, str) else tuple(given) if isinstance(given, list) else given
 
 
@@ -24,7 +25,7 @@ class RewardFunction(Section):
     function: str = Field(
         min_length=1,
         description=(
-            "A built-in's name, that of an entry of `reward.http`, `judge` or `model`, or package.module:function."
+            "Name of a built-in or of an entry of `reward.http`, `judge` or `model`; or package.module:function."
         ),
     )
     weight: float = Field(default=1.0, description="Weight in the sum.")
@@ -47,7 +48,7 @@ class RewardFunction(Section):
 
 
 def _functions(given: Any) -> Any:
-    """A name, or one function, as the list that it is short for."""
+    """Turn a name, or one function, into the list that it stands for."""
     listed = given if isinstance(given, (list, tuple)) else [given]
     return tuple({"function": one} if isinstance(one, str) else one for one in listed)
 
@@ -61,7 +62,7 @@ OwnReward = Annotated[
 
 
 class RemoteReward(Section):
-    """What every service has that is asked for rewards over HTTP."""
+    """The keys that every service that is asked for rewards over HTTP has."""
 
     name: str = Field(
         min_length=1,
@@ -76,7 +77,9 @@ class RemoteReward(Section):
         description="Environment variable with the key, sent as `Authorization: Bearer KEY`; never written anywhere.",
     )
     deadline_seconds: float = Field(
-        default=30.0, gt=0, description="Maximum time of a request with all its attempts; after it the scoring failed."
+        default=30.0,
+        gt=0,
+        description="Maximum time of a request with all its attempts. After that the scoring has failed.",
     )
     retries: int = Field(
         default=2,
@@ -87,12 +90,12 @@ class RemoteReward(Section):
             " A service gets at most one retry per 5 requests, and 10 besides."
         ),
     )
-    concurrency: int = Field(default=16, ge=1, description="Maximum requests to it at a time.")
+    concurrency: int = Field(default=16, ge=1, description="Maximum requests to the service at a time.")
 
 
 class HttpReward(RemoteReward):
     batch_size: int = Field(
-        default=16, ge=1, description="Maximum responses per request; a request takes those that wait."
+        default=16, ge=1, description="Maximum responses per request. A request takes those that are waiting."
     )
 
 
@@ -105,7 +108,9 @@ class JudgeReward(RemoteReward):
             " {options.KEY} replaced; other braces stay."
         ),
     )
-    system_prompt: str | None = Field(default=None, description="System message before it; with the same placeholders.")
+    system_prompt: str | None = Field(
+        default=None, description="System message before the prompt; it may have the same placeholders."
+    )
     regex: str | None = Field(
         default=None,
         description=(
@@ -115,50 +120,55 @@ class JudgeReward(RemoteReward):
     json_key: str | None = Field(
         default=None,
         min_length=1,
-        description="Key of the reward, where the answer, or its last block between three backticks, is a JSON object.",
+        description="Key of the reward, if the answer, or its last block between three backticks, is a JSON object.",
     )
     values: dict[str, float] = Field(
-        default_factory=dict, description="What the judge may say, and the reward that each stands for; {} for numbers."
+        default_factory=dict,
+        description="Words that the judge may answer with, and the reward of each; {}: it answers with numbers.",
     )
-    lowest: float | None = Field(default=None, description="A number below it is a failed scoring.")
-    highest: float | None = Field(default=None, description="A number above it is a failed scoring.")
-    temperature: float = Field(default=0.0, ge=0, description="The judge's.")
+    lowest: float | None = Field(default=None, description="A number below this is a failed scoring.")
+    highest: float | None = Field(default=None, description="A number above this is a failed scoring.")
+    temperature: float = Field(default=0.0, ge=0, description="Temperature of the judge's sampling.")
     max_tokens: int = Field(default=512, ge=1, description="Maximum tokens of the judge's answer.")
-    body: dict[str, Any] = Field(default_factory=dict, description="Further keys of the request, or others for those.")
+    body: dict[str, Any] = Field(
+        default_factory=dict, description="Further keys of the request's body; a key that is set already is replaced."
+    )
 
 
 class ModelReward(RemoteReward):
     url: str = Field(
         default="",
-        description="As of an endpoint, of a server that the run does not start; empty where there is `path`.",
+        description="URL of a server that the run does not start, as in `reward.http`; empty if `path` is given.",
     )
     path: str | None = Field(
         default=None,
         min_length=1,
-        description="Hugging Face folder of the model, for which the run starts and supervises servers of its own.",
+        description="Hugging Face folder of the model. The run then starts and supervises servers for it.",
     )
-    num_servers: int = Field(default=1, ge=1, description="Servers of its own.")
-    tensor: int = Field(default=1, ge=1, description="GPUs of each of them.")
+    num_servers: int = Field(default=1, ge=1, description="Servers that the run starts for the model.")
+    tensor: int = Field(default=1, ge=1, description="GPUs of each of these servers.")
     dtype: Literal["auto", "fp32", "bf16"] = Field(
-        default="auto", description="Precision of its servers. auto: as of the policy's."
+        default="auto", description="Precision of these servers. auto: the same as the policy's servers."
     )
     context_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="Maximum tokens of a text; when absent 4 times the policy's, as far as the model goes.",
+        description=(
+            "Maximum tokens of a text; when absent 4 times the policy's, or the model's positions if those are fewer."
+        ),
     )
     memory_fraction: float = Field(default=0.85, gt=0, lt=1, description="SGLang's mem_fraction_static.")
     text: str = Field(
         default="{prompt}{response}",
         min_length=1,
         description=(
-            "What the model reads, with the placeholders of a judge's prompt: as it was trained, its chat template"
-            " included."
+            "What the model reads, with the placeholders of a judge's prompt. Write it as the model was trained, chat"
+            " template included."
         ),
     )
-    label: int = Field(default=0, ge=0, description="Which of the model's outputs is the reward, where it has several.")
+    label: int = Field(default=0, ge=0, description="Index of the output that is the reward, if the model has several.")
     batch_size: int = Field(
-        default=16, ge=1, description="Maximum responses per request; a request takes those that wait."
+        default=16, ge=1, description="Maximum responses per request. A request takes those that are waiting."
     )
 
 
@@ -178,14 +188,14 @@ class Reward(Section):
     judge: tuple[JudgeReward, ...] = Field(
         default=(),
         description=(
-            "Language models that judge responses, behind OpenAI-compatible servers (docs/remote_rewards.md)."
+            "Language models that judge responses, on OpenAI-compatible servers (docs/remote_rewards.md)."
             " `functions` name them."
         ),
     )
     model: tuple[ModelReward, ...] = Field(
         default=(),
         description=(
-            "Sequence classifiers that score responses, each behind a server of SGLang (docs/remote_rewards.md)."
+            "Sequence classifiers that score responses, on SGLang servers (docs/remote_rewards.md)."
             " `functions` name them."
         ),
     )
@@ -202,7 +212,7 @@ class Reward(Section):
     permute_in_batch: bool = Field(
         default=False,
         description=(
-            "Control of an experiment: permute the rewards inside the batch, so that nothing can be learned from them."
+            "Control of an experiment: permute the rewards inside the batch, so nothing can be learned from them."
         ),
     )
     memory_bytes: int = Field(
@@ -267,7 +277,7 @@ class ReasoningGymTask(Section):
 
 
 def _listed(tasks: Any) -> Any:
-    """`{name: weight}` as the list that it is short for."""
+    """Turn `{name: weight}` into the list that it stands for."""
     if not isinstance(tasks, dict):
         return tuple(tasks) if isinstance(tasks, list) else tasks
     return tuple({"name": name, "weight": weight} for name, weight in tasks.items())
@@ -277,8 +287,8 @@ _TASKS = BeforeValidator(_listed, json_schema_input_type=tuple[ReasoningGymTask,
 
 
 class ReasoningGym(Section):
-    """Prompts made by the package reasoning-gym, instead of `path` and `sources`: written once as JSONL files, a train
-    file for each task and one held-out file of all."""
+    """Prompts made by the package reasoning-gym, instead of `path` and `sources`. They are written once as JSONL files:
+    a training file for each task, and one held-out file for all tasks."""
 
     tasks: Annotated[tuple[ReasoningGymTask, ...], _TASKS] = Field(
         min_length=1, description="Tasks that prompts are made of: a list, or {name: weight}."
@@ -290,7 +300,8 @@ class ReasoningGym(Section):
         default="data/reasoning_gym",
         min_length=1,
         description=(
-            "Folder for the files: <task>.train.jsonl, and held_out.jsonl of all, which is read where `eval.path` is"
+            "Folder for the files: <task>.train.jsonl, and held_out.jsonl for all tasks, which is read if"
+            " `eval.path` is"
             " absent."
         ),
     )
@@ -298,7 +309,7 @@ class ReasoningGym(Section):
 
 class Data(Section):
     path: str | None = Field(
-        default=None, description="File or folder of prompts and answers, as in `sources`; short for one entry there."
+        default=None, description="File or folder of prompts and answers; short for `sources` with one entry."
     )
     sources: tuple[Source, ...] = Field(default=(), description="Several files with weights, instead of `path`.")
     reasoning_gym: ReasoningGym | None = Field(
@@ -315,7 +326,7 @@ class Data(Section):
     answer_key: str = Field(default="answer", description="Key of what the verifier compares with.")
     answer_keys: tuple[str, ...] = Field(
         default=(),
-        description="Several keys instead of `answer_key`: the answer is the object of their values, by key.",
+        description="Several keys instead of `answer_key`: the answer is an object with their values.",
     )
     response_key: str = Field(
         default="response",
@@ -344,7 +355,7 @@ class Data(Section):
         default=(),
         json_schema_extra=MAY_CHANGE,
         description=(
-            "SHA-256 (its first 12 digits or more) of changed data files that a continued run accepts, for example with"
-            " a repaired row. The number of rows must be the same."
+            "SHA-256 (at least its first 12 digits) of changed data files that a continued run accepts, for example a"
+            " file with a repaired row. The number of rows must be the same."
         ),
     )

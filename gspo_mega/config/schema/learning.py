@@ -1,6 +1,5 @@
-"""The section about PPO's critic: its model, optimizer and loss, and how advantages are made of its values.
-
-The sections about what is learned: objective, advantages, KL term, batches, optimizer, and how long.
+"""The sections of what is learned and how long: objective, advantages, KL term, mismatch correction, batches,
+optimizer, adapters, `train`, `sft`, and PPO's critic.
 """
 
 from __future__ import annotations
@@ -78,29 +77,32 @@ class Advantage(Section):
     baseline: Literal["group", "leave_one_out", "batch"] = Field(
         default="group",
         description=(
-            "What is subtracted from a reward: the mean of its group; of the others of its group (RLOO); of the whole"
-            " rollout batch (REINFORCE++)."
+            "What is subtracted from a reward. group: the mean of its group. leave_one_out: the mean of the others in"
+            " its group (RLOO). batch: the mean of the whole rollout batch (REINFORCE++)."
         ),
     )
     std_over: Literal["group", "batch"] = Field(
         default="group",
         description=(
-            "Whose standard deviation divides: the rewards' of the group, or that of all advantages of the rollout"
-            " batch (REINFORCE++; with `baseline: group` its form with a baseline)."
+            "Whose standard deviation advantages are divided by. group: that of the group's rewards. batch: that of all"
+            " advantages of the rollout batch (REINFORCE++; with `baseline: group` its form with a baseline)."
         ),
     )
     turns: Literal["episode", "return_to_go"] = Field(
         default="episode",
         description=(
-            "episode: all tokens of an episode have the advantage of its reward. return_to_go: those of a turn have the"
-            " advantage of the rewards from this turn on; needs a ratio per token (gspo_token, grpo)."
+            "episode: all tokens of an episode have the advantage of its reward. return_to_go: the tokens of a turn"
+            " have"
+            " the advantage of the rewards from this turn on; needs a ratio per token (gspo_token, grpo)."
         ),
     )
     turn_discount: float = Field(
         default=1.0,
         ge=0,
         le=1,
-        description="With return_to_go: weight of the next turn's reward, its square of the one after it, and so on.",
+        description=(
+            "With return_to_go: weight of the next turn's reward. The turn after that has its square, and so on."
+        ),
     )
 
 
@@ -124,8 +126,8 @@ class Kl(Section):
 
 
 class Mismatch(Section):
-    """The gap between the two engines, d = log pi_old(trainer) - log mu(server) of a sampled token, apart from the
-    policy ratio (docs/mismatch.md)."""
+    """The gap between the two engines, d = log pi_old(trainer) - log mu(server) of a sampled token. It is kept apart
+    from the policy ratio (docs/mismatch.md)."""
 
     correction: Literal["none", "truncate", "mask"] = Field(
         default="mask",
@@ -150,16 +152,16 @@ class Mismatch(Section):
     kept_weight: Literal["one", "ratio"] = Field(
         default="one",
         description=(
-            "What a response that `mask` keeps weighs: 1, or exp(mean d - m). The second only adds the noise of mean d"
-            " to A; the importance weight that would remove a bias is exp(sum d)."
+            "Weight of a response that `mask` keeps: 1, or exp(mean d - m). The second only adds the noise of mean d to"
+            " A; the importance weight that would remove a bias is exp(sum d)."
         ),
     )
     segment_tokens: int = Field(
         default=64,
         ge=1,
         description=(
-            "Where a response has tokens of several weight versions: those of one version are judged apart from this"
-            " number on, by the same bound (docs/studies/asynchronous_ratio.md)."
+            "If a response has tokens of several weight versions: this many tokens or more of one version are judged on"
+            " their own, by the same bound (docs/studies/asynchronous_ratio.md)."
         ),
     )
     budget: float = Field(
@@ -211,7 +213,7 @@ class Optimizer(Section):
     eps: float = Field(default=1e-8, gt=0)
     clip_grad: float = Field(default=1.0, ge=0, description="Maximum global gradient norm; 0 turns clipping off.")
     decay_norms_and_biases: bool = Field(
-        default=False, description="Weight decay on norms and biases too; by default on matrices alone."
+        default=False, description="Weight decay on norms and biases too; by default only on matrices."
     )
     distributed: bool = Field(default=True, description="Shard the optimizer state over data-parallel ranks.")
     overlap: bool = Field(
@@ -247,16 +249,16 @@ class Optimizer(Section):
 
 
 class Lora(Section):
-    """Low-rank adapters: the model's weights stay as they are, and each linear layer W gets (alpha / rank) B A beside
-    it, which alone is trained, checkpointed and in the optimizer (docs/lora.md)."""
+    """Low-rank adapters: the model's weights stay as they are, and (alpha / rank) B A is added to each linear layer W.
+    Only B and A are trained, checkpointed and in the optimizer (docs/lora.md)."""
 
     rank: int = Field(ge=1, description="Rows of A and columns of B.")
     alpha: float = Field(gt=0, description="The adapters' product is multiplied by alpha / rank.")
     targets: tuple[str, ...] = Field(
         default=(),
         description=(
-            "Linear layers with an adapter, by the last name of their Hugging Face module: q_proj, o_proj, up_proj ..."
-            " All of them when empty."
+            "Linear layers with an adapter, by the last part of their Hugging Face module's name: q_proj, o_proj,"
+            " up_proj ... All linear layers when empty."
         ),
     )
     dropout: float = Field(
@@ -266,7 +268,7 @@ class Lora(Section):
         description="Share of an adapter's inputs that training passes leave out; passes without gradients drop none.",
     )
     path: str | None = Field(
-        default=None, min_length=1, description="PEFT folder to start from; when absent B is zero and A random."
+        default=None, min_length=1, description="PEFT folder to start from; when absent, B is zero and A is random."
     )
 
 
@@ -285,8 +287,8 @@ class Train(Section):
         ge=0,
         json_schema_extra=MAY_CHANGE,
         description=(
-            "Maximum automatic restarts of a failed run within 24 hours, each from the last checkpoint. A run that made"
-            " no progress since the start before, or that only a person can fix, is not restarted."
+            "Maximum automatic restarts of a failed run within 24 hours, each from the last checkpoint. A run is not"
+            " restarted if it made no progress since the start before, or if only a person can fix it."
         ),
     )
 
@@ -309,41 +311,46 @@ class Sft(Section):
 
 
 class Critic(Section):
-    """With `algorithm: ppo`: a second model in the policy's layout, whose head says what reward is still to come
-    (docs/ppo.md)."""
+    """With `algorithm: ppo`: a second model in the policy's layout, whose head predicts the reward that is still to
+    come (docs/ppo.md).
+    """
 
     path: str | None = Field(
         default=None,
         min_length=1,
-        description="Hugging Face folder of its backbone, of the policy's shape; model.path when absent.",
+        description=(
+            "Hugging Face folder of the critic's backbone, which has the policy's shape; model.path when absent."
+        ),
     )
     optimizer: Optimizer | None = Field(
-        default=None, description="Its own optimizer and schedule; with the policy's numbers when absent."
+        default=None, description="The critic's optimizer and schedule; a copy of the policy's when absent."
     )
     precision: Literal["fp32", "bf16", "fp8"] | None = Field(
-        default=None, description="Its parameters and matmuls; the policy's when absent."
+        default=None, description="Precision of the critic's parameters and matmuls; the policy's when absent."
     )
-    recompute: Recompute | None = Field(default=None, description="Its own; the policy's when absent.")
+    recompute: Recompute | None = Field(
+        default=None, description="The critic's recomputation; the policy's when absent."
+    )
     aggregation: Literal["token_mean", "sequence_mean_token_mean"] = Field(
-        default="token_mean", description="How its loss is averaged over the tokens of a mini-batch."
+        default="token_mean", description="How the critic's loss is averaged over the tokens of a mini-batch."
     )
     clip_range: float | None = Field(
         default=0.2,
         gt=0,
         description=(
-            "A value that moves further than this from the one that the advantages were made with has no gradient, in"
+            "A value that moves further than this from the value that the advantages were made with has no gradient; in"
             " the unit of rewards. null: none is clipped."
         ),
     )
     warmup_steps: int = Field(
-        default=0, ge=0, description="Rollout batches at the start on which the critic alone is trained."
+        default=0, ge=0, description="Rollout batches at the start on which only the critic is trained."
     )
     gamma: float = Field(default=1.0, ge=0, le=1, description="Weight of the next token's value and reward.")
     gae_lambda: float = Field(
         default=0.95,
         ge=0,
         le=1,
-        description="1: advantages are of the rewards alone; 0: of the next value; between: of both.",
+        description="1: advantages follow from the rewards only; 0: from the next value; between: from both.",
     )
     whiten: bool = Field(
         default=True, description="Give the advantages of a mini-batch's tokens mean 0 and standard deviation 1."
@@ -351,12 +358,14 @@ class Critic(Section):
     bootstrap_truncated: bool = Field(
         default=False,
         description=(
-            "A sequence that a limit cut off goes on with the value behind its last token. False: its reward is all"
-            " that it gets, as of any other."
+            "true: a sequence that a limit cut off also gets the value after its last token. false: it gets its reward"
+            " only, like any other sequence."
         ),
     )
     kl_coefficient: float = Field(
         default=0.0,
         ge=0,
-        description="Weight of log policy - log reference, which every token's reward is less; 0: no reference.",
+        description=(
+            "Weight of log policy - log reference, which is subtracted from every token's reward; 0: no reference."
+        ),
     )

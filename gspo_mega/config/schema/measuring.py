@@ -1,10 +1,5 @@
-"""The section of `gspo-mega mismatch`.
-
-The sections about what a run measures, keeps and watches.
-
-The section about held-out evaluation: one set of prompts, or several with settings of their own.
-
-The sections of `gspo-mega certify`.
+"""The sections of what a run keeps, watches and measures: checkpoints, the journal, watchdog and alerts, profile and
+diagnostics, metrics, held-out evaluation, `gspo-mega certify` and `gspo-mega mismatch`.
 """
 
 from __future__ import annotations
@@ -49,8 +44,8 @@ class Journal(Section):
     prune_routes: bool = Field(
         default=False,
         description=(
-            "Remove the routed experts, its largest part, from a step's record once a checkpoint with that step is on"
-            " disk: a thread rewrites the step's file while the run goes on. R3 cannot be replayed from such a record."
+            "Remove the routed experts, the largest part of a step's record, once a checkpoint with that step is on"
+            " disk. A thread rewrites the step's file while the run goes on. R3 cannot be replayed from such a record."
         ),
     )
 
@@ -75,8 +70,9 @@ class Watchdog(Section):
         default=None,
         gt=0,
         description=(
-            "Maximum time without a new token or a scored trajectory in a rollout; that of all attempts of one request"
-            " when absent."
+            "Maximum time without a new token or a scored trajectory in a rollout; when absent, the time of all"
+            " attempts"
+            " of one request."
         ),
     )
     train_seconds: float | None = Field(
@@ -95,7 +91,7 @@ class Watchdog(Section):
     eval_seconds: float | None = Field(
         default=None,
         gt=0,
-        description="Maximum time without progress in an evaluation; that of rollout_seconds when absent.",
+        description="Maximum time without progress in an evaluation; rollout_seconds when absent.",
     )
     checkpoint_seconds: float | None = Field(
         default=None,
@@ -108,7 +104,7 @@ class Watchdog(Section):
 
 
 class Alerts(Section):
-    """Whom to tell when something happens to a run; nobody without `command` and `url` (docs/watching.md)."""
+    """Who is notified when something happens to a run; nobody without `command` and `url` (docs/watching.md)."""
 
     command: tuple[Annotated[str, Field(min_length=1)], ...] | None = Field(
         default=None,
@@ -127,7 +123,8 @@ class Alerts(Section):
         default=("failure", "collapse", "stall", "budget"),
         min_length=1,
         description=(
-            "What is told, each at most once per attempt. failure: the attempt failed. stall: the watchdog found no"
+            "Events that are reported, each at most once per attempt. failure: the attempt failed. stall: the"
+            " watchdog found no"
             " progress, or stall_seconds passed. collapse: the reward fell (docs/report.md). budget: mismatch.budget"
             " was passed."
         ),
@@ -135,7 +132,9 @@ class Alerts(Section):
     stall_seconds: float | None = Field(
         default=None,
         gt=0,
-        description="Also a stall: no line of metrics for this long. When absent, only the watchdog's verdict is.",
+        description=(
+            "No line of metrics for this long also counts as a stall. When absent, only the watchdog's verdict counts."
+        ),
     )
     deadline_seconds: float = Field(
         default=30.0, gt=0, description="Maximum time of one call; a command is killed after that."
@@ -157,22 +156,23 @@ class Profile(Section):
 
 
 class Diagnostics(Section):
-    """Measurements that cost passes or memory, and change nothing of what is learned."""
+    """Measurements that cost passes or memory and do not change what is learned."""
 
     exact_staleness: bool = Field(
         default=False,
         description=(
-            "Keep the weights of the last rollout.max_staleness + 1 versions on the host, and compute with them which"
-            " part of the gap to the servers is the policy's own movement since a token was sampled: one more forward"
-            " pass of a step for each older version in its batch (docs/studies/asynchronous_ratio.md)."
+            "Keep the weights of the last rollout.max_staleness + 1 versions on the host, and use them to compute which"
+            " part of the gap to the servers is the policy's own movement since a token was sampled. A step makes one"
+            " more forward pass for each older version in its batch (docs/studies/asynchronous_ratio.md)."
         ),
     )
     token_mismatch: bool = Field(
         default=False,
         description=(
-            "Record beside each step's rollouts how far the trainer's log-prob of every token was from the server's"
-            " before any update, for the report to colour tokens by: 2 bytes per token on disk, 10 from the ranks to"
-            " rank 0, no pass (docs/mismatch.md)."
+            "Record with each step's rollouts how far the trainer's log-prob of every token was from the server's"
+            " before"
+            " any update. The report colours tokens by it. It costs 2 bytes per token on disk, 10 from the ranks to"
+            " rank 0, and no pass (docs/mismatch.md)."
         ),
     )
 
@@ -187,8 +187,8 @@ class Prometheus(Section):
     host: str = Field(
         default="127.0.0.1",
         description=(
-            "Address to bind: that machine's own, IPv4 or IPv6; every form of the wildcard is refused. Whoever reaches"
-            " it reads the numbers."
+            "Address to bind: that machine's own, IPv4 or IPv6; every form of the wildcard is refused. Anyone who"
+            " reaches it can read the numbers."
         ),
     )
 
@@ -199,9 +199,9 @@ class Metrics(Section):
     sinks: tuple[MetricsSink, ...] = Field(
         default=(MetricsSink(sink="jsonl"), MetricsSink(sink="tensorboard")),
         description=(
-            "Where every line of metrics goes. A name alone is short for {sink: NAME}. jsonl is metrics.jsonl, which is"
-            " written whether it is named or not. A sink that fails never stops a run. The older key `tensorboard:"
-            " true` or `false` is read as tensorboard in or out of this list."
+            "Where every line of metrics goes. NAME is short for {sink: NAME}. jsonl is metrics.jsonl, which is always"
+            " written, named or not. A sink that fails never stops a run. The older key `tensorboard: true` or `false`"
+            " puts tensorboard into this list or takes it out."
         ),
     )
     prometheus: Prometheus | None = Field(
@@ -216,7 +216,7 @@ Votes = Literal["final_answer", "text", "none"]
 
 
 class EvalSet(Section):
-    """One of several held-out sets. An absent key is that of `eval`, or of `data` for what is in a row."""
+    """One of several held-out sets. A key that is absent has the value of `eval`, or of `data` for what is in a row."""
 
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9._-]+$", description="Shown in metrics and episode ids.")
     path: str = Field(min_length=1, description="Held-out prompts: a file or folder as in `data.sources`.")
@@ -280,13 +280,13 @@ class Eval(Section):
         ),
     )
     samples_per_prompt: int = Field(
-        default=1, ge=1, description="Responses sampled per prompt. Of several, pass@k and the majority are measured."
+        default=1, ge=1, description="Responses sampled per prompt. With several, pass@k and the majority are measured."
     )
     temperature: float = Field(default=1.0, ge=0, description="0 is greedy.")
     max_new_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="Maximum tokens per turn, at most rollout.max_new_tokens, which it is when absent.",
+        description="Maximum tokens per turn, at most rollout.max_new_tokens; that when absent.",
     )
     every_steps: int = Field(
         default=0,
@@ -298,8 +298,8 @@ class Eval(Section):
         default=True,
         json_schema_extra=MAY_CHANGE,
         description=(
-            "true: training stands still while a set is measured. false: `servers` of the servers are taken from"
-            " training, held at the step's weights, and measure while training goes on with the others."
+            "true: training stands still while a set is measured. false: as many servers as `servers` says leave"
+            " training, keep the step's weights, and measure while training goes on with the others."
         ),
     )
     servers: int = Field(
@@ -311,17 +311,18 @@ class Eval(Section):
     votes: Votes = Field(
         default="final_answer",
         description=(
-            "Which responses agree, for the majority of several: those with the same final answer in the text, with the"
-            " same text, or none (code): then there is no majority."
+            "Which responses agree, for the majority of several. final_answer: those with the same final answer in the"
+            " text. text: those with the same text. none (code): there is no majority."
         ),
     )
     sets: tuple[EvalSet, ...] = Field(
-        default=(), description="Several held-out sets, instead of `path`. The first is the one of `eval/accuracy`."
+        default=(),
+        description="Several held-out sets, instead of `path`. The first one is measured as `eval/accuracy`.",
     )
 
 
 class CertifyCase(Section):
-    """One layout, precision or packing whose numbers must be the reference's."""
+    """One layout, precision or packing whose numbers must equal those of the reference."""
 
     name: str = Field(min_length=1, description="Its row in the table.")
     ranks: int = Field(default=1, ge=1, description="Number of ranks that it runs on.")
@@ -337,13 +338,14 @@ class CertifyCase(Section):
         ),
     )
     exact: tuple[Literal["log_prob", "loss", "gradient", "weights"], ...] = Field(
-        default=(), description="Numbers that must be the reference's to the last bit, instead of to the tolerance."
+        default=(),
+        description="Numbers that must equal the reference's to the last bit, instead of within the tolerance.",
     )
     other_scales: tuple[Literal["delayed", "tensorwise", "blockwise", "mxfp8"], ...] = Field(
         default=(),
         description=(
-            "With `sharp_fp8`: recipes that give this layout other scales than the reference, so that its numbers round"
-            " otherwise and have the tolerance of that."
+            "With `sharp_fp8`: recipes that give this layout other scales than the reference, so that its numbers are"
+            " rounded differently and have a wider tolerance."
         ),
     )
     refused: bool = Field(default=False, description="This case must be refused with a reason before it runs.")
@@ -363,9 +365,9 @@ class Certify(Section):
     sharp_fp8: bool = Field(
         default=False,
         description=(
-            "With `precision: fp8`, without a GPU: parameters and activations between FP8 products in fp32, and with"
-            " recipe tensorwise scales that are powers of two. Layouts then round nearly every number alike, and are"
-            " held to that."
+            "With `precision: fp8`, without a GPU: parameters and activations between FP8 products are fp32, and with"
+            " recipe tensorwise scales are powers of two. Layouts then round nearly every number alike, and tolerances"
+            " are as narrow."
         ),
     )
     edges: bool = Field(
@@ -385,13 +387,13 @@ class Budget(Section):
     together: int = Field(
         default=64,
         ge=1,
-        description="Requests that a server scores at the same time, where it does not score each one alone.",
+        description="Requests that a server scores at the same time, for causes that do not score each one on its own.",
     )
     reference: Literal["fp32", "bf16"] = Field(
         default="fp32",
         description=(
-            "Precision in which both engines must agree. bf16 where the model does not fit in fp32; what fp32 would"
-            " show then stays between the engines."
+            "Precision in which both engines must agree. Use bf16 if the model does not fit in fp32; what fp32 would"
+            " attribute then stays in the difference of the engines."
         ),
     )
     causes: tuple[Annotated[str, Field(min_length=1)], ...] = Field(

@@ -1,6 +1,5 @@
-"""The sections about sampling: requests, SGLang servers, and publishing weights to them.
-
-The sections about episodes: who acts in one, how long it may be, and the processes that agents run in.
+"""The sections of sampling: episodes and the processes that agents run in, requests, SGLang servers, and how weights
+are published to them.
 """
 
 from __future__ import annotations
@@ -41,7 +40,8 @@ class Endpoint(Section):
     ignore_sampling: bool = Field(
         default=False,
         description=(
-            "Sample with the run's temperature, top_p and top_k where a request asks for others, and count it. False:"
+            "true: sample with the run's temperature, top_p and top_k if a request asks for others, and count it."
+            " false:"
             " such a request is an error, because training needs one distribution."
         ),
     )
@@ -56,8 +56,8 @@ class Episodes(Section):
         default=None,
         ge=2,
         description=(
-            "Maximum tokens of an episode, from its first prompt to its last turn, answers of tools included. With"
-            " one_turn max_prompt_tokens + max_new_tokens when absent; required with every other episode."
+            "Maximum tokens of an episode, from its first prompt to its last turn, answers of tools included. When"
+            " absent, max_prompt_tokens + max_new_tokens with one_turn; every other episode requires the key."
         ),
     )
     tool_format: Literal["auto", "hermes", "brackets", "none"] = Field(
@@ -71,13 +71,15 @@ class Episodes(Section):
         default=60.0,
         gt=0,
         json_schema_extra=MAY_CHANGE,
-        description="Maximum time of the agent's own between two turns; waiting for the policy is not counted.",
+        description=(
+            "Maximum time that the agent itself takes between two turns; waiting for the policy is not counted."
+        ),
     )
     deadline_seconds: float = Field(
         default=600.0,
         gt=0,
         json_schema_extra=MAY_CHANGE,
-        description="Maximum time of the agent's own in one episode; waiting for the policy is not counted.",
+        description="Maximum time that the agent itself takes in one episode; waiting for the policy is not counted.",
     )
     num_workers: int = Field(default=2, ge=1, json_schema_extra=MAY_CHANGE, description="Processes of episodes.")
     episodes_per_worker: int = Field(
@@ -88,8 +90,8 @@ class Episodes(Section):
         gt=0,
         json_schema_extra=MAY_CHANGE,
         description=(
-            "Time without a sign of a process's event loop, after which the episode that blocks it fails; its"
-            " neighbours continue in another process."
+            "Time without a sign from a process's event loop after which the episode that blocks it fails. The other"
+            " episodes of the process continue in another one."
         ),
     )
     recycle_after: int = Field(
@@ -130,13 +132,13 @@ class Episodes(Section):
 class Rollout(Section):
     episode: EpisodeFunction = Field(
         default=EpisodeFunction(),
-        description="What acts between a prompt and its reward. A name alone is short for {function: NAME}.",
+        description="What acts between a prompt and its reward. NAME is short for {function: NAME}.",
     )
     tools: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         default=(),
         description=("Tools that the policy may call, package.module:function each: typed functions with a docstring."),
     )
-    max_new_tokens: int = Field(ge=1, description="Maximum tokens per turn: of a response where it is the only one.")
+    max_new_tokens: int = Field(ge=1, description="Maximum tokens per turn, so of a response that has one turn.")
     temperature: float = Field(default=1.0, gt=0, description="Sampling temperature.")
     top_p: float = Field(
         default=1.0, gt=0, le=1, description="Probability mass that tokens are sampled from; 1: all tokens."
@@ -170,8 +172,9 @@ class Rollout(Section):
         ge=1,
         json_schema_extra=MAY_CHANGE,
         description=(
-            "Attempts of one request in a row without a new token, after which the run stops; and samples in a row that"
-            " the infrastructure loses before their first turn, the last of which is a failed episode."
+            "The run stops after this many attempts of one request in a row without a new token. After this many"
+            " samples"
+            " in a row that the infrastructure loses before their first turn, the last one is a failed episode."
         ),
     )
     no_server_deadline_seconds: float = Field(
@@ -202,10 +205,10 @@ class Rollout(Section):
     on_publish: Literal["wait", "continue", "continue_with_cache"] | None = Field(
         default=None,
         description=(
-            "What becomes of responses that are open when new weights are published. wait: the publish waits for them."
-            " continue: they go on under the new weights, which read their tokens so far anew: each token's log-prob is"
-            " exact under its own version. continue_with_cache: they go on over the old weights' cache, so that later"
-            " tokens are of neither version. When absent: wait with max_staleness 0, continue above."
+            "What happens to responses that are open when new weights are published. wait: the publish waits for them."
+            " continue: they go on under the new weights, which read their tokens so far anew, so each token's log-prob"
+            " is exact under its own version. continue_with_cache: they go on with the old weights' cache, so later"
+            " tokens belong to neither version. When absent: wait with max_staleness 0, continue above."
         ),
     )
     filter_constant_groups: bool = Field(
@@ -222,8 +225,8 @@ class Rollout(Section):
 
 
 class Speculative(Section):
-    """Drafts that the policy verifies: several tokens per decode step. What is sampled, and its log-probs, stay the
-    policy's.
+    """Drafts that the policy verifies, which gives several tokens per decode step. Samples and log-probs stay those of
+    the policy.
     """
 
     algorithm: Literal["nextn", "eagle", "eagle3", "standalone", "ngram"] = Field(
@@ -236,7 +239,9 @@ class Speculative(Section):
         default=None, min_length=1, description="Hugging Face folder of the draft: eagle, eagle3, standalone."
     )
     num_steps: int | None = Field(
-        default=None, ge=1, description="Steps that are drafted; with the next two, or none of them: SGLang's choice."
+        default=None,
+        ge=1,
+        description="Steps that are drafted. Give this and the next two keys, or none of the three (SGLang's choice).",
     )
     eagle_topk: int | None = Field(default=None, ge=1, description="Tokens that are drafted per step; 1: a chain.")
     num_draft_tokens: int | None = Field(default=None, ge=1, description="Tokens that are verified at once.")
@@ -274,8 +279,8 @@ class Server(Section):
         default=1,
         ge=1,
         description=(
-            "Data-parallel attention: groups of tensor / attention_data ranks, each with the attention of requests of"
-            " its own, and their cache."
+            "Data-parallel attention: the number of groups of tensor / attention_data ranks. Each group computes the"
+            " attention of its own requests and keeps their cache."
         ),
     )
     speculative: Speculative | None = Field(
@@ -299,7 +304,8 @@ class Server(Section):
         default=300.0,
         gt=0,
         description=(
-            "Maximum time from a server's start until it is healthy, and without progress of the copy it starts from."
+            "Maximum time from a server's start until it is healthy, and maximum time without progress while the copy"
+            " that it starts from is written."
         ),
     )
     max_restarts: int = Field(
@@ -319,13 +325,14 @@ class Server(Section):
         json_schema_extra=MAY_CHANGE,
         description=(
             "Maximum time in which the open requests of a server that is asked to stop (SIGTERM to `gspo-mega serve`)"
-            " leave it with their tokens; 0: it ends at once, and what was not reported yet is sampled again."
+            " leave it with their tokens. 0: the server ends at once, and tokens that it has not reported are sampled"
+            " again."
         ),
     )
     max_total_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="KV-cache size, of each group of attention_data; SGLang's own choice when absent.",
+        description="Tokens in the KV cache of each group of attention_data; SGLang's choice when absent.",
     )
     memory_fraction: float = Field(default=0.85, gt=0, lt=1, description="SGLang's mem_fraction_static.")
     dtype: Literal["auto", "fp32", "bf16"] = Field(
@@ -345,7 +352,8 @@ class Server(Section):
         ),
     )
     kv_cache: Literal["auto", "fp8"] = Field(
-        default="auto", description="What keys and values are stored in. auto: `dtype`. fp8: e4m3, without a scale."
+        default="auto",
+        description="Format in which keys and values are stored. auto: `dtype`. fp8: e4m3, without a scale.",
     )
     context_tokens: int | None = Field(
         default=None,
@@ -370,7 +378,8 @@ class Server(Section):
 
 class Publish(Section):
     method: Literal["disk", "distributed"] = Field(
-        default="disk", description="disk: through the run folder. distributed: a broadcast group with the servers."
+        default="disk",
+        description="disk: through files in the run folder. distributed: through a broadcast group with the servers.",
     )
     deadline_seconds: float = Field(default=300.0, gt=0, description="Maximum time of one publish.")
     bucket_bytes: int = Field(
@@ -397,7 +406,8 @@ class Publish(Section):
     lora: Literal["merged", "adapter"] = Field(
         default="merged",
         description=(
-            "What servers get of a policy with `lora`. merged: whole weights, the adapters summed into them. adapter:"
-            " the adapters alone, which servers compute beside the weights of model.path (SGLang's LoRA serving)."
+            "What servers get of a policy with `lora`. merged: whole weights, with the adapters summed into them."
+            " adapter:"
+            " only the adapters, which servers add to the weights of model.path (SGLang's LoRA serving)."
         ),
     )

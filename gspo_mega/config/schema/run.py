@@ -53,8 +53,9 @@ class Cluster(Section):
         gt=0,
         le=1e6,
         description=(
-            "Memory of one trainer node besides its GPUs', in GiB. A plan whose ranks keep more there (offloaded"
-            " optimizer state, weights of diagnostics.exact_staleness) is refused. When absent, it is not compared."
+            "Host memory of one trainer node in GiB, without its GPUs' memory. A plan whose ranks keep more there"
+            " (offloaded optimizer state, weights of diagnostics.exact_staleness) is refused. When absent, nothing is"
+            " compared."
         ),
     )
     preflight_seconds: float | None = Field(
@@ -105,7 +106,7 @@ class Parallel(Section):
     context: int = Field(default=1, ge=1, description="Context-parallel size.")
     expert: int = Field(default=1, ge=1, description="Expert-parallel size.")
     expert_tensor: int = Field(default=1, ge=1, description="Tensor-parallel size inside experts.")
-    sequence: bool = Field(default=True, description="Sequence parallelism; has an effect with tensor > 1 only.")
+    sequence: bool = Field(default=True, description="Sequence parallelism; has an effect only with tensor > 1.")
     expert_dispatcher: Literal["alltoall", "allgather", "deepep", "hybridep"] = Field(
         default="alltoall",
         description=(
@@ -151,7 +152,7 @@ class Engine(Section):
         default=False,
         description=(
             "On a CPU, for dense Qwen3: trainer and servers compute a token's log-prob by the same operations in the"
-            " same order, whatever else is in the batch, so that the two are equal to the last bit"
+            " same order, no matter what else is in the batch, so that the two are equal to the last bit"
             " (docs/studies/true_on_policy.md)."
         ),
     )
@@ -176,8 +177,9 @@ class Engine(Section):
         json_schema_extra=MAY_CHANGE,
         description=(
             "Transformer Engine's products add weight gradients to their fp32 buffers themselves"
-            " (gradient_accumulation_fusion, without Apex): unrounded, with one pass over the buffers less. Without it:"
-            " on GPUs, with Transformer Engine's layers."
+            " (gradient_accumulation_fusion, without Apex): unrounded, and with one pass fewer over the buffers."
+            " Without"
+            " it: on GPUs, with Transformer Engine's layers."
         ),
     )
 
@@ -198,12 +200,12 @@ class Fp8(Section):
         default="auto",
         description=(
             "Scales of FP8 blocks: those of recipe blockwise, and those that are published to servers with"
-            " `server.quantization: fp8_block`. auto: powers of two on Blackwell, whose hardware has no others, else"
+            " `server.quantization: fp8_block`. auto: powers of two on Blackwell, whose hardware takes no others, else"
             " float32."
         ),
     )
     parameters: bool = Field(
-        default=False, description="Keep the linear layers' parameters in FP8 too, beside the optimizer's fp32 ones."
+        default=False, description="Keep the linear layers' parameters in FP8 too, next to the optimizer's fp32 ones."
     )
 
 

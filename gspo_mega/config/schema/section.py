@@ -1,4 +1,6 @@
-"""What every section of the schema is: frozen, strict, without unknown keys; and what its keys say about themselves."""
+"""What all sections of the schema have in common: they are frozen and strict, they refuse unknown keys, and a key says
+whether it may change when a run is continued.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,16 @@ class Section(BaseModel):
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section class inside `X`, `X | None` or `tuple[X, ...]`; None where there is none."""
+    """Return the section class inside `X`, `X | None` or `tuple[X, ...]`; None if there is none."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((found for inner in typing.get_args(annotation) if (found := section_of(inner)) is not None), None)
 
 
 def may_change(model: type[BaseModel], key: str) -> bool:
-    """Whether the dotted `key` of `model` may differ when a run is continued, itself or with a section around it."""
+    """Return whether the dotted `key` of `model` may differ when a run is continued, because the key or a section
+    around it is marked.
+    """
     section: type[BaseModel] | None = model
     for part in key.split("."):
         field = None if section is None else section.model_fields.get(part)

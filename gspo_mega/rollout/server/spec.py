@@ -25,17 +25,17 @@ from typing import Any
 
 from gspo_mega.base.errors import ConfigError, RankError
 from gspo_mega.config.derived import (
-    BLOCK,
-    DTYPES,
+    SERVER_DTYPES,
+    WEIGHT_BLOCK,
     capability_problem,
     describe_server_precision,
     episode_lengths,
     publishes,
+    publishes_adapters,
     server_dtype,
 )
 from gspo_mega.config.schema import Config
-from gspo_mega.config.validate_learning import publishes_adapters
-from gspo_mega.config.validate_servers import CONTEXT_SLACK, option_problems, speculative_arguments
+from gspo_mega.config.validate_servers import CONTEXT_SLACK, speculative_arguments, validate_server_options
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.models.low_rank import targets_of
 from gspo_mega.rollout.registration import read_secret
@@ -141,7 +141,7 @@ def spec_from_config(
         port=port,
         api_key_file=str(Path(api_key_file).absolute()),
         tensor=server.tensor,
-        dtype=DTYPES[server_dtype(config)],
+        dtype=SERVER_DTYPES[server_dtype(config)],
         context_tokens=context_tokens,
         max_total_tokens=server.max_total_tokens,
         memory_fraction=server.memory_fraction,
@@ -206,7 +206,7 @@ def check_options_ours(options: dict[str, Any]) -> None:
     """Raise ConfigError for an option that this package sets itself or refuses. The configuration loader refuses it
     earlier, with its line in the file.
     """
-    problems = [f"server.options.{name}: {text}" for name, text in option_problems(options)]
+    problems = [f"{violation.key}: {violation.text}" for violation in validate_server_options(options)]
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -307,7 +307,7 @@ def sglang_arguments(spec: ServerSpec, *, on_cpu: bool, cpu_attention_backend: s
 def precision_arguments(config: Config) -> dict[str, str | None]:
     """Those of SGLang's arguments, by their names, that say what a server computes in, holds and caches."""
     return {
-        "dtype": DTYPES[server_dtype(config)],
+        "dtype": SERVER_DTYPES[server_dtype(config)],
         "quantization": _QUANTIZATION.get(config.server.quantization),
         "kv_cache_dtype": _KV_CACHE[config.server.kv_cache],
     }
@@ -331,11 +331,11 @@ def check_checkpoint(spec: ServerSpec, model_config: dict[str, Any]) -> None:
     found = model_config.get("quantization_config")
     if spec.quantization == "fp8_block":
         block = (found or {}).get("weight_block_size")
-        if found is None or found.get("quant_method") != "fp8" or list(block or ()) != list(BLOCK):
+        if found is None or found.get("quant_method") != "fp8" or list(block or ()) != list(WEIGHT_BLOCK):
             raise ConfigError(
                 f"server.quantization: fp8_block, and the config.json of {spec.model_path} has no `quantization_config`"
-                f" with quant_method fp8 and weight_block_size {list(BLOCK)}; servers begin with weights that are"
-                " quantized already"
+                f" with quant_method fp8 and weight_block_size {list(WEIGHT_BLOCK)}; servers begin with weights that"
+                " are quantized already"
             )
     elif found is not None:
         raise ConfigError(

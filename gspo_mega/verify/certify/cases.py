@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from gspo_mega.base.errors import ConfigError, GspoMegaError, PlanError
 from gspo_mega.config import LoadedConfig, load_config
-from gspo_mega.config.derived import multiplies_blocks
+from gspo_mega.config.derived import has_block_scaled_products
 from gspo_mega.config.schema import CertifyCase, Config
 from gspo_mega.plan import plan_run
 from gspo_mega.verify.certify.batch import require_room
@@ -178,7 +178,7 @@ def _resolve(
         own = case_config(loaded.path, spec, overrides)
         plan_run(own, device)
         require_room(own.config)
-        if multiplies_blocks(own.config) and own.config.fp8.block_scales != loaded.config.fp8.block_scales:
+        if has_block_scaled_products(own.config) and own.config.fp8.block_scales != loaded.config.fp8.block_scales:
             raise PlanError(
                 f"fp8.block_scales {own.config.fp8.block_scales}: one process runs several cases, and reads the rule"
                 f" once when it starts; set it outside the cases, for all of them (now"

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from gspo_mega.base.run_folder import atomic_write_json, read_json
-from gspo_mega.config.derived import is_sharp
+from gspo_mega.config.derived import is_sharp_fp8
 from gspo_mega.config.schema import CertifyCase, Config
 from gspo_mega.verify.certify.batch import Draws
 from gspo_mega.verify.certify.cases import CRITIC_KINDS
@@ -165,7 +165,7 @@ _SHARP = {
 
 def tolerance_of(config: Config, case: CertifyCase) -> Tolerance:
     """What a case of this precision, and FP8 recipe, may differ."""
-    if is_sharp(config) and config.fp8.recipe not in case.other_scales:
+    if is_sharp_fp8(config) and config.fp8.recipe not in case.other_scales:
         return _SHARP[config.fp8.recipe]
     if config.precision == "fp8" and config.fp8.recipe in ("tensorwise", "delayed"):
         return _SCALE_PER_TENSOR

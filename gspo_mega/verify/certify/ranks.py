@@ -22,7 +22,7 @@ from gspo_mega.base.run_folder import RunFolder, atomic_write_json
 from gspo_mega.checkpoint.adapters import start_of_adapters
 from gspo_mega.checkpoint.hf_folder import open_folder
 from gspo_mega.checkpoint.hf_import import import_huggingface
-from gspo_mega.config.derived import is_sharp
+from gspo_mega.config.derived import is_sharp_fp8
 from gspo_mega.config.schema import CertifyCase, Config, Objective
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
@@ -148,7 +148,7 @@ def _compare(
     config, engine, trajectories = measurement.config, measurement.engine, measurement.batch.trajectories
     settings, comparison = (
         objective_settings(config.algorithm, config.objective),
-        CaseComparison(reference, clip_edges(config.objective), counts_reached=is_sharp(config)),
+        CaseComparison(reference, clip_edges(config.objective), counts_reached=is_sharp_fp8(config)),
     )
     replayed = config.moe.routing_replay == "R3"
     if replayed:

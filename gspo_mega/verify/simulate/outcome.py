@@ -35,7 +35,7 @@ from gspo_mega.plan.memory import gpu_bytes, trainer_memory
 from gspo_mega.plan.resolve import Plan, layout_of
 from gspo_mega.plan.servers import place_servers, reward_gpus, reward_servers
 from gspo_mega.plan.state import ModelShares
-from gspo_mega.plan.validate import check_layout
+from gspo_mega.plan.validate import validate_layout
 from gspo_mega.verify.simulate.events import Record, RunEvents
 from gspo_mega.verify.simulate.job import Job, Lengths, job_of
 
@@ -221,7 +221,7 @@ def splits(plan: Plan, shares: ModelShares, num_nodes: int, where: Callable[[str
         cluster = config.cluster.model_copy(update={"num_nodes": trainer, "num_rollout_nodes": used})
         server = config.server.model_copy(update={"num_servers": servers})
         candidate = config.model_copy(update={"cluster": cluster, "server": server})
-        if problems := check_layout(candidate, spec, "gpu"):
+        if problems := validate_layout(candidate, spec, "gpu"):
             reasons[problems[0].key] = f"{trainer} nodes: {problems[0].text}"
             continue
         layout = layout_of(candidate, spec, plan.layout.attention_crossover_tokens)

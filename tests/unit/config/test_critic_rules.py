@@ -12,10 +12,13 @@ PPO = "algorithm=ppo"
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["lora={rank: 4, alpha: 8}"], "lora: with `algorithm: ppo`: a critic is trained whole"),
+        (["lora={rank: 4, alpha: 8}"], "lora: with `algorithm: ppo`: adapters together with a critic"),
         (["objective.scope=turn"], "objective.scope: turn with `algorithm: ppo`: advantages reach from a turn into"),
         (["cluster.colocated=true"], "cluster.colocated: true with `algorithm: ppo`: a critic's weights and optimizer"),
-        (["rollout.max_staleness=1"], "rollout.max_staleness: 1 with `algorithm: ppo`: values and advantages are of"),
+        (
+            ["rollout.max_staleness=1"],
+            "rollout.max_staleness: 1 with `algorithm: ppo`: values and advantages belong to",
+        ),
         (["rollout.filter_constant_groups=true"], "a critic learns from groups whose rewards are all equal too"),
         (["advantage.turns=return_to_go"], "advantage.turns: has no effect with `algorithm: ppo`, whose advantages"),
         (["advantage.divide_by_std=false"], "advantage.divide_by_std: has no effect with `algorithm: ppo`"),
@@ -28,7 +31,7 @@ PPO = "algorithm=ppo"
             ["critic.kl_coefficient=0.1", "model.weights=weights", "critic.path=backbone"],
             "kl.reference_path: missing; the policy starts from model.weights, and the reference of critic.kl",
         ),
-        (["critic.precision=fp8"], "critic.precision: fp8 beside `precision: bf16`: both models get the same packs"),
+        (["critic.precision=fp8"], "critic.precision: fp8 with `precision: bf16`: both models get the same packs"),
         (
             ["critic.precision=fp32", "engine.transformer_engine=true"],
             "critic.precision: fp32 with `engine.transformer_engine: true`, which rounds fp32 products",

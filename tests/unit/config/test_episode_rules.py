@@ -39,7 +39,7 @@ FOREIGN = ["rollout.episode={function: foreign, options: {command: [x]}}", "epis
         (
             ["rollout.episode=tool_loop", "rollout.tools=[a:f]", "episodes={max_tokens: 64, max_turns: 1}"],
             "episodes.max_turns",
-            "after a call no turn is left to answer in; at least 2",
+            "after a call no turn is left for an answer; at least 2",
         ),
         ([*AGENT, "rollout.tools=[a:f]", "episodes.tool_format=none"], "episodes.tool_format", "valid: auto, hermes"),
         (
@@ -91,7 +91,7 @@ FOREIGN = ["rollout.episode={function: foreign, options: {command: [x]}}", "epis
         (
             ["data.reasoning_gym={tasks: [{name: a}], num_rows: 1, num_held_out: 1}"],
             "data.reasoning_gym",
-            "given beside `path`; keep one of them",
+            "given together with `path`; keep one of them",
         ),
         (
             [
@@ -100,7 +100,7 @@ FOREIGN = ["rollout.episode={function: foreign, options: {command: [x]}}", "epis
                 "data.reasoning_gym={tasks: [{name: a}], num_rows: 1, num_held_out: 1}",
             ],
             "data.reasoning_gym",
-            "given beside `sources`",
+            "given together with `sources`",
         ),
         (
             ["data.path=null", "data.reasoning_gym={tasks: [{name: a}, {name: a}], num_rows: 1, num_held_out: 1}"],
@@ -170,8 +170,9 @@ def test_lengths_follow_from_the_episode(write):
         ([*AGENT, "objective.scope=turn"], "objective.scope turn: each turn has an importance ratio"),
         (
             [*AGENT, "algorithm=gspo_token", "advantage={turns: return_to_go, turn_discount: 0.5}"],
-            "advantage.turns return_to_go: tokens of a turn have the advantage of the rewards from it on, discounted by"
-            " 0.5 a turn",
+            "advantage.turns return_to_go: tokens of a turn have the advantage of the rewards from this turn on,"
+            " discounted by"
+            " 0.5 per turn",
         ),
         (
             [FOREIGN[0], "episodes={max_tokens: 64, endpoint: {ignore_sampling: true}}"],

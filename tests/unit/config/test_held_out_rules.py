@@ -9,7 +9,8 @@ from config_refusals import refused
     [
         (
             ["eval={path: x, blocking: false}"],
-            "eval.blocking: false with `server.num_servers: 1`: the only server samples for training; valid: true, or 2",
+            "eval.blocking: false with `server.num_servers: 1`: the only server samples for training; valid: true,"
+            " or 2",
         ),
         (
             ["eval={path: x, blocking: false, servers: 3}", "server.num_servers=3"],
@@ -51,7 +52,7 @@ from config_refusals import refused
         ),
         (
             ["eval={sets: [{name: a, path: a, template: 'Q: {problem}'}]}"],
-            "eval.sets.0.template: lacks {prompt}, which stands for the row's prompt; put it where that belongs",
+            "eval.sets.0.template: lacks {prompt}, which stands for the row's prompt; put it where the prompt belongs",
         ),
         (
             ["eval={sets: [{name: a, path: a, template_keys: [b]}]}"],

@@ -28,7 +28,10 @@ ON = "engine.batch_invariant=true"
             "server.kv_cache: fp8 with `engine.batch_invariant: true`: it rounds; valid then: auto",
         ),
         ("server.dtype=fp32", "server.dtype: fp32 with `engine.batch_invariant: true` and `precision: bf16`"),
-        ("server.attention_backend=torch_native", "torch_native with `engine.batch_invariant: true`, which has one of"),
+        (
+            "server.attention_backend=torch_native",
+            "torch_native with `engine.batch_invariant: true`, which uses its own",
+        ),
         ("server.speculative={algorithm: ngram}", "server.speculative: set with `engine.batch_invariant: true`"),
     ],
 )

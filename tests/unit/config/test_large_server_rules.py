@@ -23,13 +23,14 @@ SENT = ("publish.method=distributed",)
         (
             ["server={tensor: 4, num_nodes: 3}", "cluster.num_nodes=3"],
             "server.num_nodes",
-            "3 does not divide server.tensor 4: SGLang has as many ranks on each node; valid: 1, 2, 4",
+            "3 does not divide server.tensor 4: SGLang places equally many ranks on each node; valid: 1, 2, 4",
         ),
         (
             ["server={tensor: 4, num_nodes: 2}", "cluster={num_nodes: 2, num_rollout_nodes: 1}"],
             "server.num_nodes",
-            "2, and the servers' nodes are 1 (cluster.num_rollout_nodes): a server is on 2 whole neighbours; valid: a"
-            " multiple of 2 as cluster.num_rollout_nodes, as 2, or another size here",
+            "2, and the servers have 1 nodes (cluster.num_rollout_nodes): a server takes 2 whole neighbouring"
+            " nodes; valid:"
+            " a multiple of 2 as cluster.num_rollout_nodes, for example 2, or another size here",
         ),
         (["server.options.nnodes=2"], "server.options.nnodes", "set by this package from server.num_nodes"),
         (["server.options.ep_size=2"], "server.options.ep_size", "set by this package from server.expert;"),
@@ -68,12 +69,12 @@ SENT = ("publish.method=distributed",)
         (
             ["server.speculative={algorithm: ngram}", "rollout.return_routed_experts=true"],
             "server.speculative",
-            "nobody has shown that the experts returned are those of the accepted tokens; valid: null, or false there",
+            "nobody has shown that the returned experts are those of the accepted tokens; valid: null, or false there",
         ),
         (
             ["server.speculative={algorithm: nextn}", "train.num_steps=1"],
             "server.speculative.algorithm",
-            "nextn with `publish.method: disk`: SGLang loads what is published into the draft, too; valid:"
+            "nextn with `publish.method: disk`: SGLang loads what is published into the draft as well; valid:"
             " `publish.method: distributed`, or ngram",
         ),
         (

@@ -12,14 +12,17 @@ LORA = "lora={rank: 4, alpha: 8}"
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["precision=fp8"], "precision: fp8 with `lora`: adapters lie beside Megatron's plain layers"),
+        (["precision=fp8"], "precision: fp8 with `lora`: adapters need Megatron's plain layers"),
         (["engine.transformer_engine=true"], "because Transformer Engine's fuse a norm into the layer after it"),
         (
             ["lora.dropout=0.1", "parallel.tensor=2"],
             "lora.dropout: 0.1 with parallel.tensor 2: tensor ranks would drop different inputs of one adapter",
         ),
-        (["cluster.colocated=true"], "what ranks move off a GPU are the trained weights"),
-        (["moe.expert_bias_update_rate=0.001"], "it moves the model's own bias, which no adapter and no checkpoint"),
+        (["cluster.colocated=true"], "ranks move only the trained weights off a GPU"),
+        (
+            ["moe.expert_bias_update_rate=0.001"],
+            "it moves the model's own bias, which neither an adapter nor its checkpoint",
+        ),
         (["lora.targets=[q_proj, q_proj]"], "lora.targets: 'q_proj' occurs 2 times; list it once"),
     ],
 )
@@ -34,7 +37,7 @@ def test_what_contradicts_adapters_is_refused(write, overrides, said):
         (["publish.method=distributed"], "SGLang loads adapters from a folder; valid then: disk"),
         (["model.weights=elsewhere"], "servers hold the weights of model.path; leave it out"),
         (["train={num_steps: 1, rollouts_only: true}"], "with `train.rollouts_only`: nothing is trained or published"),
-        (["server.quantization=fp8"], "adapters beside quantized layers were not compared with the trainer's"),
+        (["server.quantization=fp8"], "adapters with quantized layers were not compared with the trainer's"),
         (["server.speculative={algorithm: ngram}"], "the draft would propose tokens of a policy without them"),
         (
             ["server.tensor=2", "server.attention_data=2"],

@@ -122,7 +122,7 @@ def test_a_recipe_that_divides_by_a_constant_has_the_generation_budget(write):
         (["algorithm=dppo", "advantage.divide_by_std=true"], "; dppo divides by none"),
         (
             ["advantage.baseline=leave_one_out", "advantage.divide_by_std=false"],
-            "advantages are relative to leave_one_out; the paper's are its group's alone",
+            "advantages are relative to leave_one_out; the paper's are relative to the group only",
         ),
         (["advantage.std_over=batch"], "advantages are relative to group, divided by the batch's deviation"),
         (["algorithm=cispo", "objective.clip_high=1"], "clip range 1 / 1 instead of 1 / 4, the published one of cispo"),

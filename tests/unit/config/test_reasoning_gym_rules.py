@@ -36,7 +36,7 @@ def test_held_out_prompts_are_its_own_unless_a_file_is_named(write):
                 "reward.functions=[{function: reasoning_gym}]",
             ],
             "reward.functions.0.options",
-            "lacks `python`; data.procedural_python is /gym/bin/python, which scores, too",
+            "lacks `python`; data.procedural_python is /gym/bin/python, which has to score as well",
         ),
         (
             ["data.path=null", MADE.replace("2.5", "-1")],

@@ -4,7 +4,7 @@ import pytest
 from config_refusals import refused
 
 from gspo_mega.config import load_config
-from gspo_mega.config.validate_rewards import longest_seconds, services_of
+from gspo_mega.config.validate_rewards import services_by_name, total_service_seconds
 from gspo_mega.plan.watchdog_bounds import patience
 
 QUALITY = "{name: quality, url: 'http://judge:8000/score'%s}"
@@ -41,17 +41,17 @@ def model(**changes):
         (
             model(path="m", text="'{prompt}'"),
             "reward.model.0.text",
-            "has no {response}, so that the model would see no",
+            "has no {response}, so the model would see no",
         ),
         (
             judge(regex="x", prompt="'{prompt} {responses}'"),
             "reward.judge.0.prompt",
-            "has no {response}, so that the judge",
+            "has no {response}, so the judge",
         ),
         (
             judge(),
             "reward.judge.0",
-            "needs one of `regex` and `json_key`, by which the reward is read from the judge's",
+            "needs one of `regex` and `json_key`, which say how the reward is read from the judge's",
         ),
         (judge(regex="x", json_key="y"), "reward.judge.0", "it has both"),
         (judge(regex="x", lowest=1, highest=1), "reward.judge.0.lowest", "is 1; must be < highest (1)"),
@@ -60,7 +60,7 @@ def model(**changes):
         (
             reward(QUALITY % "", function="qualty"),
             "reward.http.0.name",
-            "no function is 'quality', so that nothing would ask it; name it in reward.functions (`function: quality`)",
+            "no function is 'quality', so nothing would ask it; name it in reward.functions (`function: quality`)",
         ),
         (
             reward("{name: quality, url: judge:8000}"),
@@ -93,11 +93,11 @@ def test_the_watchdog_waits_for_a_service(write):
     assert "reward.http.0.deadline_seconds: is 900; must be < watchdog.rollout_seconds (600)" in text
     plain = load_config(write()).config
     asks = load_config(write(), [reward(QUALITY % ", deadline_seconds: 900")]).config
-    assert longest_seconds(plain.reward) == 0 and longest_seconds(asks.reward) == 900
+    assert total_service_seconds(plain.reward) == 0 and total_service_seconds(asks.reward) == 900
     before, after = patience(plain), patience(asks)
     assert before is not None and after is not None
     assert after.bounds["rollout"] == before.bounds["rollout"] + 900
-    assert list(services_of(asks.reward)) == ["quality"]
+    assert list(services_by_name(asks.reward)) == ["quality"]
 
 
 def test_servers_of_its_own_are_for_any_number_of_nodes(write):

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gspo_mega.config import Config, load_config, render_config
-from gspo_mega.config.validate_servers import option_problems
+from gspo_mega.config.validate_servers import validate_server_options
 
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=20) | st.sampled_from(
     [
@@ -70,7 +70,9 @@ def configs(draw):
         "rollout": {"max_new_tokens": 4},
         "server": {
             "options": draw(
-                st.dictionaries(TEXT.filter(lambda name: not list(option_problems({name: None}))), JSON, max_size=3)
+                st.dictionaries(
+                    TEXT.filter(lambda name: not list(validate_server_options({name: None}))), JSON, max_size=3
+                )
             )
         },
     }

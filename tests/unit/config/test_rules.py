@@ -118,7 +118,7 @@ WILDCARDS = (
         (
             ["reward={functions: [{function: a, only_if: a}]}"],
             "reward.functions.0.only_if",
-            "this one is the first, so that nothing is known before it",
+            "this one is the first, so nothing is known before it",
         ),
         (
             ["precision=fp8", "fp8.parameters=true", "optimizer.distributed=false"],
@@ -253,16 +253,16 @@ def test_the_default_clip_range_of_grpo(write):
         ),
         (
             ["train.num_steps=2"],
-            "mismatch.correction mask: a response of L tokens is dropped where its mean d is further than 0.5 / sqrt(L)"
+            "mismatch.correction mask: a response of L tokens is dropped if its mean d is further than 0.5 / sqrt(L)"
             " from the batch's m; a token with |d| > 9.2 drops its response (d: trainer - server, nats)",
         ),
         (
             ["train.num_steps=2", "mismatch={bound_nats: 0.3, token_veto_nats: null, kept_weight: ratio}"],
-            "further than 0.3 / sqrt(L) from the batch's m; one that is kept is weighed by exp(mean d - m) (d:",
+            "further than 0.3 / sqrt(L) from the batch's m; one that is kept is weighted by exp(mean d - m) (d:",
         ),
         (
             ["train.num_steps=2", "mismatch={correction: truncate, token_veto_nats: null}"],
-            "each response is weighed by exp(min(mean d - m, 0.5 / sqrt(L))) (d:",
+            "each response is weighted by exp(min(mean d - m, 0.5 / sqrt(L))) (d:",
         ),
         (["mismatch={correction: none, kept_weight: ratio}"], "kept_weight has no effect with `correction: none`"),
         (

@@ -6,16 +6,16 @@ import pytest
 from config_refusals import refused
 
 from gspo_mega.config import load_config
-from gspo_mega.config.derived import is_sharp
+from gspo_mega.config.derived import is_sharp_fp8
 
 SHARP = ("precision=fp8", "certify.sharp_fp8=true")
 
 
 def test_only_a_certificate_of_fp8_computes_so(write):
-    assert is_sharp(load_config(write(), SHARP, "certify").config)
-    assert not is_sharp(load_config(write(), SHARP[:1], "certify").config)
+    assert is_sharp_fp8(load_config(write(), SHARP, "certify").config)
+    assert not is_sharp_fp8(load_config(write(), SHARP[:1], "certify").config)
     bf16 = load_config(write(), ["precision=bf16", SHARP[1]], "certify")
-    assert not is_sharp(bf16.config)
+    assert not is_sharp_fp8(bf16.config)
     assert "`certify.sharp_fp8` has no effect with `precision: bf16`" in bf16.notices
 
 
@@ -32,4 +32,4 @@ def test_what_it_contradicts(write, overrides, said):
 
 def test_a_run_that_trains_refuses_it(write):
     said = refused(write(), *SHARP, "train={num_steps: 1}", command="train")
-    assert "certify.sharp_fp8: only `gspo-mega certify` computes so, not `train`" in said
+    assert "certify.sharp_fp8: only `gspo-mega certify` computes this way, not `train`" in said

@@ -25,7 +25,7 @@ def test_exact_staleness_cannot_split_the_tokens_of_a_hybrid(write):
             "short responses are trained earlier than long ones, and a run that is killed",
         ),
         (["rollout.max_staleness=1", "rollout.on_publish=continue_with_cache"], "a hybrid that no weights reproduce"),
-        (["rollout.max_staleness=1", "old_log_probs=rollout"], "stale responses begin outside it"),
+        (["rollout.max_staleness=1", "old_log_probs=rollout"], "stale responses start outside it"),
     ],
 )
 def test_what_changes_the_meaning_or_does_nothing_is_named(write, overrides, said):

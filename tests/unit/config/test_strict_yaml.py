@@ -42,7 +42,7 @@ def test_scalars_follow_yaml_1_2(written, value):
 @pytest.mark.parametrize("written", ["0x" + "f" * 6000, "1" * 5000, "0o" + "7" * 9000])
 def test_a_number_that_python_does_not_write_out_is_a_problem_of_its_place(written):
     (problem,) = parse(f"key: {written}\n").problems
-    assert f"a number of {len(written)} characters, {written[:20]}...; no key takes such a one" in str(problem)
+    assert f"a number of {len(written)} characters, {written[:20]}...; no key takes so long a number" in str(problem)
 
 
 def test_positions_are_of_keys_and_of_list_entries():

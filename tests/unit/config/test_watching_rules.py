@@ -14,7 +14,7 @@ from config_refusals import refused
             "metrics.prometheus.host",
             "opens the server to every network",
         ),
-        ("alerts.on=[failure]", "alerts", "tells nobody; give command, url or both"),
+        ("alerts.on=[failure]", "alerts", "notifies nobody; give command, url or both"),
         ("alerts.url=ftp://host/x", "alerts.url", "must begin with http:// or https://, or be $NAME of an environment"),
     ],
 )

@@ -39,10 +39,12 @@ def test_on_a_gpu_everything_is_fused_by_default(on_gpu):
     assert settings(**BF16, engine=dict(transformer_engine=False)) == OFF | dict(bias_activation_fusion=True)
 
 
-@pytest.mark.parametrize("key", fusions.SETTINGS)
+@pytest.mark.parametrize("key", fusions.FUSION_SETTINGS)
 def test_a_key_turns_its_setting_off_and_no_other(on_gpu, key):
     on_gpu()
-    assert [name for name, on in settings(**BF16, engine={key: False}).items() if not on] == [fusions.SETTINGS[key]]
+    assert [name for name, on in settings(**BF16, engine={key: False}).items() if not on] == [
+        fusions.FUSION_SETTINGS[key]
+    ]
 
 
 def test_without_a_gpu_nothing_is_fused_unless_asked():
@@ -138,6 +140,6 @@ def test_the_head_is_built_without_apex_and_only_there():
 @in_te_process
 def test_with_transformer_engine_loaded_nothing_is_missing():
     assert fusions._missing() == {}
-    wanted = dict.fromkeys(fusions.SETTINGS, True)
+    wanted = dict.fromkeys(fusions.FUSION_SETTINGS, True)
     got = settings(precision="bf16", engine=dict(transformer_engine=True, **wanted))
     assert got == dict(bias_activation_fusion=True, moe_permute_fusion=True, gradient_accumulation_fusion=True)

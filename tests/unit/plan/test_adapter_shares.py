@@ -10,12 +10,12 @@ from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.plan import resolve_layout
 from gspo_mega.plan.state import (
     ModelShares,
-    check_adapters,
     has_reference,
     num_adapter_parameters,
     state_bytes,
     trained_parameters,
 )
+from gspo_mega.plan.validate import validate_lora
 
 MODELS = Path(__file__).parents[3] / "configs/models"
 LORA = "lora={rank: 4, alpha: 8, targets: [q_proj, v_proj, o_proj]}"
@@ -67,8 +67,8 @@ def test_a_reference_is_a_second_model_only_if_it_has_a_folder(load):
         (
             "moe",
             ["lora={rank: 4, alpha: 8}", "cluster.ranks_per_node=2", "parallel={tensor: 2, expert_tensor: 2}"],
-            "an expert's adapter is whole on its rank; without adapters on experts `lora.targets: [q_proj, k_proj,"
-            " v_proj, o_proj]`",
+            "an expert's adapter is whole on its rank; to leave experts without adapters, set `lora.targets:"
+            " [q_proj, k_proj, v_proj, o_proj]`",
         ),
         (
             "moe",
@@ -91,8 +91,8 @@ def test_adapters_of_experts_and_of_attention_are_served_where_a_server_was_comp
     config = load("lora={rank: 4, alpha: 8}", "publish.lora=adapter").config
     others = {
         "experts: servers with adapters were compared": replace(spec, family="mixtral", qk_norm=False),
-        "latent attention: SGLang adds what kv_b_proj's": read_model_spec(MODELS / "certify_mla.json"),
+        "latent attention: SGLang applies the adapters of kv_b_proj": read_model_spec(MODELS / "certify_mla.json"),
     }
     for said, other in others.items():
-        (found,) = check_adapters(config, other)
+        (found,) = validate_lora(config, other)
         assert said in found.text

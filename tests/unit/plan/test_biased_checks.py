@@ -21,15 +21,19 @@ EIGHT = ("cluster.ranks_per_node=8", "cluster.gpus_per_node=8", "parallel={tenso
             ["precision=bf16", "engine.transformer_engine=true"],
             "engine.transformer_engine: true: Transformer Engine's attention with sinks",
         ),
-        ("cpu", ["server.attention_backend=torch_native"], "torch_native without GPUs: of those that SGLang has"),
+        ("cpu", ["server.attention_backend=torch_native"], "torch_native without GPUs: none of SGLang's backends"),
         (
             "cpu",
             ["cluster.ranks_per_node=2", "parallel={tensor: 2, expert_tensor: 2}"],
             "parallel.expert_tensor: 2: Megatron adds the biases of experts once for each rank",
         ),
         ("cpu", ["engine.fuse_activation=true"], "engine.fuse_activation: true: Megatron's fused activation"),
-        ("cpu", ["lora={rank: 4, alpha: 8}"], "lora: set with gpt_oss: adapters beside its biased layers"),
-        ("cpu", ["server.quantization=fp8"], "server.quantization: fp8 with gpt_oss: experts with biases"),
+        ("cpu", ["lora={rank: 4, alpha: 8}"], "lora: set with gpt_oss: adapters on its biased layers"),
+        (
+            "cpu",
+            ["server.quantization=fp8"],
+            "server.quantization: fp8 with gpt_oss: this package has no quantised form",
+        ),
         ("cpu", ["server.quantization=fp8_block"], "server.quantization: fp8_block with gpt_oss"),
     ],
 )

@@ -83,7 +83,7 @@ def test_memory_time_checkpoint_and_hand_out_of_a_run_with_a_critic(load, shape)
     more = hand_out(plan.config, spec, plan.layout).shards - hand_out(alone_plan.config, spec, plan.layout).shards
     assert more % MORE_POSITION_BYTES == 0 and more >= 0
     report = render_report(plan, with_critic)
-    assert "per rank, the critic besides: " in report and "critic " in report
+    assert "per rank, the critic in addition: " in report and "critic " in report
     assert "critic" not in render_report(alone_plan, alone)
     assert json.loads(plan_json(plan, with_critic))["critic_state"][0]["elements"]["parameters"] == own
     assert json.loads(plan_json(alone_plan, alone))["critic_state"] == []

@@ -10,7 +10,7 @@ from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.models.tensors import hf_tensors
 from gspo_mega.plan import estimate, plan_run, render_report
 from gspo_mega.plan.memory import server_memory
-from gspo_mega.plan.servers import DraftNeeds, draft_needs
+from gspo_mega.plan.servers import DraftMemory, draft_memory
 
 SHAPES = Path(__file__).parents[3] / "configs/models"
 WORDS = ["publish.method=distributed", "publish.verify=replicas", "precision=bf16"]
@@ -31,10 +31,10 @@ def test_a_draft_takes_its_weights_and_its_own_cache(load, shape, draft):
     spec = read_model_spec(shape("dense"))
     words = [*WORDS, "server.tensor=2"]
     plain = load(*words).config
-    assert draft_needs(plain, spec) == draft_needs(load(*words, "server.speculative.algorithm=ngram").config, spec)
+    assert draft_memory(plain, spec) == draft_memory(load(*words, "server.speculative.algorithm=ngram").config, spec)
     drafting = load(*words, f"server.speculative={{algorithm: standalone, draft_path: {draft}}}").config
     # A key and a value of the one head that each of two ranks has, in two bytes.
-    assert draft_needs(drafting, spec) == DraftNeeds(500, 2 * 1 * 32 * 2)
+    assert draft_memory(drafting, spec) == DraftMemory(500, 2 * 1 * 32 * 2)
     before, after = (server_memory(config, spec, 10_000, 10**6) for config in (plain, drafting))
     assert (after.weights - before.weights, after.draft, before.draft) == (500, 500, 0)
     token = 2 * spec.num_layers * spec.head_dim * 2
@@ -46,7 +46,7 @@ def test_layers_for_multi_token_prediction_count_as_one_more_layer(load):
     spec = read_model_spec(SHAPES / "deepseek_v3.json")
     config = load(*WORDS, "server.tensor=16", "server.num_nodes=2", "cluster.num_nodes=2", NEXTN).config
     layer = sum(entry.num_elements for entry in hf_tensors(spec) if entry.layer == 60)
-    needs = draft_needs(config, spec)
+    needs = draft_memory(config, spec)
     assert needs.weights == (layer + 2 * 7168**2) * 2 // 16
     assert needs.cached_token == (512 + 64) * 2
 
@@ -60,10 +60,10 @@ NEXTN = "server.speculative={algorithm: nextn}"
         (
             "{algorithm: ngram}",
             "cpu",
-            "server.speculative: ngram without GPUs: SGLang accepts drafts there by the most probable token, whatever the"
-            " temperature is",
+            "server.speculative: ngram without GPUs: SGLang accepts drafts there by the most probable token, no"
+            " matter what the temperature is",
         ),
-        ("{algorithm: nextn}", "gpu", "nextn, and models of qwen3 bring no layers for multi-token prediction"),
+        ("{algorithm: nextn}", "gpu", "nextn, and models of qwen3 have no layers for multi-token prediction"),
         (
             "{algorithm: eagle, draft_path: nowhere}",
             "gpu",

@@ -70,13 +70,13 @@ PLAIN = "there is no such operation in Megatron's plain layers; nearest valid: l
             "gpu",
             "expert_dispatcher: deepep, but the model (qwen3) has no experts; nearest valid: alltoall",
         ),
-        ("moe", [BF16, DEEPEP], "cpu", "deepep without GPUs: DeepEP is made of their kernels; nearest valid: alltoall"),
+        ("moe", [BF16, DEEPEP], "cpu", "deepep without GPUs: DeepEP consists of GPU kernels; nearest valid: alltoall"),
         ("moe", ["precision=fp32", DEEPEP], "gpu", "deepep with precision fp32: DeepEP moves bf16 numbers; nearest"),
         (
             "moe",
             [BF16, "parallel.expert_dispatcher=hybridep"],
             "gpu",
-            "hybridep with expert 1 and expert_tensor 1: there are no other ranks' experts; nearest valid: alltoall",
+            "hybridep with expert 1 and expert_tensor 1: no other rank has experts; nearest valid: alltoall",
         ),
     ],
 )

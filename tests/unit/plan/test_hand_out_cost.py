@@ -125,7 +125,7 @@ def test_the_plan_shows_it(load, shape, tmp_path, capsys):
     assert main(["plan", str(tmp_path / "c.yaml"), *overrides, *model]) == 0
     shown = capsys.readouterr().out
     assert "hand-out at most" in shown and "leave rank 0, each data-parallel rank's share once" in shown
-    assert "core-seconds beside it to decode" in shown and "handed out" in shown
+    assert "core-seconds elsewhere to decode" in shown and "handed out" in shown
     assert "of rank 0's memory for the batches" in shown and "while a step trains" not in shown
     assert main(["plan", str(tmp_path / "c.yaml"), *overrides, "rollout.max_staleness=1", *model]) == 0
     assert "while a step trains, the next one's hand-out waits in rank 0's memory: at most" in capsys.readouterr().out

@@ -3,7 +3,7 @@
 import pytest
 
 from gspo_mega.base.errors import ModelError
-from gspo_mega.config.validate import check_rules
+from gspo_mega.config.validate import validate_config
 from gspo_mega.plan import plan_run
 
 # GRPO, so that a KL term is allowed.
@@ -12,23 +12,23 @@ KL = ["algorithm=grpo", "kl.coefficient=0.1"]
 
 @pytest.mark.parametrize("command", ["eval", "certify"])
 def test_commands_that_take_model_path_refuse_it(load, command):
-    (violation,) = [v for v in check_rules(load("model.weights=w").config, command)[0] if v.key == "model.weights"]
+    (violation,) = [v for v in validate_config(load("model.weights=w").config, command)[0] if v.key == "model.weights"]
     assert f"`gspo-mega {command}` takes the weights of model.path" in violation.text
 
 
 def test_train_and_sft_take_it(load):
     for command in ("train", "sft", None):
         assert not [
-            v for v in check_rules(load("model.weights=w").config, command)[0] if v.key.startswith(("model", "kl"))
+            v for v in validate_config(load("model.weights=w").config, command)[0] if v.key.startswith(("model", "kl"))
         ]
 
 
 def test_a_reference_must_be_named_beside_it(load):
     config = load(*KL).config
     weighted = config.model_copy(update={"model": config.model.model_copy(update={"weights": "w"})})
-    assert [v.key for v in check_rules(weighted)[0]] == ["kl.reference_path"]
+    assert [v.key for v in validate_config(weighted)[0]] == ["kl.reference_path"]
     named = weighted.model_copy(update={"kl": weighted.kl.model_copy(update={"reference_path": "r"})})
-    assert check_rules(named)[0] == []
+    assert validate_config(named)[0] == []
 
 
 def test_its_shape_is_the_models(load, shape, tmp_path):

@@ -110,7 +110,7 @@ def test_a_reference_is_a_second_set_of_weights(load, shape):
     assert memory.exact - without.exact == memory.parts["reference"] and all(
         memory.phases[p] - without.phases[p] == memory.parts["reference"] for p in memory.phases
     )
-    assert f"of that the frozen reference of the KL term: {memory.parts['reference'] / GIB:.1f} GiB" in render_report(
+    assert f"including the frozen reference of the KL term: {memory.parts['reference'] / GIB:.1f} GiB" in render_report(
         plan, found
     )
 

@@ -5,7 +5,7 @@ import pytest
 from gspo_mega.base.errors import PlanError
 from gspo_mega.config.schema import Optimizer
 from gspo_mega.plan import plan_run
-from gspo_mega.plan.validate_precision import check_optimizer
+from gspo_mega.plan.validate_precision import optimizer_problems
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from gspo_mega.plan.validate_precision import check_optimizer
     ],
 )
 def test_what_a_machine_lacks(settings, has_gpu, has_fused_adam, said):
-    problems = dict(check_optimizer(Optimizer(lr=1.0, **settings), has_gpu, has_fused_adam))
+    problems = dict(optimizer_problems(Optimizer(lr=1.0, **settings), has_gpu, has_fused_adam))
     assert problems.keys() == said.keys()
     assert all(said[key] in text for key, text in problems.items())
 

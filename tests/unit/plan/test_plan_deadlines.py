@@ -7,7 +7,8 @@ import pytest
 from gspo_mega.base.errors import PlanError
 from gspo_mega.config import load_config
 from gspo_mega.plan import estimate, plan_run
-from gspo_mega.plan.estimate import LEAST_SIGNAL_SECONDS, check_deadlines, grace_seconds, signal_seconds
+from gspo_mega.plan.estimate import LEAST_SIGNAL_SECONDS, grace_seconds, signal_seconds
+from gspo_mega.plan.validate import validate_deadlines
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = ROOT / "configs"
@@ -61,8 +62,8 @@ def test_a_save_that_ranks_do_not_wait_for():
             r" most 1800 s"
         ),
     ):
-        check_deadlines(loaded.config, time, 1800.0, loaded.where)
-    check_deadlines(loaded.config, time, 1799.0, loaded.where)
+        validate_deadlines(loaded.config, time, 1800.0, loaded.where)
+    validate_deadlines(loaded.config, time, 1799.0, loaded.where)
 
 
 def test_a_watchdog_that_does_not_wait_for_a_save():

@@ -4,14 +4,14 @@ import pytest
 
 from gspo_mega.base.errors import PlanError
 from gspo_mega.plan import plan_run
-from gspo_mega.plan.validate_precision import check_precision
+from gspo_mega.plan.validate_precision import precision_problem
 
 SHAPES = Path(__file__).parents[3] / "configs" / "models"
 HOPPER, ADA, AMPERE, BLACKWELL, CONSUMER = (9, 0), (8, 9), (8, 0), (10, 0), (12, 0)
 
 
 def problem(load, precision, capability, cuda="13.0", engine="2.20.2", recipe="blockwise"):
-    return check_precision(load(f"precision={precision}", f"fp8.recipe={recipe}").config, capability, cuda, engine)
+    return precision_problem(load(f"precision={precision}", f"fp8.recipe={recipe}").config, capability, cuda, engine)
 
 
 @pytest.mark.parametrize(
@@ -94,19 +94,19 @@ def test_what_cannot_be_had_is_refused_with_a_way_out(load, precision, capabilit
 
 def test_plain_layers_need_no_transformer_engine(load):
     def text(*overrides):
-        return check_precision(load(*overrides).config, HOPPER, "13.0", None)
+        return precision_problem(load(*overrides).config, HOPPER, "13.0", None)
 
     assert text("precision=bf16", "engine.transformer_engine=false") is None
     assert "`engine.transformer_engine: false` (Megatron's plain layers)" in text("precision=bf16")
     assert "engine.transformer_engine" not in text("precision=fp8")
-    old = check_precision(load("precision=bf16", "engine.transformer_engine=false").config, (7, 5), "13.0", None)
+    old = precision_problem(load("precision=bf16", "engine.transformer_engine=false").config, (7, 5), "13.0", None)
     assert old is not None and "use fp32" in old
 
 
 def test_float32_block_scales_are_refused_where_products_take_powers_of_two(load):
     def text(capability, block_scales, recipe="blockwise"):
         loaded = load("precision=fp8", f"fp8.recipe={recipe}", f"fp8.block_scales={block_scales}")
-        return check_precision(loaded.config, capability, "13.0", "2.20.2")
+        return precision_problem(loaded.config, capability, "13.0", "2.20.2")
 
     refused = text(BLACKWELL, "float32")
     assert "needs Hopper; this GPU has 10.0" in refused and "`fp8.block_scales: auto`" in refused
@@ -116,7 +116,7 @@ def test_float32_block_scales_are_refused_where_products_take_powers_of_two(load
 
 def test_a_sharp_certificate_is_refused_on_a_gpu(load):
     loaded = load("precision=fp8", "certify.sharp_fp8=true")
-    assert "machines without a GPU" in check_precision(loaded.config, HOPPER, "13.0", "2.20.2")
+    assert "machines without a GPU" in precision_problem(loaded.config, HOPPER, "13.0", "2.20.2")
 
 
 ALIGNED = dict(hidden_size=256, head_dim=64, intermediate_size=512)

@@ -92,7 +92,7 @@ def test_a_plan_for_another_machine_does_without_the_folder(load, shape):
     plan = plan_run(loaded, "gpu", shape("moe"))  # as with --model
     figures = estimate(plan, loaded.where)
     assert (figures.rewards[0].num_gpus, figures.rewards[0].weights) == (2, None)
-    assert "its folder is not here, so that nothing says what it takes" in render_report(plan, figures)
+    assert "its folder is not here, so its size is not known" in render_report(plan, figures)
 
 
 def test_a_run_on_recorded_rollouts_needs_none(classifier, planned):

@@ -13,7 +13,8 @@ from gspo_mega.models.families import FAMILIES
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.plan import plan_run, render_report
 from gspo_mega.plan.memory import server_memory
-from gspo_mega.plan.servers import WITH_OWN_HEAD, cache_element_bytes, weight_bytes
+from gspo_mega.plan.servers import cache_element_bytes, weight_bytes
+from gspo_mega.plan.validate_servers import WITH_OWN_HEAD
 
 SHAPES = Path(__file__).parents[3] / "configs" / "models"
 # Every side a multiple of 128: 4 heads of 64 and 2 key-value heads.

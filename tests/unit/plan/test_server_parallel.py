@@ -44,13 +44,13 @@ LARGE = dict(
             "moe",
             [EIGHT, "server.expert=8", "server.expert_dispatcher=deepep"],
             "cpu",
-            "deepep without GPUs: it is made of their kernels; nearest valid: none",
+            "deepep without GPUs: it consists of GPU kernels; nearest valid: none",
         ),
         (
             "moe",
             [EIGHT, "server.expert=2", "server.dtype=bf16"],
             "cpu",
-            "server.expert: 2 without GPUs: SGLang computes experts of other ranks there in fp32 alone, not quantized",
+            "server.expert: 2 without GPUs: SGLang computes experts of other ranks there only in fp32, not quantized",
         ),
     ],
 )

@@ -19,11 +19,11 @@ from types import CodeType
 PACKAGES = ("gspo_mega.config", "gspo_mega.plan", "gspo_mega.models")
 # Functions that return, or append, the text of a refusal that is raised elsewhere.
 TEXTS = {
-    "check_precision",
-    "check_chip",
+    "precision_problem",
+    "chip_problem",
     "_recipe_problem",
     "_fp8_problem",
-    "check_optimizer",
+    "optimizer_problems",
     "explain",
     "_unknown_key",
     "_explain_syntax",

@@ -4,7 +4,7 @@ import pytest
 from scoring_support import score, settings, trajectory
 
 from gspo_mega.config.schema import RewardFunction
-from gspo_mega.config.validate_rewards import condition_of
+from gspo_mega.config.validate_rewards import parse_condition
 from gspo_mega.rewards.weighted_sum import WeightedFunction, sum_of, tally
 
 SHAPE = RewardFunction(function="regex", name="shape", weight=0.25, options={"pattern": r"^<a>"})
@@ -74,7 +74,7 @@ def test_a_users_function_is_told_the_tokens_if_it_asks(folder):
     ],
 )
 def test_conditions_are_read(text, condition):
-    found = condition_of(text)
+    found = parse_condition(text)
     assert (found and (found.name, found.sign, found.bound)) == condition
 
 

@@ -14,7 +14,7 @@ import pytest
 from collector_support import collector_config
 
 from gspo_mega.base.errors import ConfigError, RolloutError
-from gspo_mega.config.validate_servers import OWN, REFUSED
+from gspo_mega.config.validate_servers import OWN_ARGUMENTS, REFUSED_ARGUMENTS
 from gspo_mega.rollout.registration import Registration, Secret, ensure_secret, read_registrations, read_secret
 from gspo_mega.rollout.server.spec import (
     ServerSpec,
@@ -178,7 +178,7 @@ def test_every_refused_option_is_one_that_sglang_has():
     if package is None:
         pytest.skip("sglang is not installed")
     names = argument_names(Path(package.origin).parent)
-    assert {*OWN, *REFUSED} <= names and len(names) < 1000
+    assert {*OWN_ARGUMENTS, *REFUSED_ARGUMENTS} <= names and len(names) < 1000
 
 
 def test_unknown_options_are_named_with_their_neighbour():
