@@ -90,7 +90,7 @@ class AsyncEvaluations:
         """The weight versions that may still be loaded for an evaluation: they stay on disk."""
         return {one["weight_version"] for one in self._due}
 
-    def begin(self, step: int, weight_version: int, names: list[str], on_wait: Callable[[], None]) -> bool:
+    def start(self, step: int, weight_version: int, names: list[str], on_wait: Callable[[], None]) -> bool:
         """Begin to measure the sets `names` with `weight_version`, which is committed and which training leaves next.
         Waits for an earlier evaluation, calling `on_wait`; where that raises, this one is noted and begun later.
 
@@ -126,12 +126,12 @@ class AsyncEvaluations:
         if self._running is None and self._due:
             self._begin_due(self._due[0])
 
-    def take(self) -> list[EvaluationResult]:
+    def take_results(self) -> list[EvaluationResult]:
         """What has ended since this was asked before, in the order of steps."""
         measured, self._measured = self._measured, []
         return measured
 
-    def settle(self, on_wait: Callable[[], None]) -> None:
+    def wait_for_all(self, on_wait: Callable[[], None]) -> None:
         """Training is over: wait until everything is measured. Raises what `on_wait` raises."""
         self._keep = 0
         while self._due:

@@ -36,8 +36,8 @@ def build_critic(config: Config, spec: ModelSpec, groups: ParallelGroups) -> Cri
     """
     assert config.train is not None
     path = critic_path(config)
-    if other := shape_differences(read_critic_spec(path), spec):
-        raise ModelError(f"critic.path {path} has another shape than the policy: {', '.join(other)}")
+    if different := shape_differences(read_critic_spec(path), spec):
+        raise ModelError(f"critic.path {path} does not have the policy's shape: {', '.join(different)}")
     return CriticEngine(critic_config(config), spec, groups, config.train.num_steps * config.batch.num_mini_batches)
 
 

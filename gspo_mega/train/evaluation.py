@@ -35,18 +35,18 @@ from gspo_mega.train.session import RankSession
 
 def measure_start(session: RankSession) -> None:
     """Where the run begins, and what an earlier start of it left due."""
-    if session.beside is not None:
-        for step in session.beside.steps_due:
+    if session.async_evaluations is not None:
+        for step in session.async_evaluations.steps_due:
             session.say(f"the weights of step {step} are measured now: the run ended before it could do so")
-        session.beside.poll()
+        session.async_evaluations.poll()
     elif due := session.state.summary.pop(DUE, []):
         steps = ", ".join(str(one["step"]) for one in due)
         session.say(f"notice   the weights of step {steps} are not measured: eval.blocking is true since then")
     if session.state.step > 0 or not session.evaluates:
         return
     names = [one.name for one in session.eval_sets]
-    is_due = session.beside is not None and 0 in session.beside.steps_due
-    if session.evaluates_beside and (session.ranks.agree(is_due) or session.begin_evaluation(names)):
+    is_due = session.async_evaluations is not None and 0 in session.async_evaluations.steps_due
+    if session.evaluates_async and (session.ranks.agree(is_due) or session.start_async_evaluation(names)):
         return
     found = session.evaluate(names) or {}
     if found and session.lead is not None:
@@ -66,11 +66,11 @@ def measure_start(session: RankSession) -> None:
 def measure_step(session: RankSession, report: StepReport, is_last: bool) -> None:
     """The sets that are due after a step. The last step's are measured on all servers, behind all earlier ones."""
     due = due_sets(session, session.state.step, is_last)
-    if session.evaluates_beside:
+    if session.evaluates_async:
         if is_last:
-            session.settle_evaluations()  # after a stop request `measure_end` does this, in the next start
+            session.wait_for_async_evaluations()  # after a stop request `measure_end` does this, in the next start
         report.late = _ended(session)
-        if due and not is_last and session.begin_evaluation(due):
+        if due and not is_last and session.start_async_evaluation(due):
             return
     if due:
         report.evaluations = session.evaluate(due) or {}
@@ -79,7 +79,7 @@ def measure_step(session: RankSession, report: StepReport, is_last: bool) -> Non
 def measure_end(session: RankSession) -> str | None:
     """What is still due, where a stop or a crash came between the last step and it. Returns a reason to stop."""
     state = session.state
-    stop = session.settle_evaluations() if session.evaluates_beside else None
+    stop = session.wait_for_async_evaluations() if session.evaluates_async else None
     for metrics in _ended(session):
         _write(session, metrics)
     if stop is not None:
@@ -101,12 +101,12 @@ def _write(session: RankSession, metrics: dict[str, float]) -> None:
 
 def _ended(session: RankSession) -> list[dict[str, float]]:
     """Rank 0: show the evaluations that ran next to training and have ended; returns their metrics."""
-    if session.beside is None:
+    if session.async_evaluations is None:
         return []
-    session.beside.poll()
+    session.async_evaluations.poll()
     names = [one.name for one in session.eval_sets]
     lines = []
-    for measured in session.beside.take():
+    for measured in session.async_evaluations.take_results():
         when = "before training" if measured.step == 0 else f"of step {measured.step}"
         for name, evaluation in measured.found.items():
             whose = f" on {name}" if len(names) > 1 else ""

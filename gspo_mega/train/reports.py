@@ -270,7 +270,7 @@ class StepReport:
         seconds = session.phases.timer.finish_step()
         if session.lead is None or self._batch is None:
             return
-        session.lead.check_held()
+        session.lead.check_newest_attempt()
         if self.critic is not None:
             fill_mean_advantages(self._batch, self._critic_parts)
         metrics = {
@@ -297,8 +297,8 @@ class StepReport:
             "data/num_unreadable_answers": _num_unreadable(stream),
             **session.servers.metrics(),
         }
-        if session.preparation is not None:
-            metrics["time/assemble/ahead_seconds"] = session.preparation.ahead_seconds
+        if session.prefetch is not None:
+            metrics["time/assemble/ahead_seconds"] = session.prefetch.ahead_seconds
         if self._num_positions:
             metrics["speed/packing_efficiency"] = tokens / self._num_positions
         if self.published is not None:

@@ -115,10 +115,10 @@ def _step(session: RankSession, demonstrations: PromptStream[Demonstration] | No
     if work.stop is not None:
         return "stopped"
     (mini_batch,) = work.mini_batches
-    session.gpus.turn("train")
+    session.gpus.switch_to("train")
     with session.phase("train"):
         result, passed = session.engine.train_supervised(mini_batch.micro_batches, mini_batch.denominator)
-    session.note_step(result.skipped, result.grad_norm)
+    session.count_step(result.skipped, result.grad_norm)
     state.step += 1
     with session.phase("report"):
         of_adapters = adapter_metrics(session.engine)

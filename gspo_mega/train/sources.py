@@ -275,11 +275,11 @@ class JournalledSource:
             self.load_state_dict(state.prompts)
         self.history = state.history or self._first_weights()
 
-    def note(self, state: TrainState) -> None:
+    def save_position(self, state: TrainState) -> None:
         """Put the position in the prompts and the history of the weights into `state`, for a checkpoint."""
         state.prompts, state.history = self.state_dict(), self.history
 
-    def is_durable(self, checkpoint: Path) -> None:
+    def on_checkpoint_saved(self, checkpoint: Path) -> None:
         """A checkpoint is on disk: the routed experts of the steps before it are not needed to continue the run, unless
         a later step may consume groups of their files. They go while the run goes on. Raises JournalError where an
         earlier step's could not go.

@@ -22,7 +22,7 @@ class Beside:
     def poll(self):
         self.num_polls += 1
 
-    def take(self):
+    def take_results(self):
         ended, self.ended = self.ended, []
         return ended
 
@@ -31,7 +31,7 @@ class Session:
     """`begins`: whether servers can be spared. `acts`: what was asked for, in order."""
 
     def __init__(self, beside=None, step=3, begins=True, stop=None, summary=None):
-        self.beside, self.evaluates_beside, self.evaluates = beside, beside is not None, True
+        self.async_evaluations, self.evaluates_async, self.evaluates = beside, beside is not None, True
         self.eval_sets = tuple(SimpleNamespace(name=name, is_due=lambda step: step % 2 == 1) for name in "ab")
         self.state = SimpleNamespace(step=step, summary={} if summary is None else summary)
         self.config = SimpleNamespace(server=SimpleNamespace(num_servers=4))
@@ -43,11 +43,11 @@ class Session:
         self.say = self.said.append
         self.phase = lambda name: contextlib.nullcontext()
 
-    def begin_evaluation(self, names):
+    def start_async_evaluation(self, names):
         self.acts.append("begin")
         return self.begins
 
-    def settle_evaluations(self):
+    def wait_for_async_evaluations(self):
         self.acts.append("settle")
         return self.stop
 
@@ -88,7 +88,7 @@ def test_without_a_server_to_spare_training_waits_and_the_last_step_has_all_serv
 def test_the_start_is_measured_beside_training_once():
     session = Session(Beside(), step=0)
     measure_start(cast(Any, session))
-    assert session.acts == ["begin"] and session.beside.num_polls == 1
+    assert session.acts == ["begin"] and session.async_evaluations.num_polls == 1
     session = Session(Beside(due=[0]), step=0)
     measure_start(cast(Any, session))
     assert session.acts == [] and session.said == [
