@@ -2,21 +2,9 @@
 
 `LiveServers` is the link of a run that samples, `NoServers` that of a run that trains on a record. Its methods are
 collective, and decide what follows when servers fail in them. `gspo_mega.sync` sends the weights, and the pool of
-`gspo_mega.rollout` knows the servers.
-
-`paused` says what happens to open requests around a publish (`rollout.on_publish`). No request begins. With `continue`
-an open request ends with its tokens so far and goes on after the publish, like one that moved to another server: its
-tokens so far are part of its prompt then, the new weights read them, and each part has one version by construction.
-That also holds if the server dies in between.
-
-`SharedGpus` moves the memory of GPUs that ranks and servers use in turns (`cluster.colocated`):
-
-    sample   servers: all                 ranks: nothing          rollouts, evaluation
-    publish  servers: weights             ranks: parameters       the ranks' weights to disk, from there to the servers
-    train    servers: nothing             ranks: all              passes, optimizer steps, checkpoints, exports
-
-All ranks and servers that give memory do so before any of them takes memory. `engine/memory.py` and SGLang do the
-moving. A run whose servers have GPUs of their own has `OwnGpus`.
+`gspo_mega.rollout` knows the servers. Below are `paused`, which says what happens to open requests around a publish,
+and `SharedGpus`, which moves the memory of GPUs that ranks and servers use in turns (`cluster.colocated`). A run whose
+servers have GPUs of their own has `OwnGpus`.
 """
 
 from __future__ import annotations
@@ -292,6 +280,10 @@ def paused(pool: ServerPool, mode: OnPublish, on_wait: Callable[[], bool] = lamb
     """A context manager: the block publishes. No request begins before its end. With the modes `wait` and `continue`
     no request is open in the block.
 
+    With `continue`, open requests end with their tokens so far and go on after the publish, like requests that moved to
+    another server: their tokens so far are part of their prompt then, the new weights read them, and each part has one
+    version by construction. That also holds if a server dies in between.
+
     While open requests are waited for, `on_wait` is called a few times per second. If it returns True, because the run
     ends soon, the mode `wait` becomes `continue`. If a server does not end a request within a few seconds, the request
     is ended without it, and the tokens that it reported are kept.
@@ -375,8 +367,13 @@ class OwnGpus:
 
 
 class SharedGpus:
-    """GPUs that ranks and servers use in turns.
+    """GPUs that ranks and servers use in turns. Who holds memory in each turn:
 
+        sample   servers: all        ranks: nothing       rollouts, evaluation
+        publish  servers: weights    ranks: parameters    the ranks' weights to disk, from there to the servers
+        train    servers: nothing    ranks: all           passes, optimizer steps, checkpoints, exports
+
+    All ranks and servers that give memory do so before any of them takes memory. `engine/memory.py` and SGLang move it.
     It begins in the turn `train`: the ranks hold all memory, and no server may start (the launcher calls `give_turn`).
     """
 

@@ -187,7 +187,7 @@ def test_no_server_to_spare_leaves_it_to_the_caller(train):
     run = train(servers=1)
     run.publish()
     assert not run.begin(0) and run.evaluations.steps_due == []
-    assert "fewer than 2 servers hold the weights of step 0 now; training stands still" in run.said[0]
+    assert "fewer than 2 servers hold the weights of step 0 now; training waits" in run.said[0]
 
 
 def test_an_evaluation_that_loses_its_server_is_begun_again_at_the_same_weights(train):
@@ -203,7 +203,7 @@ def test_an_evaluation_that_loses_its_server_is_begun_again_at_the_same_weights(
     run.until(lambda: not run.evaluations.steps_due)
     (measured,) = run.evaluations.take_results()
     assert (measured.step, measured.found["a"].accuracy, measured.num_begun) == (0, 0.0, 2)
-    assert "warning  the evaluation of step 0 ended before it was over: no server is left" in run.said[0]
+    assert "warning  the evaluation of step 0 failed: no server is left" in run.said[0]
     loads = [body["model_path"] for server in run.run.servers for path, body in server.calls if "from_disk" in path]
     assert str(run.folder.weights_version_dir(0)) in loads
 
@@ -220,7 +220,7 @@ def test_weights_that_are_nowhere_any_more_are_said_not_to_be_measured(train):
     server.start()
     run.until(lambda: not run.evaluations.steps_due)
     assert run.measured() == []
-    assert run.said[1].startswith("warning  the weights of step 7 are not measured: weight version 0 cannot be had any")
+    assert run.said[1].startswith("warning  the weights of step 7 are not measured: weight version 0 is no longer")
     assert "checkpoints/step_00000007 exists" in run.said[1]
 
 

@@ -92,7 +92,7 @@ def test_the_start_is_measured_beside_training_once():
     session = Session(Beside(due=[0]), step=0)
     measure_start(cast(Any, session))
     assert session.acts == [] and session.said == [
-        "the weights of step 0 are measured now: the run ended before it could do so"
+        "the weights of step 0 are measured now, because the run ended before it could do so"
     ]
     session = Session(Beside(ended=[measured(0)]), step=2)
     (late,) = step_of(session).late
@@ -103,7 +103,7 @@ def test_the_start_is_measured_beside_training_once():
 def test_blocking_again_says_what_is_not_measured():
     session = Session(summary={DUE: [{"step": 2, "weight_version": 2, "sets": ["a"]}]})
     measure_start(cast(Any, session))
-    assert session.said == ["notice   the weights of step 2 are not measured: eval.blocking is true since then"]
+    assert session.said == ["notice   the weights of step 2 are not measured: eval.blocking was set to true since then"]
     assert DUE not in session.state.summary
 
 
