@@ -134,8 +134,8 @@ def test_it_is_made_anew_for_any_other_batch(parts, change):
 
 def test_other_groups_take_the_place_of_what_was_begun(parts, monkeypatch):
     """In order of completion a group that is dropped can bring another one into the next batch."""
-    going_on, make = threading.Event(), Parcels.make
-    monkeypatch.setattr(Parcels, "make", lambda self, is_wanted: going_on.wait(60) and make(self, is_wanted))
+    going_on, make = threading.Event(), Parcels.encode_all
+    monkeypatch.setattr(Parcels, "encode_all", lambda self, is_wanted: going_on.wait(60) and make(self, is_wanted))
     preparation, first, second = Prefetch(*parts), batch_of(parts), batch_of(parts, seed=1)
     preparation.begin(1, first.groups)
     dropped = preparation._prepared[1]
