@@ -69,7 +69,7 @@ def scored_batch(batch: RolloutBatch, config: Config) -> RolloutBatch:
             if not one.is_scored
         ]
         raise RewardError(
-            f"step {batch.step + 1}: no group of the rollout batch has {_AT_LEAST[least_of_group(config)]}. The first"
+            f"step {batch.step + 1}: no group of its rollout batch has {_AT_LEAST[least_of_group(config)]}. The first"
             f" failures:{''.join(failed[:5])}"
         )
     return scored.by_turn() if config.objective.scope == "turn" else scored
