@@ -40,7 +40,7 @@ from gspo_mega.train.mismatch_report import (
     correction_notice,
     gap_metrics,
     gap_warnings,
-    note_correction,
+    record_correction,
 )
 from gspo_mega.train.session import RankSession
 
@@ -169,7 +169,7 @@ class StepReport:
         session.lead.writer.write(step, metrics)
         add_to_summary(session.state.summary, metrics, tokens, step)
         session.say(progress_line(step, metrics, train_config(session.config).train.num_steps))
-        note_correction(session.state.summary, metrics)
+        record_correction(session.state.summary, metrics)
         if notice := correction_notice(session.config.mismatch, session.state.summary):
             session.say(notice)
         if self._gap is not None:
