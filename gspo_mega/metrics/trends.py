@@ -266,11 +266,10 @@ def find_falls(values: np.ndarray, errors: np.ndarray | None = None) -> Falls:
 
     - The variance of a step is half the mean square of the differences of neighbours, over the window, over the last 64
       steps or over all steps so far, whichever is largest. So noise that grows, or rests for a while, is seen.
-    - It is multiplied by what correlation of neighbouring steps adds to the variance of long means. For x_t = rho
-    x_(t-1)
-      + noise that is (1 + rho) / (1 - rho)^2, which the cube of D4 / D1 follows within 12% up to rho = .6, where D_k is
-      the mean square of differences over k steps. Slower waves are measured by how far the mean of a block is from the
-      line between its neighbours, so a steady rise does not count as a wave.
+    - It is multiplied by what correlation of neighbouring steps adds to the variance of long means. For
+      x_t = rho x_(t-1) + noise that is (1 + rho) / (1 - rho)^2, which the cube of D4 / D1 follows within 12% up to
+      rho = .6, where D_k is the mean square of differences over k steps. Slower waves are measured by how far the mean
+      of a block is from the line between its neighbours, so a steady rise does not count as a wave.
     - It is at least the standard errors that a caller knows, such as that of a step's reward.
 
     For the last window, the noise is what was known before it, or its own if that is larger.
