@@ -97,7 +97,7 @@ def read_run(path: str | Path, now: float | None = None) -> RunRecord:
             record.attempts.append(AttemptRecord(attempt.number, "unknown"))
             record.problems.append(f"{attempt.path}: its record cannot be read: {error}")
     if latest is not None:
-        record.versions, record.layout = _text_or_empty(latest.versions_file), _read_text(latest.plan_file)
+        record.versions, record.layout = _text_or_empty(latest.versions_file), _text_or_empty(latest.plan_file)
     try:
         document = parse(read_text(folder.config_file, _MOST_CONFIG_BYTES))
         why = document.problems[0].text if document.problems else None
