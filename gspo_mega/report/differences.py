@@ -359,7 +359,7 @@ def cause(comparison: RunComparison) -> str:
         if changed:
             return f"What makes an episode is not the same: {', '.join(changed)} (source, options or files)."
         return (
-            "Nothing that the runs record differs before this: SGLang's sampling is not reproducible, so two runs of one"
+            "Nothing recorded differs before this: SGLang's sampling is not reproducible, so two runs of one"
             " configuration part at their first sampled tokens. To compare only training: gspo-mega train ..."
             " --from-rollouts RUN."
         )
