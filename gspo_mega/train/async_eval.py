@@ -98,8 +98,9 @@ class AsyncEvaluations:
     def start(self, step: int, weight_version: int, names: list[str], on_wait: Callable[[], None]) -> bool:
         """Begin to measure the sets `names` with `weight_version`, the committed version, before training replaces it.
 
-        Waits for an earlier evaluation and calls `on_wait` meanwhile. If `on_wait` raises, this evaluation stays due
-        and begins later. Returns False if no server can be spared now; the caller then evaluates while training waits.
+        Waits for an earlier evaluation and calls `on_wait` while it waits. If `on_wait` raises, this evaluation stays
+        due and begins later. Returns False if no server can be spared now; the caller then evaluates while training
+        waits.
         """
         due = {"step": step, "weight_version": weight_version, "sets": names}
         self._due.append(due)

@@ -123,7 +123,7 @@ def _finished_evaluations(session: RankSession) -> list[dict[str, float]]:
             whose = f" on {name}" if len(names) > 1 else ""
             session.say(
                 f"held-out accuracy{whose} {when}: {accuracy_text(_accuracy(evaluation))} (measured in"
-                f" {measured.seconds:.1f} s beside training, on {measured.num_servers} of"
+                f" {measured.seconds:.1f} s while training went on, on {measured.num_servers} of"
                 f" {session.config.server.num_servers} servers)"
             )
         lines.append(evaluation_metrics(measured.found, names[0]) | _timing_metrics(measured, session.state.step))

@@ -229,9 +229,11 @@ def _inexact_warning(config: Config, gap: GapRows) -> str | None:
 
 def _where_to_measure(config: Config, config_file: Path, newest_export: Path | None) -> str:
     if newest_export is None:
-        return f" `gspo-mega mismatch {config_file}` measures each cause alone, with the weights the run started from"
+        return (
+            f" `gspo-mega mismatch {config_file}` measures each cause separately, with the weights of the run's start"
+        )
     others = "" if config.model.weights is None else " model.weights=null"
-    return f" `gspo-mega mismatch {config_file} model.path={newest_export}{others}` measures each cause alone"
+    return f" `gspo-mega mismatch {config_file} model.path={newest_export}{others}` measures each cause separately"
 
 
 def _cause_sentences(config: Config, gap: GapRows, metrics: Mapping[str, float]) -> list[str]:
@@ -259,7 +261,7 @@ def _cause_sentences(config: Config, gap: GapRows, metrics: Mapping[str, float])
     formats = [name for name in (config.server.quantization, config.server.kv_cache) if name not in ("none", "auto")]
     if formats or server != trainer:
         sentences.append(f"The trainer computes in {trainer}, the server in {', '.join([server, *formats])}.")
-    return sentences or ["Its cause is not known from the step alone."]
+    return sentences or ["One step does not show its cause."]
 
 
 def correction_metrics(config: Config, train: Mapping[str, np.ndarray], present: np.ndarray) -> dict[str, float]:

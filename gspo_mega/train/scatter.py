@@ -159,8 +159,8 @@ class Exchange:
     """Messages between rank 0 and the others; one object per rank. Messages are numbered, and every rank must send or
     receive each of them.
 
-    Rank 0 may wait for minutes while servers sample, and the other ranks must not wait in a device collective
-    meanwhile. So they poll a store key, watch the heartbeat of rank 0's process, and receive only once rank 0 has
+    Rank 0 may wait for minutes while servers sample, and the other ranks must not wait for that in a device
+    collective. So they poll a store key, watch the heartbeat of rank 0's process, and receive only once rank 0 has
     announced a message. (Work of a living rank 0 that makes no progress has its own deadlines: requests, servers,
     publishes.)
 

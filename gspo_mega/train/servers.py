@@ -260,7 +260,7 @@ def local_address(server_host: str) -> str:
         return probe.getsockname()[0]
 
 
-# How often a publish looks whether requests are still open, and how often it calls `on_wait` meanwhile.
+# While requests are open, a publish checks them and calls `on_wait` at these intervals.
 _OPEN_REQUESTS_POLL_SECONDS = 0.005
 _ON_WAIT_SECONDS = 0.25
 # A server that has not ended its requests after this time is not waited for.

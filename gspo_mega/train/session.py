@@ -91,17 +91,21 @@ class RankSession:
         self.exchange = Exchange(context.open_store(), self.groups.host, replicas, heartbeat_store)
         self._cleanup.callback(self.exchange.close)
 
-        # Rank 0 reads the data and starts the scorers before the models are built, so that errors in them come early.
+        # Rank 0 reads the data and starts the scorers while the other ranks build the model, so that errors in either
+        # come early.
+        rollouts_only = config.train is None or config.train.rollouts_only
         recorded_dir = config.train.from_rollouts if trains_policy and config.train is not None else None
         self.lead: Rank0 | None = None
         if context.is_lead:
             self.lead = self._cleanup.enter_context(Rank0(context, self.spec, recorded_dir, trains_policy))
         self.prefetch: Prefetch | None = None
-        if self.lead is not None and trains_policy and config.train is not None and not config.train.rollouts_only:
+        if self.lead is not None and trains_policy and not rollouts_only:
             self.prefetch = Prefetch(config, self.spec, self.layout)
             self._cleanup.callback(self.prefetch.close)
             self.lead.source.on_ready(self.prefetch.begin)
         self.ranks = RankLink(self.exchange, self.layout, self.groups.world.rank)
+
+        # The models. `progress.beat` tells the watchdog that this long start makes progress.
         progress.beat()
         self.engine = PolicyEngine(config, self.spec, self.groups, num_optimizer_steps)
         progress.beat()
@@ -109,17 +113,15 @@ class RankSession:
         if trains_policy and (config.kl.coefficient > 0 or penalises_kl(config)):
             is_own_base = config.lora is not None and config.kl.reference_path is None
             self.reference = OwnBase(self.engine) if is_own_base else load_reference(config, self.spec, self.groups)
-
         self.critic: CriticEngine | None = None
-        rollouts_only = config.train is None or config.train.rollouts_only
         if trains_policy and not rollouts_only and critic_of(config) is not None:
             self.critic = build_critic(config, self.spec, self.groups)
             progress.beat()
-
         self.snapshots = None
         if trains_policy and config.diagnostics.exact_staleness and config.rollout.max_staleness > 0:
             self.snapshots = Snapshots(self.engine, config.rollout.max_staleness + 1)
 
+        # Where the run continues from, and what it needs to save and to publish.
         self.state, self.resumed_from = restore(self.run_folder, self.engine, config, self.say, self.critic)
         progress.beat()
         self.gpus: Gpus = OwnGpus()
@@ -138,11 +140,13 @@ class RankSession:
             self.gpus,
             self.critic,
         )
-        self.evaluates = config.eval is not None and recorded_dir is None
-        self.eval_sets: tuple[HeldOutSet, ...] = eval_sets(config) if self.evaluates else ()
         self.servers: ServerLink = NoServers(self.lead) if recorded_dir is not None else self._live_servers()
         if self.lead is not None:
             self.lead.resume(self.state)
+
+        # Held-out evaluation, while training waits or while it goes on.
+        self.evaluates = config.eval is not None and recorded_dir is None
+        self.eval_sets: tuple[HeldOutSet, ...] = eval_sets(config) if self.evaluates else ()
         self.evaluates_async = config.eval is not None and not (config.eval.blocking or rollouts_only)
         self.evaluates_async &= self.evaluates and trains_policy
         self.async_evaluations: AsyncEvaluations | None = None

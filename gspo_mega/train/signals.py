@@ -35,9 +35,9 @@ class BeatWriter:
     time without progress.
 
     The thread holds the interpreter lock while it reads the stacks. `faulthandler`'s timer reads them without the lock,
-    and a running thread that changes them meanwhile can crash the process. So this object owns that timer and restarts
-    it at every interval. It fires only if this thread cannot run, and then another call holds the lock and no stack
-    changes.
+    and a running thread that changes them at that time can crash the process. So this object owns that timer and
+    restarts it at every interval. It fires only if this thread cannot run, and then another call holds the lock and no
+    stack changes.
     """
 
     def __init__(self, attempt: Attempt, rank: int, num_ranks: int, patience: Patience) -> None:
@@ -129,7 +129,7 @@ def poll_seconds(num_ranks: int) -> float:
 
 def all_stacks(title: str) -> str:
     """The Python stacks of all threads in the format of `faulthandler`: the most recent call first, the main thread
-    last. It runs with the interpreter lock, so no running thread changes the stacks meanwhile.
+    last. It runs with the interpreter lock, so no running thread changes the stacks while it reads them.
     """
     main = threading.main_thread().ident
     frames = sorted(sys._current_frames().items(), key=lambda item: item[0] == main)

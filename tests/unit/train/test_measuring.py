@@ -73,7 +73,9 @@ def test_a_due_set_is_begun_and_what_has_ended_is_in_the_line_of_now():
     (late,) = report.late
     assert late["eval/accuracy"] == late["eval/set/a/accuracy"] == 0.5 and late["eval/set/b/accuracy"] == 0.25
     assert (late["eval/measured_step"], late["eval/beside/num_steps"], late["eval/beside/seconds"]) == (1, 2, 2.0)
-    assert session.said[1].startswith("held-out accuracy on b of step 1: 0.250 +- 0.100 (measured in 2.0 s beside")
+    assert session.said[1].startswith(
+        "held-out accuracy on b of step 1: 0.250 +- 0.100 (measured in 2.0 s while training went on"
+    )
 
 
 def test_without_a_server_to_spare_training_waits_and_the_last_step_has_all_servers():
