@@ -42,6 +42,7 @@ from gspo_mega.train.mismatch_report import (
     gap_warnings,
     record_correction,
 )
+from gspo_mega.train.rank0 import Rank0
 from gspo_mega.train.session import RankSession
 
 Sums = dict[str, float]
@@ -121,41 +122,8 @@ class StepReport:
         session.lead.check_newest_attempt()
         if self.critic is not None:
             fill_mean_advantages(self._batch, self._critic_parts)
-        metrics = {
-            **self._batch_metrics(self._batch),
-            **self._optimizer_metrics(),
-            **seconds,
-            **session.saving.take_seconds(),
-        }
-        if self._results:
-            metrics |= self._policy_metrics() | self._adapter_metrics
-        if self.critic is not None:
-            settings = critic_of(session.config)
-            assert settings is not None
-            metrics |= critic_metrics(
-                self._critic_parts, self.critic.results, session.state.num_critic_steps, settings.kl_coefficient
-            )
         tokens = sum(t.num_tokens for t in self._batch.trajectories)
-        step_seconds = seconds["time/step_seconds"]
-        metrics |= {
-            "speed/tokens_per_second": tokens / step_seconds,
-            "speed/tokens_per_second_per_rank": tokens / step_seconds / session.layout.world_size,
-            "run/num_restarts": session.lead.num_restarts,
-            "data/epoch": _epochs(stream := session.lead.source.state_dict()),
-            "data/num_unreadable_answers": _num_unreadable(stream),
-            **session.servers.metrics(),
-        }
-        if session.prefetch is not None:
-            metrics["time/assemble/ahead_seconds"] = session.prefetch.ahead_seconds
-        if self._num_positions:
-            metrics["speed/packing_efficiency"] = tokens / self._num_positions
-        if self.published is not None:
-            metrics |= {
-                "publish/weight_version": session.state.weight_version,
-                "publish/num_bytes": self.published.num_bytes,
-                "publish/num_bytes_sent": self.published.num_bytes_sent,
-                "publish/num_bytes_sent_per_rank": max(self.published.bytes_sent_by_rank.values(), default=0),
-            }
+        metrics = self._step_metrics(self._batch, session.lead, seconds, tokens)
         if self.evaluations:
             metrics |= evaluation_metrics(self.evaluations, session.eval_sets[0].name)
         elif self.late:
@@ -169,6 +137,55 @@ class StepReport:
         session.lead.writer.write(step, metrics)
         add_to_summary(session.state.summary, metrics, tokens, step)
         session.say(progress_line(step, metrics, train_config(session.config).train.num_steps))
+        self._show_notices(metrics)
+
+    def _step_metrics(
+        self, batch: RolloutBatch, lead: Rank0, seconds: dict[str, float], num_tokens: int
+    ) -> dict[str, float]:
+        """Rank 0: the metrics of the step, except those of evaluations. `seconds`: by phase. `num_tokens`: of the
+        batch's trajectories.
+        """
+        session = self._session
+        metrics = {
+            **self._batch_metrics(batch),
+            **self._optimizer_metrics(),
+            **seconds,
+            **session.saving.take_seconds(),
+        }
+        if self._results:
+            metrics |= self._policy_metrics() | self._adapter_metrics
+        if self.critic is not None:
+            settings = critic_of(session.config)
+            assert settings is not None
+            metrics |= critic_metrics(
+                self._critic_parts, self.critic.results, session.state.num_critic_steps, settings.kl_coefficient
+            )
+        step_seconds = seconds["time/step_seconds"]
+        prompts = lead.source.state_dict()
+        metrics |= {
+            "speed/tokens_per_second": num_tokens / step_seconds,
+            "speed/tokens_per_second_per_rank": num_tokens / step_seconds / session.layout.world_size,
+            "run/num_restarts": lead.num_restarts,
+            "data/epoch": _epochs(prompts),
+            "data/num_unreadable_answers": _num_unreadable(prompts),
+            **session.servers.metrics(),
+        }
+        if session.prefetch is not None:
+            metrics["time/assemble/ahead_seconds"] = session.prefetch.ahead_seconds
+        if self._num_positions:
+            metrics["speed/packing_efficiency"] = num_tokens / self._num_positions
+        if self.published is not None:
+            metrics |= {
+                "publish/weight_version": session.state.weight_version,
+                "publish/num_bytes": self.published.num_bytes,
+                "publish/num_bytes_sent": self.published.num_bytes_sent,
+                "publish/num_bytes_sent_per_rank": max(self.published.bytes_sent_by_rank.values(), default=0),
+            }
+        return metrics
+
+    def _show_notices(self, metrics: dict[str, float]) -> None:
+        """Rank 0: show what the mismatch and its correction give reason to say."""
+        session = self._session
         record_correction(session.state.summary, metrics)
         if notice := correction_notice(session.config.mismatch, session.state.summary):
             session.say(notice)
@@ -179,7 +196,7 @@ class StepReport:
                 self._gap,
                 metrics,
                 session.state.summary,
-                step,
+                session.state.step,
                 max(session.run_folder.huggingface_steps_dir.glob("step_" + "[0-9]" * 8), default=None),
             )
             for line in warnings:
@@ -214,9 +231,8 @@ class StepReport:
         generated = batch.counts.get("num_generated_tokens", float(lengths.sum()))
         seconds = batch.phase_seconds["generate"]
         speed = generated / seconds if seconds > 0 else 0.0
-        sampled = batch.sampled or sampled_metrics(
-            batch.groups, config
-        )  # records of earlier releases lack it: use what is trained on
+        # Records of earlier releases lack `sampled`: use what is trained on.
+        sampled = batch.sampled or sampled_metrics(batch.groups, config)
         return {**sampled, **reduced(numbers), "speed/generated_tokens_per_second": speed}
 
     def _optimizer_metrics(self) -> dict[str, float]:
