@@ -1,17 +1,8 @@
-"""Every metric: name, unit, reduction to a step's one value, meaning. One place.
+"""Every metric: its name, unit, reduction to a step's one value, and meaning. This is the only place that has them.
 
-Owns the names; computing values belongs to the parts that know them, writing to `writer.py`. A name with
-`<placeholder>` is a pattern: the placeholder stands for one or more of letters, digits, `.`, `_`, `-`.
-
-The bins of response lengths by which metrics are split. Fixed, so that runs and models can be compared.
-
-Owns the edges and their names; no torch.
-
-The counts and waits of a rollout batch, `rollout/<name>`: the unit of each, and what it counts.
-
-Names of metrics about what a step trains on: its episodes, its log-ratios in parts, the correction of the gap.
-
-Parts of the catalogue, by name: unit, reduction, meaning.
+`find_metric` looks up a name. A name with `<placeholder>` is a pattern, in which the placeholder stands for one or more
+of letters, digits, `.`, `_` and `-`. The tables by area come first, and `_entries` at the end puts them together. The
+values are computed where their inputs are known. `writer.py` writes them. Needs no torch.
 """
 
 from __future__ import annotations
@@ -24,7 +15,23 @@ from typing import Literal
 
 import numpy as np
 
-# Fewest tokens of each bin, by the name that a metric has. Each is four times as wide as the one before.
+Reduction = Literal["mean", "sum", "min", "max", "sd", "quantile", "ratio", "value"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """An entry of the catalogue. `reduction`: how the numbers of trajectories, tokens, mini-batches or ranks become the
+    step's one value (`ratio`: the sums are divided once; `value`: there is only one number).
+    """
+
+    name: str
+    unit: str
+    reduction: Reduction
+    description: str
+
+
+# The bins of response lengths by which metrics are split: the fewest tokens of each, by the bin's part of a metric's
+# name. They are fixed, so that runs and models can be compared. Each bin is four times as wide as the one before.
 LENGTH_BINS: dict[str, int] = {
     "1-63": 1,
     "64-255": 64,
@@ -36,91 +43,100 @@ LENGTH_BINS: dict[str, int] = {
 
 
 def rows_by_length(lengths: np.ndarray) -> dict[str, np.ndarray]:
-    """[N] bool by the name of each bin that holds any of `lengths` [N], numbers of tokens; 0 is in none."""
+    """For each bin that has any of `lengths` [N], numbers of tokens, which of them it has: [N] bool by the bin's name.
+    0 tokens are in no bin.
+    """
     place = np.searchsorted(np.array(list(LENGTH_BINS.values())), lengths, side="right") - 1
     return {name: place == index for index, name in enumerate(LENGTH_BINS) if (place == index).any()}
 
 
+# The counts and waits of a rollout batch, `rollout/<name>`: unit and meaning. All are summed.
 ROLLOUT_COUNTS = {
-    "num_trajectories": ("trajectories", "episodes that ended, failed ones included; without branches each is a row"),
+    "num_trajectories": ("trajectories", "episodes that ended, including failed ones; without branches each is a row"),
     "num_turns": ("turns", "turns sampled"),
     "num_branches": ("rows", "rows of episodes beyond their first: branches of their trees"),
     "num_branches_<cause>": (
         "branches",
-        "branches begun: the agent edited its history (edited), the template rewrote it (template), it asked again for"
-        " what it had (resampled), or the history holds answers of others (not_ours)",
+        "branches begun, by cause: the agent edited its history (edited), the template rewrote it (template), the agent"
+        " asked again for a turn that it had (resampled), or the history has answers of other models (not_ours)",
     ),
     "num_tool_calls": ("calls", "calls of tools"),
-    "num_tool_errors": ("calls", "calls of tools that were answered by an error"),
+    "num_tool_errors": ("calls", "calls of tools that were answered with an error"),
     "num_broken_calls": ("calls", "calls in sampled text that could not be read; they stay content"),
-    "num_replayed_turns": ("turns", "turns answered from the record, to agents that began again"),
-    "num_episode_failures": ("episodes", "episodes whose own code failed, which are not trained on; all kinds"),
+    "num_replayed_turns": ("turns", "turns answered from the record, for agents that began again"),
+    "num_episode_failures": ("episodes", "episodes whose own code failed, of all kinds; they are not trained on"),
     "num_episode_failures_<kind>": ("episodes", "episodes that failed, by kind"),
     "num_episodes_redrawn": (
         "episodes",
-        "samples that the infrastructure lost before their first turn, in whose place another was drawn; all kinds",
+        "samples that the infrastructure lost before their first turn and that were replaced by another; all kinds",
     ),
-    "num_episodes_redrawn_<kind>": ("episodes", "samples drawn again, by what lost them"),
+    "num_episodes_redrawn_<kind>": ("episodes", "samples that were replaced, by what lost them"),
     "num_endpoint_retries": (
         "requests",
         "requests of agents that joined the turn of an earlier one: nothing sampled twice",
     ),
-    "num_endpoint_unheard": ("turns", "turns whose agent had gone before their end"),
+    "num_endpoint_unheard": ("turns", "turns whose agent had gone before they ended"),
     "num_endpoint_errors": ("requests", "requests of agents that were refused"),
-    "num_ignored_sampling": ("requests", "requests of agents that asked for another distribution, and got the run's"),
+    "num_ignored_sampling": ("requests", "requests of agents that asked for other sampling settings and got the run's"),
     "num_workers_recycled": (
         "processes",
-        "processes of episodes that were replaced since the last batch, whatever the reason",
+        "processes of episodes that were replaced since the last batch, for any reason",
     ),
     "num_processes_ended": (
         "processes",
-        "processes that episodes had started and left, which ended with them; since the last batch",
+        "processes that episodes had started and left running, and that were ended with them, since the last batch",
     ),
     "num_episodes_restarted": ("episodes", "episodes that began again in another process, from their record"),
-    "num_sessions_moved": ("turns", "turns sampled elsewhere than on the server that holds their context"),
+    "num_sessions_moved": ("turns", "turns sampled on another server than the one that holds their context"),
     "num_prompts_sampled": ("prompts", "prompts asked for, refills included"),
     "num_groups_filtered": ("groups", "constant groups dropped by the filter"),
     "num_groups_unscored": ("groups", "groups left out because fewer than two of their responses could be scored"),
-    "num_groups_missing": ("groups", "groups short of prompts_per_step: filtered or unscored and not replaced"),
+    "num_groups_missing": (
+        "groups",
+        "groups that are missing from prompts_per_step: filtered or unscored, and not replaced",
+    ),
     "num_truncated": ("trajectories", "episodes with a turn cut at max_new_tokens at their end, or ended by a limit"),
     "num_generated_tokens": ("tokens", "tokens in completed responses"),
     "num_retries": ("requests", "requests that were retried"),
-    "num_request_failures": ("requests", "requests that failed, all kinds"),
+    "num_request_failures": ("requests", "requests that failed, of all kinds"),
     "num_request_failures_<kind>": ("requests", "requests that failed, by kind"),
-    "num_aborted_requests": ("requests", "requests cut short by their server, continued from their tokens"),
+    "num_aborted_requests": (
+        "requests",
+        "requests that their server cut short and that were continued from their tokens",
+    ),
     "num_moved_responses": (
         "responses",
         "times that a response left a slow server and continued, from its tokens, on another",
     ),
     "num_drained_responses": ("responses", "times that a response left a server that was asked to stop for another"),
-    "num_paused_responses": ("responses", "times that a response was ended for a publish, and continued behind it"),
-    "num_partial_episodes": ("episodes", "episodes of the batch whose tokens are of several weight versions"),
+    "num_paused_responses": ("responses", "times that a response was ended for a publish and continued after it"),
+    "num_partial_episodes": ("episodes", "episodes of the batch whose tokens have several weight versions"),
     "num_groups_in_flight": ("groups", "groups admitted for later steps when the batch was complete"),
     "trainer_wait_seconds": ("seconds", "time from asking for the batch until it was complete"),
-    "straggler_wait_seconds": ("seconds", "part of it in which a single group was waited for"),
-    "servers_idle_seconds": ("seconds", "time without any request since the last batch, the mean over servers"),
+    "straggler_wait_seconds": ("seconds", "the part of trainer_wait_seconds in which only one group was missing"),
+    "servers_idle_seconds": ("seconds", "time without any request since the last batch, mean over servers"),
     "num_continued_requests": ("requests", "requests that continued a response from its tokens, for any reason"),
     "num_discarded_tokens": (
         "tokens",
         (
-            "tokens of responses that could not be continued exactly: sampled with other weights, or without their"
-            " experts"
+            "tokens of responses that could not be continued exactly, because other weights sampled them or because"
+            " they lack their experts"
         ),
     ),
     "num_registration_errors": ("readings", "reads of a server's registration that failed in the file system"),
     "num_reward_failures": (
         "trajectories",
-        "trajectories whose scoring failed (exception, NaN, deadline, crash) and that are not trained on",
+        "trajectories whose scoring failed (exception, NaN, deadline, crash); they are not trained on",
     ),
     "num_response_faults": (
         "scorings",
-        "scorings that one of our own reward functions could not do because of the response, which has 0 for that: all"
+        "scorings that a built-in reward function could not do because of the response, whose reward is then 0; all"
         " causes",
     ),
     "num_response_faults_<cause>": (
         "scorings",
-        "the same by cause: computed longer than its deadline (time), needed more memory than its bound (memory),"
-        " crashed the process (crash), or was written so that it could not be read (exception)",
+        "the same by cause: it took longer than its deadline (time), needed more memory than its bound (memory),"
+        " crashed the process (crash), or could not read the response (exception)",
     ),
     "num_servers_given_up": (
         "servers",
@@ -129,21 +145,20 @@ ROLLOUT_COUNTS = {
 }
 
 
-Reduction = Literal["mean", "sum", "min", "max", "sd", "quantile", "ratio", "value"]
-
 EPISODE: dict[str, tuple[str, Reduction, str]] = {
     "turns_mean": ("turns", "mean", "turns of an episode: answers of the policy"),
     "turns_max": ("turns", "max", "turns of an episode: answers of the policy"),
     "rows_mean": ("rows", "mean", "rows that an episode is trained as: branches, or turns with objective.scope turn"),
     "context_tokens_mean": ("tokens", "mean", "an episode's longest row, prompt included"),
     "context_tokens_max": ("tokens", "max", "an episode's longest row, prompt included"),
-    "masked_fraction": ("fraction", "ratio", "tokens behind a row's prompt that are not sampled, or not trained in it"),
+    "masked_fraction": ("fraction", "ratio", "tokens after a row's prompt that are not sampled, or not trained in it"),
 }
-# Means over a sequence, nats. The first two add up to all of it; with diagnostics.exact_staleness the last two to gap.
+# Means over a sequence, in nats. `update` and `gap` add up to the whole log-ratio. With diagnostics.exact_staleness,
+# `staleness` and `mismatch` add up to `gap`.
 LOG_RATIO_PARTS = {
-    "update": "mean(current - old): log s, what this step's updates moved",
-    "gap": "mean(old - server): what is between the trainer at the step's start and who sampled",
-    "staleness": "mean(old - the token's own version), both by the trainer: what the policy moved since it was sampled",
+    "update": "mean(current - old): log s, how far this step's updates moved the policy",
+    "gap": "mean(old - server): the difference between the trainer at the step's start and the server that sampled",
+    "staleness": "mean(old - the token's own version), both by the trainer: how far the policy moved since sampling",
     "mismatch": "mean(the token's own version, by the trainer - server): the engines' part of the gap",
 }
 CORRECTION: dict[str, tuple[str, Reduction, str]] = {
@@ -156,9 +171,13 @@ CORRECTION: dict[str, tuple[str, Reduction, str]] = {
     ),
     "deviation_abs_max": ("nats", "max", "largest sqrt(L) |mean d - m| of a sequence; mismatch.bound_nats bounds it"),
     "num_token_vetoes": ("tokens", "sum", "tokens with |d| above mismatch.token_veto_nats"),
-    "num_vetoed_sequences": ("sequences", "sum", "sequences dropped for such a token"),
+    "num_vetoed_sequences": ("sequences", "sum", "sequences dropped because of such a token"),
     "num_segments": ("segments", "sum", "version segments of at least mismatch.segment_tokens, judged on their own"),
-    "num_segment_decisions": ("sequences", "sum", "sequences dropped or cut for a segment alone, sound as a whole"),
+    "num_segment_decisions": (
+        "sequences",
+        "sum",
+        "sequences dropped or cut only because of a segment, within the bound as a whole",
+    ),
 }
 
 CRITIC: dict[str, tuple[str, Reduction, str]] = {
@@ -166,11 +185,16 @@ CRITIC: dict[str, tuple[str, Reduction, str]] = {
     "explained_variance": (
         "1",
         "ratio",
-        "1 - Var(R - V) / Var(R) over tokens, V as the advantages were made with: 1 is perfect, 0 says the mean",
+        "1 - Var(R - V) / Var(R) over tokens, with the V that the advantages were computed with: 1 is perfect, 0 is no"
+        " better than the mean",
     ),
-    "value_mean": ("reward", "mean", "value of the state before a token, as the advantages were made with"),
-    "return_mean": ("reward", "mean", "return R = A + V of a token: what the critic is trained on"),
-    "clip_fraction": ("fraction", "ratio", "tokens whose value moved beyond critic.clip_range: no gradient"),
+    "value_mean": ("reward", "mean", "value of the state before a token that the advantages were computed with"),
+    "return_mean": ("reward", "mean", "return R = A + V of a token, which the critic is trained on"),
+    "clip_fraction": (
+        "fraction",
+        "ratio",
+        "tokens whose value moved beyond critic.clip_range and that have no gradient",
+    ),
     "kl_reference": (
         "nats",
         "mean",
@@ -183,7 +207,7 @@ CRITIC: dict[str, tuple[str, Reduction, str]] = {
     "num_skipped": ("steps", "sum", "the critic's optimizer steps skipped for a non-finite gradient"),
 }
 
-# Of the first held-out set, and with `set/<set>/` of each.
+# `eval/<name>` is of the first held-out set, and `eval/set/<set>/<name>` of each set.
 HELD_OUT: dict[str, tuple[str, Reduction, str]] = {
     "accuracy": ("fraction", "mean", "held-out samples that are correct, of those that could be scored (avg@k)"),
     "accuracy_standard_error": ("fraction", "value", "standard error of eval/accuracy, from the spread of prompts"),
@@ -192,47 +216,40 @@ HELD_OUT: dict[str, tuple[str, Reduction, str]] = {
     "turns_mean": ("turns", "mean", "turns of a held-out episode"),
     "truncated_fraction": ("fraction", "ratio", "held-out episodes cut at max_new_tokens or by a limit"),
     "num_samples": ("samples", "sum", "held-out samples"),
-    "num_reward_failures": ("samples", "sum", "held-out samples whose scoring failed: in no mean"),
+    "num_reward_failures": ("samples", "sum", "held-out samples whose scoring failed; they are in no mean"),
 }
 
-# Of an evaluation beside training, in the line of the step in which its results arrived.
-BESIDE: dict[str, tuple[str, Reduction, str]] = {
+# About an asynchronous evaluation (`eval.blocking: false`), in the line of the step in which its results arrived.
+ASYNC_EVALUATION: dict[str, tuple[str, Reduction, str]] = {
     "measured_step": (
         "step",
         "value",
-        "the step whose weights the eval/ numbers of this line are of, where not its own",
+        "the step whose weights the eval/ numbers of this line measure, if it is not the line's own step",
     ),
-    "beside/seconds": ("seconds", "value", "how long that evaluation took, beside training"),
+    "beside/seconds": ("seconds", "value", "how long that evaluation took while training went on"),
     "beside/num_servers": ("servers", "value", "servers that it took from training"),
-    "beside/num_begun": ("evaluations", "value", "how often it was begun: more than once where it lost its servers"),
-    "beside/num_steps": ("steps", "value", "steps that were trained meanwhile"),
+    "beside/num_begun": ("evaluations", "value", "how often it was begun: more than once if it lost its servers"),
+    "beside/num_steps": ("steps", "value", "steps that were trained while it ran"),
 }
 
-# Of sets with several samples per prompt.
-HELD_OUT_OF_SEVERAL: dict[str, tuple[str, Reduction, str]] = {
-    "pass_at/<k>": ("fraction", "mean", "at least one of k samples is correct: unbiased, over prompts with k scored"),
+# Only of sets with several samples per prompt.
+HELD_OUT_SEVERAL_SAMPLES: dict[str, tuple[str, Reduction, str]] = {
+    "pass_at/<k>": (
+        "fraction",
+        "mean",
+        "probability that at least one of k samples is correct: unbiased, over prompts with k scored samples",
+    ),
     "pass_at_standard_error/<k>": ("fraction", "value", "its standard error, from the spread of prompts"),
-    "majority": ("fraction", "mean", "the answer of most of a prompt's samples is correct (maj@k)"),
+    "majority": ("fraction", "mean", "prompts for which the most frequent answer is correct (maj@k)"),
     "majority_standard_error": ("fraction", "value", "its standard error, from the spread of prompts"),
 }
-
-
-@dataclass(frozen=True)
-class Metric:
-    """`reduction`: how the numbers of trajectories, tokens, mini-batches or ranks become the step's one value
-    (`ratio`: sums divided once; `value`: there is only one)."""
-
-    name: str
-    unit: str
-    reduction: Reduction
-    description: str
 
 
 PHASES = {
     "rollout": "waiting for the rollout batch: generation and scoring",
     "assemble": "advantages, packing, moving shards to their ranks",
     "old_log_probs": "the trainer's log-probs at the start of the rollout batch",
-    "reference_log_probs": "log-probs under the reference policy, where there is a KL term",
+    "reference_log_probs": "log-probs under the reference policy, if there is a KL term",
     "critic": "values of the rollout batch, and the critic's optimizer steps (algorithm: ppo)",
     "train": "forward, backward and optimizer steps of all mini-batches",
     "report": "adding up metrics over ranks and writing them",
@@ -240,7 +257,7 @@ PHASES = {
     "publish": "sending weights to the servers and verifying them",
     "eval": "held-out evaluation",
     "checkpoint": "saving after the previous step",
-    "other": "the step's time outside every phase",
+    "other": "the step's time outside all phases",
 }
 
 _SUMMARIES: dict[str, Reduction] = {
@@ -252,31 +269,31 @@ _SUMMARIES: dict[str, Reduction] = {
     "p99": "quantile",
 }
 
-_SAMPLED = "of all that was sampled for the step and could be scored"
-_COUNTED = "with a token ratio, a sequence counts by its share of tokens that are"
+_SAMPLED = "over all that was sampled for the step and could be scored"
+_WEIGHED = "with a token ratio, a sequence counts by its share of tokens that are"
 
 _POLICY: dict[str, tuple[str, Reduction, str]] = {
     "objective": ("reward", "sum", "J of the mini-batch; the loss is -J"),
     "num_sequences": ("sequences", "sum", "sequences with an active token: the denominator"),
     "num_tokens": ("tokens", "sum", "active response tokens trained on"),
     "kept_fraction": ("fraction", "ratio", "sequences not rejected by the mismatch correction"),
-    "clip_fraction": ("fraction", "ratio", f"sequences whose gradient was clipped away; {_COUNTED}"),
-    "clip_fraction_high": ("fraction", "ratio", f"sequences with A > 0 above the band; {_COUNTED}"),
-    "clip_fraction_low": ("fraction", "ratio", f"sequences with A < 0 below the band; {_COUNTED}"),
-    "dual_clip_fraction": ("fraction", "ratio", f"sequences bounded by the dual clip; {_COUNTED}"),
+    "clip_fraction": ("fraction", "ratio", f"sequences whose gradient was clipped away; {_WEIGHED}"),
+    "clip_fraction_high": ("fraction", "ratio", f"sequences with A > 0 above the band; {_WEIGHED}"),
+    "clip_fraction_low": ("fraction", "ratio", f"sequences with A < 0 below the band; {_WEIGHED}"),
+    "dual_clip_fraction": ("fraction", "ratio", f"sequences bounded by the dual clip; {_WEIGHED}"),
     "clip_fraction_positive": (
         "fraction",
         "ratio",
-        f"sequences that were clipped, of those with A > 0; {_COUNTED}",
+        f"sequences that were clipped, of those with A > 0; {_WEIGHED}",
     ),
     "clip_fraction_negative": (
         "fraction",
         "ratio",
-        f"sequences that were clipped, of those with A < 0; {_COUNTED}",
+        f"sequences that were clipped, of those with A < 0; {_WEIGHED}",
     ),
-    "token_clip_fraction": ("fraction", "ratio", "clip_fraction weighed by length"),
-    "token_clip_fraction_high": ("fraction", "ratio", "clip_fraction_high weighed by length"),
-    "token_clip_fraction_low": ("fraction", "ratio", "clip_fraction_low weighed by length"),
+    "token_clip_fraction": ("fraction", "ratio", "clip_fraction weighted by length"),
+    "token_clip_fraction_high": ("fraction", "ratio", "clip_fraction_high weighted by length"),
+    "token_clip_fraction_low": ("fraction", "ratio", "clip_fraction_low weighted by length"),
     "k1": ("nats", "mean", "KL(old || current) per token, mean(-d)"),
     "k2": ("nats", "mean", "KL(old || current) per token, mean(d^2) / 2"),
     "k3": ("nats", "mean", "KL(old || current) per token, mean(e^d - 1 - d)"),
@@ -296,7 +313,7 @@ _MISMATCH: dict[str, tuple[str, Reduction, str]] = {
     "ppl_ratio_mean": ("1", "mean", "perplexity, trainer / server, by sequence"),
     "chi2_token": ("1", "mean", "mean(e^2d) - 1 per token"),
     "chi2_sequence": ("1", "mean", "mean(w^2) - 1 of w = exp(sum d)"),
-    "chi2_sequence_log1p": ("nats", "mean", "log(1 + chi2_sequence), finite where that overflows"),
+    "chi2_sequence_log1p": ("nats", "mean", "log(1 + chi2_sequence), which is finite even if chi2_sequence overflows"),
     "chi2_sequence_length_normalised": ("1", "mean", "mean(w^2) - 1 of w = exp(mean d)"),
     "token_truncated_ratio_mean": ("1", "mean", "mean min(e^d, 2) per token"),
     "token_truncated_fraction": ("fraction", "ratio", "tokens with e^d above 2"),
@@ -305,7 +322,8 @@ _MISMATCH: dict[str, tuple[str, Reduction, str]] = {
     "icepop_kept_fraction": ("fraction", "ratio", "tokens with e^d in [0.5, 5]"),
 }
 
-# Against the clip range as the algorithm means it (config/mismatch_range.py); absent where nothing is clipped.
+# Compared with the clip range as the algorithm defines it (`make_band` in config/derived.py). Absent if the algorithm
+# clips nothing.
 _OF_RANGE: dict[str, tuple[str, Reduction, str]] = {
     "budget_share": (
         "fraction",
@@ -320,13 +338,13 @@ _OF_RANGE: dict[str, tuple[str, Reduction, str]] = {
     ),
 }
 
-# The same numbers of the responses of each length and of each sign of A, before any update.
+# The mismatch of parts of the responses: by length, and by the sign of A. Measured before any update.
 _PARTS = {
     **{f"length/{name}": f"responses of {name} tokens" for name in LENGTH_BINS},
     "advantage/positive": "responses with A > 0",
     "advantage/negative": "responses with A < 0",
 }
-_SPLIT: dict[str, tuple[str, Reduction, str]] = {
+_OF_PART: dict[str, tuple[str, Reduction, str]] = {
     "num_sequences": ("sequences", "sum", "their number"),
     "log_s_mean": ("nats", "mean", "mean of log s = mean d, trainer - server"),
     "log_s_sd": ("nats", "sd", "sd of log s = mean d, trainer - server"),
@@ -351,7 +369,7 @@ def _entries() -> list[Metric]:
             "reward/trained_mean",
             "reward",
             "mean",
-            "reward over the episodes trained on: without the groups that rollout.filter_constant_groups left out",
+            "reward over the episodes trained on, without the groups that rollout.filter_constant_groups dropped",
         ),
         Metric("reward/source/<source>", "reward", "mean", f"reward over one source's episodes; {_SAMPLED}"),
         Metric(
@@ -368,7 +386,7 @@ def _entries() -> list[Metric]:
             "groups/trained_constant_fraction",
             "fraction",
             "ratio",
-            "the same of the groups trained on: 0 with rollout.filter_constant_groups, unless none has a signal",
+            "the same of the groups trained on: 0 with rollout.filter_constant_groups, unless no group has a signal",
         ),
         Metric(
             "response/length_mean",
@@ -425,20 +443,20 @@ def _entries() -> list[Metric]:
         *(
             Metric(f"mismatch/{part}/{name}", unit, reduction, f"{whose}: {what}")
             for part, whose in _PARTS.items()
-            for name, (unit, reduction, what) in _SPLIT.items()
+            for name, (unit, reduction, what) in _OF_PART.items()
         ),
         *(Metric(f"mismatch/{name}", unit, reduction, what) for name, (unit, reduction, what) in CORRECTION.items()),
         Metric(
             "routing/changed_since_rollout",
             "fraction",
             "ratio",
-            "(token, layer) pairs that the trainer sends to another set of experts than the server did",
+            "(token, layer) pairs that the trainer sends to a different set of experts than the server did",
         ),
         Metric(
             "routing/changed_since_old",
             "fraction",
             "ratio",
-            "(token, layer) pairs that go to another set of experts in the last mini-batch than in the old pass",
+            "(token, layer) pairs that go to a different set of experts in the last mini-batch than in the old pass",
         ),
         Metric(
             "routing/layer/<layer>/replaced_since_old",
@@ -471,18 +489,25 @@ def _entries() -> list[Metric]:
         Metric("optimizer/num_optimizer_steps", "steps", "value", "optimizer steps since the run's start"),
         Metric("optimizer/num_skipped", "steps", "sum", "optimizer steps skipped for a non-finite gradient"),
         *(Metric(f"critic/{name}", *parts) for name, parts in CRITIC.items()),
-        Metric("lora/num_parameters", "1", "value", "numbers of all adapters, the only trained ones"),
+        Metric("lora/num_parameters", "1", "value", "parameters of all adapters, the only ones that are trained"),
         Metric("lora/norm", "1", "value", "Frobenius norm of (alpha / rank) B A over all adapters; 0 at B = 0"),
         Metric("publish/weight_version", "versions", "value", "version the servers hold after the step"),
         Metric("publish/num_bytes", "bytes", "value", "size of what was published"),
-        Metric("publish/num_bytes_sent", "bytes", "value", "what all ranks gave to the servers' groups; 0 by disk"),
-        Metric("publish/num_bytes_sent_per_rank", "bytes", "value", "of that, the most that one rank gave"),
+        Metric(
+            "publish/num_bytes_sent",
+            "bytes",
+            "value",
+            "what all ranks sent to the servers' groups; 0 if weights go through the disk",
+        ),
+        Metric("publish/num_bytes_sent_per_rank", "bytes", "value", "the most that one rank sent"),
         Metric("publish/num_open_requests", "requests", "value", "requests that were open when the publish began"),
-        Metric("colocated/offload_seconds", "s", "value", "rank 0's state to the host, before servers take its GPU"),
-        Metric("colocated/offloaded_bytes", "bytes", "value", "GPU memory that rank 0 freed by that"),
+        Metric(
+            "colocated/offload_seconds", "s", "value", "moving rank 0's state to the host before servers take its GPU"
+        ),
+        Metric("colocated/offloaded_bytes", "bytes", "value", "GPU memory that rank 0 freed by doing so"),
         Metric("colocated/release_seconds", "s", "value", "servers giving their GPU memory to the ranks"),
-        Metric("colocated/onload_seconds", "s", "value", "rank 0's state back to its GPU"),
-        Metric("colocated/resume_seconds", "s", "value", "servers taking their GPU memory again"),
+        Metric("colocated/onload_seconds", "s", "value", "moving rank 0's state back to its GPU"),
+        Metric("colocated/resume_seconds", "s", "value", "servers taking their GPU memory back"),
         Metric("publish/pause_seconds", "s", "value", "how long the publish waited for open requests to end"),
         Metric(
             "speed/tokens_per_second",
@@ -490,7 +515,7 @@ def _entries() -> list[Metric]:
             "ratio",
             "prompt and response tokens of the batch over the step's time",
         ),
-        Metric("speed/tokens_per_second_per_rank", "tokens/s", "ratio", "the same by trainer rank"),
+        Metric("speed/tokens_per_second_per_rank", "tokens/s", "ratio", "the same per trainer rank"),
         Metric("speed/generated_tokens_per_second", "tokens/s", "ratio", "response tokens over the generation's time"),
         Metric(
             "speed/packing_efficiency",
@@ -504,10 +529,10 @@ def _entries() -> list[Metric]:
             "time/assemble/ahead_seconds",
             "seconds",
             "value",
-            "work on the step's hand-out that was done while the step before it trained",
+            "work on the step's batch and messages that was done while the step before it trained",
         ),
         Metric(
-            "time/rollout/<part>_seconds", "seconds", "value", "a part of the rollout phase, as the collector saw it"
+            "time/rollout/<part>_seconds", "seconds", "value", "a part of the rollout phase, measured by the collector"
         ),
         Metric(
             "time/checkpoint/pause_seconds",
@@ -516,15 +541,15 @@ def _entries() -> list[Metric]:
             "how long training paused for the save that was committed last",
         ),
         Metric("time/checkpoint/write_seconds", "seconds", "value", "from that save's start to its commit"),
-        *(Metric(f"eval/{name}", *held_out) for name, held_out in {**HELD_OUT, **BESIDE}.items()),
+        *(Metric(f"eval/{name}", *held_out) for name, held_out in {**HELD_OUT, **ASYNC_EVALUATION}.items()),
         *(
             Metric(f"eval/set/<set>/{name}", unit, reduction, f"the same of one set: {what}")
             for name, (unit, reduction, what) in HELD_OUT.items()
         ),
-        *(Metric(f"eval/set/<set>/{name}", *several) for name, several in HELD_OUT_OF_SEVERAL.items()),
+        *(Metric(f"eval/set/<set>/{name}", *several) for name, several in HELD_OUT_SEVERAL_SAMPLES.items()),
         Metric("sft/loss", "nats", "mean", "negative log-prob of a demonstration's token"),
-        Metric("sft/num_tokens", "tokens", "sum", "demonstration tokens learnt from"),
-        Metric("data/epoch", "epochs", "value", "passes over the prompts, by prompts drawn"),
+        Metric("sft/num_tokens", "tokens", "sum", "demonstration tokens that were trained on"),
+        Metric("data/epoch", "epochs", "value", "passes over the prompts, counted by prompts drawn"),
         Metric(
             "data/num_unreadable_answers",
             "rows",
@@ -547,7 +572,7 @@ def _entries() -> list[Metric]:
             "metrics/num_sink_failures",
             "failures",
             "value",
-            "failures of metrics.sinks since this start of the run; each is tried again",
+            "failures of metrics.sinks since this start of the run; each failed write is tried again",
         ),
     ]
 
@@ -570,7 +595,7 @@ _PATTERNS = [
 
 @functools.lru_cache(maxsize=4096)
 def find_metric(name: str) -> Metric:
-    """The catalogue's entry for a name, patterns included. Raises ValueError naming the nearest entries."""
+    """The catalogue's entry for a name, which may match a pattern. Raises ValueError naming the nearest entries."""
     if name in CATALOGUE and "<" not in name:
         return CATALOGUE[name]
     for pattern, metric in _PATTERNS:

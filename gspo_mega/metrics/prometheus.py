@@ -1,7 +1,7 @@
 """The last step's metrics of rank 0 in Prometheus' text format, over HTTP at /metrics (`metrics.prometheus`).
 
-Owns the names, which follow from the catalogue, and the endpoint. It answers reads, takes nothing, and knows no
-password: whoever reaches the address reads the numbers.
+The names follow from the catalogue. The endpoint only answers reads, and has no password: whoever can reach the address
+can read the numbers.
 """
 
 from __future__ import annotations
@@ -24,61 +24,9 @@ _PREFIX = "gspo_mega_"
 _PLACEHOLDER = re.compile(r"<(\w+)>")
 
 
-def exposed_name(entry: str) -> str:
-    """The name of a catalogue's entry in Prometheus: `reward/source/<source>` is gspo_mega_reward_source. What
-    stands beside an entry without the placeholder says so: `rollout/num_retries_<kind>` would be
-    gspo_mega_rollout_num_retries_by_kind.
-    """
-    entry = re.sub(r"_<(\w+)>|/<(\w+)>(?=_)", lambda found: f"_by_{found[1] or found[2]}", entry)
-    return _PREFIX + re.sub(r"[^A-Za-z0-9_]+", "_", _PLACEHOLDER.sub("", entry)).replace("__", "_").strip("_")
-
-
-@functools.lru_cache(maxsize=4096)
-def labels_of(name: str) -> tuple[tuple[str, str], ...]:
-    """(label, value) of a metric's name, one for each placeholder of its entry."""
-    entry = find_metric(name).name
-    pattern = "".join(
-        f"(?P<{part[1:-1]}>[A-Za-z0-9._-]+)" if part.startswith("<") else re.escape(part)
-        for part in re.split(r"(<\w+>)", entry)
-    )
-    found = re.fullmatch(pattern, name)
-    return () if found is None else tuple(found.groupdict().items())
-
-
-def exposition(run: str, attempt: int, step: int | None, at: float, values: Mapping[str, float]) -> str:
-    """The text for one step of a run; `at`: unix seconds of its line. None: no step yet in this start."""
-    own = {
-        "attempt": ("start of the run, counted from 1", attempt),
-        "step": ("last step with metrics", step),
-        "step_timestamp_seconds": ("unix seconds at which that step ended", at if step is not None else None),
-    }
-    lines = []
-    for name, (text, value) in own.items():
-        if value is not None:
-            lines += _family(f"{_PREFIX}{name}", text, [((), value)], run)
-    by_entry: dict[str, list[tuple[tuple[tuple[str, str], ...], float]]] = {}
-    for name, value in values.items():
-        by_entry.setdefault(find_metric(name).name, []).append((labels_of(name), value))
-    for entry, samples in by_entry.items():
-        lines += _family(exposed_name(entry), _help(CATALOGUE[entry]), samples, run)
-    return "\n".join(lines) + "\n"
-
-
-def _family(name: str, text: str, samples: list[tuple[tuple[tuple[str, str], ...], float]], run: str) -> list[str]:
-    lines = [f"# HELP {name} " + text.replace("\\", "\\\\").replace("\n", "\\n"), f"# TYPE {name} gauge"]
-    for labels, value in samples:
-        shown = ",".join(f'{label}="{text}"' for label, text in (("run", run), *labels))  # no character to escape
-        lines.append(f"{name}{{{shown}}} {value!r}")
-    return lines
-
-
-def _help(metric: Metric) -> str:
-    return f"{metric.description} ({metric.unit})"
-
-
 class PrometheusEndpoint:
-    """A context manager. The server has a thread of its own. An address that cannot be bound is told once by `tell` and
-    tried again with each step.
+    """The HTTP endpoint; a context manager. The server has its own thread. If the address cannot be bound, `tell` is
+    called once with a line for the user, and each step tries again.
     """
 
     def __init__(self, host: str, port: int, run: str, attempt: int, tell: Callable[[str], None]) -> None:
@@ -102,7 +50,7 @@ class PrometheusEndpoint:
         return None if self._server is None else self._server.server_address[1]
 
     def update(self, step: int, values: Mapping[str, float | None]) -> None:
-        """A step's line; null values are left out."""
+        """Show the values of a new step; those that are None are left out."""
         if self._server is None:
             self._bind()
         present = {name: value for name, value in values.items() if value is not None}
@@ -143,3 +91,57 @@ class PrometheusEndpoint:
                 self.wfile.write(body)
 
         return Handler
+
+
+def exposed_name(entry: str) -> str:
+    """The Prometheus name of an entry of the catalogue: `reward/source/<source>` is gspo_mega_reward_source. A
+    placeholder within a word becomes `_by_<placeholder>`, so that the name differs from that of the entry without it:
+    `rollout/num_retries_<kind>` would be gspo_mega_rollout_num_retries_by_kind.
+    """
+    entry = re.sub(r"_<(\w+)>|/<(\w+)>(?=_)", lambda found: f"_by_{found[1] or found[2]}", entry)
+    return _PREFIX + re.sub(r"[^A-Za-z0-9_]+", "_", _PLACEHOLDER.sub("", entry)).replace("__", "_").strip("_")
+
+
+@functools.lru_cache(maxsize=4096)
+def labels_of(name: str) -> tuple[tuple[str, str], ...]:
+    """(label, value) for each placeholder in the catalogue's entry of a metric's name."""
+    entry = find_metric(name).name
+    pattern = "".join(
+        f"(?P<{part[1:-1]}>[A-Za-z0-9._-]+)" if part.startswith("<") else re.escape(part)
+        for part in re.split(r"(<\w+>)", entry)
+    )
+    found = re.fullmatch(pattern, name)
+    return () if found is None else tuple(found.groupdict().items())
+
+
+def exposition(run: str, attempt: int, step: int | None, at: float, values: Mapping[str, float]) -> str:
+    """The text for one step of a run. `step`: None if this start of the run has no step yet. `at`: unix seconds of the
+    step's line.
+    """
+    own = {
+        "attempt": ("start of the run, counted from 1", attempt),
+        "step": ("last step with metrics", step),
+        "step_timestamp_seconds": ("unix seconds at which that step ended", at if step is not None else None),
+    }
+    lines = []
+    for name, (text, value) in own.items():
+        if value is not None:
+            lines += _family(f"{_PREFIX}{name}", text, [((), value)], run)
+    by_entry: dict[str, list[tuple[tuple[tuple[str, str], ...], float]]] = {}
+    for name, value in values.items():
+        by_entry.setdefault(find_metric(name).name, []).append((labels_of(name), value))
+    for entry, samples in by_entry.items():
+        lines += _family(exposed_name(entry), _help(CATALOGUE[entry]), samples, run)
+    return "\n".join(lines) + "\n"
+
+
+def _family(name: str, text: str, samples: list[tuple[tuple[tuple[str, str], ...], float]], run: str) -> list[str]:
+    lines = [f"# HELP {name} " + text.replace("\\", "\\\\").replace("\n", "\\n"), f"# TYPE {name} gauge"]
+    for labels, value in samples:
+        shown = ",".join(f'{label}="{text}"' for label, text in (("run", run), *labels))  # no character to escape
+        lines.append(f"{name}{{{shown}}} {value!r}")
+    return lines
+
+
+def _help(metric: Metric) -> str:
+    return f"{metric.description} ({metric.unit})"

@@ -1,13 +1,8 @@
-"""The metrics of everything that a step sampled, whether it is trained on or not.
+"""From the numbers of a step to its metrics.
 
-A filter of groups with equal rewards trains on the others; what the policy can do is seen in all of them. These
-values are computed where the batch is made, which is where the other groups are last seen, and recorded with it, so a
-replay has the same. What could not be scored, by a failure of the episode's code, of a scorer or of the machinery, is
-in none of them.
-
-Where a step's wall time goes: phases that add up to it.
-
-From the numbers of a step's trajectories, groups or optimizer steps to one value, by the catalogue's reduction.
+`reduced` turns the numbers of trajectories, groups or optimizer steps into one value each, by the catalogue's
+reduction. `sampled_metrics` computes the metrics of everything that a step sampled, whether it is trained on or not.
+`PhaseTimer` divides a step's wall time into phases that add up to it.
 """
 
 from __future__ import annotations
@@ -27,58 +22,6 @@ from gspo_mega.config.derived import compares_within_groups
 from gspo_mega.config.schema import Config
 from gspo_mega.metrics.catalogue import PHASES, find_metric
 
-
-class PhaseTimer:
-    """Accumulates wall seconds by phase. Nested phases are exclusive: the inner one's time is not the outer's, so
-    that the phases and `other`, the remainder, account for the step. One thread.
-
-    A step runs from construction, `start_step` or the last `finish_step` to the next `finish_step`.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._seconds: dict[str, float] = {}
-        self._inner_seconds: list[float] = []
-        self._started = clock()
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Count the block's time as `name`, also when it raises. Raises ValueError for a phase of no such name."""
-        if name not in PHASES or name == "other":
-            raise ValueError(f"phase {name!r}; valid: {', '.join(p for p in PHASES if p != 'other')}")
-        started = self._clock()
-        self._inner_seconds.append(0.0)
-        try:
-            yield
-        finally:
-            elapsed = self._clock() - started
-            own = elapsed - self._inner_seconds.pop()
-            if self._inner_seconds:
-                self._inner_seconds[-1] += elapsed
-            self._seconds[name] = self._seconds.get(name, 0.0) + own
-
-    def start_step(self) -> None:
-        """Forget what was counted so far; a step starts now. Raises RuntimeError inside a phase."""
-        if self._inner_seconds:
-            raise RuntimeError("start_step inside a phase")
-        self._seconds = {}
-        self._started = self._clock()
-
-    def finish_step(self) -> dict[str, float]:
-        """{"time/step_seconds", "time/<phase>_seconds" of phases that ran, "time/other_seconds"}; starts the next step.
-
-        Raises RuntimeError inside a phase.
-        """
-        if self._inner_seconds:
-            raise RuntimeError("finish_step inside a phase")
-        now = self._clock()
-        total = now - self._started
-        seconds = {f"time/{name}_seconds": value for name, value in self._seconds.items()}
-        other = total - sum(self._seconds.values())
-        self._started, self._seconds = now, {}
-        return {"time/step_seconds": total, **seconds, "time/other_seconds": max(other, 0.0)}
-
-
 _REDUCTIONS: dict[str, Callable[[np.ndarray], Any]] = {
     "mean": np.mean,
     "sum": np.sum,
@@ -91,22 +34,29 @@ _REDUCTIONS: dict[str, Callable[[np.ndarray], Any]] = {
 
 
 def reduced(numbers: Mapping[str, ArrayLike]) -> dict[str, float]:
-    """One value of each metric from its numbers, [n] and not empty, by the metric's `reduction` in the catalogue.
+    """One value for each metric from its numbers, [n] and not empty, by the metric's `reduction` in the catalogue.
 
-    `ratio` takes one truth value per unit and gives the share that is true; `sd` is the population's; `value` takes a
-    single number. Raises ValueError for a name that the catalogue lacks, a `quantile`, or several numbers of a `value`.
+    `ratio` takes one truth value per unit and gives the share that is true. `sd` is that of the population. `value`
+    takes a single number. Raises ValueError for a name that is not in the catalogue, for a `quantile`, and for several
+    numbers of a `value`.
     """
     metrics = {}
     for name, values in numbers.items():
         reduction = find_metric(name).reduction
         if reduction not in _REDUCTIONS:
-            raise ValueError(f"metric {name} is a {reduction}; it is not reduced from plain numbers")
+            raise ValueError(f"metric {name} is a {reduction}, which cannot be computed from plain numbers")
         metrics[name] = float(_REDUCTIONS[reduction](np.asarray(values)))
     return metrics
 
 
 def sampled_metrics(groups: Sequence[Group], config: Config) -> dict[str, float]:
-    """Values of the metrics of `groups`, all that were sampled for a step. Nothing where no episode has a reward."""
+    """The metrics of all `groups` that were sampled for a step; empty if no episode has a reward.
+
+    A filter drops groups with equal rewards from training, but what the policy can do shows in all groups. So these
+    values are computed where the batch is made, which still sees the dropped groups, and recorded with it, so that a
+    replay has the same values. Episodes that could not be scored, by a failure of their code, of a scorer or of the
+    infrastructure, are in none of them.
+    """
     scored = [group.scored for group in groups]
     episodes = [episode for group in scored for episode in group]
     if not episodes:
@@ -121,7 +71,7 @@ def sampled_metrics(groups: Sequence[Group], config: Config) -> dict[str, float]
         "response/length_max": lengths,
         "response/truncated_fraction": [episode.is_truncated for episode in episodes],
     }
-    if compares_within_groups(config):  # otherwise equal rewards teach something, too
+    if compares_within_groups(config):  # otherwise groups with equal rewards teach something as well
         several = [group for group in groups if len(group.scored) > 1]
         if several:
             numbers["groups/constant_fraction"] = [is_constant(group, config) for group in several]
@@ -141,8 +91,8 @@ def is_constant(group: Group, config: Config) -> bool:
 
 
 def _standard_error(groups: Sequence[Sequence[float]]) -> float:
-    """Of the mean over all rewards, from the spread between groups: prompts are independent, the responses to one are
-    not. With a single group, from the spread of its rewards.
+    """The standard error of the mean over all rewards, from the spread between groups: prompts are independent, and the
+    responses to one prompt are not. With a single group it is from the spread of the rewards in it.
     """
     groups = [group for group in groups if group]
     count = sum(map(len, groups))
@@ -153,7 +103,59 @@ def _standard_error(groups: Sequence[Sequence[float]]) -> float:
 
 
 def _as_name(label: str) -> str:
-    """A reward's label as part of a metric's name, which may not hold all that `package.module:function` or a user's
-    key does.
+    """A reward's label as part of a metric's name. Characters that a name may not have, such as the colon in
+    `package.module:function`, become dots.
     """
     return re.sub(r"[^A-Za-z0-9._-]+", ".", label)
+
+
+class PhaseTimer:
+    """Accumulates wall seconds by phase. The time of a nested phase does not count for the outer one, so the phases and
+    `other`, the remainder, add up to the step. For one thread.
+
+    A step runs from construction, `start_step` or the last `finish_step` to the next `finish_step`.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._seconds: dict[str, float] = {}
+        self._inner_seconds: list[float] = []
+        self._started = clock()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A context manager: count the block's time as the phase `name`, even if the block raises. Raises ValueError
+        for an unknown phase.
+        """
+        if name not in PHASES or name == "other":
+            raise ValueError(f"unknown phase {name!r}; valid: {', '.join(p for p in PHASES if p != 'other')}")
+        started = self._clock()
+        self._inner_seconds.append(0.0)
+        try:
+            yield
+        finally:
+            elapsed = self._clock() - started
+            own = elapsed - self._inner_seconds.pop()
+            if self._inner_seconds:
+                self._inner_seconds[-1] += elapsed
+            self._seconds[name] = self._seconds.get(name, 0.0) + own
+
+    def start_step(self) -> None:
+        """Drop what was counted so far and start a step now. Raises RuntimeError inside a phase."""
+        if self._inner_seconds:
+            raise RuntimeError("start_step inside a phase")
+        self._seconds = {}
+        self._started = self._clock()
+
+    def finish_step(self) -> dict[str, float]:
+        """End the step and start the next one. Returns `time/step_seconds`, `time/<phase>_seconds` of the phases that
+        ran, and `time/other_seconds`. Raises RuntimeError inside a phase.
+        """
+        if self._inner_seconds:
+            raise RuntimeError("finish_step inside a phase")
+        now = self._clock()
+        total = now - self._started
+        seconds = {f"time/{name}_seconds": value for name, value in self._seconds.items()}
+        other = total - sum(self._seconds.values())
+        self._started, self._seconds = now, {}
+        return {"time/step_seconds": total, **seconds, "time/other_seconds": max(other, 0.0)}

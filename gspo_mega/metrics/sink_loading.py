@@ -1,6 +1,5 @@
-"""Finding the class of a sink by its name in the configuration, and checking it before a run.
-
-The sink `tensorboard`: events in the run folder's `tensorboard/`. Imports torch when it is made.
+"""Finds the class of a sink by its name in the configuration, and checks it before a run. Also holds the sink
+`tensorboard`.
 """
 
 from __future__ import annotations
@@ -19,15 +18,18 @@ from gspo_mega.metrics.sinks import SinkMaker, SinkRun
 from gspo_mega.rewards.functions import import_function
 
 
-def problem() -> str | None:
-    """Why the sink cannot be made with what is installed here, or None."""
+def tensorboard_problem() -> str | None:
+    """Why the sink `tensorboard` cannot be made with the installed packages, or None."""
     if importlib.util.find_spec("tensorboard") is None:
         return "the package tensorboard is not installed here; pip install tensorboard, or leave the sink out"
     return None
 
 
 class TensorBoardSink:
-    """What was written of steps that come again is hidden by TensorBoard itself (`purge_step`)."""
+    """Writes events to the run folder's `tensorboard/`. Imports torch when it is made.
+
+    TensorBoard itself hides what was written of steps that come again (`purge_step`).
+    """
 
     def __init__(self, run: SinkRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -45,18 +47,18 @@ class TensorBoardSink:
 
 
 BUILTINS: dict[str, type] = {"tensorboard": TensorBoardSink, "wandb": wandb_sink.WandbSink}
-# Why a built-in one cannot be made with the packages that are installed here.
+# For each built-in sink a function that says why it cannot be made with the installed packages.
 _PROBLEMS: dict[str, Callable[[], str | None]] = {
-    "tensorboard": problem,
+    "tensorboard": tensorboard_problem,
     "wandb": wandb_sink.problem,
 }
-# metrics.jsonl itself, which every run has: it may be named, and is no class.
+# metrics.jsonl itself, which every run has. The configuration may name it, but there is no class for it.
 RECORD = "jsonl"
 
 
 def sink_makers(config: Config) -> list[SinkMaker]:
-    """A maker for each sink of `metrics.sinks` but metrics.jsonl. Raises ConfigError for one that cannot be made, with
-    the key first.
+    """A maker for each sink of `metrics.sinks` except metrics.jsonl. Raises ConfigError for a sink that cannot be made;
+    the message begins with its key.
     """
     seen: set[str] = set()
     for number, one in enumerate(config.metrics.sinks):
@@ -78,9 +80,9 @@ def _check(one: MetricsSink, seen: set[str]) -> None:
 
 
 def load_sink(settings: MetricsSink) -> Callable[..., Any]:
-    """The class, with its options. Raises ConfigError: no such sink, module or class; an import that fails; a class
-    that lacks a method, or that cannot be made with these options; a built-in whose package is not installed, is too
-    old, or is broken.
+    """The class of a sink with its options bound. Raises ConfigError if there is no such sink, module or class, if an
+    import fails, if the class lacks a method or cannot be made with these options, or if the package of a built-in sink
+    is not installed, is too old or is broken.
     """
     name = settings.sink
     if ":" in name:
@@ -101,7 +103,7 @@ def load_sink(settings: MetricsSink) -> Callable[..., Any]:
         inspect.signature(made).bind("run", **settings.options)
     except TypeError as error:
         raise ConfigError(f"metrics sink {name!r}: cannot be made with a run and these options: {error}") from error
-    # Where there is no torch no rank runs: a login node may do without.
+    # No rank runs on a machine without torch, such as a login node, so the package may be missing there.
     if name in _PROBLEMS and importlib.util.find_spec("torch") and (problem := _PROBLEMS[name]()) is not None:
         raise ConfigError(f"metrics sink {name!r}: {problem}")
     return partial(made, **settings.options)

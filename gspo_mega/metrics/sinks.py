@@ -1,25 +1,11 @@
-"""The sinks of a run: where its metrics go beside metrics.jsonl, one thread for each.
+"""The sinks of a run: where its metrics go in addition to metrics.jsonl, with one thread per sink.
 
-A sink is a class
+A sink is a class that the YAML names as `package.module:MySink`; `Sink` and `SinkRun` say what it looks like. Its
+methods run in a thread of rank 0 and may raise or take long. `sink_loading.py` finds the classes.
 
-    class MySink:
-        def __init__(self, run: SinkRun, **options): ...      # options from the configuration
-        def write(self, step: int, time: float, metrics: dict[str, float]) -> None: ...
-        def close(self) -> None: ...
-
-that the YAML names as `package.module:MySink`. Its methods run in a thread of rank 0 and may raise or take long.
-
-Owns how lines reach the sinks. metrics.jsonl is the queue: a thread reads the lines that its sink lacks, so nothing is
-lost while a sink fails, and training never waits for one. How far a sink has come is in `sinks/<name>.json`, written
-once it has all there is. So a killed run may give a sink its last lines again: `SinkRun.first_step` says which step
-comes first, and what a sink holds of that step and later ones is void.
-
-A sink that cannot take back what it holds says so in one of two ways, and is then given later steps only. It can tell
-what it holds: an attribute `last_step` (None: nothing). Or it cannot, because it buffers: an attribute
-`buffer_seconds`. What it was given so long ago, or before it was closed, it holds for sure; the ledger keeps that step.
-A kill may take what it was given since, so it is given again: twice is better than never.
-
-Loading of classes is `sink_loading.py`'s.
+metrics.jsonl is the queue: each thread reads the lines that its sink lacks, so nothing is lost while a sink fails, and
+training never waits for one. `sinks/<name>.json`, the ledger, keeps how far a sink has come. It is written once the
+sink has all there is, so a killed run may give a sink its last lines again (`Sink` says what a sink can do about that).
 """
 
 from __future__ import annotations
@@ -39,18 +25,19 @@ from gspo_mega.base.untrusted import open_regular
 
 logger = logging.getLogger(__name__)
 
-# Time that all sinks together have at a run's end.
+# The time that all sinks together have at the end of a run.
 CLOSE_SECONDS = 60.0
-# A sink that cannot be made is tried again after 1, 2, 4, ... steps, at most so many. One that fails again and again
-# while it is written to is made anew after 4, 16, 64, ... failures in a row. Each attempt may leave files.
+# A sink that cannot be made is tried again after 1, 2, 4, ... steps, up to this many. A sink whose `write` fails again
+# and again is made anew after 4, 16, 64, ... failures in a row, because each attempt may leave files.
 _MOST_STEPS_BETWEEN = 64
-_UNTOLD: Any = object()
+_NOT_GIVEN: Any = object()
 
 
 @dataclass(frozen=True)
 class SinkRun:
-    """What a sink is made with. `run`: the run's folder. `folder`: the sink's own in it, which may not exist yet.
-    `config`: the run's configuration. `first_step`: the step of the first line that the sink will be given.
+    """What a sink is made with. `run`: the run's folder. `folder`: the sink's own folder in it, which may not exist
+    yet. `config`: the run's configuration. `first_step`: the step of the first line that the sink will be given; what
+    the sink holds of this step and later ones is void.
     """
 
     name: str
@@ -61,7 +48,21 @@ class SinkRun:
 
 
 class Sink(Protocol):
-    """`write` is given one line: unix seconds and its finite values by their names of the catalogue."""
+    """A destination of metrics:
+
+        class MySink:
+            def __init__(self, run: SinkRun, **options): ...      # options from the configuration
+            def write(self, step: int, time: float, metrics: dict[str, float]) -> None: ...
+            def close(self) -> None: ...
+
+    `write` is given one line: unix seconds and the finite values by their names in the catalogue.
+
+    A sink that cannot take back what it holds says so in one of two ways, and is then given only later steps. If it can
+    tell what it holds, it has an attribute `last_step` (None: nothing). If it cannot, because it buffers, it has an
+    attribute `buffer_seconds`: what it was given that long ago, or before it was closed, it holds for sure, and the
+    ledger keeps that step. What it was given since may be lost with a kill, so it is given again: twice is better than
+    never.
+    """
 
     def write(self, step: int, time: float, metrics: dict[str, float]) -> None: ...
 
@@ -70,14 +71,14 @@ class Sink(Protocol):
 
 @dataclass(frozen=True)
 class SinkMaker:
-    """A sink's name, and how it is made."""
+    """The name of a sink, and the function that makes it."""
 
     name: str
     make: Callable[[SinkRun], Sink]
 
 
 class Sinks:
-    """All sinks of a run. `tell` shows the user a line."""
+    """All sinks of a run. `tell` shows a line to the user."""
 
     def __init__(
         self,
@@ -98,14 +99,14 @@ class Sinks:
         return sum(feed.num_failures for feed in self._feeds)
 
     def keep_lines(self, num_lines: int) -> None:
-        """Metrics.jsonl was cut to its first `num_lines` lines: sinks get what follows again. Before the first
-        `wake`.
+        """Call this after metrics.jsonl was cut to its first `num_lines` lines and before the first `wake`. The sinks
+        are given again what follows these lines.
         """
         for feed in self._feeds:
             feed.keep_lines(num_lines)
 
     def wake(self) -> None:
-        """There are new lines. Returns at once."""
+        """Call this when there are new lines. Returns at once."""
         for feed in self._feeds:
             feed.wake()
 
@@ -131,15 +132,15 @@ class _Feed:
         self._run, self._maker, self._config, self._tell = run, maker, config, tell
         label = maker.name.replace(":", ".")
         self._ledger, self._folder = run.sinks_dir / f"{label}.json", run.sinks_dir / label
-        # The number of lines that the sink has, and where in the file the next one begins.
+        # The number of lines that the sink has, and the place in the file where the next one begins.
         self._num_lines, self._kept_step = _read_ledger(self._ledger)
         self._offset: int | None = None
-        self._held: int | None = None
-        # (when, step) of what it was given and may have in a buffer.
+        self._held_step: int | None = None
+        # (time, step) of the lines that the sink was given and may have in a buffer.
         self._buffered: deque[tuple[float, int]] = deque()
         self._failures_in_a_row = self._num_not_made = self._to_skip = 0
         self._sink: Sink | None = None
-        self._news, self._over = threading.Event(), threading.Event()
+        self._has_news, self._over = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
 
     def keep_lines(self, num_lines: int) -> None:
@@ -149,7 +150,7 @@ class _Feed:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=f"sink {self.name}", daemon=True)
             self._thread.start()
-        self._news.set()
+        self._has_news.set()
 
     def end(self) -> None:
         if self._thread is None and not any(True for _ in self._lines()):
@@ -166,27 +167,27 @@ class _Feed:
     def _work(self) -> None:
         is_over = False
         while not is_over:
-            self._news.wait()
-            self._news.clear()
-            # Asked before the lines are read: what is written while the sink is fed is read in one more round.
+            self._has_news.wait()
+            self._has_news.clear()
+            # Read the flag before the lines: what is written while the sink is fed is read in one more round.
             is_over = self._over.is_set()
             self._feed()
         self._close()
 
     def _feed(self) -> None:
-        """Give the sink the lines that it lacks. After a failure the next line, or the end, begins with the same."""
+        """Give the sink the lines that it lacks. After a failure, the next call begins with the same line."""
         if self._sink is None and self._to_skip > 0 and not self._over.is_set():
             self._to_skip -= 1
             return
         try:
-            if self._sink is None and not self._begin():
+            if self._sink is None and not self._make_sink():
                 return
             assert self._sink is not None
             before = self._num_lines
             try:
                 for line, end in self._lines():
                     step, seconds = line.pop("step"), line.pop("time")
-                    if self._held is None or step > self._held:
+                    if self._held_step is None or step > self._held_step:
                         given = {name: value for name, value in line.items() if value is not None}
                         self._sink.write(step, seconds, given)
                         self._buffered.append((time.monotonic(), step))
@@ -194,12 +195,12 @@ class _Feed:
                     self._num_lines, self._offset = self._num_lines + 1, end
             finally:
                 if self._num_lines > before:
-                    self._keep_ledger()
+                    self._write_ledger()
         except Exception as error:
             self._failed(error)
 
-    def _begin(self) -> bool:
-        """Make the sink; False where there is nothing to give to it."""
+    def _make_sink(self) -> bool:
+        """Make the sink. Returns False if there is no line to give to it."""
         first = next(self._lines(), None)
         if first is None:
             return False
@@ -207,11 +208,11 @@ class _Feed:
         self._ledger.parent.mkdir(parents=True, exist_ok=True)
         self._sink = self._maker.make(run)
         self._num_not_made = self._to_skip = 0
-        last_step = getattr(self._sink, "last_step", _UNTOLD)
-        if last_step is _UNTOLD and self._buffer_seconds is not None:
+        last_step = getattr(self._sink, "last_step", _NOT_GIVEN)
+        if last_step is _NOT_GIVEN and self._buffer_seconds is not None:
             last_step = self._kept_step
-        if last_step is not _UNTOLD:  # what it had in a buffer is lost with a killed run
-            self._held = last_step
+        if last_step is not _NOT_GIVEN:  # a killed run has lost what the sink had in its buffer
+            self._held_step = last_step
             self._num_lines, self._offset = 0, 0
         return True
 
@@ -219,8 +220,10 @@ class _Feed:
     def _buffer_seconds(self) -> float | None:
         return getattr(self._sink, "buffer_seconds", None)
 
-    def _keep_ledger(self, is_closed: bool = False) -> None:
-        """`is_closed`: the sink has ended well, and holds all that it was given."""
+    def _write_ledger(self, is_closed: bool = False) -> None:
+        """Write how far the sink has come. `is_closed`: it was closed without an error, so it holds all it was
+        given.
+        """
         record: dict[str, int] = {"lines": self._num_lines}
         if self._buffer_seconds is not None:
             until = time.monotonic() - (0.0 if is_closed else self._buffer_seconds)
@@ -256,7 +259,7 @@ class _Feed:
         try:
             self._sink.close()
             if self._buffer_seconds is not None:
-                self._keep_ledger(is_closed=True)
+                self._write_ledger(is_closed=True)
         except Exception as error:
             if is_broken:
                 logger.warning("metrics sink %s could not be closed after its failure: %s", self.name, error)
@@ -266,7 +269,7 @@ class _Feed:
         self._sink = None
 
     def _lines(self) -> Iterator[tuple[dict[str, Any], int]]:
-        """The whole lines that the sink lacks, each with the place of the next."""
+        """The complete lines that the sink lacks, each with the place in the file where the next one begins."""
         try:
             file = open_regular(self._run.metrics_file)
         except FileNotFoundError:
@@ -287,8 +290,8 @@ def _is_power_of_four(number: int) -> bool:
 
 
 def _read_ledger(path: Path) -> tuple[int, int | None]:
-    """The number of lines that a sink has, and the last step that it holds for sure, where it buffers; 0 and None where
-    there is no record that can be read.
+    """The number of lines that a sink has, and, if it buffers, the last step that it holds for sure. 0 and None if
+    there is no readable ledger.
     """
     try:
         record = read_json(path) or {"lines": 0}

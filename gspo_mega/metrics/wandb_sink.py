@@ -1,8 +1,8 @@
-"""The sink `wandb`: a run of Weights & Biases, online or offline. The package is an optional extra (`wandb`), of which
-only the public interface is used.
+"""The sink `wandb`: a run of Weights & Biases, online or offline. The package is an optional extra (`wandb`), and only
+its public interface is used.
 
-Every start of the run continues the same W&B run. Its id is in the sink's folder; offline, each start has a folder
-there, and `wandb sync` sends them all. The API key is W&B's own business (WANDB_API_KEY, `wandb login`).
+Every start of the run continues the same W&B run, whose id is in the sink's folder. Offline, each start has a folder
+there, and `wandb sync` sends them all. W&B itself reads the API key (WANDB_API_KEY, `wandb login`).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ Mode = Literal["online", "offline", "disabled", "shared"]
 
 
 class WandbSink:
-    """`mode`: when absent, WANDB_MODE or online. The other options are those of `wandb.init`.
+    """Writes to Weights & Biases. `mode`: WANDB_MODE or online if None. The other options are those of `wandb.init`.
 
-    W&B's own process buffers rows, so a kill may take those of the last moments; `buffer_seconds` has them given again.
-    Rows cannot be taken back: after a return to an older checkpoint, steps that W&B has for sure are not given again,
-    and a continued run computes the same. Online, its server says which these are (`last_step`).
+    W&B's own process buffers rows, so a kill may lose the last ones; because of `buffer_seconds` they are given again.
+    Rows cannot be taken back. After a return to an older checkpoint, steps that W&B holds for sure are not given again;
+    a continued run computes the same values. Online, W&B's server says which steps these are (`last_step`).
     """
 
     buffer_seconds = 30.0
@@ -56,7 +56,7 @@ class WandbSink:
 
         run.folder.mkdir(parents=True, exist_ok=True)
         self._wandb = wandb
-        # `console`, code and git: only what the run says of itself goes out.
+        # Send only the run's metrics and configuration: no console output, code or git state.
         quiet = wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True)
         before = _starts(run.folder)
         try:
@@ -77,9 +77,9 @@ class WandbSink:
         except BaseException:
             try:
                 wandb.teardown()
-            except Exception as error:  # whatever W&B raises: the first failure is the one to be told
+            except Exception as error:  # W&B may raise anything; the user should see the first failure
                 logger.info("W&B's process could not be ended after a start that failed: %s", error)
-            for folder in _starts(run.folder) - before:  # it was given nothing; the next attempt makes its own
+            for folder in _starts(run.folder) - before:  # nothing was written to it, and the next attempt makes its own
                 shutil.rmtree(folder, ignore_errors=True)
             raise
         self._given: int | None = None
@@ -88,7 +88,7 @@ class WandbSink:
 
     def write(self, step: int, time: float, metrics: dict[str, float]) -> None:
         if self._given is not None and step <= self._given:
-            # A second line of a step, such as an evaluation at the end: W&B takes no more of it than the summary.
+            # A second line of a step, such as an evaluation at the end. W&B accepts it only for the summary.
             self._run.summary.update(metrics)
             return
         self._run.log({**metrics, "time": time}, step=step, commit=True)
@@ -112,14 +112,14 @@ def _starts(folder: Path) -> set[Path]:
 
 
 def problem() -> str | None:
-    """Why the sink cannot be made with what is installed here, or None."""
+    """Why the sink `wandb` cannot be made with the installed package, or None."""
     least = ".".join(map(str, LEAST_VERSION))
     if importlib.util.find_spec("wandb") is None:
         return "the package is not installed here; pip install 'gspo_mega[wandb]'"
     try:
         found = importlib.metadata.version("wandb")
     except importlib.metadata.PackageNotFoundError:
-        return None  # a checkout: whoever has one knows
+        return None  # a source checkout has no version; trust its user
     numbers = tuple(map(int, re.findall(r"[0-9]+", found)[:2]))
     if numbers < LEAST_VERSION:
         return f"the package is {found} here, and {least} or newer is needed; pip install 'wandb>={least}'"

@@ -1,9 +1,9 @@
 """Where metrics go: `metrics.jsonl`, one strict JSON object per line, and from there to the sinks.
 
-Owns that file, the record of a run that everything else reads, and its repair after a crash; rank 0 alone writes. Names
-are checked against the catalogue, values are not computed here. TensorBoard and others are `sinks.py`'s.
-
-Metrics as a person reads them: the progress line of a step, the table at the end. Returns text, prints nothing.
+`MetricsWriter` writes that file, which is the record of a run that everything else reads, and repairs it after a crash.
+Only rank 0 writes. Names are checked against the catalogue; values are computed elsewhere. `sinks.py` passes the lines
+on to TensorBoard and others. `progress_line` and `final_table` format metrics for people; they return text and print
+nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +23,12 @@ from gspo_mega.base.untrusted import parse_json, read_bytes
 from gspo_mega.metrics.catalogue import find_metric
 from gspo_mega.metrics.prometheus import PrometheusEndpoint
 from gspo_mega.metrics.sinks import Sinks
+
+NON_FINITE = "metrics/num_non_finite"
+SINK_FAILURES = "metrics/num_sink_failures"
+
+# The most bytes that a run reads of its own file. A report reads less.
+_MOST_OWN_BYTES = 64 * 1024**3
 
 _PROGRESS = (
     # label, metric, format
@@ -52,65 +58,18 @@ _FAILURES = (
 )
 _PHASE_ORDER = ("rollout", "old_log_probs", "critic", "train", "publish", "eval", "checkpoint")
 
-# Of which step the evaluation in a line is, where not of its own.
+# The step whose weights the evaluation in a line measured, if it is not the line's own step.
 MEASURED_STEP = "eval/measured_step"
 
-# Shown where the number is above this: it says nothing of episodes of one turn.
+# These are shown only above the given number. (The number of turns says nothing if episodes have one turn.)
 _ABOVE = {"episode/turns_mean": 1.0}
-
-
-def progress_line(step: int, metrics: Mapping[str, float], num_steps: int | None = None) -> str:
-    """One line for a step: the usual metrics that it has, its time with the phases over 0.05 s, and failures if any."""
-    width = len(str(num_steps)) if num_steps is not None else 0
-    parts = [f"step {step:>{width}}" + (f"/{num_steps}" if num_steps is not None else "")]
-    for label, name, form in _PROGRESS:
-        value = metrics.get(name)
-        if name == "eval/accuracy" and MEASURED_STEP in metrics:
-            label = f"accuracy of step {metrics[MEASURED_STEP]:.0f}"
-        if value is not None and not value <= _ABOVE.get(name, -math.inf):
-            parts.append(f"{label} {form.format(value) if math.isfinite(value) else value}")
-    seconds = metrics.get("time/step_seconds")
-    if seconds is not None:
-        phases = [(phase, metrics.get(f"time/{phase}_seconds", 0.0)) for phase in _PHASE_ORDER]
-        shown = " ".join(f"{phase} {value:.1f}" for phase, value in phases if value >= 0.05)
-        parts.append(f"{seconds:.1f} s" + (f" ({shown})" if shown else ""))
-    parts += [f"{label}: {metrics[name]:g}" for label, name in _FAILURES if metrics.get(name)]
-    return "  ".join(parts)
-
-
-def final_table(rows: Sequence[Sequence[str]], headers: Sequence[str] = ()) -> str:
-    """Text cells in aligned columns, the first to the left, the others to the right; under `headers` when given.
-
-    Raises ValueError for rows of different width.
-    """
-    lines = [list(row) for row in ([headers] if headers else []) + list(rows)]
-    if len({len(line) for line in lines}) > 1:
-        raise ValueError(f"rows of different width: {sorted({len(line) for line in lines})}")
-    widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
-    text = [
-        "  ".join(
-            cell.rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    ]
-    if headers:
-        text.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(text)
-
-
-NON_FINITE = "metrics/num_non_finite"
-SINK_FAILURES = "metrics/num_sink_failures"
-
-# More than a report reads: a run continues all the same.
-_MOST_OWN_BYTES = 64 * 1024**3
 
 
 class MetricsWriter:
     """Appends to `<run_folder>/metrics.jsonl` and wakes the sinks, which read it.
 
-    A line is {"step": int, "time": unix seconds, "<metric>": number or null, ...}, on disk (fsync) when `write`
-    returns. A half-written last line, which a killed run may leave, is cut off when the file is opened.
+    A line is {"step": int, "time": unix seconds, "<metric>": number or null, ...}. It is on disk (fsync) when `write`
+    returns. If a killed run left a half-written last line, it is cut off when the file is opened.
     """
 
     def __init__(
@@ -121,9 +80,9 @@ class MetricsWriter:
         self._file: Any = None
 
     def resume_from(self, step: int) -> None:
-        """Drop what was written of steps after `step` (-1: everything); a continued run writes them again.
+        """Drop the lines of steps after `step` (-1: all lines), because a continued run writes them again.
 
-        Raises DataError for a line that is not one of this writer's, RuntimeError after the first `write`.
+        Raises DataError for a line that this class did not write, RuntimeError after the first `write`.
         """
         if self._file is not None:
             raise RuntimeError("resume_from must come before the first write")
@@ -132,22 +91,22 @@ class MetricsWriter:
                 self._sinks.keep_lines(0)
             return
         kept = [line for line in self._whole_lines() if self._step_of(line) <= step]
-        beside = self.path.with_suffix(".jsonl.new")
+        replacement = self.path.with_suffix(".jsonl.new")
         with self._folder_errors():
-            with beside.open("wb") as file:
+            with replacement.open("wb") as file:
                 file.writelines(line for _, line in kept)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(beside, self.path)
-            atomic_io.sync(self.path.parent)  # or the lines that follow would be in a file without a name
+            os.replace(replacement, self.path)
+            atomic_io.sync(self.path.parent)  # otherwise a power cut could bring the old file back
         if self._sinks is not None:
             self._sinks.keep_lines(len(kept))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one line. A NaN or infinite value becomes null, and `metrics/num_non_finite` says how many did.
+        """Append one line. NaN and infinite values become null, and `metrics/num_non_finite` counts them.
 
-        Raises ValueError for a name that is not in the catalogue; nothing is written then. FolderError where the disk
-        refuses.
+        Raises ValueError for a name that is not in the catalogue, and writes nothing then. Raises FolderError if the
+        disk refuses the line.
         """
         for name in metrics:
             find_metric(name)
@@ -173,7 +132,7 @@ class MetricsWriter:
         try:
             yield
         except OSError as error:
-            # Close now: a buffer that cannot be written would fail again at the end.
+            # Close the file now, because a buffer that cannot be written would fail again at the end.
             with suppress(OSError):
                 self._close_file()
             self._file = None
@@ -182,7 +141,7 @@ class MetricsWriter:
             ) from error
 
     def close(self) -> None:
-        """Close the file, and the sinks once they have every line."""
+        """Close the file, and close the sinks once they have every line."""
         self._close_file()
         if self._sinks is not None:
             self._sinks.close()
@@ -234,7 +193,9 @@ def _number(value: Any) -> float | int | None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a `metrics.jsonl` in order; a half-written last line is left out. Raises DataError."""
+    """The lines of a `metrics.jsonl` in order, without a half-written last line. Raises DataError for a line that is
+    not JSON.
+    """
     lines = read_bytes(path).splitlines(keepends=True)
     found = []
     for number, line in enumerate(lines, 1):
@@ -244,3 +205,43 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             except ValueError as error:
                 raise DataError(f"{path}:{number}: is not a line of metrics: {error}") from None
     return found
+
+
+def progress_line(step: int, metrics: Mapping[str, float], num_steps: int | None = None) -> str:
+    """One line for a step: its usual metrics, its time with the phases of at least 0.05 s, and its failures."""
+    width = len(str(num_steps)) if num_steps is not None else 0
+    parts = [f"step {step:>{width}}" + (f"/{num_steps}" if num_steps is not None else "")]
+    for label, name, form in _PROGRESS:
+        value = metrics.get(name)
+        if name == "eval/accuracy" and MEASURED_STEP in metrics:
+            label = f"accuracy of step {metrics[MEASURED_STEP]:.0f}"
+        if value is not None and not value <= _ABOVE.get(name, -math.inf):
+            parts.append(f"{label} {form.format(value) if math.isfinite(value) else value}")
+    seconds = metrics.get("time/step_seconds")
+    if seconds is not None:
+        phases = [(phase, metrics.get(f"time/{phase}_seconds", 0.0)) for phase in _PHASE_ORDER]
+        shown = " ".join(f"{phase} {value:.1f}" for phase, value in phases if value >= 0.05)
+        parts.append(f"{seconds:.1f} s" + (f" ({shown})" if shown else ""))
+    parts += [f"{label}: {metrics[name]:g}" for label, name in _FAILURES if metrics.get(name)]
+    return "  ".join(parts)
+
+
+def final_table(rows: Sequence[Sequence[str]], headers: Sequence[str] = ()) -> str:
+    """Text cells in aligned columns under `headers` if given. The first column is aligned left, the others right.
+
+    Raises ValueError for rows of different width.
+    """
+    lines = [list(row) for row in ([headers] if headers else []) + list(rows)]
+    if len({len(line) for line in lines}) > 1:
+        raise ValueError(f"rows of different width: {sorted({len(line) for line in lines})}")
+    widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
+    text = [
+        "  ".join(
+            cell.rjust(width) if column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    ]
+    if headers:
+        text.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(text)

@@ -1,10 +1,8 @@
-"""What follows from where two runs part: a cause in words, as far as the record says one. Pure functions.
+"""Where two runs part: configuration, versions, prompts, sampled tokens, log-probs, rewards, metrics, weights.
 
-Where two runs part: configuration, versions, prompts, sampled tokens, log-probs, rewards, metrics, weights.
-
-Owns the comparison of what two run folders record, to the bit; what follows from it in words is
-`differences.py`'s. Rollouts are compared step by step up to the first step in which they differ: everything
-behind it differs in consequence.
+`compare` compares to the bit what two run folders record. Rollouts are compared step by step up to the first step in
+which they differ, because everything after it differs as a consequence. `cause` says in words what made the runs part,
+as far as the records show it, and `lines` gives the whole comparison as text.
 """
 
 from __future__ import annotations
@@ -24,19 +22,41 @@ from gspo_mega.data.journal.journal import Journal
 from gspo_mega.data.journal.steps import StepRecord, TokenGaps
 from gspo_mega.report.run_record import RunRecord, schema_defaults, shown
 
-# In the order in which a step comes to them.
+# What is compared, in the order in which a step reaches it.
 Stage = Literal["prompts", "tokens", "versions", "log-probs", "rewards", "trainer", "metrics", "weights"]
 STAGES: tuple[Stage, ...] = ("prompts", "tokens", "versions", "log-probs", "rewards", "trainer", "metrics", "weights")
-# Names and places of a run, which say nothing of what it computes.
+# The keys that name a run and its folder. They do not affect what it computes.
 _PLACES = ("run.name", "run.dir")
-# Metrics of the machine and of the moment.
+# Metrics that depend on the machine and on time.
 _NOT_COMPARED = ("time/", "speed/", "run/", "rollout/", "publish/", "checkpoint/", "memory/")
 MOST_LINES = 10
+# The keys of the configuration, or their beginnings, that affect a stage. All other keys affect training.
+_KEYS_OF_STAGE: dict[Stage, tuple[str, ...]] = {
+    "prompts": ("run.seed", "data.", "batch.", "rollout.filter", "rollout.max_staleness"),
+    "tokens": ("run.seed", "rollout.", "episodes.", "server.", "model.", "precision", "publish."),
+    "versions": ("rollout.", "publish."),
+    "log-probs": ("server.", "model.", "precision", "publish.", "rollout."),
+    "rewards": ("reward", "data."),
+}
+# Keys that only say where a run is, how it is watched, or what it keeps.
+_KEYS_WITHOUT_EFFECT = ("run.name", "run.dir", "checkpoint.", "journal.", "eval.", "watchdog.", "cluster.", "metrics.")
+_STAGE_TEXTS = {
+    "prompts": "the prompts, or their order",
+    "tokens": "the sampled tokens, from the same prompts",
+    "versions": "the weight versions that sampled the same tokens",
+    "log-probs": "the servers' log-probs of the same tokens",
+    "rewards": "the rewards of the same responses",
+    "trainer": "the trainer's log-probs of the same rollouts",
+    "metrics": "what training computed from the same rollouts",
+    "weights": "the weights, after the same metrics",
+}
 
 
 @dataclass(frozen=True)
 class RunDifference:
-    """The first difference of a kind. `step` counts from 1. `count`: how much else of that kind differs there."""
+    """The first difference in one stage. `step` counts from 1. `place`: where in the step. `one`, `other`: what the
+    runs have there. `count`: how much of this stage differs in the step.
+    """
 
     stage: Stage
     step: int
@@ -48,9 +68,15 @@ class RunDifference:
 
 @dataclass
 class RunComparison:
-    """`configuration`: (key, one, other). `made_by`: kinds of fingerprints of the first compared step that differ.
-    `found`: the first difference of each stage. `metrics`: (name, step, one, other) of each metric that differs, from
-    the earliest on. `tensors`: lines of the earliest checkpoint whose weights differ. `notes`: what was not compared.
+    """How two runs differ.
+
+    Attributes:
+        configuration: (key, one, other) of the keys that differ. `versions`: (one, other) of the lines that differ.
+        made_by: the kinds of fingerprints that differ in the first compared step.
+        found: the first difference of each stage.
+        metrics: (name, step, one, other) where each metric first differs, the earliest first.
+        tensors: lines about the earliest checkpoint whose weights differ.
+        notes: what was not compared, and why. `compared`: how many of each thing were compared.
     """
 
     configuration: list[tuple[str, str, str]] = field(default_factory=list)
@@ -69,16 +95,16 @@ class RunComparison:
 
     @property
     def is_same(self) -> bool:
-        """Everything that was compared and that a run computes is the same."""
+        """Whether everything that was compared and that a run computes is the same."""
         return not self.found
 
 
 def compare(one: RunRecord, other: RunRecord, *, tensors: bool = True) -> RunComparison:
-    """`tensors`: whether checkpoints and exported weights are read, which takes their time."""
+    """Compare two runs. `tensors`: also read checkpoints and exported weights, which takes long for large models."""
     found = RunComparison()
     keys, defaults = dict.fromkeys([*one.settings, *other.settings]), schema_defaults()
     for key in keys:
-        # A release that does not know a key yet has its default.
+        # A run of an earlier release, which does not know the key, has the default.
         a, b = (shown(run.settings.get(key, defaults.get(key, "(not given)"))) for run in (one, other))
         if key not in _PLACES and a != b:
             found.configuration.append((key, a, b))
@@ -132,7 +158,7 @@ def _groups(record: StepRecord) -> list[Group]:
 
 
 def _step_differences(step: int, one: Sequence[Group], other: Sequence[Group]) -> Iterator[RunDifference]:
-    """The first difference of each kind in one step. Episodes are compared where both have the same prompt."""
+    """The first difference of each stage in one step. Episodes are compared if both have the same prompt."""
     pairs = list(itertools.zip_longest(one, other))
     texts = [(_prompt(a), _prompt(b)) for a, b in pairs]
     apart = [place for place, (a, b) in enumerate(texts) if a != b]
@@ -157,7 +183,9 @@ def _prompt(group: Group | None) -> str:
 
 
 def _episode_differences(one: Any, other: Any) -> Iterator[tuple[Stage, str, str, str]]:
-    """At most one of each stage. Behind other tokens nothing else is compared but the reward, which is theirs."""
+    """(stage, place, one, other) of the differences of two episodes. After tokens that differ nothing more is compared,
+    because it follows from them.
+    """
     sampled = [[node for node in episode.nodes if node.is_sampled] for episode in (one, other)]
     for turn, (a, b) in enumerate(itertools.zip_longest(*sampled)):
         where = one.episode_id if len(sampled[0]) < 2 else f"{one.episode_id}, turn {turn + 1}"
@@ -182,12 +210,12 @@ def _episode_differences(one: Any, other: Any) -> Iterator[tuple[Stage, str, str
 
 
 def _trainer_difference(step: int, journals: Sequence[Journal], record: StepRecord) -> RunDifference | None:
-    """The first token to which the trainers gave other log-probs, where both runs recorded them
-    (`diagnostics.token_mismatch`), of a step whose rollouts are the same.
+    """The first token to which the trainers gave different log-probs, in a step whose rollouts are the same. None if
+    there is none, or if a run did not record them (`diagnostics.token_mismatch`).
     """
     try:
         one, other = (TokenGaps(journal.folder, step) for journal in journals)
-    except JournalError:  # the report of either run says so
+    except JournalError:  # the run's own report says so
         return None
     first: tuple[str, str, str] | None = None
     episodes = apart = 0
@@ -243,17 +271,13 @@ def _compare_metrics(one: RunRecord, other: RunRecord, found: RunComparison) -> 
     if found.metrics:
         name, step, a, b = found.metrics[0]
         count = f"{sum(metric[1] == step for metric in found.metrics)} metrics differ there"
-        found.found["metrics"] = RunDifference("metrics", step, name, _number(a), _number(b), count)
-
-
-def _number(value: float | None) -> str:
-    return "(none)" if value is None else f"{value:.9g}"
+        found.found["metrics"] = RunDifference("metrics", step, name, _value(a), _value(b), count)
 
 
 def _compare_weights(one: RunFolder, other: RunFolder, found: RunComparison) -> None:
-    """The earliest checkpoint of both runs in which a tensor differs, or their exported weights."""
+    """Compare the checkpoints that both runs have up to the first that differs, or without any the exported weights."""
     try:
-        # Imported here: it imports torch, which a login node may not have.
+        # Imported here because it imports torch, which a login node may not have.
         from gspo_mega.checkpoint.compare import differences
         from gspo_mega.checkpoint.tensor_sources import open_checkpoint
     except ImportError:
@@ -265,7 +289,9 @@ def _compare_weights(one: RunFolder, other: RunFolder, found: RunComparison) -> 
     for step, a, b in pairs:
         try:
             lines = list(
-                differences(open_checkpoint(a, _described(one)), open_checkpoint(b, _described(other)), _silent)
+                differences(
+                    open_checkpoint(a, _exported_folder(one)), open_checkpoint(b, _exported_folder(other)), _silent
+                )
             )
         except (CheckpointError, ModelError) as error:
             found.notes.append(f"the weights of step {step} are not compared: {error}")
@@ -291,7 +317,7 @@ def _common_checkpoints(one: RunFolder, other: RunFolder) -> list[int]:
     return sorted(steps[0] & steps[1])
 
 
-def _described(run: RunFolder) -> Path | None:
+def _exported_folder(run: RunFolder) -> Path | None:
     return run.huggingface_dir if (run.huggingface_dir / "config.json").is_file() else None
 
 
@@ -300,36 +326,17 @@ def _exported_step(run: RunFolder) -> int:
     return steps[-1] + 1 if steps else 0
 
 
-# Sections of the configuration that act on a stage; what is in none of them acts on training.
-_ACTS_ON: dict[Stage, tuple[str, ...]] = {
-    "prompts": ("run.seed", "data.", "batch.", "rollout.filter", "rollout.max_staleness"),
-    "tokens": ("run.seed", "rollout.", "episodes.", "server.", "model.", "precision", "publish."),
-    "versions": ("rollout.", "publish."),
-    "log-probs": ("server.", "model.", "precision", "publish.", "rollout."),
-    "rewards": ("reward", "data."),
-}
-# What only says where a run is, how it is watched, or what it keeps.
-_ACTS_ON_NOTHING = ("run.name", "run.dir", "checkpoint.", "journal.", "eval.", "watchdog.", "cluster.", "metrics.")
-_WHAT = {
-    "prompts": "the prompts, or their order",
-    "tokens": "the sampled tokens, from the same prompts",
-    "versions": "the weight versions that sampled the same tokens",
-    "log-probs": "the servers' log-probs of the same tokens",
-    "rewards": "the rewards of the same responses",
-    "trainer": "the trainer's log-probs of the same rollouts",
-    "metrics": "what training computed from the same rollouts",
-    "weights": "the weights, after the same metrics",
-}
+# --- in words -------------------------------------------------------------------------------------------------
 
 
 def acting_keys(comparison: RunComparison, stage: Stage) -> list[str]:
-    """The differing keys that can have made this difference."""
-    keys = [key for key, _, _ in comparison.configuration if not key.startswith(_ACTS_ON_NOTHING)]
-    return [key for key in keys if stage not in _ACTS_ON or key.startswith(_ACTS_ON[stage])]
+    """The differing keys that may have caused a difference in this stage."""
+    keys = [key for key, _, _ in comparison.configuration if not key.startswith(_KEYS_WITHOUT_EFFECT)]
+    return [key for key in keys if stage not in _KEYS_OF_STAGE or key.startswith(_KEYS_OF_STAGE[stage])]
 
 
 def cause(comparison: RunComparison) -> str:
-    """Why the runs part where they do; says so where the record does not tell."""
+    """A sentence about why the runs part where they do, or that the records do not show it."""
     first = comparison.first
     if first is None:
         if comparison.configuration:
@@ -344,28 +351,28 @@ def cause(comparison: RunComparison) -> str:
     if keys:
         return f"It follows from the configuration: {named}."
     if first.stage == "rewards" and "rewards" in comparison.made_by:
-        return "The reward's source or that of a module it imports is not the same."
+        return "The source of the reward, or of a module that it imports, is not the same."
     if first.stage == "prompts":
-        return "No key says why: the prompt file has other rows, or one run began elsewhere in them."
+        return "No key explains it: the prompt file has other rows, or one run began at another place in it."
     if first.stage == "tokens":
         changed = [kind for kind in comparison.made_by if kind in ("episode", "tools", "template")]
         if changed:
             return f"What makes an episode is not the same: {', '.join(changed)} (source, options or files)."
         return (
-            "Nothing that the runs record differs before: SGLang's sampling is not reproducible, so two runs of one"
-            " configuration part at their first sampled tokens. To compare training alone: gspo-mega train ..."
+            "Nothing recorded differs before this: SGLang's sampling is not reproducible, so two runs of one"
+            " configuration part at their first sampled tokens. To compare only training: gspo-mega train ..."
             " --from-rollouts RUN."
         )
     if comparison.versions:
         return f"The configurations agree; versions do not: {comparison.versions[0][0]} | {comparison.versions[0][1]}."
     if first.stage in ("trainer", "metrics", "weights"):
         return (
-            "The configurations and versions agree, and the rollouts up to there: what is left is the machine, the"
-            " code between releases, or memory that was damaged."
+            "The configurations and versions agree, and the rollouts up to there: what is left is the machine, code"
+            " that changed between releases, or damaged memory."
         )
     return (
         "The configurations and versions agree: what is left is the servers' machines, or weights that were not"
-        " published whole."
+        " completely published."
     )
 
 
@@ -377,7 +384,10 @@ def lines(comparison: RunComparison, one: str, other: str) -> list[str]:
     if first is None:
         text.append(f"same     {compared} compared")
     else:
-        text += [f"parted   in step {first.step}: {_WHAT[first.stage]} ({compared} compared)", *_cause_described(first)]
+        text += [
+            f"parted   in step {first.step}: {_STAGE_TEXTS[first.stage]} ({compared} compared)",
+            *_described_difference(first),
+        ]
     text.append(f"cause    {cause(comparison)}")
     text += _section("config", [f"{key}: {a} | {b}" for key, a, b in comparison.configuration])
     text += _section("versions", [f"{a} | {b}" for a, b in comparison.versions])
@@ -385,14 +395,14 @@ def lines(comparison: RunComparison, one: str, other: str) -> list[str]:
     if later:
         text += ["", "also"]
         for found in later:
-            text += [f"         step {found.step}: {found.stage}", *_cause_described(found)]
+            text += [f"         step {found.step}: {found.stage}", *_described_difference(found)]
     metrics = [f"step {step}  {name}: {_value(a)} | {_value(b)}" for name, step, a, b in comparison.metrics]
     text += _section("metrics, each where it first differs", metrics)
     text += _section("tensors", comparison.tensors)
     return [*text, *(["", *(f"note     {note}" for note in comparison.notes)] if comparison.notes else [])]
 
 
-def _cause_described(found: RunDifference) -> list[str]:
+def _described_difference(found: RunDifference) -> list[str]:
     both = (
         [f"           one    {found.one}", f"           other  {found.other}"]
         if found.other

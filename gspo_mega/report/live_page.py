@@ -1,7 +1,7 @@
-"""The report of runs that go on, over HTTP: the same page, to which new steps come without a reload. Read-only.
+"""The report of runs that go on, over HTTP: the same page, to which new steps are added without a reload. Read-only.
 
-Every request carries the token of this server, in its URL. The page asks for changes; the answer has the curves and the
-summary as they are now, and the trajectories of later steps than the page has. The server keeps nothing of its readers.
+Every request carries the token of this server in its URL. The page asks for changes. The answer has the present curves
+and summary, and the trajectories of the steps after those that the page has. The server keeps no state of its readers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hmac
 import json
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, cast
@@ -32,14 +32,16 @@ _HEADERS = {
 
 
 class LiveReport:
-    """The page of some runs' folders, and what has changed since. Raises ConfigError where one is no run's folder."""
+    """The page of some run folders, and what has changed since it was made. Raises ConfigError for a folder that is not
+    a run's.
+    """
 
     def __init__(self, paths: Sequence[str | Path]) -> None:
         self._folders = [RunFolder(read_run(path).path) for path in paths]
-        self._lock = threading.Lock()  # a large run is read once at a time
+        self._lock = threading.Lock()  # only one request at a time may read a large run
 
     def stamp(self) -> str:
-        """Another one whenever a file has changed that the page shows."""
+        """A text that changes whenever a file changes that the page shows."""
         digest = hashlib.sha256()
         for folder in self._folders:
             files = [folder.metrics_file, folder.config_file, folder.journal_dir]
@@ -56,6 +58,7 @@ class LiveReport:
         return digest.hexdigest()[:16]
 
     def page(self) -> str:
+        """The HTML of the page as the runs are now."""
         with self._lock:
             stamp = self.stamp()
             records = [read_run(folder.path) for folder in self._folders]
@@ -64,7 +67,9 @@ class LiveReport:
             return make_page(make_data(records, samples) | {"live": live}, packed, scripts=[LIVE_SCRIPT], connects=True)
 
     def changes(self, stamp: str, after: Sequence[int]) -> dict[str, Any] | None:
-        """What the page with this stamp lacks, None for nothing. `after`: its last step with trajectories, by run."""
+        """What the page with this stamp lacks, as JSON types, or None if it lacks nothing. `after`: the page's last
+        step with trajectories, for each run.
+        """
         with self._lock:
             now = self.stamp()
             if now == stamp:
@@ -77,7 +82,7 @@ class LiveReport:
 
 
 class LiveServer(BoundedServer):
-    """Serves a LiveReport at `url` while `serve_forever` runs. Raises OSError where it cannot listen."""
+    """Serves a LiveReport at `url` while `serve_forever` runs. Raises OSError if it cannot listen on the address."""
 
     def __init__(self, report: LiveReport, address: str = "127.0.0.1", port: int = 0) -> None:
         self.report, self.token = report, secrets.token_urlsafe(24)
@@ -104,9 +109,9 @@ class _Handler(BoundedHandler):
                 HTTPStatus.FORBIDDEN, "this server is not asked by that name: use the address that was printed\n"
             )
         elif split.path == "/":
-            self._made(live.report.page, "text/html; charset=utf-8")
+            self._answer_with(live.report.page, "text/html; charset=utf-8")
         elif split.path == "/changes":
-            self._made(lambda: self._changes(live.report, asked), "application/json")
+            self._answer_with(lambda: self._changes(live.report, asked), "application/json")
         else:
             self._answer(HTTPStatus.NOT_FOUND, "there is / and /changes\n")
 
@@ -115,10 +120,10 @@ class _Handler(BoundedHandler):
         found = report.changes(asked.get("stamp", ""), after)
         return None if found is None else json.dumps(found, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
-    def _made(self, make: Any, kind: str) -> None:
+    def _answer_with(self, make: Callable[[], str | None], kind: str) -> None:
         try:
             text = make()
-        except DataError as error:  # a line that is being written looks damaged; the next look finds it whole
+        except DataError as error:  # a line that is being written looks damaged; the next request finds it complete
             self._answer(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}\n")
         except ValueError:
             self._answer(HTTPStatus.BAD_REQUEST, "after: one whole number per run, with commas between\n")

@@ -1,7 +1,7 @@
-"""One HTML file from records: everything inside it, nothing fetched.
+"""The report of one or several runs as one HTML file. Everything is inside it, and it fetches nothing.
 
-Owns how data and assets are put together. What stands in the data never becomes HTML: it is JSON in a script tag of a
-type that no browser runs, with `<` escaped, and the page's code sets text only.
+Text from the data never becomes HTML: it is JSON in a script tag of a type that no browser runs, with `<` escaped, and
+the page's code only sets text. The scripts and styles are in `assets/`.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from gspo_mega.report.verdicts import as_json, phase_seconds, verdicts_of
 
 _ASSETS = Path(__file__).parent / "assets"
 _STYLES = ("uPlot.min.css", "report.css")
-# In this order: each uses what is before it.
+# In this order, because each script uses those before it.
 _SCRIPTS = ("uPlot.iife.min.js", "data.js", "charts.js", "curves.js", "tokens.js", "trajectories.js", "main.js")
-# After these where the page is served while the run goes on.
+# Comes after the others if the page is served while the run goes on.
 LIVE_SCRIPT = "live.js"
-# The compressed episodes of a page; with curves and code it stays below 5 MB.
+# The most bytes that the compressed episodes of a page take. With curves and code the page stays below 5 MB.
 MOST_EPISODE_BYTES = 3_600_000
 _MOST_TOKENS = 1_200_000
 
 
 def make_report(paths: Sequence[str | Path]) -> str:
-    """The HTML of one or several runs' folders."""
+    """The HTML of the report of one or several run folders. Raises ConfigError and DataError as `read_run`."""
     records = [read_run(path) for path in paths]
     samples, packed = make_episodes([RunFolder(record.path) for record in records])
     return make_page(make_data(records, samples), packed)
 
 
 def make_episodes(folders: Sequence[RunFolder], after: Sequence[int] | None = None) -> tuple[list[Sample], str]:
-    """The runs' episodes, fewer until they fit, and their compressed text. `after`: a step of each run, where more are
-    to follow; only later steps that the trainer has taken are read.
+    """The runs' episodes, so many that they fit into a page, and their compressed text. `after`: for a page to which
+    more steps are added later, a step of each run; then only later steps that the trainer has taken are read.
     """
     most = _MOST_TOKENS
     while True:
@@ -61,28 +61,30 @@ def make_episodes(folders: Sequence[RunFolder], after: Sequence[int] | None = No
 
 
 def pack(samples: Sequence[Sample]) -> str:
-    """JSON, deflated, in base64: a browser unpacks it."""
+    """The samples as JSON, deflated and in base64, which a browser can unpack."""
     value = [
         {"episodes": sample.episodes, "prompts": sample.prompts, "vocabulary": sample.vocabulary} for sample in samples
     ]
     text = json.dumps(_finite(value), ensure_ascii=False, separators=(",", ":"), default=str, allow_nan=False)
-    # A lone surrogate, which a broken tokenizer may leave in a text, is no UTF-8.
+    # A lone surrogate, which a broken tokenizer may leave in a text, cannot be encoded as UTF-8.
     return base64.b64encode(zlib.compress(text.encode("utf-8", "replace"), 9)).decode()
 
 
 def make_data(records: Sequence[RunRecord], samples: Sequence[Sample]) -> dict[str, Any]:
-    """What the page shows besides the trajectories: JSON types."""
+    """Everything that the page shows except the trajectories, as JSON types."""
     data = {
         "version": __version__,
         "created": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "runs": [_run(record, sample) for record, sample in zip(records, samples, strict=True)],
-        "metrics": _metrics(records),
+        "runs": [_run_data(record, sample) for record, sample in zip(records, samples, strict=True)],
+        "metrics": _metric_meanings(records),
     }
     return _finite(data)
 
 
 def make_page(data: dict[str, Any], packed: str, scripts: Sequence[str] = (), *, connects: bool = False) -> str:
-    """The HTML. `scripts`: assets after those of every page. `connects`: the page may ask its own server."""
+    """The HTML of a page. `scripts`: assets that come after those of every page. `connects`: the page may send requests
+    to its own server.
+    """
     own = "; connect-src 'self'" if connects else ""
     title = "gspo-mega report: " + ", ".join(run["name"] for run in data["runs"])
     return "\n".join(
@@ -90,7 +92,7 @@ def make_page(data: dict[str, Any], packed: str, scripts: Sequence[str] = (), *,
             "<!DOCTYPE html>",
             f'<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            # Nothing may be fetched from elsewhere, whatever stands in a text.
+            # Nothing may be fetched from elsewhere, even if a text asks for it.
             "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline';"
             f" script-src 'unsafe-inline'; img-src data:{own}\">",
             *(f"<style>{_asset(name)}</style>" for name in _STYLES),
@@ -105,14 +107,14 @@ def make_page(data: dict[str, Any], packed: str, scripts: Sequence[str] = (), *,
 
 
 def embedded(value: Any) -> str:
-    """JSON that cannot end the tag it stands in."""
+    """The value as JSON that cannot end the script tag that holds it."""
     text = json.dumps(_finite(value), ensure_ascii=False, separators=(",", ":"), default=str, allow_nan=False)
     safe = text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
     return safe.encode("utf-8", "replace").decode()
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN."""
+    """The value with NaN and infinite numbers replaced by None, because JSON has none."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -120,7 +122,7 @@ def _finite(value: Any) -> Any:
     return [_finite(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
-def _run(record: RunRecord, sample: Sample) -> dict[str, Any]:
+def _run_data(record: RunRecord, sample: Sample) -> dict[str, Any]:
     return {
         "name": record.name,
         "path": str(record.path),
@@ -128,7 +130,7 @@ def _run(record: RunRecord, sample: Sample) -> dict[str, Any]:
         "seed": record.settings.get("run.seed"),
         "steps": record.steps,
         "times": record.times,
-        "series": {name: [_short(value) for value in values] for name, values in record.series.items()},
+        "series": {name: [_rounded(value) for value in values] for name, values in record.series.items()},
         "verdicts": as_json(verdicts_of(record)),
         "marks": marks_of(record),
         "limits": {"mismatch.budget": record.settings.get("mismatch.budget")},
@@ -154,19 +156,19 @@ def _notes(record: RunRecord, sample: Sample) -> list[str]:
     return notes
 
 
-def _short(value: float | None) -> float | None:
+def _rounded(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.6g}")
 
 
-def _metrics(records: Sequence[RunRecord]) -> dict[str, list[str]]:
-    """Unit and meaning of every metric that occurs, where the catalogue knows it."""
+def _metric_meanings(records: Sequence[RunRecord]) -> dict[str, list[str]]:
+    """[unit, meaning] of every metric that occurs. If the catalogue does not know it, it is from another release."""
     found: dict[str, list[str]] = {}
     for name in sorted({name for record in records for name in record.series}):
         try:
             metric = find_metric(name)
             found[name] = [metric.unit, metric.description]
         except ValueError:
-            found[name] = ["", "of another release"]
+            found[name] = ["", "from another release"]
     return found
 
 

@@ -1,7 +1,7 @@
-"""What a run's folder says about the run as a whole: typed records, read while it runs or after.
+"""What a run's folder says about the run as a whole: metrics, attempts and configuration, as a `RunRecord` that
+`read_run` reads while the run goes on or afterwards. Reads nothing outside the folder, and starts nothing.
 
-Owns metrics, attempts and configuration of the report. Sampled episodes are `sampled_episodes.py`'s; what the numbers
-mean in words is `verdicts.py`'s. Reads nothing outside the folder, and starts nothing.
+`sampled_episodes.py` reads the episodes, and `verdicts.py` says in words what the numbers mean.
 """
 
 from __future__ import annotations
@@ -20,17 +20,21 @@ from gspo_mega.config.schema import Config
 from gspo_mega.config.strict_yaml import Document, parse
 from gspo_mega.launcher.attempt_state import read_state
 
-# More steps than this are thinned: a curve has no more pixels.
+# A curve shows at most this many points, because it has no more pixels. Longer runs are thinned.
 MOST_POINTS = 2_000
-# What a Config cannot be made without.
+# The keys that a configuration must give.
 _NEEDED = ("run.name", "model.path", "data.path", "algorithm", "reward.functions")
+
+_MOST_CONFIG_BYTES = 16 * 1024**2
 
 Series = list[float | None]
 
 
 @dataclass(frozen=True)
 class AttemptRecord:
-    """One start of the run. Times are unix seconds; `ended` is the last sign of life of its supervisor."""
+    """One start of the run. Times are unix seconds. `ended`: the last sign of life of its supervisor. `restart`: why
+    the attempt was started automatically, if it was.
+    """
 
     number: int
     state: str
@@ -43,10 +47,15 @@ class AttemptRecord:
 
 @dataclass
 class RunRecord:
-    """`steps`: ascending, the number of steps taken; `times`: unix seconds at which each was written. `series`: by
-    metric, a value for each of `steps`, None where the step has none. `every`: of how many steps one is shown; 1 up to
-    `MOST_POINTS` steps. `settings`: the resolved configuration by dotted key. `changed`: (key, value, default) of the
-    keys that are not at their defaults. `problems`: what could not be read.
+    """What a run's folder says about the run.
+
+    Attributes:
+        steps: the steps with metrics, ascending. `times`: the unix seconds at which each was written.
+        series: by metric, a value for each of `steps`, None if the step has none.
+        every: one of this many steps is kept; 1 up to `MOST_POINTS` steps.
+        settings: the resolved configuration by dotted key.
+        changed: (key, value, default) of the keys that are not at their defaults.
+        problems: what could not be read, as lines for the user.
     """
 
     path: Path
@@ -64,12 +73,9 @@ class RunRecord:
     problems: list[str] = field(default_factory=list)
 
 
-_MOST_CONFIG_BYTES = 16 * 1024**2
-
-
 def read_run(path: str | Path, now: float | None = None) -> RunRecord:
-    """The record of the run in `path`, the folder <run.dir>/<run.name>, finished or not; writes nothing. `now`: unix
-    seconds against which a supervisor's heartbeat is old; the clock's when absent.
+    """The record of the run in `path`, the folder <run.dir>/<run.name>, whether the run has finished or not. Writes
+    nothing. `now`: the unix seconds with which heartbeats are compared; by default those of the clock.
 
     Raises ConfigError for a folder that is not a run's, DataError for a damaged line of metrics. An unreadable attempt
     or configuration is named in `problems` instead.
@@ -82,23 +88,23 @@ def read_run(path: str | Path, now: float | None = None) -> RunRecord:
             " the folder <run.dir>/<run.name> of a run"
         )
     latest = attempts[-1] if attempts else None
-    record = RunRecord(folder.path, _short_name(folder.path), _text(latest.command_file) if latest else "")
+    record = RunRecord(folder.path, _short_name(folder.path), _text_or_empty(latest.command_file) if latest else "")
     _read_metrics(folder.metrics_file, record)
     for attempt in attempts:
         try:
-            record.attempts.append(_attempt(attempt, time.time() if now is None else now))
-        except (ValueError, TypeError, KeyError) as error:  # damaged, or of another release
+            record.attempts.append(_attempt_record(attempt, time.time() if now is None else now))
+        except (ValueError, TypeError, KeyError) as error:  # damaged, or from another release
             record.attempts.append(AttemptRecord(attempt.number, "unknown"))
             record.problems.append(f"{attempt.path}: its record cannot be read: {error}")
     if latest is not None:
-        record.versions, record.layout = _text(latest.versions_file), _text(latest.plan_file)
+        record.versions, record.layout = _text_or_empty(latest.versions_file), _text_or_empty(latest.plan_file)
     try:
         document = parse(read_text(folder.config_file, _MOST_CONFIG_BYTES))
         why = document.problems[0].text if document.problems else None
     except (OSError, ValueError) as error:
         document, why = Document(), str(error)
     if why is None and not isinstance(document.value, dict):
-        why = "it is no mapping"
+        why = "it is not a mapping"
     if why is None:
         record.settings = flat(document.value)
     else:
@@ -108,7 +114,7 @@ def read_run(path: str | Path, now: float | None = None) -> RunRecord:
 
 
 def _short_name(path: Path) -> str:
-    """The last two parts: many runs are named `train`."""
+    """The last two parts of the path, because many runs are named `train`."""
     return "/".join(path.parts[-2:])
 
 
@@ -124,8 +130,10 @@ def _read_metrics(path: Path, record: RunRecord) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The metrics of each step, the last value of each; an evaluation's are with the step that it measured. A torn end,
-    which a running or killed run has, is left out.
+    """The metrics of each step, ascending, with the last value of each. Those of an evaluation are in the step whose
+    weights it measured. A half-written last line, as of a running or killed run, is left out.
+
+    Raises DataError for a damaged line.
     """
     try:
         lines = read_bytes(path).splitlines(keepends=True)
@@ -150,7 +158,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [by_step[step] for step in sorted(by_step)]
 
 
-def _attempt(attempt: Attempt, now: float) -> AttemptRecord:
+def _attempt_record(attempt: Attempt, now: float) -> AttemptRecord:
     restart = read_json(attempt.restart_file)
     why = None if restart is None else f"{restart['why']}; because {restart['cause']}"
     state = read_state(attempt)
@@ -160,7 +168,7 @@ def _attempt(attempt: Attempt, now: float) -> AttemptRecord:
     return AttemptRecord(attempt.number, shown, state.started, state.heartbeat, state.host, state.error, why)
 
 
-def _text(path: Path) -> str:
+def _text_or_empty(path: Path) -> str:
     try:
         return read_text(path, errors="replace").strip()
     except OSError:
@@ -168,7 +176,7 @@ def _text(path: Path) -> str:
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted keys and their values; a list is a value."""
+    """The values of a nested mapping by dotted key. A list is a value."""
     if not isinstance(tree, dict):
         return {prefix: tree} if prefix else {}
     found: dict[str, Any] = {}
@@ -179,13 +187,15 @@ def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def differences(settings: dict[str, Any], defaults: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """(key, value, default) where they differ, in the order of the file. A key without a default has the default ``."""
+    """(key, value, default) of the keys whose value differs from the default, in the order of the file. The default is
+    "" for a key that has none.
+    """
     rows = []
     for key, value in settings.items():
         if (value in ([], {}, None) and key not in defaults) or (
             key.startswith("certify.") and not settings.get("certify.cases")
         ):
-            continue  # nothing was given there
+            continue  # the configuration gives nothing there
         default = defaults.get(key)
         if key in _NEEDED and key != "algorithm":
             rows.append((key, shown(value), ""))
@@ -195,11 +205,12 @@ def differences(settings: dict[str, Any], defaults: dict[str, Any]) -> list[tupl
 
 
 def shown(value: Any) -> str:
+    """A setting as text: a string as it is, and other values as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def schema_defaults() -> dict[str, Any]:
-    """Every default of the schema, by dotted key; of sections that are absent by default, those of their keys too."""
+    """Every default of the schema by dotted key, including the keys of sections that are absent by default."""
     found: dict[str, Any] = {}
     _add_defaults(Config, "", found)
     return found
@@ -217,7 +228,7 @@ def _add_defaults(model: Any, prefix: str, found: dict[str, Any]) -> None:
 
 
 def _section_of(annotation: Any) -> Any | None:
-    """The section that a field holds, or None for a value."""
+    """The class of the section that a field holds, or None if the field holds a value."""
     for candidate in (annotation, *getattr(annotation, "__args__", ())):
         if isinstance(candidate, type) and hasattr(candidate, "model_fields"):
             return candidate

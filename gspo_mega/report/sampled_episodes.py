@@ -1,8 +1,8 @@
-"""The episodes of a run's journal, chosen and made small enough for a page, with their tokens.
+"""The episodes of a run's journal with their tokens, chosen and made small enough for a page.
 
-Owns which steps and groups are shown and how an episode is written. A step's groups are taken whole, so that a group
-can be compared; the first groups of the journal are always the same ones for a run. The mismatch of single tokens is
-there where the run recorded it (`diagnostics.token_mismatch`).
+`sample_run` chooses the steps and groups that are shown; the functions after it write an episode with short keys. The
+groups of a step are taken whole, so that a group can be compared, and always from the first group on. The mismatch of
+single tokens is included if the run recorded it (`diagnostics.token_mismatch`).
 """
 
 from __future__ import annotations
@@ -25,17 +25,23 @@ from gspo_mega.data.journal.steps import StepRecord, TokenGaps, token_gaps_file
 
 logger = logging.getLogger(__name__)
 
-# Log-probs are whole numbers of this many nats: a page of a million tokens would otherwise be mostly digits.
+# Log-probs are written as whole numbers of this many nats. Otherwise a page of a million tokens would be mostly digits.
 LOG_PROB_UNIT = 0.001
-# A mismatch is the sign and how many sixteenths of a decade it is above this many nats: 7% of its size either way.
+# A mismatch is written as its sign and the number of sixteenths of a decade by which it is above this many nats, which
+# is exact to 7%.
 GAP_FLOOR, GAP_STEPS = 1e-7, 16
 
 
 @dataclass
 class Sample:
-    """`episodes`: JSON types, see `_episode`. `prompts`: by prompt id. `vocabulary`: the text of every token that
-    occurs, where the run has a tokenizer. `last_step`: the last one of the journal that was read. `problems`: steps
-    that could not be read, and why.
+    """The chosen episodes of a run.
+
+    Attributes:
+        episodes: JSON types, see `_episode`. `prompts`: by prompt id.
+        vocabulary: the text of every token that occurs, if the run has a tokenizer.
+        num_recorded: episodes in the shown steps. `num_steps`: steps in the journal.
+        last_step: the last step of the journal that was read, counted from 1.
+        problems: what could not be read or shown, and why.
     """
 
     episodes: list[dict[str, Any]] = field(default_factory=list)
@@ -57,23 +63,24 @@ class Sample:
 def sample_run(
     folder: RunFolder, most_tokens: int, most_steps: int = 200, *, after: int = 0, consumed: bool = False
 ) -> Sample:
-    """At most about `most_tokens` sampled tokens, spread evenly over at most `most_steps` steps; the first and the last
-    step are among them. A step that cannot be read is told of and left out. `after`: only later steps than this one.
-    `consumed`: only steps whose batch the trainer has taken, to which no episodes come any more, and whose tokens'
-    mismatch is there if the run records it.
+    """A sample of at most about `most_tokens` sampled tokens, spread evenly over at most `most_steps` steps that
+    include the first and the last. A step that cannot be read is named in `problems` and left out.
+
+    `after`: only steps after this one. `consumed`: only steps whose batch the trainer has taken. Such steps get no more
+    episodes, and the mismatch of their tokens is recorded if the run records it at all.
     """
     journal, sample = Journal(folder.journal_dir), Sample(last_step=after)
     steps = [step for step in journal.steps() if step + 1 > after]
     sample.num_steps = len(steps)
     chosen = evenly(steps, most_steps)
     share = most_tokens / max(1, len(chosen))
-    config = _config(folder, sample) if chosen else None
+    config = _load_config(folder, sample) if chosen else None
     ids: set[int] = set()
     measured = config is not None and config.diagnostics.token_mismatch
     records = _records(journal, chosen, sample, consumed=consumed)
     for record, is_last in _with_last(records):
         if consumed and measured and is_last and not token_gaps_file(journal.folder, record.step).exists():
-            break  # it is being trained on
+            break  # this step is being trained on
         sample.num_steps_shown += 1
         sample.last_step = record.step + 1
         _fill_advantages(record, config, sample)
@@ -94,7 +101,7 @@ def _records(journal: Journal, steps: Sequence[int], sample: Sample, *, consumed
 
 
 def _with_last(records: Iterator[StepRecord]) -> Iterator[tuple[StepRecord, bool]]:
-    """Each of them, and whether none follows."""
+    """Each record, and whether it is the last one."""
     held = next(records, None)
     while held is not None:
         following = next(records, None)
@@ -111,7 +118,7 @@ def _gaps(journal: Journal, step: int, sample: Sample) -> TokenGaps | None:
 
 
 def evenly(values: list[int], most: int) -> list[int]:
-    """At most `most` of the values, the first and the last among them."""
+    """At most `most` of the values, evenly chosen, including the first and the last."""
     if len(values) <= most:
         return values
     return [values[round(place * (len(values) - 1) / (most - 1))] for place in range(most)] if most > 1 else values[-1:]
@@ -132,7 +139,7 @@ def _add_step(record: StepRecord, share: float, sample: Sample, ids: set[int], g
 def _add_group(step: int, group: Group, sample: Sample, ids: set[int], gaps: TokenGaps | None) -> None:
     prompt = group.prompt
     sample.prompts.setdefault(
-        prompt.prompt_id, {"text": prompt.text, "answer": _text(prompt.answer), "source": prompt.source}
+        prompt.prompt_id, {"text": prompt.text, "answer": _answer_text(prompt.answer), "source": prompt.source}
     )
     for episode in group.episodes:
         sample.episodes.append(_episode(step, prompt.prompt_id, episode))
@@ -144,8 +151,9 @@ def _add_group(step: int, group: Group, sample: Sample, ids: set[int], gaps: Tok
 
 
 def _episode(step: int, prompt_id: str, episode: Episode) -> dict[str, Any]:
-    """Short keys, because there are thousands: s step, g group, p prompt, i id, r reward, c correct, a advantage,
-    t sampled tokens, f finish reason, e why it failed or was not scored, n nodes, k calls of tools.
+    """An episode as JSON types. The keys are short, because there are thousands of episodes: s step, g group, p prompt,
+    i id, r reward, c correct, a advantage, t number of sampled tokens, f finish reason, v weight versions, e why it
+    failed or was not scored, n nodes, k calls of tools.
     """
     rows = episode.rows() if episode.failure is None else []
     turns = episode.turns
@@ -183,8 +191,9 @@ def _episode(step: int, prompt_id: str, episode: Episode) -> dict[str, Any]:
 
 
 def _node(node: Node) -> dict[str, Any]:
-    """x text, t token ids, l log-probs in `LOG_PROB_UNIT`, v weight versions as [version, count], m messages, and where
-    it was recorded d, the mismatch of each token (`gap_codes`).
+    """A node of an episode as JSON types: t token ids, p parent if it is not the node before, m messages, x text, l
+    log-probs in `LOG_PROB_UNIT`, v weight versions as [version, count], f finish reason, r reward. `_add_group` adds d,
+    the mismatch of each token (`gap_codes`), if it was recorded.
     """
     value: dict[str, Any] = {"t": list(node.token_ids)}
     if node.parent != node.node_id - 1:
@@ -194,7 +203,7 @@ def _node(node: Node) -> dict[str, Any]:
     log_probs = np.asarray(node.log_probs, np.float64)
     value["x"] = node.text
     value["l"] = np.rint(log_probs / LOG_PROB_UNIT).astype(np.int64).tolist()
-    value["v"] = runs(list(node.weight_versions))
+    value["v"] = run_lengths(list(node.weight_versions))
     value["f"] = node.finish_reason
     if node.reward is not None:
         value["r"] = node.reward
@@ -202,15 +211,17 @@ def _node(node: Node) -> dict[str, Any]:
 
 
 def gap_codes(values: np.ndarray) -> list[int | None]:
-    """0 below `GAP_FLOOR`; None where nobody measured. values: [n] nats."""
+    """The codes of mismatches (`GAP_FLOOR`, `GAP_STEPS`): 0 below `GAP_FLOOR`, None for a value that was not measured.
+    `values`: [n] nats.
+    """
     size = np.minimum(np.abs(values.astype(np.float64)), np.finfo(np.float16).max)
     with np.errstate(divide="ignore", invalid="ignore"):
         codes = np.rint(np.maximum(0.0, np.log10(size / GAP_FLOOR) * GAP_STEPS + 1)) * np.sign(values)
     return [None if np.isnan(value) else int(code) for value, code in zip(values, codes, strict=True)]
 
 
-def runs(values: list[int]) -> list[list[int]]:
-    """[value, how often in a row]."""
+def run_lengths(values: list[int]) -> list[list[int]]:
+    """The values as [value, number of times in a row]."""
     found: list[list[int]] = []
     for value in values:
         if found and found[-1][0] == value:
@@ -220,17 +231,19 @@ def runs(values: list[int]) -> list[list[int]]:
     return found
 
 
-def _text(value: Any) -> str:
+def _answer_text(value: Any) -> str:
     return value if isinstance(value, str) else "" if value is None else str(value)
 
 
-def _config(folder: RunFolder, sample: Sample) -> Any | None:
-    """None where the configuration is of another release: then advantages are not known."""
+def _load_config(folder: RunFolder, sample: Sample) -> Any | None:
+    """The run's configuration. None if it is not one of this release; advantages are then not known."""
     try:
         return load_config(folder.config_file).config
     except ConfigError as error:
         first = str(error).splitlines()[0]
-        sample.problems.append(f"advantages are not shown, the configuration is not one of this release: {first}")
+        sample.problems.append(
+            f"advantages are not shown, because the configuration is not one of this release: {first}"
+        )
         return None
 
 
@@ -238,7 +251,7 @@ def _fill_advantages(record: StepRecord, config: Any | None, sample: Sample) -> 
     if record.batch is None or config is None:
         return
     try:
-        # Imported here: it imports torch, which a login node may not have.
+        # Imported here because it imports torch, which a login node may not have.
         from gspo_mega.train.batches import fill_advantages
     except ImportError:
         missing = "advantages are not shown: PyTorch is not installed here"
@@ -247,7 +260,7 @@ def _fill_advantages(record: StepRecord, config: Any | None, sample: Sample) -> 
         return
     scored = record.batch.scored(least_of_group(config))
     if scored.groups and critic_of(config) is not None:
-        missing = f"advantages are not shown: those of {config.algorithm} are of its critic's values"
+        missing = f"advantages are not shown: those of {config.algorithm} need its critic's values"
         if missing not in sample.problems:
             sample.problems.append(missing)
     elif scored.groups:
@@ -256,7 +269,9 @@ def _fill_advantages(record: StepRecord, config: Any | None, sample: Sample) -> 
 
 
 def texts_of(folder: RunFolder, sample: Sample, ids: set[int]) -> dict[int, str]:
-    """The text of each token, by the tokenizer of the run's exported or configured model; {} where none is there."""
+    """The text of each token by its id, from the tokenizer of the run's exported or configured model; empty without
+    one.
+    """
     file = next((path for path in _tokenizer_files(folder) if path.exists()), None)
     if not ids or file is None:
         if ids:

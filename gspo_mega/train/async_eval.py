@@ -1,8 +1,9 @@
-"""Evaluation while training goes on (`eval.blocking: false`): begun after a step, measured while later steps train.
+"""Evaluation while training goes on (`eval.blocking: false`): it begins after a step and runs while later steps train.
 
-Keeps which evaluations are due and unfinished (part of the run's state, so a checkpoint has them) and which weights
-each one measures. If its servers are lost, an evaluation begins again at the same weights, from the published version
-or from the checkpoint of its step. `rollout/eval_servers.py` takes servers from training. Rank 0 only.
+`AsyncEvaluations` keeps which evaluations are due and unfinished, and which weights each one measures. That list is
+part of the run's state, so a checkpoint has it. If an evaluation loses its servers, it begins again with the same
+weights, from the published version or from the checkpoint of its step. `rollout/eval_servers.py` takes servers from
+training. Rank 0 only.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from gspo_mega.train.rank0 import Rank0
 
 
-# The key of the run's summary that lists evaluations that are due and not over.
+# The key of the run's summary that lists the evaluations that are due or running.
 DUE = "evaluations_due"
 _MOST_TRIES = 3
 _CLOSE_SECONDS = 10.0
@@ -40,7 +41,9 @@ _POLL_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """The results of an evaluation, by the set's name. `num_begun`: how often it was begun. `seconds`: of the last."""
+    """The results of the evaluation of one step's weights. `found`: by the set's name. `num_begun`: how often it was
+    begun. `seconds`: how long the last attempt took.
+    """
 
     step: int
     found: dict[str, Evaluation]
@@ -51,7 +54,7 @@ class EvaluationResult:
 
 @dataclass
 class _Running:
-    """What a thread does for the evaluation `due`: measure it on `servers`, or, without, make the folder to load."""
+    """What a thread does for the evaluation `due`: measure on `servers`, or without servers make the folder to load."""
 
     due: dict[str, Any]
     servers: EvalServers | None
@@ -63,11 +66,13 @@ class _ClosedError(Exception):
 
 
 class _LostError(Exception):
-    """The weights are nowhere any more."""
+    """The weights to evaluate no longer exist anywhere."""
 
 
 class AsyncEvaluations:
-    """One at a time. `state`: the run's, whose summary has what is due. Close it before what `lead` has."""
+    """The asynchronous evaluations of a run; one runs at a time. `state`: the run's state, whose summary keeps what is
+    due. Close this object before the parts of `lead`.
+    """
 
     def __init__(self, config: Config, lead: Rank0, state: TrainState) -> None:
         assert config.eval is not None
@@ -83,74 +88,75 @@ class AsyncEvaluations:
 
     @property
     def steps_due(self) -> list[int]:
-        """The steps whose evaluation is not over."""
+        """The steps whose evaluation has not ended."""
         return [one["step"] for one in self._due]
 
     def versions(self) -> set[int]:
-        """The weight versions that may still be loaded for an evaluation: they stay on disk."""
+        """The weight versions that may still be loaded for an evaluation, so they must stay on disk."""
         return {one["weight_version"] for one in self._due}
 
-    def begin(self, step: int, weight_version: int, names: list[str], on_wait: Callable[[], None]) -> bool:
-        """Begin to measure the sets `names` with `weight_version`, which is committed and which training leaves next.
-        Waits for an earlier evaluation, calling `on_wait`; where that raises, this one is noted and begun later.
+    def start(self, step: int, weight_version: int, names: list[str], on_wait: Callable[[], None]) -> bool:
+        """Begin to measure the sets `names` with `weight_version`, the committed version, before training replaces it.
 
-        Returns False where no server can be spared now: the caller measures, and training stands still.
+        Waits for an earlier evaluation and calls `on_wait` while it waits. If `on_wait` raises, this evaluation stays
+        due and begins later. Returns False if no server can be spared now; the caller then evaluates while training
+        waits.
         """
         due = {"step": step, "weight_version": weight_version, "sets": names}
         self._due.append(due)
         while len(self._due) > 1:
-            self._poll_and_wait(on_wait)
+            self._poll_once(on_wait)
         if self._running is not None:
-            return True  # begun as soon as the earlier one was over
-        servers = self._set_aside(weight_version, loads=False)
+            return True  # `poll` began it as soon as the earlier one had ended
+        servers = self._reserve_servers(weight_version, loads=False)
         if servers is None and self._lead.rollouts.pool.servers_behind():
-            on_wait()  # it brings servers that are behind up to date, such as those of the evaluation before
-            servers = self._set_aside(weight_version, loads=False)
+            on_wait()  # it updates servers with older weights, such as those of the evaluation before
+            servers = self._reserve_servers(weight_version, loads=False)
         if servers is None:
             self._due.remove(due)
             self._lead.console(
-                f"notice   eval.blocking: fewer than 2 servers hold the weights of step {step} now; training stands"
-                " still while they are measured"
+                f"notice   eval.blocking: fewer than 2 servers hold the weights of step {step} now; training waits"
+                " while they are measured"
             )
             return False
         self._measure(due, servers, None)
         return True
 
     def poll(self) -> None:
-        """Note what has ended, and begin what is due. Not while a publish runs. Raises RewardError as an evaluation
-        that training waits for does.
+        """Collect the evaluation that has ended, and begin the next one that is due. Must not be called during a
+        publish. Raises RewardError as `Rollouts.evaluate`.
         """
         if self._running is not None and self._running.future.done():
             running, self._running = self._running, None
-            self._note(running)
+            self._finish(running)
         if self._running is None and self._due:
             self._begin_due(self._due[0])
 
-    def take(self) -> list[EvaluationResult]:
-        """What has ended since this was asked before, in the order of steps."""
+    def take_results(self) -> list[EvaluationResult]:
+        """The results of the evaluations that ended since the last call, in the order of steps."""
         measured, self._measured = self._measured, []
         return measured
 
-    def settle(self, on_wait: Callable[[], None]) -> None:
-        """Training is over: wait until everything is measured. Raises what `on_wait` raises."""
+    def wait_for_all(self, on_wait: Callable[[], None]) -> None:
+        """Training is over: wait until everything that is due has been measured. Raises what `on_wait` raises."""
         self._keep = 0
         while self._due:
-            self._poll_and_wait(on_wait)
+            self._poll_once(on_wait)
 
     def close(self) -> None:
-        """End what runs; what is due stays in the run's state."""
+        """End the running evaluation. What is due stays in the run's state."""
         self._is_closed = True
         if self._running is not None:
             concurrent.futures.wait([self._running.future], timeout=_CLOSE_SECONDS)
 
-    def _poll_and_wait(self, on_wait: Callable[[], None]) -> None:
+    def _poll_once(self, on_wait: Callable[[], None]) -> None:
         self.poll()
         on_wait()
         time.sleep(_POLL_SECONDS)
 
-    # --- what is begun -------------------------------------------------------------------------------------
+    # --- beginning an evaluation ------------------------------------------------------------------------------------
 
-    def _set_aside(self, weight_version: int, loads: bool) -> EvalServers | None:
+    def _reserve_servers(self, weight_version: int, loads: bool) -> EvalServers | None:
         most = self._config.rollout.max_concurrent_requests
         pool = self._lead.rollouts.pool
         return reserve_for_eval(pool, most, self._num_servers, weight_version, self._keep, loads)
@@ -158,27 +164,27 @@ class AsyncEvaluations:
     def _begin_due(self, due: dict[str, Any]) -> None:
         version = due["weight_version"]
         if self._lead.rollouts.pool.committed_version == version:
-            if (servers := self._set_aside(version, loads=False)) is not None:
+            if (servers := self._reserve_servers(version, loads=False)) is not None:
                 self._measure(due, servers, None)
             return
         if version not in self._folders:
-            self._begin(due, None, partial(self._folder_of, due))
-        elif (servers := self._set_aside(version, loads=True)) is not None:
+            self._run(due, None, partial(self._find_or_make_folder, due))
+        elif (servers := self._reserve_servers(version, loads=True)) is not None:
             self._measure(due, servers, self._folders[version])
 
     def _measure(self, due: dict[str, Any], servers: EvalServers, folder: Path | None) -> None:
         self._num_begun[due["step"]] = self._num_begun.get(due["step"], 0) + 1
-        self._begin(due, servers, partial(self._results, due["sets"], servers, folder))
+        self._run(due, servers, partial(self._evaluate, due["sets"], servers, folder))
 
-    def _begin(self, due: dict[str, Any], servers: EvalServers | None, work: Callable[[], Any]) -> None:
+    def _run(self, due: dict[str, Any], servers: EvalServers | None, work: Callable[[], Any]) -> None:
         self._running = _Running(due, servers, processes.begin("evaluation", work))
 
-    # --- in its thread -------------------------------------------------------------------------------------
+    # --- in the evaluation's thread --------------------------------------------------------------------
 
-    def _results(
+    def _evaluate(
         self, names: list[str], servers: EvalServers, folder: Path | None
     ) -> tuple[dict[str, Evaluation], float]:
-        """By the set's name, and the seconds that it took."""
+        """The results by the set's name, and the seconds that they took."""
         began = time.monotonic()
         try:
             if folder is not None:
@@ -186,16 +192,16 @@ class AsyncEvaluations:
             found = self._lead.rollouts.evaluate(self._check_open, names, servers=servers)
             return found, time.monotonic() - began
         finally:
-            with contextlib.suppress(RolloutError):  # the pool's thread has ended, and was reported
+            with contextlib.suppress(RolloutError):  # the pool's thread has ended, which was reported
                 servers.give_back()
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise _ClosedError
 
-    def _folder_of(self, due: dict[str, Any]) -> Path:
-        """A folder with the weights of an earlier version, as servers load it: the published one, that of the
-        start, or one made of the checkpoint of the step.
+    def _find_or_make_folder(self, due: dict[str, Any]) -> Path:
+        """A folder with the weights of an earlier version as servers load it: the published folder, the model that the
+        run started from, or a folder made from the checkpoint of the step. Raises _LostError if there is none.
         """
         published = self._versions.path(due["weight_version"])
         if published.is_dir():
@@ -216,22 +222,22 @@ class AsyncEvaluations:
     def _made_folder(self, weight_version: int) -> Path:
         return self._lead.run_folder.weights_dir / f"evaluated_{weight_version:08d}"
 
-    # --- what has ended ------------------------------------------------------------------------------------
+    # --- after the thread has ended -----------------------------------------------------------------------------------
 
-    def _note(self, running: _Running) -> None:
+    def _finish(self, running: _Running) -> None:
         due, step = running.due, running.due["step"]
         try:
             result = running.future.result()
         except _ClosedError:
             return
         except (RolloutError, PublishError) as error:
-            self._lead.console(f"warning  the evaluation of step {step} ended before it was over: {error}")
+            self._lead.console(f"warning  the evaluation of step {step} failed: {error}")
             if self._num_begun.get(step, 0) >= _MOST_TRIES:
                 self._give_up(due, f"it was begun {_MOST_TRIES} times")
         except (_LostError, GspoMegaError, OSError) as error:
             if running.servers is not None:
                 raise
-            self._give_up(due, f"weight version {due['weight_version']} cannot be had any more: {error}")
+            self._give_up(due, f"weight version {due['weight_version']} is no longer available: {error}")
         else:
             if running.servers is None:
                 self._folders[due["weight_version"]] = result

@@ -1,20 +1,12 @@
-"""From a rollout batch to every rank's shard: advantages, mini-batches, packs, global denominators.
+"""From a rollout batch to every rank's shard: advantages, mini-batches, packs, global denominators. Runs on rank 0,
+which is the only rank that sees the whole batch. Uses no process group; `scatter.py` sends the shards.
+
+The order of use is: `scored_batch` leaves out what has no reward, `fill_advantages` sets the advantages of the rows,
+and `assemble` makes the mini-batches of every rank. `assemble_supervised` does the same for demonstrations.
 
 A row is what is packed: a branch of an episode, or a turn. The rows of an episode are in one mini-batch, on any
-data-parallel ranks, and what is counted is episodes.
-
-Runs on rank 0, which alone sees the whole batch. Uses no process group; sending is `train/scatter.py`'s.
-
-From the rewards of episodes and of their turns to a reward for every token of their rows, and whether a row was cut
-off: what a critic's advantages are made of.
-
-Owns which token has which reward; the maths is `algorithm/advantages.py`'s. A row is a path to one of the episode's
-ends: it has the rewards of the turns that it trains, and behind its last one what is left of the episode's.
-
-From the rewards of episodes and of their turns to an advantage for every token of their rows.
-
-Owns which turn has which reward and where its advantage goes; the returns and their normalisation are
-`algorithm/advantages.py`'s.
+data-parallel ranks, and statistics count episodes. `algorithm/advantages.py` has the mathematics; this file decides
+which token gets which reward or advantage.
 """
 
 from __future__ import annotations
@@ -38,12 +30,89 @@ from gspo_mega.data.demonstrations import Demonstration
 from gspo_mega.data.packing import RankPlan, build_micro_batch, plan_rollout_batch
 from gspo_mega.plan.layout import Layout
 
+# For the message of `scored_batch`: what a group needs, by `least_of_group`.
+_AT_LEAST = {1: "a reward", 2: "two rewards"}
+
+
+@dataclass
+class MiniBatch:
+    """One data-parallel rank's part of one optimizer step. The loss is divided by `denominator`, which is counted over
+    all ranks; the loss of the critic, if there is one, by `value_denominator`.
+    """
+
+    denominator: float
+    micro_batches: list[MicroBatch]
+    value_denominator: float = 0.0
+
+    def to_wire(self) -> dict[str, Any]:
+        return {**vars(self), "micro_batches": [dict(vars(m)) for m in self.micro_batches]}
+
+    @classmethod
+    def from_wire(cls, value: dict[str, Any]) -> MiniBatch:
+        return cls(**{**value, "micro_batches": [MicroBatch(**m) for m in value["micro_batches"]]})
+
+
+def scored_batch(batch: RolloutBatch, config: Config) -> RolloutBatch:
+    """The part of a batch that a step trains on: the episodes with a reward, in groups of at least two, or of at least
+    one if advantages are not relative to the group. Their rows are their branches, or their turns with
+    `objective.scope: turn`.
+
+    The other episodes enter no statistic of their group and no denominator. A failed scoring is not an outcome of the
+    policy, unlike a response that the mismatch correction rejects; if it counted in the denominator, failures of the
+    scorer would shrink the step. Raises RewardError if nothing is left.
+    """
+    scored = batch.scored(least_of_group(config))
+    if not scored.groups:
+        failed = [
+            f"\n  {one.episode_id} ({one.prompt.prompt_id}): {one.reward_error}"
+            for one in batch.episodes
+            if not one.is_scored
+        ]
+        raise RewardError(
+            f"step {batch.step + 1}: no group of its rollout batch has {_AT_LEAST[least_of_group(config)]}. The first"
+            f" failures:{''.join(failed[:5])}"
+        )
+    return scored.by_turn() if config.objective.scope == "turn" else scored
+
+
+def fill_advantages(batch: RolloutBatch, config: Config, step: int) -> None:
+    """Set `advantage` of every row of a scored batch from the rewards of its group's episodes (arXiv:2507.18071, Eq.
+    6). With `advantage.turns: return_to_go` each row also gets `token_advantages`, and `advantage` is their mean. With
+    a critic, the advantages need its values and are not known yet, so the rows get `token_rewards` instead.
+
+    `reward.permute_in_batch` first shuffles the episodes' rewards over the whole batch, so that the policy cannot learn
+    from them, as the control of an experiment. Rewards of turns are then left out.
+    """
+    episodes = batch.episodes
+    rewards = np.array([episode.reward for episode in episodes], dtype=np.float64)
+    if config.reward.permute_in_batch:
+        rewards = np.random.default_rng((config.run.seed, step)).permutation(rewards)
+    if critic_of(config) is not None:
+        fill_token_rewards(episodes, rewards.tolist(), config)
+        return
+    if config.advantage.turns == "return_to_go":
+        fill_turn_advantages(episodes, rewards.tolist(), config)
+        return
+    advantages = group_advantages(
+        torch.from_numpy(rewards),
+        torch.tensor([episode.group_id for episode in episodes]),
+        std_ddof=config.advantage.std_ddof,
+        divide_by_std=config.advantage.divide_by_std,
+        baseline=config.advantage.baseline,
+        std_over=config.advantage.std_over,
+    )
+    for episode, advantage in zip(episodes, advantages.tolist(), strict=True):
+        for row in episode.rows():
+            row.advantage, row.token_advantages = advantage, None
+
 
 def fill_token_rewards(episodes: Sequence[Episode], rewards: Sequence[float], config: Config) -> None:
-    """Set `token_rewards` and `is_truncated` of every row of the scored `episodes`. Their `advantage` is not known yet.
+    """Set `token_rewards` and `is_truncated` of every row of the scored `episodes`, and clear their `advantage`, which
+    is not known yet. `rewards`: the total of each episode.
 
-    `rewards`: the total of each episode. What is left of it besides the rewards of its turns is the last token's of
-    every row. With `reward.permute_in_batch` the totals are others' and the turns have no rewards of their own.
+    A row is a path to one of the episode's ends. The last token of each turn that the row trains gets that turn's
+    reward, and the last token of the row also gets what is left of the total besides the rewards of turns. With
+    `reward.permute_in_batch` the totals are those of other episodes, and the turns have no rewards of their own.
     """
     for episode, total in zip(episodes, rewards, strict=True):
         given = {node.node_id: node.reward or 0.0 for node in episode.turns}
@@ -65,15 +134,15 @@ def fill_token_rewards(episodes: Sequence[Episode], rewards: Sequence[float], co
 
 
 def fill_turn_advantages(episodes: Sequence[Episode], rewards: Sequence[float], config: Config) -> None:
-    """Set `token_advantages` of every row of the scored `episodes`, and `advantage` to its mean over the row's own
-    tokens; 0 where it has none.
+    """Set `token_advantages` of every row of the scored `episodes`, and `advantage` to their mean over the row's own
+    tokens, or to 0 if the row has none. `rewards`: the total of each episode.
 
-    `rewards`: the total of each episode. What is left of it besides the rewards of its turns belongs to the last turn
-    of every branch. With `reward.permute_in_batch` the totals are others' and the turns have no rewards of their own.
+    What is left of the total besides the rewards of turns belongs to the last turn of every branch. With
+    `reward.permute_in_batch` the totals are those of other episodes, and the turns have no rewards of their own.
     """
     own_rewards: list[float] = []
     parents: list[int] = []
-    places: list[dict[int, int]] = []  # of each episode's turns, by node
+    places: list[dict[int, int]] = []  # for each episode, the index of its turns by node id
     owners: list[int] = []
     for number, (episode, total) in enumerate(zip(episodes, rewards, strict=True)):
         place_of = {node.node_id: len(own_rewards) + k for k, node in enumerate(episode.turns)}
@@ -113,82 +182,9 @@ def fill_turn_advantages(episodes: Sequence[Episode], rewards: Sequence[float], 
             row.token_advantages, row.advantage = values, total / max(count, 1)
 
 
-@dataclass
-class MiniBatch:
-    """One data-parallel rank's part of one optimizer step. `denominator` is global: the loss is divided by it;
-    `value_denominator`: the critic's loss, where there is one."""
-
-    denominator: float
-    micro_batches: list[MicroBatch]
-    value_denominator: float = 0.0
-
-    def to_wire(self) -> dict[str, Any]:
-        return {**vars(self), "micro_batches": [dict(vars(m)) for m in self.micro_batches]}
-
-    @classmethod
-    def from_wire(cls, value: dict[str, Any]) -> MiniBatch:
-        return cls(**{**value, "micro_batches": [MicroBatch(**m) for m in value["micro_batches"]]})
-
-
-_AT_LEAST = {1: "a reward", 2: "two rewards"}
-
-
-def fill_advantages(batch: RolloutBatch, config: Config, step: int) -> None:
-    """Set `advantage` of every row of a scored batch from the rewards of its group's episodes (arXiv:2507.18071, Eq.
-    6), and with `advantage.turns: return_to_go` its `token_advantages`; its `advantage` is then their mean.
-    With a critic, whose values they need, they are not known yet: the rows get `token_rewards` instead.
-
-    `reward.permute_in_batch` first shuffles the episodes' rewards over the whole batch, so that the policy cannot learn
-    from them: the control of an experiment. Rewards of turns are then left out.
-    """
-    episodes = batch.episodes
-    rewards = np.array([episode.reward for episode in episodes], dtype=np.float64)
-    if config.reward.permute_in_batch:
-        rewards = np.random.default_rng((config.run.seed, step)).permutation(rewards)
-    if critic_of(config) is not None:
-        fill_token_rewards(episodes, rewards.tolist(), config)
-        return
-    if config.advantage.turns == "return_to_go":
-        fill_turn_advantages(episodes, rewards.tolist(), config)
-        return
-    advantages = group_advantages(
-        torch.from_numpy(rewards),
-        torch.tensor([episode.group_id for episode in episodes]),
-        std_ddof=config.advantage.std_ddof,
-        divide_by_std=config.advantage.divide_by_std,
-        baseline=config.advantage.baseline,
-        std_over=config.advantage.std_over,
-    )
-    for episode, advantage in zip(episodes, advantages.tolist(), strict=True):
-        for row in episode.rows():
-            row.advantage, row.token_advantages = advantage, None
-
-
-def scored_batch(batch: RolloutBatch, config: Config) -> RolloutBatch:
-    """What a step trains on: the episodes with a reward, in groups of at least two, or where advantages
-    are not relative to their group one. Their rows are their branches, or their turns with `objective.scope: turn`.
-
-    The others enter no statistic of their group and no denominator. A failed scoring is no outcome of the policy,
-    unlike a response that the mismatch correction rejects; if it counted in the denominator, failures of the scorer
-    would shrink the step. Raises RewardError where nothing is left.
-    """
-    scored = batch.scored(least_of_group(config))
-    if not scored.groups:
-        failed = [
-            f"\n  {one.episode_id} ({one.prompt.prompt_id}): {one.reward_error}"
-            for one in batch.episodes
-            if not one.is_scored
-        ]
-        raise RewardError(
-            f"step {batch.step + 1}: no group of its rollout batch has {_AT_LEAST[least_of_group(config)]}. The first"
-            f" failures:{''.join(failed[:5])}"
-        )
-    return scored.by_turn() if config.objective.scope == "turn" else scored
-
-
 def plan_batch(batch: RolloutBatch, config: Config, layout: Layout, step: int) -> list[RankPlan]:
-    """The rows of `batch` that each data-parallel rank works on, by mini-batch and pack. A batch of fewer episodes than
-    mini-batches has one mini-batch for each.
+    """The rows of `batch` that each data-parallel rank works on, by mini-batch and pack. If the batch has fewer
+    episodes than `batch.num_mini_batches`, it has one mini-batch per episode.
     """
     num_mini_batches = min(config.batch.num_mini_batches, len(batch.episodes))
     lengths = [t.num_tokens for t in batch.trajectories]
@@ -230,11 +226,11 @@ def assemble(
     plans: list[RankPlan] | None = None,
     weight_version: int | None = None,
 ) -> list[list[MiniBatch]]:
-    """Mini-batches of every data-parallel rank for `batch`, whose advantages are filled: [data rank][mini-batch].
+    """The mini-batches of every data-parallel rank for `batch`, whose advantages are filled: [data rank][mini-batch].
 
-    `trajectory_index` of the packs is the row in `batch.trajectories`. `plans`: a packing other than `plan_batch`'s,
-    which leaves the rows of an episode together in a mini-batch. `weight_version`: of the weights that are trained;
-    None where it does not matter. Routed experts are `data.expert_routes`'s to add.
+    `trajectory_index` of the packs is the row in `batch.trajectories`. `plans`: use this packing instead of the one of
+    `plan_batch`; it must keep the rows of an episode together in a mini-batch. `weight_version`: the version of the
+    weights that are trained; None if it does not matter. Routed experts are added later, by `Parcels`.
     """
     trajectories, episode_of = batch.trajectories, _episode_of_rows(batch)
     plans = plans or plan_batch(batch, config, layout, step)
@@ -249,7 +245,7 @@ def assemble(
     if critic is not None:
         by_sequence, by_token = (*by_sequence, "truncated"), ("token_rewards",)
         for record in records:
-            record["advantage"] = 0.0  # until its values are known
+            record["advantage"] = 0.0  # until the critic's values are known
     versions = sorted({v for t in trajectories for v in _versions_of(t)})
     if len(versions) > 1 or (weight_version is not None and versions not in ([], [weight_version])):
         by_token = (*by_token, "version_index")
@@ -288,8 +284,8 @@ def assemble(
 def assemble_supervised(
     demonstrations: list[Demonstration], config: Config, layout: Layout, step: int
 ) -> list[list[MiniBatch]]:
-    """One mini-batch of demonstrations for every data-parallel rank; the loss is the mean over the tokens of the
-    assistant's, whatever the number of turns.
+    """One mini-batch of demonstrations for every data-parallel rank. The loss is the mean over the assistant's tokens,
+    regardless of the number of turns.
     """
     rows = [row for demonstration in demonstrations for row in demonstration.rows]
     records = [
@@ -314,7 +310,9 @@ def _packed(
     sequence_keys: tuple[str, ...] = (),
     token_keys: tuple[str, ...] = (),
 ) -> list[list[MicroBatch]]:
-    """The micro-batches of every data-parallel rank, the same number on each, from its packs of rows of `records`."""
+    """The micro-batches of every data-parallel rank, the same number on each. `packs_of`: the rows of `records` in each
+    pack, by rank.
+    """
 
     def build(rows: list[int], pack_multiple: int) -> MicroBatch:
         return build_micro_batch(
@@ -334,7 +332,7 @@ def _packed(
 
 
 def _versions_of(trajectory: Trajectory) -> list[int]:
-    """The versions of the tokens that are trained."""
+    """The weight versions of the tokens that are trained, sorted."""
     versions = np.asarray(trajectory.weight_versions, np.int64)
     return np.unique(versions[np.asarray(trajectory.response_mask, bool)]).tolist()
 

@@ -1,7 +1,8 @@
-"""The run's state to disk and back: where a run continues from, its checkpoints, its Hugging Face exports.
+"""The run's state to disk and back: what a run continues from (`restore`), its checkpoints and its Hugging Face exports
+(`Saving`).
 
-Owns which state needs no checkpoint, and what follows once one is committed. The files are
-`gspo_mega.checkpoint`'s and `gspo_mega.checkpoint`'.
+This file decides when a checkpoint is not needed, and what follows once one is committed. `gspo_mega.checkpoint` reads
+and writes the files.
 """
 
 from __future__ import annotations
@@ -47,17 +48,17 @@ def restore(
     say: Callable[[str], None],
     critic: CriticEngine | None = None,
 ) -> tuple[TrainState, Path | None]:
-    """Fill the engine from the run's latest checkpoint, or from `model.weights` or `model.path`; with `lora` what is
-    not trained is always from there. The critic, where there is one, is from that checkpoint or from its own folder.
-    Collective.
+    """Load the engine's weights from the run's latest checkpoint, or without one from `model.weights` or `model.path`.
+    With `lora`, the weights that are not trained always come from the latter. The critic, if there is one, is loaded
+    from the same checkpoint or from its own folder. Collective.
 
-    Returns the run's state, and the checkpoint if there is one. `say` gets the warnings for the user, before anything
-    is loaded. Raises CheckpointError as `find_checkpoint` and `load_checkpoint` do.
+    Returns the run's state, and the checkpoint if there is one. `say` gets the warnings for the user before anything is
+    loaded. Raises CheckpointError as `find_checkpoint` and `load_checkpoint` do.
     """
     checkpoint, warnings = find_checkpoint(run_folder, engine.groups)
     for warning in warnings:
         say(warning)
-    look_at_carried_layers(Path(config.model.path), engine.spec, engine.groups, say)
+    check_carried_layers(Path(config.model.path), engine.spec, engine.groups, say)
 
     def load_start(model: TrainedModel) -> None:
         if isinstance(model, CriticEngine):
@@ -74,7 +75,7 @@ def restore(
     if checkpoint is not None and config.lora is None:
         return load_checkpoint(checkpoint, engine, critic, begin), checkpoint
     load_start(engine)
-    if checkpoint is not None:  # it has the adapters alone
+    if checkpoint is not None:  # with `lora` it holds only the adapters
         return load_checkpoint(checkpoint, engine), checkpoint
     start_of_adapters(engine)
     engine.after_weights_loaded()
@@ -83,9 +84,11 @@ def restore(
     return TrainState(), None
 
 
-def look_at_carried_layers(folder: Path, spec: ModelSpec, groups: ParallelGroups, say: Callable[[str], None]) -> None:
-    """Refuse, before anything is trained, a model's folder whose layers for multi-token prediction could not be
-    exported, with ModelError on every rank; say it where the folder has none of those that it names. Collective.
+def check_carried_layers(folder: Path, spec: ModelSpec, groups: ParallelGroups, say: Callable[[str], None]) -> None:
+    """Check before training that the model's layers for multi-token prediction can be exported. Collective.
+
+    Raises ModelError on every rank if they cannot. Tells the user if the folder has no tensors for the layers that its
+    config.json names.
     """
     if not spec.num_ignored_layers:
         return
@@ -103,7 +106,9 @@ def look_at_carried_layers(folder: Path, spec: ModelSpec, groups: ParallelGroups
 
 
 class Saving:
-    """Checkpoints and exports of a run; one on every rank. `resumed_from`: the checkpoint that holds `state` now."""
+    """The checkpoints and exports of a run; one object on every rank. `resumed_from`: the checkpoint that holds `state`
+    at the start, if there is one.
+    """
 
     def __init__(
         self,
@@ -118,7 +123,7 @@ class Saving:
         gpus: Gpus,
         critic: CriticEngine | None = None,
     ) -> None:
-        """Removes what an interrupted save left. Collective."""
+        """Removes what an interrupted save left behind. Collective."""
         self._run_folder, self._engine, self._state = run_folder, engine, state
         self._ranks, self._lead, self._phases, self._gpus = ranks, lead, phases, gpus
         self._critic = critic
@@ -131,49 +136,52 @@ class Saving:
     def checkpoint(self) -> None:
         """Save the run's state. Collective.
 
-        Does nothing before the first optimizer step, where a fresh start lacks nothing, and where the last checkpoint
-        has this very state: a stop right after a checkpoint must not put that one at risk. Raises FolderError on rank 0
-        where another start of the run holds its folder.
+        Does nothing before the first optimizer step, because a fresh start has the same state, and if the last
+        checkpoint already holds this state: a stop right after a checkpoint must not put that checkpoint at risk.
+        Raises FolderError on rank 0 if a later start of the run has taken over its folder.
         """
         if self._state.num_optimizer_steps == self._state.num_critic_steps == 0:
             return
         if self._lead is not None:
-            self._lead.check_held()
+            self._lead.check_newest_attempt()
         with self._phases.phase("checkpoint"):
             if self._lead is not None:
-                self._lead.source.note(self._state)
+                self._lead.source.save_position(self._state)
             state = asdict(self._state)
             if self._ranks.agree(state != self._saved_state):
-                self._gpus.turn("train")
-                self._note(self._saver.save(self._state))
+                self._gpus.switch_to("train")
+                self._record(self._saver.save(self._state))
                 self._saved_state = state
 
     def poll(self, wait: bool = False) -> None:
-        """Commit the save that is written beside the training, once it is, or now with `wait`. Collective."""
+        """Commit the save that is written while training goes on, if it is complete. `wait`: wait until it is.
+        Collective.
+        """
         with self._phases.phase("checkpoint"):
-            self._note(self._saver.finish() if wait else self._saver.poll())
+            self._record(self._saver.finish() if wait else self._saver.poll())
 
-    def _note(self, reports: list[SaveReport]) -> None:
+    def _record(self, reports: list[SaveReport]) -> None:
         for report in reports:
             self._seconds = {
                 "time/checkpoint/pause_seconds": report.pause_seconds,
                 "time/checkpoint/write_seconds": report.write_seconds,
             }
             if self._lead is not None:
-                self._lead.source.is_durable(report.folder)
+                self._lead.source.on_checkpoint_saved(report.folder)
 
     def take_seconds(self) -> dict[str, float]:
-        """The times of the save that was committed last, as metrics; each save's are returned once."""
+        """The times of the last committed save, in seconds, as metrics. The times of a save are returned once."""
         seconds, self._seconds = self._seconds, {}
         return seconds
 
     def export(self, folder: Path | None = None) -> None:
-        """Write the weights as a Hugging Face folder, by default `hf` in the run folder: the run's result. Adapters are
-        merged into it, and the result's are a PEFT folder too, `adapter`; a critic is beside the result, `critic`.
-        Collective.
+        """Write the weights as a Hugging Face folder. Collective.
+
+        The default folder is `hf` in the run folder, the run's result. Adapters are merged into the weights. With the
+        result, adapters are also written as a PEFT folder, `adapter`, and a critic as the folder `critic`.
         """
         engine = self._engine
-        self._gpus.turn("train")
+        self._gpus.switch_to("train")
         with self._phases.phase("checkpoint"):
             export_huggingface(
                 folder or self._run_folder.huggingface_dir,

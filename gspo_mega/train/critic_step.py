@@ -1,7 +1,8 @@
-"""What PPO's critic does in a step: values of the whole rollout batch, advantages into its packs, value steps.
+"""What PPO's critic does in a step: it values the whole rollout batch, writes advantages into the packs, and trains on
+them.
 
-Owns the order of these acts, and a rank's part of what the step says of them. The passes are `engine/critic.py`'s, the
-advantages `engine/critic.py`'s; which number gets which name is `reports.py`'s.
+`CriticStep` does this on every rank, in this order. It also collects the rank's part of the step's report, which
+`reports.py` turns into metrics. `engine/critic.py` has the passes and the estimation of advantages.
 """
 
 from __future__ import annotations
@@ -30,23 +31,28 @@ from gspo_mega.train.batches import MiniBatch
 
 
 def build_critic(config: Config, spec: ModelSpec, groups: ParallelGroups) -> CriticEngine:
-    """The critic of a training run, without weights. Collective.
+    """The critic of a training run, before its weights are loaded. Collective.
 
-    Raises ModelError where its folder has another shape than the policy, whose layout, packs and vocabulary it uses.
+    Raises ModelError if its folder does not have the policy's shape, because it uses the policy's layout, packs and
+    vocabulary.
     """
     assert config.train is not None
     path = critic_path(config)
-    if other := shape_differences(read_critic_spec(path), spec):
-        raise ModelError(f"critic.path {path} has another shape than the policy: {', '.join(other)}")
+    if different := shape_differences(read_critic_spec(path), spec):
+        raise ModelError(f"critic.path {path} does not have the policy's shape: {', '.join(different)}")
     return CriticEngine(critic_config(config), spec, groups, config.train.num_steps * config.batch.num_mini_batches)
 
 
 @dataclass
 class CriticPart:
-    """One rank's part of a step's report. `old_sums` [6]: `VALUE_SUMS` of the values that the advantages were made
-    with; `step_sums` [mini-batches, 8]: of each value step (`CriticEngine.train_mini_batch`); `penalty` [2]: sum of
-    log policy - log reference over tokens, and their number. `rows`, `advantages`: the mean advantage of the tokens of
-    a row of the rollout batch, on one rank for each row.
+    """One rank's part of a step's report.
+
+    Attributes:
+        old_sums: [6] float64, `VALUE_SUMS` of the values that the advantages were computed with.
+        step_sums: [mini-batches, 8] float64, the sums of each value step (`CriticEngine.train_mini_batch`).
+        penalty: [2] float64, the sum of log policy - log reference over tokens in nats, and the number of tokens.
+        rows, advantages: rows of the rollout batch, int64, and the mean advantage of their tokens, float64. Each row is
+            on one rank.
     """
 
     old_sums: np.ndarray = field(default_factory=lambda: np.zeros(6))
@@ -57,7 +63,7 @@ class CriticPart:
 
 
 def estimator_of(settings: Critic, std_ddof: int) -> AdvantageEstimator:
-    """How a run with this section estimates advantages; `std_ddof`: `advantage.std_ddof`."""
+    """The estimator of advantages for these settings. `std_ddof`: `advantage.std_ddof`."""
     return AdvantageEstimator(
         discount=settings.gamma,
         trace=settings.gae_lambda,
@@ -69,7 +75,9 @@ def estimator_of(settings: Critic, std_ddof: int) -> AdvantageEstimator:
 
 
 def value_coefficients(settings: Critic, mini_batch: MiniBatch, returns: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What weighs each sequence in the value loss, [S] float64, one tensor per pack with `returns` on their device."""
+    """The weight of each sequence in the value loss: one tensor [S] float64 per pack that has `returns`, on the device
+    of these.
+    """
     averaged = ObjectiveSettings(aggregation=settings.aggregation)
     coefficients = []
     for pack, own in zip(mini_batch.micro_batches, returns, strict=False):
@@ -81,7 +89,9 @@ def value_coefficients(settings: Critic, mini_batch: MiniBatch, returns: Sequenc
 
 
 class CriticStep:
-    """The critic's part of one step, on every rank. `results`: of its optimizer steps."""
+    """The critic's part of one step, on every rank. `results`: the results of its optimizer steps. `part`: this rank's
+    part of the report.
+    """
 
     def __init__(self, engine: CriticEngine, settings: Critic, std_ddof: int) -> None:
         self._engine, self._settings, self._groups = engine, settings, engine.groups
@@ -97,9 +107,11 @@ class CriticStep:
         old: Sequence[OldState | None],
         reference: Sequence[list[torch.Tensor] | None],
     ) -> None:
-        """Values under the critic's present weights, and from them the advantages of every pack. Collective.
+        """Compute the values under the critic's present weights, and from them the advantages of every pack.
+        Collective.
 
-        `old`, `reference`: as the policy's steps get them; needed for a penalty in the rewards alone.
+        `old`, `reference`: log-probs per mini-batch, as for the policy's steps. They are needed only for a KL penalty
+        in the rewards.
         """
         for mini_batch, before, frozen in zip(mini_batches, old, reference, strict=True):
             packs = mini_batch.micro_batches
@@ -109,12 +121,12 @@ class CriticStep:
                 rewards = [TokenRewards.from_pack(pack) for pack in packs]
                 log_probs = self._log_probs(before, frozen)
                 returns = estimate_returns(packs, values, rewards, self._estimator, self._groups, log_probs)
-                self._note(packs, values, returns, log_probs)
+                self._add_to_part(packs, values, returns, log_probs)
             self._values.append(values)
             self._returns.append(returns)
 
     def train(self, place: int, mini_batch: MiniBatch) -> StepResult:
-        """The value step of the mini-batch at `place`. Collective."""
+        """Make the value step of the mini-batch at `place`, and return its result. Collective."""
         coefficients = value_coefficients(self._settings, mini_batch, self._returns[place])
         result, sums = self._engine.train_mini_batch(
             mini_batch.micro_batches,
@@ -133,14 +145,16 @@ class CriticStep:
         assert old is not None and reference is not None
         return [LogProbs(one.log_probs, frozen) for one, frozen in zip(old.micro_batches, reference, strict=True)]
 
-    def _note(
+    def _add_to_part(
         self,
         packs: Sequence[MicroBatch],
         values: Sequence[Values],
         returns: Sequence[torch.Tensor],
         log_probs: Sequence[LogProbs] | None,
     ) -> None:
-        """This rank's part of the report on one mini-batch, on last-stage ranks. Tensor ranks have the same numbers."""
+        """Add the numbers of one mini-batch to `part`, on ranks of the last pipeline stage. All tensor-parallel ranks
+        have the same numbers, so only the first one adds them.
+        """
         if self._groups.tensor.rank != 0:
             return
         for value, target in zip(values, returns, strict=True):

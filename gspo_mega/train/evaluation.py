@@ -1,13 +1,12 @@
-"""`gspo-mega eval`: held-out accuracy of a Hugging Face folder, through servers alone. No engine, one process.
+"""When held-out sets are evaluated, in a training run and by `gspo-mega eval`.
 
-The servers load `model.path` themselves, and these weights are measured. Every start of a server is told that it holds
-version 0, and committed as such.
+`measure_start`, `measure_step` and `measure_end` are called by the training loop: before the first step (step 0 of the
+record), after steps by the cadence of each set, and after the last step. They decide what waits for what, with
+`eval.blocking` and without it, and are collective. `RankSession` and `async_eval.py` run the evaluation itself.
 
-When held-out sets are measured in a run: before the first step (step 0 of the record), after steps by their
-cadence, after the last one.
-
-Owns what waits for what, with `eval.blocking` and without it. Collective; how a set is measured is the session's and
-`async_eval.py`'s.
+`run_eval` is the entry point of `gspo-mega eval`: the held-out accuracy of a Hugging Face folder, measured only with
+servers, in one process without an engine. The servers load `model.path` themselves. Every start of a server is told
+that it holds version 0, and version 0 is committed for it.
 """
 
 from __future__ import annotations
@@ -32,21 +31,26 @@ from gspo_mega.train.reports import StepReport, add_to_summary, due_sets, evalua
 from gspo_mega.train.rollouts import Rollouts
 from gspo_mega.train.session import RankSession
 
+# `run_eval`: the time that a server has to take its weight version.
+_TELL_SECONDS = 30.0
+
 
 def measure_start(session: RankSession) -> None:
-    """Where the run begins, and what an earlier start of it left due."""
-    if session.beside is not None:
-        for step in session.beside.steps_due:
-            session.say(f"the weights of step {step} are measured now: the run ended before it could do so")
-        session.beside.poll()
+    """Evaluate the weights that the run starts from, and begin what an earlier start of the run left due.
+    Collective.
+    """
+    if session.async_evaluations is not None:
+        for step in session.async_evaluations.steps_due:
+            session.say(f"the weights of step {step} are measured now, because the run ended before it could do so")
+        session.async_evaluations.poll()
     elif due := session.state.summary.pop(DUE, []):
         steps = ", ".join(str(one["step"]) for one in due)
-        session.say(f"notice   the weights of step {steps} are not measured: eval.blocking is true since then")
+        session.say(f"notice   the weights of step {steps} are not measured: eval.blocking was set to true since then")
     if session.state.step > 0 or not session.evaluates:
         return
     names = [one.name for one in session.eval_sets]
-    is_due = session.beside is not None and 0 in session.beside.steps_due
-    if session.evaluates_beside and (session.ranks.agree(is_due) or session.begin_evaluation(names)):
+    is_due = session.async_evaluations is not None and 0 in session.async_evaluations.steps_due
+    if session.evaluates_async and (session.ranks.agree(is_due) or session.start_async_evaluation(names)):
         return
     found = session.evaluate(names) or {}
     if found and session.lead is not None:
@@ -64,24 +68,29 @@ def measure_start(session: RankSession) -> None:
 
 
 def measure_step(session: RankSession, report: StepReport, is_last: bool) -> None:
-    """The sets that are due after a step. The last step's are measured on all servers, behind all earlier ones."""
+    """Evaluate the sets that are due after a step. Those of the last step are measured on all servers, after all
+    earlier evaluations have ended. Collective.
+    """
     due = due_sets(session, session.state.step, is_last)
-    if session.evaluates_beside:
+    if session.evaluates_async:
         if is_last:
-            session.settle_evaluations()  # after a stop request `measure_end` does this, in the next start
-        report.late = _ended(session)
-        if due and not is_last and session.begin_evaluation(due):
+            session.wait_for_async_evaluations()  # after a stop request `measure_end` does this in the next start
+        report.late = _finished_evaluations(session)
+        if due and not is_last and session.start_async_evaluation(due):
             return
     if due:
         report.evaluations = session.evaluate(due) or {}
 
 
 def measure_end(session: RankSession) -> str | None:
-    """What is still due, where a stop or a crash came between the last step and it. Returns a reason to stop."""
+    """Evaluate what is still due if a stop or a crash came between the last step and its evaluation.
+
+    Returns the reason to stop if a stop was requested, else None. Collective.
+    """
     state = session.state
-    stop = session.settle_evaluations() if session.evaluates_beside else None
-    for metrics in _ended(session):
-        _write(session, metrics)
+    stop = session.wait_for_async_evaluations() if session.evaluates_async else None
+    for metrics in _finished_evaluations(session):
+        _write_metrics(session, metrics)
     if stop is not None:
         return stop
     if not session.evaluates or session.ranks.agree(state.summary.get("evaluated_step")) == state.step:
@@ -89,33 +98,35 @@ def measure_end(session: RankSession) -> str | None:
     found = session.evaluate([one.name for one in session.eval_sets])
     if found is None:
         return "asked for during the last evaluation"
-    _write(session, evaluation_metrics(found, session.eval_sets[0].name))
+    _write_metrics(session, evaluation_metrics(found, session.eval_sets[0].name))
     return None
 
 
-def _write(session: RankSession, metrics: dict[str, float]) -> None:
+def _write_metrics(session: RankSession, metrics: dict[str, float]) -> None:
     add_to_summary(session.state.summary, metrics, 0, session.state.step)
     if session.lead is not None:
         session.lead.writer.write(session.state.step, metrics)
 
 
-def _ended(session: RankSession) -> list[dict[str, float]]:
-    """Rank 0: show the evaluations that ran next to training and have ended; returns their metrics."""
-    if session.beside is None:
+def _finished_evaluations(session: RankSession) -> list[dict[str, float]]:
+    """Rank 0: show the asynchronous evaluations that have ended, and return their metrics, one dictionary per evaluated
+    step. Empty on other ranks.
+    """
+    if session.async_evaluations is None:
         return []
-    session.beside.poll()
+    session.async_evaluations.poll()
     names = [one.name for one in session.eval_sets]
     lines = []
-    for measured in session.beside.take():
+    for measured in session.async_evaluations.take_results():
         when = "before training" if measured.step == 0 else f"of step {measured.step}"
         for name, evaluation in measured.found.items():
             whose = f" on {name}" if len(names) > 1 else ""
             session.say(
                 f"held-out accuracy{whose} {when}: {accuracy_text(_accuracy(evaluation))} (measured in"
-                f" {measured.seconds:.1f} s beside training, on {measured.num_servers} of"
+                f" {measured.seconds:.1f} s while training went on, on {measured.num_servers} of"
                 f" {session.config.server.num_servers} servers)"
             )
-        lines.append(evaluation_metrics(measured.found, names[0]) | _how(measured, session.state.step))
+        lines.append(evaluation_metrics(measured.found, names[0]) | _timing_metrics(measured, session.state.step))
         if measured.step == 0 and names[0] in measured.found:
             session.state.summary["accuracy_before"] = _accuracy(measured.found[names[0]])
     return lines
@@ -125,7 +136,7 @@ def _accuracy(evaluation: Evaluation) -> list[float]:
     return [evaluation.accuracy, evaluation.standard_error]
 
 
-def _how(measured: EvaluationResult, step: int) -> dict[str, float]:
+def _timing_metrics(measured: EvaluationResult, step: int) -> dict[str, float]:
     return {
         "eval/measured_step": measured.step,
         "eval/beside/seconds": measured.seconds,
@@ -135,12 +146,12 @@ def _how(measured: EvaluationResult, step: int) -> dict[str, float]:
     }
 
 
-_TELL_SECONDS = 30.0
-
-
 def run_eval(context: WorkerContext) -> dict[str, Any]:
-    """Sample and score every held-out prompt once the servers are up; the fields of the first set's `Evaluation`,
-    and `sets`: those of every set by name; or {"stopped": reason}. Every response is in the attempt's responses file.
+    """Sample and score every held-out prompt once the servers are up, and write every response to the attempt's
+    responses file.
+
+    Returns the fields of the first set's `Evaluation` and, as `sets`, those of every set by name; or
+    {"stopped": reason}.
     """
     config = context.config
     with Rollouts(config, read_model_spec(config.model.path), Attempt(context.attempt_dir)) as rollouts:
@@ -159,17 +170,19 @@ def run_eval(context: WorkerContext) -> dict[str, Any]:
 
 
 def wait_for_servers(pool: ServerPool, config: Config, stop_request: StopRequest) -> Callable[[], None]:
-    """Wait until all servers are up with the weights of `model.path`, which no publish replaces. Returns what to call
-    in later waits: it does the same for servers that start again, and raises StopRequested.
+    """Wait until all servers are up with the weights of `model.path`, which no publish replaces.
+
+    Returns a function to call during later waits. It does the same for servers that start again, and raises
+    StopRequested if a stop was requested.
     """
     trusted: set[tuple[str, int]] = set()
 
     def on_wait() -> None:
         for server in pool.servers_behind():
             start = (server.server_id, server.generation)
-            # Each start once: a server that answered nonsense since then gets no more work.
+            # Each start is trusted once: a server that has answered nonsense since then gets no more work.
             if start not in trusted:
-                with contextlib.suppress(PublishError):  # it just went down, and is found again when it is back
+                with contextlib.suppress(PublishError):  # the server just went down; it is found again once it is back
                     server.set_weight_version(0, deadline_seconds=_TELL_SECONDS)
                     pool.commit(0, [start])
                     trusted.add(start)

@@ -1,4 +1,4 @@
-"""The table at the end of a training run: accuracy before and after, and the time it took."""
+"""The table at the end of a training run: the accuracy before and after, the time that it took, and what comes next."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ def accuracy_text(value: list[float] | None) -> str:
 
 
 def run_table(session: RankSession) -> tuple[str, dict[str, Any]]:
-    """(text for people, the same numbers as a JSON object), over all attempts of the run. Rank 0."""
+    """The final table as text for people, and the same numbers as a JSON object, over all attempts of the run. Rank
+    0.
+    """
     summary, state = session.state.summary, session.state
     totals = summary.get("totals", {})
     before, after = summary.get("accuracy_before"), summary.get("accuracy_after")
@@ -65,7 +67,7 @@ def run_table(session: RankSession) -> tuple[str, dict[str, Any]]:
     again = "gspo-mega train CONFIG train.num_steps=N   with a larger N goes on from here"
     if session.config.eval is not None:
         text += [f"next     gspo-mega eval {session.run_folder.path}   measures it again;", f"         {again}"]
-    else:  # there is nothing to measure it on
+    else:  # without held-out sets there is nothing to measure
         text.append(f"next     {again}")
 
     result = {

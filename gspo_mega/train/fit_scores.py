@@ -1,8 +1,9 @@
-"""A rank of `gspo-mega reward-model --ranks`: the same model in a layout, fitted by the engine of critics.
+"""A rank of `gspo-mega reward-model --ranks`: fits a reward model in a layout, with the engine of critics.
 
-What to do is the attempt's `work_file`, which `cli/reward_model.py` writes. A step takes the scores of a whole
-batch, the derivative of its loss by each score, and then the gradient of the scores with these as weights. So the two
-texts of a pair may be in different packs and on different ranks. Collective over all ranks throughout.
+The attempt's `work_file`, which `cli/reward_model.py` writes, says what to do. A step computes the scores of a whole
+batch, then the derivative of the loss with respect to each score, and then the gradient of the scores weighted with
+these. So the two texts of a pair may be in different packs and on different ranks. Collective over all ranks
+throughout.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from gspo_mega.train.context import WorkerContext
 
 
 def run_fit(context: WorkerContext) -> dict[str, Any] | None:
-    """Fit, and write the folder; on rank 0 what `Fitted` holds, elsewhere None."""
+    """Fit the model and write its folder. Returns the fields of `Fitted` on rank 0, None on other ranks. Collective."""
     work = read_json(Attempt(context.attempt_dir).work_file)
     assert work is not None, "the attempt of a reward model has no work"
     progress.enter("train")
@@ -81,7 +82,7 @@ def run_fit(context: WorkerContext) -> dict[str, Any] | None:
                 progress.beat()
             losses.append(total / len(trained))
             context.console(f"epoch {epoch + 1}/{how.epochs}  loss {losses[-1]:.4f}")
-        right = sum(num_right(*scores.of(rows), how.loss) for rows in in_batches(held_out, how.batch_size))
+        right = sum(num_right(*scores.scores_of(rows), how.loss) for rows in in_batches(held_out, how.batch_size))
         fitted = Fitted(losses, right / len(held_out) if held_out else None, len(trained), len(held_out))
         out = Path(work["out"])
         export_critic(out, spec, groups, critic.chunks, DTYPES[config.precision], config.model.path, num_steps)
@@ -96,13 +97,15 @@ def run_fit(context: WorkerContext) -> dict[str, Any] | None:
 
 
 def read_examples(path: Path, loss: Loss, text: str) -> list[Example]:
-    """The rows of a JSONL file. Raises DataError with the line of a row that is none."""
+    """The examples in a JSONL file. Raises DataError with the line of a row that is not an example."""
     rows = JsonlFile(path, lambda row: problem_of_row(row, loss))
     return examples_of((rows[number] for number in range(len(rows))), loss, text)
 
 
 class ScoreFitting:
-    """`critic`, with weights, on `examples`; its optimizer's learning rate and schedule are those of `config`."""
+    """Fits `critic`, whose weights are loaded, to `examples`. The optimizer's learning rate and schedule are those of
+    `config`.
+    """
 
     def __init__(self, critic: CriticEngine, config: Config, examples: Sequence[Example], how: Fitting) -> None:
         self._critic, self._config, self._examples, self._how = critic, config, examples, how
@@ -111,34 +114,34 @@ class ScoreFitting:
         self._num_batches = 0
 
     def step(self, rows: Sequence[int]) -> float:
-        """One optimizer step on a batch of examples; its mean loss before the step, nats. Collective.
+        """Make one optimizer step on a batch of examples. Returns its mean loss before the step, in nats. Collective.
 
-        Raises NumericsError for a score that is not finite, or gradients that are not.
+        Raises NumericsError if a score or a gradient is not finite.
         """
         packs = self._packs(rows)
         scores, labels = self._scores(rows, packs)
         scores.requires_grad_(True)
         loss = loss_of(scores, labels, self._how.loss)
         (slopes,) = torch.autograd.grad(loss, scores)
-        # Row -1 is filler's: it gets the last entry.
+        # Filler has the row -1, which is the last entry.
         flat = torch.cat([slopes.flatten(), slopes.new_zeros(1)])
         self._critic.step_scores(packs, [flat[torch.from_numpy(pack.trajectory_index)] for pack in packs])
         return float(loss.detach())
 
-    def of(self, rows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The scores of examples [B, 1], or [B, 2] of pairs, and their labels [B]: float64, the same on every rank.
+    def scores_of(self, rows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The scores of examples, [B, 1] or for pairs [B, 2], and their labels [B]: float64, the same on every rank.
         Collective.
         """
         return self._scores(rows, self._packs(rows))
 
     def _packs(self, rows: Sequence[int]) -> list[MicroBatch]:
-        """This rank's packs of the texts; only the last token of each is active, so that its score is behind it."""
+        """This rank's packs of the texts. Only the last token of each text is active, because its score follows it."""
         texts = []
         for row in rows:
             for text in self._examples[row].texts:
                 ids = token_ids(self._tokenizer, text, self._how.max_tokens)
                 if len(ids) < 2:
-                    raise ModelError(f"an example of one token, which ranks cannot pack: {text!r}")
+                    raise ModelError(f"an example has only one token, and ranks need at least two to pack it: {text!r}")
                 texts.append(Demonstration.of_one_turn(str(row), ids[:-1], ids[-1:]))
         self._num_batches += 1
         (mine,) = assemble_supervised(texts, self._config, self._layout, self._num_batches)[

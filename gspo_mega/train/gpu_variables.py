@@ -1,10 +1,10 @@
-"""The environment variables that a rank needs on a GPU, whether one machine, Slurm, torchrun or tests/gpu/run.sh
-starts it.
+"""The environment variables that a rank needs on a GPU, regardless of what starts it: one machine, Slurm, torchrun or
+tests/gpu/run.sh.
 
-Owns their names, values and where they are valid. A variable that is set already stays as it is, except that of block
-scales, which `fp8.block_scales` decides (`config/derived.py`). Servers get none of them.
+A variable that is set already keeps its value, except that of block scales, which `fp8.block_scales` decides
+(`config/derived.py`). Servers get none of these variables. For programs other than ranks, in a shell:
 
-    eval "$(python -m gspo_mega.train.gpu_variables)"     in a shell, for programs other than ranks
+    eval "$(python -m gspo_mega.train.gpu_variables)"
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def before_torch(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables that torch and CUDA read at their start: allocator segments that grow, so that packs of different sizes
-    do not fragment memory; and one queue to the device, so that communication starts in the order of its calls, on
-    which Megatron's overlap relies.
+    """The variables that torch and CUDA read when they start and that `environment` does not set yet: allocator
+    segments that grow, so that packs of different sizes do not fragment memory; and a single queue to the device, so
+    that communication starts in the order of its calls, on which Megatron's overlap relies.
     """
     wanted = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     if not any(environment.get(name) for name in _ALLOCATOR):
@@ -35,8 +35,8 @@ def before_torch(environment: Mapping[str, str]) -> dict[str, str]:
 def set_variables(
     environment: MutableMapping[str, str], local_rank: int, config: Config | None = None, devices: Path = Path("/dev")
 ) -> None:
-    """Set all of them, on a machine without GPUs only the one of Transformer Engine's block scales. Call it before
-    torch, Megatron or Transformer Engine is imported.
+    """Set all variables in `environment`; on a machine without GPUs only that of Transformer Engine's block scales.
+    Call this before torch, Megatron or Transformer Engine is imported.
     """
     capability = None
     if any(devices.glob("nvidia[0-9]*")):
@@ -50,6 +50,7 @@ def set_variables(
 
 
 def main() -> None:
+    """Write an `export` line for every variable that had to be set."""
     before = dict(os.environ)
     set_variables(os.environ, 0)
     for name in sorted(os.environ.keys() - before.keys()):

@@ -1,16 +1,10 @@
-"""The responses of an evaluation as a file: one JSON object per response, all that a person compares.
+"""Held-out prompts and the results on them: how many responses are correct, and whether the prompts are also trained
+on.
 
-Numbers of several samples per prompt: avg@k, pass@k, the majority's, each with the spread between prompts.
-
-Owns the mathematics. What is correct, and which responses agree, is the caller's.
-
-Whether a text is one of a set's prompts, by what it says: the same words, or most of the same runs of words.
-
-Owns the comparison. Which texts are compared is `held_out.py`'s.
-
-Held-out prompts and the results on them: whether they are also trained on, how many responses are correct.
-
-Owns the meaning of accuracy. Sampling and scoring are the collector's and the scoring pool's.
+`HeldOut` loads the sets of `eval`, and `summarize` turns sampled and scored groups into an `Evaluation`. The collector
+samples and the scoring pool scores. Below are the statistics of several samples per prompt (avg@k, pass@k and the
+majority's answer, each with the spread between prompts), the comparison of texts that finds held-out prompts in the
+training data, and the file of responses.
 """
 
 from __future__ import annotations
@@ -35,122 +29,32 @@ from gspo_mega.data.rows import Enough, Row
 from gspo_mega.rewards.functions import problem_of_answer
 from gspo_mega.rewards.mathematics import final_answer
 
-
-class HeldOutEstimate(NamedTuple):
-    """A mean over prompts and its standard error, from the spread between prompts (0 for one prompt)."""
-
-    mean: float
-    standard_error: float
-
-
-def over_prompts(values: Iterable[float]) -> HeldOutEstimate:
-    """The mean of one value per prompt. Raises ValueError without any."""
-    kept = list(values)
-    if not kept:
-        raise ValueError("no prompt to take a mean over")
-    mean = math.fsum(kept) / len(kept)
-    spread = math.fsum((value - mean) ** 2 for value in kept) / max(len(kept) - 1, 1)
-    return HeldOutEstimate(mean, math.sqrt(spread / len(kept)))
-
-
-def pass_at(num_samples: int, num_correct: int, k: int) -> float:
-    """The unbiased estimate, from n samples of a prompt with c correct ones, of the probability that at least one of k
-    is correct: 1 - C(n - c, k) / C(n, k). Raises ValueError for k above n.
-    """
-    if not 1 <= k <= num_samples:
-        raise ValueError(f"pass@{k} of {num_samples} samples; k must be from 1 to that")
-    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
-
-
-def ks_of(num_samples: int) -> list[int]:
-    """The k that pass@k is given for: powers of two, and the number of samples itself."""
-    powers = [1 << power for power in range(num_samples.bit_length()) if 1 << power < num_samples]
-    return [*powers, num_samples]
-
-
-def majority_correct(votes: Sequence[tuple[Hashable | None, bool]]) -> float:
-    """Whether the answer that most samples of a prompt gave is correct: 1 or 0, and with a tie the correct share of the
-    tied answers. `votes`: (answer, or None for no vote; whether it is correct) of each sample. 0 where nobody votes.
-    """
-    # All correct samples gave one answer, however they wrote it.
-    counts: dict[tuple[bool, Hashable], int] = {}
-    for answer, is_correct in votes:
-        if answer is not None:
-            key = (True, None) if is_correct else (False, answer)
-            counts[key] = counts.get(key, 0) + 1
-    most = [key for key, count in counts.items() if count == max(counts.values())]
-    return sum(is_correct for is_correct, _ in most) / len(most) if most else 0.0
-
-
-# Of GPT-3's contamination check: texts that share a run of 13 words rarely do so by chance.
+# The name of the training data among those whose texts a set is compared with. No set can have this name.
+TRAINING = "training data"
+# From GPT-3's contamination check: texts that share a run of 13 words rarely do so by chance.
 NUM_WORDS = 13
-# A text with at least this share of a prompt's runs is close to it.
+# A text that has at least this share of a prompt's runs is close to the prompt.
 CLOSE_SHARE = 0.5
-# A run that more prompts of a set have is an instruction that they share, and says nothing.
+# A run that occurs in more prompts of a set than this is an instruction that they share, and is not compared.
 _MOST_SHARING = 2
 
 _WORD = re.compile(r"\w+|[^\w\s]")
 _MARKS = frozenset(".,;:!?\"'`*_$\u2018\u2019\u201c\u201d")
 
 
-def words_of(prompt: Any) -> list[str]:
-    """The words and signs of a prompt (a text, or messages) without case, white space, quotes and marks of sentences.
-    Signs such as + and = count: `1+1` and `1-1` are different prompts.
-    """
-    if isinstance(prompt, list):
-        prompt = "\n".join(str(message.get("content")) for message in prompt if isinstance(message, dict))
-    found = _WORD.findall(unicodedata.normalize("NFKC", str(prompt)).casefold())
-    return [word for word in found if word not in _MARKS]
-
-
-class PromptTexts:
-    """The prompts of one set, to find texts among them. A prompt is its number."""
-
-    def __init__(self, prompts: Iterable[Sequence[str]]) -> None:
-        """`prompts`: the words of each, as `words_of` gives them."""
-        self._by_digest: dict[bytes, int] = {}
-        having: defaultdict[int, list[int]] = defaultdict(list)
-        for number, words in enumerate(prompts):
-            self._by_digest.setdefault(_digest(words), number)
-            for run in _runs(words):
-                having[run].append(number)
-        self._having = {run: numbers for run, numbers in having.items() if len(numbers) <= _MOST_SHARING}
-        self._num_runs = Counter(number for numbers in self._having.values() for number in numbers)
-
-    def same_as(self, words: Sequence[str]) -> int | None:
-        """The prompt with these words, or None."""
-        return self._by_digest.get(_digest(words))
-
-    def close_to(self, words: Sequence[str]) -> list[int]:
-        """The prompts of which at least half of the runs of 13 words are in the text; shorter ones have none."""
-        if not self._having or len(words) < NUM_WORDS:
-            return []
-        hits = Counter(number for run in _runs(words) for number in self._having.get(run, ()))
-        return [number for number, count in hits.items() if count >= CLOSE_SHARE * self._num_runs[number]]
-
-
-def _digest(words: Sequence[str]) -> bytes:
-    return hashlib.blake2b("\n".join(words).encode("utf-8", "surrogatepass"), digest_size=16).digest()
-
-
-def _runs(words: Sequence[str]) -> set[int]:
-    return {hash(tuple(words[start : start + NUM_WORDS])) for start in range(len(words) - NUM_WORDS + 1)}
-
-
-# Whose texts a set is compared with, beside the other sets by name; no set can have this name.
-TRAINING = "training data"
-
-
 @dataclass(frozen=True)
 class Evaluation:
-    """Results on one held-out set, means over prompts of the means over their samples that could be scored.
+    """The results on one held-out set. Each is a mean over prompts of the means over their scored samples.
 
-    `accuracy`: the fraction of correct responses (avg@k). A response is correct if the reward functions say so, or if
-    its reward is at least `correct_threshold`. `standard_error`: of the accuracy, from the spread between prompts.
-    `num_samples` includes the `num_reward_failures` that could not be scored; they are in no mean. `num_left_out`: rows
-    of the file that were too long. `turns_mean`: answers of the policy in an episode. `pass_at`: by k, [pass@k, its
-    standard error] over the prompts with at least k scored samples; `majority`: the same of maj@k. Both are of several
-    samples per prompt only.
+    Attributes:
+        accuracy: the fraction of correct responses (avg@k). A response is correct if the reward functions say so, or if
+            its reward is at least `correct_threshold`. `standard_error`: of the accuracy, from the spread between
+            prompts.
+        num_samples: includes the `num_reward_failures` samples that could not be scored, which are in no mean.
+        num_left_out: rows of the file that were too long.
+        turns_mean: answers of the policy in an episode.
+        pass_at: by k, [pass@k, its standard error] over the prompts with at least k scored samples.
+        majority: [maj@k, its standard error]. It and `pass_at` exist only with several samples per prompt.
     """
 
     accuracy: float
@@ -174,9 +78,10 @@ def summarize(
     votes: str = "none",
     place: str = "eval",
 ) -> Evaluation:
-    """The results of sampled and scored groups. `votes`: which responses agree, as in `eval.votes`.
+    """The results of sampled and scored groups.
 
-    Raises RewardError: no sample could be scored, or nothing says which responses are correct.
+    `votes`: which responses count as the same answer, as in `eval.votes`. `place`: the configuration key of the set,
+    for messages. Raises RewardError if no sample could be scored, or if nothing says which responses are correct.
     """
     episodes = [episode for g in groups for episode in g.episodes]
     failed = [episode for episode in episodes if not episode.is_scored]
@@ -186,8 +91,8 @@ def summarize(
             f"\n  {one.episode_id} ({one.prompt.prompt_id}): {one.failure or one.reward_error}" for one in failed[:5]
         )
         raise RewardError(
-            f"held-out evaluation: scoring failed for all of {len(episodes)} samples, so there is no accuracy. The"
-            f" first:{shown}"
+            f"held-out evaluation: scoring failed for all {len(episodes)} samples, so there is no accuracy. The first"
+            f" failures:{shown}"
         )
     marks = [[is_correct(one, correct_threshold, place) for one in group] for group in scored]
     accuracy = over_prompts(_mean(map(float, group)) for group in marks)
@@ -230,7 +135,9 @@ def _mean(values: Any) -> float:
 
 
 def is_correct(episode: Episode, threshold: float | None, place: str = "eval") -> bool:
-    """Whether a scored episode is correct. Raises RewardError where nothing says it."""
+    """Whether a scored episode is correct. Raises RewardError if there is no `threshold` and no reward function says
+    it.
+    """
     assert episode.reward is not None
     if threshold is not None:
         return episode.reward >= threshold or are_equal_rewards((episode.reward, threshold))
@@ -243,10 +150,48 @@ def is_correct(episode: Episode, threshold: float | None, place: str = "eval") -
     return episode.correct
 
 
-class LoadedSet:
-    """The prompts of one held-out set, and how many of them the training files contain.
+class HeldOut:
+    """The held-out sets of the section `eval`; there are none without it. Raises DataError as `LoadedSet`."""
 
-    Raises DataError: the file or a row is malformed, or there are fewer prompts than `num_prompts` asks for.
+    def __init__(self, config: Config, tokenizer: Any) -> None:
+        self.sets = [LoadedSet(one, config, tokenizer) for one in eval_sets(config)]
+        self._config = config
+        for number, one in enumerate(self.sets):
+            for other in self.sets[:number]:
+                for words in other.words:
+                    one.compare(words, other.settings.name)
+
+    def check_of(self, source: Source, needs_answers: bool = True) -> Callable[[Row], str | None]:
+        """The check of a training file's rows: it returns why the file's rewards cannot use the answer of a row, or
+        None. `needs_answers`: false for demonstrations, which need no answer. The check also records rows whose prompt
+        is a held-out one.
+        """
+        check_answer = row_check(self._config, source.reward, self._config.data)
+        key = self._config.data.prompt_key
+
+        def check(row: Row) -> str | None:
+            if self.sets:
+                words = words_of(row[key])
+                for one in self.sets:
+                    one.compare(words, TRAINING)
+            return check_answer(row) if needs_answers else None
+
+        return check
+
+    def report(self) -> list[str]:
+        """Lines for the user about all sets. Call it after the training files were read."""
+        lines = [line for one in self.sets for line in one.report()]
+        if self.sets and not names_prompts(self._config.data):
+            lines.append(
+                "notice   no training data is named (data.path), so the held-out prompts are not compared with any"
+            )
+        return lines
+
+
+class LoadedSet:
+    """The prompts of one held-out set, and which of them the training data and other sets contain.
+
+    Raises DataError if the file or a row is malformed, or if there are fewer prompts than `num_prompts`.
     """
 
     def __init__(
@@ -256,7 +201,7 @@ class LoadedSet:
         tokenizer: Any,
         enough: Enough = lambda num_rows: False,
     ) -> None:
-        """`enough(n)`: whether n rows of the file are enough to read, as for `open_rows`."""
+        """`enough(n)`: whether n rows of the file are enough, as for `open_rows`."""
         self.settings = settings
         data, place = settings.data, settings.place
         check_answer = row_check(config, settings.reward, data)
@@ -280,9 +225,9 @@ class LoadedSet:
         self.num_left_out = source.num_overlong
         if settings.num_prompts is not None and source.is_whole and len(self.prompts) < settings.num_prompts:
             raise DataError(
-                f"{settings.path}: {place}.num_prompts asks for {settings.num_prompts} prompts; {len(self.prompts)}"
-                f" are there ({source.num_overlong} left out as longer than data.max_prompt_tokens,"
-                f" {source.num_unreadable} for their answers)"
+                f"{settings.path}: {place}.num_prompts asks for {settings.num_prompts} prompts, but there are"
+                f" {len(self.prompts)} ({source.num_overlong} left out as longer than data.max_prompt_tokens,"
+                f" {source.num_unreadable} left out because their answers cannot be read)"
             )
         self.rows = [int(prompt.prompt_id.rpartition(":")[2]) for prompt in self.prompts]
         self.words = [texts[row] for row in self.rows]
@@ -291,14 +236,16 @@ class LoadedSet:
         self._close: dict[str, set[int]] = {}
 
     def compare(self, words: list[str], whose: str) -> None:
-        """Note which prompts a text of `whose` is the same as or close to."""
+        """Record which prompts the text `words` is the same as or close to. `whose`: the set it is from, or
+        `TRAINING`.
+        """
         if (same := self._texts.same_as(words)) is not None:
             self._same.setdefault(whose, set()).add(same)
         elif close := self._texts.close_to(words):
             self._close.setdefault(whose, set()).update(close)
 
     def report(self) -> list[str]:
-        """Lines for the user about the set, once the training files were read."""
+        """Lines for the user about the set. Call it after the training files were read."""
         path = self.settings.path
         left_out = f"; {self.num_left_out} longer than data.max_prompt_tokens and left out" if self.num_left_out else ""
         lines = [f"held out {path}: {len(self.prompts)} prompts{left_out}"]
@@ -313,57 +260,22 @@ class LoadedSet:
             lines.append(
                 f"notice   {len(close)} of {len(self.prompts)} held-out prompts share at least half of their runs of"
                 f" {NUM_WORDS} words with a training prompt (the first is row {self.rows[min(close)] + 1} of {path}):"
-                " look whether they are the same problem"
+                " check whether they are the same problems"
             )
         for other in sorted((self._same.keys() | self._close.keys()) - {TRAINING}):
             shared = self._same.get(other, set()) | self._close.get(other, set())
             lines.append(
                 f"notice   {len(shared)} of {len(self.prompts)} held-out prompts of set {self.settings.name} are also"
-                f" in set {other}, or close to one of it (the first is row {self.rows[min(shared)] + 1} of {path})"
-            )
-        return lines
-
-
-class HeldOut:
-    """The held-out sets of `eval` (none without that section). Raises DataError as `LoadedSet`."""
-
-    def __init__(self, config: Config, tokenizer: Any) -> None:
-        self.sets = [LoadedSet(one, config, tokenizer) for one in eval_sets(config)]
-        self._config = config
-        for number, one in enumerate(self.sets):
-            for other in self.sets[:number]:
-                for words in other.words:
-                    one.compare(words, other.settings.name)
-
-    def check_of(self, source: Source, needs_answers: bool = True) -> Callable[[Row], str | None]:
-        """The check of a training file's rows: whether its rewards can use the answer, which demonstrations need not
-        have. Notes rows whose prompt is a held-out one.
-        """
-        check_answer = row_check(self._config, source.reward, self._config.data)
-        key = self._config.data.prompt_key
-
-        def check(row: Row) -> str | None:
-            if self.sets:
-                words = words_of(row[key])
-                for one in self.sets:
-                    one.compare(words, TRAINING)
-            return check_answer(row) if needs_answers else None
-
-        return check
-
-    def report(self) -> list[str]:
-        """Lines for the user about all sets, once the training files were read."""
-        lines = [line for one in self.sets for line in one.report()]
-        if self.sets and not names_prompts(self._config.data):
-            lines.append(
-                "notice   no training data is named (data.path): the held-out prompts are not looked for in any"
+                f" in set {other}, or close to one of its prompts (the first is row {self.rows[min(shared)] + 1} of"
+                f" {path})"
             )
         return lines
 
 
 def row_check(config: Config, own_reward: OwnReward | None, data: Data) -> Callable[[Row], str | None]:
-    """A check of a row's answer against the rewards that will score it; it returns what is wrong, or None. `own_reward`
-    replaces the rewards of section `reward` if there is one. `data`: how the row is read.
+    """A check of a row's answer against the rewards that will score it. It returns what is wrong, or None.
+
+    `own_reward`: replaces the rewards of the section `reward` if it is not None. `data`: how the row is read.
     """
     names = reward_names(config, own_reward)
     keys = " and ".join(repr(key) for _, key in answer_keys(data))
@@ -375,8 +287,106 @@ def row_check(config: Config, own_reward: OwnReward | None, data: Data) -> Calla
     return check
 
 
+class HeldOutEstimate(NamedTuple):
+    """A mean over prompts and its standard error, from the spread between prompts (0 for one prompt)."""
+
+    mean: float
+    standard_error: float
+
+
+def over_prompts(values: Iterable[float]) -> HeldOutEstimate:
+    """The mean of one value per prompt, with its standard error. Raises ValueError if there are no values."""
+    kept = list(values)
+    if not kept:
+        raise ValueError("there is no prompt to take the mean over")
+    mean = math.fsum(kept) / len(kept)
+    spread = math.fsum((value - mean) ** 2 for value in kept) / max(len(kept) - 1, 1)
+    return HeldOutEstimate(mean, math.sqrt(spread / len(kept)))
+
+
+def pass_at(num_samples: int, num_correct: int, k: int) -> float:
+    """The unbiased estimate of the probability that at least one of k samples is correct, from n samples of a prompt of
+    which c are correct: 1 - C(n - c, k) / C(n, k). Raises ValueError if k is below 1 or above n.
+    """
+    if not 1 <= k <= num_samples:
+        raise ValueError(f"pass@{k} of {num_samples} samples: k must be from 1 to {num_samples}")
+    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def ks_of(num_samples: int) -> list[int]:
+    """The values of k for which pass@k is computed: the powers of two below the number of samples, and that number."""
+    powers = [1 << power for power in range(num_samples.bit_length()) if 1 << power < num_samples]
+    return [*powers, num_samples]
+
+
+def majority_correct(votes: Sequence[tuple[Hashable | None, bool]]) -> float:
+    """Whether the answer that most samples of a prompt gave is correct: 1 or 0, or with a tie the correct share of the
+    tied answers. 0 if no sample votes.
+
+    `votes`: for each sample its answer, or None if it does not vote, and whether it is correct.
+    """
+    # All correct samples count as one answer, even if they wrote it in different ways.
+    counts: dict[tuple[bool, Hashable], int] = {}
+    for answer, is_correct in votes:
+        if answer is not None:
+            key = (True, None) if is_correct else (False, answer)
+            counts[key] = counts.get(key, 0) + 1
+    most = [key for key, count in counts.items() if count == max(counts.values())]
+    return sum(is_correct for is_correct, _ in most) / len(most) if most else 0.0
+
+
+def words_of(prompt: Any) -> list[str]:
+    """The words and signs of a prompt (a text, or messages), without case, white space, quotes and punctuation. Signs
+    such as + and = are kept: `1+1` and `1-1` are different prompts.
+    """
+    if isinstance(prompt, list):
+        prompt = "\n".join(str(message.get("content")) for message in prompt if isinstance(message, dict))
+    found = _WORD.findall(unicodedata.normalize("NFKC", str(prompt)).casefold())
+    return [word for word in found if word not in _MARKS]
+
+
+class PromptTexts:
+    """The prompts of one set, to find whether a text is the same as one of them or close to one. A prompt is identified
+    by its number.
+    """
+
+    def __init__(self, prompts: Iterable[Sequence[str]]) -> None:
+        """`prompts`: the words of each prompt, from `words_of`."""
+        self._by_digest: dict[bytes, int] = {}
+        having: defaultdict[int, list[int]] = defaultdict(list)
+        for number, words in enumerate(prompts):
+            self._by_digest.setdefault(_digest(words), number)
+            for run in _runs(words):
+                having[run].append(number)
+        self._having = {run: numbers for run, numbers in having.items() if len(numbers) <= _MOST_SHARING}
+        self._num_runs = Counter(number for numbers in self._having.values() for number in numbers)
+
+    def same_as(self, words: Sequence[str]) -> int | None:
+        """The number of the prompt with exactly these words, or None."""
+        return self._by_digest.get(_digest(words))
+
+    def close_to(self, words: Sequence[str]) -> list[int]:
+        """The numbers of the prompts of which at least half of the runs of 13 words are in the text. Shorter prompts
+        have no runs.
+        """
+        if not self._having or len(words) < NUM_WORDS:
+            return []
+        hits = Counter(number for run in _runs(words) for number in self._having.get(run, ()))
+        return [number for number, count in hits.items() if count >= CLOSE_SHARE * self._num_runs[number]]
+
+
+def _digest(words: Sequence[str]) -> bytes:
+    return hashlib.blake2b("\n".join(words).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def _runs(words: Sequence[str]) -> set[int]:
+    return {hash(tuple(words[start : start + NUM_WORDS])) for start in range(len(words) - NUM_WORDS + 1)}
+
+
 def write_responses(file: TextIO, asked: HeldOutSet, groups: list[Group]) -> None:
-    """Append every response of a set, scored or not; of episodes with several turns the last turn's text."""
+    """Append every response of a set to `file` as one JSON object per line, whether it was scored or not. The response
+    of an episode with several turns is the text of its last turn.
+    """
     for group in groups:
         for sample, episode in enumerate(group.episodes):
             row = {

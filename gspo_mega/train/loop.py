@@ -1,16 +1,17 @@
-"""The training loop: one step is one rollout batch, all its mini-batches and one publish.
+"""The training loop. One step is one rollout batch, all its mini-batches and one publish:
 
-    take groups of scored trajectories -> advantages -> pack, shard -> old log-probs ->
+    take scored groups -> advantages -> pack and shard -> old log-probs ->
       [mini-batch: log-probs -> objective -> optimizer step] -> publish -> evaluate -> metrics -> checkpoint
 
-With a critic the advantages come later: old log-probs -> values -> advantages -> [mini-batch: value step] -> policy.
+With a critic the advantages come later: old log-probs -> values -> advantages -> [mini-batch: value step], and then the
+policy's mini-batches.
 
-Every rank runs these lines; rank 0 also samples. The parts behind each line are assembled in `session.py`.
+Every rank runs this code. Only rank 0 samples, so `session.lead` is None on the other ranks. `session.py` assembles the
+parts that the loop calls.
 
-Rollouts without training: every step's batch is sampled and written to the journal.
-
-`gspo-mega train CONFIG --rollouts-only`; the same command continues where the journal ends. Another run trains on the
-record with `--from-rollouts`.
+`run_rollouts` at the end is the loop without training (`gspo-mega train CONFIG --rollouts-only`): it samples the batch
+of every step and writes it to the journal. The same command continues where the journal ends, and another run trains on
+the record with `--from-rollouts`.
 """
 
 from __future__ import annotations
@@ -35,36 +36,11 @@ from gspo_mega.train.scatter import Work
 from gspo_mega.train.session import RankSession, reference_path
 
 
-def run_rollouts(session: RankSession, num_steps: int) -> dict[str, Any] | None:
-    """Sample the batches of `num_steps` steps from `model.path`. Returns rank 0's result as `run_train`. Collective."""
-    state = session.state
-    stop = None
-    session.gpus.turn("sample")
-    while stop is None and state.step < num_steps:
-        batch = None
-        if session.lead is not None:
-            try:
-                with session.phase("rollout"):
-                    batch = session.lead.source.take(state.step, state.weight_version, session.on_wait)
-                batch = scored_batch(batch, session.config)
-                fill_advantages(batch, session.config, state.step)
-            except StopRequested as request:
-                stop = str(request)
-        stop = session.ranks.agree(stop)
-        if stop is None:
-            state.step += 1
-            StepReport(session, batch, 0).write()
-    if stop is not None:
-        session.say(f"stopped after step {state.step} ({stop}); the same command continues")
-        return {"stopped": stop, "step": state.step}
-    session.say(f"rollouts of {state.step} steps are in {session.run_folder.journal_dir}")
-    return {"step": state.step, "journal": str(session.run_folder.journal_dir)}
-
-
 def run_train(context: WorkerContext) -> dict[str, Any] | None:
     """Train as the configuration says, from the latest checkpoint of the run or from `model.path`.
 
-    Returns rank 0's result: {"stopped": reason} when a stop was asked for, else the final numbers. Collective.
+    Returns rank 0's result, None on other ranks: {"stopped": reason, "step": step} if a stop was requested, else the
+    final numbers. Collective.
     """
     config = train_config(context.config)
     num_steps = config.train.num_steps
@@ -92,7 +68,7 @@ def run_train(context: WorkerContext) -> dict[str, Any] | None:
         session.saving.checkpoint()
         session.saving.poll(wait=True)
         if stop is not None:
-            steps = session.beside.steps_due if session.beside is not None else []
+            steps = session.async_evaluations.steps_due if session.async_evaluations is not None else []
             more = f", and measures the weights of step {', '.join(map(str, steps))}" if steps else ""
             session.say(f"stopped after step {state.step} ({stop}); the same command continues{more}")
             return {"stopped": stop, "step": state.step}
@@ -101,7 +77,10 @@ def run_train(context: WorkerContext) -> dict[str, Any] | None:
 
 
 def start(session: RankSession) -> str | None:
-    """Bring the servers to the engine's weights and measure where the run begins. Returns a reason to stop."""
+    """Bring the servers to the engine's weights and evaluate the weights that the run starts from.
+
+    Returns the reason to stop if a stop was requested while the servers started, else None. Collective.
+    """
     stop = session.servers.wait()
     if stop is not None:
         return stop
@@ -109,20 +88,23 @@ def start(session: RankSession) -> str | None:
     if session.snapshots is not None:
         session.snapshots.keep(session.state.weight_version)
     measure_start(session)
-    session.phases.timer.start_step()  # what came before belongs to no step
+    session.phases.timer.start_step()  # the time until here belongs to no step
     return None
 
 
 def train_step(session: RankSession, num_steps: int) -> str | None:
-    """One rollout batch. Returns the reason when a stop was asked for before it was trained on."""
+    """Train on one rollout batch and publish the new weights.
+
+    Returns the reason to stop if a stop was requested before the batch could be trained on, else None. Collective.
+    """
     config, state, engine = session.config, session.state, session.engine
-    batch, work = take(session)
+    batch, work = next_batch(session)
     if work.stop is not None:
         return work.stop
-    session.gpus.turn("train")
+    session.gpus.switch_to("train")
     report = StepReport(session, batch, work.num_positions)
 
-    # While the critic warms up, the policy's passes are made where its advantages need them.
+    # While the critic warms up, the policy is not trained, and its passes run only if the advantages need them.
     critic = critic_of(config)
     trains_policy = critic is None or state.step >= critic.warmup_steps
     old: list[OldState | None] = [None] * len(work.mini_batches)
@@ -130,14 +112,7 @@ def train_step(session: RankSession, num_steps: int) -> str | None:
         [m.micro_batches for m in work.mini_batches]
     )
     if needs_old_log_prob_pass(config) and (trains_policy or penalises_kl(config)):
-        passes: list[OldState] = []
-        for mini_batch in session.each("old_log_probs", [] if corrects else work.mini_batches):
-            passes.append(engine.old_pass(mini_batch.micro_batches))
-            if len(passes) == len(work.mini_batches):
-                engine.correct(passes)
-        old = [None] if corrects else [*passes]
-        if session.snapshots is not None:
-            measure_staleness(session, work, passes)
+        old = old_log_probs(session, work, corrects)
     reference: list[list[torch.Tensor] | None] = [None] * len(work.mini_batches)
     if session.reference is not None:
         with session.phase("reference_log_probs"):
@@ -155,7 +130,7 @@ def train_step(session: RankSession, num_steps: int) -> str | None:
     with session.phase("report"):
         report.gather()
     measure_step(session, report, is_last=state.step == num_steps)
-    # The checkpoint comes after the line of its step, and counts as time of the next.
+    # The step's line is written before its checkpoint, so the checkpoint's time counts for the next step.
     with session.phase("write"):
         report.write()
     if _is_due(config.checkpoint.export_every_steps, state.step):
@@ -166,46 +141,52 @@ def train_step(session: RankSession, num_steps: int) -> str | None:
     return None
 
 
-def train_policy(
-    session: RankSession,
-    work: Work,
-    old: list[OldState | None],
-    reference: list[list[torch.Tensor] | None] | None,
-    corrects: bool,
-    report: StepReport,
-) -> None:
-    """The policy's optimizer steps of a rollout batch. Collective."""
-    config, engine = session.config, session.engine
-    settings = objective_settings(config.algorithm, config.objective)
-    frozen_of = reference or [None] * len(work.mini_batches)
-    for mini_batch, before, frozen in session.each("train", zip(work.mini_batches, old, frozen_of, strict=True)):
-        result, passed = engine.train_mini_batch(
-            mini_batch.micro_batches, settings, mini_batch.denominator, before, frozen, corrects
-        )
-        session.note_step(result.skipped, result.grad_norm)
-        report.add(result, before.report if before is not None else passed, passed)
+def _is_due(every_steps: int, step: int) -> bool:
+    return every_steps > 0 and step % every_steps == 0
 
 
-def train_critic(
-    session: RankSession,
-    settings: Critic,
-    work: Work,
-    old: list[OldState | None],
-    reference: list[list[torch.Tensor] | None],
-) -> CriticStep:
-    """Give the packs their advantages by the critic's present values, then train it on them. Collective."""
-    assert session.critic is not None
-    step = CriticStep(session.critic, settings, session.config.advantage.std_ddof)
-    with session.phase("critic"):
-        step.estimate(work.mini_batches, old, reference)
-        for place, mini_batch in enumerate(work.mini_batches):
-            result = step.train(place, mini_batch)
-            session.note_critic_step(result.skipped, result.grad_norm)
-    return step
+def next_batch(session: RankSession) -> tuple[RolloutBatch | None, Work]:
+    """Sample the step's rollout batch and distribute it. Returns the batch (None on ranks other than 0) and this rank's
+    share of it, or the reason to stop in `Work.stop`. Collective.
+    """
+    state, lead, prefetch = session.state, session.lead, session.prefetch
+    session.gpus.switch_to("sample")
+    if lead is None or prefetch is None:
+        with session.phase("rollout"):
+            return None, session.ranks.receive_work()
+    prefetch.expect(state.step, state.weight_version)
+    try:
+        with session.phase("rollout"):
+            batch = lead.source.take(state.step, state.weight_version, session.on_wait)
+    except StopRequested as request:
+        return None, session.ranks.hand_out_stop(str(request))
+    with session.phase("assemble"):
+        batch, parcels = prefetch.take(batch, state.step, state.weight_version)
+        work = session.ranks.send(parcels)
+        batch.drop_routes()  # every rank has the routes it needs, and the journal has all of them
+        return batch, work
+
+
+def old_log_probs(session: RankSession, work: Work, corrects: bool) -> list[OldState | None]:
+    """The log-probs of the whole rollout batch under the weights at the start of the step, one item per mini-batch.
+    Collective.
+
+    `corrects`: the training pass decides the mismatch correction itself, so no old pass is made and the items are None.
+    """
+    passes: list[OldState] = []
+    for mini_batch in session.each_in_phase("old_log_probs", [] if corrects else work.mini_batches):
+        passes.append(session.engine.old_pass(mini_batch.micro_batches))
+        if len(passes) == len(work.mini_batches):
+            session.engine.correct(passes)
+    if session.snapshots is not None:
+        measure_staleness(session, work, passes)
+    return [None] * len(work.mini_batches) if corrects else [*passes]
 
 
 def measure_staleness(session: RankSession, work: Work, passes: list[OldState]) -> None:
-    """Split the gap of the step's tokens with the weights that sampled them. Collective."""
+    """Split the mismatch of each sequence into the part of stale weights and the rest, by scoring the tokens with the
+    weights that sampled them. Adds both parts to the reports of `passes`. Collective.
+    """
     assert session.snapshots is not None
     missing = session.snapshots.missing([one for mini_batch in work.mini_batches for one in mini_batch.micro_batches])
     if missing:
@@ -220,32 +201,54 @@ def measure_staleness(session: RankSession, work: Work, passes: list[OldState]) 
         session.snapshots.measure(mini_batches, passes, session.state.weight_version)
 
 
-def _is_due(every_steps: int, step: int) -> bool:
-    return every_steps > 0 and step % every_steps == 0
+def train_critic(
+    session: RankSession,
+    settings: Critic,
+    work: Work,
+    old: list[OldState | None],
+    reference: list[list[torch.Tensor] | None],
+) -> CriticStep:
+    """Compute the advantages with the critic's present values, write them into the packs, and train the critic on the
+    same packs. Returns the step's results for the report. Collective.
+    """
+    assert session.critic is not None
+    step = CriticStep(session.critic, settings, session.config.advantage.std_ddof)
+    with session.phase("critic"):
+        step.estimate(work.mini_batches, old, reference)
+        for place, mini_batch in enumerate(work.mini_batches):
+            result = step.train(place, mini_batch)
+            session.count_critic_step(result.skipped, result.grad_norm)
+    return step
 
 
-def take(session: RankSession) -> tuple[RolloutBatch | None, Work]:
-    """The step's rollout batch (rank 0) and this rank's share of it."""
-    state, lead, preparation = session.state, session.lead, session.preparation
-    session.gpus.turn("sample")
-    if lead is None or preparation is None:
-        with session.phase("rollout"):
-            return None, session.ranks.receive_work()
-    preparation.expect(state.step, state.weight_version)
-    try:
-        with session.phase("rollout"):
-            batch = lead.source.take(state.step, state.weight_version, session.on_wait)
-    except StopRequested as request:
-        return None, session.ranks.hand_out_stop(str(request))
-    with session.phase("assemble"):
-        batch, parcels = preparation.take(batch, state.step, state.weight_version)
-        work = session.ranks.send(parcels)
-        batch.drop_routes()  # every rank has its own, and the journal has all
-        return batch, work
+def train_policy(
+    session: RankSession,
+    work: Work,
+    old: list[OldState | None],
+    reference: list[list[torch.Tensor] | None] | None,
+    corrects: bool,
+    report: StepReport,
+) -> None:
+    """Make the policy's optimizer steps of a rollout batch, one per mini-batch, and add each to `report`. Collective.
+
+    `old`, `reference`: log-probs per mini-batch; `reference` is None without a KL term in the objective.
+    """
+    config, engine = session.config, session.engine
+    settings = objective_settings(config.algorithm, config.objective)
+    frozen_of = reference or [None] * len(work.mini_batches)
+    items = zip(work.mini_batches, old, frozen_of, strict=True)
+    for mini_batch, before, frozen in session.each_in_phase("train", items):
+        result, passed = engine.train_mini_batch(
+            mini_batch.micro_batches, settings, mini_batch.denominator, before, frozen, corrects
+        )
+        session.count_step(result.skipped, result.grad_norm)
+        report.add(result, before.report if before is not None else passed, passed)
 
 
 def finish(session: RankSession) -> dict[str, Any] | None:
-    """Rank 0: show what never acted, then the final table; its numbers are the command's result."""
+    """Rank 0: show the final table, and a notice if the mismatch correction never acted. Returns the numbers of the
+    table, which are the command's result; None on other ranks.
+    """
     if session.lead is None:
         return None
     if notice := correction_notice(session.config.mismatch, session.state.summary, at_end=True):
@@ -253,3 +256,33 @@ def finish(session: RankSession) -> dict[str, Any] | None:
     table, result = run_table(session)
     session.say(table)
     return result
+
+
+def run_rollouts(session: RankSession, num_steps: int) -> dict[str, Any] | None:
+    """Sample the batches of `num_steps` steps with the weights of `model.path`, without training.
+
+    Returns {"stopped": reason, "step": step} if a stop was requested, else {"step": step, "journal": its folder}.
+    Collective.
+    """
+    state = session.state
+    stop = None
+    session.gpus.switch_to("sample")
+    while stop is None and state.step < num_steps:
+        batch = None
+        if session.lead is not None:
+            try:
+                with session.phase("rollout"):
+                    batch = session.lead.source.take(state.step, state.weight_version, session.on_wait)
+                batch = scored_batch(batch, session.config)
+                fill_advantages(batch, session.config, state.step)
+            except StopRequested as request:
+                stop = str(request)
+        stop = session.ranks.agree(stop)
+        if stop is None:
+            state.step += 1
+            StepReport(session, batch, 0).write()
+    if stop is not None:
+        session.say(f"stopped after step {state.step} ({stop}); the same command continues")
+        return {"stopped": stop, "step": state.step}
+    session.say(f"rollouts of {state.step} steps are in {session.run_folder.journal_dir}")
+    return {"step": state.step, "journal": str(session.run_folder.journal_dir)}

@@ -1,12 +1,10 @@
-"""PyTorch profiler traces of some steps of some ranks, with the phases of a step as named ranges (`profile`).
+"""The phases of a step: how long each takes, the sign of life that names it, and the kill points between phases.
 
-Owns when the profiler runs and what it writes: profile/steps_<a>-<b>/rank_<r>.json.gz, in the format that Chrome's
-tracing page, Perfetto and TensorBoard read, and on a GPU rank_<r>.memory.pickle beside it, for
-pytorch.org/memory_viz. A range costs nothing while no profiler runs.
-
-The phases of a step: their wall time, the sign of life that names them, and the moments between them.
-
-Owns which phase reaches which of the kill points of a step (`kill_points.MOMENTS`), at which tests end the process.
+`Phases` times each phase, tells the watchdog which one runs, and reaches the failpoints at which tests end the process.
+`Profiling` writes PyTorch profiler traces of some steps of some ranks (`profile`), with the phases as named ranges:
+profile/steps_<a>-<b>/rank_<r>.json.gz, in the format that Chrome's tracing page, Perfetto and TensorBoard read. On a
+GPU they also write rank_<r>.memory.pickle, for pytorch.org/memory_viz. A named range costs nothing while no profiler
+runs.
 """
 
 from __future__ import annotations
@@ -24,28 +22,32 @@ from gspo_mega.config.schema import Profile
 from gspo_mega.metrics.reductions import PhaseTimer
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+# Allocations that a memory snapshot remembers.
+_MEMORY_ENTRIES = 1_000_000
 
 
-class _Moments(NamedTuple):
-    """Kill points at the start of a phase, after each of its items, and at its end."""
+class _KillPoints(NamedTuple):
+    """The failpoints at the start of a phase, after each of its items, and at its end."""
 
     start: str | None = None
     each: str | None = None
     end: str | None = None
 
 
-_MOMENTS = {
-    "old_log_probs": _Moments(start="rollout.batch", each="step.old_pass"),
-    "train": _Moments(each="step.optimizer", end="step.trained"),
-    "report": _Moments(start="step.published"),
-    "write": _Moments(end="step.written"),
+_KILL_POINTS = {
+    "old_log_probs": _KillPoints(start="rollout.batch", each="step.old_pass"),
+    "train": _KillPoints(each="step.optimizer", end="step.trained"),
+    "report": _KillPoints(start="step.published"),
+    "write": _KillPoints(end="step.written"),
 }
-# `write` ends the step of the timer, so its time is part of the next step's "other".
+# The phase `write` ends the timer's step, so its time is part of the next step's "other".
 _UNTIMED = ("write",)
 
 
 class Phases:
-    """The phases of one rank. `timer`: the wall time of each, by step. `named_range` marks a phase in a trace."""
+    """The phases of one rank. `timer`: the wall time of each, by step. `named_range`: marks a phase in a trace."""
 
     def __init__(self) -> None:
         self.timer = PhaseTimer()
@@ -53,20 +55,20 @@ class Phases:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """The block is the phase `name`. Raises ValueError for an unknown name."""
-        moments = _MOMENTS.get(name, _Moments())
+        """A context manager: the block is the phase `name`. Raises ValueError for an unknown name."""
+        points = _KILL_POINTS.get(name, _KillPoints())
         timed = contextlib.nullcontext() if name in _UNTIMED else self.timer.phase(name)
-        _reach(moments.start)
+        _reach(points.start)
         with timed, progress.during(name), self.named_range(name):
             yield
-        _reach(moments.end)
+        _reach(points.end)
 
-    def each(self, name: str, items: Iterable[T]) -> Iterator[T]:
-        """The items, all within one phase `name`; the loop's body works on one item."""
+    def each_in_phase(self, name: str, items: Iterable[T]) -> Iterator[T]:
+        """Yield the items, all within one phase `name`. The loop's body works on one item."""
         with self.phase(name):
             for item in items:
                 yield item
-                _reach(_MOMENTS.get(name, _Moments()).each)
+                _reach(_KILL_POINTS.get(name, _KillPoints()).each)
 
 
 def _reach(point: str | None) -> None:
@@ -74,14 +76,8 @@ def _reach(point: str | None) -> None:
         failpoints.reached(point)
 
 
-logger = logging.getLogger(__name__)
-
-# Allocations that a memory snapshot remembers.
-_MEMORY_ENTRIES = 1_000_000
-
-
 class Profiling:
-    """The profiler of one rank. `say` shows the user a line (from rank 0)."""
+    """The profiler of one rank. `say` shows a line to the user if this is rank 0."""
 
     def __init__(self, settings: Profile, rank: int, folder: RunFolder, say: Callable[[str], None]) -> None:
         steps = settings.steps
@@ -92,7 +88,9 @@ class Profiling:
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """The block is that step. A trace begins with the first step of the range that this start of the run trains."""
+        """A context manager: the block is the step `number`. The trace begins with the first step of the range that
+        this start of the run trains.
+        """
         if not self._first <= number <= self._last:
             yield
             return
@@ -105,11 +103,11 @@ class Profiling:
             self.close()
 
     def range(self, name: str) -> contextlib.AbstractContextManager[object]:
-        """A named range in the trace, where one is being made."""
+        """A context manager that marks a named range in the trace; does nothing while no profiler runs."""
         return contextlib.nullcontext() if self._profiler is None else torch.profiler.record_function(name)
 
     def close(self) -> None:
-        """Write what was profiled so far: of a run that stops within the range, too."""
+        """Write what was profiled so far, also in a run that stops within the range."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return

@@ -1,7 +1,7 @@
-"""The next step's hand-out, made while this one trains: advantages, packs and messages, in a thread of rank 0.
+"""Prepares the next step's work while the current one trains: advantages, packs and messages, in a thread of rank 0.
 
-Owns when it is made, and that it is used for the very batch that it was made of, and for no other: whatever is due is
-then what would have been made without it, to the bit. What a hand-out is made of is `batches.py`'s and `scatter.py`'s.
+Prepared work is used only for the very batch that it was made from. So a step gets, to the bit, what it would get
+without this file. `batches.py` makes the packs and `scatter.py` the messages.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from gspo_mega.train.scatter import Parcels
 
 
 @dataclass
-class _Ahead:
-    """A hand-out that is made before its step is due. `seconds`: how long that took, once it is done."""
+class _Prepared:
+    """Work that is prepared before its step is due. `dropped`: set if it is not needed any more. `seconds`: how long it
+    took, once it is done.
+    """
 
     step: int
     weight_version: int
@@ -32,8 +34,8 @@ class _Ahead:
     future: concurrent.futures.Future[tuple[RolloutBatch, Parcels] | None] | None = None
     seconds: float = 0.0
 
-    def is_of(self, batch: RolloutBatch, step: int, weight_version: int) -> bool:
-        """Whether it is of these very episodes, which nobody changes once their groups are complete."""
+    def is_made_from(self, batch: RolloutBatch, step: int, weight_version: int) -> bool:
+        """Whether it was made from these very episodes. Nobody changes episodes once their groups are complete."""
         if (self.step, self.weight_version, len(self.groups)) != (step, weight_version, len(batch.groups)):
             return False
         return all(
@@ -45,45 +47,48 @@ class _Ahead:
 
 
 class Prefetch:
-    """One per run, on rank 0.
+    """Prepares the work of coming steps; one object per run, on rank 0.
 
     Attributes:
-        ahead_seconds: work on the hand-out that `take` returned last, done before it was asked for.
+        ahead_seconds: seconds of work on what `take` returned last that were done before `take` was called.
     """
 
     def __init__(self, config: Config, spec: ModelSpec, layout: Layout) -> None:
         self._config, self._spec, self._layout = config, spec, layout
         self._lock = threading.Lock()
         self._versions_ahead = 0
-        self._ahead: dict[int, _Ahead] = {}  # by step: a later one may begin before one is taken
+        self._prepared: dict[int, _Prepared] = {}  # by step: a later step may begin before an earlier one is taken
         self._is_closed = False
         self.ahead_seconds = 0.0
 
     def expect(self, step: int, weight_version: int) -> None:
-        """`step` trains the weights of this version, and each later step a version more."""
+        """Set the weight version that `step` trains. Each later step trains the version that follows."""
         self._versions_ahead = weight_version - step
 
     def begin(self, step: int, groups: list[Group]) -> None:
-        """Begin on `step`, which would train on these complete groups if it were due now. Any thread; returns at once.
-        Called again with other groups of the step, it drops what it has.
+        """Begin to prepare `step`, which would train on these complete groups if it were due now.
+
+        May be called from any thread and returns at once. Called again for the same step, it drops what it has.
         """
-        ahead = _Ahead(step, step + self._versions_ahead, list(groups))
+        ahead = _Prepared(step, step + self._versions_ahead, list(groups))
         with self._lock:
             if self._is_closed:
                 return
-            if (before := self._ahead.get(step)) is not None:
+            if (before := self._prepared.get(step)) is not None:
                 before.dropped.set()
-            self._ahead[step] = ahead
-            ahead.future = processes.begin("preparation", lambda: self._make_ahead(ahead))
+            self._prepared[step] = ahead
+            ahead.future = processes.begin("preparation", lambda: self._build_ahead(ahead))
 
     def take(self, batch: RolloutBatch, step: int, weight_version: int) -> tuple[RolloutBatch, Parcels]:
-        """What is trained of the batch of `step`, with advantages, and its hand-out: that which was begun, or one made
-        from the beginning. Raises RewardError, RolloutError, PlanError.
+        """Returns the part of the step's batch that is trained on, with its advantages, and the parcels for the ranks.
+
+        They are the prepared ones if they were made from this batch, and are made now otherwise. Raises RewardError,
+        RolloutError, PlanError.
         """
         with self._lock:
-            ahead = self._ahead.pop(step, None)
+            ahead = self._prepared.pop(step, None)
         self.ahead_seconds = 0.0
-        if ahead is not None and ahead.is_of(batch, step, weight_version):
+        if ahead is not None and ahead.is_made_from(batch, step, weight_version):
             made = self._wait(ahead)
             if made is not None:
                 return replace(
@@ -91,19 +96,21 @@ class Prefetch:
                 ), made[1]
         elif ahead is not None:
             ahead.dropped.set()
-        return self._made(batch, step, weight_version)
+        return self._build(batch, step, weight_version)
 
     def close(self) -> None:
-        """Nothing is made any more."""
+        """Drop what is being prepared, and prepare nothing more."""
         with self._lock:
             self._is_closed = True
-            dropped, self._ahead = list(self._ahead.values()), {}
+            dropped, self._prepared = list(self._prepared.values()), {}
         for ahead in dropped:
             ahead.dropped.set()
         concurrent.futures.wait([ahead.future for ahead in dropped if ahead.future is not None])
 
-    def _wait(self, ahead: _Ahead) -> tuple[RolloutBatch, Parcels] | None:
-        """None where it failed: it fails once more, or does not, where the caller makes it anew."""
+    def _wait(self, ahead: _Prepared) -> tuple[RolloutBatch, Parcels] | None:
+        """Wait for prepared work. Returns None if it failed; the caller then builds it again, and gets the error if
+        there is one again.
+        """
         asked_at = time.monotonic()
         assert ahead.future is not None
         concurrent.futures.wait([ahead.future])
@@ -113,15 +120,15 @@ class Prefetch:
         self.ahead_seconds = max(0.0, ahead.seconds - waited)
         return ahead.future.result()
 
-    def _make_ahead(self, ahead: _Ahead) -> tuple[RolloutBatch, Parcels] | None:
+    def _build_ahead(self, ahead: _Prepared) -> tuple[RolloutBatch, Parcels] | None:
         began = time.monotonic()
-        batch, parcels = self._made(RolloutBatch(ahead.step, ahead.groups), ahead.step, ahead.weight_version)
-        if not parcels.make(lambda: not ahead.dropped.is_set()):
+        batch, parcels = self._build(RolloutBatch(ahead.step, ahead.groups), ahead.step, ahead.weight_version)
+        if not parcels.encode_all(lambda: not ahead.dropped.is_set()):
             return None
         ahead.seconds = time.monotonic() - began
         return batch, parcels
 
-    def _made(self, batch: RolloutBatch, step: int, weight_version: int) -> tuple[RolloutBatch, Parcels]:
+    def _build(self, batch: RolloutBatch, step: int, weight_version: int) -> tuple[RolloutBatch, Parcels]:
         config = self._config
         batch = scored_batch(batch, config)
         fill_advantages(batch, config, step)

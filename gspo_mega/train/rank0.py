@@ -1,7 +1,7 @@
-"""What rank 0 has and no other rank: the source of batches, the console, metrics, the stop request.
+"""What rank 0 has and no other rank: the source of batches, the console, the metrics and the stop request.
 
-`session.lead` is a `Rank0` on rank 0 and None on every other rank; that is how code of the runtime asks for rank 0.
-Owns the lives of these parts. What all ranks do together is `session.py`'s.
+`session.lead` is a `Rank0` on rank 0 and None on every other rank, so code tests it to find out whether it runs on
+rank 0. `Rank0` starts these parts and closes them. What all ranks do together is in `session.py`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from gspo_mega.train.sources import LiveSource, RecordedSource, journalled_sourc
 
 
 class Rank0:
-    """A context manager. `recorded_dir`: the run folder whose journal is trained on, in place of sampling.
-    `needs_answers`: as of `Rollouts`.
+    """The parts of rank 0; a context manager.
+
+    `recorded_dir`: train on the journal of this run folder instead of sampling. `needs_answers`: as for `Rollouts`.
 
     The constructor reads the data and starts the scoring processes. Raises DataError, RewardError.
     """
@@ -48,7 +49,7 @@ class Rank0:
         folder = Path(config.model.path)
         self._planned_ends = planned_end_tokens(folder, spec.eos_token_ids, spec.vocab_size).ids
         self._cleanup = contextlib.ExitStack()
-        self.writer = MetricsWriter(self.run_folder.path, sinks, self._endpoint(context))
+        self.writer = MetricsWriter(self.run_folder.path, sinks, self._prometheus_endpoint(context))
         if recorded_dir is not None:
             new_groups = RecordedSource(RunFolder(recorded_dir).journal_dir)
         else:
@@ -59,7 +60,7 @@ class Rank0:
         self.source = journalled_source(config, Journal(self.run_folder.journal_dir), new_groups, self.console)
         self._cleanup.enter_context(self.writer)
 
-    def _endpoint(self, context: WorkerContext) -> PrometheusEndpoint | None:
+    def _prometheus_endpoint(self, context: WorkerContext) -> PrometheusEndpoint | None:
         settings, name = context.config.metrics.prometheus, context.config.run.name
         if settings is None:
             return None
@@ -73,33 +74,35 @@ class Rank0:
         try:
             self._cleanup.close()
         finally:
-            self.source.close()  # only now does nothing sample any more
+            self.source.close()  # only now has all sampling ended
 
     @property
     def rollouts(self) -> Rollouts:
-        """Servers, prompts and rewards. Must not be used in a run that trains on a record, which has none."""
+        """Servers, prompts and rewards. A run that trains on a record has none and must not use this."""
         assert self._rollouts is not None, "a run that trains on a record samples nothing"
         return self._rollouts
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end a response of this run; of a run that trains on a record, as the model's files tell."""
+        """The tokens that end a response. In a run that trains on a record they are those of the model's files."""
         return self._planned_ends if self._rollouts is None else self._rollouts.end_tokens.ids
 
     def resume(self, state: TrainState) -> None:
-        """Continue source and metrics from a checkpoint's state, or from a fresh one. Raises DataError where prompts or
-        metrics do not fit it.
+        """Continue the source and the metrics from a checkpoint's state, or from a fresh state. Raises DataError if the
+        prompts or the metrics do not fit it.
         """
         self.source.restore(state)
-        # A run that begins again from its start measures that again, too.
+        # A run that begins again from step 0 also evaluates its start again, and writes that line again.
         self.writer.resume_from(state.step if state.step > 0 else -1)
 
     def check_stop(self) -> None:
-        """Raises StopRequested where a stop was asked for."""
+        """Raises StopRequested if a stop was requested."""
         self.stop_request.raise_if_made()
 
-    def check_held(self) -> None:
-        """Raises FolderError where the run was started again elsewhere, before something of the run is overwritten."""
+    def check_newest_attempt(self) -> None:
+        """Raises FolderError if the run has been started again elsewhere. Call it before anything of the run is
+        overwritten.
+        """
         latest = self.run_folder.latest_attempt()
         if latest is not None and not self.attempt.is_newest():
             raise FolderError(

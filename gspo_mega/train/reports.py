@@ -1,19 +1,9 @@
-"""The metrics of a step from the reports of all ranks: gathered on rank 0, computed once, written, shown.
+"""The metrics of a step, from the reports of all ranks: gathered on rank 0, computed once, written and shown.
 
-Owns which number gets which name of the catalogue. The statistics themselves are `gspo_mega.algorithm`'s.
-
-The metrics of a policy's adapters (`lora`): how many numbers are trained, and how far they are from nothing.
-
-The metrics of PPO's critic, from the parts of all ranks.
-
-The shape of a step's episodes in its metrics: turns, rows, lengths, what the policy did not sample, and how old is
-what it did.
-
-Owns these names. How often turns, tools and failures happened while sampling is counted by the collector.
-
-Metrics of a model with experts, from the sums over (token, layer) pairs that all ranks report.
-
-Held-out results under their names of the catalogue, and which sets are due after a step.
+`StepReport` is filled while the step runs, and `write` gives each number its name of the catalogue. After it come the
+metrics of its parts as functions: episodes, experts, the critic, adapters and held-out results, and the run's summary
+for the final table. `gspo_mega.algorithm` has the statistics, and `mismatch_report.py` the metrics of the mismatch. The
+collector counts turns, tools and failures while it samples.
 """
 
 from __future__ import annotations
@@ -50,190 +40,49 @@ from gspo_mega.train.mismatch_report import (
     correction_notice,
     gap_metrics,
     gap_warnings,
-    note_correction,
+    record_correction,
 )
+from gspo_mega.train.rank0 import Rank0
 from gspo_mega.train.session import RankSession
-
-
-def adapter_metrics(engine: PolicyEngine) -> dict[str, float]:
-    """On every rank; empty without `lora`. Collective."""
-    lora = engine.config.lora
-    if lora is None:
-        return {}
-    return {
-        "lora/norm": adapter_norm(engine.chunks, engine.groups),
-        "lora/num_parameters": num_adapter_parameters(lora, engine.spec),
-    }
-
-
-_TOKENS, _CLIPPED, _LOSS = VALUE_SUMS.index("value_tokens"), len(VALUE_SUMS), len(VALUE_SUMS) + 1
-
-
-def critic_metrics(
-    parts: Sequence[CriticPart], results: Sequence[StepResult], num_critic_steps: int, kl_coefficient: float
-) -> dict[str, float]:
-    """`results`: of the value steps, which all ranks share."""
-    old = np.sum([part.old_sums for part in parts], axis=0)
-    steps = np.sum([part.step_sums for part in parts], axis=0)
-    sums: dict[str, float] = dict(zip(VALUE_SUMS, old.tolist(), strict=True))
-    count = max(sums["value_tokens"], 1.0)
-    norms = [result.grad_norm for result in results]
-    metrics = {
-        # The loss of each mini-batch has its own denominator: over the step it is their mean.
-        "critic/value_loss": float(steps[:, _LOSS].mean()),
-        "critic/clip_fraction": float(steps[:, _CLIPPED].sum() / max(steps[:, _TOKENS].sum(), 1.0)),
-        "critic/value_mean": sums["value_sum"] / count,
-        "critic/return_mean": sums["return_sum"] / count,
-        **reduced({"critic/grad_norm": norms, "critic/grad_norm_max": norms}),
-        "critic/lr": results[-1].lr,
-        "critic/num_optimizer_steps": num_critic_steps,
-        "critic/num_skipped": sum(result.skipped for result in results),
-    }
-    if (explained := explained_variance(sums)) is not None:
-        metrics["critic/explained_variance"] = explained
-    if kl_coefficient > 0:
-        gap, tokens = np.sum([part.penalty for part in parts], axis=0).tolist()
-        metrics["critic/kl_reference"] = gap / max(tokens, 1.0)
-    return metrics
-
-
-def fill_mean_advantages(batch: RolloutBatch, parts: Sequence[CriticPart]) -> None:
-    """Set `advantage` of every row to the mean of its tokens'; 0 where it has none."""
-    rows = batch.trajectories
-    for row in rows:
-        row.advantage = 0.0
-    for part in parts:
-        for place, advantage in zip(part.rows.tolist(), part.advantages.tolist(), strict=True):
-            rows[place].advantage = advantage
-
-
-def episode_shapes(batch: RolloutBatch) -> dict[str, ArrayLike]:
-    """The numbers of each episode that is trained on, by name of the catalogue, before their reduction."""
-    turns = [episode.num_turns for episode in batch.episodes]
-    longest = [max((row.num_tokens for row in episode.rows()), default=0) for episode in batch.episodes]
-    masks = [np.asarray(row.response_mask, np.uint8) for row in batch.trajectories]
-    return {
-        "episode/turns_mean": turns,
-        "episode/turns_max": turns,
-        "episode/rows_mean": [len(episode.rows()) for episode in batch.episodes],
-        "episode/context_tokens_mean": longest,
-        "episode/context_tokens_max": longest,
-        "episode/masked_fraction": np.concatenate(masks) == 0,
-    }
-
-
-def token_staleness(batch: RolloutBatch, weight_version: int) -> list[np.ndarray]:
-    """Of every row, [tokens that it trains] int64: by how many versions each lags behind `weight_version`."""
-    active = (
-        (np.asarray(row.weight_versions, np.int64), np.asarray(row.response_mask, bool)) for row in batch.trajectories
-    )
-    return [weight_version - versions[mask] for versions, mask in active]
-
-
-def staleness_shapes(batch: RolloutBatch, staleness: Sequence[np.ndarray]) -> dict[str, ArrayLike]:
-    """As `episode_shapes`, of the tokens. `staleness`: of `token_staleness`."""
-    rows = iter(staleness)
-    of_episodes = [np.concatenate([next(rows) for _ in episode.rows()]) for episode in batch.episodes]
-    tokens = np.concatenate(of_episodes)
-    return {
-        "rollout/staleness_mean": tokens,
-        "rollout/staleness_max": tokens,
-        "rollout/multi_version_fraction": [(values != values[:1]).any() for values in of_episodes],
-    }
-
 
 Sums = dict[str, float]
 
+# Places in `CriticPart.step_sums`.
+_TOKENS, _CLIPPED, _LOSS = VALUE_SUMS.index("value_tokens"), len(VALUE_SUMS), len(VALUE_SUMS) + 1
 
-def changed_routes(since: str, reports: Sequence[Sums]) -> dict[str, float]:
-    """`routing/changed_since_<since>` (`rollout` or `old`); nothing where no rank compared."""
-    compared = _routing_total(f"compared_with_{since}", reports)
-    return (
-        {f"routing/changed_since_{since}": _routing_total(f"changed_since_{since}", reports) / compared}
-        if compared > 0
-        else {}
-    )
-
-
-def replaced_experts(reports: Sequence[Sums]) -> dict[str, float]:
-    """`routing/layer/<layer>/replaced_since_old` of every layer whose routes were compared with the old pass."""
-    names = {name for report in reports for name in report if name.startswith("choices/")}
-    choices = {int(name.removeprefix("choices/")): _routing_total(name, reports) for name in names}
-    return {
-        f"routing/layer/{layer}/replaced_since_old": _routing_total(f"replaced/{layer}", reports) / choices[layer]
-        for layer in sorted(choices)
-        if choices[layer] > 0
-    }
-
-
-def router_losses(moe: Moe, reports: Sequence[Sums]) -> dict[str, float]:
-    """`routing/load_balancing_loss` and `routing/z_loss`, each where it is part of the loss."""
-    count = _routing_total("num_router_losses", reports)
-    names = {"load_balancing_loss": moe.load_balancing != "none", "z_loss": moe.z_loss_coefficient > 0}
-    return {
-        f"routing/{name}": _routing_total(name, reports) / count for name, is_on in names.items() if is_on and count > 0
-    }
-
-
-def expert_loads(reports: Sequence[Sums]) -> dict[str, float]:
-    """`routing/load_max_over_mean`, where the expert bias is moved."""
-    count = _routing_total("num_loads", reports)
-    return {"routing/load_max_over_mean": _routing_total("load_max_over_mean", reports) / count} if count > 0 else {}
-
-
-def _routing_total(name: str, reports: Sequence[Sums]) -> float:
-    return sum(report.get(name, 0.0) for report in reports)
-
-
-def due_sets(session: RankSession, step: int, is_last: bool) -> list[str]:
-    """The sets to measure after `step`: by the cadence of each, and all after the last step. Alike on all ranks."""
-    return [one.name for one in session.eval_sets if is_last or one.is_due(step)]
-
-
-def evaluation_metrics(found: Mapping[str, Evaluation], first: str) -> dict[str, float]:
-    """Metrics of the sets that were measured. The set named `first` also has the short names."""
-    metrics: dict[str, float] = {}
-    for name, evaluation in found.items():
-        own = _metrics_of(evaluation)
-        if name == first:
-            metrics |= {f"eval/{key}": value for key, value in own.items()}
-        metrics |= {f"eval/set/{name}/{key}": value for key, value in own.items()}
-        for k, (value, error) in evaluation.pass_at.items():
-            metrics |= {f"eval/set/{name}/pass_at/{k}": value, f"eval/set/{name}/pass_at_standard_error/{k}": error}
-        if evaluation.majority is not None:
-            value, error = evaluation.majority
-            metrics |= {f"eval/set/{name}/majority": value, f"eval/set/{name}/majority_standard_error": error}
-    return metrics
-
-
-def _metrics_of(evaluation: Evaluation) -> dict[str, float]:
-    return {
-        "accuracy": evaluation.accuracy,
-        "accuracy_standard_error": evaluation.standard_error,
-        "reward_mean": evaluation.reward_mean,
-        "response_length_mean": evaluation.response_tokens_mean,
-        "turns_mean": evaluation.turns_mean,
-        "truncated_fraction": evaluation.truncated_fraction,
-        "num_samples": evaluation.num_samples,
-        "num_reward_failures": evaluation.num_reward_failures,
-    }
+# The metrics whose means, over the steps that have them, are in the final table.
+SUMMARISED = (
+    "policy/clip_fraction",
+    "policy/kept_fraction",
+    "policy/mini_batch/0/clip_fraction_positive",
+    "policy/mini_batch/0/clip_fraction_negative",
+    "mismatch/k3",
+    "mismatch/abs_log_ratio_mean",
+)
 
 
 @dataclass
 class MiniBatchPasses:
-    """One rank's reports of one mini-batch: the pass that measured the engine gap, and the training pass."""
+    """One rank's reports of one mini-batch: of the pass that measured the mismatch, and of the training pass."""
 
     old: PassReport
     train: PassReport
 
     @classmethod
     def from_wire(cls, value: dict[str, Any]) -> MiniBatchPasses:
-        """From the dictionary of `dataclasses.asdict`, as another rank sent it."""
+        """From a dictionary of `dataclasses.asdict`, as another rank sent it."""
         return cls(PassReport(**value["old"]), PassReport(**value["train"]))
 
 
 class StepReport:
-    """The report of one step, filled as it goes. Every rank has one; rank 0's `batch` is the rollout batch."""
+    """The report of one step, filled while the step runs; one object on every rank. `batch`: the rollout batch on rank
+    0, None on other ranks.
+
+    Attributes:
+        evaluations: results of sets that were evaluated while training waited, by the set's name.
+        late: metrics of asynchronous evaluations that ended in this step, and evaluated the weights of earlier steps.
+        published: the result of the step's publish. `critic`: the critic's part of the step, if there is a critic.
+    """
 
     def __init__(self, session: RankSession, batch: RolloutBatch | None, num_positions: int) -> None:
         self._session, self._batch, self._num_positions = session, batch, num_positions
@@ -242,21 +91,21 @@ class StepReport:
         self._passes: list[MiniBatchPasses] = []
         self._gathered: list[list[MiniBatchPasses]] = []
         self._gap: GapRows | None = None
-        self._of_adapters: dict[str, float] = {}
+        self._adapter_metrics: dict[str, float] = {}
         self.evaluations: dict[str, Evaluation] = {}
-        self.late: list[dict[str, float]] = []  # metrics of evaluations beside training, which measured earlier steps
+        self.late: list[dict[str, float]] = []
         self.published: PublishResult | None = None
         self.critic: CriticStep | None = None
         self._critic_parts: list[CriticPart] = []
 
     def add(self, result: StepResult, old: PassReport, train: PassReport) -> None:
-        """One mini-batch: its optimizer step, the pass that measured the engine gap, the training pass."""
+        """Add one mini-batch: its optimizer step, the pass that measured the mismatch, and the training pass."""
         self._results.append(result)
         self._passes.append(MiniBatchPasses(old, train))
 
     def gather(self) -> None:
-        """Bring every rank's part to rank 0. Collective."""
-        self._of_adapters = adapter_metrics(self._session.engine)
+        """Collect every rank's part on rank 0. Collective."""
+        self._adapter_metrics = adapter_metrics(self._session.engine)
         gathered = self._session.exchange.gather([asdict(passes) for passes in self._passes])
         if gathered is not None:
             self._gathered = [[MiniBatchPasses.from_wire(passes) for passes in rank] for rank in gathered]
@@ -265,49 +114,16 @@ class StepReport:
             self._critic_parts = [CriticPart(**part) for part in parts or ()]
 
     def write(self) -> None:
-        """Rank 0: compute, write and show the step's metrics; nothing elsewhere. Ends the timer's step everywhere."""
+        """Compute, write and show the step's metrics on rank 0. On every rank, end the timer's step."""
         session = self._session
         seconds = session.phases.timer.finish_step()
         if session.lead is None or self._batch is None:
             return
-        session.lead.check_held()
+        session.lead.check_newest_attempt()
         if self.critic is not None:
             fill_mean_advantages(self._batch, self._critic_parts)
-        metrics = {
-            **self._batch_metrics(self._batch),
-            **self._optimizer_metrics(),
-            **seconds,
-            **session.saving.take_seconds(),
-        }
-        if self._results:
-            metrics |= self._policy_metrics() | self._of_adapters
-        if self.critic is not None:
-            settings = critic_of(session.config)
-            assert settings is not None
-            metrics |= critic_metrics(
-                self._critic_parts, self.critic.results, session.state.num_critic_steps, settings.kl_coefficient
-            )
         tokens = sum(t.num_tokens for t in self._batch.trajectories)
-        step_seconds = seconds["time/step_seconds"]
-        metrics |= {
-            "speed/tokens_per_second": tokens / step_seconds,
-            "speed/tokens_per_second_per_rank": tokens / step_seconds / session.layout.world_size,
-            "run/num_restarts": session.lead.num_restarts,
-            "data/epoch": _epochs(stream := session.lead.source.state_dict()),
-            "data/num_unreadable_answers": _num_unreadable(stream),
-            **session.servers.metrics(),
-        }
-        if session.preparation is not None:
-            metrics["time/assemble/ahead_seconds"] = session.preparation.ahead_seconds
-        if self._num_positions:
-            metrics["speed/packing_efficiency"] = tokens / self._num_positions
-        if self.published is not None:
-            metrics |= {
-                "publish/weight_version": session.state.weight_version,
-                "publish/num_bytes": self.published.num_bytes,
-                "publish/num_bytes_sent": self.published.num_bytes_sent,
-                "publish/num_bytes_sent_per_rank": max(self.published.bytes_sent_by_rank.values(), default=0),
-            }
+        metrics = self._step_metrics(self._batch, session.lead, seconds, tokens)
         if self.evaluations:
             metrics |= evaluation_metrics(self.evaluations, session.eval_sets[0].name)
         elif self.late:
@@ -315,13 +131,62 @@ class StepReport:
         if session.config.diagnostics.token_mismatch and self._results:
             write_token_gaps(session.run_folder.journal_dir, self._batch, self._token_gaps())
         step = session.state.step
-        for late in self.late:  # a line has room for one
+        for late in self.late:  # a line of metrics has room for one evaluation; the others get lines of their own
             session.lead.writer.write(step - 1, late)
             add_to_summary(session.state.summary, late, 0, step - 1)
         session.lead.writer.write(step, metrics)
         add_to_summary(session.state.summary, metrics, tokens, step)
         session.say(progress_line(step, metrics, train_config(session.config).train.num_steps))
-        note_correction(session.state.summary, metrics)
+        self._show_notices(metrics)
+
+    def _step_metrics(
+        self, batch: RolloutBatch, lead: Rank0, seconds: dict[str, float], num_tokens: int
+    ) -> dict[str, float]:
+        """Rank 0: the metrics of the step, except those of evaluations. `seconds`: by phase. `num_tokens`: of the
+        batch's trajectories.
+        """
+        session = self._session
+        metrics = {
+            **self._batch_metrics(batch),
+            **self._optimizer_metrics(),
+            **seconds,
+            **session.saving.take_seconds(),
+        }
+        if self._results:
+            metrics |= self._policy_metrics() | self._adapter_metrics
+        if self.critic is not None:
+            settings = critic_of(session.config)
+            assert settings is not None
+            metrics |= critic_metrics(
+                self._critic_parts, self.critic.results, session.state.num_critic_steps, settings.kl_coefficient
+            )
+        step_seconds = seconds["time/step_seconds"]
+        prompts = lead.source.state_dict()
+        metrics |= {
+            "speed/tokens_per_second": num_tokens / step_seconds,
+            "speed/tokens_per_second_per_rank": num_tokens / step_seconds / session.layout.world_size,
+            "run/num_restarts": lead.num_restarts,
+            "data/epoch": _epochs(prompts),
+            "data/num_unreadable_answers": _num_unreadable(prompts),
+            **session.servers.metrics(),
+        }
+        if session.prefetch is not None:
+            metrics["time/assemble/ahead_seconds"] = session.prefetch.ahead_seconds
+        if self._num_positions:
+            metrics["speed/packing_efficiency"] = num_tokens / self._num_positions
+        if self.published is not None:
+            metrics |= {
+                "publish/weight_version": session.state.weight_version,
+                "publish/num_bytes": self.published.num_bytes,
+                "publish/num_bytes_sent": self.published.num_bytes_sent,
+                "publish/num_bytes_sent_per_rank": max(self.published.bytes_sent_by_rank.values(), default=0),
+            }
+        return metrics
+
+    def _show_notices(self, metrics: dict[str, float]) -> None:
+        """Rank 0: show what the mismatch and its correction give reason to say."""
+        session = self._session
+        record_correction(session.state.summary, metrics)
         if notice := correction_notice(session.config.mismatch, session.state.summary):
             session.say(notice)
         if self._gap is not None:
@@ -331,7 +196,7 @@ class StepReport:
                 self._gap,
                 metrics,
                 session.state.summary,
-                step,
+                session.state.step,
                 max(session.run_folder.huggingface_steps_dir.glob("step_" + "[0-9]" * 8), default=None),
             )
             for line in warnings:
@@ -362,11 +227,12 @@ class StepReport:
                 numbers[f"response/length_{name}_mean"] = lengths[chosen]
         numbers |= {f"rollout/{name}": [value] for name, value in batch.counts.items()}
         numbers |= {f"time/rollout/{part}_seconds": [value] for part, value in batch.phase_seconds.items()}
-        # Of all that was generated since the last batch: with staleness that is another batch's, or nothing.
+        # All tokens generated since the last batch. With staleness they may be those of another batch, or none.
         generated = batch.counts.get("num_generated_tokens", float(lengths.sum()))
         seconds = batch.phase_seconds["generate"]
         speed = generated / seconds if seconds > 0 else 0.0
-        sampled = batch.sampled or sampled_metrics(batch.groups, config)  # older records: only what was trained on
+        # Records of earlier releases lack `sampled`: use what is trained on.
+        sampled = batch.sampled or sampled_metrics(batch.groups, config)
         return {**sampled, **reduced(numbers), "speed/generated_tokens_per_second": speed}
 
     def _optimizer_metrics(self) -> dict[str, float]:
@@ -393,7 +259,7 @@ class StepReport:
         for m, part in enumerate(sums):
             metrics |= {f"policy/mini_batch/{m}/{name}": value for name, value in policy_metrics(part).items()}
 
-        # In the last mini-batch the policy is furthest from where it was in the old pass.
+        # The last mini-batch is the one in which the policy is furthest from the old pass.
         last = [rank[-1].train.routing for rank in self._gathered]
         metrics |= changed_routes("rollout", self._routing("old")) | changed_routes("old", last)
         metrics |= replaced_experts(last)
@@ -411,7 +277,7 @@ class StepReport:
         log_s = torch.from_numpy(train[LOG_S.name])[torch.from_numpy(present)]
         metrics["policy/ess"] = effective_sample_fraction(log_s)
         if config.old_log_probs == "rollout":
-            parts = {"log_ratio": log_s}  # old is the server's: the two parts cannot be told apart
+            parts = {"log_ratio": log_s}  # the old log-probs are the server's, so the two parts cannot be told apart
         else:
             gap = torch.from_numpy(sums[present, SUM_NAMES.index("log_ratio")] / tokens[present])
             parts = {"log_ratio": gap + log_s, "log_ratio/update": log_s, "log_ratio/gap": gap}
@@ -423,8 +289,8 @@ class StepReport:
         return metrics
 
     def _measured_gap(self, old: dict[str, np.ndarray], train: dict[str, np.ndarray]) -> GapRows:
-        """The gap of the responses measured before any update: all of them in an old pass of its own, those of the
-        first mini-batch where the training passes measure it.
+        """The mismatch of the responses that were measured before any update of the step: all of them if there is an
+        old pass, and those of the first mini-batch if the training passes measure it.
         """
         assert self._batch is not None
         trajectories = self._batch.trajectories
@@ -436,44 +302,203 @@ class StepReport:
         return GapRows.measured(old, train, rows, advantages, stale)
 
     def _token_gaps(self) -> list[dict[str, np.ndarray]]:
-        """The ranks' parts, of tokens measured before any update."""
+        """The ranks' reports of tokens that were measured before any update of the step."""
         all_are = needs_old_log_prob_pass(self._session.config)
         measured = [part.old.tokens for rank in self._gathered for part in (rank if all_are else rank[:1])]
         return [tokens for tokens in measured if tokens]
 
     def _reports(self, which: Literal["old", "train"]) -> list[PassReport]:
-        """The reports of all ranks on one pass of every mini-batch."""
+        """The reports of all ranks on one of the two passes, for every mini-batch."""
         return [part.old if which == "old" else part.train for rank in self._gathered for part in rank]
 
     def _routing(self, which: Literal["old", "train"]) -> list[dict[str, float]]:
         return [report.routing for report in self._reports(which)]
 
     def _columns(self, which: Literal["old", "train"]) -> dict[str, np.ndarray]:
-        """Per-trajectory columns of one pass over all mini-batches and ranks, in the rollout batch's order."""
+        """The columns of all trajectories from one of the two passes, [N] or [N, K], in the rollout batch's order."""
         assert self._batch is not None
         parts = ((report.trajectory_index, report.columns) for report in self._reports(which))
         return merge_columns(parts, len(self._batch.trajectories))
 
 
 def _total(parts: Sequence[np.ndarray | None]) -> torch.Tensor:
-    """The sum of the parts, [K] float64. A rank that reports nothing has None; at least one rank has a part."""
+    """The sum of the parts, [K] float64. A part is None if its rank reports nothing; at least one is not None."""
     present = [torch.from_numpy(part) for part in parts if part is not None]
     return functools.reduce(torch.add, present, torch.zeros_like(present[0]))
 
 
-# Means over the steps that have them, for the final table.
-SUMMARISED = (
-    "policy/clip_fraction",
-    "policy/kept_fraction",
-    "policy/mini_batch/0/clip_fraction_positive",
-    "policy/mini_batch/0/clip_fraction_negative",
-    "mismatch/k3",
-    "mismatch/abs_log_ratio_mean",
-)
+def _num_unreadable(stream: dict[str, Any]) -> int:
+    return sum(source.get("num_unreadable", 0) for source in stream.get("sources", {}).values())
+
+
+def _epochs(stream: dict[str, Any]) -> float:
+    """How often the prompts have been passed over, the mean over sources."""
+    sources = stream["sources"].values()
+    return sum(s["epoch"] + s["position"] / max(s["num_rows"], 1) for s in sources) / len(sources)
+
+
+def episode_shapes(batch: RolloutBatch) -> dict[str, ArrayLike]:
+    """Numbers of the episodes that are trained on, by name of the catalogue, before they are reduced to one value."""
+    turns = [episode.num_turns for episode in batch.episodes]
+    longest = [max((row.num_tokens for row in episode.rows()), default=0) for episode in batch.episodes]
+    masks = [np.asarray(row.response_mask, np.uint8) for row in batch.trajectories]
+    return {
+        "episode/turns_mean": turns,
+        "episode/turns_max": turns,
+        "episode/rows_mean": [len(episode.rows()) for episode in batch.episodes],
+        "episode/context_tokens_mean": longest,
+        "episode/context_tokens_max": longest,
+        "episode/masked_fraction": np.concatenate(masks) == 0,
+    }
+
+
+def token_staleness(batch: RolloutBatch, weight_version: int) -> list[np.ndarray]:
+    """For every row, [tokens that it trains] int64: how many versions older than `weight_version` each token is."""
+    active = (
+        (np.asarray(row.weight_versions, np.int64), np.asarray(row.response_mask, bool)) for row in batch.trajectories
+    )
+    return [weight_version - versions[mask] for versions, mask in active]
+
+
+def staleness_shapes(batch: RolloutBatch, staleness: Sequence[np.ndarray]) -> dict[str, ArrayLike]:
+    """As `episode_shapes`, for the staleness of tokens. `staleness`: from `token_staleness`."""
+    rows = iter(staleness)
+    of_episodes = [np.concatenate([next(rows) for _ in episode.rows()]) for episode in batch.episodes]
+    tokens = np.concatenate(of_episodes)
+    return {
+        "rollout/staleness_mean": tokens,
+        "rollout/staleness_max": tokens,
+        "rollout/multi_version_fraction": [(values != values[:1]).any() for values in of_episodes],
+    }
+
+
+def changed_routes(since: str, reports: Sequence[Sums]) -> dict[str, float]:
+    """`routing/changed_since_<since>` (`rollout` or `old`); empty if no rank compared."""
+    compared = _routing_total(f"compared_with_{since}", reports)
+    if compared <= 0:
+        return {}
+    return {f"routing/changed_since_{since}": _routing_total(f"changed_since_{since}", reports) / compared}
+
+
+def replaced_experts(reports: Sequence[Sums]) -> dict[str, float]:
+    """`routing/layer/<layer>/replaced_since_old` for every layer whose routes were compared with the old pass."""
+    names = {name for report in reports for name in report if name.startswith("choices/")}
+    choices = {int(name.removeprefix("choices/")): _routing_total(name, reports) for name in names}
+    return {
+        f"routing/layer/{layer}/replaced_since_old": _routing_total(f"replaced/{layer}", reports) / choices[layer]
+        for layer in sorted(choices)
+        if choices[layer] > 0
+    }
+
+
+def router_losses(moe: Moe, reports: Sequence[Sums]) -> dict[str, float]:
+    """`routing/load_balancing_loss` and `routing/z_loss`, each if it is part of the loss."""
+    count = _routing_total("num_router_losses", reports)
+    names = {"load_balancing_loss": moe.load_balancing != "none", "z_loss": moe.z_loss_coefficient > 0}
+    return {
+        f"routing/{name}": _routing_total(name, reports) / count for name, is_on in names.items() if is_on and count > 0
+    }
+
+
+def expert_loads(reports: Sequence[Sums]) -> dict[str, float]:
+    """`routing/load_max_over_mean`, if the expert bias is moved."""
+    count = _routing_total("num_loads", reports)
+    return {"routing/load_max_over_mean": _routing_total("load_max_over_mean", reports) / count} if count > 0 else {}
+
+
+def _routing_total(name: str, reports: Sequence[Sums]) -> float:
+    return sum(report.get(name, 0.0) for report in reports)
+
+
+def critic_metrics(
+    parts: Sequence[CriticPart], results: Sequence[StepResult], num_critic_steps: int, kl_coefficient: float
+) -> dict[str, float]:
+    """The metrics of the critic. `parts`: of all ranks. `results`: of the value steps, the same on all ranks."""
+    old = np.sum([part.old_sums for part in parts], axis=0)
+    steps = np.sum([part.step_sums for part in parts], axis=0)
+    sums: dict[str, float] = dict(zip(VALUE_SUMS, old.tolist(), strict=True))
+    count = max(sums["value_tokens"], 1.0)
+    norms = [result.grad_norm for result in results]
+    metrics = {
+        # The loss of each mini-batch has its own denominator: over the step it is their mean.
+        "critic/value_loss": float(steps[:, _LOSS].mean()),
+        "critic/clip_fraction": float(steps[:, _CLIPPED].sum() / max(steps[:, _TOKENS].sum(), 1.0)),
+        "critic/value_mean": sums["value_sum"] / count,
+        "critic/return_mean": sums["return_sum"] / count,
+        **reduced({"critic/grad_norm": norms, "critic/grad_norm_max": norms}),
+        "critic/lr": results[-1].lr,
+        "critic/num_optimizer_steps": num_critic_steps,
+        "critic/num_skipped": sum(result.skipped for result in results),
+    }
+    if (explained := explained_variance(sums)) is not None:
+        metrics["critic/explained_variance"] = explained
+    if kl_coefficient > 0:
+        gap, tokens = np.sum([part.penalty for part in parts], axis=0).tolist()
+        metrics["critic/kl_reference"] = gap / max(tokens, 1.0)
+    return metrics
+
+
+def fill_mean_advantages(batch: RolloutBatch, parts: Sequence[CriticPart]) -> None:
+    """Set `advantage` of every row to the mean advantage of its tokens, or to 0 if no rank reports the row."""
+    rows = batch.trajectories
+    for row in rows:
+        row.advantage = 0.0
+    for part in parts:
+        for place, advantage in zip(part.rows.tolist(), part.advantages.tolist(), strict=True):
+            rows[place].advantage = advantage
+
+
+def adapter_metrics(engine: PolicyEngine) -> dict[str, float]:
+    """How many numbers a policy's adapters have, and their norm, on every rank; empty without `lora`. Collective."""
+    lora = engine.config.lora
+    if lora is None:
+        return {}
+    return {
+        "lora/norm": adapter_norm(engine.chunks, engine.groups),
+        "lora/num_parameters": num_adapter_parameters(lora, engine.spec),
+    }
+
+
+def due_sets(session: RankSession, step: int, is_last: bool) -> list[str]:
+    """The sets to evaluate after `step`: by the cadence of each set, and all of them after the last step. The same on
+    all ranks.
+    """
+    return [one.name for one in session.eval_sets if is_last or one.is_due(step)]
+
+
+def evaluation_metrics(found: Mapping[str, Evaluation], first: str) -> dict[str, float]:
+    """The metrics of the sets that were evaluated. Those of the set `first` also get the names without the set."""
+    metrics: dict[str, float] = {}
+    for name, evaluation in found.items():
+        own = _metrics_of(evaluation)
+        if name == first:
+            metrics |= {f"eval/{key}": value for key, value in own.items()}
+        metrics |= {f"eval/set/{name}/{key}": value for key, value in own.items()}
+        for k, (value, error) in evaluation.pass_at.items():
+            metrics |= {f"eval/set/{name}/pass_at/{k}": value, f"eval/set/{name}/pass_at_standard_error/{k}": error}
+        if evaluation.majority is not None:
+            value, error = evaluation.majority
+            metrics |= {f"eval/set/{name}/majority": value, f"eval/set/{name}/majority_standard_error": error}
+    return metrics
+
+
+def _metrics_of(evaluation: Evaluation) -> dict[str, float]:
+    return {
+        "accuracy": evaluation.accuracy,
+        "accuracy_standard_error": evaluation.standard_error,
+        "reward_mean": evaluation.reward_mean,
+        "response_length_mean": evaluation.response_tokens_mean,
+        "turns_mean": evaluation.turns_mean,
+        "truncated_fraction": evaluation.truncated_fraction,
+        "num_samples": evaluation.num_samples,
+        "num_reward_failures": evaluation.num_reward_failures,
+    }
 
 
 def add_to_summary(summary: dict[str, Any], metrics: dict[str, float], num_tokens: int, step: int) -> None:
-    """Keep what the final table shows, over all attempts of the run (the summary is in the checkpoint)."""
+    """Add a step's metrics to what the final table shows. The summary is in the checkpoint, so it covers all attempts
+    of the run.
+    """
     totals = summary.setdefault("totals", {})
     for name, value in metrics.items():
         if name.startswith("time/") and name.count("/") == 1:
@@ -486,16 +511,6 @@ def add_to_summary(summary: dict[str, Any], metrics: dict[str, float], num_token
     largest = metrics.get("mismatch/abs_log_ratio_max", 0.0)
     totals["mismatch/abs_log_ratio_max"] = max(totals.get("mismatch/abs_log_ratio_max", 0.0), largest)
     measured = int(metrics.get("eval/measured_step", step))
-    if "eval/accuracy" in metrics and measured > 0:  # that of the start is `accuracy_before`
+    if "eval/accuracy" in metrics and measured > 0:  # the accuracy of the start is `accuracy_before`
         summary["evaluated_step"] = measured
         summary["accuracy_after"] = [metrics["eval/accuracy"], metrics["eval/accuracy_standard_error"]]
-
-
-def _num_unreadable(stream: dict[str, Any]) -> int:
-    return sum(source.get("num_unreadable", 0) for source in stream.get("sources", {}).values())
-
-
-def _epochs(stream: dict[str, Any]) -> float:
-    """Passes over the prompts, the mean over sources."""
-    sources = stream["sources"].values()
-    return sum(s["epoch"] + s["position"] / max(s["num_rows"], 1) for s in sources) / len(sources)

@@ -1,13 +1,12 @@
 """Everything that turns committed weights into scored trajectories: prompts, servers, rewards, held-out evaluation.
+Rank 0 only.
 
-Owns the lives of these parts and how they fit together; each part is its own package's. Rank 0 only.
+`Rollouts` starts these parts, connects them and closes them; each part is in its own package. `episode_driver` chooses
+what runs the episodes of a configuration: its function, workers, chat template and limits.
 
-Where rollout batches come from: the protocols that `sources.py`, `sources.py` and `sources.py` implement.
-
-A run has one line of calls: the loop asks `JournalledSource.take`, which asks the source that it wraps for the groups
-that the journal does not have. Owns no code that samples or reads.
-
-What runs the episodes of a configuration: its function, its workers, its chat template, its limits.
+At the end are the protocols of the sources of rollout batches, which `sources.py` implements. The calls of a run go one
+way: the loop calls `JournalledSource.take`, which asks the source that it wraps for the groups that are not in the
+journal.
 """
 
 from __future__ import annotations
@@ -44,117 +43,15 @@ from gspo_mega.rollout.server.reward_server import RewardServers
 from gspo_mega.train.held_out import Evaluation, HeldOut, summarize
 
 
-def keep_nothing(episode: Episode) -> None:
-    """The `keep` of a caller that needs no episode before its batch is complete."""
-
-
-def admit_nothing(number: int, prompt: Prompt, weight_version: int) -> None:
-    """The `admit` of a caller that need not know when the sampling of a group begins."""
-
-
-def open_numbers(position: Mapping[str, Any], numbers: Iterable[int]) -> set[int]:
-    """Which of the group numbers `numbers` later steps may consume, at a position of `BatchSource.state_dict`."""
-    tickets = position.get("tickets", {"first": 0, "done": []})
-    done = set(tickets["done"])
-    return {number for number in numbers if number >= tickets["first"] and number not in done}
-
-
-class BatchSource(Protocol):
-    """Rollout batches by step, and the position in the prompts that they come from. Rank 0 only."""
-
-    def take(self, step: int, weight_version: int, on_wait: Callable[[], None]) -> RolloutBatch:
-        """The complete, scored batch of `step`, for a policy of `weight_version`.
-
-        Calls `on_wait` again and again while it waits. What `on_wait` raises ends the batch; its prompts are then the
-        next ones again.
-        """
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position in the prompts behind the batch that was taken last, as JSON types.
-
-        Where groups of later batches may have been sampled already, it is that of the first such group, and its key
-        `tickets` has that group's number, `first`, and `done`: the numbers behind it that are consumed or dropped.
-        Without the key, the groups of each batch are numbered from 0.
-        """
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a position that `state_dict` returned. Raises DataError where the prompts have changed."""
-        ...
-
-    def describe(self) -> list[str]:
-        """Lines for the user about the data."""
-        ...
-
-
-class ContinuableSource(BatchSource, Protocol):
-    """A source that can complete a batch, some groups of which exist already."""
-
-    def on_ready(self, call: Callable[[int, list[Group]], None]) -> None:
-        """Have `call` get a step and its groups, from any thread, where these are complete before the step is asked
-        for. The batch may still be of others: `call` is then called again, or nobody knew.
-        """
-        ...
-
-    def take(
-        self,
-        step: int,
-        weight_version: int,
-        on_wait: Callable[[], None],
-        known: Mapping[int, Group] = ...,
-        keep: Callable[[Episode], None] = ...,
-        admit: Callable[[int, Prompt, int], None] = ...,
-    ) -> RolloutBatch:
-        """As `BatchSource.take`. `known`: groups that exist already, by their number, in the order in which they
-        completed; they may lack episodes. `keep` is called for every other episode as it completes, `admit` with
-        number, prompt and weight version when the sampling of a group begins. A source that samples ahead calls them
-        from its own thread, between two batches as well; what they raise ends the sampling.
-        """
-        ...
-
-    def made_by(self, step: int) -> dict[str, str]:
-        """Fingerprints of everything that determines the groups of `step`, apart from the weights."""
-        ...
-
-    def due(self, step: int, numbers: Iterable[int]) -> dict[int, Prompt]:
-        """The prompts of the groups of these numbers, as `step` would sample them, by number; a group that is not due
-        is left out. The position in the prompts does not change.
-        """
-        ...
-
-
-def episode_driver(
-    config: Config, tokenizer: Any, end_token_ids: Sequence[int], decode: Callable[[list[int]], str]
-) -> EpisodeDriver:
-    """The driver of a run's episodes, not yet started. `end_token_ids`: the run's, one of which ends a turn. Raises
-    DataError: no several turns with this template.
-    """
-    lengths = episode_lengths(config)
-    limits = Limits(lengths.turns, lengths.tokens)
-    if is_one_turn(config):
-        return EpisodeDriver(Conversation(decode), limits, OneTurn(), config.run.seed)
-    template = str(tokenizer.get_chat_template())
-    rule = SuffixRule(encoder_of(config.data, tokenizer), end_token_ids)
-    conversation = Conversation(decode, rule, tool_format=config.episodes.tool_format, template=template)
-    runner: EpisodeRunner
-    if config.rollout.episode.function == "foreign":
-        openers = sorted({opener for one in FORMATS.values() for opener in one.format.openers})
-        runner = ForeignAgents(config, decode, openers, end_token_ids)
-    else:
-        runner = EpisodePool(config.episodes, config.rollout.episode, config.rollout.tools)
-    return EpisodeDriver(conversation, limits, runner, config.run.seed)
-
-
 class Rollouts:
-    """The parts that sample and score. A context manager.
+    """The parts that sample and score; a context manager.
 
-    The constructor reads and checks the data and starts the processes of rewards and episodes; it waits for no
-    server. Raises DataError, RewardError, EpisodeError before anything is sampled.
+    The constructor reads and checks the data and starts the processes of rewards and episodes. It does not wait for
+    servers. Raises DataError, RewardError, EpisodeError before anything is sampled.
     """
 
     def __init__(self, config: Config, spec: ModelSpec, attempt: Attempt, needs_answers: bool = True) -> None:
-        """`needs_answers`: false where the training data are demonstrations, which nothing scores."""
+        """`needs_answers`: false if the training data are demonstrations, which nothing scores."""
         self.tokenizer = load_tokenizer(config.model.path)
         check_vocabulary(self.tokenizer, spec)
         encoder = encoder_of(config.data, self.tokenizer)
@@ -174,7 +71,8 @@ class Rollouts:
             )
             weights = [source.weight for source in sources_of(config.data)]
         self.prompts: PromptStream[Prompt] = PromptStream(
-            self._sources or [one.source for one in self.held_out.sets],  # an evaluation alone draws from none
+            self._sources
+            or [one.source for one in self.held_out.sets],  # an evaluation without training draws no prompts
             weights,
             seed=config.run.seed,
             shuffle=config.data.shuffle,
@@ -205,7 +103,7 @@ class Rollouts:
 
     @property
     def tool_schemas(self) -> list[dict[str, Any]]:
-        """Of the tools that the policy may call, as the chat template is given them."""
+        """The schemas of the tools that the policy may call, as the chat template gets them."""
         return self._driver.runner.tool_schemas
 
     async def _start(self) -> None:
@@ -218,15 +116,15 @@ class Rollouts:
 
     async def _score(self, episode: Episode) -> None:
         await self._scoring.score(episode)
-        progress.beat()  # sampled and scored: a long rollout is no stuck one
+        progress.beat()  # an episode was scored, so a long rollout does not count as stuck
 
     def _decode(self, token_ids: list[int]) -> str:
-        """Text of sampled tokens, for rewards and people; never tokenised again."""
+        """The text of sampled tokens, for rewards and people. It is never tokenised again."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def describe(self) -> list[str]:
-        """Lines for the user: the end tokens where their sources differ; one per prompt source, with the rows found too
-        long so far; then the held-out prompts.
+        """Lines for the user: about the end tokens if their sources differ, one per prompt source with the rows found
+        too long so far, and about the held-out prompts.
         """
         lines = self.describe_ends()
         for source in self._sources:
@@ -242,7 +140,7 @@ class Rollouts:
         return lines + self.held_out.report()
 
     def describe_ends(self) -> list[str]:
-        """A line for each thing to know about the tokens that end a response and that the plan could not tell."""
+        """Lines about the tokens that end a response, for what the plan could not tell."""
         return [f"notice   {text}" for text in self.end_tokens.notices if text not in self._planned_ends.notices]
 
     def evaluate(
@@ -252,9 +150,11 @@ class Rollouts:
         keep: Callable[[HeldOutSet, list[Group]], None] = lambda settings, groups: None,
         servers: SamplingServers | None = None,
     ) -> dict[str, Evaluation]:
-        """Sample every prompt of the named held-out sets (all by default) from the committed weights, set by set, and
-        score the responses. The results by the set's name. Calls `on_wait` while it waits, and `keep` with the
-        responses of each set. `servers`: as for `Collector.sample`. Raises RewardError as `summarize`.
+        """Sample every prompt of the named held-out sets (all by default) with the committed weights, set by set, and
+        score the responses.
+
+        Returns the results by the set's name. Calls `on_wait` while it waits, and `keep` with the responses of each
+        set. `servers`: as for `Collector.sample`. Raises RewardError as `summarize`.
         """
         found = {}
         for one in self.held_out.sets:
@@ -281,3 +181,107 @@ class Rollouts:
         self.collector.close()
         self.pool.loop.run(self._end())
         self.pool.close()
+
+
+def episode_driver(
+    config: Config, tokenizer: Any, end_token_ids: Sequence[int], decode: Callable[[list[int]], str]
+) -> EpisodeDriver:
+    """The driver of a run's episodes, not yet started. `end_token_ids`: the tokens of the run that end a turn. Raises
+    DataError if the chat template does not allow episodes of several turns.
+    """
+    lengths = episode_lengths(config)
+    limits = Limits(lengths.turns, lengths.tokens)
+    if is_one_turn(config):
+        return EpisodeDriver(Conversation(decode), limits, OneTurn(), config.run.seed)
+    template = str(tokenizer.get_chat_template())
+    rule = SuffixRule(encoder_of(config.data, tokenizer), end_token_ids)
+    conversation = Conversation(decode, rule, tool_format=config.episodes.tool_format, template=template)
+    runner: EpisodeRunner
+    if config.rollout.episode.function == "foreign":
+        openers = sorted({opener for one in FORMATS.values() for opener in one.format.openers})
+        runner = ForeignAgents(config, decode, openers, end_token_ids)
+    else:
+        runner = EpisodePool(config.episodes, config.rollout.episode, config.rollout.tools)
+    return EpisodeDriver(conversation, limits, runner, config.run.seed)
+
+
+class BatchSource(Protocol):
+    """A source of rollout batches by step, with its position in the prompts. Rank 0 only."""
+
+    def take(self, step: int, weight_version: int, on_wait: Callable[[], None]) -> RolloutBatch:
+        """Returns the complete, scored batch of `step`, for a policy of `weight_version`.
+
+        Calls `on_wait` repeatedly while it waits. If `on_wait` raises, the batch ends, and its prompts come next again.
+        """
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the prompts after the last batch that was taken, as JSON types.
+
+        If groups of later batches may have been sampled already, it is the position of the first such group. Its key
+        `tickets` then has that group's number, `first`, and `done`, the later numbers that are consumed or dropped.
+        Without this key, the groups of each batch are numbered from 0.
+        """
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a position that `state_dict` returned. Raises DataError if the prompts have changed."""
+        ...
+
+    def describe(self) -> list[str]:
+        """Lines for the user about the data."""
+        ...
+
+
+class ContinuableSource(BatchSource, Protocol):
+    """A source that can complete a batch of which some groups exist already."""
+
+    def on_ready(self, call: Callable[[int, list[Group]], None]) -> None:
+        """Set a function that is called, from any thread, with a step and its groups if these are complete before the
+        step is taken. The batch may still consist of other groups; then `call` is called again, or not at all if that
+        was not known in time.
+        """
+        ...
+
+    def take(
+        self,
+        step: int,
+        weight_version: int,
+        on_wait: Callable[[], None],
+        known: Mapping[int, Group] = ...,
+        keep: Callable[[Episode], None] = ...,
+        admit: Callable[[int, Prompt, int], None] = ...,
+    ) -> RolloutBatch:
+        """As `BatchSource.take`.
+
+        `known`: groups that exist already, by their number, in the order in which they completed; they may lack
+        episodes. `keep` is called for every other episode when it completes. `admit` is called with the number, prompt
+        and weight version when the sampling of a group begins. A source that samples ahead calls both from its own
+        thread, also between two batches, and what they raise ends the sampling.
+        """
+        ...
+
+    def made_by(self, step: int) -> dict[str, str]:
+        """Fingerprints, by kind, of everything that determines the groups of `step` except the weights."""
+        ...
+
+    def due(self, step: int, numbers: Iterable[int]) -> dict[int, Prompt]:
+        """The prompts, by group number, that `step` would sample for these groups. Groups that are not due are left
+        out. The position in the prompts does not change.
+        """
+        ...
+
+
+def keep_nothing(episode: Episode) -> None:
+    """A `keep` that does nothing, for callers that need no episode before its batch is complete."""
+
+
+def admit_nothing(number: int, prompt: Prompt, weight_version: int) -> None:
+    """An `admit` that does nothing, for callers that need not know when the sampling of a group begins."""
+
+
+def open_numbers(position: Mapping[str, Any], numbers: Iterable[int]) -> set[int]:
+    """The group numbers among `numbers` that later steps may still consume. `position`: of `BatchSource.state_dict`."""
+    tickets = position.get("tickets", {"first": 0, "done": []})
+    done = set(tickets["done"])
+    return {number for number in numbers if number >= tickets["first"] and number not in done}

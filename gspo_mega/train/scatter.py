@@ -1,30 +1,9 @@
-"""How rank 0 leads the other ranks through a step: it hands out work, decisions and requests, and they follow.
+"""How rank 0 leads the other ranks through a step: it sends them work, decisions and requests, and they follow.
 
-Owns the messages and their meaning. How a message travels is `scatter.py`'s.
-
-Messages between ranks as bytes: JSON values with numpy arrays in them, both ways.
-
-A message is a JSON header followed by the raw bytes of its arrays; nothing is pickled, so nothing in a message can run
-code. Arrays are copied once on their way in, and not at all on their way out. Uses no process group.
-
-    message  length of the header (uint64, little-endian), header, arrays, each at a multiple of 64 bytes
-
-One message to many ranks: rank 0 sends it once, and its receivers pass it on among themselves.
-
-The receivers form a tree, in which each rank sends to two others; they pass a chunk on while the next one comes. What
-rank 0 sends does not depend on how many receivers there are. All of it goes over the host group, rank to rank: no
-further process groups are made.
-
-How rank 0 leads the other ranks: announcements through the store, payloads over the host group.
-
-Rank 0 may wait for minutes while servers sample. The other ranks must not wait in a device collective meanwhile, so
-they poll a store key, watch the heartbeat of rank 0's process, and receive only once rank 0 has announced a message.
-(Work of a living rank 0 that makes no progress has deadlines of its own: requests, servers, publishes.)
-
-What rank 0 hands out for one step: every data-parallel rank's shard, and every pipeline stage's routes.
-
-Owns which ranks get which message. Messages are made one by one while they are sent, or all of them before, for a step
-that is not due yet (`make`). Sending is `scatter.py`'s.
+The file goes from bytes to meaning. `encode` and `decode` turn values into messages. `PendingMessage` and `receive`
+send one message to many ranks. `Exchange` announces messages through the key-value store and sends them over the host
+group; no further process groups are made. `Parcels` is what rank 0 sends for one step. `RankLink` is what the training
+loop uses.
 """
 
 from __future__ import annotations
@@ -48,19 +27,27 @@ from gspo_mega.plan.layout import Layout
 from gspo_mega.train.batches import MiniBatch
 from gspo_mega.train.context import KeyValueStore
 
+# The key that stands for an array in the header, and the alignment of the arrays in bytes.
 _ARRAY = "__array__"
 _ALIGNED = 64
+CHUNK_BYTES = 4 * 2**20
+POLL_SECONDS = 0.01
+HEARTBEAT_SECONDS = 1.0
 
 
 class Encoded(NamedTuple):
-    """A value that was encoded before."""
+    """A value that is encoded already. `message`: [bytes] uint8."""
 
     message: np.ndarray
 
 
 def encode(value: Any) -> np.ndarray:
-    """[bytes] uint8. `value`: JSON types with numpy arrays anywhere in place of a value, or `Encoded`. Raises TypeError
-    for anything else.
+    """The value as a message, [bytes] uint8. `value`: JSON types in which any value may be a numpy array, or `Encoded`.
+    Raises TypeError for anything else.
+
+    A message is the length of the header (uint64, little-endian), a JSON header, and the raw bytes of the arrays, each
+    at a multiple of 64 bytes. Nothing is pickled, so nothing in a message can run code. Arrays are copied once here,
+    and not at all in `decode`.
     """
     if isinstance(value, Encoded):
         return value.message
@@ -91,7 +78,7 @@ def encode(value: Any) -> np.ndarray:
 
 
 def decode(message: np.ndarray) -> Any:
-    """The value given to `encode`; tuples come back as lists, arrays are views of `message`."""
+    """The value that was given to `encode`. Tuples come back as lists, and arrays are views of `message`."""
     size = int.from_bytes(message[:8].tobytes(), "little")
     begin = _aligned(8 + size)
 
@@ -108,7 +95,7 @@ def decode(message: np.ndarray) -> Any:
 
 
 def _array(message: np.ndarray, start: int, dtype: np.dtype, shape: Any) -> np.ndarray:
-    """A view."""
+    """A view of `message` as an array from the byte `start` on."""
     return np.ndarray(shape, dtype, message, start)
 
 
@@ -116,39 +103,40 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNED) * _ALIGNED
 
 
-CHUNK_BYTES = 4 * 2**20
-
-
 @dataclass(frozen=True)
 class TreePlace:
-    """A receiver's place: the rank that it receives from, and those that it sends to."""
+    """A receiver's place in the tree: the rank that it receives from, and those that it sends to.
+
+    Rank 0 sends a message once. Its receivers form a tree in which each rank sends to two others, and they pass a chunk
+    on while the next one arrives. So what rank 0 sends does not depend on the number of receivers.
+    """
 
     parent: int
     children: tuple[int, ...]
 
     @classmethod
     def of(cls, rank: int, receivers: Sequence[int], source: int) -> TreePlace:
-        """`receivers`: all of a message's, of which `rank` is one; `source` sends to the first of them."""
+        """`receivers`: all receivers of a message, of which `rank` is one. `source` sends to the first of them."""
         index = receivers.index(rank)
         parent = receivers[(index - 1) // 2] if index else source
         return cls(parent, tuple(receivers[2 * index + 1 : 2 * index + 3]))
 
 
 class PendingMessage:
-    """A message on its way to one rank. It must not change before `wait` has returned."""
+    """A message that is being sent to one rank. Its bytes must not change before `wait` has returned."""
 
     def __init__(self, message: np.ndarray, rank: int, host: RankGroup) -> None:
         self._works = [_start(torch.tensor([len(message)], dtype=torch.int64), rank, host)]
         self._works += [_start(chunk, rank, host) for chunk in torch.from_numpy(message).split(CHUNK_BYTES)]
 
     def wait(self) -> None:
-        """Returns once the message may change."""
+        """Wait until the message is sent, after which its bytes may change."""
         for work in self._works:
             work.wait()
 
 
 def receive(place: TreePlace, host: RankGroup) -> np.ndarray:
-    """The next message from the parent, [bytes] uint8, when the children have it, too."""
+    """Receive the next message from the parent and pass it on. Returns it, [bytes] uint8, once the children have it."""
     size = torch.zeros(1, dtype=torch.int64)
     dist.recv(size, src=place.parent, group=host.group)
     works = [_start(size, child, host) for child in place.children]
@@ -167,17 +155,21 @@ def _start(tensor: torch.Tensor, rank: int, host: RankGroup) -> dist.Work:
     return work
 
 
-POLL_SECONDS = 0.01
-HEARTBEAT_SECONDS = 1.0
-
-
 class Exchange:
-    """One per rank. Messages are numbered; every rank must send or receive each of them.
+    """Messages between rank 0 and the others; one object per rank. Messages are numbered, and every rank must send or
+    receive each of them.
 
-    `replicas`: the ranks in disjoint parts, each of which rank 0 sends a message once. `num_sent_bytes`: what rank 0
-    has sent so far, of messages that their receivers pass on (`scatter.py`). `store` is this rank's client of the job's
-    key-value store. `heartbeat_store` is a second client on rank 0, for the heartbeat thread; None elsewhere.
-    `silence_seconds`: the other ranks give up after this time without a heartbeat.
+    Rank 0 may wait for minutes while servers sample, and the other ranks must not wait for that in a device
+    collective. So they poll a store key, watch the heartbeat of rank 0's process, and receive only once rank 0 has
+    announced a message. (Work of a living rank 0 that makes no progress has its own deadlines: requests, servers,
+    publishes.)
+
+    `store`: this rank's client of the job's key-value store. `replicas`: the ranks in disjoint parts; rank 0 sends a
+    message once to each part. `heartbeat_store`: on rank 0 a second client for the heartbeat thread; None on other
+    ranks. `silence_seconds`: the other ranks give up after this time without a heartbeat.
+
+    Attributes:
+        num_sent_bytes: bytes that rank 0 has sent so far. What the receivers pass on is not counted.
     """
 
     def __init__(
@@ -214,21 +206,23 @@ class Exchange:
     # --- rank 0 to the others ------------------------------------------------------------------------------
 
     def send_all(self, value: Any) -> None:
-        """Rank 0: send the same value to every rank. Raises as `send_each`."""
+        """Rank 0: send the same value to every rank. Raises RankError as `send_each`."""
         message = Encoded(encode(value))
         self._announce()
         self._send((replica, message) for replica in self._replicas)
 
     def send_each(self, values: Iterable[Any]) -> None:
-        """Rank 0: send a value to the ranks of each replica, in their order; the values may be made one by one. Raises
-        RankError where the heartbeat has ended, because the other ranks would soon take rank 0 for dead.
+        """Rank 0: send one value to the ranks of each replica, in the order of the replicas. `values` may be a
+        generator.
+
+        Raises RankError if the heartbeat has ended, because the other ranks would soon take rank 0 for dead.
         """
         self._announce()
         self._send(zip(self._replicas, values, strict=True))
 
     def send_more(self, parts: Iterable[tuple[Sequence[int], Any]]) -> None:
-        """Rank 0: send (ranks, value) one after the other. Each of these ranks must know it from the last message, and
-        call `receive_more`.
+        """Rank 0: send each (ranks, value) without a new announcement. The previous message must have told these ranks
+        to call `receive_more`.
         """
         self._send(parts)
 
@@ -240,8 +234,8 @@ class Exchange:
         self._sequence += 1
 
     def _send(self, parts: Iterable[tuple[Sequence[int], Any]]) -> None:
-        """While one message is on its way the next one is made, and no more than these two are in memory, unless they
-        were made before.
+        """Encode the next message while one is being sent. No more than these two are in memory, unless they were
+        encoded in advance.
         """
         under_way = None
         for ranks, value in parts:
@@ -258,14 +252,16 @@ class Exchange:
             under_way.wait()
 
     def receive(self) -> Any:
-        """Other ranks: wait for the next message of rank 0. Raises RankError when its heartbeat stops."""
+        """Other ranks: wait for the next message of rank 0 and return its value. Raises RankError if the heartbeat
+        stops.
+        """
         with progress.during(progress.WAIT):
             self._await(f"message/{self._sequence}")
         self._sequence += 1
         return self.receive_more(next(ranks for ranks in self._replicas if self._host.rank in ranks))
 
     def receive_more(self, ranks: Sequence[int]) -> Any:
-        """Other ranks: what rank 0 sends to these ranks, of which this is one, with `send_more`."""
+        """Other ranks: the value that rank 0 sends to `ranks`, of which this rank is one, with `send_more`."""
         receivers = [rank for rank in ranks if rank != 0]
         return decode(receive(TreePlace.of(self._host.rank, receivers, 0), self._host))
 
@@ -286,7 +282,7 @@ class Exchange:
     # --- the others to rank 0 ------------------------------------------------------------------------------
 
     def gather(self, value: Any) -> list[Any] | None:
-        """Collect every rank's value on rank 0, in rank order; None elsewhere. Collective over all ranks."""
+        """Collect every rank's value on rank 0. Returns the values in rank order; None on other ranks. Collective."""
         if self._host.rank != 0:
             PendingMessage(encode(value), 0, self._host).wait()
             return None
@@ -296,8 +292,11 @@ class Exchange:
 
 @dataclass(frozen=True)
 class StepMessage:
-    """`content`: of `work`, its `mini_batches`, `stop`, and whether `routes` follow; of `value`, the value that all
-    ranks agree on; of `request`, the name of a collective act that rank 0 begins.
+    """What rank 0 sends to all ranks. The `content` depends on the kind:
+
+    work     a dictionary with the rank's `mini_batches`, the reason to `stop` or None, and whether `routes` follow
+    value    the value that all ranks agree on
+    request  the name of a collective action that rank 0 begins
     """
 
     kind: Literal["work", "value", "request"]
@@ -305,11 +304,15 @@ class StepMessage:
 
 
 class Parcels:
-    """The hand-out of one step; it is sent once. `shards`: one per data-parallel rank. `routes`: of the batch's rows;
-    each pipeline stage is sent those of its own layers.
+    """What rank 0 sends for one step: the shard of every data-parallel rank, and the routes of every pipeline stage. It
+    can be sent once. Its messages are encoded one by one while they are sent, or all in advance (`encode_all`) for a
+    step that is not due yet.
+
+    `shards`: the mini-batches of each data-parallel rank. `routes`: the experts of the batch's rows; each pipeline
+    stage is sent those of its own layers.
 
     Attributes:
-        own: rank 0's shard; its routes are there once all messages were made.
+        own: rank 0's shard. It has its routes once all messages have been made.
         num_positions: positions computed on all data-parallel ranks together, padding and filler included.
     """
 
@@ -321,7 +324,7 @@ class Parcels:
         self._made: tuple[list[Any], list[tuple[list[int], Any]]] | None = None
 
     def shards(self) -> Iterator[Any]:
-        """The message of every replica, in their order: all of them come before the first of `routes`."""
+        """Yield the message of every replica, in their order. Use up this generator before `routes`."""
         if self._made is not None:
             yield from self._made[0]
             return
@@ -330,7 +333,9 @@ class Parcels:
             yield vars(StepMessage("work", content))
 
     def routes(self) -> Iterator[tuple[list[int], Any]]:
-        """(ranks, their routes) of every stage of every data-parallel rank; rank 0 takes its own."""
+        """Yield (ranks, their routes) for every pipeline stage of every data-parallel rank. Rank 0's are put into
+        `own`.
+        """
         if self._made is not None:
             yield from self._made[1]
             return
@@ -346,9 +351,9 @@ class Parcels:
                     take_routes(shard, part)
                 yield ranks, part
 
-    def make(self, is_wanted: Callable[[], bool] = lambda: True) -> bool:
-        """Make all messages now, in the memory that they take. Returns False where `is_wanted`, which is asked before
-        each, says no; nothing is changed then but rank 0's routes.
+    def encode_all(self, is_wanted: Callable[[], bool] = lambda: True) -> bool:
+        """Encode all messages now and keep them in memory. `is_wanted` is called before each message; if it returns
+        False, this method gives up and returns False, and nothing has changed but rank 0's routes.
         """
         shards, routes = [], []
         for data, value in enumerate(self.shards()):
@@ -365,7 +370,7 @@ class Parcels:
 
 
 def _encoded(ranks: Sequence[int], value: Any) -> Any:
-    """As it is where rank 0 is alone, which keeps what it has."""
+    """The value encoded, unless rank 0 is the only receiver, which keeps what it has."""
     return value if ranks == [0] else Encoded(encode(value))
 
 
@@ -378,7 +383,7 @@ def take_routes(mini_batches: list[MiniBatch], part: dict[str, Any]) -> None:
 
 @dataclass
 class Work:
-    """What rank 0 hands out for one step: this rank's mini-batches, or the reason to stop.
+    """A rank's work for one step: its mini-batches, or the reason to stop.
 
     `num_positions`: positions computed on all data-parallel ranks together, padding and filler included; rank 0 only.
     """
@@ -389,50 +394,50 @@ class Work:
 
 
 class RankLink:
-    """One on every rank, of which `rank` 0 leads.
+    """Rank 0 leads, and the other ranks follow; one object on every rank.
 
-    Other ranks carry out requests of rank 0 while they wait for a value or for work (`on_request`).
+    While the other ranks wait for a value or for work, they carry out requests of rank 0 (`on_request`).
     """
 
     def __init__(self, exchange: Exchange, layout: Layout, rank: int) -> None:
         self._exchange, self._layout, self._rank = exchange, layout, rank
-        self._acts: dict[str, Callable[[], None]] = {}
+        self._actions: dict[str, Callable[[], None]] = {}
 
-    def on_request(self, name: str, act: Callable[[], None]) -> None:
-        """What the other ranks do when rank 0 calls `request(name)`."""
-        self._acts[name] = act
+    def on_request(self, name: str, action: Callable[[], None]) -> None:
+        """Set what the other ranks do when rank 0 calls `request(name)`."""
+        self._actions[name] = action
 
     def request(self, name: str) -> None:
-        """Rank 0: have the other ranks, which wait for it, begin their part of a collective act."""
+        """Rank 0: make the other ranks, which must be waiting for rank 0, begin their part of a collective action."""
         self._exchange.send_all(vars(StepMessage("request", name)))
 
     def agree(self, value: Any) -> Any:
-        """Rank 0's `value` (JSON types) on every rank. Collective."""
+        """Return rank 0's `value` (JSON types) on every rank. Collective."""
         if self._rank == 0:
             self._exchange.send_all(vars(StepMessage("value", value)))
             return value
         return self._follow("value")
 
     def hand_out(self, shards: list[list[MiniBatch]], routes: ExpertRoutes | None = None) -> Work:
-        """`send` of what is made meanwhile; arguments as for `Parcels`."""
+        """Rank 0: `send` the parcels of these shards, which are encoded while they are sent."""
         return self.send(Parcels(shards, routes, self._layout))
 
     def send(self, parcels: Parcels) -> Work:
-        """Rank 0: send its shard to every rank and return its own. Each shard leaves rank 0 once, as do each stage's
-        routes.
+        """Rank 0: send every rank its shard and return rank 0's own work. Rank 0 sends each shard once, and the routes
+        of each stage once.
         """
         self._exchange.send_each(parcels.shards())
         self._exchange.send_more(parcels.routes())
         return Work(parcels.own, num_positions=parcels.num_positions)
 
     def hand_out_stop(self, reason: str) -> Work:
-        """Rank 0: tell every rank to stop."""
+        """Rank 0: tell every rank to stop. Returns the same work that the other ranks get."""
         work = {"mini_batches": [], "stop": reason, "routes": False}
         self._exchange.send_all(vars(StepMessage("work", work)))
         return Work(stop=reason)
 
     def receive_work(self) -> Work:
-        """Other ranks: follow rank 0 until it hands out work."""
+        """Other ranks: carry out requests of rank 0 until it sends work, and return this rank's work."""
         content = self._follow("work")
         work = Work([MiniBatch.from_wire(m) for m in content["mini_batches"]], content["stop"])
         if content["routes"]:
@@ -441,10 +446,12 @@ class RankLink:
         return work
 
     def _follow(self, until: str) -> Any:
-        """Other ranks: carry out what rank 0 requests until it sends a message of the kind `until`; its content."""
+        """Other ranks: carry out requests of rank 0 until it sends a message of the kind `until`. Returns its
+        content.
+        """
         while True:
             message = StepMessage(**self._exchange.receive())
             if message.kind == until:
                 return message.content
             assert message.kind == "request", f"rank 0 sent {message.kind!r} where {until!r} was due"
-            self._acts[message.content]()
+            self._actions[message.content]()

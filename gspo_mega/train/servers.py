@@ -1,22 +1,10 @@
-"""The ranks' link to the servers: wait for them, publish weights to them, bring those that came back up to date.
+"""The ranks' link to the servers: wait for them, publish weights to them, and bring servers that came back up to date.
 
-Owns these collective acts and what follows when servers fail in them. Sending weights is `gspo_mega.checkpoint`',
-knowing the servers the pool's. A run that trains on a record has the `NoServers` link.
-
-Open requests around a publish: none begins, and those that are open end with their tokens so far, or go on.
-
-Owns what `rollout.on_publish` says. A request that ended goes on after the publish, like one that was moved to another
-server: its tokens so far are its prompt then, read by the new weights, and every part is of one version by
-construction. That also holds where the server dies meanwhile. Sending weights is `gspo_mega.checkpoint`'.
-
-GPUs that ranks and servers use in turns (`cluster.colocated`): who holds what in each phase, and the moves between.
-
-    sample   servers: all                 ranks: nothing          rollouts, evaluation
-    publish  servers: weights             ranks: parameters       the ranks' weights to disk, from there to the servers
-    train    servers: nothing             ranks: all              passes, optimizer steps, checkpoints, exports
-
-Owns the order: whoever gives memory does so first, on all ranks and servers, and only then does anyone take. How memory
-moves is `engine/memory.py`'s and SGLang's. A run whose servers have GPUs of their own has `OwnGpus`.
+`LiveServers` is the link of a run that samples, `NoServers` that of a run that trains on a record. Its methods are
+collective, and decide what follows when servers fail in them. `gspo_mega.sync` sends the weights, and the pool of
+`gspo_mega.rollout` knows the servers. Below are `paused`, which says what happens to open requests around a publish,
+and `SharedGpus`, which moves the memory of GPUs that ranks and servers use in turns (`cluster.colocated`). A run whose
+servers have GPUs of their own has `OwnGpus`.
 """
 
 from __future__ import annotations
@@ -28,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch.distributed as dist
 
@@ -47,286 +35,6 @@ from gspo_mega.train.phases import Phases
 from gspo_mega.train.rank0 import Rank0
 from gspo_mega.train.scatter import RankLink
 
-if TYPE_CHECKING:
-    from gspo_mega.train.rank0 import Rank0
-
-
-_OPEN_REQUESTS_POLL_SECONDS = 0.005
-_ABORT_SECONDS = 5.0
-_LOOK_SECONDS = 0.25
-
-
-@dataclass
-class Pause:
-    """What a publish met: `num_open` requests when it began, and `seconds` until it could go on."""
-
-    num_open: int = 0
-    seconds: float = 0.0
-
-
-@contextlib.contextmanager
-def paused(pool: ServerPool, mode: OnPublish, on_wait: Callable[[], bool] = lambda: False) -> Iterator[Pause]:
-    """The block publishes: no request begins before its end, and with `wait` and `continue` none is open in it.
-
-    `on_wait` is called a few times per second while open requests are waited for. Once it returns True, `wait` waits no
-    longer and does as `continue`: the run ends soon. A request that its server does not give up within a few seconds
-    is ended without it; its reported tokens are kept.
-    """
-    pool.hold(True)
-    try:
-        pause = Pause(_num_open(pool))
-        started = time.monotonic()
-        looked_at = -_LOOK_SECONDS
-        while mode != "continue_with_cache" and _num_open(pool):
-            pool.check()
-            if time.monotonic() - looked_at >= _LOOK_SECONDS:
-                if on_wait():
-                    mode = "continue"
-                if mode == "continue":
-                    pool.loop.run(_end_open(pool))
-                looked_at = time.monotonic()
-            time.sleep(_OPEN_REQUESTS_POLL_SECONDS)
-        pause.seconds = time.monotonic() - started
-        yield pause
-    finally:
-        pool.hold(False)
-
-
-def _num_open(pool: ServerPool) -> int:
-    return sum(len(server.load.flights) for server in pool.ready_servers())
-
-
-async def _end_open(pool: ServerPool) -> None:
-    """Ask every server to end all its requests, in one call each."""
-
-    async def end(server) -> None:
-        for flight in list(server.load.flights):
-            flight.end("paused", asks=False)
-        with contextlib.suppress(ServerError):  # the requests end by themselves then, a little later
-            await server.run(server.client.call("/abort_request", {"abort_all": True}, _ABORT_SECONDS))
-
-    await asyncio.gather(*(end(server) for server in pool.ready_servers() if server.load.flights))
-
-
-Turn = Literal["sample", "publish", "train"]
-SERVER_PARTS = ("weights", "kv_cache", "cuda_graph")
-# A server that does not answer is found dead, and its memory free, within this time.
-_END_SECONDS = 30.0
-_POLL_SECONDS = 0.05
-_HOLDER = "shared GPUs"
-
-
-class _Holds(NamedTuple):
-    ranks: tuple[Part, ...]
-    servers: tuple[str, ...]
-
-
-HOLDS: dict[Turn, _Holds] = {
-    "sample": _Holds((), SERVER_PARTS),
-    "publish": _Holds(("parameters",), ("weights",)),
-    "train": _Holds(PARTS, ()),
-}
-
-
-class Gpus(Protocol):
-    """One on every rank."""
-
-    def turn(self, turn: Turn) -> None:
-        """What follows needs these GPUs in this way. Collective."""
-        ...
-
-    def take_metrics(self) -> dict[str, float]:
-        """What the moves took since this was asked before, as metrics of rank 0."""
-        ...
-
-
-class OwnGpus:
-    """Ranks and servers have GPUs of their own: nothing moves."""
-
-    def turn(self, turn: Turn) -> None:
-        pass
-
-    def take_metrics(self) -> dict[str, float]:
-        return {}
-
-
-class SharedGpus:
-    """Begins in the turn `train`: the ranks hold all, and no server may start (`give_turn` by the launcher)."""
-
-    def __init__(
-        self,
-        config: Config,
-        memory: DeviceMemory,
-        ranks: RankLink,
-        host_group: dist.ProcessGroup,
-        lead: Rank0 | None,
-        phases: Phases,
-    ) -> None:
-        """`host_group`: all ranks, through their hosts."""
-        self._config, self._memory, self._host_group = config, memory, host_group
-        self._ranks, self._lead, self._phases = ranks, lead, phases
-        self._now: Turn = "train"
-        # What each start of a server has given away, on rank 0; a new start holds everything.
-        self._released: dict[tuple[str, int], frozenset[str]] = {}
-        self._metrics = _no_metrics()
-        if lead is not None:
-            lead.rollouts.pool.hold(True, _HOLDER)
-
-    def turn(self, turn: Turn) -> None:
-        """As `Gpus.turn`. Raises RolloutError on every rank where a server neither gives its memory nor ends, or none
-        is up to publish to.
-        """
-        if turn == "publish" and self._ranks.agree(self._lead is not None and not self._controls()):
-            self.turn("sample")  # the only turn in which servers start
-            self._agree_on(self._wait_for_a_server)
-        if turn == self._now:
-            return
-        before, holds = self._now, HOLDS[turn]
-        with self._phases.phase("share"):
-            progress.beat()
-            # Ranks give before servers take, and the other way round.
-            self._time("offload_seconds", lambda: self._note("offloaded_bytes", self._memory.keep(holds.ranks)))
-            dist.barrier(group=self._host_group)
-            if before == "sample":
-                self._agree_on(self._stop_sampling)
-            self._agree_on(lambda: self._time("release_seconds", lambda: self._release(holds.servers)))
-            progress.beat()
-            self._time("onload_seconds", lambda: self._memory.restore(holds.ranks))
-            self._agree_on(lambda: self._time("resume_seconds", lambda: self._resume(holds.servers)))
-            self._now = turn
-            if turn == "sample" and self._lead is not None:
-                give_turn(self._lead.attempt, "servers")
-                self._lead.rollouts.pool.hold(False, _HOLDER)
-
-    def take_metrics(self) -> dict[str, float]:
-        taken, self._metrics = self._metrics, _no_metrics()
-        return {f"colocated/{name}": value for name, value in taken.items()}
-
-    def _agree_on(self, act: Callable[[], object]) -> None:
-        """Rank 0 acts while the others wait; its error is raised on every rank. Collective."""
-        problem = None
-        if self._lead is not None:
-            try:
-                act()
-            except (RolloutError, PublishError) as error:
-                problem = str(error)
-        problem = self._ranks.agree(problem)
-        if problem is not None:
-            raise RolloutError(problem)
-
-    # --- rank 0 --------------------------------------------------------------------------------------------
-
-    def _controls(self) -> list[HttpServerControl]:
-        assert self._lead is not None
-        return self._lead.rollouts.pool.controls()
-
-    def _wait_for_a_server(self) -> None:
-        assert self._lead is not None
-        self._lead.rollouts.pool.wait_ready(1, self._config.rollout.no_server_deadline_seconds, progress.beat)
-
-    def _stop_sampling(self) -> None:
-        """No request is open or begins, and no server starts or ends: each is up and known, or has no memory."""
-        assert self._lead is not None
-        pool, attempt = self._lead.rollouts.pool, self._lead.attempt
-        give_turn(attempt, "ranks")
-        pool.hold(True, _HOLDER)
-        with paused(pool, "continue"):
-            pass
-        server = self._config.server
-        deadline = time.monotonic() + server.start_deadline_seconds + server.drain_seconds + _END_SECONDS
-        while True:
-            progress.beat()
-            pool.check()
-            found = read_registrations(attempt.servers_dir, on_error=lambda path, error: None)
-            between = [r for r in found if r.state in ("starting", "restarting", "draining") and not r.is_preparing]
-            up = {(r.server_id, r.generation) for r in found if r.state == "ready"}
-            known = {_start_of(control) for control in self._controls()}
-            if not between and up == known:
-                return
-            if time.monotonic() > deadline:
-                names = ", ".join(f"{r.server_id} is {r.state}" for r in between) or "their registrations keep changing"
-                raise RolloutError(f"cluster.colocated: the ranks cannot have their GPUs back: {names}")
-            time.sleep(_POLL_SECONDS)
-
-    def _release(self, kept: tuple[str, ...]) -> None:
-        self._each(
-            "give its GPU memory to the ranks",
-            lambda released: [part for part in SERVER_PARTS if part not in kept and part not in released],
-            lambda control, parts, seconds: control.release_memory(parts, deadline_seconds=seconds),
-            lambda released, parts: released | set(parts),
-        )
-
-    def _resume(self, wanted: tuple[str, ...]) -> None:
-        self._each(
-            "take its GPU memory again",
-            lambda released: [part for part in SERVER_PARTS if part in wanted and part in released],
-            lambda control, parts, seconds: control.resume_memory(parts, deadline_seconds=seconds),
-            lambda released, parts: released - set(parts),
-        )
-
-    def _each(
-        self,
-        what: str,
-        parts_of: Callable[[frozenset[str]], list[str]],
-        act: Callable[[HttpServerControl, list[str], float], None],
-        after: Callable[[frozenset[str], list[str]], frozenset[str]],
-    ) -> None:
-        """`act` on all servers at the same time. One that fails must end, or the run does."""
-        controls = self._controls()
-        self._released = {_start_of(c): self._released.get(_start_of(c), frozenset()) for c in controls}
-        parts = {_start_of(c): parts_of(self._released[_start_of(c)]) for c in controls}
-        todo = [control for control in controls if parts[_start_of(control)]]
-        if not todo:
-            return
-        seconds = self._config.publish.deadline_seconds
-
-        def run(control: HttpServerControl) -> PublishError | None:
-            try:
-                act(control, parts[_start_of(control)], seconds)
-            except PublishError as error:
-                return error
-            return None
-
-        with ThreadPoolExecutor(len(todo), thread_name_prefix="shared GPUs") as threads:
-            problems = list(threads.map(run, todo))
-        for control, problem in zip(todo, problems, strict=True):
-            start = _start_of(control)
-            if problem is None:
-                self._released[start] = after(self._released[start], parts[start])
-            elif not self._ends(start):
-                raise RolloutError(f"cluster.colocated: {control.server_id} does not {what}: {problem}")
-
-    def _ends(self, start: tuple[str, int]) -> bool:
-        """Whether this start of a server is over within a while: then its memory is free."""
-        assert self._lead is not None
-        deadline = time.monotonic() + _END_SECONDS
-        while time.monotonic() < deadline:
-            progress.beat()
-            found = read_registrations(self._lead.attempt.servers_dir, on_error=lambda path, error: None)
-            if not any((r.server_id, r.generation) == start and r.state in ("ready", "restarting") for r in found):
-                return True
-            time.sleep(_POLL_SECONDS)
-        return False
-
-    def _time(self, name: str, act: Callable[[], object]) -> None:
-        started = time.monotonic()
-        act()
-        self._note(name, time.monotonic() - started)
-
-    def _note(self, name: str, value: float) -> None:
-        self._metrics[name] += value
-
-
-def _start_of(control: HttpServerControl) -> tuple[str, int]:
-    return control.server_id, control.generation
-
-
-def _no_metrics() -> dict[str, float]:
-    return dict.fromkeys(
-        ("offload_seconds", "offloaded_bytes", "release_seconds", "onload_seconds", "resume_seconds"), 0.0
-    )
-
-
 # A server that could not take the committed weights is tried again after this time.
 CATCH_UP_PAUSE_SECONDS = 5.0
 # The pool notices a dead server within this time.
@@ -335,27 +43,30 @@ _PUBLISH_AGAIN = "publish_again"
 
 
 class ServerLink(Protocol):
-    """One on every rank."""
+    """A rank's link to the servers; one object on every rank."""
 
     def wait(self) -> str | None:
-        """Wait until every server of the run is up. Returns the reason where a stop was asked for meanwhile.
-        Collective.
+        """Wait until every server of the run is up. Returns the reason if a stop was requested while waiting, else
+        None. Collective.
         """
         ...
 
     def publish(self, weight_version: int) -> PublishResult | None:
-        """Send the engine's weights to all servers as `weight_version`; None where the run has no servers. Collective.
+        """Send the engine's weights to all servers as `weight_version`. Returns None if the run has no servers.
+        Collective.
 
-        Raises FolderError on rank 0 where another start of the run holds its folder.
+        Raises FolderError on rank 0 if a later start of the run has taken over its folder.
         """
         ...
 
     def catch_up(self) -> None:
-        """Rank 0, while the other ranks wait for it: publish the committed weights to servers that came back."""
+        """Rank 0: publish the committed weights to servers that came back. The other ranks must be waiting for rank 0,
+        so that they can take part.
+        """
         ...
 
     def metrics(self) -> dict[str, float]:
-        """Rank 0: the metrics of the servers."""
+        """Rank 0: the metrics of the servers and of the last publish."""
         ...
 
 
@@ -371,7 +82,7 @@ class NoServers:
 
     def publish(self, weight_version: int) -> PublishResult | None:
         if self._lead is not None:
-            self._lead.check_held()
+            self._lead.check_newest_attempt()
         return None
 
     def catch_up(self) -> None:
@@ -404,9 +115,9 @@ class LiveServers:
 
     def wait(self) -> str | None:
         stop = None
-        self._gpus.turn("sample")  # they start now, where they share the ranks' GPUs
+        self._gpus.switch_to("sample")  # servers that share the ranks' GPUs can start only now
         if self._lead is not None:
-            # Servers have a deadline of their own to start in.
+            # Each start of a server has its own deadline.
             deadline_seconds = self._server.start_deadline_seconds * (1 + self._server.max_restarts)
             try:
                 self._lead.rollouts.pool.wait_ready(self._server.num_servers, deadline_seconds, self._on_wait_for_start)
@@ -425,36 +136,38 @@ class LiveServers:
     def publish(self, weight_version: int) -> PublishResult | None:
         """As `ServerLink.publish`.
 
-        Waits while all servers are being restarted, and begins again when all of them died meanwhile. A server that
-        fails otherwise gets no work until it holds a committed version. Raises PublishError on every rank when no
-        server is left, RolloutError when none comes back.
+        Waits while all servers are being restarted, and begins again if all of them died during the publish. A server
+        that fails in another way gets no work until it holds a committed version. Raises PublishError on every rank if
+        no server is left, and RolloutError if none comes back.
         """
         if self._lead is not None:
-            self._lead.check_held()
+            self._lead.check_newest_attempt()
         with self._phases.phase("publish"), self._pause():
             result = None
             while result is None:
                 progress.beat()
-                self._gpus.turn("publish")
+                self._gpus.switch_to("publish")
                 servers = self._servers_up()
                 try:
                     result = self._publisher.publish(
                         weight_version, servers, self._announce, on_publish(self._rollout) == "continue_with_cache"
                     )
                 except PublishError as error:
-                    # Every rank is here, with the same error. Each round costs all servers a restart, so
-                    # server.max_restarts ends it.
-                    if not self._ranks.agree(self._are_gone(servers)):
+                    # Every rank gets here with the same error. Each round costs all servers a restart, so
+                    # server.max_restarts bounds the number of rounds.
+                    if not self._ranks.agree(self._have_died(servers)):
                         raise
-                    self._say(f"warning  {error}\nwarning  published again as soon as a server is back")
+                    self._say(f"warning  {error}\nwarning  the weights are published again as soon as a server is back")
             self._commit(result)
         return result
 
     @contextlib.contextmanager
     def _pause(self) -> Iterator[None]:
-        """Rank 0: while the block publishes, no request begins, and what is open does as `rollout.on_publish` says."""
+        """A context manager: the block publishes. On rank 0 no request begins in it, and `rollout.on_publish` decides
+        what open requests do. Collective.
+        """
         if self._lead is None:
-            self._ranks.agree(None)  # open requests may take longer than a collective may
+            self._ranks.agree(None)  # open requests may take longer than the timeout of a collective
             yield
             return
         mode, pool = on_publish(self._rollout), self._lead.rollouts.pool
@@ -465,8 +178,8 @@ class LiveServers:
             yield
 
     def _on_wait_for_open(self) -> bool:
-        """Whether open requests are to end now, because a stop was asked for. The publish itself goes on: the step's
-        weights are checkpointed behind it.
+        """Whether open requests should end now because a stop was requested. The publish itself goes on, because the
+        step's weights are checkpointed after it.
         """
         progress.beat()
         return self._lead is not None and self._lead.stop_request.check() is not None
@@ -488,26 +201,28 @@ class LiveServers:
         }
 
     def _servers_up(self) -> list[HttpServerControl]:
-        """Rank 0: all servers that are up, at least one; elsewhere none."""
+        """Rank 0: wait for at least one server and return all that are up. Other ranks get an empty list."""
         if self._lead is None:
             return []
         pool = self._lead.rollouts.pool
         pool.wait_ready(1, self._rollout.no_server_deadline_seconds)
         return pool.controls()
 
-    def _are_gone(self, servers: Sequence[HttpServerControl]) -> bool:
-        """Rank 0: whether no server of these generations runs any more, once their deaths could be noticed."""
+    def _have_died(self, servers: Sequence[HttpServerControl]) -> bool:
+        """Rank 0: whether none of these starts of servers runs any more. Waits until the pool can have noticed their
+        deaths. False on other ranks.
+        """
         if self._lead is None or not servers:
             return False
-        tried, deadline = _generations(servers), time.monotonic() + DEATH_NOTICE_SECONDS
-        while tried & _generations(self._lead.rollouts.pool.controls()):
+        tried, deadline = set(map(_start_of, servers)), time.monotonic() + DEATH_NOTICE_SECONDS
+        while tried & set(map(_start_of, self._lead.rollouts.pool.controls())):
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.05)
         return True
 
     def _announce(self, weight_version: int) -> None:
-        """Rank 0: the version is committed, and servers are about to serve it."""
+        """Rank 0: tell the pool that the version is committed and servers are about to serve it."""
         assert self._lead is not None
         self._lead.rollouts.pool.announce(weight_version)
 
@@ -522,7 +237,9 @@ class LiveServers:
                 )
 
     def _publish_again(self, servers: Sequence[HttpServerControl]) -> None:
-        """Send the committed weights once more, to servers that came back (known on rank 0). Collective."""
+        """Send the committed weights again to servers that came back. Rank 0 names the servers; other ranks pass an
+        empty list. Collective.
+        """
         result = self._publisher.publish_again(self._committed_version, servers)
         self._commit(result)
         if result.failed:
@@ -533,15 +250,311 @@ class LiveServers:
             self._lead.console(line)
 
 
-def _generations(servers: Sequence[HttpServerControl]) -> set[tuple[str, int]]:
-    return {(server.server_id, server.generation) for server in servers}
-
-
 def local_address(server_host: str) -> str:
-    """This machine's address as a server bound to `server_host` reaches it: the source address of a connection to
-    there.
+    """This machine's address as a server bound to `server_host` sees it: the source address of a connection to that
+    host.
     """
     family, kind, _, _, there = socket.getaddrinfo(server_host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(there)  # a datagram socket sends nothing on connect
         return probe.getsockname()[0]
+
+
+# While requests are open, a publish checks them and calls `on_wait` at these intervals.
+_OPEN_REQUESTS_POLL_SECONDS = 0.005
+_ON_WAIT_SECONDS = 0.25
+# A server that has not ended its requests after this time is not waited for.
+_ABORT_SECONDS = 5.0
+
+
+@dataclass
+class Pause:
+    """`num_open`: requests that were open when a publish began. `seconds`: how long the publish waited for them."""
+
+    num_open: int = 0
+    seconds: float = 0.0
+
+
+@contextlib.contextmanager
+def paused(pool: ServerPool, mode: OnPublish, on_wait: Callable[[], bool] = lambda: False) -> Iterator[Pause]:
+    """A context manager: the block publishes. No request begins before its end. With the modes `wait` and `continue`
+    no request is open in the block.
+
+    With `continue`, open requests end with their tokens so far and go on after the publish, like requests that moved to
+    another server: their tokens so far are part of their prompt then, the new weights read them, and each part has one
+    version by construction. That also holds if a server dies in between.
+
+    While open requests are waited for, `on_wait` is called a few times per second. If it returns True, because the run
+    ends soon, the mode `wait` becomes `continue`. If a server does not end a request within a few seconds, the request
+    is ended without it, and the tokens that it reported are kept.
+    """
+    pool.hold(True)
+    try:
+        pause = Pause(_num_open(pool))
+        started = time.monotonic()
+        looked_at = -_ON_WAIT_SECONDS
+        while mode != "continue_with_cache" and _num_open(pool):
+            pool.check()
+            if time.monotonic() - looked_at >= _ON_WAIT_SECONDS:
+                if on_wait():
+                    mode = "continue"
+                if mode == "continue":
+                    pool.loop.run(_end_open(pool))
+                looked_at = time.monotonic()
+            time.sleep(_OPEN_REQUESTS_POLL_SECONDS)
+        pause.seconds = time.monotonic() - started
+        yield pause
+    finally:
+        pool.hold(False)
+
+
+def _num_open(pool: ServerPool) -> int:
+    return sum(len(server.load.flights) for server in pool.ready_servers())
+
+
+async def _end_open(pool: ServerPool) -> None:
+    """Ask every server to end all its requests, in one call each."""
+
+    async def end(server) -> None:
+        for flight in list(server.load.flights):
+            flight.end("paused", asks=False)
+        with contextlib.suppress(ServerError):  # then the requests end on their own a little later
+            await server.run(server.client.call("/abort_request", {"abort_all": True}, _ABORT_SECONDS))
+
+    await asyncio.gather(*(end(server) for server in pool.ready_servers() if server.load.flights))
+
+
+Turn = Literal["sample", "publish", "train"]
+SERVER_PARTS = ("weights", "kv_cache", "cuda_graph")
+# Within this time a server that does not answer is found dead and its memory is free.
+_END_SECONDS = 30.0
+_POLL_SECONDS = 0.05
+_HOLDER = "shared GPUs"
+
+
+class _Holds(NamedTuple):
+    ranks: tuple[Part, ...]
+    servers: tuple[str, ...]
+
+
+HOLDS: dict[Turn, _Holds] = {
+    "sample": _Holds((), SERVER_PARTS),
+    "publish": _Holds(("parameters",), ("weights",)),
+    "train": _Holds(PARTS, ()),
+}
+
+
+class Gpus(Protocol):
+    """Who holds the GPUs' memory; one object on every rank."""
+
+    def switch_to(self, turn: Turn) -> None:
+        """Give the GPUs to whoever needs them in `turn`. Collective."""
+        ...
+
+    def take_metrics(self) -> dict[str, float]:
+        """Rank 0: the seconds and bytes of the moves since the last call, as metrics."""
+        ...
+
+
+class OwnGpus:
+    """The GPUs of ranks and servers are different ones, so nothing moves."""
+
+    def switch_to(self, turn: Turn) -> None:
+        pass
+
+    def take_metrics(self) -> dict[str, float]:
+        return {}
+
+
+class SharedGpus:
+    """GPUs that ranks and servers use in turns. Who holds memory in each turn:
+
+        sample   servers: all        ranks: nothing       rollouts, evaluation
+        publish  servers: weights    ranks: parameters    the ranks' weights to disk, from there to the servers
+        train    servers: nothing    ranks: all           passes, optimizer steps, checkpoints, exports
+
+    All ranks and servers that give memory do so before any of them takes memory. `engine/memory.py` and SGLang move it.
+    It begins in the turn `train`: the ranks hold all memory, and no server may start (the launcher calls `give_turn`).
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        memory: DeviceMemory,
+        ranks: RankLink,
+        host_group: dist.ProcessGroup,
+        lead: Rank0 | None,
+        phases: Phases,
+    ) -> None:
+        """`host_group`: the process group of all ranks for host tensors."""
+        self._config, self._memory, self._host_group = config, memory, host_group
+        self._ranks, self._lead, self._phases = ranks, lead, phases
+        self._now: Turn = "train"
+        # Rank 0: what each start of a server has given away. A new start holds everything.
+        self._released: dict[tuple[str, int], frozenset[str]] = {}
+        self._metrics = _no_metrics()
+        if lead is not None:
+            lead.rollouts.pool.hold(True, _HOLDER)
+
+    def switch_to(self, turn: Turn) -> None:
+        """As `Gpus.switch_to`. Raises RolloutError on every rank if a server neither gives its memory nor ends, or if
+        no server is up to publish to.
+        """
+        if turn == "publish" and self._ranks.agree(self._lead is not None and not self._controls()):
+            self.switch_to("sample")  # the only turn in which servers start
+            self._agree_on(self._wait_for_a_server)
+        if turn == self._now:
+            return
+        before, holds = self._now, HOLDS[turn]
+        with self._phases.phase("share"):
+            progress.beat()
+            # Ranks give before servers take, and servers give before ranks take.
+            self._time("offload_seconds", lambda: self._add_metric("offloaded_bytes", self._memory.keep(holds.ranks)))
+            dist.barrier(group=self._host_group)
+            if before == "sample":
+                self._agree_on(self._stop_sampling)
+            self._agree_on(lambda: self._time("release_seconds", lambda: self._release(holds.servers)))
+            progress.beat()
+            self._time("onload_seconds", lambda: self._memory.restore(holds.ranks))
+            self._agree_on(lambda: self._time("resume_seconds", lambda: self._resume(holds.servers)))
+            self._now = turn
+            if turn == "sample" and self._lead is not None:
+                give_turn(self._lead.attempt, "servers")
+                self._lead.rollouts.pool.hold(False, _HOLDER)
+
+    def take_metrics(self) -> dict[str, float]:
+        taken, self._metrics = self._metrics, _no_metrics()
+        return {f"colocated/{name}": value for name, value in taken.items()}
+
+    def _agree_on(self, act: Callable[[], object]) -> None:
+        """Rank 0 calls `act` while the others wait. Raises its error on every rank. Collective."""
+        problem = None
+        if self._lead is not None:
+            try:
+                act()
+            except (RolloutError, PublishError) as error:
+                problem = str(error)
+        problem = self._ranks.agree(problem)
+        if problem is not None:
+            raise RolloutError(problem)
+
+    # --- rank 0 --------------------------------------------------------------------------------------------
+
+    def _controls(self) -> list[HttpServerControl]:
+        assert self._lead is not None
+        return self._lead.rollouts.pool.controls()
+
+    def _wait_for_a_server(self) -> None:
+        assert self._lead is not None
+        self._lead.rollouts.pool.wait_ready(1, self._config.rollout.no_server_deadline_seconds, progress.beat)
+
+    def _stop_sampling(self) -> None:
+        """Wait until no request is open and none begins, and no server is starting or ending: each server is up and
+        known to the pool, or holds no memory.
+        """
+        assert self._lead is not None
+        pool, attempt = self._lead.rollouts.pool, self._lead.attempt
+        give_turn(attempt, "ranks")
+        pool.hold(True, _HOLDER)
+        with paused(pool, "continue"):
+            pass
+        server = self._config.server
+        deadline = time.monotonic() + server.start_deadline_seconds + server.drain_seconds + _END_SECONDS
+        while True:
+            progress.beat()
+            pool.check()
+            found = read_registrations(attempt.servers_dir, on_error=lambda path, error: None)
+            between = [r for r in found if r.state in ("starting", "restarting", "draining") and not r.is_preparing]
+            up = {(r.server_id, r.generation) for r in found if r.state == "ready"}
+            known = set(map(_start_of, self._controls()))
+            if not between and up == known:
+                return
+            if time.monotonic() > deadline:
+                names = ", ".join(f"{r.server_id} is {r.state}" for r in between) or "their registrations keep changing"
+                raise RolloutError(f"cluster.colocated: the ranks cannot get their GPUs back: {names}")
+            time.sleep(_POLL_SECONDS)
+
+    def _release(self, kept: tuple[str, ...]) -> None:
+        self._on_each_server(
+            "give its GPU memory to the ranks",
+            lambda released: [part for part in SERVER_PARTS if part not in kept and part not in released],
+            lambda control, parts, seconds: control.release_memory(parts, deadline_seconds=seconds),
+            lambda released, parts: released | set(parts),
+        )
+
+    def _resume(self, wanted: tuple[str, ...]) -> None:
+        self._on_each_server(
+            "take its GPU memory back",
+            lambda released: [part for part in SERVER_PARTS if part in wanted and part in released],
+            lambda control, parts, seconds: control.resume_memory(parts, deadline_seconds=seconds),
+            lambda released, parts: released - set(parts),
+        )
+
+    def _on_each_server(
+        self,
+        what: str,
+        parts_of: Callable[[frozenset[str]], list[str]],
+        act: Callable[[HttpServerControl, list[str], float], None],
+        after: Callable[[frozenset[str], list[str]], frozenset[str]],
+    ) -> None:
+        """Call `act` on all servers at the same time, with the parts that `parts_of` names for each. If one fails and
+        does not end, raises RolloutError, which ends the run.
+
+        `what`: the action, for the message. `after`: the parts that a server has given away once `act` succeeded.
+        """
+        controls = self._controls()
+        self._released = {_start_of(c): self._released.get(_start_of(c), frozenset()) for c in controls}
+        parts = {_start_of(c): parts_of(self._released[_start_of(c)]) for c in controls}
+        todo = [control for control in controls if parts[_start_of(control)]]
+        if not todo:
+            return
+        seconds = self._config.publish.deadline_seconds
+
+        def run(control: HttpServerControl) -> PublishError | None:
+            try:
+                act(control, parts[_start_of(control)], seconds)
+            except PublishError as error:
+                return error
+            return None
+
+        with ThreadPoolExecutor(len(todo), thread_name_prefix="shared GPUs") as threads:
+            problems = list(threads.map(run, todo))
+        for control, problem in zip(todo, problems, strict=True):
+            start = _start_of(control)
+            if problem is None:
+                self._released[start] = after(self._released[start], parts[start])
+            elif not self._ends_soon(start):
+                raise RolloutError(f"cluster.colocated: {control.server_id} does not {what}: {problem}")
+
+    def _ends_soon(self, start: tuple[str, int]) -> bool:
+        """Wait for this start of a server to end. Returns False if it has not after `_END_SECONDS`; once it has ended,
+        its memory is free.
+        """
+        assert self._lead is not None
+        deadline = time.monotonic() + _END_SECONDS
+        while time.monotonic() < deadline:
+            progress.beat()
+            found = read_registrations(self._lead.attempt.servers_dir, on_error=lambda path, error: None)
+            if not any((r.server_id, r.generation) == start and r.state in ("ready", "restarting") for r in found):
+                return True
+            time.sleep(_POLL_SECONDS)
+        return False
+
+    def _time(self, name: str, act: Callable[[], object]) -> None:
+        started = time.monotonic()
+        act()
+        self._add_metric(name, time.monotonic() - started)
+
+    def _add_metric(self, name: str, value: float) -> None:
+        self._metrics[name] += value
+
+
+def _start_of(control: HttpServerControl) -> tuple[str, int]:
+    """One start of a server: its id and its generation, which every restart raises."""
+    return control.server_id, control.generation
+
+
+def _no_metrics() -> dict[str, float]:
+    return dict.fromkeys(
+        ("offload_seconds", "offloaded_bytes", "release_seconds", "onload_seconds", "resume_seconds"), 0.0
+    )

@@ -1,10 +1,9 @@
-"""One rank's running parts, assembled: what `loop.py` and `sft_loop.py` are written in.
+"""What one rank has while it runs, assembled: the code in `loop.py` and `sft_loop.py` works on a `RankSession`.
 
-Owns in which order the parts are set up and closed, and the few acts that need several of them. What each does is its
-own module's: `rank0.py` (rank 0), `scatter.py`, `servers.py`, `checkpointing.py`, `phases.py`. The order of a step's
-acts is the loop's.
-
-The reference policy of a run's KL term: its folder, its weights, and the check that it has the policy's shape.
+The constructor sets the parts up in the order in which they depend on each other, and `__exit__` closes them in reverse
+order. The methods are the actions that need several parts: evaluating on the servers, and counting optimizer steps.
+The loops decide when each action happens. At the end is the reference policy of the KL term: where its weights come
+from, and the check that it has the policy's shape.
 """
 
 from __future__ import annotations
@@ -43,26 +42,6 @@ from gspo_mega.train.rank0 import Rank0
 from gspo_mega.train.scatter import Exchange, RankLink
 from gspo_mega.train.servers import Gpus, LiveServers, NoServers, OwnGpus, ServerLink, SharedGpus, local_address
 
-
-def reference_path(config: Config) -> str:
-    """The Hugging Face folder of the KL term's reference."""
-    return config.kl.reference_path or config.model.path
-
-
-def load_reference(config: Config, spec: ModelSpec, groups: ParallelGroups) -> ReferencePolicy:
-    """The frozen reference of the KL term with its weights. Collective.
-
-    Raises ModelError where its shape is not the policy's, because it uses the policy's layout, packs and vocabulary.
-    """
-    path = reference_path(config)
-    other = shape_differences(read_model_spec(path), spec)
-    if other:
-        raise ModelError(f"kl.reference_path {path} has another shape than the policy: {', '.join(other)}")
-    reference = ReferencePolicy(config, spec, groups)
-    import_huggingface(path, spec, groups, reference.chunks)
-    return reference
-
-
 T = TypeVar("T")
 
 
@@ -70,16 +49,19 @@ class RankSession:
     """Everything one rank has while it runs; a context manager. The constructor is collective.
 
     Attributes:
-        lead: what rank 0 alone has; None on every other rank.
-        beside: evaluations beside training, on rank 0 where `evaluates_beside`; None elsewhere.
-        preparation: makes what rank 0 hands out, ahead where it can; None on every other rank, and in a cold start.
-        engine: the policy; `reference`: the frozen policy of a KL term or penalty, None without one and in supervised
-            training; `critic`: the value model, None where the algorithm has none.
-        snapshots: weights of earlier versions, None where `diagnostics.exact_staleness` has no effect.
+        lead: what only rank 0 has; None on every other rank.
+        async_evaluations: evaluations that run while training goes on. Rank 0 has them if `evaluates_async`; None on
+            other ranks.
+        prefetch: prepares what rank 0 distributes for a step, ahead of time if possible. None on every other rank, in a
+            cold start and with `train.rollouts_only`.
+        engine: the policy. `reference`: the frozen policy of a KL term or penalty; None without one and in supervised
+            training. `critic`: the value model; None if the algorithm has none.
+        snapshots: weights of earlier versions; None if `diagnostics.exact_staleness` has no effect.
         state: the run's counters, from the latest checkpoint (`resumed_from`) or fresh.
-        gpus: who has the GPUs, where ranks and servers share them.
-        profiling: the profiler's traces, where `profile` asks for any.
-        ranks, servers, saving, phases: the acts that all ranks make together, by kind.
+        gpus: moves GPU memory between ranks and servers if they share GPUs (`cluster.colocated`).
+        profiling: writes the profiler's traces if `profile` asks for any.
+        ranks, servers, saving, phases: what all ranks do together: follow rank 0, publish to servers, save the run, and
+            time the phases.
     """
 
     def __init__(self, context: WorkerContext, num_optimizer_steps: int, trains_policy: bool = True) -> None:
@@ -109,35 +91,37 @@ class RankSession:
         self.exchange = Exchange(context.open_store(), self.groups.host, replicas, heartbeat_store)
         self._cleanup.callback(self.exchange.close)
 
-        # Rank 0 reads data and starts scorers while every rank builds the model: errors of either come early.
+        # Rank 0 reads the data and starts the scorers while the other ranks build the model, so that errors in either
+        # come early.
+        rollouts_only = config.train is None or config.train.rollouts_only
         recorded_dir = config.train.from_rollouts if trains_policy and config.train is not None else None
         self.lead: Rank0 | None = None
         if context.is_lead:
             self.lead = self._cleanup.enter_context(Rank0(context, self.spec, recorded_dir, trains_policy))
-        self.preparation: Prefetch | None = None
-        if self.lead is not None and trains_policy and config.train is not None and not config.train.rollouts_only:
-            self.preparation = Prefetch(config, self.spec, self.layout)
-            self._cleanup.callback(self.preparation.close)
-            self.lead.source.on_ready(self.preparation.begin)
+        self.prefetch: Prefetch | None = None
+        if self.lead is not None and trains_policy and not rollouts_only:
+            self.prefetch = Prefetch(config, self.spec, self.layout)
+            self._cleanup.callback(self.prefetch.close)
+            self.lead.source.on_ready(self.prefetch.begin)
         self.ranks = RankLink(self.exchange, self.layout, self.groups.world.rank)
+
+        # The models. `progress.beat` tells the watchdog that this long start makes progress.
         progress.beat()
         self.engine = PolicyEngine(config, self.spec, self.groups, num_optimizer_steps)
         progress.beat()
         self.reference = None
         if trains_policy and (config.kl.coefficient > 0 or penalises_kl(config)):
-            own = config.lora is not None and config.kl.reference_path is None
-            self.reference = FrozenBase(self.engine) if own else load_reference(config, self.spec, self.groups)
-
+            is_own_base = config.lora is not None and config.kl.reference_path is None
+            self.reference = FrozenBase(self.engine) if is_own_base else load_reference(config, self.spec, self.groups)
         self.critic: CriticEngine | None = None
-        rollouts_only = config.train is None or config.train.rollouts_only
         if trains_policy and not rollouts_only and critic_of(config) is not None:
             self.critic = build_critic(config, self.spec, self.groups)
             progress.beat()
-
         self.snapshots = None
         if trains_policy and config.diagnostics.exact_staleness and config.rollout.max_staleness > 0:
             self.snapshots = Snapshots(self.engine, config.rollout.max_staleness + 1)
 
+        # Where the run continues from, and what it needs to save and to publish.
         self.state, self.resumed_from = restore(self.run_folder, self.engine, config, self.say, self.critic)
         progress.beat()
         self.gpus: Gpus = OwnGpus()
@@ -156,17 +140,19 @@ class RankSession:
             self.gpus,
             self.critic,
         )
-        self.evaluates = config.eval is not None and recorded_dir is None
-        self.eval_sets: tuple[HeldOutSet, ...] = eval_sets(config) if self.evaluates else ()
         self.servers: ServerLink = NoServers(self.lead) if recorded_dir is not None else self._live_servers()
         if self.lead is not None:
             self.lead.resume(self.state)
-        self.evaluates_beside = config.eval is not None and not (config.eval.blocking or rollouts_only)
-        self.evaluates_beside &= self.evaluates and trains_policy
-        self.beside: AsyncEvaluations | None = None
-        if self.lead is not None and self.evaluates_beside:
-            self.beside = AsyncEvaluations(config, self.lead, self.state)
-            self._cleanup.callback(self.beside.close)
+
+        # Held-out evaluation, while training waits or while it goes on.
+        self.evaluates = config.eval is not None and recorded_dir is None
+        self.eval_sets: tuple[HeldOutSet, ...] = eval_sets(config) if self.evaluates else ()
+        self.evaluates_async = config.eval is not None and not (config.eval.blocking or rollouts_only)
+        self.evaluates_async &= self.evaluates and trains_policy
+        self.async_evaluations: AsyncEvaluations | None = None
+        if self.lead is not None and self.evaluates_async:
+            self.async_evaluations = AsyncEvaluations(config, self.lead, self.state)
+            self._cleanup.callback(self.async_evaluations.close)
 
     def _live_servers(self) -> LiveServers:
         config = self.config
@@ -183,8 +169,8 @@ class RankSession:
         return LiveServers(config.server, config.rollout, publisher, self.ranks, self.lead, self.phases, self.gpus)
 
     def _versions_in_use(self) -> set[int]:
-        """Rank 0: published versions that stay on disk, whatever their age."""
-        due = set() if self.beside is None else self.beside.versions()
+        """Rank 0: the published versions that must stay on disk even if they are old."""
+        due = set() if self.async_evaluations is None else self.async_evaluations.versions()
         return versions_being_loaded(self.attempt.servers_dir) | due
 
     def __enter__(self) -> RankSession:
@@ -194,67 +180,76 @@ class RankSession:
         self._cleanup.close()
 
     def say(self, line: str) -> None:
-        """Show a line to the user (from rank 0)."""
+        """Show a line to the user. Does nothing on ranks other than 0."""
         if self.lead is not None:
             self.lead.console(line)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """The block is the phase `name` of the step."""
+        """A context manager: the block is the phase `name` of the step."""
         return self.phases.phase(name)
 
-    def each(self, name: str, items: Iterable[T]) -> Iterator[T]:
-        """The items, all within one phase `name` of the step."""
-        return self.phases.each(name, items)
+    def each_in_phase(self, name: str, items: Iterable[T]) -> Iterator[T]:
+        """Yield the items, all within one phase `name` of the step."""
+        return self.phases.each_in_phase(name, items)
 
     def on_wait(self) -> None:
-        """Rank 0, while it waits for rollouts: look for a stop request and for servers that came back. Raises
-        StopRequested.
+        """Rank 0 calls this while it waits for rollouts: it checks for a stop request and publishes to servers that
+        came back. Raises StopRequested.
         """
         assert self.lead is not None
         self.lead.check_stop()
         self.servers.catch_up()
 
-    def begin_evaluation(self, names: list[str]) -> bool:
-        """Begin to measure the named sets with the committed weights beside training; False on every rank where
-        training has to wait for them. After a stop request it is noted, and begun by the next start. Collective, as
+    def start_async_evaluation(self, names: list[str]) -> bool:
+        """Start to evaluate the named sets with the committed weights while training goes on. Collective, as
         `evaluate`.
+
+        Returns False on every rank if no server can be spared, so that training has to wait for the evaluation. After a
+        stop request the evaluation stays due, and the next start of the run begins it.
         """
         begun = True
         with self.phase("eval"):
-            if self.beside is not None:
+            if self.async_evaluations is not None:
                 with contextlib.suppress(StopRequested):
-                    begun = self.beside.begin(self.state.step, self.state.weight_version, names, self.on_wait)
+                    begun = self.async_evaluations.start(
+                        self.state.step, self.state.weight_version, names, self.on_wait
+                    )
             return self.ranks.agree(begun)
 
-    def settle_evaluations(self) -> str | None:
-        """Training is over: wait for evaluations beside it. Returns the reason where a stop was asked for. Collective,
-        as `evaluate`.
+    def wait_for_async_evaluations(self) -> str | None:
+        """Training is over: wait for the evaluations that still run. Returns the reason if a stop was requested, else
+        None. Collective, as `evaluate`.
         """
         stop = None
         with self.phase("eval"):
-            if self.beside is not None:
+            if self.async_evaluations is not None:
                 try:
-                    self.beside.settle(self.on_wait)
+                    self.async_evaluations.wait_for_all(self.on_wait)
                 except StopRequested as request:
                     stop = str(request)
             return self.ranks.agree(stop)
 
     def evaluate(self, names: list[str]) -> dict[str, Evaluation] | None:
-        """Held-out evaluation of the named sets with the committed weights; None on every rank when a stop was asked
-        for. Collective: the other ranks stand by, for servers that come back meanwhile.
+        """Evaluate the named held-out sets with the committed weights while training waits.
+
+        Returns the results by set, or None on every rank if a stop was requested. Collective: the other ranks wait, and
+        take part in a publish if a server comes back.
         """
         evaluation = None
-        self.gpus.turn("sample")
+        self.gpus.switch_to("sample")
         with self.phase("eval"):
             if self.lead is not None:
-                with contextlib.suppress(StopRequested):  # the next wait for rollouts meets the request again
+                with contextlib.suppress(StopRequested):  # the next wait for rollouts finds the request again
                     evaluation = self.lead.rollouts.evaluate(self.on_wait, names)
             found = None if evaluation is None else {name: asdict(one) for name, one in evaluation.items()}
             value = self.ranks.agree(found)
         return None if value is None else {name: Evaluation(**one) for name, one in value.items()}
 
-    def note_step(self, skipped: bool, grad_norm: float) -> None:
-        """Count an optimizer step. Raises NumericsError after too many skipped ones in a row; alike on all ranks."""
+    def count_step(self, skipped: bool, grad_norm: float) -> None:
+        """Count an optimizer step of the policy. `grad_norm` is for the message.
+
+        Raises NumericsError, on all ranks, after `optimizer.max_skipped_in_a_row` skipped steps in a row.
+        """
         progress.beat()
         state = self.state
         state.num_optimizer_steps += not skipped
@@ -262,8 +257,8 @@ class RankSession:
         limit = self.config.optimizer.max_skipped_in_a_row
         _check_skipped("optimizer.max_skipped_in_a_row", limit, state.skipped_in_a_row, grad_norm)
 
-    def note_critic_step(self, skipped: bool, grad_norm: float) -> None:
-        """As `note_step`, for the critic."""
+    def count_critic_step(self, skipped: bool, grad_norm: float) -> None:
+        """Count an optimizer step of the critic. Raises NumericsError as `count_step`."""
         assert self.critic is not None
         progress.beat()
         state = self.state
@@ -277,5 +272,23 @@ def _check_skipped(key: str, limit: int, num_skipped: int, grad_norm: float) -> 
     if num_skipped >= limit:
         raise NumericsError(
             f"the gradient was not finite (norm {grad_norm}) in {limit} optimizer steps in a row"
-            f" ({key}); no step was applied, the weights are those before them"
+            f" ({key}); none of these steps was applied, so the weights are those from before them"
         )
+
+
+def reference_path(config: Config) -> str:
+    """The Hugging Face folder of the KL term's reference policy."""
+    return config.kl.reference_path or config.model.path
+
+
+def load_reference(config: Config, spec: ModelSpec, groups: ParallelGroups) -> ReferencePolicy:
+    """The frozen reference policy of the KL term with its weights loaded. Collective.
+
+    Raises ModelError if its shape differs from the policy's, because it uses the policy's layout, packs and vocabulary.
+    """
+    path = reference_path(config)
+    if different := shape_differences(read_model_spec(path), spec):
+        raise ModelError(f"kl.reference_path {path} does not have the policy's shape: {', '.join(different)}")
+    reference = ReferencePolicy(config, spec, groups)
+    import_huggingface(path, spec, groups, reference.chunks)
+    return reference

@@ -1,7 +1,7 @@
-"""The supervised cold start: cross-entropy on demonstrations until sampled accuracy reaches its band.
+"""The supervised cold start: cross-entropy on demonstrations until the sampled accuracy reaches its band.
 
-Same ranks, engine, servers and evaluation as the training loop; weights are published only to be measured.
-`state.step` counts optimizer steps tried here.
+It uses the same ranks, engine, servers and evaluation as the training loop. Weights are published only to be measured.
+`state.step` counts the optimizer steps that were tried here, including skipped ones.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from gspo_mega.train.session import RankSession
 
 
 def run_sft(context: WorkerContext) -> dict[str, Any] | None:
-    """Train on demonstrations; stop on the first measured accuracy within the configured band and export.
+    """Train on demonstrations until a measured accuracy is within the configured band, then export.
 
-    Returns rank 0's result. Raises NumericsError when the accuracy jumps past the band or is not reached in
+    Returns rank 0's result: {"stopped": reason, "step": step} if a stop was requested, else the step, the accuracy and
+    the exported folder. Raises NumericsError if the accuracy jumps past the band or does not reach it within
     `sft.max_steps`. Collective.
     """
     config = sft_config(context.config)
@@ -68,7 +69,7 @@ def run_sft(context: WorkerContext) -> dict[str, Any] | None:
 
 
 def _demonstrations(session: RankSession) -> PromptStream[Demonstration] | None:
-    """Rank 0's stream of demonstrations, at the position where the run left it."""
+    """Rank 0's stream of demonstrations, at the position where the run left it; None on other ranks."""
     if session.lead is None:
         return None
     config = session.config
@@ -101,24 +102,26 @@ def _checkpoint(session: RankSession, demonstrations: PromptStream[Demonstration
 
 
 def _start(session: RankSession) -> str | None:
-    """Wait for the servers. Returns a reason to stop, or the verdict of a run that is done already."""
+    """Wait for the servers. Returns "stopped" after a stop request, "done" for a run that is done already, else
+    None.
+    """
     stop = session.servers.wait()
     session.phases.timer.start_step()
     return "stopped" if stop is not None else session.state.summary.get("verdict")
 
 
 def _step(session: RankSession, demonstrations: PromptStream[Demonstration] | None) -> str | None:
-    """One optimizer step, and a measurement where one is due. Returns "done", "stopped" or None to go on."""
+    """Make one optimizer step, and a measurement if one is due. Returns "done", "stopped", or None to go on."""
     config, state = sft_config(session.config), session.state
     settings = config.sft
-    work = _take(session, demonstrations)
+    work = _next_work(session, demonstrations)
     if work.stop is not None:
         return "stopped"
     (mini_batch,) = work.mini_batches
-    session.gpus.turn("train")
+    session.gpus.switch_to("train")
     with session.phase("train"):
         result, passed = session.engine.train_supervised(mini_batch.micro_batches, mini_batch.denominator)
-    session.note_step(result.skipped, result.grad_norm)
+    session.count_step(result.skipped, result.grad_norm)
     state.step += 1
     with session.phase("report"):
         of_adapters = adapter_metrics(session.engine)
@@ -149,7 +152,8 @@ def _step(session: RankSession, demonstrations: PromptStream[Demonstration] | No
     return verdict
 
 
-def _take(session: RankSession, demonstrations: PromptStream[Demonstration] | None) -> Work:
+def _next_work(session: RankSession, demonstrations: PromptStream[Demonstration] | None) -> Work:
+    """This rank's share of the step's demonstrations, or the reason to stop in `Work.stop`. Collective."""
     if demonstrations is None or session.lead is None:
         with session.phase("rollout"):
             return session.ranks.receive_work()
@@ -163,8 +167,10 @@ def _take(session: RankSession, demonstrations: PromptStream[Demonstration] | No
 
 
 def _measure(session: RankSession, settings: Sft) -> tuple[str | None, dict[str, float]]:
-    """Publish, sample held-out problems, and decide. Raises NumericsError on every rank past the band, RewardError
-    where too many samples could not be scored to decide by the others.
+    """Publish the weights, sample held-out problems, and decide. Returns "done" or None, and the metrics. Collective.
+
+    Raises, on every rank, NumericsError if the accuracy is past the band, and RewardError if too many samples could not
+    be scored to decide by the others.
     """
     state = session.state
     state.weight_version += 1

@@ -1,18 +1,13 @@
-"""Rollout batches through the run's journal: recorded episodes are used again, missing ones come from another source.
+"""Where the rollout batches of a run come from. Rank 0 only.
 
-Owns when the journal is read and written: at its start a run takes what is recorded of its next step, and of groups
-that were sampled ahead; from then on everything is sampled and recorded. Which records may be taken over is
-`reusable_records.py`'s. New groups come from the wrapped source; the files are `gspo_mega.data.journal`'s.
+`JournalledSource` is what the loop asks. It passes every batch through the run's journal: recorded episodes are used
+again, and missing ones come from the source that it wraps. At its start, a run takes what is recorded of its next step
+and of groups that were sampled ahead. From then on everything is sampled and recorded. `reusable_records.py` decides
+which records may be used again, and `gspo_mega.data.journal` reads and writes the files.
 
-Rollout batches sampled from the servers of the run.
-
-Owns the position in the prompts behind the last batch that was taken. Sampling is the collector's, its parts are in
-`rollouts.py`.
-
-Rollout batches of another run's journal: no server, no sampling, no scoring.
-
-Owns reading that journal (`train.from_rollouts`) step by step. The batches go through the run's own journal as well
-(`sources.py`), so the run folder holds what was trained on and a restarted step is the very same.
+The wrapped source is a `LiveSource`, which samples from the servers of the run, or a `RecordedSource`, which reads the
+journal of another run (`train.from_rollouts`) and needs no server, sampling or scoring. Its batches go through the
+run's own journal as well, so the run folder holds what was trained on, and a restarted step is the very same.
 """
 
 from __future__ import annotations
@@ -40,177 +35,10 @@ if TYPE_CHECKING:
     from gspo_mega.checkpoint.load import TrainState
 
 
-class LiveSource:
-    """A `ContinuableSource` whose groups are sampled and scored now. `fingerprints`: of `provenance.made_by`."""
-
-    def __init__(self, rollouts: Rollouts, fingerprints: dict[str, str]) -> None:
-        self._rollouts, self._prompts, self._fingerprints = rollouts, rollouts.prompts, fingerprints
-        self._position: ResumePoint | None = None
-
-    def take(
-        self,
-        step: int,
-        weight_version: int,
-        on_wait: Callable[[], None],
-        known: Mapping[int, Group] | None = None,
-        keep: Callable[[Episode], None] = keep_nothing,
-        admit: Callable[[int, Prompt, int], None] = admit_nothing,
-    ) -> RolloutBatch:
-        """The batch of `step`, except the groups `known`, which count at the first batch only. Sampling was under way
-        already where `rollout.max_staleness` allows it, and goes on after this returns.
-
-        Raises RolloutError, RewardError as the collector does; the position is then the one behind the last batch.
-        """
-        pool, collector = self._rollouts.pool, self._rollouts.collector
-        assert pool.committed_version == weight_version, f"{pool.committed_version} is committed, not {weight_version}"
-        before = self.state_dict()
-        try:
-            collector.start(step, known or {}, keep, admit)
-            batch = collector.take(step, on_wait)
-        except BaseException:
-            self.load_state_dict(before)
-            raise
-        self._check_fresh(batch, weight_version)
-        self._position = collector.position
-        return batch
-
-    def on_ready(self, call: Callable[[int, list[Group]], None]) -> None:
-        self._rollouts.collector.on_ready = call
-
-    def _check_fresh(self, batch: RolloutBatch, weight_version: int) -> None:
-        """Admission keeps every trajectory within the bound; a batch that is not is a defect, and is not trained."""
-        freshness = self._rollouts.pool.freshness
-        for episode in batch.episodes:
-            versions = {version for node in episode.turns for version in distinct(node.weight_versions)}
-            if not freshness.admits_all(versions, weight_version):
-                raise RolloutError(
-                    f"{episode.episode_id}: tokens of weight versions {sorted(versions)};"
-                    f" {freshness.describe(weight_version)}"
-                )
-
-    def state_dict(self) -> dict[str, Any]:
-        """As `Source.state_dict`: the order as it was before it gave the first group that is outstanding behind the
-        last batch. Where groups are outstanding it has the key `tickets`, the position in their numbers.
-        """
-        if self._position is None:
-            return self._prompts.state_dict()
-        tickets = self._position.tickets
-        return self._position.prompts | ({} if tickets is None else {"tickets": tickets})
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        prompts = {name: value for name, value in state.items() if name != "tickets"}
-        collector = self._rollouts.collector
-        collector.close()
-        # On the collector's own thread, after its end: nothing draws prompts after this.
-        self._rollouts.pool.loop.run(self._return_to(prompts))
-        self._position = ResumePoint(prompts, state.get("tickets"))
-        collector.go_on_from(self._position)
-
-    async def _return_to(self, state: dict[str, Any]) -> None:
-        self._prompts.load_state_dict(state)
-
-    def describe(self) -> list[str]:
-        return self._rollouts.describe()
-
-    def made_by(self, step: int) -> dict[str, str]:
-        return self._fingerprints
-
-    def due(self, step: int, numbers: Iterable[int]) -> dict[int, Prompt]:
-        position, before = self.state_dict(), self._prompts.state_dict()
-        wanted = open_numbers(position, numbers)
-        first = position.get("tickets", {"first": 0})["first"]
-        try:
-            prompts = {number: self._prompts.next() for number in range(first, max(wanted, default=-1) + 1)}
-        finally:
-            self._prompts.load_state_dict(before)
-        return {number: prompts[number] for number in wanted}
-
-
-class RecordedSource:
-    """A `ContinuableSource` whose groups are those of the journal in the folder `journal_dir`. While a step trains, it
-    reads the next one's batch.
-    """
-
-    def __init__(self, journal_dir: Path) -> None:
-        self._recorded = Journal(journal_dir)
-        self._position: dict[str, Any] = {"sources": {}}
-        self._last: StepRecord | None = None
-        self._next: tuple[int, concurrent.futures.Future[StepRecord | None]] | None = None
-        self._on_ready: Callable[[int, list[Group]], None] = lambda step, groups: None
-
-    def on_ready(self, call: Callable[[int, list[Group]], None]) -> None:
-        self._on_ready = call
-
-    def take(
-        self,
-        step: int,
-        weight_version: int,
-        on_wait: Callable[[], None],
-        known: Mapping[int, Group] | None = None,
-        keep: Callable[[Episode], None] = keep_nothing,
-        admit: Callable[[int, Prompt, int], None] = admit_nothing,
-    ) -> RolloutBatch:
-        """The recorded batch of `step`, whatever `weight_version` is: the recording run's weights sampled it.
-
-        Raises JournalError where the record has none.
-        """
-        record, batch = self._read(step)
-        assert record.prompts is not None
-        for group in batch.groups:
-            on_wait()
-            have = known[group.group_id].episodes if known is not None and group.group_id in known else []
-            names = {episode.episode_id for episode in have}
-            for episode in group.episodes:
-                if episode.episode_id not in names:
-                    keep(episode)
-        self._position = record.prompts
-        self._next = step + 1, processes.begin("recorded rollouts", lambda: self._read_ahead(step + 1))
-        return batch
-
-    def _read_ahead(self, step: int) -> StepRecord | None:
-        record = self._recorded.read(step)
-        if record is not None and record.batch is not None:
-            self._on_ready(step, record.batch.groups)
-        return record
-
-    def state_dict(self) -> dict[str, Any]:
-        """The prompt order's state as the recording run left it after the last step that was taken."""
-        return self._position
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._position = state
-
-    def describe(self) -> list[str]:
-        return [
-            f"data     the recorded rollouts of {self._recorded.folder.parent}; no server, no publish, no held-out"
-            " evaluation"
-        ]
-
-    def made_by(self, step: int) -> dict[str, str]:
-        record, batch = self._read(step)
-        return {"recorded rollouts": next_history("", batch, record.checksums)}
-
-    def due(self, step: int, numbers: Iterable[int]) -> dict[int, Prompt]:
-        recorded = {group.group_id: group.prompt for group in self._read(step)[1].groups}
-        return {number: recorded[number] for number in numbers if number in recorded}
-
-    def _read(self, step: int) -> tuple[StepRecord, RolloutBatch]:
-        if self._last is None or self._last.step != step:
-            ahead, self._next = self._next, None
-            is_ahead = ahead is not None and ahead[0] == step
-            self._last = ahead[1].result() if ahead is not None and is_ahead else self._recorded.read(step)
-        if self._last is None or self._last.batch is None:
-            raise JournalError(
-                f"train.from_rollouts: {self._recorded.folder.parent} has no complete rollout batch of step {step + 1};"
-                f" lower train.num_steps to {step} to train on the batches before it"
-            )
-        return self._last, self._last.batch
-
-
 def journalled_source(
     config: Config, journal: Journal, source: ContinuableSource, say: Callable[[str], None]
 ) -> JournalledSource:
-    """`source` with the run's journal around it. `say` shows a line to the user."""
+    """`source` with the run's journal around it, as `config` says. `say` shows a line to the user."""
     return JournalledSource(
         journal,
         source,
@@ -226,10 +54,10 @@ def journalled_source(
 
 
 class JournalledSource:
-    """The `Source` that a run trains on, and the part of the run's state that a checkpoint keeps of it.
+    """The `BatchSource` that a run trains on, and the part of the run's state that a checkpoint keeps of it.
 
     Attributes:
-        history: the fingerprint of the weights that the next step is sampled from.
+        history: the fingerprint of the weights that the next step is sampled with.
     """
 
     def __init__(
@@ -246,10 +74,10 @@ class JournalledSource:
         trains: bool = True,
         first_weights: Callable[[], str] = lambda: "",
     ) -> None:
-        """`freshness`: which weight versions a record may come from. `keep_last`: how many steps' files are kept, None
-        for all. `prune_routes`: remove routed experts once a checkpoint contains the training on them. `needs_routes`:
-        a record without its routed experts is not used. `trains`: each batch changes the weights. `first_weights`: the
-        fingerprint of what a fresh run starts from.
+        """`say`: shows a line to the user. `freshness`: which weight versions a record may come from. `keep_last`: how
+        many steps' files are kept; None keeps all. `prune_routes`: remove routed experts once a checkpoint contains the
+        training on them. `needs_routes`: do not use a record without its routed experts. `trains`: each batch changes
+        the weights. `first_weights`: returns the fingerprint of the weights that a fresh run starts from.
         """
         self._journal, self._source, self._say = journal, source, say
         self._most_ahead = freshness.max_staleness
@@ -268,28 +96,31 @@ class JournalledSource:
         self._source.on_ready(call)
 
     def restore(self, state: TrainState) -> None:
-        """Continue from a checkpoint's state, or from a fresh one. Raises DataError where the prompts are others than
-        those it had.
+        """Continue from a checkpoint's state, or from a fresh state. Raises DataError if the prompts are not those of
+        the checkpoint.
         """
         if state.prompts:
             self.load_state_dict(state.prompts)
         self.history = state.history or self._first_weights()
 
-    def note(self, state: TrainState) -> None:
-        """Put the position in the prompts and the history of the weights into `state`, for a checkpoint."""
+    def save_position(self, state: TrainState) -> None:
+        """Write the position in the prompts and the fingerprint of the weights into `state`, for a checkpoint."""
         state.prompts, state.history = self.state_dict(), self.history
 
-    def is_durable(self, checkpoint: Path) -> None:
-        """A checkpoint is on disk: the routed experts of the steps before it are not needed to continue the run, unless
-        a later step may consume groups of their files. They go while the run goes on. Raises JournalError where an
-        earlier step's could not go.
+    def on_checkpoint_saved(self, checkpoint: Path) -> None:
+        """Call this when a checkpoint is on disk. The routed experts of the steps before it are then not needed to
+        continue the run, unless a later step may consume groups of their files.
+
+        With `prune_routes` they are removed while the run goes on. Raises JournalError if those of an earlier step
+        could not be removed.
         """
         if self._pruning is not None:
             self._pruning.begin(step_of(checkpoint) - self._most_ahead)
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the wrapped source; with groups that were sampled ahead, also the first file with records of them,
-        and what sampled from there on (`tickets.since`, `tickets.weights`).
+        """The state of the wrapped source. If groups were sampled ahead, it also has the step of the first file with
+        records of them (`tickets.since`) and the fingerprints of the weights that sampled from there on
+        (`tickets.weights`).
         """
         return self._source.state_dict() if self._position is None else self._position
 
@@ -301,8 +132,8 @@ class JournalledSource:
         return self._source.describe()
 
     def close(self) -> None:
-        """The source samples no more. Routed experts that were to go are gone when this returns, or the user is told
-        why not.
+        """Call this when the source has ended sampling. It waits until the routed experts that were to be removed are
+        gone, or tells the user why they are not.
         """
         self._log.close()
         if self._pruning is not None:
@@ -312,12 +143,12 @@ class JournalledSource:
                 self._say(f"notice   journal.prune_routes: routed experts stay until the next start: {error}")
 
     def take(self, step: int, weight_version: int, on_wait: Callable[[], None]) -> RolloutBatch:
-        """The rollout batch of `step`, sampled from `weight_version`. The journal has all of it on disk when this
-        returns.
+        """Returns the rollout batch of `step`, sampled with `weight_version`. The journal has all of it on disk when
+        this returns.
 
-        A complete recorded batch is returned as it was. Records of other weights, rewards or settings, or about other
-        prompts than are due, are moved aside and not used, and the user is shown why. Raises JournalError where the
-        journal cannot be written.
+        A complete recorded batch is returned as it was recorded. Records of other weights, rewards or settings, or
+        about other prompts than are due, are moved aside and not used, and the user is told why. Raises JournalError if
+        the journal cannot be written.
         """
         begin = FileBegin(step, weight_version, {**self._source.made_by(step), "weights": self.history})
         known: dict[int, Group] = {}
@@ -359,7 +190,7 @@ class JournalledSource:
     def _consume(self, batch: RolloutBatch, begin: FileBegin) -> None:
         """Record that the step trains on `batch`, and where its prompts end."""
         after = next_history(self.history, batch, self._log.checksums) if self._trains else self.history
-        with self._log.lock:  # a group that is admitted between these lines would be taken for a consumed one
+        with self._log.lock:  # a group admitted between these lines would count as consumed
             position, step = self._source.state_dict(), batch.step
             still_open: set[int] = set()
             if "tickets" in position:
@@ -375,8 +206,178 @@ class JournalledSource:
         self._advance(step, after)
 
     def _advance(self, step: int, history: str) -> None:
-        """`step` is trained on. The file of a later one may be open already."""
+        """Go on to the next step. `history`: the fingerprint of the weights after `step`. The file of a later step may
+        be open already.
+        """
         if self._trains:
             self.history = history
         if self._keep_last is not None:
             self._journal.prune(step + 1 - self._keep_last - self._most_ahead)
+
+
+class LiveSource:
+    """A `ContinuableSource` that samples and scores its groups now. `fingerprints`: of `reusable_records.made_by`."""
+
+    def __init__(self, rollouts: Rollouts, fingerprints: dict[str, str]) -> None:
+        self._rollouts, self._prompts, self._fingerprints = rollouts, rollouts.prompts, fingerprints
+        self._position: ResumePoint | None = None
+
+    def take(
+        self,
+        step: int,
+        weight_version: int,
+        on_wait: Callable[[], None],
+        known: Mapping[int, Group] | None = None,
+        keep: Callable[[Episode], None] = keep_nothing,
+        admit: Callable[[int, Prompt, int], None] = admit_nothing,
+    ) -> RolloutBatch:
+        """Returns the batch of `step`. The groups `known` are not sampled; they count for the first batch only. If
+        `rollout.max_staleness` allows it, sampling began before this call and goes on after it.
+
+        Raises RolloutError, RewardError as the collector does. The position is then the one after the last batch.
+        """
+        pool, collector = self._rollouts.pool, self._rollouts.collector
+        assert pool.committed_version == weight_version, f"{pool.committed_version} is committed, not {weight_version}"
+        before = self.state_dict()
+        try:
+            collector.start(step, known or {}, keep, admit)
+            batch = collector.take(step, on_wait)
+        except BaseException:
+            self.load_state_dict(before)
+            raise
+        self._check_fresh(batch, weight_version)
+        self._position = collector.position
+        return batch
+
+    def on_ready(self, call: Callable[[int, list[Group]], None]) -> None:
+        self._rollouts.collector.on_ready = call
+
+    def _check_fresh(self, batch: RolloutBatch, weight_version: int) -> None:
+        """Raises RolloutError if a token is staler than allowed. Admission excludes that, so it would be a defect."""
+        freshness = self._rollouts.pool.freshness
+        for episode in batch.episodes:
+            versions = {version for node in episode.turns for version in distinct(node.weight_versions)}
+            if not freshness.admits_all(versions, weight_version):
+                raise RolloutError(
+                    f"{episode.episode_id}: tokens of weight versions {sorted(versions)};"
+                    f" {freshness.describe(weight_version)}"
+                )
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `BatchSource.state_dict`: the state of the prompt order before it gave the first group that is outstanding
+        after the last batch. If groups are outstanding, it has the key `tickets`, the position in their numbers.
+        """
+        if self._position is None:
+            return self._prompts.state_dict()
+        tickets = self._position.tickets
+        return self._position.prompts | ({} if tickets is None else {"tickets": tickets})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        prompts = {name: value for name, value in state.items() if name != "tickets"}
+        collector = self._rollouts.collector
+        collector.close()
+        # On the collector's own thread, after the collector has ended, so nothing draws prompts at the same time.
+        self._rollouts.pool.loop.run(self._load_prompts(prompts))
+        self._position = ResumePoint(prompts, state.get("tickets"))
+        collector.go_on_from(self._position)
+
+    async def _load_prompts(self, state: dict[str, Any]) -> None:
+        self._prompts.load_state_dict(state)
+
+    def describe(self) -> list[str]:
+        return self._rollouts.describe()
+
+    def made_by(self, step: int) -> dict[str, str]:
+        return self._fingerprints
+
+    def due(self, step: int, numbers: Iterable[int]) -> dict[int, Prompt]:
+        position, before = self.state_dict(), self._prompts.state_dict()
+        wanted = open_numbers(position, numbers)
+        first = position.get("tickets", {"first": 0})["first"]
+        try:
+            prompts = {number: self._prompts.next() for number in range(first, max(wanted, default=-1) + 1)}
+        finally:
+            self._prompts.load_state_dict(before)
+        return {number: prompts[number] for number in wanted}
+
+
+class RecordedSource:
+    """A `ContinuableSource` that gives the groups of the journal in the folder `journal_dir`. While a step trains, it
+    reads the batch of the next one.
+    """
+
+    def __init__(self, journal_dir: Path) -> None:
+        self._recorded = Journal(journal_dir)
+        self._position: dict[str, Any] = {"sources": {}}
+        self._last: StepRecord | None = None
+        self._next: tuple[int, concurrent.futures.Future[StepRecord | None]] | None = None
+        self._on_ready: Callable[[int, list[Group]], None] = lambda step, groups: None
+
+    def on_ready(self, call: Callable[[int, list[Group]], None]) -> None:
+        self._on_ready = call
+
+    def take(
+        self,
+        step: int,
+        weight_version: int,
+        on_wait: Callable[[], None],
+        known: Mapping[int, Group] | None = None,
+        keep: Callable[[Episode], None] = keep_nothing,
+        admit: Callable[[int, Prompt, int], None] = admit_nothing,
+    ) -> RolloutBatch:
+        """Returns the recorded batch of `step`. `weight_version` has no effect, because the recording run's weights
+        sampled the batch.
+
+        Raises JournalError if the record has no complete batch of the step.
+        """
+        record, batch = self._read(step)
+        assert record.prompts is not None
+        for group in batch.groups:
+            on_wait()
+            have = known[group.group_id].episodes if known is not None and group.group_id in known else []
+            names = {episode.episode_id for episode in have}
+            for episode in group.episodes:
+                if episode.episode_id not in names:
+                    keep(episode)
+        self._position = record.prompts
+        self._next = step + 1, processes.begin("recorded rollouts", lambda: self._read_ahead(step + 1))
+        return batch
+
+    def _read_ahead(self, step: int) -> StepRecord | None:
+        record = self._recorded.read(step)
+        if record is not None and record.batch is not None:
+            self._on_ready(step, record.batch.groups)
+        return record
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the prompt order as the recording run left it after the last step that was taken."""
+        return self._position
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._position = state
+
+    def describe(self) -> list[str]:
+        return [
+            f"data     the recorded rollouts of {self._recorded.folder.parent}; no server, no publish, no held-out"
+            " evaluation"
+        ]
+
+    def made_by(self, step: int) -> dict[str, str]:
+        record, batch = self._read(step)
+        return {"recorded rollouts": next_history("", batch, record.checksums)}
+
+    def due(self, step: int, numbers: Iterable[int]) -> dict[int, Prompt]:
+        recorded = {group.group_id: group.prompt for group in self._read(step)[1].groups}
+        return {number: recorded[number] for number in numbers if number in recorded}
+
+    def _read(self, step: int) -> tuple[StepRecord, RolloutBatch]:
+        if self._last is None or self._last.step != step:
+            ahead, self._next = self._next, None
+            is_ahead = ahead is not None and ahead[0] == step
+            self._last = ahead[1].result() if ahead is not None and is_ahead else self._recorded.read(step)
+        if self._last is None or self._last.batch is None:
+            raise JournalError(
+                f"train.from_rollouts: {self._recorded.folder.parent} has no complete rollout batch of step {step + 1};"
+                f" lower train.num_steps to {step} to train on the batches before it"
+            )
+        return self._last, self._last.batch

@@ -189,7 +189,7 @@ def _rank(rank, size, port, pipe, arguments, how, with_routes) -> None:
         spec, rows = _rows(arguments, with_routes)
         if how == "ahead":
             parcels = Parcels(_shards(rows, layout), ExpertRoutes.of(rows, spec, to_replay=True), layout)
-            parcels.make()
+            parcels.encode_all()
         base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     dist.barrier()
     begin, host = time.perf_counter(), time.process_time()

@@ -14,14 +14,14 @@ from gspo_mega.checkpoint.hf_import import import_huggingface
 from gspo_mega.engine.model import build_chunks, transformer_config
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
 from gspo_mega.models.huggingface import read_model_spec
-from gspo_mega.train.checkpointing import look_at_carried_layers
+from gspo_mega.train.checkpointing import check_carried_layers
 
 
 def start(folder: str, spec_of: str) -> tuple[list[str], str | None]:
     """What a run from `folder` says at its start, where config.json is that of `spec_of`; and why it does not begin."""
     groups, said = create_groups(expert_tensor=1), []
     try:
-        look_at_carried_layers(Path(folder), read_model_spec(spec_of), groups, said.append)
+        check_carried_layers(Path(folder), read_model_spec(spec_of), groups, said.append)
         return said, None
     except ModelError as error:
         return said, str(error)

@@ -107,4 +107,4 @@ def test_a_text_of_one_token_is_named(rank_pools, fitted, tmp_path):
         )
     )
     found = by_ranks(rank_pools, (start, tmp_path / "rows.jsonl", how, None, None), tmp_path, {})
-    assert found == ["an example of one token, which ranks cannot pack: '7'"] * 2
+    assert found == ["an example has only one token, and ranks need at least two to pack it: '7'"] * 2

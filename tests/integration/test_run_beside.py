@@ -37,7 +37,7 @@ def test_steps_are_trained_while_one_is_measured_and_a_kill_loses_neither(tmp_pa
         assert train.finish() == 0, train.out + train.err
     finally:
         train.end()
-    assert "the weights of step 0 are measured now: the run ended before it could do so" in train.out
+    assert "the weights of step 0 are measured now, because the run ended before it could do so" in train.out
     # Of version 0, which no server started from any more: the sampler takes no token that a server says is of another.
     assert "held-out accuracy before training: 0.000 +- 0.000 (measured in " in train.out
     attempt = run.latest_attempt()

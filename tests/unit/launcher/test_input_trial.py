@@ -165,7 +165,7 @@ def everything_too_long(i: Inputs) -> Fault:
 
 
 def fewer_held_out(i: Inputs) -> Fault:
-    return Fault(("eval.num_prompts=17",), "eval.path", "eval.num_prompts asks for 17 prompts; 16 are there")
+    return Fault(("eval.num_prompts=17",), "eval.path", "eval.num_prompts asks for 17 prompts, but there are 16")
 
 
 def no_held_out(i: Inputs) -> Fault:

@@ -76,7 +76,7 @@ def test_a_healthy_run_has_nothing_that_stands_out():
         (dict(optimizer__grad_norm=(1.0, 500.0)), "Gradient norm", "at the start"),
         (dict(optimizer__grad_norm=0.0), "Gradient norm", "nothing is learnt"),
         (dict(policy__entropy=(1.0, 0.01)), "Entropy", "at the start"),
-        (dict(policy__entropy=(0.5, 6.0)), "Entropy", "comes apart"),
+        (dict(policy__entropy=(0.5, 6.0)), "Entropy", "degenerates"),
         (dict(policy__k3=(1e-4, 0.3)), "Size of updates", "lower optimizer.lr"),
         (dict(mismatch__k3=(6e-4, 1e-2)), "Growth of the mismatch", "gspo-mega mismatch"),
         (dict(mismatch__k3=0.18), "Size of the mismatch", "k3 is 0.18 nats per token"),

@@ -109,7 +109,7 @@ def test_one_reward(tmp_path):
     found = parted(tmp_path, change=at(0, 2, do))
     assert (found.first.stage, found.first.one, found.first.other) == ("rewards", "1", "0.25")
     found.made_by = ["rewards"]
-    assert "reward's source" in cause(found)
+    assert "source of the reward" in cause(found)
 
 
 def test_the_learning_rate_acts_in_training_and_a_seed_on_prompts(tmp_path):
@@ -171,7 +171,7 @@ def test_one_tensor(tmp_path, capsys):
     assert main(["diff", *map(str, runs), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["first"]["stage"] == "weights" and found["compared"]["checkpoints"] == 1 and not found["same"]
-    assert "numbers differ, by" in found["tensors"][0] and "memory that was damaged" in found["cause"]
+    assert "numbers differ, by" in found["tensors"][0] and "damaged memory" in found["cause"]
     # Only one: the one that the other run lacks is no difference.
     shutil.rmtree(RunFolder(runs[1]).huggingface_dir)
     assert compare(*map(read_run, runs)).is_same

@@ -231,7 +231,7 @@ def test_without_a_signal_nothing_is_said_of_the_clip_range():
     nothing = f"nothing to clip: 100% of groups have one reward, and no gradient{LAST}"
     assert lines(run)["Clipping"].text == nothing
     run.series |= {"optimizer/grad_norm": [0.0] * 80, "policy/k3": [1e-4] * 80}
-    assert lines(run)["Clipping"].text == nothing + "; the optimizer's momentum moves the policy all the same"
+    assert lines(run)["Clipping"].text == nothing + "; the optimizer's momentum still moves the policy"
 
 
 def test_means_and_noise():

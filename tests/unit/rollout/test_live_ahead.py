@@ -72,7 +72,7 @@ class Run:
             self._commit()
 
     def checkpoint(self) -> TrainState:
-        self.source.note(self.state)
+        self.source.save_position(self.state)
         return TrainState(**json.loads(json.dumps(vars(self.state))))
 
 

@@ -111,8 +111,8 @@ def test_whoever_gives_memory_does_so_before_anyone_takes(shared):
     steps = {}
     for index, turn in enumerate(turns):
         del one.log[:]
-        one.gpus.turn(turn)
-        one.gpus.turn(turn)  # nothing more to do
+        one.gpus.switch_to(turn)
+        one.gpus.switch_to(turn)  # nothing more to do
         steps[index, turn] = list(one.log)
         want = {"sample": ALL, "publish": {"weights"}, "train": set()}[turn]
         assert one.server.held == want and may_start(one.attempt) == (turn == "sample") == (not one.pool.is_held)
@@ -138,8 +138,8 @@ def test_whoever_gives_memory_does_so_before_anyone_takes(shared):
 
 def test_its_metrics_show_that_it_acted(shared):
     one = shared()
-    one.gpus.turn("sample")
-    one.gpus.turn("train")
+    one.gpus.switch_to("sample")
+    one.gpus.switch_to("train")
     metrics = one.gpus.take_metrics()
     assert metrics["colocated/offloaded_bytes"] == 2000 and metrics["colocated/release_seconds"] > 0
     assert set(one.gpus.take_metrics().values()) == {0.0}, "each is told once"
@@ -147,36 +147,36 @@ def test_its_metrics_show_that_it_acted(shared):
 
 def test_requests_wait_while_a_server_has_no_cache(shared):
     one = shared()
-    one.gpus.turn("sample")
-    one.gpus.turn("train")
+    one.gpus.switch_to("sample")
+    one.gpus.switch_to("train")
     waiting = one.pool.loop.submit(one.pool.acquire())
-    one.gpus.turn("publish")
+    one.gpus.switch_to("publish")
     one.pool.hold(True)
     one.pool.hold(False)  # as a publish does
     time.sleep(0.05)
     assert not waiting.done()
-    one.gpus.turn("sample")
+    one.gpus.switch_to("sample")
     assert waiting.result(timeout=60).server_id == "server-0"
     assert not one.server.wrong
 
 
 def test_a_server_that_starts_is_waited_for_before_the_ranks_take_its_gpu(shared):
     one = shared(2)
-    one.gpus.turn("sample")
+    one.gpus.switch_to("sample")
     second = one.servers[1]
     second.die()
     second.register("starting")
     until(lambda: len(one.pool.ready_servers()) == 1, 5)
     threading.Timer(0.3, second.start).start()
-    one.gpus.turn("train")
+    one.gpus.switch_to("train")
     assert second.generation == 2 and second.held == one.server.held == set()
 
 
 def test_a_server_that_died_while_ranks_trained_starts_before_the_publish(shared):
     """It waits for its turn; with no other server left, it gets one."""
     one = shared()
-    one.gpus.turn("sample")
-    one.gpus.turn("train")
+    one.gpus.switch_to("sample")
+    one.gpus.switch_to("train")
     one.server.die()
     one.server.register("waiting")
     until(lambda: not one.pool.ready_servers(), 5)
@@ -188,7 +188,7 @@ def test_a_server_that_died_while_ranks_trained_starts_before_the_publish(shared
     starter = threading.Thread(target=start)
     starter.start()
     del one.log[:]
-    one.gpus.turn("publish")
+    one.gpus.switch_to("publish")
     starter.join()
     assert one.log[:2] == [("ranks keep",), ("ranks have",)], "it starts on an empty GPU"
     assert one.log[-2:] == [("released", "cuda_graph", "kv_cache"), ("ranks have", "parameters")]
@@ -198,43 +198,43 @@ def test_a_server_that_died_while_ranks_trained_starts_before_the_publish(shared
 def test_a_server_that_keeps_its_memory_ends_the_run(shared, monkeypatch):
     monkeypatch.setattr(shared_gpus, "_END_SECONDS", 0.2)
     one = shared()
-    one.gpus.turn("sample")
+    one.gpus.switch_to("sample")
     one.server.answers_release = False
     with pytest.raises(RolloutError, match="server-0 does not give its GPU memory to the ranks: .*still busy"):
-        one.gpus.turn("train")
+        one.gpus.switch_to("train")
 
 
 def test_a_server_that_dies_instead_of_giving_its_memory_has_given_it(shared):
     one = shared(2)
-    one.gpus.turn("sample")
+    one.gpus.switch_to("sample")
     one.server.answers_release = False
     threading.Timer(0.2, lambda: one.server.register("waiting")).start()
-    one.gpus.turn("train")
+    one.gpus.switch_to("train")
     assert one.servers[1].held == set()
 
 
 def test_a_server_that_never_becomes_ready_does_not_hold_the_ranks_for_ever(shared, monkeypatch):
     one = shared(2)
-    one.gpus.turn("sample")
+    one.gpus.switch_to("sample")
     config = one.gpus._config
     server = config.server.model_copy(update={"start_deadline_seconds": 0.2, "drain_seconds": 0.0})
     one.gpus._config = config.model_copy(update={"server": server})
     monkeypatch.setattr(shared_gpus, "_END_SECONDS", 0.2)
     one.servers[1].register("draining")
-    with pytest.raises(RolloutError, match="cannot have their GPUs back: server-1 is draining"):
-        one.gpus.turn("train")
+    with pytest.raises(RolloutError, match="cannot get their GPUs back: server-1 is draining"):
+        one.gpus.switch_to("train")
 
 
 def test_a_server_that_waits_for_a_copy_does_not_hold_the_ranks(shared, monkeypatch):
     """It has no memory, and asks whose turn it is before it takes any."""
     one = shared(2)
-    one.gpus.turn("sample")
+    one.gpus.switch_to("sample")
     config = one.gpus._config
     server = config.server.model_copy(update={"start_deadline_seconds": 0.2, "drain_seconds": 0.0})
     one.gpus._config = config.model_copy(update={"server": server})
     monkeypatch.setattr(shared_gpus, "_END_SECONDS", 0.2)
     one.servers[1].register("starting", waits_for="the copy")
-    one.gpus.turn("train")
+    one.gpus.switch_to("train")
     assert one.server.held == set()
 
 

@@ -169,7 +169,7 @@ class Run:
                 source.train()
             if self.world.random.random() < 0.4 or step + 1 == num_steps:
                 state = SimpleNamespace(step=step + 1)
-                batches.note(state)
+                batches.save_position(state)
                 self.state = copy.deepcopy(state)
         batches.close()
         return batches

@@ -169,7 +169,7 @@ def test_routes_that_a_stale_batch_may_need_stay_behind_a_checkpoint(tmp_path):
     batches = around(tmp_path, source, freshness=Freshness(2), prune_routes=True)
     for step in range(5):
         batches.take(step, step, lambda: None)
-    batches.is_durable(tmp_path / "step_00000004")
+    batches.on_checkpoint_saved(tmp_path / "step_00000004")
     batches.close()
     journal = Journal(tmp_path)
     assert [journal.has_pruned_routes(step) for step in range(5)] == [True, True, False, False, False]

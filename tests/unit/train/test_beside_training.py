@@ -47,7 +47,7 @@ class Training:
         config = self.run.config.model_copy(update=changes)
         rollouts = SimpleNamespace(pool=self.run.pool, evaluate=self.evaluate)
         lead = SimpleNamespace(rollouts=rollouts, run_folder=self.folder, console=self.said.append)
-        self.beside = AsyncEvaluations(config, cast(Any, lead), self.state)
+        self.evaluations = AsyncEvaluations(config, cast(Any, lead), self.state)
 
     def evaluate(self, check, names, servers):
         groups = self.run.collector.sample(PROMPTS, 2, 0.0, on_wait=check, servers=servers)
@@ -62,7 +62,7 @@ class Training:
             self.folder.weights_version_dir(self.run.version).mkdir(parents=True)
 
     def begin(self, step):
-        return self.beside.begin(step, self.run.version, ["a", "b"], self.on_wait)
+        return self.evaluations.start(step, self.run.version, ["a", "b"], self.on_wait)
 
     def on_wait(self):
         """As the session's: servers that came back get the committed weights."""
@@ -75,13 +75,13 @@ class Training:
         end = time.monotonic() + seconds
         while not happened():
             assert time.monotonic() < end, (self.said, self.state.summary)
-            self.beside.poll()
+            self.evaluations.poll()
             self.on_wait()
             time.sleep(0.01)
 
     def measured(self):
         """(step, accuracy x 10: the version that was sampled from) of what has ended."""
-        return [(one.step, round(10 * one.found["a"].accuracy)) for one in self.beside.take()]
+        return [(one.step, round(10 * one.found["a"].accuracy)) for one in self.evaluations.take_results()]
 
     def taken(self):
         """The server that the evaluation has."""
@@ -90,7 +90,7 @@ class Training:
         return server
 
     def close(self):
-        self.beside.close()
+        self.evaluations.close()
         self.run.close()
 
 
@@ -118,14 +118,14 @@ def test_an_evaluation_is_in_the_runs_state_until_it_is_over(train):
     run = train()
     run.publish()
     run.is_held = True
-    assert run.begin(0) and run.beside.versions() == {0}
+    assert run.begin(0) and run.evaluations.versions() == {0}
     run.publish()
     run.publish()
-    run.beside.poll()
+    run.evaluations.poll()
     due = {"step": 0, "weight_version": 0, "sets": ["a", "b"]}
     assert json.loads(json.dumps(run.state.summary)) == {DUE: [due]} and run.measured() == []
     run.is_held = False
-    run.until(lambda: not run.beside.steps_due)
+    run.until(lambda: not run.evaluations.steps_due)
     assert run.measured() == [(0, 0)] and run.state.summary == {DUE: []}
     run.until(lambda: not run.run.pool.servers_behind())
 
@@ -139,12 +139,12 @@ def test_the_next_evaluation_waits_for_the_one_before(train):
     waits = []
 
     def on_wait():
-        waits.append(run.beside.steps_due)
+        waits.append(run.evaluations.steps_due)
         run.is_held = False
         run.on_wait()
 
-    assert run.beside.begin(1, 1, ["a"], on_wait) and waits[0] == [0, 1]
-    run.beside.settle(run.on_wait)
+    assert run.evaluations.start(1, 1, ["a"], on_wait) and waits[0] == [0, 1]
+    run.evaluations.wait_for_all(run.on_wait)
     assert run.measured() == [(0, 0), (1, 1)]
 
 
@@ -154,7 +154,7 @@ def test_it_begins_once_where_servers_are_free_as_soon_as_the_earlier_one_is_ove
     run.is_held = True
     assert run.begin(0)
     run.publish()
-    ended = run.beside._running.future
+    ended = run.evaluations._running.future
 
     def on_wait():
         run.is_held = False
@@ -162,10 +162,10 @@ def test_it_begins_once_where_servers_are_free_as_soon_as_the_earlier_one_is_ove
         run.on_wait()  # its server holds the next version, too, before it is known to be over
         assert not run.run.pool.servers_behind()
 
-    assert run.beside.begin(1, 1, ["a"], on_wait) and run.beside.steps_due == [1]
+    assert run.evaluations.start(1, 1, ["a"], on_wait) and run.evaluations.steps_due == [1]
     assert run.run.pool.num_set_aside <= 1
-    run.beside.settle(run.on_wait)
-    assert [(one.step, one.num_begun) for one in run.beside.take()] == [(0, 1), (1, 1)]
+    run.evaluations.wait_for_all(run.on_wait)
+    assert [(one.step, one.num_begun) for one in run.evaluations.take_results()] == [(0, 1), (1, 1)]
 
 
 def test_a_stop_while_it_waits_leaves_both_to_the_next_start(train):
@@ -179,15 +179,15 @@ def test_a_stop_while_it_waits_leaves_both_to_the_next_start(train):
         raise StopRequested("asked for")
 
     with pytest.raises(StopRequested):
-        run.beside.begin(1, 1, ["a"], stop)
-    assert run.beside.steps_due == [0, 1]
+        run.evaluations.start(1, 1, ["a"], stop)
+    assert run.evaluations.steps_due == [0, 1]
 
 
 def test_no_server_to_spare_leaves_it_to_the_caller(train):
     run = train(servers=1)
     run.publish()
-    assert not run.begin(0) and run.beside.steps_due == []
-    assert "fewer than 2 servers hold the weights of step 0 now; training stands still" in run.said[0]
+    assert not run.begin(0) and run.evaluations.steps_due == []
+    assert "fewer than 2 servers hold the weights of step 0 now; training waits" in run.said[0]
 
 
 def test_an_evaluation_that_loses_its_server_is_begun_again_at_the_same_weights(train):
@@ -200,10 +200,10 @@ def test_an_evaluation_that_loses_its_server_is_begun_again_at_the_same_weights(
     server.die()
     server.start()
     run.is_held = False
-    run.until(lambda: not run.beside.steps_due)
-    (measured,) = run.beside.take()
+    run.until(lambda: not run.evaluations.steps_due)
+    (measured,) = run.evaluations.take_results()
     assert (measured.step, measured.found["a"].accuracy, measured.num_begun) == (0, 0.0, 2)
-    assert "warning  the evaluation of step 0 ended before it was over: no server is left" in run.said[0]
+    assert "warning  the evaluation of step 0 failed: no server is left" in run.said[0]
     loads = [body["model_path"] for server in run.run.servers for path, body in server.calls if "from_disk" in path]
     assert str(run.folder.weights_version_dir(0)) in loads
 
@@ -218,9 +218,9 @@ def test_weights_that_are_nowhere_any_more_are_said_not_to_be_measured(train):
     server = run.taken()
     server.die()
     server.start()
-    run.until(lambda: not run.beside.steps_due)
+    run.until(lambda: not run.evaluations.steps_due)
     assert run.measured() == []
-    assert run.said[1].startswith("warning  the weights of step 7 are not measured: weight version 0 cannot be had any")
+    assert run.said[1].startswith("warning  the weights of step 7 are not measured: weight version 0 is no longer")
     assert "checkpoints/step_00000007 exists" in run.said[1]
 
 
@@ -243,7 +243,7 @@ def test_weights_that_were_not_published_are_made_of_the_checkpoint_of_their_ste
         server.control = control
     for _ in range(3):
         run.publish(on_disk=False)
-    run.beside.settle(run.on_wait)
+    run.evaluations.wait_for_all(run.on_wait)
     assert run.measured() == [(3, 1)]
     (file,) = model.glob("*.safetensors")
     want = load_file(file)
@@ -256,7 +256,7 @@ def test_the_next_start_takes_up_what_was_due(train):
     run = train(state=TrainState(step=5, summary={DUE: due}))
     for _ in range(3):
         run.publish()
-    run.beside.settle(run.on_wait)
+    run.evaluations.wait_for_all(run.on_wait)
     assert run.measured() == [(3, 0), (4, 2)] and run.state.summary == {DUE: []}
 
 
@@ -266,7 +266,7 @@ def test_an_error_of_the_rewards_ends_the_run_as_in_an_evaluation_that_it_waits_
     run.publish()
     assert run.begin(1)
     with pytest.raises(RewardError, match="nothing says what is correct"):
-        run.beside.settle(run.on_wait)
+        run.evaluations.wait_for_all(run.on_wait)
 
 
 def test_closing_ends_it_and_leaves_it_due(train):
@@ -274,6 +274,6 @@ def test_closing_ends_it_and_leaves_it_due(train):
     run.publish()
     run.is_held = True
     assert run.begin(2)
-    run.beside.close()
-    run.beside.poll()
-    assert run.beside.steps_due == [2] and run.measured() == []
+    run.evaluations.close()
+    run.evaluations.poll()
+    assert run.evaluations.steps_due == [2] and run.measured() == []

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from run_configs import make_config
 
-from gspo_mega.train.mismatch_report import NOTICE_AFTER_STEPS, correction_metrics, correction_notice, note_correction
+from gspo_mega.train.mismatch_report import NOTICE_AFTER_STEPS, correction_metrics, correction_notice, record_correction
 
 # Four responses within 0.13 of the centre; then one beyond the bound, and one that two tokens vetoed.
 ORDINARY = dict(weights=[1.0] * 4, deviations=[0.1, -0.13, 0.0, 0.05], vetoes=[0, 0, 0, 0])
@@ -53,7 +53,7 @@ def test_there_are_none_without_a_correction(config):
 def run(config, num_steps, *steps):
     summary, said = {}, []
     for step in range(num_steps):
-        note_correction(summary, metrics_of(config, steps[min(step, len(steps) - 1)]))
+        record_correction(summary, metrics_of(config, steps[min(step, len(steps) - 1)]))
         said.append(correction_notice(config.mismatch, summary))
     return summary, said
 

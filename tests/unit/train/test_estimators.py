@@ -19,7 +19,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_one(n, c):
 
 
 def test_pass_at_k_of_too_few_samples_is_refused():
-    with pytest.raises(ValueError, match="pass@3 of 2 samples; k must be from 1 to that"):
+    with pytest.raises(ValueError, match="pass@3 of 2 samples: k must be from 1 to 2"):
         pass_at(2, 1, 3)
     assert [ks_of(n) for n in (1, 2, 4, 6, 64)] == [[1], [1, 2], [1, 2, 4], [1, 2, 4, 6], [1, 2, 4, 8, 16, 32, 64]]
 
@@ -28,7 +28,7 @@ def test_the_spread_is_between_prompts():
     mean, error = over_prompts([0.0, 1.0, 1.0, 0.5])
     assert mean == 0.625 and error == pytest.approx(math.sqrt(0.6875 / 3 / 4))
     assert over_prompts([0.25]) == (0.25, 0.0)
-    with pytest.raises(ValueError, match="no prompt to take a mean over"):
+    with pytest.raises(ValueError, match="no prompt to take the mean over"):
         over_prompts([])
 
 

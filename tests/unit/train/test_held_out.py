@@ -71,7 +71,7 @@ def test_what_could_not_be_scored_is_no_wrong_answer():
 
 
 def test_where_nothing_could_be_scored_there_is_no_accuracy():
-    with pytest.raises(RewardError, match=r"scoring failed for all of 2 samples.*\n  g0-s0 .h:0.: judge: it hung"):
+    with pytest.raises(RewardError, match=r"scoring failed for all 2 samples.*\n  g0-s0 .h:0.: judge: it hung"):
         summarize(groups_of([(None, None)], [(None, None)]))
 
 
@@ -142,7 +142,7 @@ def test_rows_that_are_left_out_are_said(make, tokenizer, num_prompts):
 
 
 def test_too_few_are_refused(make, tokenizer):
-    with pytest.raises(DataError, match=r"eval.num_prompts asks for 2 prompts; 1 are there .1 left out"):
+    with pytest.raises(DataError, match=r"eval.num_prompts asks for 2 prompts, but there are 1 .1 left out"):
         HeldOut(make(rows("1+1="), rows("2+2=", "9" * 20), num_prompts=2), tokenizer)
 
 

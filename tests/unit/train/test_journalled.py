@@ -253,7 +253,7 @@ def test_the_weights_of_a_step_are_known_by_all_that_was_trained_on(run):
     state.history, state.prompts = history[1], {"position": 3}
     resumed.batches.restore(state)
     assert tokens(resumed.take(1)) == [[7], [8], [9], [10], [11], [12]] and resumed.batches.history == history[2]
-    resumed.batches.note(state)
+    resumed.batches.save_position(state)
     assert state.history == history[2] and state.prompts == {"position": 6}
 
     other = run(offset=100)  # the counters are the same, and another run's checkpoint was put in place of this one's
@@ -278,7 +278,7 @@ def test_routes_go_once_a_checkpoint_has_trained_on_them(run, tmp_path):
     journal = Journal(tmp_path)
     sizes = [journal.file(step).stat().st_size for step in range(2)]
     histories = first.batches.history
-    first.batches.is_durable(tmp_path / "step_00000001")
+    first.batches.on_checkpoint_saved(tmp_path / "step_00000001")
     first.batches.close()
     assert [journal.has_pruned_routes(step) for step in range(2)] == [True, False]
     assert journal.file(0).stat().st_size < sizes[0] - 6 * 1000 and journal.file(1).stat().st_size == sizes[1]

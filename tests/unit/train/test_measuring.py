@@ -22,7 +22,7 @@ class Beside:
     def poll(self):
         self.num_polls += 1
 
-    def take(self):
+    def take_results(self):
         ended, self.ended = self.ended, []
         return ended
 
@@ -31,7 +31,7 @@ class Session:
     """`begins`: whether servers can be spared. `acts`: what was asked for, in order."""
 
     def __init__(self, beside=None, step=3, begins=True, stop=None, summary=None):
-        self.beside, self.evaluates_beside, self.evaluates = beside, beside is not None, True
+        self.async_evaluations, self.evaluates_async, self.evaluates = beside, beside is not None, True
         self.eval_sets = tuple(SimpleNamespace(name=name, is_due=lambda step: step % 2 == 1) for name in "ab")
         self.state = SimpleNamespace(step=step, summary={} if summary is None else summary)
         self.config = SimpleNamespace(server=SimpleNamespace(num_servers=4))
@@ -43,11 +43,11 @@ class Session:
         self.say = self.said.append
         self.phase = lambda name: contextlib.nullcontext()
 
-    def begin_evaluation(self, names):
+    def start_async_evaluation(self, names):
         self.acts.append("begin")
         return self.begins
 
-    def settle_evaluations(self):
+    def wait_for_async_evaluations(self):
         self.acts.append("settle")
         return self.stop
 
@@ -73,7 +73,9 @@ def test_a_due_set_is_begun_and_what_has_ended_is_in_the_line_of_now():
     (late,) = report.late
     assert late["eval/accuracy"] == late["eval/set/a/accuracy"] == 0.5 and late["eval/set/b/accuracy"] == 0.25
     assert (late["eval/measured_step"], late["eval/beside/num_steps"], late["eval/beside/seconds"]) == (1, 2, 2.0)
-    assert session.said[1].startswith("held-out accuracy on b of step 1: 0.250 +- 0.100 (measured in 2.0 s beside")
+    assert session.said[1].startswith(
+        "held-out accuracy on b of step 1: 0.250 +- 0.100 (measured in 2.0 s while training went on"
+    )
 
 
 def test_without_a_server_to_spare_training_waits_and_the_last_step_has_all_servers():
@@ -88,11 +90,11 @@ def test_without_a_server_to_spare_training_waits_and_the_last_step_has_all_serv
 def test_the_start_is_measured_beside_training_once():
     session = Session(Beside(), step=0)
     measure_start(cast(Any, session))
-    assert session.acts == ["begin"] and session.beside.num_polls == 1
+    assert session.acts == ["begin"] and session.async_evaluations.num_polls == 1
     session = Session(Beside(due=[0]), step=0)
     measure_start(cast(Any, session))
     assert session.acts == [] and session.said == [
-        "the weights of step 0 are measured now: the run ended before it could do so"
+        "the weights of step 0 are measured now, because the run ended before it could do so"
     ]
     session = Session(Beside(ended=[measured(0)]), step=2)
     (late,) = step_of(session).late
@@ -103,7 +105,7 @@ def test_the_start_is_measured_beside_training_once():
 def test_blocking_again_says_what_is_not_measured():
     session = Session(summary={DUE: [{"step": 2, "weight_version": 2, "sets": ["a"]}]})
     measure_start(cast(Any, session))
-    assert session.said == ["notice   the weights of step 2 are not measured: eval.blocking is true since then"]
+    assert session.said == ["notice   the weights of step 2 are not measured: eval.blocking was set to true since then"]
     assert DUE not in session.state.summary
 
 

@@ -107,7 +107,7 @@ def test_a_passed_budget_is_said_once_and_then_rarely():
     assert line.startswith("warning  the engines' log-probs differ by 0.91 of the clip range before any update")
     assert "the mean |log s| is 0.91 widths of the clip range; mismatch.budget is 0.5; k3" in line
     assert "`gspo-mega mismatch run/config.resolved.yaml`" in line
-    assert "Its cause is not known from the step alone." in line
+    assert "One step does not show its cause." in line
     assert [
         bool(warnings(config, gap_of(), summary, step)) for step in (2, WARN_AGAIN_STEPS, WARN_AGAIN_STEPS + 1)
     ] == [
@@ -148,22 +148,22 @@ def test_a_passed_budget_is_said_once_and_then_rarely():
 def test_a_cause_is_named_where_a_step_can_tell(sections, stale, more, said):
     config = make_config(**sections)
     (line,) = warnings(config, gap_of(stale=stale), {}, 1, **more)
-    assert said in line and "not known" not in line
+    assert said in line and "does not show its cause" not in line
 
 
 def test_routes_that_next_to_never_change_are_no_cause():
     (line,) = warnings(make_config(), gap_of(), {}, 1, **{"routing/changed_since_rollout": 1e-6})
-    assert "Routing" not in line and "not known" in line
+    assert "Routing" not in line and "does not show its cause" in line
 
 
 def test_the_budget_command_is_given_the_weights_that_the_run_has_now():
     config, metrics = make_config(), gap_metrics(make_config(), gap_of())
     (line,) = gap_warnings(config, FILE, gap_of(), metrics, {}, 1, Path("run/hf_steps/step_00000020"))
     assert line.endswith(
-        "`gspo-mega mismatch run/config.resolved.yaml model.path=run/hf_steps/step_00000020` measures each cause alone"
+        "`gspo-mega mismatch run/config.resolved.yaml model.path=run/hf_steps/step_00000020` measures each cause separately"
     )
     (line,) = gap_warnings(config, FILE, gap_of(), metrics, {}, 1)
-    assert line.endswith("measures each cause alone, with the weights the run started from")
+    assert line.endswith("measures each cause separately, with the weights of the run's start")
 
 
 def test_server_log_probs_as_old_ones_that_clip_nothing_are_not_warned_of():

@@ -19,8 +19,8 @@ def test_the_moments_of_a_step(reached):
     phases = Phases()
     with phases.phase("rollout"):
         pass
-    assert list(phases.each("old_log_probs", range(2))) == [0, 1]
-    for _ in phases.each("train", range(2)):
+    assert list(phases.each_in_phase("old_log_probs", range(2))) == [0, 1]
+    for _ in phases.each_in_phase("train", range(2)):
         assert progress.now()[0] == "train"
     assert reached() == [
         "rollout.batch",
@@ -42,7 +42,7 @@ def test_the_moments_of_a_step(reached):
 def test_every_moment_of_a_step_has_its_phase(reached):
     phases = Phases()
     for name in ("rollout", "assemble", "old_log_probs", "train", "publish", "report", "write", "checkpoint"):
-        for _ in phases.each(name, [0]):
+        for _ in phases.each_in_phase(name, [0]):
             pass
     of_a_step = {point for point in failpoints.MOMENTS if point.startswith("step.")} | {"rollout.batch"}
     assert set(reached()) == of_a_step
@@ -51,7 +51,7 @@ def test_every_moment_of_a_step_has_its_phase(reached):
 def test_a_phase_that_fails_is_not_at_its_end(reached):
     phases = Phases()
     with pytest.raises(ArithmeticError):
-        for _ in phases.each("train", range(2)):
+        for _ in phases.each_in_phase("train", range(2)):
             raise ArithmeticError
     with pytest.raises(ArithmeticError), phases.phase("write"):
         raise ArithmeticError

@@ -75,7 +75,7 @@ def sent(parcels: Parcels) -> list[tuple[list[int] | None, bytes]]:
 
 
 def ready(preparation: Prefetch) -> None:
-    for ahead in preparation._ahead.values():
+    for ahead in preparation._prepared.values():
         assert ahead.future is not None
         ahead.future.result(timeout=60)
 
@@ -110,7 +110,7 @@ def test_a_later_step_may_begin_before_one_is_taken(parts):
         _, got = preparation.take(batch, step, step)
         assert preparation.ahead_seconds > 0
         assert sent(got) == sent(Prefetch(*parts).take(batch_of(parts, step), step, step)[1])
-    assert not preparation._ahead
+    assert not preparation._prepared
 
 
 @pytest.mark.parametrize("change", ["other groups", "one episode redrawn", "fewer groups", "another version", "step"])
@@ -134,11 +134,11 @@ def test_it_is_made_anew_for_any_other_batch(parts, change):
 
 def test_other_groups_take_the_place_of_what_was_begun(parts, monkeypatch):
     """In order of completion a group that is dropped can bring another one into the next batch."""
-    going_on, make = threading.Event(), Parcels.make
-    monkeypatch.setattr(Parcels, "make", lambda self, is_wanted: going_on.wait(60) and make(self, is_wanted))
+    going_on, make = threading.Event(), Parcels.encode_all
+    monkeypatch.setattr(Parcels, "encode_all", lambda self, is_wanted: going_on.wait(60) and make(self, is_wanted))
     preparation, first, second = Prefetch(*parts), batch_of(parts), batch_of(parts, seed=1)
     preparation.begin(1, first.groups)
-    dropped = preparation._ahead[1]
+    dropped = preparation._prepared[1]
     preparation.begin(1, second.groups)
     going_on.set()
     ready(preparation)
@@ -163,4 +163,4 @@ def test_after_its_end_nothing_is_begun(parts):
     preparation.begin(1, batch_of(parts).groups)
     preparation.close()
     preparation.begin(2, batch_of(parts, step=2).groups)
-    assert not preparation._ahead and threading.active_count() <= threads
+    assert not preparation._prepared and threading.active_count() <= threads

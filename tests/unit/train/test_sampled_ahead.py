@@ -113,7 +113,7 @@ def killed_run(tmp_path, **options):
         for step in range(3):
             batches.take(step, step, lambda: None)
         state = SimpleNamespace(step=3)
-        batches.note(state)
+        batches.save_position(state)
         run.state = state
         batches.close()
         tickets = state.prompts["tickets"]

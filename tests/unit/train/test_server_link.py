@@ -71,7 +71,7 @@ def link(monkeypatch):
             rollouts=SimpleNamespace(pool=pool),
             attempt=SimpleNamespace(software_dir=None),
             console=said.append,
-            check_held=lambda: None,
+            check_newest_attempt=lambda: None,
             check_stop=check_stop,
             stop_request=SimpleNamespace(check=lambda: None),
         )
@@ -151,7 +151,7 @@ def test_a_run_without_servers_still_respects_who_holds_its_folder():
 
     assert NoServers(None).publish(1) is None and NoServers(None).wait() is None and NoServers(None).metrics() == {}
     with pytest.raises(FolderError):
-        NoServers(SimpleNamespace(check_held=taken)).publish(1)
+        NoServers(SimpleNamespace(check_newest_attempt=taken)).publish(1)
 
 
 def test_the_other_ranks_enter_the_publish_after_open_requests_have_ended(monkeypatch):
@@ -168,7 +168,7 @@ def test_the_other_ranks_enter_the_publish_after_open_requests_have_ended(monkey
     ranks = SimpleNamespace(agree=lambda value: acts.append("agree"), on_request=lambda name, act: None)
     publisher = Publisher(pool, [])
     monkeypatch.setattr(Publisher, "publish", lambda self, *a: acts.append("publish") or PublishResult(3, *[None] * 7))
-    lead = SimpleNamespace(rollouts=SimpleNamespace(pool=pool), check_held=lambda: None)
+    lead = SimpleNamespace(rollouts=SimpleNamespace(pool=pool), check_newest_attempt=lambda: None)
     rollout = SimpleNamespace(no_server_deadline_seconds=1.0)
     for one in (lead, None):
         link = LiveServers(None, rollout, publisher, ranks, one, Phases(), OwnGpus())

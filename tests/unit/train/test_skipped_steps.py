@@ -15,7 +15,7 @@ def test_skipped_steps_in_a_row_end_the_run():
     )
 
     def note(skipped):
-        RankSession.note_step(session, skipped, float("inf") if skipped else 1.0)
+        RankSession.count_step(session, skipped, float("inf") if skipped else 1.0)
 
     for skipped in (True, True, False, True, True):
         note(skipped)
@@ -31,8 +31,8 @@ def test_the_critics_skipped_steps_are_counted_apart():
     own = SimpleNamespace(optimizer=SimpleNamespace(max_skipped_in_a_row=2))
     session = SimpleNamespace(state=TrainState(skipped_in_a_row=5), critic=SimpleNamespace(config=own))
     for skipped in (True, False, True):
-        RankSession.note_critic_step(session, skipped, 1.0)
+        RankSession.count_critic_step(session, skipped, 1.0)
     state = session.state
     assert (state.num_critic_steps, state.critic_skipped_in_a_row, state.skipped_in_a_row) == (1, 1, 5)
     with pytest.raises(NumericsError, match=r"2 optimizer steps in a row \(critic.optimizer.max_skipped_in_a_row\)"):
-        RankSession.note_critic_step(session, True, float("inf"))
+        RankSession.count_critic_step(session, True, float("inf"))

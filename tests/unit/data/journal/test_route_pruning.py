@@ -59,9 +59,9 @@ def test_no_step_waits_for_it(journal, slow_disk):
     said = []
     source = source_of(journal, said)
     begun, going_on = slow_disk
-    source.is_durable(journal.folder / "step_00000001")
+    source.on_checkpoint_saved(journal.folder / "step_00000001")
     assert begun.wait(20) and pruned(journal) == [False] * NUM_STEPS
-    source.is_durable(journal.folder / "step_00000003")  # a later checkpoint, before the first file is done
+    source.on_checkpoint_saved(journal.folder / "step_00000003")  # a later checkpoint, before the first file is done
     going_on.set()
     source.close()
     assert pruned(journal) == [True, True, True, False] and said == []
@@ -92,7 +92,7 @@ def test_a_disk_that_refuses_is_told_once_and_the_file_stays(journal, monkeypatc
             pruning.wait()
         said = []
         source = source_of(journal, said)
-        source.is_durable(journal.folder / "step_00000002")
+        source.on_checkpoint_saved(journal.folder / "step_00000002")
         source.close()
         (line,) = said
         assert line.startswith("notice   journal.prune_routes: routed experts stay until the next start:")
