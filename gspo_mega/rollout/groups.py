@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from gspo_mega.agents.driver import EpisodeDriver
-from gspo_mega.agents.protocol import is_of_infrastructure
+from gspo_mega.agents.protocol import lost_by_infrastructure
 from gspo_mega.agents.session import EPISODE_COUNTS, counts_of
 from gspo_mega.base.episodes import Episode, Group
 from gspo_mega.base.errors import EpisodeError, GspoMegaError, RewardError
@@ -207,7 +207,7 @@ class SampledGroups:
             episode = await self._acting.driver.run(
                 group.prompt, group.group_id, episode_id, self._sampler, self._params
             )
-            if episode.failure is None or not is_of_infrastructure(episode):
+            if episode.failure is None or not lost_by_infrastructure(episode):
                 return episode
             attempt += 1
             if attempt >= self._max_attempts:

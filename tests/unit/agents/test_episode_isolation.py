@@ -32,7 +32,7 @@ ENDS_ITSELF = {
     "cancels all": (
         "for one in asyncio.all_tasks():\n    one.cancel()\nawait asyncio.sleep(9)",
         "exception",
-        "CancelledError|may cancel its own tasks only",
+        "CancelledError|may cancel only its own tasks",
     ),
     "leaves in a task": (
         "async def leave(): sys.exit(4)\nawait asyncio.create_task(leave())",

@@ -169,7 +169,7 @@ async def test_turns_at_the_same_time_are_numbered_as_they_were_asked_for(tmp_pa
     gate.set()
     assert (await slow).number == 0 and (await slow).message["content"] == "slow"
     assert [turn.text for turn in side.episode().turns] == ["fast", "slow"], "recorded as they ended"
-    assert [side.session.place_of(number) for number in (0, 1, 2, -1)] == [1, 0, -1, -1]
+    assert [side.session.record_index(number) for number in (0, 1, 2, -1)] == [1, 0, -1, -1]
     side.session.set_reward(0, 0.5)
     side.session.set_reward(-1, 2)
     assert {turn.text: turn.reward for turn in side.episode().turns} == {"slow": 0.5, "fast": 2.0}

@@ -126,7 +126,7 @@ TABLE: dict[str, dict[str, tuple[int, str] | tuple[int, str, str]]] = {
         "AgentEndpoint.start": (1, RUN, "whether an address can be bound is known when it is bound")
     },
     "agents/pool.py": {"EpisodePool._replace": (1, RUN, _PROCESSES)},
-    "agents/session.py": {"EpisodeSession._new": (1, RUN, _SAMPLED)},
+    "agents/session.py": {"EpisodeSession._sample": (1, RUN, _SAMPLED)},
     "agents/external_agent.py": {"ForeignAgents.start": (1, FUNCTIONS)},
     "agents/loop_watch.py": {"_OwnedTask.cancel": (1, RUN, _SAMPLED)},
     "agents/messages.py": {"_only_argument": (2, TRIED), "_format_shown": (1, TRIED)},
