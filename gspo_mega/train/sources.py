@@ -104,7 +104,7 @@ class LiveSource:
         # On the collector's own thread, after its end: nothing draws prompts after this.
         self._rollouts.pool.loop.run(self._return_to(prompts))
         self._position = ResumePoint(prompts, state.get("tickets"))
-        collector.go_on_from(self._position)
+        collector.continue_from(self._position)
 
     async def _return_to(self, state: dict[str, Any]) -> None:
         self._prompts.load_state_dict(state)

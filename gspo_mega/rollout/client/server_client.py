@@ -53,7 +53,7 @@ GRACE_SECONDS = 5.0
 class LoadMeter(Protocol):
     """Counts tokens as they are reported, as `rollout.load.Load` does."""
 
-    def note(self, num_tokens: int, seconds: float, first: bool) -> None:
+    def add_report(self, num_tokens: int, seconds: float, first: bool) -> None:
         """A request reported `num_tokens` new tokens, `seconds` after its last report."""
         ...
 
@@ -119,7 +119,7 @@ class InFlightRequest:
         """The server reported `num_tokens` new tokens."""
         now = asyncio.get_running_loop().time()
         if self._meter is not None:
-            self._meter.note(num_tokens, now - self.last_report, first=self.num_tokens == 0)
+            self._meter.add_report(num_tokens, now - self.last_report, first=self.num_tokens == 0)
         if self._on_tokens is not None and self._answer is not None:
             self._on_tokens(self.num_tokens, self._answer.tokens_from(self.num_tokens))
         self.num_tokens += num_tokens

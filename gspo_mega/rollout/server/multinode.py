@@ -262,6 +262,6 @@ class PartSupervisor:
     def _registration(self) -> Registration | None:
         try:
             found = read_json(self._attempt.server_file(f"server-{self._index}"))
-            return Registration.of(found) if found is not None else None
+            return Registration.from_json(found) if found is not None else None
         except (OSError, TypeError, ValueError):
             return None

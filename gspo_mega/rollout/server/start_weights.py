@@ -21,7 +21,7 @@ from gspo_mega.config.schema import Config
 from gspo_mega.config.validate_learning import publishes_adapters
 from gspo_mega.models.block_fp8 import served_layout
 from gspo_mega.models.huggingface import read_stored
-from gspo_mega.rollout.registration import Registration, amount
+from gspo_mega.rollout.registration import Registration, format_bytes_done
 from gspo_mega.rollout.server.multinode import SILENCE_SECONDS, UnchangedFor
 
 MAKER_ID = "server-0"
@@ -68,9 +68,9 @@ class CopyWait:
         if now - self._since > self._seconds:
             raise CheckpointError(
                 f"{self._copy.path}: {MAKER_ID}, which makes it, got no further for {self._seconds:g} s"
-                f" (server.start_deadline_seconds), at {amount(done, total)}. For a large model, write it once with"
-                " tools/quantize_checkpoint.py and name that folder as model.path, which must have the same files and"
-                " times on every node"
+                f" (server.start_deadline_seconds), at {format_bytes_done(done, total)}. For a large model, write it"
+                " once with tools/quantize_checkpoint.py and name that folder as model.path, which must have the same"
+                " files and times on every node"
             )
         return done, total
 
@@ -87,7 +87,7 @@ class CopyWait:
         if found is None:
             return 0, 0
         try:
-            maker, maker_gone = Registration.of(found), None
+            maker, maker_gone = Registration.from_json(found), None
         except ValueError as error:
             file = self._attempt.server_file(MAKER_ID)
             raise CheckpointError(f"{file}: not a server's registration: {error}") from error

@@ -33,7 +33,7 @@ from gspo_mega.base.errors import ConfigError, GspoMegaError, RankError
 from gspo_mega.base.network import with_port
 from gspo_mega.base.run_folder import Attempt, read_json
 from gspo_mega.config.schema import Config
-from gspo_mega.rollout.registration import Registration, ensure_secret, may_start, read_secret
+from gspo_mega.rollout.registration import Registration, ensure_secret, read_secret, server_may_start
 from gspo_mega.rollout.server.multinode import ServerParts
 from gspo_mega.rollout.server.process import Running, free_port, log_tail, remove_abandoned
 from gspo_mega.rollout.server.spec import ServerSpec, served_precision, spec_from_config
@@ -349,10 +349,10 @@ class ServerSupervisor:
         """
         while self._config.cluster.colocated:
             self._register(state="starting")
-            if may_start(self._attempt):
+            if server_may_start(self._attempt):
                 return
             self._register(state="waiting")
-            while not may_start(self._attempt):
+            while not server_may_start(self._attempt):
                 self._sleep(_POLL_SECONDS)
                 self._write_heartbeat()
 
