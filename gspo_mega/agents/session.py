@@ -294,8 +294,8 @@ class EpisodeSession(Generic[Params]):
         for asked in self._asked:
             if asked.has_ended and not asked.is_taken:
                 raise NotReplayable(
-                    f"the episode began again, because another episode ended their process, and did not ask for its"
-                    f" turn {asked.number} as before: given the same answers, it must send the same messages. Draw"
+                    "the episode began again, because another episode ended their shared process, and did not ask for"
+                    f" its turn {asked.number} as before: given the same answers, it must send the same messages. Draw"
                     " random numbers from random.Random(task.seed), and do not read the clock"
                 )
 

@@ -86,7 +86,7 @@ async def test_the_last_turns_have_what_room_is_left(tmp_path):
     assert [call.max_new_tokens for call in side.sampler.calls] == [8, 3], "of the context's 3, not the agent's 7"
     side.session._limits = Limits(8, context)
     with pytest.raises(
-        ContextFull, match=rf"turn 2 has a context of {context} tokens, and an episode at most {context}"
+        ContextFull, match=rf"turn 2 has a context of {context} tokens; an episode may have at most {context}"
     ):
         await side.session.turn([*history[:2], {"role": "user", "content": "y"}])
     assert len(side.sampler.calls) == 2 and side.session.limit == "context_full"
@@ -250,7 +250,7 @@ async def test_a_group_renders_its_prompt_once(tmp_path):
     side = side_of(tmp_path, families.QUICKSTART, *"abcd", tools=())
     calls = []
     first = side.rule.first
-    side.conversation._for(())[0].first = lambda messages: calls.append(1) or first(messages)
+    side.conversation._rule_and_format(())[0].first = lambda messages: calls.append(1) or first(messages)
     more = [
         EpisodeSession(side.conversation, f"e{n}", side.prompt, side.sampler, Params(), Limits(1, 99)) for n in range(4)
     ]
