@@ -142,7 +142,7 @@ TABLE: dict[str, dict[str, tuple[int, str] | tuple[int, str, str]]] = {
     "rollout/sampler.py": {"Sampler.sample": (1, RUN, _SERVERS), "Sampler._complete": (1, RUN, _SERVERS)},
     "rollout/server/start_weights.py": {
         "CopyWait.look": (1, RUN, _DISK),
-        "CopyWait._heard": (2, RUN, _DISK),
+        "CopyWait._maker_progress": (2, RUN, _DISK),
         "current_weights": (1, RUN, _DISK),
     },
     "rollout/server/process.py": {

@@ -14,7 +14,7 @@ from test_completion import ROUTING, SIX, VOCAB, answer_of, parse
 
 from gspo_mega.base.errors import PublishError
 from gspo_mega.rollout.client.completion import NonsenseAnswer, RefusedAnswer
-from gspo_mega.rollout.client.server_client import _added, read_scores
+from gspo_mega.rollout.client.server_client import _add_report, read_scores
 from gspo_mega.rollout.client.server_control import HttpServerControl
 from gspo_mega.rollout.registration import Registration
 
@@ -150,7 +150,7 @@ def test_what_nobody_foresaw_is_nonsense_too():
             raise TypeError("slice indices must be integers")
 
     with pytest.raises(NonsenseAnswer, match="a report that cannot be read: TypeError: slice indices"):
-        _added(Surprised(), {})
+        _add_report(Surprised(), {})
 
 
 def scores_of(ids):

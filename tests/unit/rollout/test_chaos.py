@@ -34,7 +34,7 @@ def test_chaos_sees_what_it_looks_for():
     """Without the check of the request's id, another sample's response is accepted, and chaos.py finds it."""
     code = (
         "import sys; sys.argv[0] = 'chaos'; sys.path.insert(0, sys.argv[1]); import chaos;from"
-        " gspo_mega.rollout.client import completion;add = completion.Answer.add;completion.Answer.add = lambda self, report: add(self, report |"
+        " gspo_mega.rollout.client import completion;add = completion.StreamedAnswer.add;completion.StreamedAnswer.add = lambda self, report: add(self, report |"
         " {'meta_info': report['meta_info'] | {'id': self._request_id}});sys.exit(chaos.main(['--trajectories', '24',"
         " '--only', 'another sample\\'s']))"
     )

@@ -168,7 +168,7 @@ def test_what_was_lost_behind_a_turn_is_not_drawn_again(monkeypatch):
 
 
 def test_drawing_again_what_failed_for_its_content_is_seen_as_a_bias(monkeypatch):
-    monkeypatch.setattr(Failure, "behind", lambda self, num_turns: self)
+    monkeypatch.setattr(Failure, "after_turns", lambda self, num_turns: self)
     found, counts = trained(behind_the_longest())
     assert counts["num_episodes_redrawn"] > 0 and counts["num_episode_failures"] == 0
     assert np.abs(found - expected()).max() > 0.01, (found, expected())

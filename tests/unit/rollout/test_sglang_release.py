@@ -29,7 +29,7 @@ def test_the_server_refuses_the_package_that_it_finds_before_importing_it(tmp_pa
     record.mkdir()
     (record / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.17\n")
     # In a process of its own, as in a run: the module makes its process one of SGLang's.
-    code = "from gspo_mega.rollout.server import server_entry as entry; entry.import_only([])"
+    code = "from gspo_mega.rollout.server import entry; entry.import_only([])"
     said = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)}
     )
