@@ -1,7 +1,7 @@
 """The process that runs one foreign agent: `python -m gspo_mega.agents.agent_worker PARENT_PID`.
 
-Owns the agent's command as a child with bounds, and the end of its output, which nobody else reads. It speaks JSON
-lines over the pipes that it was started with as stdin and stdout:
+It runs the agent's command as a child with bounds, and keeps the end of the output, which nobody else reads. It speaks
+JSON lines over the pipes that it was started with as stdin and stdout:
 
     in   once: {"command": [text, ...], "environment": {name: text}, "memory_bytes": n, "file_bytes": n}
     out  {"ready": true}  or  {"load_error": text}
@@ -9,7 +9,8 @@ lines over the pipes that it was started with as stdin and stdout:
     out  {"output": the end of what it printed so far}
     out  {"exit": code, or minus the number of the signal that ended it, "output": the end of what it printed}
 
-Whatever the command started ends with it: `reward.guard` is around this process. Deadlines are enforced from outside.
+All that the command started ends with it, because a guard (`rewards/guard.py`) is around this process. Deadlines are
+enforced from outside.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import IO, Any
 from gspo_mega.rewards.guard import begin, leave, limit
 
 SHOWN_BYTES = 4096
-"""Of the end of an agent's output."""
+"""How much of the end of an agent's output is kept."""
 _LAST_WORDS_SECONDS = 0.5
 
 
@@ -65,7 +66,7 @@ def main() -> None:
 
 
 class Tail(threading.Thread):
-    """Reads all that comes, so that the writer never waits, and keeps its end."""
+    """Reads all output, so that the writer never waits, and keeps the end of it."""
 
     def __init__(self, output: IO[bytes]) -> None:
         super().__init__(daemon=True)

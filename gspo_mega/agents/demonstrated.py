@@ -1,8 +1,8 @@
 """A demonstrated conversation as the tokens that an episode would have recorded, had the policy sampled its text.
 
-Owns what of a demonstration a rollout could bring about. The steps are those of a session (`session.py`):
-locate, suffix, parse, record; a message of the assistant's takes the place of sampling. So the template's text between
-turns, the branches and the mask come from the same code as in a rollout.
+`DemonstrationEncoder` takes the steps of a session (`session.py`): locate, render the suffix, parse, record. A message
+of the assistant takes the place of sampling. So the template's text between turns, the branches and the mask come from
+the same code as in a rollout, and a demonstration that a rollout could not bring about is refused or left out.
 """
 
 from __future__ import annotations
@@ -27,6 +27,26 @@ from gspo_mega.data.templates import Rewritten, SuffixRule
 _NO_PROMPT = Prompt("", "", (), "")
 
 
+def demonstration_encoder(
+    config: Config, tokenizer: Any, end_token_ids: Sequence[int], tool_schemas: Sequence[dict[str, Any]]
+) -> DemonstrationEncoder | None:
+    """Return the encoder for a run's demonstrations of several turns; None if its episode has one turn.
+
+    `end_token_ids` are the model's. Raises DataError if the template cannot continue after a turn, or if its format of
+    calls is not known.
+    """
+    if is_one_turn(config):
+        return None
+    encoder = encoder_of(config.data, tokenizer)
+    lengths = episode_lengths(config)
+    return DemonstrationEncoder(
+        SuffixRule(encoder, end_token_ids, tool_schemas),
+        format_of(config.episodes.tool_format, tokenizer.get_chat_template(), tool_schemas),
+        Limits(lengths.turns, lengths.tokens),
+        config.rollout.max_new_tokens,
+    )
+
+
 class DemonstrationEncoder:
     """Encodes the demonstrations of one run."""
 
@@ -37,17 +57,19 @@ class DemonstrationEncoder:
         limits: Limits,
         max_new_tokens: int,
     ) -> None:
-        """`rule` has the tools' schemas. `limits` are those of the run's episodes, `max_new_tokens` of one turn."""
+        """`rule` has the tools' schemas. `limits` are those of the run's episodes; `max_new_tokens` is that of one
+        turn.
+        """
         self._rule = rule
         self._format = tool_format
         self._limits = limits
         self._max_new_tokens = max_new_tokens
 
     def __call__(self, prompt: Sequence[Message], messages: Sequence[Message]) -> tuple[DemonstratedRow, ...] | None:
-        """The rows of `messages` behind `prompt`; None where a rollout would have met one of its limits before the end.
+        """Return the rows of `messages` after `prompt`, or None if a rollout would have met a limit before the end.
 
-        Raises DataError: the template refuses a message or has no place for it; a call that the run would not read in
-        the text; results that are not one for each call.
+        Raises DataError if the template refuses a message or has no place for it, if the run would not read one of its
+        calls in the text, or if the results are not one per call.
         """
         recorder = Recorder()
         history = list(prompt)
@@ -72,7 +94,7 @@ class DemonstrationEncoder:
         )
 
     def _context(self, recorder: Recorder, history: Sequence[Message]) -> tuple[int, str]:
-        """The context node that `history` leads to, and its text."""
+        """Add the context node for `history`. Return its id and its text."""
         tools = self._rule.tools
         place = recorder.locate(history, tools)
         rendered = (
@@ -86,7 +108,7 @@ class DemonstrationEncoder:
         return recorder.add_context(place, rendered, tools), rendered.text
 
     def _check_calls(self, number: int, message: Message, parts: MessageParts) -> None:
-        """Raise DataError where the run would read other calls in the text of a message than it has."""
+        """Raise DataError if the run would read other calls in the text of a message than the message has."""
         read = [_meaning_of(call) for call in parts.message.get("tool_calls") or []]
         if parts.num_broken_calls or (message.get("tool_calls") and read != [*map(_meaning_of, message["tool_calls"])]):
             found = ", ".join(f"{name}({arguments})" for name, arguments in read) or "none"
@@ -97,21 +119,21 @@ class DemonstrationEncoder:
 
 
 def _turns_of(messages: Sequence[Message]) -> Iterator[tuple[int, Message, list[Message]]]:
-    """(its number in the list, counted from 1; the assistant's message; those behind it) of each turn."""
+    """Yield each turn: its message's number in the list, counted from 1; the message; the messages after it."""
     starts = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     for start, end in zip(starts, [*starts[1:], len(messages)], strict=True):
         yield start + 1, messages[start], list(messages[start + 1 : end])
 
 
 def _answered(number: int, calls: Sequence[Message], others: Sequence[Message]) -> list[Message]:
-    """The messages behind a turn; results of tools with the id and name of their call, in its order, as
-    `Tools.answer` gives them. Raises DataError: there are not as many as calls.
+    """Return the messages after a turn. Results of tools get the id and the name of their call, in the order of the
+    calls, as `Tools.answer` gives them. Raises DataError if there are not as many results as calls.
     """
     results = [message for message in others if message["role"] == "tool"]
     if results and len(results) != len(calls):
         raise DataError(
-            f"message {number} has {len(calls)} tool calls, and {len(results)} results of tools follow it; one for each"
-            " call is what a rollout gives"
+            f"message {number} has {len(calls)} tool calls, and {len(results)} results of tools follow it; a rollout"
+            " gives one for each call"
         )
     waiting = iter(calls)
     answered = []
@@ -125,23 +147,3 @@ def _answered(number: int, calls: Sequence[Message], others: Sequence[Message]) 
 
 def _meaning_of(call: Message) -> tuple[str, str]:
     return call["function"]["name"], json.dumps(arguments_of(call), sort_keys=True)
-
-
-def demonstration_encoder(
-    config: Config, tokenizer: Any, end_token_ids: Sequence[int], tool_schemas: Sequence[dict[str, Any]]
-) -> DemonstrationEncoder | None:
-    """How a run's demonstrations of several turns become tokens; None where its episode has one turn.
-
-    `end_token_ids`: the model's. Raises DataError: the template cannot go on behind a turn, or its way to write calls
-    is not known.
-    """
-    if is_one_turn(config):
-        return None
-    encoder = encoder_of(config.data, tokenizer)
-    lengths = episode_lengths(config)
-    return DemonstrationEncoder(
-        SuffixRule(encoder, end_token_ids, tool_schemas),
-        format_of(config.episodes.tool_format, tokenizer.get_chat_template(), tool_schemas),
-        Limits(lengths.turns, lengths.tokens),
-        config.rollout.max_new_tokens,
-    )

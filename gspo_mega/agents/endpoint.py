@@ -1,17 +1,17 @@
-"""An OpenAI-compatible HTTP endpoint for agents: a path and a key for each session, turns answered by that session.
+"""An OpenAI-compatible HTTP endpoint for agents. Each session has a path and a key, and answers its own turns.
 
     GET   /sessions/ID/v1/models               the policy, under the name that the agent was given
     POST  /sessions/ID/v1/chat/completions     one turn, streamed or whole
 
-Owns HTTP: the address, the keys' check, the bounds on a body and its time, how an answer is written and how an error
-looks. Which request is which turn is `endpoint_session.py`'s, the form of bodies `openai_wire.py`'s. It runs on the
-event loop that samples, so it does nothing long.
+`AgentEndpoint` binds the address, checks keys, bounds a body and its time, and writes answers and errors. Which request
+is which turn is decided in `endpoint_session.py`; the form of bodies is in `openai_wire.py`.
 
-Which connections the agents' endpoint keeps: as many as its process has room for, and none that sends no request.
+`Gate` decides which connections are kept: as many as the process has room for, and none that sends no request. A new
+connection may wait `HEAD_SECONDS` for its first request, one that was answered before `IDLE_SECONDS` for the next. If
+too many new ones wait, the one that has waited longest is closed. That does not hit an honest client, which sends its
+head at once.
 
-Owns the bounds and the deadline of a request's head. A new connection may wait `HEAD_SECONDS` for its first request,
-one that was answered before `IDLE_SECONDS` for the next. Where too many new ones wait, the one that has waited longest
-is ended, which an honest client is not: it sends its head at once. Everything here runs on the endpoint's event loop.
+All of it runs on the event loop that samples, so it does nothing that takes long.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from aiohttp import web
 
 from gspo_mega.agents import openai_wire as wire
 from gspo_mega.agents.endpoint_session import MOST_OPEN_REQUESTS, Call, EndpointSession
-from gspo_mega.agents.messages import StreamedContent, opens_thinking
+from gspo_mega.agents.messages import Decode, StreamedContent, opens_thinking
 from gspo_mega.agents.openai_wire import ApiError
 from gspo_mega.agents.session import AgentTurn, EpisodeSession
 from gspo_mega.base.errors import RolloutError
@@ -41,40 +41,341 @@ from gspo_mega.base.network import with_port
 from gspo_mega.config.schema import Endpoint as Settings
 
 HEAD_SECONDS = 10.0
+
 GRACE_SECONDS = 1.0
+
 IDLE_SECONDS = 300.0
-# That have sent no request yet, of all peers and of one. Agents on this machine are one peer.
+
+# How many connections may have sent no request yet, of all peers and of one. Agents on this machine are one peer.
 MOST_WAITING, MOST_WAITING_OF_PEER = 512, 256
+
 _MOST_CONNECTIONS = 16_384
 
+_CLOSE_SECONDS = 1.0
 
-def quiet_logger() -> logging.Logger:
-    """For the HTTP library: what it logs of a request that is none has the request's bytes, with the key in them."""
-    quiet = logging.getLogger("gspo_mega.agents.endpoint.http")
-    if not quiet.filters:
-        quiet.addFilter(_without_bytes)
-    return quiet
+# How long the rest of a refused body is read and dropped, so that its client gets to read the refusal.
+_LINGER_SECONDS = 1.0
 
 
-def _without_bytes(record: logging.LogRecord) -> bool:
-    error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
-    record.msg, record.args = "a request could not be handled (%s)", (type(error).__name__,)
-    if isinstance(record.exc_info, tuple) and not hasattr(error, "code"):
-        # No error of the library about the request: the place in our code is of use, its text may have the request's.
-        record.exc_info = None
-        frames = traceback.extract_tb(error.__traceback__)[-3:] if error is not None else []
-        places = " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames))
-        record.msg, record.args = "a request could not be handled (%s, at %s)", (type(error).__name__, places)
-    record.exc_info = record.exc_text = None
-    return True
+_PATHS = "POST chat/completions and GET models"
+
+Handler = Callable[[web.Request, EndpointSession], Any]
+
+
+class AgentEndpoint:
+    """Serves sessions over HTTP: `await start()`, any number of `open(session)`, `await close()`, on one event loop.
+
+    `model` is the name that is served. `decode` turns token ids into text, special tokens included. `openers` are texts
+    at which thinking or a call may begin; after one, a streamed answer waits for the end of the turn. `stop_token_ids`
+    are left out of the text.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        model: str,
+        decode: Decode,
+        openers: Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+    ) -> None:
+        self._settings = settings
+        self._model_name = model
+        self._decode = decode
+        self._openers = tuple(openers)
+        self._stop_token_ids = tuple(stop_token_ids)
+        self._sessions: dict[str, EndpointSession] = {}
+        self._runner: web.AppRunner | None = None
+        self._listener: asyncio.Server | None = None
+        self._gate: Gate | None = None
+        self._address = ""
+
+    async def start(self) -> None:
+        """Bind the address. Raises RolloutError if it cannot be bound."""
+        app = web.Application(
+            client_max_size=self._settings.max_body_bytes, middlewares=[self._gated, _as_openai_errors]
+        )
+        app.router.add_post("/sessions/{session}/v1/chat/completions", self._guarded(self._chat))
+        app.router.add_get("/sessions/{session}/v1/models", self._guarded(self._models))
+        app.router.add_get("/sessions/{session}/v1/models/{model}", self._guarded(self._model))
+        app.router.add_route("*", "/sessions/{session}/v1/{rest:.*}", self._guarded(_nothing_here))
+        runner = self._runner = web.AppRunner(
+            app,
+            access_log=None,
+            logger=quiet_logger(),
+            shutdown_timeout=_CLOSE_SECONDS,
+            lingering_time=_LINGER_SECONDS,
+        )
+        await runner.setup()
+        assert runner.server is not None
+        gate = self._gate = Gate(runner.server)
+        host = self._settings.host
+        try:
+            self._listener = await asyncio.get_running_loop().create_server(gate.protocol, host, self._settings.port)
+        except OSError as error:
+            await self.close()
+            raise RolloutError(
+                f"episodes.endpoint: {with_port(host, self._settings.port)} cannot be bound: {error.strerror or error};"
+                " valid: an address of this machine, and a free port (0 chooses one)"
+            ) from error
+        self._address = f"http://{with_port(host, self._listener.sockets[0].getsockname()[1])}"
+
+    async def close(self) -> None:
+        """Release the address and close open connections."""
+        if self._listener is not None:
+            listener, self._listener = self._listener, None
+            listener.close()
+        if self._runner is not None:
+            runner, self._runner = self._runner, None
+            await runner.cleanup()
+
+    @contextlib.asynccontextmanager
+    async def open(self, session: EpisodeSession) -> AsyncIterator[EndpointSession]:
+        """Inside this block the session can be reached over HTTP.
+
+        Turns that nobody waits for any more are sampled to their end if the block ends normally, and dropped if it
+        raises. Raises the error that ends the run (`EndpointSession.failed`).
+        """
+        name = secrets.token_urlsafe(12)
+        served = EndpointSession(session, f"{self._address}/sessions/{name}/v1", self._model_name)
+        self._sessions[name] = served
+        try:
+            yield served
+            del self._sessions[name]
+            await served.finish()
+        finally:
+            self._sessions.pop(name, None)
+            await served.drop()
+
+    @web.middleware
+    async def _gated(self, request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
+        """Tell the gate when a connection has a request."""
+        assert self._gate is not None
+        connection = request.protocol
+        self._gate.begun(connection)
+        try:
+            return await handler(request)
+        finally:
+            self._gate.ended(connection)
+
+    def _guarded(self, handler: Handler) -> Callable[[web.Request], Any]:
+        """Let only requests with the session's own key through. The body has not been read by then."""
+
+        async def guarded(request: web.Request) -> web.StreamResponse:
+            served = self._sessions.get(request.match_info["session"])
+            if served is None:
+                raise ApiError("unknown session, or one that is over", status=404, code="session_not_found")
+            if not served.admits(request.headers.get("Authorization", "")):
+                raise ApiError(
+                    "wrong API key; valid: the session's own (OPENAI_API_KEY), as `Authorization: Bearer KEY`",
+                    status=401,
+                    code="invalid_api_key",
+                )
+            try:
+                return await handler(request, served)
+            except ApiError:
+                served.counts["num_endpoint_errors"] += 1
+                raise
+
+        return guarded
+
+    async def _models(self, request: web.Request, served: EndpointSession) -> web.Response:
+        return _json({"object": "list", "data": [_model_of(served)]})
+
+    async def _model(self, request: web.Request, served: EndpointSession) -> web.Response:
+        if request.match_info["model"] != served.model:
+            raise ApiError(f"no such model; valid: {served.model}", status=404, param="model", code="model_not_found")
+        return _json(_model_of(served))
+
+    async def _chat(self, request: web.Request, served: EndpointSession) -> web.StreamResponse:
+        if served.num_open >= MOST_OPEN_REQUESTS:
+            raise ApiError(
+                f"{MOST_OPEN_REQUESTS} requests of the session are open; wait for one", status=429, retry=True
+            )
+        served.num_open += 1
+        try:
+            asked = wire.read_request(await self._body(request), served.sampling, self._settings.ignore_sampling)
+            call = served.call(
+                asked,
+                request.headers.get("Idempotency-Key"),
+                request.headers.get("x-stainless-retry-count", "0") not in ("", "0"),
+                lambda: request.transport is not None and not request.transport.is_closing(),
+            )
+            if asked.stream:
+                return await self._streamed(request, served, asked, call)
+            answer = await self._answer_of(served, call)
+            return await self._send(request, call, _json(self._completion(served, asked, answer)))
+        finally:
+            served.num_open -= 1
+
+    async def _body(self, request: web.Request) -> bytes:
+        most = self._settings.max_body_bytes
+        if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+            raise ApiError("Content-Encoding: valid: none, a body is not compressed", status=415)
+        try:
+            if (request.content_length or 0) > most:
+                raise web.HTTPRequestEntityTooLarge(most, request.content_length or 0)
+            async with asyncio.timeout(self._settings.body_seconds):
+                return await request.read()
+        except web.HTTPRequestEntityTooLarge:
+            raise ApiError(
+                f"the body has more than {most} bytes (episodes.endpoint.max_body_bytes)", status=413
+            ) from None
+        except TimeoutError:
+            raise ApiError(
+                f"the body took longer than {self._settings.body_seconds:g} s (episodes.endpoint.body_seconds)",
+                status=408,
+            ) from None
+
+    async def _answer_of(self, served: EndpointSession, call: Call) -> AgentTurn:
+        """Wait for the turn and return it. If this request ends before, the turn goes on. Raises ApiError."""
+        try:
+            return await asyncio.shield(call.answer)
+        except asyncio.CancelledError:
+            if call.answer.cancelled():
+                raise ApiError("the episode is over", status=404, code="session_not_found") from None
+            raise
+        except Exception as error:
+            raise served.refusal_of(error) from error
+
+    def _completion(self, served: EndpointSession, asked: wire.ChatRequest, answer: AgentTurn) -> dict[str, Any]:
+        return wire.completion(
+            _head(served, answer),
+            answer.message,
+            wire.finish_of(answer.message, answer.finish_reason),
+            self._log_probs(answer) if asked.logprobs else None,
+            wire.usage_of(answer.num_context_tokens, len(answer.token_ids)),
+        )
+
+    def _log_probs(self, answer: AgentTurn) -> dict[str, Any]:
+        texts = [self._decode([token]) for token in answer.token_ids]
+        return wire.log_probs_of(answer.token_ids, answer.log_probs, texts)
+
+    async def _send(self, request: web.Request, call: Call, response: web.Response) -> web.Response:
+        """Write the whole answer here, to learn whether the client took it."""
+        with contextlib.suppress(ConnectionError):
+            await response.prepare(request)
+            await response.write_eof()
+            call.delivered = call.delivered or call.is_heard()
+        return response
+
+    async def _streamed(
+        self, request: web.Request, served: EndpointSession, asked: wire.ChatRequest, call: Call
+    ) -> web.StreamResponse:
+        """Send the answer as events. An error before the first event is an HTTP error; a later one is an event."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        content = StreamedContent(self._decode, self._openers, self._stop_token_ids)
+        head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": served.created, "model": served.model}
+        try:
+            async for text in _sure_text(call, content):
+                if not response.prepared:
+                    await response.prepare(request)
+                    await response.write(wire.chunk(head, {"role": "assistant", "content": ""}))
+                if text:
+                    await response.write(wire.chunk(head, {"content": text}))
+            answer = await self._answer_of(served, call)
+            opening = [] if response.prepared else [wire.chunk(head, {"role": "assistant", "content": ""})]
+            await response.prepare(request)
+            await response.write(b"".join([*opening, *self._end(head, asked, answer, content)]))
+        except ApiError as error:
+            if not response.prepared:
+                raise
+            served.counts["num_endpoint_errors"] += 1
+            with contextlib.suppress(ConnectionError):
+                await response.write(wire.event(error.body()))
+                await response.write_eof()
+        except ConnectionError:
+            pass  # the client has gone; the turn goes on
+        else:
+            with contextlib.suppress(ConnectionError):
+                await response.write_eof()
+                call.delivered = call.delivered or call.is_heard()
+        return response
+
+    def _end(
+        self, head: dict[str, Any], asked: wire.ChatRequest, answer: AgentTurn, content: StreamedContent
+    ) -> list[bytes]:
+        """Return the rest of a streamed answer: thinking, content, calls, then the reason of its end."""
+        message = answer.message
+        rest = content.rest(message.get("content") or "")
+        if rest is None:
+            raise ApiError(
+                "the turn was sampled again from an earlier token, because its server failed; ask again for the whole"
+                " turn",
+                status=503,
+                code="stream_taken_back",
+            )
+        events = []
+        if message.get("reasoning_content"):
+            events.append(wire.chunk(head, {"reasoning_content": message["reasoning_content"]}))
+        if rest:
+            events.append(wire.chunk(head, {"content": rest}))
+        if message.get("tool_calls"):
+            events.append(wire.chunk(head, {"tool_calls": wire.call_deltas(message["tool_calls"])}))
+        log_probs = self._log_probs(answer) if asked.logprobs else None
+        events.append(wire.chunk(head, {}, wire.finish_of(message, answer.finish_reason), log_probs))
+        if asked.include_usage:
+            usage = wire.usage_of(answer.num_context_tokens, len(answer.token_ids))
+            events.append(wire.usage_chunk(head, usage))
+        return [*events, wire.END_OF_STREAM]
+
+
+async def _sure_text(call: Call, content: StreamedContent) -> AsyncIterator[str]:
+    """Yield the content of a turn while it is sampled, as far as it is certain, until the turn is over."""
+    seen = 0
+    while True:
+        if call.opening is not None and opens_thinking(call.opening):
+            content.hold()
+        while seen < len(call.reports):
+            position, token_ids = call.reports[seen]
+            seen += 1
+            yield content.add(position, token_ids)
+        if call.answer.done():
+            return
+        call.news.clear()
+        await call.news.wait()
+
+
+async def _nothing_here(request: web.Request, served: EndpointSession) -> web.Response:
+    raise ApiError(f"{request.method} {request.path}: no such path; valid: {_PATHS}", status=404, code="unknown_path")
+
+
+@web.middleware
+async def _as_openai_errors(request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except ApiError as error:
+        return _error(error)
+    except web.HTTPException as error:
+        return _error(ApiError(f"{request.method} {request.path}: {error.reason}", status=error.status))
+
+
+def _error(error: ApiError) -> web.Response:
+    response = _json(error.body(), status=error.status)
+    response.headers["x-should-retry"] = "true" if error.retry else "false"
+    if error.status in (408, 413):
+        response.force_close()  # the rest of the body is not read
+    return response
+
+
+def _json(value: Any, status: int = 200) -> web.Response:
+    return web.Response(body=json.dumps(value).encode(), status=status, content_type="application/json")
+
+
+def _head(served: EndpointSession, answer: AgentTurn) -> dict[str, Any]:
+    number = f"{served.session.episode_id}-t{answer.number}"
+    return {"id": f"chatcmpl-{number}", "created": served.created, "model": served.model}
+
+
+def _model_of(served: EndpointSession) -> dict[str, Any]:
+    return {"id": served.model, "object": "model", "created": served.created, "owned_by": "gspo_mega"}
 
 
 class Gate:
-    """Makes the protocol of each connection of a server: `protocol`, to be given to `loop.create_server`."""
+    """Decides which connections of a server are kept. Its method `protocol` is given to `loop.create_server`."""
 
     def __init__(self, handler: Callable[[], Any], most: int | None = None) -> None:
-        """`handler`: makes the library's protocol. `most`: connections at a time; by default half of the descriptors
-        that this process may have.
+        """`handler` makes the library's protocol. `most` is the number of connections at the same time; the default is
+        half of the file descriptors that this process may have.
         """
         self._handler = handler
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -87,19 +388,19 @@ class Gate:
         return _Connection(self, self._handler())
 
     def begun(self, handler: Any) -> None:
-        """A request of this connection is being answered. `handler`: the library's protocol of it."""
+        """Note that a request is being answered. `handler` is the library's protocol of its connection."""
         if (connection := self._by_handler.get(handler)) is not None:
             connection.stop_waiting()
 
     def ended(self, handler: Any) -> None:
-        """It has been."""
+        """Note that the request of this connection has been answered."""
         if (connection := self._by_handler.get(handler)) is not None:
             connection.wait(IDLE_SECONDS)
 
     # --- a connection's side ----------------------------------------------------------------------------------
 
     def admits(self, connection: _Connection) -> bool:
-        """Whether there is room for one more; makes room among those that wait."""
+        """Whether there is room for one more connection. Makes room by closing one that waits, if it can."""
         peer = connection.peer
         if self._open.total() >= self._most or self._open[peer] >= max(self._most // 2, MOST_WAITING_OF_PEER):
             return False
@@ -112,7 +413,7 @@ class Gate:
             of_peer = [one for one in self.waiting if one.peer == peer]
             late = of_peer[:1] if len(of_peer) >= MOST_WAITING_OF_PEER else []
         for one in late:
-            # Of many that come at once, no head has been read yet.
+            # If many come at once, none of their heads has been read yet; give them time.
             if time.monotonic() - one.since >= GRACE_SECONDS:
                 one.end()
         return True
@@ -169,7 +470,7 @@ class _Connection(asyncio.Protocol):
         self.handler.resume_writing()
 
     def wait(self, seconds: float) -> None:
-        """For a request, from now on."""
+        """Wait at most so many seconds, from now on, for a request."""
         if self._is_in:
             if self._timer is not None:
                 self._timer.cancel()
@@ -187,316 +488,24 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
 
-Decode = Callable[[list[int]], str]
-
-_PATHS = "POST chat/completions and GET models"
-_CLOSE_SECONDS = 1.0
-# How long the rest of a refused body is read and dropped, so that its client comes to read the refusal.
-_LINGER_SECONDS = 1.0
-Handler = Callable[[web.Request, EndpointSession], Any]
-
-
-class AgentEndpoint:
-    """`await start()`, then any number of `open(session)`, then `await close()`; all on one event loop.
-
-    `model`: the name that is served. `decode`: token ids to text, special tokens included. `openers`: texts at which
-    thinking or a call may begin, after which a streamed answer waits for its end. `stop_token_ids`: which are no text.
+def quiet_logger() -> logging.Logger:
+    """Return a logger for the HTTP library that hides the text of errors. What the library logs of a malformed request
+    has the request's bytes in it, and so the key.
     """
-
-    def __init__(
-        self,
-        settings: Settings,
-        model: str,
-        decode: Decode,
-        openers: Sequence[str] = (),
-        stop_token_ids: Sequence[int] = (),
-    ) -> None:
-        self._settings = settings
-        self._model_name = model
-        self._decode = decode
-        self._openers = tuple(openers)
-        self._stop_token_ids = tuple(stop_token_ids)
-        self._visits: dict[str, EndpointSession] = {}
-        self._runner: web.AppRunner | None = None
-        self._listener: asyncio.Server | None = None
-        self._gate: Gate | None = None
-        self._address = ""
-
-    async def start(self) -> None:
-        """Bind the address. Raises RolloutError: it cannot be."""
-        app = web.Application(
-            client_max_size=self._settings.max_body_bytes, middlewares=[self._gated, _as_openai_errors]
-        )
-        app.router.add_post("/sessions/{session}/v1/chat/completions", self._guarded(self._chat))
-        app.router.add_get("/sessions/{session}/v1/models", self._guarded(self._models))
-        app.router.add_get("/sessions/{session}/v1/models/{model}", self._guarded(self._model))
-        app.router.add_route("*", "/sessions/{session}/v1/{rest:.*}", self._guarded(_nothing_here))
-        runner = self._runner = web.AppRunner(
-            app,
-            access_log=None,
-            logger=quiet_logger(),
-            shutdown_timeout=_CLOSE_SECONDS,
-            lingering_time=_LINGER_SECONDS,
-        )
-        await runner.setup()
-        assert runner.server is not None
-        gate = self._gate = Gate(runner.server)
-        host = self._settings.host
-        try:
-            self._listener = await asyncio.get_running_loop().create_server(gate.protocol, host, self._settings.port)
-        except OSError as error:
-            await self.close()
-            raise RolloutError(
-                f"episodes.endpoint: {with_port(host, self._settings.port)} cannot be bound: {error.strerror or error};"
-                " valid: an address of this machine, and a free port (0 chooses one)"
-            ) from error
-        self._address = f"http://{with_port(host, self._listener.sockets[0].getsockname()[1])}"
-
-    async def close(self) -> None:
-        """Give the address up; open connections are closed."""
-        if self._listener is not None:
-            listener, self._listener = self._listener, None
-            listener.close()
-        if self._runner is not None:
-            runner, self._runner = self._runner, None
-            await runner.cleanup()
-
-    @contextlib.asynccontextmanager
-    async def open(self, session: EpisodeSession) -> AsyncIterator[EndpointSession]:
-        """The session can be reached inside of this. A turn that nobody waits for any more is sampled to its end where
-        the block ends by itself, and dropped where it raises. Raises the error that ends the run
-        (`EndpointSession.failed`).
-        """
-        name = secrets.token_urlsafe(12)
-        visit = EndpointSession(session, f"{self._address}/sessions/{name}/v1", self._model_name)
-        self._visits[name] = visit
-        try:
-            yield visit
-            del self._visits[name]
-            await visit.finish()
-        finally:
-            self._visits.pop(name, None)
-            await visit.drop()
-
-    @web.middleware
-    async def _gated(self, request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
-        """Tell the gate when a connection has a request."""
-        assert self._gate is not None
-        connection = request.protocol
-        self._gate.begun(connection)
-        try:
-            return await handler(request)
-        finally:
-            self._gate.ended(connection)
-
-    def _guarded(self, handler: Handler) -> Callable[[web.Request], Any]:
-        """Only with the session's own key. The body has not been read by then."""
-
-        async def guarded(request: web.Request) -> web.StreamResponse:
-            visit = self._visits.get(request.match_info["session"])
-            if visit is None:
-                raise ApiError("unknown session, or one that is over", status=404, code="session_not_found")
-            if not visit.admits(request.headers.get("Authorization", "")):
-                raise ApiError(
-                    "wrong API key; valid: the session's own (OPENAI_API_KEY), as `Authorization: Bearer KEY`",
-                    status=401,
-                    code="invalid_api_key",
-                )
-            try:
-                return await handler(request, visit)
-            except ApiError:
-                visit.counts["num_endpoint_errors"] += 1
-                raise
-
-        return guarded
-
-    async def _models(self, request: web.Request, visit: EndpointSession) -> web.Response:
-        return _json({"object": "list", "data": [_model_of(visit)]})
-
-    async def _model(self, request: web.Request, visit: EndpointSession) -> web.Response:
-        if request.match_info["model"] != visit.model:
-            raise ApiError(f"no such model; valid: {visit.model}", status=404, param="model", code="model_not_found")
-        return _json(_model_of(visit))
-
-    async def _chat(self, request: web.Request, visit: EndpointSession) -> web.StreamResponse:
-        if visit.num_open >= MOST_OPEN_REQUESTS:
-            raise ApiError(
-                f"{MOST_OPEN_REQUESTS} requests of the session are open; wait for one", status=429, retry=True
-            )
-        visit.num_open += 1
-        try:
-            asked = wire.read_request(await self._body(request), visit.sampling, self._settings.ignore_sampling)
-            call = visit.call(
-                asked,
-                request.headers.get("Idempotency-Key"),
-                request.headers.get("x-stainless-retry-count", "0") not in ("", "0"),
-                lambda: request.transport is not None and not request.transport.is_closing(),
-            )
-            if asked.stream:
-                return await self._streamed(request, visit, asked, call)
-            answer = await self._answer_of(visit, call)
-            return await self._send(request, call, _json(self._whole(visit, asked, answer)))
-        finally:
-            visit.num_open -= 1
-
-    async def _body(self, request: web.Request) -> bytes:
-        most = self._settings.max_body_bytes
-        if request.headers.get("Content-Encoding", "identity").lower() != "identity":
-            raise ApiError("Content-Encoding: valid: none, a body is not compressed", status=415)
-        try:
-            if (request.content_length or 0) > most:
-                raise web.HTTPRequestEntityTooLarge(most, request.content_length or 0)
-            async with asyncio.timeout(self._settings.body_seconds):
-                return await request.read()
-        except web.HTTPRequestEntityTooLarge:
-            raise ApiError(
-                f"the body has more than {most} bytes (episodes.endpoint.max_body_bytes)", status=413
-            ) from None
-        except TimeoutError:
-            raise ApiError(
-                f"the body took longer than {self._settings.body_seconds:g} s (episodes.endpoint.body_seconds)",
-                status=408,
-            ) from None
-
-    async def _answer_of(self, visit: EndpointSession, call: Call) -> AgentTurn:
-        """The turn's answer. The turn goes on where this request ends. Raises ApiError."""
-        try:
-            return await asyncio.shield(call.answer)
-        except asyncio.CancelledError:
-            if call.answer.cancelled():
-                raise ApiError("the episode is over", status=404, code="session_not_found") from None
-            raise
-        except Exception as error:
-            raise visit.refusal_of(error) from error
-
-    def _whole(self, visit: EndpointSession, asked: wire.ChatRequest, answer: AgentTurn) -> dict[str, Any]:
-        return wire.completion(
-            _head(visit, answer),
-            answer.message,
-            wire.finish_of(answer.message, answer.finish_reason),
-            self._log_probs(answer) if asked.logprobs else None,
-            wire.usage_of(answer.num_context_tokens, len(answer.token_ids)),
-        )
-
-    def _log_probs(self, answer: AgentTurn) -> dict[str, Any]:
-        texts = [self._decode([token]) for token in answer.token_ids]
-        return wire.log_probs_of(answer.token_ids, answer.log_probs, texts)
-
-    async def _send(self, request: web.Request, call: Call, response: web.Response) -> web.Response:
-        """Write the whole answer here, to know whether its client took it."""
-        with contextlib.suppress(ConnectionError):
-            await response.prepare(request)
-            await response.write_eof()
-            call.delivered = call.delivered or call.is_heard()
-        return response
-
-    async def _streamed(
-        self, request: web.Request, visit: EndpointSession, asked: wire.ChatRequest, call: Call
-    ) -> web.StreamResponse:
-        """The answer as events. Errors before the first one are answers of their own; later ones are events."""
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        content = StreamedContent(self._decode, self._openers, self._stop_token_ids)
-        head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": visit.created, "model": visit.model}
-        try:
-            async for text in _sure_text(call, content):
-                if not response.prepared:
-                    await response.prepare(request)
-                    await response.write(wire.chunk(head, {"role": "assistant", "content": ""}))
-                if text:
-                    await response.write(wire.chunk(head, {"content": text}))
-            answer = await self._answer_of(visit, call)
-            opening = [] if response.prepared else [wire.chunk(head, {"role": "assistant", "content": ""})]
-            await response.prepare(request)
-            await response.write(b"".join([*opening, *self._end(head, asked, answer, content)]))
-        except ApiError as error:
-            if not response.prepared:
-                raise
-            visit.counts["num_endpoint_errors"] += 1
-            with contextlib.suppress(ConnectionError):
-                await response.write(wire.event(error.body()))
-                await response.write_eof()
-        except ConnectionError:
-            pass  # the client has gone; the turn goes on
-        else:
-            with contextlib.suppress(ConnectionError):
-                await response.write_eof()
-                call.delivered = call.delivered or call.is_heard()
-        return response
-
-    def _end(
-        self, head: dict[str, Any], asked: wire.ChatRequest, answer: AgentTurn, content: StreamedContent
-    ) -> list[bytes]:
-        """What is left of a streamed answer: thinking, content, calls, then the reason of its end."""
-        message = answer.message
-        rest = content.rest(message.get("content") or "")
-        if rest is None:
-            raise ApiError(
-                "the turn was sampled again from an earlier token, after its server failed; ask again for the whole of"
-                " it",
-                status=503,
-                code="stream_taken_back",
-            )
-        events = []
-        if message.get("reasoning_content"):
-            events.append(wire.chunk(head, {"reasoning_content": message["reasoning_content"]}))
-        if rest:
-            events.append(wire.chunk(head, {"content": rest}))
-        if message.get("tool_calls"):
-            events.append(wire.chunk(head, {"tool_calls": wire.call_deltas(message["tool_calls"])}))
-        log_probs = self._log_probs(answer) if asked.logprobs else None
-        events.append(wire.chunk(head, {}, wire.finish_of(message, answer.finish_reason), log_probs))
-        if asked.include_usage:
-            usage = wire.usage_of(answer.num_context_tokens, len(answer.token_ids))
-            events.append(wire.usage_chunk(head, usage))
-        return [*events, wire.END_OF_STREAM]
+    quiet = logging.getLogger("gspo_mega.agents.endpoint.http")
+    if not quiet.filters:
+        quiet.addFilter(_without_bytes)
+    return quiet
 
 
-async def _sure_text(call: Call, content: StreamedContent) -> AsyncIterator[str]:
-    """The texts of a turn that are content for sure, as they come, until it is over."""
-    seen = 0
-    while True:
-        if call.opening is not None and opens_thinking(call.opening):
-            content.hold()
-        while seen < len(call.reports):
-            position, token_ids = call.reports[seen]
-            seen += 1
-            yield content.add(position, token_ids)
-        if call.answer.done():
-            return
-        call.news.clear()
-        await call.news.wait()
-
-
-async def _nothing_here(request: web.Request, visit: EndpointSession) -> web.Response:
-    raise ApiError(f"{request.method} {request.path}: no such path; valid: {_PATHS}", status=404, code="unknown_path")
-
-
-@web.middleware
-async def _as_openai_errors(request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except ApiError as error:
-        return _error(error)
-    except web.HTTPException as error:
-        return _error(ApiError(f"{request.method} {request.path}: {error.reason}", status=error.status))
-
-
-def _error(error: ApiError) -> web.Response:
-    response = _json(error.body(), status=error.status)
-    response.headers["x-should-retry"] = "true" if error.retry else "false"
-    if error.status in (408, 413):
-        response.force_close()  # the rest of the body is not read
-    return response
-
-
-def _json(value: Any, status: int = 200) -> web.Response:
-    return web.Response(body=json.dumps(value).encode(), status=status, content_type="application/json")
-
-
-def _head(visit: EndpointSession, answer: AgentTurn) -> dict[str, Any]:
-    number = f"{visit.session.episode_id}-t{answer.number}"
-    return {"id": f"chatcmpl-{number}", "created": visit.created, "model": visit.model}
-
-
-def _model_of(visit: EndpointSession) -> dict[str, Any]:
-    return {"id": visit.model, "object": "model", "created": visit.created, "owned_by": "gspo_mega"}
+def _without_bytes(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
+    record.msg, record.args = "a request could not be handled (%s)", (type(error).__name__,)
+    if isinstance(record.exc_info, tuple) and not hasattr(error, "code"):
+        # Not the library's error about a request: the place in our code helps, but the text may quote the request.
+        record.exc_info = None
+        frames = traceback.extract_tb(error.__traceback__)[-3:] if error is not None else []
+        places = " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames))
+        record.msg, record.args = "a request could not be handled (%s, at %s)", (type(error).__name__, places)
+    record.exc_info = record.exc_text = None
+    return True

@@ -1,11 +1,11 @@
-"""An agent's visit at the endpoint: one session, its key, its turns, and the time that the agent takes of its own.
+"""One session at the endpoint: its key, its turns, and the time that the agent takes of its own.
 
-Owns which requests are the same one, and what becomes of a turn whose client is gone. HTTP is `endpoint.py`'s, the form
-of requests `openai_wire.py`'s, the tokens the session's.
+`EndpointSession` decides which requests ask for the same turn, and what becomes of a turn whose client is gone. HTTP is
+in `endpoint.py`, the form of requests in `openai_wire.py`, the tokens in `session.py`.
 
-A turn that was begun is sampled to its end and stays in the record, whether or not its client still waits. To drop it
-would drop long turns sooner than short ones. The same request again joins that turn: where it says that it is a retry,
-or where the answer to the one before did not reach its client. Any other equal request is another sample.
+A turn that was begun is sampled to its end and stays in the record, even if its client no longer waits. Dropping it
+would drop long turns sooner than short ones. The same request joins that turn if it says that it is a retry, or if the
+answer to the earlier one did not reach its client. Any other equal request is another sample.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ from gspo_mega.base.errors import DataError, EpisodeError
 from gspo_mega.config.schema import Episodes
 
 MOST_OPEN_REQUESTS = 64
-"""Of one session at a time; each may hold a body of `episodes.endpoint.max_body_bytes`."""
+"""How many requests of one session may be open. Each may hold a body of `episodes.endpoint.max_body_bytes`."""
 
 OnReport = Callable[[int, Sequence[int]], None]
 
 
 @dataclass(eq=False)
 class Call:
-    """One turn that was asked for. `fingerprint`: of its request, which holds a whole history and is not kept.
-    `opening`: the context's text before it, once known. `reports`: what was sampled so far. `is_heard`: whether a
-    client still waits for it. `delivered`: whether one has read its end.
+    """One turn that was asked for.
+
+    `fingerprint` is that of its request, which holds a whole history and is not kept. `opening` is the text of the
+    context before the turn, once it is known. `reports` is what was sampled so far. `is_heard` says whether a client
+    still waits for the turn, `delivered` whether one has read its end.
     """
 
     fingerprint: str
@@ -53,15 +55,15 @@ class Call:
 
 
 class EndpointSession:
-    """One session at the endpoint, on its event loop. Made by `Endpoint.open`.
+    """One session at the endpoint, on its event loop. `AgentEndpoint.open` makes it.
 
     Attributes:
         base_url, api_key, model: what a client is given.
-        sampling: what a request may say of it.
-        created: the `created` of its answers, Unix seconds.
-        refused: the last turn that a limit refused, None where none was.
-        failed: done with the error that ends the run, where a turn met one: any that is not the agent's doing.
-        num_open: requests that are being answered.
+        sampling: what a request may say about sampling.
+        created: the `created` of its answers, in Unix seconds.
+        refused: the refusal of the last turn that a limit refused; None if none was.
+        failed: gets the error that ends the run if a turn meets one, which is any error that the agent did not cause.
+        num_open: how many requests are being answered.
         counts: num_endpoint_retries (requests that joined a turn of an earlier one), num_endpoint_unheard (turns
             whose client had gone before their end), num_endpoint_errors (requests that were refused),
             num_ignored_sampling (requests that asked for another distribution).
@@ -86,14 +88,16 @@ class EndpointSession:
         self._last_turn_ended = time.monotonic()
 
     def admits(self, authorization: str) -> bool:
-        """Whether the header `Authorization` has the session's key; takes equally long for every wrong one."""
+        """Whether the header `Authorization` has the session's key. The check takes equally long for every wrong
+        key.
+        """
         return hmac.compare_digest(authorization.encode("utf-8", "replace"), f"Bearer {self.api_key}".encode())
 
     def call(self, request: ChatRequest, key: str | None, is_retry: bool, is_heard: Callable[[], bool]) -> Call:
-        """The turn that a request asks for, begun now or by an equal request before. `key`: its `Idempotency-Key`.
-        Raises ApiError.
+        """Return the turn that a request asks for: begun now, or by an equal request before. `key` is the request's
+        `Idempotency-Key`. Raises ApiError if the key was used for another request.
         """
-        call = self._same(request, key, is_retry)
+        call = self._earlier_call(request, key, is_retry)
         if call is None:
             call = self._begin(request, key, is_heard)
         else:
@@ -102,7 +106,7 @@ class EndpointSession:
         self.counts["num_ignored_sampling"] += bool(request.ignored)
         return call
 
-    def _same(self, request: ChatRequest, key: str | None, is_retry: bool) -> Call | None:
+    def _earlier_call(self, request: ChatRequest, key: str | None, is_retry: bool) -> Call | None:
         restarts = getattr(self.session, "num_restarts", 0)
         if key is not None:
             for call in reversed(self._calls):
@@ -150,13 +154,13 @@ class EndpointSession:
             raise
         except (DataError, EpisodeError):
             raise
-        except Exception as error:  # no server can serve, or a defect of ours: the run's
+        except Exception as error:  # no server can serve, or this package has a defect: it ends the run
             if not self.failed.done():
                 self.failed.set_exception(error)
             raise
 
     def refusal_of(self, error: BaseException) -> ApiError:
-        """What a client is told of a turn that failed."""
+        """Return what a client is told about a turn that failed."""
         if isinstance(error, ApiError):
             return error
         if isinstance(error, ContextFull):
@@ -168,12 +172,12 @@ class EndpointSession:
         return ApiError("the run cannot answer; it ends", status=503, code="run_ends")
 
     def start_clock(self) -> None:
-        """The agent begins now; what came before, the start of its process, was not its own time."""
+        """Start the agent's own time now. What came before, the start of its process, does not count."""
         self._own_seconds, self._own_since = 0.0, time.monotonic()
         self._last_turn_ended = self._own_since
 
     def _begin_turn(self) -> None:
-        """Until `_end_turn` the agent's own time stands still."""
+        """Stop the agent's own time until `_end_turn`."""
         if self._num_turns == 0 and self._own_since is not None:
             self._own_seconds += time.monotonic() - self._own_since
             self._own_since = None
@@ -182,7 +186,8 @@ class EndpointSession:
     def _end_turn(self, call: Call) -> None:
         call.news.set()
         if not call.answer.cancelled() and isinstance(call.answer.exception(), TooManyTurns):
-            # An agent may go on asking; each request holds a whole history, and the next one is refused alike.
+            # An agent may go on asking. Each request holds a whole history, and the next one is refused in the same
+            # way.
             self._calls.remove(call)
         self._num_turns -= 1
         if self._num_turns == 0:
@@ -190,11 +195,13 @@ class EndpointSession:
 
     @property
     def own_seconds(self) -> float:
-        """The time so far in which no turn was waited for."""
+        """The time so far in which the agent waited for no turn."""
         return self._own_seconds + (0.0 if self._own_since is None else time.monotonic() - self._own_since)
 
     def left(self, episodes: Episodes) -> tuple[float, str]:
-        """Seconds of its own that the agent has left, below 0 where it has none, and the key that says so."""
+        """Return the seconds of its own that the agent has left, and the configuration key that limits them. They are
+        below 0 once a deadline has passed.
+        """
         if self._own_since is None:
             return episodes.turn_deadline_seconds, ""
         since = time.monotonic() - self._last_turn_ended
@@ -204,7 +211,7 @@ class EndpointSession:
         )
 
     async def finish(self) -> None:
-        """Wait for turns that were begun and are not over, since the agent has ended. Raises the error in `failed`."""
+        """Wait for the turns that are still being sampled, after the agent has ended. Raises the error in `failed`."""
         waiting = [call.answer for call in self._calls if not call.answer.done()]
         if waiting:
             await asyncio.wait(waiting)
@@ -219,4 +226,4 @@ class EndpointSession:
             call.answer.cancel()
         await asyncio.gather(*(call.answer for call in self._calls), return_exceptions=True)
         if not self.failed.cancel():
-            self.failed.exception()  # it was seen
+            self.failed.exception()  # so that the loop does not report it

@@ -1,7 +1,7 @@
 """A worker of episodes: `python -m gspo_mega.agents.episode_worker PARENT_PID`, started by `pooled_worker.py`.
 
-Owns running episode functions beside each other on one event loop, their deadlines, and what is left of one that ended.
-It speaks JSON lines over the pipes that it was started with as stdin and stdout:
+It runs episode functions next to each other on one event loop, enforces their deadlines, and cleans up after each. It
+speaks JSON lines over the pipes that it was started with as stdin and stdout:
 
     in   once: {"episode": {"function": name, "options": {...}}, "tools": [name], "page": path, "memory_bytes": n,
          "file_bytes": n, "network": bool, "turn_deadline_seconds": x, "deadline_seconds": x, "tick_seconds": x,
@@ -19,7 +19,7 @@ It speaks JSON lines over the pipes that it was started with as stdin and stdout
          "own_seconds": x, "num_processes": n, "is_clean": bool, "is_crowded": bool
 
 Every line out has a number, `line`, from 0. What functions print goes to stderr. The process ends with its stdin, or
-with its guard (`reward.guard`). A loop that stands still is found from outside (`loop_watch.py`).
+with its guard (`rewards/guard.py`). A loop that stands still is found from outside (`loop_watch.py`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from gspo_mega.base.errors import EpisodeError
 from gspo_mega.rewards.functions import BadResult, describe
 from gspo_mega.rewards.guard import begin, leave, leave_network, limit
 
-# An episode that was ended has this long to clean up after itself.
+# How long an episode that was ended has to clean up after itself.
 _GRACE_SECONDS = 1.0
 _LONGEST_LINE = 2**31
 _ARENA_MAX = -8  # M_ARENA_MAX of <malloc.h>
@@ -65,7 +65,7 @@ def main() -> None:
         replies.flush()
         leave()
     _share_one_arena()
-    os.register_at_fork(after_in_child=lambda: _hush(requests.fileno(), replies.fileno()))
+    os.register_at_fork(after_in_child=lambda: _detach_fork(requests.fileno(), replies.fileno()))
     loop = WatchedLoop(setup["page"])
     asyncio.set_event_loop(loop)
     worker = _Worker(loop, setup, function, tools)
@@ -73,22 +73,22 @@ def main() -> None:
     while not serving.done():
         try:
             loop.run_forever()
-        except (SystemExit, KeyboardInterrupt):  # of a task that an episode made; the task has it, too
+        except (SystemExit, KeyboardInterrupt):  # raised by an episode's task, which keeps it as its result, too
             continue
     serving.result()
     leave()
 
 
 def _share_one_arena() -> None:
-    """Have glibc take the memory of all threads from one place: each further one would reserve 64 MiB of address space,
-    which the bound counts.
+    """Make glibc allocate for all threads from one arena. Each further arena would reserve 64 MiB of address space,
+    which the bound on memory counts.
     """
     with contextlib.suppress(AttributeError):  # another C library
         ctypes.CDLL(None).mallopt(_ARENA_MAX, 1)
 
 
-def _hush(*pipes: int) -> None:
-    """A fork of an episode hears and says nothing on our pipes."""
+def _detach_fork(*pipes: int) -> None:
+    """Detach a fork of an episode from the worker's pipes, so that it neither reads nor writes them."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for pipe in pipes:
         os.dup2(nothing, pipe)
@@ -102,12 +102,13 @@ class _Worker:
         self._setup = setup
         self._function = function
         self._tools = tools
-        self._seats: dict[int, WorkerEpisode] = {}
-        self._past: dict[int, list[dict[str, Any]]] = {}
+        self._episodes: dict[int, WorkerEpisode] = {}
+        self._past_tools: dict[int, list[dict[str, Any]]] = {}
         self._runs: dict[int, asyncio.Task[dict[str, Any]]] = {}
         self._used_at_start = 0
         self._guard_pid = os.getppid()
-        # The others may all be waiting for processes. It starts now, while there is room for it.
+        # A thread of its own to end processes: all others may be waiting for processes. It starts now, while there is
+        # memory for it.
         self._ending = ThreadPoolExecutor(1, "ending")
         self._ending.submit(os.getpid)
         self._num_lines = 0
@@ -127,35 +128,35 @@ class _Worker:
 
     def _take(self, message: dict[str, Any]) -> None:
         number = message["episode"]
-        seat = self._seats.get(number)
+        episode = self._episodes.get(number)
         if "past" in message:
-            self._past.setdefault(number, []).append(message)
+            self._past_tools.setdefault(number, []).append(message)
         elif "task" in message:
             self._start(number, Task(**message["task"]), message["name"])
-        elif seat is None:
+        elif episode is None:
             return
         elif "end" in message:
-            self._end(seat, "cancelled", "nobody waits for it any more")
+            self._end(episode, "cancelled", "nobody waits for it any more")
         else:
-            seat.take_answer(message)
+            episode.take_answer(message)
 
     def _start(self, number: int, task: Task, name: str) -> None:
-        seat = WorkerEpisode(
+        episode = WorkerEpisode(
             number, task, self._loop, self._tools, lambda message: self._send(number, message), self._is_crowded
         )
-        for one in self._past.pop(number, ()):
-            seat.past_tools.setdefault(tuple(one["key"]), deque()).append(one["past"])
+        for one in self._past_tools.pop(number, ()):
+            episode.past_tools.setdefault(tuple(one["key"]), deque()).append(one["past"])
         context = contextvars.copy_context()
-        context.run(CURRENT.set, seat)
-        self._seats[number] = seat
-        self._runs[number] = self._loop.create_task(self._play(seat), name=name, context=context)
-        self._runs[number].add_done_callback(lambda run: self._ended(seat, run), context=contextvars.Context())
+        context.run(CURRENT.set, episode)
+        self._episodes[number] = episode
+        self._runs[number] = self._loop.create_task(self._play(episode), name=name, context=context)
+        self._runs[number].add_done_callback(lambda run: self._ended(episode, run), context=contextvars.Context())
 
-    async def _play(self, seat: WorkerEpisode) -> dict[str, Any]:
-        """Run one episode's function: what is said of its end."""
+    async def _play(self, episode: WorkerEpisode) -> dict[str, Any]:
+        """Run one episode's function, and return the message about its end."""
         try:
             options = self._setup["episode"]["options"]
-            outcome, refused = outcome_of(await self._function(seat.task, seat, seat.tools, **options)), ""
+            outcome, refused = outcome_of(await self._function(episode.task, episode, episode.tools, **options)), ""
         except TurnRefused as refusal:
             outcome, refused = Outcome(), refusal.kind
         except BadResult as error:
@@ -173,76 +174,78 @@ class _Worker:
 
     def _is_crowded(self) -> bool:
         """Whether an error may come from the memory that other episodes have taken."""
-        return len(self._seats) > 1 and _used_bytes() - self._used_at_start > self._setup["memory_bytes"] // 2
+        return len(self._episodes) > 1 and _used_bytes() - self._used_at_start > self._setup["memory_bytes"] // 2
 
-    def _end(self, seat: WorkerEpisode, kind: str, why: str) -> None:
-        if seat.ended_by is None:
-            seat.ended_by, seat.ended_at = (kind, why), time.monotonic()
-            self._runs[seat.number].cancel()
+    def _end(self, episode: WorkerEpisode, kind: str, why: str) -> None:
+        if episode.ended_by is None:
+            episode.ended_by, episode.ended_at = (kind, why), time.monotonic()
+            self._runs[episode.number].cancel()
 
-    def _ended(self, seat: WorkerEpisode, run: asyncio.Task[dict[str, Any]]) -> None:
-        """Say how an episode ended, once what it left behind has been cleaned up."""
+    def _ended(self, episode: WorkerEpisode, run: asyncio.Task[dict[str, Any]]) -> None:
+        """Clean up what an episode left behind, and then report how it ended."""
         said = {"failure": "exception", "why": "it was cancelled before it began"} if run.cancelled() else run.result()
-        if seat.ended_by is not None:  # whatever its function made of that
-            said = {"failure": seat.ended_by[0], "why": seat.ended_by[1]}
-        self._loop.create_task(self._clean(seat, run, said))
+        if episode.ended_by is not None:  # no matter how its function reacted to that
+            said = {"failure": episode.ended_by[0], "why": episode.ended_by[1]}
+        self._loop.create_task(self._clean(episode, run, said))
 
-    async def _clean(self, seat: WorkerEpisode, run: asyncio.Task[Any], said: dict[str, Any]) -> None:
+    async def _clean(self, episode: WorkerEpisode, run: asyncio.Task[Any], said: dict[str, Any]) -> None:
         num_processes = 0
-        left = [task for task in seat.tasks if task is not run and not task.done()]
+        left = [task for task in episode.tasks if task is not run and not task.done()]
         for task in left:
             task.cancel()
         until = time.monotonic() + _GRACE_SECONDS
         if left:
             await asyncio.wait(left, timeout=_GRACE_SECONDS)
-        num_processes += await self._end_processes(seat)  # for which a thread may wait
-        while seat.threads and time.monotonic() < until:
+        num_processes += await self._end_processes(episode)  # a thread may be waiting for one
+        while episode.threads and time.monotonic() < until:
             await asyncio.sleep(_GRACE_SECONDS / 20)
-        num_processes += await self._end_processes(seat)
-        is_clean = not seat.threads and not seat.has_processes and all(task.done() for task in left)
-        self._leave(seat, said | {"num_processes": num_processes}, is_clean=is_clean)
+        num_processes += await self._end_processes(episode)
+        is_clean = not episode.threads and not episode.has_processes and all(task.done() for task in left)
+        self._leave(episode, said | {"num_processes": num_processes}, is_clean=is_clean)
 
-    async def _end_processes(self, seat: WorkerEpisode) -> int:
-        """End what the episode has started since this was called before, and return how many that were."""
-        if not seat.has_processes:
+    async def _end_processes(self, episode: WorkerEpisode) -> int:
+        """End the processes that the episode has started since the last call, and return how many these were."""
+        if not episode.has_processes:
             return 0
-        seat.has_processes = False
+        episode.has_processes = False
         try:
-            return await self._loop.run_in_executor(self._ending, end_processes, seat.number, self._guard_pid)
-        except (OSError, MemoryError):  # one cannot be ended, or not looked for: the process is replaced
-            seat.has_processes = True
+            return await self._loop.run_in_executor(self._ending, end_processes, episode.number, self._guard_pid)
+        except (OSError, MemoryError):  # one cannot be ended or found: the pool replaces this worker
+            episode.has_processes = True
             return 0
 
-    def _leave(self, seat: WorkerEpisode, said: dict[str, Any], *, is_clean: bool) -> None:
-        if self._seats.pop(seat.number, None) is None:
+    def _leave(self, episode: WorkerEpisode, said: dict[str, Any], *, is_clean: bool) -> None:
+        if self._episodes.pop(episode.number, None) is None:
             return
-        del self._runs[seat.number]
-        end = {"own_seconds": seat.clock.seconds, "num_processes": 0, "is_clean": is_clean, "is_crowded": False}
+        del self._runs[episode.number]
+        end = {"own_seconds": episode.clock.seconds, "num_processes": 0, "is_clean": is_clean, "is_crowded": False}
         try:
-            self._send(seat.number, end | said)
+            self._send(episode.number, end | said)
         except TooLarge as error:
-            self._send(seat.number, end | {"failure": "too_large", "why": str(error)})
+            self._send(episode.number, end | {"failure": "too_large", "why": str(error)})
 
     def _tick(self) -> None:
-        """Show that the loop runs, and look at the deadlines."""
+        """Show that the loop runs, and enforce the deadlines."""
         self._loop.tick()
         most, most_turn = self._setup["deadline_seconds"], self._setup["turn_deadline_seconds"]
-        for seat in list(self._seats.values()):
-            if seat.ended_by is not None:
-                # An episode that ignores its end is left to itself; the process is replaced when the others are done.
-                if not self._runs[seat.number].done() and time.monotonic() - seat.ended_at > _GRACE_SECONDS:
-                    kind, why = seat.ended_by
-                    self._leave(seat, {"failure": kind, "why": f"{why}; it ignores that"}, is_clean=False)
-                    self._ending.submit(end_processes, seat.number, self._guard_pid)
-            elif seat.turn_seconds > most_turn:
-                self._end(seat, "deadline", f"no turn and no end within {most_turn:g} s of its own{_in_tools(seat)}")
-            elif seat.clock.seconds > most:
-                self._end(seat, "deadline", f"no end within {most:g} s of its own{_in_tools(seat)}")
+        for episode in list(self._episodes.values()):
+            if episode.ended_by is not None:
+                # An episode that ignores its end is abandoned. The pool replaces this worker when the others are done.
+                if not self._runs[episode.number].done() and time.monotonic() - episode.ended_at > _GRACE_SECONDS:
+                    kind, why = episode.ended_by
+                    self._leave(episode, {"failure": kind, "why": f"{why}; it ignores that"}, is_clean=False)
+                    self._ending.submit(end_processes, episode.number, self._guard_pid)
+            elif episode.turn_seconds > most_turn:
+                self._end(
+                    episode, "deadline", f"no turn and no end within {most_turn:g} s of its own{_in_tools(episode)}"
+                )
+            elif episode.clock.seconds > most:
+                self._end(episode, "deadline", f"no end within {most:g} s of its own{_in_tools(episode)}")
         self._loop.call_later(self._setup["tick_seconds"], self._tick)
 
     def _send(self, number: int, message: dict[str, Any]) -> None:
         line = self._encoded(number, message)
-        if number in self._seats or "is_clean" in message:  # of an episode that was left to itself, nothing more
+        if number in self._episodes or "is_clean" in message:  # an abandoned episode may send nothing more
             self._num_lines += 1
             assert self._out is not None
             self._out.write(line)
@@ -255,7 +258,7 @@ class _Worker:
             )
         except RecursionError:
             raise TooLarge("a message nests too deeply") from None
-        line = text.encode("utf-8", "replace") + b"\n"  # half a character is replaced
+        line = text.encode("utf-8", "replace") + b"\n"  # a lone surrogate is replaced
         if len(line) > most:
             raise TooLarge(f"a message of {len(line)} bytes; at most {most} (episodes.endpoint.max_body_bytes)")
         return line
@@ -265,9 +268,9 @@ class _Worker:
         self._out.write(json.dumps(message).encode() + b"\n")
 
 
-def _in_tools(seat: WorkerEpisode) -> str:
+def _in_tools(episode: WorkerEpisode) -> str:
     now = time.perf_counter()
-    running = [f"{name} for {now - since:.1f} s" for name, since in seat.running_tools.values()]
+    running = [f"{name} for {now - since:.1f} s" for name, since in episode.running_tools.values()]
     return f"; in the tool {', '.join(running)}" if running else ""
 
 

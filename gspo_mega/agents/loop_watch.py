@@ -1,19 +1,18 @@
-"""Who has the event loop of a worker: a page that the worker and its parent share, and a loop that keeps it.
+"""Who has the event loop of a worker: a page of memory that the worker and its parent share, and a loop that writes it.
 
-In the worker, `WatchedLoop` writes down which episode's callback runs, and counts. The parent reads: a count that
-stands still is a blocked loop, and the page names who blocks it, or who ran when the process ended. A page needs
-neither the worker's interpreter, which one call into C may hold, nor a living worker. So the name has to be there
-before the callback runs: a watching thread inside would not run while such a call lasts. What code of an episode gives
-to the loop, steps of its tasks included, passes through the three public methods that `WatchedLoop` overrides, which
-know the episode by the context of the call. What a transport calls (`data_received`) does not: it runs without a name,
-and who blocks there is found as who ends a process is.
+In the worker, `WatchedLoop` writes down which episode's callback runs, and counts ticks. The parent reads the page with
+`LoopWatch`: a count that stands still is a blocked loop, and the page names the episode that blocks it, or that ran
+when the process ended. A page needs neither the worker's interpreter, which one call into C may hold, nor a living
+worker. The name has to be there before the callback runs, because a watching thread in the worker would not run during
+such a call.
 
-Owns the page and the two views of it. What follows for an episode is `pool.py`'s.
+What an episode's code gives to the loop, steps of its tasks included, passes through the three public methods that
+`WatchedLoop` overrides; they know the episode by the context of the call. What a transport calls (`data_received`) does
+not: it runs without a name, and the episode that blocks there is found in the way in which one that ends a process is.
 
-The own time of one episode in a worker: what its deadlines count.
-
-It stands still while the episode waits for others: for a turn of the policy, or for a thread where none of its own
-functions has one. What other episodes keep the loop busy for is left out.
+`OwnClock` measures the own time of one episode, which its deadlines count. It stands still while the episode waits for
+others: for a turn of the policy, or for a thread if none of its own functions has one. Time in which other episodes
+keep the loop busy is left out.
 """
 
 from __future__ import annotations
@@ -40,56 +39,37 @@ from typing import Any, TypeVar, TypeVarTuple
 
 from gspo_mega.base.errors import EpisodeError
 
-
-class OwnClock:
-    """All in seconds; from any thread."""
-
-    def __init__(self, others_seconds: Callable[[], float]) -> None:
-        """`others_seconds`: what other episodes have kept the loop busy for so far."""
-        self._others = others_seconds
-        self._lock = threading.Lock()
-        self._num_turns = self._num_queued = self._num_threads = 0
-        self._seconds = 0.0
-        self._since, self._others_then = time.perf_counter(), others_seconds()
-
-    @property
-    def seconds(self) -> float:
-        with self._lock:
-            return self._now()
-
-    def change(self, *, turns: int = 0, queued: int = 0, threads: int = 0) -> None:
-        """So many more turns are asked for, functions wait for a thread, and functions have one."""
-        with self._lock:
-            self._seconds = self._now()
-            self._since, self._others_then = time.perf_counter(), self._others()
-            self._num_turns += turns
-            self._num_queued += queued
-            self._num_threads += threads
-
-    def _now(self) -> float:
-        if self._num_turns or (self._num_queued and not self._num_threads):
-            return self._seconds
-        passed = time.perf_counter() - self._since
-        return self._seconds + max(0.0, passed - (self._others() - self._others_then))
-
-
-# Threads of one worker in which tools, and what episodes hand to `asyncio.to_thread`, run at the same time.
+# How many threads one worker has for tools and for what episodes hand to `asyncio.to_thread`.
 NUM_THREADS = 64
-# A tool's stack; 64 of the usual 8 MiB would use up a small bound on memory.
+
+# A thread's stack. 64 stacks of the usual 8 MiB would use up a small bound on memory.
 _STACK_BYTES = 2 * 1024**2
+
 _PAGE_BYTES = mmap.PAGESIZE
+
 _TICK, _CURRENT, _THREADS = 0, 1, 2  # places on the page, of 8 bytes each
+
 _DUMP_SIGNAL = signal.SIGUSR1
+
 _DUMP_SECONDS = 0.3
+
 _T = TypeVar("_T")
+
 _Args = TypeVarTuple("_Args")
+
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 
 
 class Owner:
-    """An episode as the loop knows it. Attributes: number: from 1. busy_seconds: of its callbacks so far. tasks: those
-    that it made. threads: the places of those that it runs in. has_processes: it may have started some that live.
-    clock: of its own time.
+    """An episode as the loop knows it.
+
+    Attributes:
+        number: counts episodes from 1.
+        busy_seconds: the time of its callbacks so far.
+        tasks: the tasks that it made.
+        threads: the places on the page of the threads in which its functions run.
+        has_processes: it may have started processes that still live.
+        clock: measures its own time.
     """
 
     def __init__(self, number: int, loop: WatchedLoop) -> None:
@@ -105,8 +85,8 @@ CURRENT: contextvars.ContextVar[Owner | None] = contextvars.ContextVar("episode"
 
 
 class WatchedLoop(asyncio.SelectorEventLoop):
-    """An event loop that shows on the page whose callback it runs. Attributes: busy_seconds: of all episodes' callbacks
-    so far.
+    """An event loop that shows on the page whose callback it runs. `busy_seconds` is the time of all episodes'
+    callbacks so far.
     """
 
     def __init__(self, page_path: str) -> None:
@@ -114,7 +94,7 @@ class WatchedLoop(asyncio.SelectorEventLoop):
         self.busy_seconds = 0.0
         page = os.open(page_path, os.O_RDWR | os.O_APPEND)
         self._page = memoryview(mmap.mmap(page, _PAGE_BYTES)).cast("Q")
-        # The kernel gives a process's signal to its main thread, whose stack is all that is written then.
+        # The kernel gives a process's signal to its main thread, so only that thread's stack is written.
         faulthandler.register(_DUMP_SIGNAL, file=page, all_threads=False, chain=False)
         self.set_task_factory(_owned_task)
         threading.stack_size(_STACK_BYTES)
@@ -146,7 +126,7 @@ class WatchedLoop(asyncio.SelectorEventLoop):
     def _shown(
         self, callback: Callable[[*_Args], object], context: contextvars.Context | None
     ) -> Callable[[*_Args], object]:
-        """The callback, during which the page shows its episode."""
+        """Wrap the callback so that the page shows its episode while it runs."""
         owner = _owner_in(context)
         return callback if owner is None else functools.partial(self._step, owner, callback)
 
@@ -167,7 +147,7 @@ def _owner_in(context: contextvars.Context | None) -> Owner | None:
 
 
 class _OwnedTask(asyncio.Task[_T]):
-    """A task that knows its episode, which alone may cancel it."""
+    """A task that knows its episode. No other episode may cancel it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, coro: Any, *, context: Any = None) -> None:
         self.owner = _owner_in(context)
@@ -178,7 +158,7 @@ class _OwnedTask(asyncio.Task[_T]):
     def cancel(self, msg: Any = None) -> bool:
         by = CURRENT.get()
         if by is not None and by is not self.owner:
-            raise EpisodeError("an episode may cancel its own tasks only")
+            raise EpisodeError("an episode may cancel only its own tasks")
         return super().cancel(msg)
 
 
@@ -193,7 +173,7 @@ def _owned_task(
 
 
 class _OwnedThreads(ThreadPoolExecutor):
-    """Threads that show on the page whose function they run."""
+    """Threads that show on the page which episode's function they run."""
 
     def __init__(self, page: memoryview) -> None:
         super().__init__(NUM_THREADS, "tool")
@@ -233,7 +213,7 @@ def _was_given_up(owner: Owner, future: Future[Any]) -> None:
 
 
 class LoopWatch:
-    """The parent's view of one worker. Attributes: path: of the page, until the worker has opened it."""
+    """The parent's view of one worker. `path` is where the page is until the worker has opened it."""
 
     def __init__(self) -> None:
         self._file, self.path = tempfile.mkstemp(prefix="episodes_")
@@ -241,21 +221,21 @@ class LoopWatch:
         self._page = memoryview(mmap.mmap(self._file, _PAGE_BYTES)).cast("Q")
         self._tick, self._looked, self._silent_seconds = 0, time.monotonic(), 0.0
 
-    def is_open_there(self) -> None:
-        """The worker has the page: its name in the file system goes."""
+    def remove_file(self) -> None:
+        """Remove the page's name from the file system, once the worker has opened it."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path)
 
     def close(self) -> None:
-        """Give the page back. A second call does nothing."""
-        self.is_open_there()
+        """Release the page. A second call does nothing."""
+        self.remove_file()
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
 
     def silent_seconds(self, most_step_seconds: float) -> float:
-        """How long the loop has given no sign. A look that comes late, because this process was held up itself, counts
-        as `most_step_seconds`.
+        """Return for how long the loop has given no sign. Between two calls at most `most_step_seconds` count, in case
+        this process itself was held up.
         """
         tick, now = self._page[_TICK], time.monotonic()
         if tick != self._tick:
@@ -266,14 +246,14 @@ class LoopWatch:
         return self._silent_seconds
 
     def who_runs(self) -> tuple[int, set[int]]:
-        """The number of the episode whose callback runs, or ran when the process ended (0: none's), and the numbers of
-        those that have a thread.
+        """Return the number of the episode whose callback runs, or ran when the process ended (0: none), and the
+        numbers of the episodes that have a thread.
         """
         return self._page[_CURRENT], {number for number in self._page[_THREADS : _THREADS + NUM_THREADS] if number}
 
     async def where(self, pid: int) -> str:
-        """` at file.py:12 (function)`: what the main thread of the worker `pid` is in, users' code rather than the
-        library's; empty where it cannot be told.
+        """Return where the main thread of the worker `pid` is, as ` at file.py:12 (function)`. Users' code is preferred
+        to the standard library's. Empty if it cannot be found out.
         """
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, _DUMP_SIGNAL)
@@ -285,3 +265,35 @@ class LoopWatch:
         if not own:
             return ""
         return f" at {Path(own[0]['file']).name}:{own[0]['line']} ({own[0]['function']})"
+
+
+class OwnClock:
+    """The own time of one episode, in seconds. Any thread may use it."""
+
+    def __init__(self, others_seconds: Callable[[], float]) -> None:
+        """`others_seconds` returns for how long other episodes have kept the loop busy so far."""
+        self._others = others_seconds
+        self._lock = threading.Lock()
+        self._num_turns = self._num_queued = self._num_threads = 0
+        self._seconds = 0.0
+        self._since, self._others_then = time.perf_counter(), others_seconds()
+
+    @property
+    def seconds(self) -> float:
+        with self._lock:
+            return self._now()
+
+    def change(self, *, turns: int = 0, queued: int = 0, threads: int = 0) -> None:
+        """Note that so many more turns are asked for, functions wait for a thread, and functions have a thread."""
+        with self._lock:
+            self._seconds = self._now()
+            self._since, self._others_then = time.perf_counter(), self._others()
+            self._num_turns += turns
+            self._num_queued += queued
+            self._num_threads += threads
+
+    def _now(self) -> float:
+        if self._num_turns or (self._num_queued and not self._num_threads):
+            return self._seconds
+        passed = time.perf_counter() - self._since
+        return self._seconds + max(0.0, passed - (self._others() - self._others_then))

@@ -1,15 +1,13 @@
-"""The text of a turn while it is sampled: what a reader may already be shown, and never has to take back.
+"""What a policy sampled, as a message: its thinking, its tool calls and its content.
 
-Owns the text of tokens that come in pieces, and what of it is content for sure: not a part of a character, not thinking
-or a call, nor the beginning of what may become one, nor white space at either end, which content beside a call has not.
+The first part reads the whole text of a turn (`parts_of`). Models write tool calls in several formats; each is an entry
+of `FORMATS`. Nothing that a policy writes raises an error: a broken call stays in the content and is counted. Thinking
+is what stands before the first `</think>`, if the turn, or the template's text before it, opens with `<think>`. A turn
+that never closes its thinking is all thinking. Calls are looked for after the thinking.
 
-What a policy sampled, as a message: its thinking, its tool calls, its content.
-
-Owns the formats in which models write tool calls, one entry of `FORMATS` each. Nothing here fails on what a policy
-writes: a broken call stays in the content and is counted.
-
-Thinking is what stands before the first `</think>`, where the turn, or the template's text before it, opens with
-`<think>`. A turn that never closes its thinking is nothing but thinking. Calls are looked for behind it.
+The second part turns tokens into text while a turn is sampled (`StreamedContent`), so that a client can be shown
+content that never has to be taken back. It holds back a part of a character, thinking and calls, what may become the
+beginning of either, and white space at both ends, which content next to a call does not have.
 """
 
 from __future__ import annotations
@@ -24,18 +22,23 @@ from gspo_mega.base.errors import DataError
 from gspo_mega.data.rows import read_plain
 
 _OPEN_THINKING, _CLOSE_THINKING = "<think>", "</think>"
+
 _OPEN_CALL, _CLOSE_CALL = "<tool_call>", "</tool_call>"
+
 _OPENED_BY_TEMPLATE = re.compile(rf"{_OPEN_THINKING}\s*\Z")
+
 _BRACKETS = re.compile(r"\[([^\[\]]+)\]")
+
 _SPACES = re.compile(r"\s*")
-# The tool's name and its argument, for a format that writes neither.
+
+# The names of the only tool and of its only argument, for a format that writes neither.
 _Only = tuple[str, str]
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """A format. `openers`: texts at which a call or thinking may begin; content is never past one of them, nor past
-    the white space before it.
+    """A format of tool calls. `openers` are texts at which a call or thinking may begin. Streamed content ends before
+    the first of them, and before the white space in front of it.
     """
 
     name: str
@@ -51,7 +54,7 @@ class MessageParts:
 
 
 class _Found(NamedTuple):
-    """Where a call stands in a text, and its name and arguments; None of a broken one."""
+    """Where a call stands in a text, and its name and arguments; `call` is None if it is broken."""
 
     start: int
     end: int
@@ -63,27 +66,6 @@ class _Format(NamedTuple):
     find: Callable[[str, _Only | None], list[_Found]]
 
 
-def format_of(name: str, template: str, tools: Sequence[dict[str, Any]] | None) -> ToolFormat:
-    """The format `name` of the configuration; `auto` reads the template's text. Without tools nobody could answer a
-    call, so none is looked for.
-
-    Raises DataError: `auto`, tools, and a template with a format that isn't known; `brackets`, and not one tool with
-    one text argument.
-    """
-    if name == "auto" and tools:
-        name = _format_shown(template)
-    if not tools or name == "none":
-        return FORMATS["none"].format
-    if name == "brackets":
-        _only_argument(tools)
-    return FORMATS[name].format
-
-
-def opens_thinking(context: str) -> bool:
-    """Has a context's text, the template's, begun the thinking of the turn behind it?"""
-    return _OPENED_BY_TEMPLATE.search(context) is not None
-
-
 def parts_of(
     text: str,
     tool_format: ToolFormat,
@@ -92,12 +74,12 @@ def parts_of(
     tools: Sequence[dict[str, Any]] | None = None,
     gap: str = "",
 ) -> MessageParts:
-    """The message that `text`, a sampled turn without its end token, is. `turn`: its number, in the calls' ids.
-    `gap`: the context's text before it, which may have opened its thinking.
+    """Return `text`, a sampled turn without its end token, as a message. `turn` is its number, which goes into the ids
+    of its calls. `gap` is the text of the context before it, which may have opened its thinking.
 
-    A turn without thinking and calls is its text, to the character. Otherwise content is what is left, without white
-    space behind it, and behind thinking without white space before it. A call's arguments are JSON text, as in OpenAI's
-    form.
+    The content of a turn without thinking and calls is its exact text. Otherwise the content is what is left, without
+    white space at its end, and after thinking without white space at its beginning. A call's arguments are JSON text,
+    as in OpenAI's form.
     """
     thinking, rest = _split_thinking(text, gap)
     only = _only_argument(tools or ()) if tool_format.name == "brackets" else None
@@ -118,8 +100,15 @@ def parts_of(
     return MessageParts(message, len(found) - len(calls))
 
 
+def opens_thinking(context: str) -> bool:
+    """Whether the text of a context ends with an open `<think>`, so that the turn after it begins inside its
+    thinking.
+    """
+    return _OPENED_BY_TEMPLATE.search(context) is not None
+
+
 def _split_thinking(text: str, gap: str) -> tuple[str, str]:
-    """The thinking, and what comes behind it."""
+    """Return the thinking and the text after it."""
     if text.lstrip().startswith(_OPEN_THINKING):
         inner = text.lstrip()[len(_OPEN_THINKING) :]
     elif opens_thinking(gap):
@@ -131,13 +120,58 @@ def _split_thinking(text: str, gap: str) -> tuple[str, str]:
 
 
 def _call(turn: int, number: int, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    # Nine letters, which is what the strictest templates want of an id.
+    # The strictest templates want an id of nine characters.
     written = json.dumps(arguments, ensure_ascii=False)
     return {
         "id": f"c{turn:04d}t{number:03d}",
         "type": "function",
         "function": {"name": name, "arguments": written},
     }
+
+
+def format_of(name: str, template: str, tools: Sequence[dict[str, Any]] | None) -> ToolFormat:
+    """Return the format that the configuration names; `auto` finds it in the template's text. Without tools nobody
+    could answer a call, so the format is `none`.
+
+    Raises DataError for `auto` if there are tools and the template's format is not known, and for `brackets` if there
+    is not exactly one tool with one text argument.
+    """
+    if name == "auto" and tools:
+        name = _format_shown(template)
+    if not tools or name == "none":
+        return FORMATS["none"].format
+    if name == "brackets":
+        _only_argument(tools)
+    return FORMATS[name].format
+
+
+def _format_shown(template: str) -> str:
+    """Return the name of the format in which a template writes calls. Raises DataError if it is not known."""
+    # Some formats have XML between the same tags.
+    if _OPEN_CALL in template and not any(word in template for word in ("<arg_key>", "<function=", "<parameter=")):
+        return "hermes"
+    known = ", ".join(repr(name) for name in FORMATS)
+    raise DataError(
+        "episodes.tool_format: auto cannot tell from the chat template how the policy writes tool calls; set one of"
+        f" {known}"
+    )
+
+
+def _only_argument(tools: Sequence[dict[str, Any]]) -> _Only:
+    """Return the name of the only tool and of its only argument. Raises DataError if there is not one of each."""
+    names = [tool["function"]["name"] for tool in tools]
+    if len(names) != 1:
+        raise DataError(
+            f"episodes.tool_format: brackets is for one tool with one text argument; there are {len(names)} tools:"
+            f" {', '.join(names)}"
+        )
+    properties = (tools[0]["function"].get("parameters") or {}).get("properties") or {}
+    if len(properties) != 1 or next(iter(properties.values())).get("type") != "string":
+        taken = ", ".join(f"{key} ({one.get('type', 'any')})" for key, one in properties.items()) or "none"
+        raise DataError(
+            f"episodes.tool_format: brackets is for one tool with one text argument; {names[0]} takes {taken}"
+        )
+    return names[0], next(iter(properties))
 
 
 def _no_calls(text: str, only: _Only | None) -> list[_Found]:
@@ -155,13 +189,13 @@ def _hermes_calls(text: str, only: _Only | None) -> list[_Found]:
 
 
 def _read_hermes(text: str, at: int) -> tuple[tuple[str, dict[str, Any]] | None, int]:
-    """The call whose JSON begins at `at`, or None where it is broken, and where it ends."""
-    read = read_plain(text, _behind_spaces(text, at))
+    """Read the call whose JSON begins at `at`. Return it (None if it is broken) and where it ends."""
+    read = read_plain(text, _skip_spaces(text, at))
     if read is not None and (call := _named_call(read[0])) is not None:
-        behind = _behind_spaces(text, read[1])
-        if text.startswith(_CLOSE_CALL, behind):
-            return call, behind + len(_CLOSE_CALL)
-    # A closing tag may be missing: what comes behind may be a sound call.
+        end = _skip_spaces(text, read[1])
+        if text.startswith(_CLOSE_CALL, end):
+            return call, end + len(_CLOSE_CALL)
+    # The closing tag may be missing, and a sound call may follow.
     close, following = text.find(_CLOSE_CALL, at), text.find(_OPEN_CALL, at)
     if close >= 0 and (following < 0 or close < following):
         return None, close + len(_CLOSE_CALL)
@@ -169,7 +203,7 @@ def _read_hermes(text: str, at: int) -> tuple[tuple[str, dict[str, Any]] | None,
 
 
 def _named_call(value: Any) -> tuple[str, dict[str, Any]] | None:
-    """The name and arguments of a call written as JSON. Arguments may be JSON text; a call may have none."""
+    """Return the name and arguments of a call written as JSON, or None. Arguments may be JSON text, or missing."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         return None
     arguments = value.get("arguments")
@@ -183,7 +217,7 @@ def _named_call(value: Any) -> tuple[str, dict[str, Any]] | None:
     return (value["name"], arguments) if isinstance(arguments, dict) else None
 
 
-def _behind_spaces(text: str, at: int) -> int:
+def _skip_spaces(text: str, at: int) -> int:
     found = _SPACES.match(text, at)
     return at if found is None else found.end()
 
@@ -201,35 +235,6 @@ def _bracket_calls(text: str, only: _Only | None) -> list[_Found]:
     return found
 
 
-def _only_argument(tools: Sequence[dict[str, Any]]) -> _Only:
-    """The name of the only tool, and of its only argument. Raises DataError."""
-    names = [tool["function"]["name"] for tool in tools]
-    if len(names) != 1:
-        raise DataError(
-            f"episodes.tool_format: brackets is for one tool with one text argument; there are {len(names)}:"
-            f" {', '.join(names)}"
-        )
-    properties = (tools[0]["function"].get("parameters") or {}).get("properties") or {}
-    if len(properties) != 1 or next(iter(properties.values())).get("type") != "string":
-        taken = ", ".join(f"{key} ({one.get('type', 'any')})" for key, one in properties.items()) or "none"
-        raise DataError(
-            f"episodes.tool_format: brackets is for one tool with one text argument; {names[0]} takes {taken}"
-        )
-    return names[0], next(iter(properties))
-
-
-def _format_shown(template: str) -> str:
-    """The format that a template writes calls in. Raises DataError."""
-    # Others put XML between the same tags.
-    if _OPEN_CALL in template and not any(word in template for word in ("<arg_key>", "<function=", "<parameter=")):
-        return "hermes"
-    known = ", ".join(repr(name) for name in FORMATS)
-    raise DataError(
-        "episodes.tool_format: auto cannot tell from the chat template how the policy writes tool calls; set one of"
-        f" {known}"
-    )
-
-
 FORMATS: dict[str, _Format] = {
     "hermes": _Format(ToolFormat("hermes", (_OPEN_CALL, _OPEN_THINKING)), _hermes_calls),
     "brackets": _Format(ToolFormat("brackets", ("[", _OPEN_THINKING)), _bracket_calls),
@@ -239,17 +244,20 @@ FORMATS: dict[str, _Format] = {
 
 Decode = Callable[[list[int]], str]
 
-_BROKEN = "�"  # what decoders write for a part of a character
-# Tokens are decoded with these many before them, which some decoders need for the space in front of a word.
-_BEFORE = 8
-# A character has at most four bytes, each a token at worst.
-_MOST_OF_A_CHARACTER = 4
-# More tokens than these without a whole character at their end are no text; they wait for the end of the turn.
-_MOST_WAITING = 64
+_REPLACEMENT = "�"  # what decoders write for a part of a character
+
+# Tokens are decoded together with this many earlier ones: some decoders need them for the space in front of a word.
+_TOKENS_BEFORE = 8
+
+# A character has at most four bytes; each may be a token of its own.
+_MAX_TOKENS_OF_CHARACTER = 4
+
+# If so many tokens end without a whole character, they are not text, and nothing more is sent before the turn's end.
+_MAX_WAITING_TOKENS = 64
 
 
 class TokenText:
-    """Tokens to text, piece by piece; each token is decoded a bounded number of times."""
+    """Decodes tokens piece by piece. Each token is decoded a bounded number of times."""
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
@@ -258,26 +266,29 @@ class TokenText:
         self._is_text = True
 
     def add(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens add, without a part of a character at its end."""
+        """Return the text that these tokens add, without a part of a character at its end."""
         self._token_ids += token_ids
-        start = max(0, self._read - _BEFORE)
+        start = max(0, self._read - _TOKENS_BEFORE)
         before = self._decode(self._token_ids[start : self._read])
         for end in range(len(self._token_ids), self._read, -1) if self._is_text else ():
             text = self._decode(self._token_ids[start:end])
-            if not text.endswith(_BROKEN) and text.startswith(before):
+            if not text.endswith(_REPLACEMENT) and text.startswith(before):
                 self._read = end
                 return text[len(before) :]
-            if len(self._token_ids) - end >= _MOST_OF_A_CHARACTER:
+            if len(self._token_ids) - end >= _MAX_TOKENS_OF_CHARACTER:
                 break
-        self._is_text = self._is_text and len(self._token_ids) - self._read < _MOST_WAITING
+        self._is_text = self._is_text and len(self._token_ids) - self._read < _MAX_WAITING_TOKENS
         return ""
 
 
 class StreamedContent:
-    """Which part of a turn's content may be sent. `add` is fed the reports of a turn, `rest` the whole content."""
+    """Decides which part of a turn's content may already be sent.
+
+    `add` gets the reports of a turn, `rest` the whole content at the end. `sent` is what was sent so far.
+    """
 
     def __init__(self, decode: Decode, openers: Sequence[str], stop_token_ids: Sequence[int]) -> None:
-        """`openers`: texts at which thinking or a call may begin."""
+        """`openers` are texts at which thinking or a call may begin."""
         self._text = TokenText(decode)
         self._openers = tuple(openers)
         self._stops = frozenset(stop_token_ids)
@@ -291,8 +302,8 @@ class StreamedContent:
         self._is_over = True
 
     def add(self, position: int, token_ids: Sequence[int]) -> str:
-        """The content to send now, of tokens from `position` of the turn on. Where tokens were taken back, nothing more
-        is sent before the end.
+        """Return the content to send now, given the tokens from `position` of the turn on. Once tokens were taken back,
+        nothing more is sent before the end.
         """
         if position != self._num_tokens:
             self._is_over = True
@@ -300,14 +311,14 @@ class StreamedContent:
         if self._is_over:
             return ""
         self._held += self._text.add([token for token in token_ids if token not in self._stops])
-        return self._take(self._sure())
+        return self._release(self._sure_length())
 
     def rest(self, content: str) -> str | None:
-        """What is left of the whole content; None where it does not begin with what was sent."""
+        """Return what is left to send of the whole content; None if the content does not begin with what was sent."""
         return content[len(self.sent) :] if content.startswith(self.sent) else None
 
-    def _sure(self) -> int:
-        """How much of what is held is content, whatever follows."""
+    def _sure_length(self) -> int:
+        """How many of the held characters are content, no matter what follows."""
         held = self._held
         if not self.sent and held[:1].isspace():
             self._is_over = True
@@ -324,7 +335,7 @@ class StreamedContent:
                     break
         return len(held[:end].rstrip())
 
-    def _take(self, length: int) -> str:
-        taken, self._held = self._held[:length], self._held[length:]
-        self.sent += taken
-        return taken
+    def _release(self, length: int) -> str:
+        released, self._held = self._held[:length], self._held[length:]
+        self.sent += released
+        return released

@@ -1,16 +1,15 @@
-"""OpenAI's chat completions on the wire: a request's body read and checked, an answer's body and its stream written.
+"""OpenAI's chat completions on the wire: reading and checking a request's body, and writing an answer or its stream.
 
-Owns which fields a request may have and what becomes of each, and the form of errors. Pure: no HTTP, no session. The
-fields are those of OpenAI's API reference, "Create chat completion" and "Chat completion chunk".
+The fields are those of OpenAI's API reference, "Create chat completion" and "Chat completion chunk". `read_request`
+says which fields a request may have and what becomes of each; `ApiError` is the form of errors. Nothing here does HTTP
+or knows a session.
 
-Training needs one distribution: what a request says about sampling must be what its session is sampled with,
-else it is refused by name (or counted, with `episodes.endpoint.ignore_sampling`).
+Training needs one distribution. What a request says about sampling must therefore be what its session is sampled with;
+otherwise the request is refused by name (or counted, with `episodes.endpoint.ignore_sampling`).
 
-A message as clients of OpenAI's API write it, in the one form that records have.
-
-Owns what is the same message: null and empty fields that clients add to an answer when they hand it back, text in
-parts, the role `developer`. What it changes, it changes in every request alike, so that a history that comes back
-unedited is found in the record.
+`message_of` brings a message into the one form that records have. Clients add null and empty fields to an answer when
+they hand it back, write text in parts, or use the role `developer`. Each change is made in the same way in every
+request, so that a history that comes back unedited is found in the record.
 """
 
 from __future__ import annotations
@@ -27,108 +26,26 @@ from gspo_mega.base.errors import EpisodeError
 
 Refuse = Callable[[str, str], NoReturn]
 
-_ROLES = ("system", "developer", "user", "assistant", "tool")
-# Of a message that a client hands back: what an answer here never has, so that it holds nothing.
-_EMPTY = ("annotations", "audio", "function_call", "refusal", "tool_calls")
-_MESSAGE_FIELDS = {
-    "system": ("content", "name"),
-    "user": ("content", "name"),
-    "assistant": ("content", "name", "reasoning_content", "tool_calls"),
-    "tool": ("content", "name", "tool_call_id"),
-}
-
-
-def message_of(message: Any, where: str, refuse: Refuse) -> dict[str, Any]:
-    """The message in the records' form. `refuse` is called with the place and the text of what is wrong."""
-    if not isinstance(message, dict):
-        refuse(where, f"is {_shown(message)}; an object with role and content was expected")
-    role = message.get("role")
-    if role not in _ROLES:
-        refuse(f"{where}.role", f"{_shown(role)}; valid: {', '.join(_ROLES)}")
-    role = "system" if role == "developer" else role
-    made: dict[str, Any] = {"role": role}
-    for key, value in message.items():
-        if key == "role" or value is None or (key in _EMPTY and not value):
-            continue
-        if key not in _MESSAGE_FIELDS[role]:
-            refuse(f"{where}.{key}", f"no field of a message of role {role}; valid: {', '.join(_MESSAGE_FIELDS[role])}")
-        if key == "content":
-            made[key] = _content(value, f"{where}.content", refuse)
-        elif key == "tool_calls":
-            made[key] = _calls(value, f"{where}.tool_calls", refuse)
-        elif isinstance(value, str):
-            made[key] = value
-        else:
-            refuse(f"{where}.{key}", f"is {_shown(value)}; a text was expected")
-    if "content" not in made:
-        if role != "assistant":
-            refuse(f"{where}.content", "missing; a text was expected")
-        made["content"] = ""
-    if role == "tool" and "tool_call_id" not in made:
-        refuse(f"{where}.tool_call_id", "missing; the id of the call that this answers was expected")
-    return made
-
-
-def _content(content: Any, where: str, refuse: Refuse) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        refuse(where, f"is {_shown(content)}; a text or a list of text parts was expected")
-    texts = []
-    for place, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
-            refuse(
-                f"{where}[{place}]",
-                f'{_shown(part)}; valid: {{"type": "text", "text": ...}}, for the policy reads text',
-            )
-        texts.append(part["text"])
-    return "".join(texts)
-
-
-def _calls(calls: Any, where: str, refuse: Refuse) -> list[dict[str, Any]]:
-    if not isinstance(calls, list):
-        refuse(where, f"is {_shown(calls)}; a list was expected")
-    made = []
-    for place, call in enumerate(calls):
-        function = call.get("function") if isinstance(call, dict) else None
-        if (
-            not isinstance(function, dict)
-            or call.get("type", "function") != "function"
-            or not all(
-                isinstance(one, str) for one in (call.get("id"), function.get("name"), function.get("arguments"))
-            )
-        ):
-            refuse(
-                f"{where}[{place}]",
-                f'{_shown(call)}; valid: {{"id": text, "type": "function", "function": {{"name": text, "arguments":'
-                " JSON text}}",
-            )
-        named = {"name": function["name"], "arguments": function["arguments"]}
-        made.append({"id": call["id"], "type": "function", "function": named})
-    return made
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 80 else f"{text[:80]}..."
-
 
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-# They name, store or bill a request, and change nothing of its answer.
+
+# These name, store or bill a request, and do not change its answer.
 _WITHOUT_EFFECT = frozenset(
     {
         *("metadata", "model", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier"),
         *("store", "user"),
     }
 )
+
 _USED = frozenset(
     {
         *("logprobs", "max_completion_tokens", "max_tokens", "messages", "modalities", "n", "response_format", "stop"),
         *("stream", "stream_options", "tool_choice", "tools", "top_logprobs"),
     }
 )
-# What would change the distribution, with the values that leave it as it is. To the first ones the session's is added.
+
+# Fields that could change the distribution, with the values that do not. For fields of `Sampling`, the session's own
+# value is valid, too.
 _SAMPLING: dict[str, tuple[Any, ...]] = {
     "temperature": (),
     "top_p": (),
@@ -143,13 +60,30 @@ _SAMPLING: dict[str, tuple[Any, ...]] = {
     "seed": (),
     "verbosity": (),
 }
+
 _FIELDS = _WITHOUT_EFFECT | _USED | _SAMPLING.keys()
+
 _INSTEAD = {"functions": "tools", "function_call": "tool_choice"}
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+
+# Fields that a client may add to a message that it hands back. They are dropped if they are empty.
+_EMPTY = ("annotations", "audio", "function_call", "refusal", "tool_calls")
+
+_MESSAGE_FIELDS = {
+    "system": ("content", "name"),
+    "user": ("content", "name"),
+    "assistant": ("content", "name", "reasoning_content", "tool_calls"),
+    "tool": ("content", "name", "tool_call_id"),
+}
+
+
+END_OF_STREAM = b"data: [DONE]\n\n"
 
 
 class ApiError(EpisodeError):
-    """A request that is answered with an error in OpenAI's form. `status`: of HTTP. `param`: the field at fault.
-    `code`: for programs. `retry`: whether the same request may succeed later; clients heed it.
+    """A request is answered with an error in OpenAI's form. `status` is HTTP's, `param` the field at fault, and `code`
+    is for programs. `retry` says whether the same request may succeed later; clients heed it.
     """
 
     def __init__(
@@ -167,7 +101,7 @@ class ApiError(EpisodeError):
 
 @dataclass(frozen=True)
 class Sampling:
-    """What a request may name: what its session is sampled with. `model`: the name that is served."""
+    """What a session is sampled with, which a request may repeat. `model` is the name that is served."""
 
     temperature: float
     top_p: float
@@ -177,8 +111,8 @@ class Sampling:
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A checked request. `tools`: none where it names none, or forbids calls. `ignored`: fields about sampling that are
-    not the run's. `fingerprint`: equal for requests that ask for the same.
+    """A checked request. `tools` is empty if the request names none, or forbids calls. `ignored` are fields about
+    sampling that differ from the run's. `fingerprint` is equal for requests that ask for the same.
     """
 
     messages: list[dict[str, Any]]
@@ -192,7 +126,7 @@ class ChatRequest:
 
 
 def read_request(body: bytes, sampling: Sampling, ignore_sampling: bool) -> ChatRequest:
-    """The request that `body` is. Raises ApiError, which names the field and what would be valid."""
+    """Read and check a request's body. Raises ApiError, which names the field and what would be valid."""
     asked = _read_json(body)
     _check_names(asked)
     asked = {key: value for key, value in asked.items() if value is not None}
@@ -224,7 +158,7 @@ def read_request(body: bytes, sampling: Sampling, ignore_sampling: bool) -> Chat
 
 def _read_json(body: bytes) -> dict[str, Any]:
     def refuse_constant(name: str) -> NoReturn:
-        raise ValueError(f"{name} is no JSON")
+        raise ValueError(f"{name} is not JSON")
 
     try:
         asked = json.loads(body, parse_constant=refuse_constant)
@@ -241,11 +175,13 @@ def _check_names(asked: dict[str, Any]) -> None:
             continue
         near = _INSTEAD.get(name) or next(iter(difflib.get_close_matches(name, sorted(_FIELDS), n=1)), None)
         guess = f"did you mean {near!r}? " if near else ""
-        _refuse(name, f"no field of this endpoint; {guess}valid: {', '.join(sorted(_FIELDS))}")
+        _refuse(name, f"not a field of this endpoint; {guess}valid: {', '.join(sorted(_FIELDS))}")
 
 
 def _check_sampling(asked: dict[str, Any], sampling: Sampling, ignore_sampling: bool) -> tuple[str, ...]:
-    """The names of those that differ from the run's."""
+    """Return the names of fields that differ from what the run samples with. Raises ApiError unless they are
+    ignored.
+    """
     differing = []
     for name, neutral in _SAMPLING.items():
         valid = [*neutral, *([getattr(sampling, name)] if hasattr(sampling, name) else [])]
@@ -259,7 +195,7 @@ def _check_sampling(asked: dict[str, Any], sampling: Sampling, ignore_sampling: 
                 name,
                 f"{_shown(asked[name])} is not what the run samples the session with, and training needs one"
                 f" distribution; valid: leave it out{f', or {allowed}' if allowed else ''}."
-                " (episodes.endpoint.ignore_sampling: true samples as the run does, whatever a request says.)",
+                " (episodes.endpoint.ignore_sampling: true samples as the run does, no matter what a request says.)",
                 code="sampling_differs",
             )
         differing.append(name)
@@ -299,9 +235,9 @@ def _messages(asked: dict[str, Any]) -> list[Any]:
 
 
 def _tool(tool: Any, where: str) -> dict[str, Any]:
-    """A tool's schema as the chat template gets it. `strict`, which is about constrained sampling, is left out."""
+    """Return a tool's schema as the chat template gets it, without `strict`, which is about constrained sampling."""
     if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
-        _refuse(where, f'{_shown(tool)} is no tool; valid: {{"type": "function", "function": {{"name": ...}}}}')
+        _refuse(where, f'{_shown(tool)} is not a tool; valid: {{"type": "function", "function": {{"name": ...}}}}')
     function = {key: value for key, value in tool["function"].items() if key != "strict" and value is not None}
     name = function.get("name")
     if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
@@ -336,16 +272,94 @@ def _refuse(param: str, text: str, code: str | None = None) -> NoReturn:
     raise ApiError(f"{param}: {text}", param=param, code=code)
 
 
-def usage_of(num_context_tokens: int, num_tokens: int) -> dict[str, int]:
-    return {
-        "prompt_tokens": num_context_tokens,
-        "completion_tokens": num_tokens,
-        "total_tokens": num_context_tokens + num_tokens,
-    }
+def message_of(message: Any, where: str, refuse: Refuse) -> dict[str, Any]:
+    """Return the message in the form that records have. `refuse` is called with the place and the text of a problem."""
+    if not isinstance(message, dict):
+        refuse(where, f"is {_shown(message)}; an object with role and content was expected")
+    role = message.get("role")
+    if role not in _ROLES:
+        refuse(f"{where}.role", f"{_shown(role)}; valid: {', '.join(_ROLES)}")
+    role = "system" if role == "developer" else role
+    made: dict[str, Any] = {"role": role}
+    for key, value in message.items():
+        if key == "role" or value is None or (key in _EMPTY and not value):
+            continue
+        if key not in _MESSAGE_FIELDS[role]:
+            refuse(
+                f"{where}.{key}", f"not a field of a message of role {role}; valid: {', '.join(_MESSAGE_FIELDS[role])}"
+            )
+        if key == "content":
+            made[key] = _content(value, f"{where}.content", refuse)
+        elif key == "tool_calls":
+            made[key] = _calls(value, f"{where}.tool_calls", refuse)
+        elif isinstance(value, str):
+            made[key] = value
+        else:
+            refuse(f"{where}.{key}", f"is {_shown(value)}; a text was expected")
+    if "content" not in made:
+        if role != "assistant":
+            refuse(f"{where}.content", "missing; a text was expected")
+        made["content"] = ""
+    if role == "tool" and "tool_call_id" not in made:
+        refuse(f"{where}.tool_call_id", "missing; the id of the call that this answers was expected")
+    return made
+
+
+def _content(content: Any, where: str, refuse: Refuse) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        refuse(where, f"is {_shown(content)}; a text or a list of text parts was expected")
+    texts = []
+    for place, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            refuse(
+                f"{where}[{place}]",
+                f'{_shown(part)}; valid: {{"type": "text", "text": ...}}, because the policy reads text',
+            )
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _calls(calls: Any, where: str, refuse: Refuse) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        refuse(where, f"is {_shown(calls)}; a list was expected")
+    made = []
+    for place, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if (
+            not isinstance(function, dict)
+            or call.get("type", "function") != "function"
+            or not all(
+                isinstance(one, str) for one in (call.get("id"), function.get("name"), function.get("arguments"))
+            )
+        ):
+            refuse(
+                f"{where}[{place}]",
+                f'{_shown(call)}; valid: {{"id": text, "type": "function", "function": {{"name": text, "arguments":'
+                " JSON text}}",
+            )
+        named = {"name": function["name"], "arguments": function["arguments"]}
+        made.append({"id": call["id"], "type": "function", "function": named})
+    return made
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def completion(
+    head: dict[str, Any], message: dict[str, Any], finish: str, log_probs: Any, usage: dict[str, int]
+) -> dict[str, Any]:
+    """Return the body of a whole answer. `head` has its id, created and model."""
+    choice = {"index": 0, "message": sent_message(message), "logprobs": log_probs, "finish_reason": finish}
+    return {"object": "chat.completion", **head, "choices": [choice], "usage": usage}
 
 
 def sent_message(message: dict[str, Any]) -> dict[str, Any]:
-    """A recorded message as OpenAI's answers have it: content is null beside calls where there is none."""
+    """Return a recorded message in the form of OpenAI's answers: empty content next to calls is null."""
     sent = {"role": "assistant", "content": message.get("content") or ""} | message
     if message.get("tool_calls") and not message.get("content"):
         sent["content"] = None
@@ -353,13 +367,13 @@ def sent_message(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def finish_of(message: dict[str, Any], finish_reason: str) -> str:
-    """OpenAI's reason: `tool_calls` where a whole turn has calls, else `stop` or `length`."""
+    """Return OpenAI's finish reason: `tool_calls` if the turn is whole and has calls, else `stop` or `length`."""
     return "tool_calls" if finish_reason == "stop" and message.get("tool_calls") else finish_reason
 
 
 def log_probs_of(token_ids: Sequence[int], log_probs: Sequence[float], texts: Sequence[str]) -> dict[str, Any]:
-    """OpenAI's `logprobs` of a choice, with a further field `token_id`. A text that is a part of a character has no
-    bytes.
+    """Return OpenAI's `logprobs` of a choice, in nats, with a further field `token_id`. A token that is only a part of
+    a character has no `bytes`.
     """
     return {
         "content": [
@@ -376,16 +390,16 @@ def log_probs_of(token_ids: Sequence[int], log_probs: Sequence[float], texts: Se
     }
 
 
-def completion(
-    head: dict[str, Any], message: dict[str, Any], finish: str, log_probs: Any, usage: dict[str, int]
-) -> dict[str, Any]:
-    """The whole answer. `head`: its id, created and model."""
-    choice = {"index": 0, "message": sent_message(message), "logprobs": log_probs, "finish_reason": finish}
-    return {"object": "chat.completion", **head, "choices": [choice], "usage": usage}
+def usage_of(num_context_tokens: int, num_tokens: int) -> dict[str, int]:
+    return {
+        "prompt_tokens": num_context_tokens,
+        "completion_tokens": num_tokens,
+        "total_tokens": num_context_tokens + num_tokens,
+    }
 
 
 def chunk(head: dict[str, Any], delta: dict[str, Any], finish: str | None = None, log_probs: Any = None) -> bytes:
-    """One event of a streamed answer."""
+    """Return one event of a streamed answer."""
     choice = {"index": 0, "delta": delta, "logprobs": log_probs, "finish_reason": finish}
     return event({"object": "chat.completion.chunk", **head, "choices": [choice]})
 
@@ -394,13 +408,10 @@ def usage_chunk(head: dict[str, Any], usage: dict[str, int]) -> bytes:
     return event({"object": "chat.completion.chunk", **head, "choices": [], "usage": usage})
 
 
-def event(value: Any) -> bytes:
-    return b"data: " + json.dumps(value).encode() + b"\n\n"
-
-
 def call_deltas(calls: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The tool calls of a message as a delta has them."""
+    """Return the tool calls of a message in the form of a delta."""
     return [{"index": place, **call} for place, call in enumerate(calls)]
 
 
-END_OF_STREAM = b"data: [DONE]\n\n"
+def event(value: Any) -> bytes:
+    return b"data: " + json.dumps(value).encode() + b"\n\n"

@@ -1,13 +1,13 @@
-"""Whose a process is: every process that an episode starts, and what that one starts, ends with the episode.
+"""Which episode a process belongs to, so that every process that an episode starts, directly or not, ends with it.
 
 A worker's process has many episodes, so the tree of processes does not say which of them started one. The environment
-does: a program that an episode starts has its number in a variable there, and so has all that this program starts with
-an environment of its own or with the one that it was given. A fork of the worker keeps the worker's first environment,
-which is where the kernel shows it to others (`/proc/PID/environ`): the fork writes the number into that, in place.
+does: a program that an episode starts has the episode's number in a variable, and so has all that this program starts,
+with an environment of its own or with the one that it was given. A fork of the worker keeps the worker's first
+environment, which the kernel shows to others (`/proc/PID/environ`): the fork writes the number there, in place.
 
-Owns the variable, who sets it, and the end of those that have it. Not found are programs whose environment was emptied
-on the way, and those that `os.system`, `os.posix_spawn` or multiprocessing's `spawn` started: they end with the worker,
-whose guard ends everything (`rewards/guard.py`).
+`mark_processes` makes a worker set the variable, and `end_processes` ends the processes that have it. It does not find
+programs whose environment was emptied on the way, nor those that `os.system`, `os.posix_spawn` or multiprocessing's
+`spawn` started. They end with the worker, whose guard ends everything (`rewards/guard.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gspo_mega.base.processes import living_below, send_signal
 
 _NAME = "GSPO_MEGA_EPISODE"
 _DIGITS = 20
-# What a worker is started with: room for a number, and that of no episode.
+# What a worker is started with: room for a number, and the number of no episode.
 NO_EPISODE = {_NAME: "0" * _DIGITS}
 _LOOK_SECONDS = 0.005
 # A process that is just becoming another program shows no environment, so one look is not enough.
@@ -36,8 +36,8 @@ _SIGNATURE = inspect.signature(subprocess.Popen.__init__)
 
 
 def mark_processes() -> None:
-    """From now on mark what episodes start. Call it in a worker, which was started with `NO_EPISODE`, before any users'
-    code is imported. Raises RuntimeError: it was not.
+    """Mark what episodes start, from now on. Call it in a worker that was started with `NO_EPISODE`, before any users'
+    code is imported. Raises RuntimeError if the worker was not started so.
     """
     libc = ctypes.CDLL(None)
     libc.getenv.restype = ctypes.c_void_p
@@ -56,7 +56,7 @@ def mark_processes() -> None:
 def end_processes(number: int, guard_pid: int) -> int:
     """End every process below `guard_pid` that episode `number` started, and return how many these were.
 
-    Raises TimeoutError: one does not end; it waits for a device or a file server that does not answer.
+    Raises TimeoutError if one does not end, because it waits for a device or a file server that does not answer.
     """
     mark = b"\0" + f"{_NAME}=".encode() + _digits(number) + b"\0"
     ended: set[int] = set()
@@ -85,12 +85,12 @@ def _digits(number: int) -> bytes:
 def _environment_of(pid: int) -> bytes:
     try:
         return b"\0" + Path("/proc", str(pid), "environ").read_bytes()
-    except OSError:  # it has ended, or is another user's by now
+    except OSError:  # it has ended, or the pid is another user's by now
         return b""
 
 
 class _OwnedPopen(subprocess.Popen[Any]):
-    """`subprocess.Popen` with the episode's number in the environment; asyncio's subprocesses are made of it, too."""
+    """`subprocess.Popen` with the episode's number in the environment. asyncio's subprocesses use it, too."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         owner = CURRENT.get()

@@ -1,14 +1,14 @@
-"""The pool of workers that users' episode functions and tools run in.
+"""The pool of worker processes that users' episode functions and tools run in.
 
     run(task, session, name) -> a worker has room -> the function runs there, its turns reach the session -> Finished
 
-Owns which worker runs what, and what follows when one is lost: the episode that did it fails, and all others begin
-again in another worker, where their turns are answered from the record (`Session.restart`). A loop that stands still
-has one whose callback runs, and that one fails at once. Of a process that ends or writes nonsense, the episodes that
-ran just then are suspects: they begin again apart from the others and in smaller company, in the end alone, and one
-that loses a worker a second time, alone, has done it. Where nobody ran, all begin again as they were, and are suspects
-from the second time on. So a neighbour never fails for another, nor does an episode whose worker was ended from outside
-once.
+The pool decides which worker runs what, and what follows when a worker is lost: the episode that broke it fails, and
+all others begin again in another worker, where their turns are answered from the record (`EpisodeSession.restart`). If
+a loop stands still, the page shows whose callback runs, and that episode fails at once. If a process ends or writes
+nonsense, the episodes that ran at that moment are suspects. They begin again apart from the others and in smaller
+company, in the end one per worker. An episode that loses a second worker while it is the only one there has broken it.
+If no episode ran, all begin again as before, and are suspects from the second time on. So no episode fails for what
+another did, nor because its worker was once ended from outside.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from gspo_mega.base.errors import EpisodeError
 from gspo_mega.config.schema import EpisodeFunction, Episodes
 
 _START_ATTEMPTS = 3
-# Suspects begin again in company of at most this part of them.
+# Suspects begin again in groups of at most this fraction (1/8) of them.
 _SHARE_OF_SUSPECTS = 8
-# So many workers may be started, each in place of the one before, that end without having had an episode. The pause
-# before the second of them; it doubles.
+# How many workers in a row, each in place of the one before, may end without having had an episode.
 _MOST_IDLE_LOSSES = 5
+# The pause before the second of them is started. It doubles each time.
 _PAUSE_SECONDS = 1.0
 
 
 class EpisodePool:
-    """Runs episodes in worker processes, any number at a time.
+    """Runs episodes in worker processes, any number at the same time: an `EpisodeRunner`.
 
     Use it inside one event loop: `await pool.start()`, concurrent `run`, `await pool.close()`; or as an async context
     manager. The thread of that loop must live as long as the pool, because the workers end with it.
 
     Attributes:
-        tool_schemas: of the run's tools, as the chat template is given them; known once the pool has started.
-        counts: since the start, `num_workers_recycled` (workers that were replaced, whatever the reason) and
-            `num_processes_ended` (that episodes left).
+        tool_schemas: the schemas of the run's tools for the chat template, known once the pool has started.
+        counts: since the start, `num_workers_recycled` (workers that were replaced, for any reason) and
+            `num_processes_ended` (processes that episodes left behind).
     """
 
     def __init__(self, settings: Episodes, episode: EpisodeFunction, tools: tuple[str, ...] = ()) -> None:
@@ -74,11 +74,11 @@ class EpisodePool:
         self._broken = None
         self.tool_schemas = workers[0].tool_schemas
         for worker in workers:
-            self._open(worker)
+            self._add_worker(worker)
 
     async def close(self) -> None:
         """End every worker, even in the middle of an episode; episodes that still run fail with EpisodeError."""
-        self._break(EpisodeError("the pool of episodes is closed"))
+        self._fail_all(EpisodeError("the pool of episodes is closed"))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -93,12 +93,12 @@ class EpisodePool:
         await self.close()
 
     async def run(self, task: Task, session: PooledSession, name: str) -> Finished:
-        """Run one episode to its end. `name`: of its prompt, in errors. What it does wrong is in the result.
+        """Run one episode to its end, and return how it ended. `name` is its prompt's name, for errors.
 
-        A turn that was begun is sampled to its end and recorded, also where the episode did not wait for it.
-
-        Cancelling this ends the episode. Raises RolloutError and whatever else `session.answer` raises that is not the
-        episode's; EpisodeError: the pool is closed, or its functions cannot be loaded any more.
+        A turn that was begun is sampled to its end and recorded, even if the episode did not wait for it. What the
+        episode does wrong is in the result. Cancelling this ends the episode. Raises RolloutError, and any other error
+        of `session.answer` that the episode did not cause; EpisodeError if the pool is closed or its functions cannot
+        be loaded any more.
         """
         if self._broken is not None:
             raise self._broken
@@ -106,11 +106,11 @@ class EpisodePool:
         entry = PoolEntry(self._num_entries, task, session, name, asyncio.get_running_loop().create_future())
         self._open_entries.add(entry)
         self._waiting.append(entry)
-        self._place()
+        self._assign()
         try:
             finished = await entry.ended
             if finished.failure is None and entry.turns:
-                # Nobody waits for them any more. To drop them would drop long turns sooner than short ones.
+                # Nobody waits for these turns any more, but dropping them would drop long turns sooner than short ones.
                 await asyncio.wait(entry.turns)
                 if entry.late_error is not None:
                     raise entry.late_error
@@ -125,7 +125,7 @@ class EpisodePool:
 
     # Which worker runs what
 
-    def _place(self) -> None:
+    def _assign(self) -> None:
         """Hand waiting episodes to workers with room."""
         while self._suspects and (entry := self._suspects[0]):
             room = next(
@@ -137,7 +137,7 @@ class EpisodePool:
                 None,
             )
             if room is None and not entry.ended.done():
-                self._make_room(entry.room)
+                self._free_worker(entry.room)
                 break
             self._suspects.popleft()
             if room is not None and not entry.ended.done():
@@ -158,9 +158,9 @@ class EpisodePool:
                 return
             self._begin(min(free, key=lambda worker: len(worker.entries)), self._waiting.popleft())
 
-    def _make_room(self, most: int) -> None:
-        """Have a worker without episodes for each `most` suspects, in up to half of the workers at a time: while others
-        wait, none gets empty by itself.
+    def _free_worker(self, most: int) -> None:
+        """Retire a worker, so that an empty one takes its place. One empty worker is wanted per `most` suspects, and
+        at most half of the workers serve suspects. Without this, none would become empty while other episodes wait.
         """
         serving = sum(worker.room != NO_BOUND for worker in self._workers)
         wanted = min(math.ceil(len(self._suspects) / most), max(1, self._settings.num_workers // 2) - serving)
@@ -173,38 +173,38 @@ class EpisodePool:
         if worker.num_started >= self._settings.recycle_after:
             self._retire(worker)
 
-    def _done(self, worker: PooledWorker) -> None:
+    def _episode_left(self, worker: PooledWorker) -> None:
         """An episode has left a worker."""
         if worker.num_processes_ended:
             self.counts["num_processes_ended"] += worker.num_processes_ended
             worker.num_processes_ended = 0
         if worker.is_dirty:
             self._retire(worker)
-        self._place()
+        self._assign()
 
     # The lives of workers
 
     async def _new_worker(self) -> PooledWorker:
         return await PooledWorker.start(self._settings, self._episode, self._tools)
 
-    def _open(self, worker: PooledWorker) -> None:
+    def _add_worker(self, worker: PooledWorker) -> None:
         self._workers.append(worker)
-        self._go(self._serve(worker))
-        self._place()
+        self._spawn(self._serve(worker))
+        self._assign()
 
     def _retire(self, worker: PooledWorker) -> None:
         """Give a worker no more episodes, and have another in its place."""
         if worker in self._workers:
             self._workers.remove(worker)
             self._retired.add(worker)
-            self._go(self._replace(worker))
+            self._spawn(self._replace(worker))
 
     async def _serve(self, worker: PooledWorker) -> None:
-        """One worker's life, until it is lost or has no episode left after it was retired."""
+        """Serve one worker until it is lost, or until it has no episode left after it was retired."""
         left = asyncio.Event()
 
         def done(_: PoolEntry) -> None:
-            self._done(worker)
+            self._episode_left(worker)
             if worker in self._retired and not worker.entries:
                 left.set()
 
@@ -222,18 +222,20 @@ class EpisodePool:
                 worker.num_idle_losses += 1
                 worker.idle_loss = loss.why
             self._retire(worker)
-            self._judge(worker, loss)
+            self._handle_loss(worker, loss)
         await worker.end()
         self._retired.discard(worker)
 
     async def _replace(self, lost: PooledWorker) -> None:
-        """Start a worker. One that was retired may still have episodes; no more than twice `num_workers` ever run."""
+        """Start a worker in place of `lost`, which may still have episodes if it was retired. At most twice
+        `num_workers` processes ever run.
+        """
         if lost.num_idle_losses >= _MOST_IDLE_LOSSES:
             functions = ", ".join([self._episode.function, *self._tools])
             raise EpisodeError(
-                f"{_MOST_IDLE_LOSSES} processes of episodes, each in place of the one before, ended without an episode"
-                f" in them; of the last one: {lost.idle_loss}. Either what they import ({functions}) ends them, or"
-                " something outside, such as the machine for want of memory"
+                f"{_MOST_IDLE_LOSSES} processes of episodes in a row ended without an episode in them; the last one:"
+                f" {lost.idle_loss}. Either what they import ({functions}) ends them, or something outside does, such"
+                " as the system when memory runs out"
             )
         self._num_opening += 1
         try:
@@ -242,20 +244,22 @@ class EpisodePool:
             while len(self._retired) > self._settings.num_workers:
                 await asyncio.sleep(0.05)
             self.counts["num_workers_recycled"] += 1
-            worker = await self._started()
+            worker = await self._start_with_retries()
         finally:
             self._num_opening -= 1
         worker.num_idle_losses = lost.num_idle_losses
-        self._open(worker)
+        self._add_worker(worker)
 
-    async def _started(self) -> PooledWorker:
+    async def _start_with_retries(self) -> PooledWorker:
         for _ in range(_START_ATTEMPTS - 1):
             with contextlib.suppress(EpisodeError):
                 return await self._new_worker()
         return await self._new_worker()
 
-    def _judge(self, worker: PooledWorker, loss: Loss) -> None:
-        """A worker is lost: fail the episode that did it, if that is known, and have all others begin again."""
+    def _handle_loss(self, worker: PooledWorker, loss: Loss) -> None:
+        """Handle the loss of a worker: fail the episode that broke it, if that is known, and let all others begin
+        again.
+        """
         entries, suspects = list(worker.entries.values()), loss.suspects
         if loss.is_certain or (len(entries) == 1 and len(suspects) == 1 and suspects[0].num_lost > 0):
             suspects[0].fail(loss.kind, loss.why)
@@ -270,10 +274,10 @@ class EpisodePool:
             if entry.ended.done():
                 entry.stop_turns()
             else:
-                self._go(self._again(entry))
+                self._spawn(self._restart_episode(entry))
 
-    async def _again(self, entry: PoolEntry) -> None:
-        """Have an episode begin again, once the turns that are being sampled for it are in its record."""
+    async def _restart_episode(self, entry: PoolEntry) -> None:
+        """Let an episode begin again, once the turns that are being sampled for it are in its record."""
         if entry.turns:
             await asyncio.wait(entry.turns)
         if entry.ended.done():
@@ -283,24 +287,24 @@ class EpisodePool:
             self._waiting.appendleft(entry)
         else:
             self._suspects.append(entry)
-        self._place()
+        self._assign()
 
-    # Failures that are the run's
+    # Failures that end the run
 
-    def _go(self, work: Any) -> None:
-        """Run a coroutine of the pool's own; what it raises ends the run."""
+    def _spawn(self, work: Any) -> None:
+        """Run one of the pool's own coroutines as a task. What it raises ends the run."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._gone)
+        task.add_done_callback(self._task_ended)
 
-    def _gone(self, task: asyncio.Task[None]) -> None:
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._break(error)
+            self._fail_all(error)
             self._waiting.clear()
 
-    def _break(self, error: BaseException) -> None:
-        """Fail every episode that is not done, and every later one."""
+    def _fail_all(self, error: BaseException) -> None:
+        """Fail every episode that is still running, and every later one."""
         self._broken = self._broken or error
         for entry in self._open_entries:
             if not entry.ended.done():
@@ -308,9 +312,9 @@ class EpisodePool:
 
 
 def check_functions(settings: Episodes, episode: EpisodeFunction, tools: tuple[str, ...] = ()) -> list[dict[str, Any]]:
-    """Load an episode and its tools once, in a worker, before a run needs them; returns the tools' schemas.
+    """Load an episode and its tools once, in a worker, before a run needs them. Return the tools' schemas.
 
-    Not to be called inside an event loop. Raises EpisodeError with what is missing.
+    Do not call it inside an event loop. Raises EpisodeError with what is missing.
     """
 
     async def load() -> list[dict[str, Any]]:

@@ -1,7 +1,8 @@
 """One worker process of episodes as its parent sees it: which episodes it has, what it says, and how it was lost.
 
-Owns the messages (`episode_worker.py` has the format) and the reading of a worker's end. Which worker an episode goes
-to, and what becomes of the episodes of a lost one, is `pool.py`'s.
+`PooledWorker` starts the process, exchanges messages with it (`episode_worker.py` has the format) and interprets its
+end as a `Loss`. Which worker an episode goes to, and what becomes of the episodes of a lost one, is decided in
+`pool.py`.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ if TYPE_CHECKING:
 
 NO_BOUND = 2**31
 _MODULE = "gspo_mega.agents.episode_worker"
-_LOOKS = 5  # at a loop, in the time after which it counts as blocked
+_LOOKS = 5  # how often a loop is checked in the time after which it counts as blocked
 _MOST_TICK_SECONDS = 0.25
 
 
 class PooledSession(Protocol):
-    """What a worker's messages reach; `episode_session.Session` is one."""
+    """What a worker's messages reach. `EpisodeSession` in `session.py` implements it."""
 
     async def answer(self, messages: list[dict[str, Any]], *, max_new_tokens: int | None = None) -> AgentTurn: ...
 
@@ -40,10 +41,12 @@ class PooledSession(Protocol):
 
 @dataclass(eq=False)
 class PoolEntry:
-    """One episode of the pool. `room`: how many episodes its worker may have; fewer once one that it was in was lost
-    and nobody knows through whom. `num_lost`: how often it may have been the one. `tools`: what its tools did, each
-    with the key under which another worker finds its result. `late_error`: the run's, of a turn that was still sampled
-    when the episode had ended.
+    """One episode of the pool.
+
+    `room` is how many episodes its worker may have; it is lowered once a worker that the episode was in was lost and
+    it is not known who broke it. `num_lost` is how often this episode may have been the cause. `tools` is what its
+    tools did, each with the key under which another worker finds the result. `late_error` is an error that ends the
+    run, from a turn that was still being sampled when the episode had ended.
     """
 
     number: int
@@ -70,9 +73,11 @@ class PoolEntry:
 
 
 class Loss(NamedTuple):
-    """How a worker was lost. `kind`: of the failure that this is for the episode that did it; `why` in words.
-    `suspects`: the episodes whose code ran then; all of its episodes where that isn't known. `is_certain`: the one
-    suspect has done it.
+    """How a worker was lost.
+
+    `kind` is the kind of failure for the episode that caused it, and `why` says it in words. `suspects` are the
+    episodes whose code ran at that moment, or all episodes of the worker if that is not known. `is_certain` says that
+    the only suspect is the cause.
     """
 
     kind: str
@@ -82,10 +87,16 @@ class Loss(NamedTuple):
 
 
 class PooledWorker:
-    """A running worker. Attributes: entries: its episodes, by number. num_started: how many it has had.
-    num_processes_ended: of those that they left. is_dirty: an episode left something behind that does not end.
-    num_idle_losses: how many were lost without an episode, each in place of the one before, up to this one, which
-    ends the row with its first episode. idle_loss: how this one was lost so.
+    """A running worker.
+
+    Attributes:
+        entries: its episodes, by number.
+        num_started: how many episodes it has had.
+        num_processes_ended: how many processes of its episodes were ended, since the pool last counted them.
+        is_dirty: an episode left something behind that does not end.
+        num_idle_losses: how many workers in a row, up to this one, were lost without having had an episode. The first
+            episode sets it to 0.
+        idle_loss: how this worker was lost without an episode.
     """
 
     def __init__(self, settings: Episodes, process: GuardedProcess, watch: LoopWatch) -> None:
@@ -104,7 +115,7 @@ class PooledWorker:
 
     @classmethod
     async def start(cls, settings: Episodes, episode: EpisodeFunction, tools: tuple[str, ...]) -> Self:
-        """Raises EpisodeError: the episode or a tool cannot be loaded."""
+        """Start a worker and return it. Raises EpisodeError if the episode or a tool cannot be loaded."""
         most_bytes = settings.endpoint.max_body_bytes
         kind = ProcessKind(_MODULE, "process of episodes", "episodes", EpisodeError, most_bytes + 1, NO_EPISODE)
         watch = LoopWatch()
@@ -128,7 +139,7 @@ class PooledWorker:
         except BaseException:
             watch.close()
             raise
-        watch.is_open_there()
+        watch.remove_file()
         return cls(settings, process, watch)
 
     @property
@@ -142,7 +153,7 @@ class PooledWorker:
         self._watch.close()
 
     def begin(self, entry: PoolEntry) -> None:
-        """Run an episode. What its tools without a task did in an earlier worker is not done again."""
+        """Run an episode. What its tools without a `task` parameter did in an earlier worker is not done again."""
         past, entry.tools = entry.tools, []
         task = {**asdict(entry.task), "state": {}}
         messages = [{"past": _as_message(record), "key": key} for record, key in past if key is not None]
@@ -157,7 +168,7 @@ class PooledWorker:
             self._process.send_line(line)
 
     def forget(self, entry: PoolEntry) -> None:
-        """Nobody waits for this episode any more; its place is free once the worker says so."""
+        """Tell the worker that nobody waits for this episode any more. Its place is free once the worker says so."""
         self._send(entry, {"end": True})
 
     def _who_runs(self) -> list[PoolEntry]:
@@ -166,8 +177,10 @@ class PooledWorker:
         return named or list(self.entries.values())
 
     async def listen(self, done: Any) -> Loss:
-        """Serve what the worker says until it is lost. `done(entry)`: an episode has left the worker."""
-        reading, watching = asyncio.create_task(self._read(done)), asyncio.create_task(self._stands_still())
+        """Serve the worker's messages until it is lost, and return how. `done(entry)` is called when an episode has
+        left the worker.
+        """
+        reading, watching = asyncio.create_task(self._read(done)), asyncio.create_task(self._blocked())
         try:
             await asyncio.wait([reading, watching], return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -176,7 +189,7 @@ class PooledWorker:
             watching.cancel()
             await asyncio.gather(reading, watching, return_exceptions=True)
         if not reading.cancelled():
-            return reading.result() or await self._ended()
+            return reading.result() or await self._process_ended()
         place = await self._watch.where(self._process.ready["pid"])
         return Loss(
             "blocked",
@@ -185,9 +198,9 @@ class PooledWorker:
             *watching.result(),
         )
 
-    async def _stands_still(self) -> tuple[list[PoolEntry], bool]:
-        """Return once the worker's loop is blocked: whose code runs, and whether that is certain. A thread that there
-        is may wait as well.
+    async def _blocked(self) -> tuple[list[PoolEntry], bool]:
+        """Wait until the worker's loop is blocked. Return whose code runs, and whether it is certain who blocks it. It
+        is not certain if another episode has a thread: that thread may be the cause, or may only wait, too.
         """
         most = self._settings.blocked_seconds
         while self._watch.silent_seconds(2 * most / _LOOKS) < most:
@@ -195,15 +208,17 @@ class PooledWorker:
         current, others = self._watch.who_runs()
         return self._who_runs(), current in self.entries and others <= {current}
 
-    async def _ended(self) -> Loss:
-        """Its pipe has ended. To end itself may take the process longer than a loop may stand still."""
+    async def _process_ended(self) -> Loss:
+        """Return the loss of a worker whose pipe has ended. The process may need longer to end than a loop may
+        block.
+        """
         suspects = self._who_runs()
         if self._process.may_speak:
-            return Loss("crash", "its worker wrote what is no message", suspects)
+            return Loss("crash", "its worker wrote something that is not a message", suspects)
         return Loss("crash", f"its worker process ended ({await self._process.exit_text()})", suspects)
 
     async def _read(self, done: Any) -> Loss | None:
-        """Take messages until one is none of ours; None: there are no more."""
+        """Handle messages. Return a loss at the first one that is not valid, or None when there are no more."""
         while (message := await self._process.receive(None)) is not None:
             try:
                 if message["line"] != self._num_lines:
@@ -212,10 +227,10 @@ class PooledWorker:
                 entry = self.entries[message["episode"]]
                 if message.get("is_crowded") and len(self.entries) > 1:
                     return Loss("memory", message["why"], list(self.entries.values()))
-                self._take(entry, message)
+                self._handle(entry, message)
                 self.num_processes_ended += int(message.get("num_processes", 0))
             except (LookupError, TypeError, ValueError, AttributeError) as error:
-                why = f"its worker wrote what is no message ({type(error).__name__}: {error})"
+                why = f"its worker wrote something that is not a message ({type(error).__name__}: {error})"
                 return Loss("crash", why, self._who_runs())
             if "is_clean" in message:
                 self.is_dirty = self.is_dirty or not message["is_clean"]
@@ -223,8 +238,8 @@ class PooledWorker:
                 done(entry)
         return None
 
-    def _take(self, entry: PoolEntry, message: dict[str, Any]) -> None:
-        """Raises KeyError, TypeError or ValueError where this is no message."""
+    def _handle(self, entry: PoolEntry, message: dict[str, Any]) -> None:
+        """Handle one message. Raises KeyError, TypeError or ValueError if it is not valid."""
         if "ask" in message:
             if not entry.ended.done():
                 turn = asyncio.create_task(self._turn(entry, message))
@@ -258,7 +273,7 @@ class PooledWorker:
         except EpisodeError as error:
             entry.fail("not_replayable", str(error))
             self.forget(entry)
-        except Exception as error:  # no server can serve, or a defect of ours: the run's
+        except Exception as error:  # no server can serve, or this package has a defect: it ends the run
             if entry.ended.done():
                 entry.late_error = error
             else:

@@ -1,16 +1,17 @@
-"""The tree of one episode while it is made: where a history continues, and what is added there.
+"""The tree of one episode while it is made: where a history continues it, and what is added there.
 
-Owns which node the messages of an agent reach, and why a branch begins. Pure: no template, no sampling, no I/O.
+`Recorder` finds the node that an agent's messages reach, and says why a branch begins. It renders, samples and reads
+nothing itself.
 
-A branch is a second way on from the same place. `resampled`: the same context is sampled again. `not_ours`: an
-assistant's message stands where the policy was not asked. `template`: the chat template changed what came before.
-`edited`: everything else, where the agent's messages differ from those of the other way, or its tools.
+A branch is a second way on from the same place. Its cause is `resampled` if the same context is sampled again,
+`not_ours` if an assistant's message stands where the policy was not asked, `template` if the chat template changed what
+came before, and otherwise `edited`: the agent's messages, or its tools, differ from those of the other way.
 
-What is compared is a message's meaning, not its spelling: content that is null, missing or empty, a list of text parts
-or their text, the arguments of a call as JSON text or as an object. Of an assistant's message nothing but thinking,
-content and calls is compared; the ids of its calls only choose between several turns that said the same. Thinking that
-is missing or null was dropped by a client that does not know it: the history continues with the thinking in place. The
-agent that wants it gone hands back an empty text.
+Messages are compared by meaning, not by spelling: content may be null, missing or empty, a list of text parts or their
+text, and the arguments of a call may be JSON text or an object. Of an assistant's message only thinking, content and
+calls are compared; the ids of its calls only choose between several turns that said the same. Thinking that is missing
+or null was dropped by a client that does not know it: the history then continues with the thinking in place. An agent
+that wants the thinking removed hands back an empty text.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class TreePosition:
-    """Where a history continues the tree: behind `node` (-1: a new root) come the messages `new`.
+    """Where a history continues the tree: the messages `new` come after `node` (-1: as a new root).
 
-    A context node with nothing `new` is sampled behind as it is. Otherwise `node` is a sampled one or -1, and a context
-    node has to be added first. `cause`: why a branch begins here, empty where none does. `messages`: the whole history.
+    If nothing is `new` and `node` is a context node, the next turn is sampled after it as it is. Otherwise `node` is a
+    sampled node or -1, and a context node has to be added first. `cause` says why a branch begins here; it is empty if
+    none does. `messages` is the whole history.
     """
 
     node: int
@@ -45,25 +47,26 @@ class TreePosition:
     messages: list[Message]
 
     def rewritten(self) -> TreePosition:
-        """The same history as a new root, because the template changed what came before."""
+        """Return the same history as a new root, because the template changed what came before."""
         return TreePosition(-1, self.messages, "template", self.messages)
 
 
 class _Meaning(NamedTuple):
-    """What a message says, as text that can be compared. `thinking` is None where none is given. `ids` are those of
-    calls."""
+    """What a message says, as text that can be compared. `thinking` is None if the message has none; `ids` are the ids
+    of its calls.
+    """
 
     said: str
     thinking: str | None
     ids: tuple[str, ...]
 
     def continues(self, recorded: _Meaning) -> bool:
-        """Is this, handed back, the `recorded` one?"""
+        """Whether this message, handed back by an agent, is the `recorded` one."""
         return self.said == recorded.said and (self.thinking is None or self.thinking == (recorded.thinking or ""))
 
 
 class Recorder:
-    """One episode's nodes. Attributes: nodes, as `Episode.nodes` has them."""
+    """Makes one episode's tree. `nodes` are its nodes, in the form of `Episode.nodes`."""
 
     nodes: list[Node]
 
@@ -75,8 +78,8 @@ class Recorder:
         self._children: dict[int, list[int]] = {-1: []}
 
     def locate(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> TreePosition:
-        """The deepest node that `messages`, rendered with `tools`, go on from. Raises DataError: something that is no
-        message in OpenAI form.
+        """Return the deepest node that `messages`, rendered with `tools`, continue. Raises DataError if one of them is
+        not a message in OpenAI form.
         """
         for place, message in enumerate(messages):
             if problem := _problem_of(message):
@@ -94,7 +97,8 @@ class Recorder:
             if end > len(given) or _num_common(handed_back, recorded) < len(recorded):
                 continue
             same_ids += sum(here.ids == there.ids for here, there in zip(handed_back, recorded, strict=True))
-            # Of turns that said the same: the one with these ids, then one that nothing follows yet, then the last.
+            # Of turns that said the same, prefer the one with these ids, then one that nothing follows yet, then the
+            # last.
             rank = (end, same_ids, not self._children[node], node)
             if (self.nodes[node].is_sampled or end == len(given)) and rank > best_rank:
                 best, best_rank, matched = node, rank, end
@@ -107,7 +111,10 @@ class Recorder:
     def add_context(
         self, place: TreePosition, rendered: Rendered, tools: Sequence[dict[str, Any]] | None = None
     ) -> int:
-        """The new context node's id: `rendered` is of `place.new`. The same context twice is one node."""
+        """Add a context node and return its id. If the same context is there already, return that one's id.
+
+        `rendered` is the rendering of `place.new`.
+        """
         siblings, asked = self._children[place.node], _tools_text(tools)
         meanings = _meanings_of(place.new) if siblings else []
         for sibling in siblings:
@@ -126,13 +133,14 @@ class Recorder:
         return made
 
     def add_sampled(self, parent: int, message: Message, turn: Turn, text: str, cause: str = "") -> int:
-        """The new sampled node's id. `parent`: a context node. Cuts the routes of `turn`, which are of the whole
-        context, to the node's own.
+        """Add a sampled node after the context node `parent`, and return its id.
+
+        The routes of `turn` cover the whole context; only the node's own part is kept.
         """
         routes = turn.routed_experts
         above = self.nodes[parent].parent
         if routes is not None and above >= 0:
-            routes = routes[len(self.tokens(above)) - 1 :].copy()  # or the whole context's would stay in memory
+            routes = routes[len(self.tokens(above)) - 1 :].copy()  # a view would keep the whole context's in memory
         node = Node(
             0,
             parent,
@@ -150,15 +158,15 @@ class Recorder:
         return self._add(node, [message])
 
     def text(self, context: int) -> str:
-        """The template's text of a context node."""
+        """Return the template's text of a context node."""
         return self._texts[context]
 
     def tokens(self, node: int) -> list[int]:
-        """All token ids from the root to the end of `node`."""
+        """Return all token ids from the root to the end of `node`."""
         return [token for one in self._path(node) for token in one.token_ids]
 
     def history(self, node: int) -> list[HistoryMessage]:
-        """The messages from the root to `node`."""
+        """Return the messages from the root to `node`."""
         history: list[HistoryMessage] = []
         for one in self._path(node):
             if one.is_sampled:
@@ -170,7 +178,7 @@ class Recorder:
 
     def _add(self, node: Node, messages: Sequence[Message]) -> int:
         node.node_id = len(self.nodes)
-        node.messages = copied(list(messages))  # the agent may go on writing in its own
+        node.messages = copied(list(messages))  # the agent may change its own list later
         self.nodes.append(node)
         self._meant.append(None)
         self._texts.append("")
@@ -192,7 +200,7 @@ class Recorder:
         return path[::-1]
 
     def _cause(self, parent: int, new: Sequence[Message], meanings: Sequence[_Meaning]) -> str:
-        """Why `new` is another way on from `parent` than those that are there; empty where there are none."""
+        """Why `new` is another way on from `parent` than those that exist; empty if there are none."""
         siblings = self._children[parent]
         if not siblings:
             return ""
@@ -201,7 +209,7 @@ class Recorder:
         at = common[nearest]
         if at == len(new) or new[at].get("role") != "assistant":
             return "edited"
-        # Where the policy answered, its answer was changed.
+        # If the policy answered here, the agent changed its answer.
         is_answered = at == len(self._meanings(nearest)) and bool(self._children[nearest])
         return "edited" if is_answered else "not_ours"
 
@@ -212,7 +220,7 @@ def _num_common(given: Sequence[_Meaning], recorded: Sequence[_Meaning]) -> int:
 
 
 def _problem_of(message: Any) -> str | None:
-    """What of a message could be neither compared nor rendered, in words."""
+    """Say what in a message can be neither compared nor rendered; None if nothing."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         return 'is not of the form {"role": "user", "content": "text"}'
     if nests_deeper(message):
@@ -248,7 +256,7 @@ def _meaning_of(message: Message) -> _Meaning:
 
 
 def _content_of(content: Any) -> Any:
-    """A message's content; text parts as one text."""
+    """Return a message's content, with text parts joined into one text."""
     if content is None:
         return ""
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):

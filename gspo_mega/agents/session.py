@@ -1,15 +1,14 @@
 """One episode's turns: messages come in, the assistant's message goes out, and the tokens between are recorded.
 
-Owns the order locate -> suffix -> sample -> parse -> record, the limits, the server that an episode prefers, and the
-replay of turns that were recorded before an agent began again. The tree is `recorder.py`'s, texts and tokens are
-`session.py`'s; HTTP and processes are others'.
+`EpisodeSession` takes each turn through the same steps: locate the history in the tree, render what is new, sample,
+parse, record. It enforces the limits, asks for the server that holds the episode's prefix, and answers turns from the
+record after an agent began again. The tree itself is in `recorder.py`.
 
-How one run's messages become tokens, and sampled tokens a message.
+`Conversation` turns messages into tokens and sampled tokens into messages, for all episodes of a run. It renders
+templates in threads of its own: a template is a program that comes with the checkpoint and may be slow, and the event
+loop serves all episodes.
 
-Owns the threads that render templates: a template is a program of the checkpoint's, which may be slow, and the event
-loop serves all episodes. What is rendered is `data.template_suffix`'s, what a text says `messages.py`'s.
-
-What the record of an episode adds to the counts of its batch, by metric name.
+`counts_of` gives what an episode adds to the counts of its batch, by metric name.
 """
 
 from __future__ import annotations
@@ -35,152 +34,32 @@ from gspo_mega.data.templates import HistoryMessage, Rendered, Rewritten, Suffix
 from gspo_mega.rewards.functions import BadResult, number_of
 
 Message = dict[str, Any]
+
 Tools = Sequence[dict[str, Any]]
+
 _T = TypeVar("_T")
 
-# The template's process renders one text at a time; a second thread encodes meanwhile.
+# The template's process renders one text at a time; the second thread encodes at the same time.
 _NUM_THREADS = 2
-# The first contexts of the groups that are sampled at a time are remembered: each serves a whole group.
-_MOST_FIRST = 1024
-# Lists of tools whose rules are remembered.
-_MOST_TOOLS = 256
 
+# How many first contexts are remembered: one serves a whole group, and many groups are sampled at the same time.
+_MAX_FIRST_CONTEXTS = 1024
 
-class Conversation:
-    """What turns messages into tokens and back. On the pool's loop; `close` ends its threads."""
-
-    def __init__(
-        self,
-        decode: Callable[[list[int]], str],
-        rule: SuffixRule | None = None,
-        *,
-        tool_format: str = "none",
-        template: str = "",
-    ) -> None:
-        """`decode` makes the text of sampled tokens. `rule`: None where an episode is one turn behind its prompt's own
-        tokens. `tool_format`: of the configuration; `template`: the chat template, which `auto` reads.
-        """
-        self.rule = rule
-        self._decode = decode
-        self._tool_format, self._template = tool_format, template
-        self._by_tools: dict[str, tuple[SuffixRule, ToolFormat]] = {}
-        self._first: collections.OrderedDict[str, asyncio.Future[Rendered]] = collections.OrderedDict()
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="chat-template") if rule else None
-
-    def close(self) -> None:
-        if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
-
-    async def first(self, prompt: Prompt, messages: Sequence[Message], tools: Tools) -> Rendered:
-        """All of `messages` as the context of a root. Raises DataError: the template refuses them."""
-        if self.rule is None:
-            return Rendered(list(prompt.token_ids), prompt.text)
-        rule = self._for(tools)[0]
-        if tuple(messages) != prompt.messages:
-            return await self._in_thread(lambda: rule.first(messages))
-        key = json.dumps([prompt.prompt_id, list(tools)], sort_keys=True, default=repr)
-        made = self._first.get(key)
-        if made is None:
-            # A task of its own: whoever asked first may be cancelled, and the others wait for it, too.
-            made = self._first[key] = asyncio.ensure_future(self._in_thread(lambda: rule.first(messages)))
-            made.add_done_callback(_look_at)
-            while len(self._first) > _MOST_FIRST:
-                self._first.popitem(last=False)
-        self._first.move_to_end(key)
-        return await asyncio.shield(made)
-
-    async def after(
-        self, history: Sequence[HistoryMessage], new: Sequence[Message], tools: Tools
-    ) -> Rendered | Rewritten:
-        """What `new` adds behind `history`. Raises DataError: the template refuses the messages."""
-        rule = self._for(tools)[0]
-        return await self._in_thread(lambda: rule.after(history, new))
-
-    def text_of(self, turn: Turn) -> str:
-        """The text of a turn. Its end token is sampled and trained on, and is no part of the text."""
-        return self._decode(list(turn.token_ids[:-1] if turn.finish_reason == "stop" else turn.token_ids))
-
-    async def message_of(
-        self, text: str, number: int, before: Sequence[Message], gap: str, tools: Tools
-    ) -> MessageParts:
-        """The message that the agent is given for the text of turn `number`, sampled behind `before`, whose last text
-        is `gap`.
-        """
-        if self.rule is None:
-            return MessageParts({"role": "assistant", "content": text}, 0)
-        rule, tool_format = self._for(tools)
-        parts = parts_of(text, tool_format, turn=number, tools=tools, gap=gap)
-        if parts.message.keys() == {"role", "content"}:
-            return parts
-        given = await self._in_thread(lambda: rule.given(before, parts.message, text))
-        return MessageParts(given, parts.num_broken_calls)
-
-    def check_tools(self, tools: Tools) -> None:
-        """Raise DataError where the configured format can't call these tools."""
-        if self.rule is not None:
-            self._for(tools)
-
-    def _for(self, tools: Tools) -> tuple[SuffixRule, ToolFormat]:
-        assert self.rule is not None
-        key = json.dumps(list(tools), sort_keys=True, default=repr)
-        if key not in self._by_tools:
-            if len(self._by_tools) >= _MOST_TOOLS:
-                self._by_tools.clear()  # an agent that names others in every request
-            tool_format = format_of(self._tool_format, self._template, tools)
-            self._by_tools[key] = (self.rule.with_tools(tools), tool_format)
-        return self._by_tools[key]
-
-    async def _in_thread(self, function: Callable[[], _T]) -> _T:
-        assert self._threads is not None
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
-
-
-def _look_at(made: asyncio.Future[Any]) -> None:
-    """A refusal that nobody waited for any more is no error of the loop."""
-    if not made.cancelled():
-        made.exception()
-
-
-# Every name of a count that is shown although it is 0; those by cause and by kind are shown where they are not.
-EPISODE_COUNTS = (
-    "num_turns",
-    "num_branches",
-    "num_tool_calls",
-    "num_tool_errors",
-    "num_broken_calls",
-    "num_replayed_turns",
-    "num_workers_recycled",
-    "num_processes_ended",
-    "num_episode_failures",
-    "num_episodes_redrawn",
-    "num_response_faults",
-)
-
-
-def counts_of(episode: Episode) -> collections.Counter[str]:
-    """The counts that follow from the record, whether the episode ended now or earlier."""
-    counts = collections.Counter(f"num_branches_{cause}" for cause in episode.branch_causes)
-    counts.update(episode.counts)
-    counts["num_turns"] = episode.num_turns
-    counts["num_branches"] = episode.num_branches
-    counts["num_tool_calls"] = len(episode.tool_calls)
-    counts["num_tool_errors"] = sum(call.error is not None for call in episode.tool_calls)
-    if episode.failure is not None:
-        counts["num_episode_failures"] += 1
-        counts[f"num_episode_failures_{episode.failure.partition(':')[0]}"] += 1
-    return counts
+# For how many lists of tools the rules are remembered.
+_MAX_TOOL_LISTS = 256
 
 
 class NotReplayable(EpisodeError):
-    """An agent that began again asks for other turns than it asked for at first."""
+    """An agent that began again asks for other turns than it asked for the first time."""
 
 
 @dataclass(frozen=True)
 class AgentTurn:
     """One turn as an agent sees it.
 
-    `number` counts the turns of the episode from 0. `message`: the assistant's, in OpenAI form. `num_context_tokens`:
-    of all that the turn was sampled behind. `is_replayed`: it was sampled earlier and comes from the record.
+    `number` counts the turns of the episode from 0. `message` is the assistant's message in OpenAI form.
+    `num_context_tokens` is the length of the whole context that the turn was sampled after. `is_replayed` says that it
+    was sampled earlier and comes from the record.
     """
 
     number: int
@@ -192,46 +71,20 @@ class AgentTurn:
     is_replayed: bool = False
 
     def copy(self, *, is_replayed: bool = False) -> AgentTurn:
-        """With a message of its own, which the agent may change."""
+        """Return the turn with a message of its own, which the agent may change."""
         return replace(self, message=copied(self.message), is_replayed=is_replayed)
 
 
-@dataclass(eq=False)
-class _TurnRequest:
-    """A turn that was asked for. `request`: what for, while it is the last one; `key` is its digest. `answer`, or the
-    `error` that it was refused with; neither, if it was given up: then it is sampled when it is asked for again.
-    `node`: of its answer. `is_taken`: since the agent began (again).
-    """
-
-    number: int
-    request: Any
-    _key: bytes = b""
-    answer: AgentTurn | None = None
-    error: EpisodeError | DataError | None = None
-    node: int = -1
-    is_taken: bool = True
-
-    def key(self) -> bytes:
-        """Made when it is asked for first: an episode of one turn compares it with none."""
-        if not self._key:
-            self._key, self.request = _key_of(self.request), None
-        return self._key
-
-    @property
-    def has_ended(self) -> bool:
-        return self.answer is not None or self.error is not None
-
-
 class EpisodeSession(Generic[Params]):
-    """One episode, on the pool's loop. Turns of a session may be asked for at the same time.
+    """One episode, on the pool's loop. Several turns of a session may be asked for at the same time.
 
     Attributes:
-        episode_id: of the record that it makes.
+        episode_id: the id of the record that the session makes.
         params: how its turns are sampled.
         num_restarts: how often the agent has begun again.
-        counts: what the record's tree does not say, by metric name: here num_replayed_turns and num_broken_calls; what
-            acts adds its own.
-        limit: the kind of the last refusal by a limit, empty where there was none.
+        counts: by metric name, what the record's tree does not say. The session counts num_replayed_turns and
+            num_broken_calls; the runner of the episode adds its own.
+        limit: the kind of the last refusal by a limit; empty if there was none.
     """
 
     def __init__(
@@ -244,7 +97,7 @@ class EpisodeSession(Generic[Params]):
         limits: Limits,
         tools: Sequence[dict[str, Any]] = (),
     ) -> None:
-        """`tools`: the schemas that the chat template is given with a turn that names none."""
+        """`tools` are the schemas that the chat template is given for a turn that names none."""
         self.episode_id = episode_id
         self.num_restarts = 0
         self.counts: collections.Counter[str] = collections.Counter()
@@ -266,11 +119,11 @@ class EpisodeSession(Generic[Params]):
 
     @property
     def num_turns(self) -> int:
-        """How many turns were asked for so far, refused ones included; the next one has this number."""
+        """How many turns have been asked for, refused ones included. The next turn gets this number."""
         return len(self._asked)
 
     async def turn(self, messages: list[dict[str, Any]], *, max_new_tokens: int | None = None) -> dict[str, Any]:
-        """The assistant's message behind `messages`, the whole history in OpenAI form. Raises as `answer`."""
+        """Return the assistant's message after `messages`, the whole history in OpenAI form. Raises as `answer`."""
         return (await self.answer(messages, max_new_tokens=max_new_tokens)).message
 
     async def answer(
@@ -282,22 +135,24 @@ class EpisodeSession(Generic[Params]):
         on_tokens: OnTokens | None = None,
         on_begin: Callable[[str], None] | None = None,
     ) -> AgentTurn:
-        """A turn with what the endpoint needs. `tools`: schemas of the agent's own, in place of the session's.
-        `on_begin` is given the template's text that the turn is sampled behind, before any token.
+        """Return the turn after `messages`, with all that the endpoint needs.
 
-        Raises ContextFull, TooManyTurns; NotReplayable; DataError: the template refuses the messages, or
-        `max_new_tokens` is below 1. RolloutError ends the run, not the episode.
+        `tools` are schemas of the agent's own, used in place of the session's. `on_begin` is given the template's text
+        that the turn is sampled after, before any token.
+
+        Raises ContextFull and TooManyTurns at a limit; NotReplayable; DataError if the template refuses the messages or
+        `max_new_tokens` is below 1; and RolloutError, which ends the run and not only the episode.
         """
         tools = self._tools if tools is None else tools
-        messages = copied(messages)  # the agent may go on writing in its own
+        messages = copied(messages)  # the agent may change its own list later
         request = _TurnRequest(len(self._asked), (messages, tools, max_new_tokens))
-        asked = self._asked_before(request)
+        asked = self._earlier(request)
         if asked is not None and asked.has_ended:
             return self._replay(asked, on_tokens, on_begin)
         if asked is None:
             if len(self._asked) >= self._limits.max_turns:
                 self.limit = TooManyTurns.kind
-                raise TooManyTurns(f"the episode has had its {self._limits.max_turns} turns (episodes.max_turns)")
+                raise TooManyTurns(f"the episode has taken its {self._limits.max_turns} turns (episodes.max_turns)")
             if self._asked:
                 self._asked[-1].key()
             asked = request
@@ -306,7 +161,7 @@ class EpisodeSession(Generic[Params]):
         self._overlaps |= self._num_open > 0
         self._num_open += 1
         try:
-            asked.answer = await self._new(asked, messages, tools, max_new_tokens, on_tokens, on_begin)
+            asked.answer = await self._sample(asked, messages, tools, max_new_tokens, on_tokens, on_begin)
         except (EpisodeError, DataError) as error:
             asked.error = error
             raise
@@ -314,7 +169,7 @@ class EpisodeSession(Generic[Params]):
             self._num_open -= 1
         return asked.answer.copy()
 
-    async def _new(
+    async def _sample(
         self,
         asked: _TurnRequest,
         messages: list[dict[str, Any]],
@@ -333,7 +188,7 @@ class EpisodeSession(Generic[Params]):
         if room < 1:
             self.limit = ContextFull.kind
             raise ContextFull(
-                f"turn {number} has a context of {len(token_ids)} tokens, and an episode at most"
+                f"turn {number} has a context of {len(token_ids)} tokens; an episode may have at most"
                 f" {self._limits.max_tokens} (episodes.max_tokens)"
             )
         if on_begin is not None:
@@ -341,7 +196,7 @@ class EpisodeSession(Generic[Params]):
         params = self.params.at_most(room if max_new_tokens is None else min(room, max_new_tokens))
         name = self.episode_id if number == 0 else f"{self.episode_id}-t{number:03d}"
         turn = await self._sampler.sample(
-            self._prompt.prompt_id, token_ids, params, name, self._server_before(context), on_tokens
+            self._prompt.prompt_id, token_ids, params, name, self._server_with_prefix(context), on_tokens
         )
         text = self._conversation.text_of(turn)
         parts = await self._conversation.message_of(text, number, messages, self._recorder.text(context), tools)
@@ -351,7 +206,7 @@ class EpisodeSession(Generic[Params]):
         return AgentTurn(number, parts.message, turn.finish_reason, len(token_ids), turn.token_ids, turn.log_probs)
 
     async def _context(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> tuple[int, str]:
-        """The context node of a history, found or made, and why a branch begins behind it."""
+        """Find or make the context node of a history. Return it, and why a branch begins after it ("" if none does)."""
         place = self._recorder.locate(messages, tools)
         if place.node >= 0 and not place.new and not self.nodes[place.node].is_sampled:
             return place.node, place.cause
@@ -365,13 +220,13 @@ class EpisodeSession(Generic[Params]):
         context = self._recorder.add_context(place, rendered, tools)
         return context, ""
 
-    def _server_before(self, context: int) -> str | None:
-        """Who sampled the turn before a context, and so holds its beginning."""
+    def _server_with_prefix(self, context: int) -> str | None:
+        """The server that sampled the turn before a context, and so holds the context's beginning in its cache."""
         parent = self.nodes[context].parent
         return self.nodes[parent].server_id or None if parent >= 0 else None
 
-    def _asked_before(self, request: _TurnRequest) -> _TurnRequest | None:
-        """The turn that an agent asks for again, after it began again."""
+    def _earlier(self, request: _TurnRequest) -> _TurnRequest | None:
+        """The earlier request that this one repeats, if the agent began again and has not asked for it since."""
         left = [asked for asked in self._asked if not asked.is_taken]
         for asked in left:
             if asked.key() == request.key():
@@ -395,8 +250,8 @@ class EpisodeSession(Generic[Params]):
         return asked.answer.copy(is_replayed=True)
 
     def set_reward(self, turn: int, value: float) -> None:
-        """The reward of turn number `turn`; -1 is the last one. Raises IndexError: there was no such turn; ValueError,
-        TypeError: the value is no finite number.
+        """Set the reward of turn number `turn`; -1 is the last turn. Raises IndexError if there was no such turn,
+        ValueError or TypeError if the value is not a finite number.
         """
         try:
             value = number_of(value, f"the reward of turn {turn}")
@@ -415,16 +270,16 @@ class EpisodeSession(Generic[Params]):
         else:
             self.nodes[self._asked[turn].node].reward = value
 
-    def place_of(self, turn: int) -> int:
-        """Where turn number `turn` is among the turns of the record, which are in the order in which they ended; -1 of
-        one that it does not have.
+    def record_index(self, turn: int) -> int:
+        """Return the index of turn number `turn` among the turns of the record, which are in the order in which they
+        ended; -1 if the record has no such turn.
         """
         node = self._asked[turn].node if 0 <= turn < len(self._asked) else -1
         return sum(one.is_sampled for one in self.nodes[:node]) if node >= 0 else -1
 
     def restart(self) -> None:
-        """The agent begins again, in another worker: what it asked for is answered from the record, and refused as it
-        was, until it asks for more than was recorded. Not while a turn is open.
+        """Note that the agent begins again in another worker. What it asked for before is answered from the record, or
+        refused as before, until it asks for more than was recorded. Raises RuntimeError while a turn is open.
         """
         if self._num_open:
             raise RuntimeError(f"episode {self.episode_id} began again with {self._num_open} turns open")
@@ -435,16 +290,170 @@ class EpisodeSession(Generic[Params]):
             node.reward = None
 
     def check_replayed(self) -> None:
-        """Raise NotReplayable where an agent that began again has left out a turn of its record."""
+        """Raise NotReplayable if an agent that began again has left out a turn of its record."""
         for asked in self._asked:
             if asked.has_ended and not asked.is_taken:
                 raise NotReplayable(
-                    f"the episode began again and did not ask for its turn {asked.number} as it had done before another"
-                    " episode ended their process: the same messages, given the same answers, were expected. Draw"
-                    " random numbers from random.Random(task.seed), and tell no time"
+                    "the episode began again, because another episode ended their shared process, and did not ask for"
+                    f" its turn {asked.number} as before: given the same answers, it must send the same messages. Draw"
+                    " random numbers from random.Random(task.seed), and do not read the clock"
                 )
 
 
+@dataclass(eq=False)
+class _TurnRequest:
+    """A turn that was asked for.
+
+    `request` holds what was asked, as long as this is the last request; `key` is its digest. It ended with an `answer`
+    or with the `error` that refused it. A request that was given up has neither, and is sampled when it is asked for
+    again. `node` is the node of the answer. `is_taken`: it was asked for since the agent last began.
+    """
+
+    number: int
+    request: Any
+    _key: bytes = b""
+    answer: AgentTurn | None = None
+    error: EpisodeError | DataError | None = None
+    node: int = -1
+    is_taken: bool = True
+
+    def key(self) -> bytes:
+        """Return the digest. It is made on the first call, because an episode of one turn never needs it."""
+        if not self._key:
+            self._key, self.request = _key_of(self.request), None
+        return self._key
+
+    @property
+    def has_ended(self) -> bool:
+        return self.answer is not None or self.error is not None
+
+
 def _key_of(request: Any) -> bytes:
-    """A digest: the histories themselves, one in each turn, would grow with the square of the turns."""
+    """A digest of a request. Keeping the histories, one per turn, would take memory by the square of the turns."""
     return hashlib.sha256(json.dumps(request, sort_keys=True, default=repr).encode("utf-8", "replace")).digest()
+
+
+class Conversation:
+    """Turns messages into tokens and back. Its coroutines run on the pool's loop; `close` ends its threads."""
+
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        rule: SuffixRule | None = None,
+        *,
+        tool_format: str = "none",
+        template: str = "",
+    ) -> None:
+        """`decode` turns sampled tokens into text. `rule` is None if an episode is one turn after its prompt's tokens.
+        `tool_format` is the configuration's; `template` is the chat template, from which the format `auto` is found.
+        """
+        self.rule = rule
+        self._decode = decode
+        self._tool_format, self._template = tool_format, template
+        self._by_tools: dict[str, tuple[SuffixRule, ToolFormat]] = {}
+        self._first: collections.OrderedDict[str, asyncio.Future[Rendered]] = collections.OrderedDict()
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="chat-template") if rule else None
+
+    def close(self) -> None:
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def first(self, prompt: Prompt, messages: Sequence[Message], tools: Tools) -> Rendered:
+        """Render all of `messages`, as the context of a root. Raises DataError if the template refuses them."""
+        if self.rule is None:
+            return Rendered(list(prompt.token_ids), prompt.text)
+        rule = self._rule_and_format(tools)[0]
+        if tuple(messages) != prompt.messages:
+            return await self._in_thread(lambda: rule.first(messages))
+        key = json.dumps([prompt.prompt_id, list(tools)], sort_keys=True, default=repr)
+        made = self._first.get(key)
+        if made is None:
+            # A task of its own: the caller that asked first may be cancelled while others wait for the same text.
+            made = self._first[key] = asyncio.ensure_future(self._in_thread(lambda: rule.first(messages)))
+            made.add_done_callback(_retrieve_exception)
+            while len(self._first) > _MAX_FIRST_CONTEXTS:
+                self._first.popitem(last=False)
+        self._first.move_to_end(key)
+        return await asyncio.shield(made)
+
+    async def after(
+        self, history: Sequence[HistoryMessage], new: Sequence[Message], tools: Tools
+    ) -> Rendered | Rewritten:
+        """Render what `new` adds after `history`. Raises DataError if the template refuses the messages."""
+        rule = self._rule_and_format(tools)[0]
+        return await self._in_thread(lambda: rule.after(history, new))
+
+    def text_of(self, turn: Turn) -> str:
+        """Return the text of a turn, without its end token, which is sampled and trained on but is not text."""
+        return self._decode(list(turn.token_ids[:-1] if turn.finish_reason == "stop" else turn.token_ids))
+
+    async def message_of(
+        self, text: str, number: int, before: Sequence[Message], gap: str, tools: Tools
+    ) -> MessageParts:
+        """Return the message that the agent is given for `text`, the text of turn `number`.
+
+        `before` is the history that the turn was sampled after, and `gap` the end of that history's text.
+        """
+        if self.rule is None:
+            return MessageParts({"role": "assistant", "content": text}, 0)
+        rule, tool_format = self._rule_and_format(tools)
+        parts = parts_of(text, tool_format, turn=number, tools=tools, gap=gap)
+        if parts.message.keys() == {"role", "content"}:
+            return parts
+        given = await self._in_thread(lambda: rule.given(before, parts.message, text))
+        return MessageParts(given, parts.num_broken_calls)
+
+    def check_tools(self, tools: Tools) -> None:
+        """Raise DataError if these tools cannot be called in the configured format."""
+        if self.rule is not None:
+            self._rule_and_format(tools)
+
+    def _rule_and_format(self, tools: Tools) -> tuple[SuffixRule, ToolFormat]:
+        assert self.rule is not None
+        key = json.dumps(list(tools), sort_keys=True, default=repr)
+        if key not in self._by_tools:
+            if len(self._by_tools) >= _MAX_TOOL_LISTS:
+                self._by_tools.clear()  # an agent may name other tools in every request
+            tool_format = format_of(self._tool_format, self._template, tools)
+            self._by_tools[key] = (self.rule.with_tools(tools), tool_format)
+        return self._by_tools[key]
+
+    async def _in_thread(self, function: Callable[[], _T]) -> _T:
+        assert self._threads is not None
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+
+
+def _retrieve_exception(made: asyncio.Future[Any]) -> None:
+    """Keep the loop from reporting a refusal that nobody waits for any more."""
+    if not made.cancelled():
+        made.exception()
+
+
+# The counts that are shown even if they are 0. Counts by cause and by kind are shown only if they are not 0.
+EPISODE_COUNTS = (
+    "num_turns",
+    "num_branches",
+    "num_tool_calls",
+    "num_tool_errors",
+    "num_broken_calls",
+    "num_replayed_turns",
+    "num_workers_recycled",
+    "num_processes_ended",
+    "num_episode_failures",
+    "num_episodes_redrawn",
+    "num_response_faults",
+)
+
+
+def counts_of(episode: Episode) -> collections.Counter[str]:
+    """Return the counts that follow from an episode's record, whether it ended now or in an earlier attempt."""
+    counts = collections.Counter(f"num_branches_{cause}" for cause in episode.branch_causes)
+    counts.update(episode.counts)
+    counts["num_turns"] = episode.num_turns
+    counts["num_branches"] = episode.num_branches
+    counts["num_tool_calls"] = len(episode.tool_calls)
+    counts["num_tool_errors"] = sum(call.error is not None for call in episode.tool_calls)
+    if episode.failure is not None:
+        counts["num_episode_failures"] += 1
+        counts[f"num_episode_failures_{episode.failure.partition(':')[0]}"] += 1
+    return counts

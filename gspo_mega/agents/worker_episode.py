@@ -1,6 +1,7 @@
-"""One episode inside a worker: what its function is given, the policy and the tools.
+"""One episode inside a worker: the `Model` and the `Tools` that its function is given.
 
-Owns how a turn and a tool look from inside; `episode_worker.py` owns the pipe and the end of an episode.
+A turn goes to the run as a message and comes back through `take_answer`. A tool runs in this process, in a thread if it
+is not async. The pipe to the run, and the end of an episode, are in `episode_worker.py`.
 """
 
 from __future__ import annotations
@@ -21,24 +22,29 @@ from gspo_mega.base.errors import EpisodeError
 from gspo_mega.rewards.functions import number_of
 
 MOST_TURNS_AT_ONCE = 64
-# A loop around a tool that never asks the policy would fill the record.
+# A function that loops around a tool and never asks the policy would fill the record.
 MOST_TOOL_CALLS = 1000
 _REFUSALS = {refusal.kind: refusal for refusal in (TurnRefused, ContextFull, TooManyTurns)}
 
 
 class TooLarge(EpisodeError):
-    """A message of the episode is over the bound."""
+    """A message of the episode is larger than allowed."""
 
 
 class BadMessages(EpisodeError):
-    """The chat template refuses the messages that a turn was asked with."""
+    """The chat template refuses the messages of a turn."""
 
 
 class WorkerEpisode(Owner):
     """An episode in this worker. It is the `Model` that its function is given.
 
-    Attributes: task, tools: as the function gets them. last_turn: the highest number of an answered turn, -1 before the
-    first. ended_by: (kind, text) once the worker has ended it. running_tools: since when which tools run, by call.
+    Attributes:
+        task, tools: as the function gets them.
+        last_turn: the highest number of an answered turn, -1 before the first.
+        ended_by: (kind, text) of the failure, once the worker has ended the episode.
+        ended_at: when the worker ended it, in monotonic seconds.
+        past_tools: results of tools from an earlier worker, by name and arguments.
+        running_tools: the tools that are running, and since when, by call.
     """
 
     def __init__(
@@ -50,7 +56,7 @@ class WorkerEpisode(Owner):
         send: Callable[[dict[str, Any]], None],
         is_crowded: Callable[[], bool],
     ) -> None:
-        """`send`: gives a message of this episode to the run; raises TooLarge or TypeError. `is_crowded`: whether
+        """`send` gives a message of this episode to the run; it raises TooLarge or TypeError. `is_crowded` says whether
         errors may come from the memory that other episodes have taken.
         """
         super().__init__(number, loop)
@@ -96,7 +102,7 @@ class WorkerEpisode(Owner):
         self._send({"reward": number_of(value, "the reward of a turn"), "turn": number})
 
     def take_answer(self, reply: dict[str, Any]) -> None:
-        """The run's reply to a turn that was asked for."""
+        """Take the run's reply to a turn that was asked for."""
         if "message" in reply:
             self._answered.add(reply["number"])
             self.last_turn = max(self._answered)
@@ -111,13 +117,13 @@ class WorkerEpisode(Owner):
 
     @property
     def turn_seconds(self) -> float:
-        """Own time since the last turn was answered."""
+        """The episode's own time since its last turn was answered."""
         return self.clock.seconds - self._own_before_turn
 
     # Tools
 
-    async def record(self, tool: Tool | None, name: str, arguments: Any, key: str) -> str:
-        """Run a tool once, or take its result from an earlier worker's record; report it; return its text."""
+    async def call_tool(self, tool: Tool | None, name: str, arguments: Any, key: str) -> str:
+        """Run a tool, or take its result from an earlier worker's record. Report the call, and return its text."""
         if (past := self.past_tools.get((name, key))) and past:
             record = {**past.popleft(), "turn": self.last_turn}
         else:
@@ -161,7 +167,7 @@ class WorkerEpisode(Owner):
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise
             return f"{name} was cancelled", False
-        except BaseException as error:  # SystemExit too: the policy is told, and the episode goes on
+        except BaseException as error:  # SystemExit too: the policy is told, and the episode continues
             if self._is_crowded():
                 raise MemoryError(f"{name}: {error!r:.200}") from error
             message = " ".join(str(error).split())
@@ -173,7 +179,7 @@ class WorkerEpisode(Owner):
         def call() -> tuple[Any, BaseException | None]:
             try:
                 return context.run(function, **given), None
-            except BaseException as error:  # StopIteration, for one, cannot pass through a future or a coroutine
+            except BaseException as error:  # StopIteration, for example, cannot pass through a future or a coroutine
                 return None, error
 
         return await self._loop.run_in_executor(None, call)
@@ -182,8 +188,8 @@ class WorkerEpisode(Owner):
 class WorkerTools:
     """The `Tools` that an episode's function is given."""
 
-    def __init__(self, seat: WorkerEpisode, tools: Mapping[str, Tool]) -> None:
-        self._seat = seat
+    def __init__(self, episode: WorkerEpisode, tools: Mapping[str, Tool]) -> None:
+        self._episode = episode
         self._tools = tools
         self._num_calls = 0
 
@@ -200,7 +206,7 @@ class WorkerTools:
         if self._num_calls > MOST_TOOL_CALLS:
             raise EpisodeError(f"more than {MOST_TOOL_CALLS} calls of tools in one episode")
         key = arguments if isinstance(arguments, str) else json.dumps(arguments, sort_keys=True, default=repr)
-        return await self._seat.record(self._tools.get(name), str(name), arguments, key)
+        return await self._episode.call_tool(self._tools.get(name), str(name), arguments, key)
 
     async def answer(self, message: Message) -> list[Message]:
         answers = []
@@ -212,7 +218,7 @@ class WorkerTools:
 
 
 def _recorded(arguments: Any) -> dict[str, Any]:
-    """Arguments as a record keeps them: an object of bounded size."""
+    """Return arguments as a record keeps them: an object of bounded size."""
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments) if arguments.strip() else {}
@@ -220,7 +226,7 @@ def _recorded(arguments: Any) -> dict[str, Any]:
             return {"text": arguments[:MAX_RESULT_CHARACTERS]}
     try:
         text = json.dumps(arguments, default=repr)
-    except RecursionError:  # it was nested as deep as can be read, and writing goes less deep
+    except RecursionError:  # JSON can be read at a deeper nesting than it can be written
         return {"text": "(nested too deep)"}
     if not isinstance(arguments, dict) or len(text) > MAX_RESULT_CHARACTERS:
         return {"text": text[:MAX_RESULT_CHARACTERS]}

@@ -1,13 +1,13 @@
-"""Admission: a group is started only while it is certain that it is consumed in time, whatever becomes of the others.
+"""Admission: a group is started only if it is certain to be consumed in time, no matter what becomes of the others.
 
-Owns the numbers of groups, the bound, and which groups are outstanding. With it nothing that was sampled is ever thrown
-away for its age: a group of unbounded length holds the batch that it belongs to, and no later batch passes it by more
-than the bound.
+`Admission` has the numbers of groups and the bound, and knows which groups are outstanding. With it nothing that was
+sampled is ever thrown away for its age: a group of unbounded length holds up the batch that it belongs to, and no later
+batch overtakes it by more than the bound.
 
-Let n be the next step to be consumed, and let a step's groups be started under the weights that it was asked for with,
-at the earliest. A group admitted while step m is the last one asked for may be consumed by step m + K at the latest,
-K = `max_staleness`. In order of admission the groups before it fill at most so many batches as if all open ones were
-kept: a dropped one only moves later ones forward. In order of completion all outstanding groups must fit into the
+Let n be the next step to be consumed. A step's groups are started, at the earliest, under the weights with which it was
+asked for. A group admitted while step m is the last one asked for may be consumed by step m + K at the latest, where
+K = `max_staleness`. In order of admission, the groups before it fill at most as many batches as if all open ones were
+kept: a dropped one only moves later ones forward. In order of completion, all outstanding groups must fit into the
 batches n to m + K, which take `wanted` each. With K = 0 this is: the groups of one step, started when it is asked for.
 """
 
@@ -29,10 +29,10 @@ from gspo_mega.rollout.arrival_order import (
 
 @dataclass
 class Admission:
-    """Groups of a run between admission and consumption, by number. Used by one thread.
+    """Groups of a run between admission and consumption, by number. Only one thread may use it.
 
-    `wanted`: groups of a batch. `allowed`: groups that may go into one, dropped ones included. `num_steps`: no group is
-    admitted for a later step than the last of them; None for no end.
+    `wanted` is the number of groups of a batch. `allowed` is how many may go into one, dropped ones included. No group
+    is admitted for a step from `num_steps` on; None means that there is no end.
 
     Attributes:
         step: the next step to be consumed.
@@ -58,14 +58,14 @@ class Admission:
         self._begin()
 
     def _begin(self) -> None:
-        """No group is outstanding. Only the queue of the configured order is used."""
+        """Begin without outstanding groups. Only the queue of the configured order is used."""
         self._arrivals.clear()
         self._queue = AdmissionQueue(self.wanted, self.allowed)
         self._completion = CompletionQueue(self.wanted, self.allowed)
 
     def ask(self, step: int) -> None:
-        """The trainer asks for `step`, the next one, and holds its weights. Where no step shares groups with another,
-        numbers begin at 0 in each; otherwise they go on through the run.
+        """Note that the trainer asks for `step`, the next one, and holds its weights. If no step shares groups with
+        another, numbers begin at 0 in each step; otherwise they go on through the run.
         """
         if self.freshness.max_staleness == 0 and not (self._arrivals or self._done or self._is_restored):
             self._next = 0
@@ -80,12 +80,12 @@ class Admission:
 
     @property
     def outstanding(self) -> int:
-        """Groups that were admitted, and neither dropped nor consumed."""
+        """How many groups were admitted, and neither dropped nor consumed."""
         return sum(not arrival.is_dropped for arrival in self._arrivals.values())
 
     @property
     def open_numbers(self) -> list[int]:
-        """Groups that have not completed."""
+        """The groups that have not completed."""
         return [arrival.number for arrival in self._arrivals.values() if arrival.is_open]
 
     def latest_step(self) -> int:
@@ -101,15 +101,15 @@ class Admission:
 
     @property
     def next_number(self) -> int:
-        """Of the group that is admitted next: numbers that were consumed before a restart are passed over."""
+        """The number of the group that is admitted next. Numbers that were consumed before a restart are skipped."""
         number = self._next
         while number in self._done:
             number += 1
         return number
 
     def admit(self, staleness: int = 0) -> int:
-        """Start a group; returns its number. Only while `may_admit`. `staleness`: how many versions those of its
-        samples that exist already lag behind the step last asked for.
+        """Admit a group and return its number. Call it only while `may_admit`. `staleness` is by how many versions the
+        samples of the group that exist already lag behind the step last asked for.
         """
         number = self.next_number
         self._done.difference_update(range(self._next, number))
@@ -123,26 +123,26 @@ class Admission:
         return number
 
     def complete(self, number: int, is_kept: bool) -> None:
-        """A group has completed; `is_kept`: it is trained on."""
+        """Note that a group has completed, and whether it is kept to be trained on."""
         arrival = self._arrivals[number]
         arrival.place, arrival.is_kept = self._num_completed, is_kept
         self._num_completed += 1
-        (self._queue if self.order == "admission" else self._completion).note(arrival)
+        (self._queue if self.order == "admission" else self._completion).complete(arrival)
 
     def formed(self) -> Formed | None:
-        """The batch of `step`, None while it is not complete."""
+        """Return the groups of the batch of `step`; None while it is not complete."""
         if self.order == "admission":
             return self._queue.formed()
         return self._completion.formed(self.step)
 
     def waits_for(self, most: int = 2) -> list[int]:
-        """The open groups that the batch of `step` waits for, `most` of them at most."""
+        """Return the open groups that the batch of `step` waits for, at most `most` of them."""
         if self.order == "admission":
             return self._queue.waits_for(most)
         return self._completion.waits_for(self.step, most)
 
     def consume(self, formed: Formed) -> None:
-        """The batch of `step` is taken."""
+        """Note that the batch of `step` was taken."""
         for number in (*formed.kept, *formed.dropped):
             del self._arrivals[number]
         if self.order == "admission":
@@ -159,8 +159,8 @@ class Admission:
         return min(self._arrivals, default=self._next)
 
     def state_dict(self) -> dict[str, Any] | None:
-        """The position in the numbers, JSON types: `first`, and `done`, the numbers behind it that are consumed. None
-        where the next step begins at 0.
+        """Return the position in the numbers, in JSON types: `first`, and `done`, the later numbers that are consumed.
+        None if the next step begins at 0.
         """
         if self.freshness.max_staleness == 0 and not (self._arrivals or self._done):
             return None
@@ -169,7 +169,7 @@ class Admission:
         return {"first": first, "done": [*passed, *sorted(self._done)]}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Continue from a position: the groups outstanding then are admitted anew, under their numbers."""
+        """Continue from a position. The groups that were outstanding then are admitted anew, under their numbers."""
         self._begin()
         self.asked = -1
         self._next = state["first"] if state else 0

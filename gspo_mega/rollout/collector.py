@@ -1,7 +1,7 @@
 """Collects rollout batches: prompts in, complete scored groups out, while the trainer waits on its own thread.
 
-Owns the trainer's side: asking for batches, waiting for them, ending what runs. Which groups are sampled and when, on
-the pool's thread, is `scheduler.py`'s; the driver runs episodes, and the scorer judges them.
+`Collector` is the trainer's side: it asks for batches, waits for them, and ends what runs. `scheduler.py` decides, on
+the pool's thread, which groups are sampled and when. The driver runs episodes, and the scorer judges them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gspo_mega.base.garbage import RareCollections
 from gspo_mega.base.records import Prompt
 from gspo_mega.config.schema import Config
 from gspo_mega.rollout.client.completion import SamplingParams
-from gspo_mega.rollout.groups import Acting, SampledGroups, TaskGroup
+from gspo_mega.rollout.groups import EpisodeMaker, SampledGroups, TaskGroup
 from gspo_mega.rollout.pool import ServerPool
 from gspo_mega.rollout.sampler import SamplingServers
 from gspo_mega.rollout.scheduler import BatchRequest, GroupScheduler, Prompts, ResumePoint
@@ -32,17 +32,17 @@ class Collector:
     """`start(step)` begins a rollout batch, `take(step)` waits for it. One batch at a time.
 
     `driver` runs an episode, and `score` fills its reward fields in place. Both are called on the pool's thread, so
-    they must not block. Anything they raise ends the batch, and `take` raises it; an episode or a reward that merely
-    failed is recorded. More failures in a batch than `episodes.max_failed_fraction` or `reward.max_failed_fraction`
-    raise EpisodeError or RewardError as soon as that is certain; a batch without any group of two rewards raises
-    RewardError. A group with fewer than two rewards is left out of the batch: it has nothing to compare.
+    they must not block. Anything that they raise ends the batch, and `take` raises it. An episode or a reward that only
+    failed is recorded. If more of a batch fail than `episodes.max_failed_fraction` or `reward.max_failed_fraction`
+    allows, EpisodeError or RewardError is raised as soon as that is certain. A batch without any group of two rewards
+    raises RewardError. A group with fewer than two rewards is left out of the batch, because it has nothing to compare.
 
-    With `rollout.max_staleness` > 0 sampling goes on after a batch was taken, for the next ones. An error ends it, and
-    is raised by the `take` that waits or by the next one; the batch after that begins anew from `position`.
+    With `rollout.max_staleness` > 0 sampling goes on for the next batches after one was taken. An error ends it, and is
+    raised by the `take` that waits, or else by the next one. The batch after that begins anew from `position`.
 
     Attributes:
-        position: where a run would go on: behind the last batch that was taken.
-        on_ready: gets the next step and its groups, on the pool's thread, where they are complete before it is asked
+        position: where a run would continue, which is after the last batch that was taken.
+        on_ready: gets the next step and its groups, on the pool's thread, if they are complete before the step is asked
             for.
     """
 
@@ -57,15 +57,15 @@ class Collector:
         clock: Callable[[], float] = time.monotonic,
         snapshot: Callable[[], Any] = lambda: None,
     ) -> None:
-        """`snapshot`: the present position in `prompts`."""
+        """`snapshot` returns the present position in `prompts`."""
         self._config = config
         self._pool = pool
         self._prompts = prompts
-        self._acting = Acting(driver, score)
+        self._maker = EpisodeMaker(driver, score)
         self._eos_token_ids = tuple(eos_token_ids)
         self._clock = clock
         self._snapshot = snapshot
-        self._collection: GroupScheduler | None = None
+        self._scheduler: GroupScheduler | None = None
         self._running: tuple[int, concurrent.futures.Future] | None = None
         self.position = ResumePoint()
         self.on_ready: Callable[[int, list[Group]], None] = lambda step, groups: None
@@ -77,12 +77,12 @@ class Collector:
         keep: Callable[[Episode], None] | None = None,
         admit: Callable[[int, Prompt, int], None] | None = None,
     ) -> None:
-        """Begin sampling the batch of `step` from the committed weights. Returns at once.
+        """Begin sampling the batch of `step` from the committed weights. Return at once.
 
-        `known`: groups that exist already, by number; their prompts are drawn and only samples that they lack are
-        sampled. It counts for the first batch of a collector alone. `keep` is called on the pool's thread for every
-        other episode as soon as it is scored, `admit` for every group before it is sampled, until the next batch is
-        asked for.
+        `known` holds groups that exist already, by number. Their prompts are drawn, and only the samples that they lack
+        are sampled. It counts only for the first batch of a collector. Until the next batch is asked for, `keep` is
+        called on the pool's thread for every other episode as soon as it is scored, and `admit` for every group before
+        it is sampled. Raises RuntimeError if another batch was started and not taken.
         """
         if self._running is not None:
             raise RuntimeError(f"the batch of step {self._running[0]} was started and not taken")
@@ -91,8 +91,10 @@ class Collector:
         self._running = step, self._pool.loop.submit(self._take(asked))
 
     def take(self, step: int, on_wait: Callable[[], None] = lambda: None) -> RolloutBatch:
-        """The batch of `step`, started now if `start` was not called. `on_wait` is called at once and then about every
-        50 ms, on this thread; what it raises ends all sampling. Raises RolloutError if a sample cannot be completed.
+        """Return the batch of `step`; start it now if `start` was not called.
+
+        `on_wait` is called on this thread at once, and then about every 50 ms; what it raises ends all sampling. Raises
+        RolloutError if a sample cannot be completed, and RuntimeError if another step was started.
         """
         if self._running is None:
             self.start(step)
@@ -123,56 +125,56 @@ class Collector:
         on_wait: Callable[[], None] = lambda: None,
         servers: SamplingServers | None = None,
     ) -> list[Group]:
-        """Scored groups of these prompts, in their order, from the committed weights, outside training.
+        """Sample and score groups outside training, from the committed weights. Return them in the order of `prompts`.
 
-        `temperature` 0 is greedy; top_p and top_k are not those of training unless given, `max_new_tokens` is. `name`
-        is the prefix of the episode ids. `servers`: those that are asked, with their own weights, beside training and
-        from any thread; by default all that serve training.
+        `temperature` 0 is greedy. `max_new_tokens` is by default that of training; top_p and top_k are not. `name` is
+        the prefix of the episode ids. The default for `servers` is all that serve training. With servers of their own,
+        which have their own weights, this can run at the same time as training and on any thread.
         """
         params = self._params(temperature, top_p, top_k)
         if max_new_tokens is not None:
             params = params.at_most(max_new_tokens)
         asked = self._sample_all(prompts, samples_per_prompt, params, name, servers or self._pool)
         future = self._pool.loop.submit(asked)
-        return self._wait(future, on_wait) if servers is None else self._wait_beside(future, on_wait)
+        return self._wait(future, on_wait) if servers is None else self._wait_during_training(future, on_wait)
 
     def close(self) -> None:
-        """End all sampling. What was sampled and not taken is dropped."""
+        """End all sampling. Groups that were sampled and not taken are dropped."""
         if self._running is not None:
             self._drop(self._running[1])
             self._running = None
-        if self._collection is not None:
-            collection, self._collection = self._collection, None
-            self._drop_all(collection)
+        if self._scheduler is not None:
+            scheduler, self._scheduler = self._scheduler, None
+            self._drop_all(scheduler)
 
-    def go_on_from(self, position: ResumePoint) -> None:
-        """Begin anew: the next batch that is asked for comes behind `position`."""
+    def continue_from(self, position: ResumePoint) -> None:
+        """End all sampling. The next batch that is asked for comes after `position`."""
         self.close()
         self.position = position
 
     def _wait(self, future: concurrent.futures.Future, on_wait: Callable[[], None]) -> Any:
-        """The batch's result. An error that ended the pool's watch ends the batch, too: it could wait for ever."""
+        """Wait for a result while the trainer waits, and return it."""
         self._pool.trainer_waits = True
         try:
-            return self._result(future, on_wait)
+            with RareCollections() as collections:
+                return self._poll(future, on_wait, collections.look)
         finally:
             self._pool.trainer_waits = False
             if not future.done():
                 self._drop(future)
 
-    def _wait_beside(self, future: concurrent.futures.Future, on_wait: Callable[[], None]) -> Any:
-        """The result of what nobody who trains waits for."""
+    def _wait_during_training(self, future: concurrent.futures.Future, on_wait: Callable[[], None]) -> Any:
+        """Wait for a result that the trainer does not wait for, and return it."""
         try:
-            return self._polled(future, on_wait)
+            return self._poll(future, on_wait)
         finally:
             if not future.done():
                 self._drop(future)
 
-    def _result(self, future: concurrent.futures.Future, on_wait: Callable[[], None]) -> Any:
-        with RareCollections() as collections:
-            return self._polled(future, on_wait, collections.look)
-
-    def _polled(self, future: concurrent.futures.Future, *on_wait: Callable[[], None]) -> Any:
+    def _poll(self, future: concurrent.futures.Future, *on_wait: Callable[[], None]) -> Any:
+        """Wait for a result and return it. Raise the error that ended the pool's watch, without which the result might
+        never come.
+        """
         while True:
             try:
                 return future.result(timeout=_POLL_SECONDS)
@@ -188,9 +190,9 @@ class Collector:
         while not concurrent.futures.wait([future], timeout=_POLL_SECONDS).done:
             self._pool.loop.check()
 
-    def _drop_all(self, collection: GroupScheduler) -> None:
+    def _drop_all(self, scheduler: GroupScheduler) -> None:
         with contextlib.suppress(RolloutError):  # its thread has ended, and was reported
-            self._pool.loop.run(collection.close())
+            self._pool.loop.run(scheduler.close())
 
     def _params(self, temperature: float, top_p: float, top_k: int) -> SamplingParams:
         return SamplingParams(self._config.rollout.max_new_tokens, temperature, top_p, top_k, self._eos_token_ids)
@@ -205,23 +207,23 @@ class Collector:
         name: str,
         servers: SamplingServers,
     ) -> list[Group]:
-        groups = SampledGroups(self._config, servers, self._acting, samples_per_prompt, params)
+        groups = SampledGroups(self._config, servers, self._maker, samples_per_prompt, params)
         async with TaskGroup() as tasks:
             running = [tasks.create_task(groups.sample(index, prompt, name)) for index, prompt in enumerate(prompts)]
         return [task.result() for task in running]
 
     async def _take(self, asked: BatchRequest) -> tuple[RolloutBatch, ResumePoint]:
-        if self._collection is None:
-            self._collection = self._new_collection()
-        return await self._collection.take(asked)
+        if self._scheduler is None:
+            self._scheduler = self._new_scheduler()
+        return await self._scheduler.take(asked)
 
-    def _new_collection(self) -> GroupScheduler:
+    def _new_scheduler(self) -> GroupScheduler:
         config, rollout, batch = self._config, self._config.rollout, self._config.batch
         allowed = batch.prompts_per_step * (rollout.max_oversampling if rollout.filter_constant_groups else 1)
         sampled = SampledGroups(
             config,
             self._pool,
-            self._acting,
+            self._maker,
             batch.group_size,
             self._params(rollout.temperature, rollout.top_p, rollout.top_k),
             least_episodes=batch.prompts_per_step * batch.group_size,

@@ -1,8 +1,8 @@
-"""Servers that serve an evaluation beside training: taken from the pool at one weight version, and held at it.
+"""Servers that serve an evaluation while training goes on: taken from the pool, and held at one weight version.
 
-Owns which servers those are, and that they get requests of the evaluation alone. Training, publishes and the balance
-between servers pass them by until they are given back; they are then behind, like a server that came back, and the
-runtime publishes the committed weights to them again.
+They get only requests of the evaluation. Training, publishes and the balance between servers leave them out until they
+are given back. They are then behind, like a server that came back, and the trainer publishes the committed weights to
+them again.
 """
 
 from __future__ import annotations
@@ -19,16 +19,44 @@ from gspo_mega.rollout.pooled_server import PooledServer, least_loaded
 
 logger = logging.getLogger(__name__)
 
-# How often a request looks whether a server that rests after a failure may work again.
-_LOOK_SECONDS = 0.25
+# How often a request checks whether a server that rests after a failure may work again.
+_CHECK_SECONDS = 0.25
+
+
+def reserve_for_eval(
+    pool: ServerPool, most_requests: int, num_servers: int, weight_version: int, keep: int = 1, loads: bool = False
+) -> EvalServers | None:
+    """Take `num_servers` of the servers that hold `weight_version` out of training, and return them.
+
+    It takes fewer if training would keep fewer than `keep`, and returns None if there is none to take. With `loads` it
+    takes any server that is up, which then has to `load` the version. Their open requests continue elsewhere, with
+    their tokens so far. Do not call it while a publish runs.
+    """
+    able = [one for one in pool.ready_servers() if loads or one.verified_version == weight_version]
+    # Prefer servers that training cannot use anyway.
+    able.sort(key=lambda one: (one.verified_version == pool.committed_version, one.load.num_tokens))
+    chosen = able[: max(0, min(num_servers, len(able) - keep))]
+    if not chosen:
+        return None
+    pool.loop.run(_drain(chosen))
+    pool.wake()
+    return EvalServers(pool, most_requests, chosen, weight_version)
+
+
+async def _drain(servers: list[PooledServer]) -> None:
+    """Let the servers get no more requests of training, and end those that are open. Runs on the pool's loop."""
+    for server in servers:
+        server.is_set_aside = True
+        for flight in list(server.load.flights):
+            flight.end("drained")
 
 
 class EvalServers:
-    """What the sampler asks in place of the pool (`sampling.Servers`). Give the servers back with `give_back`.
+    """The servers that the sampler uses in place of the pool (`SamplingServers`). Give them back with `give_back`.
 
     Attributes:
-        weight_version: of every token that they sample.
-        server_ids: the servers.
+        weight_version: the version of every token that they sample.
+        server_ids: the ids of the servers.
     """
 
     def __init__(self, pool: ServerPool, max_concurrent_requests: int, servers: list[PooledServer], version: int):
@@ -50,14 +78,16 @@ class EvalServers:
         return self._pool.num_registration_errors
 
     def give_back(self) -> None:
-        """They serve training again, once they hold the committed weights. Not on the pool's loop."""
+        """Give the servers back: they serve training again once they hold the committed weights. Do not call it on the
+        pool's loop.
+        """
         for server in self._servers:
             server.is_set_aside = False
         self._pool.wake()
 
     def load(self, folder: Path, deadline_seconds: float) -> None:
-        """Bring the servers to the version, which `folder` holds. Those that fail are given back. Raises RolloutError
-        where none is left. Not on the pool's loop.
+        """Load `folder`, which holds the weights of `weight_version`, into the servers. Those that fail are given back.
+        Raises RolloutError if none is left. Do not call it on the pool's loop.
         """
         problems = []
         for server in list(self._servers):
@@ -80,8 +110,8 @@ class EvalServers:
     async def acquire(
         self, avoid: frozenset[str] = frozenset(), num_tokens: int = 0, prefer: str | None = None
     ) -> PooledServer:
-        """As `ServerPool.acquire`; a publish does not hold it up. Raises RolloutError once no server is left that holds
-        the version.
+        """As `ServerPool.acquire`, but a publish does not hold it up. Raises RolloutError once no server is left that
+        holds the version.
         """
         async with self._changed:
             while True:
@@ -107,7 +137,7 @@ class EvalServers:
         if error is None:
             server.note_success()
         elif server.note_failure(error, time.monotonic()):
-            logger.warning("%s: serves the evaluation no more: %s", server.server_id, error)
+            logger.warning("%s: no longer serves the evaluation: %s", server.server_id, error)
         async with self._changed:
             self._changed.notify(1)
 
@@ -116,36 +146,10 @@ class EvalServers:
 
     async def _wait(self, is_resting: bool) -> None:
         try:
-            async with asyncio.timeout(_LOOK_SECONDS if is_resting else None):
+            async with asyncio.timeout(_CHECK_SECONDS if is_resting else None):
                 await self._changed.wait()
         except TimeoutError:
             pass
-        except asyncio.CancelledError:  # as in the pool: the place is another's now
+        except asyncio.CancelledError:  # as in the pool: another request can have the place now
             self._changed.notify(1)
             raise
-
-
-def reserve_for_eval(
-    pool: ServerPool, most_requests: int, num_servers: int, weight_version: int, keep: int = 1, loads: bool = False
-) -> EvalServers | None:
-    """`num_servers` of those that hold `weight_version`, fewer where training would keep fewer than `keep`; None where
-    there is none to take. With `loads` any server that is up, to `load` the version. Their open requests go on
-    elsewhere, with their tokens so far. Not while a publish runs.
-    """
-    able = [one for one in pool.ready_servers() if loads or one.verified_version == weight_version]
-    # Those that training lacks anyway come first.
-    able.sort(key=lambda one: (one.verified_version == pool.committed_version, one.load.num_tokens))
-    chosen = able[: max(0, min(num_servers, len(able) - keep))]
-    if not chosen:
-        return None
-    pool.loop.run(_drain(chosen))
-    pool.wake()
-    return EvalServers(pool, most_requests, chosen, weight_version)
-
-
-async def _drain(servers: list[PooledServer]) -> None:
-    """On the pool's loop: they get no request of training any more, and what is open on them ends."""
-    for server in servers:
-        server.is_set_aside = True
-        for flight in list(server.load.flights):
-            flight.end("drained")

@@ -1,17 +1,14 @@
-"""The servers of an attempt: which there are, which may work, how much each has open.
+"""The servers of an attempt: which exist, which may work, and how much each has open.
 
-Owns discovery (it reads registrations and never starts a server), the rule that only a server known to hold weights
-under which `arrival_order.py` lets a request start gets work, the bound on open requests, and moving requests away from
-a slow server. The sampler retries; the publisher sends weights, through `controls()`.
+`ServerPool` gives requests to servers. It finds servers by their registrations and never starts one. A server gets work
+only if it is known to hold weights under which a request may start (`arrival_order.py`). The pool bounds the open
+requests and moves requests away from a slow server. The sampler retries; the publisher sends weights, through
+`controls()`.
 
-Requests from which nothing is heard: who waits for what, in a line for the user before anything is done about it.
+`Roster` reads the registrations again and again: which servers exist, and which have a live heartbeat. A file that
+cannot be read changes nothing; its last content holds until its heartbeat is too old.
 
-Owns the line. That such a request continues elsewhere is `client/flight.py`'s and `sampler.py`'s.
-
-The servers' registrations as the pool reads them repeatedly: which servers exist, and which have a live heartbeat.
-
-Owns how failures of the file system are treated: a file that cannot be read changes nothing. Its last content holds
-until its heartbeat is too old.
+`StallWarnings` tells the user about requests from which nothing is heard, before anything is done about them.
 """
 
 from __future__ import annotations
@@ -33,205 +30,40 @@ from gspo_mega.rollout.arrival_order import Freshness
 from gspo_mega.rollout.client.completion import RoutingShape
 from gspo_mega.rollout.client.server_client import ServerClient, ServerError
 from gspo_mega.rollout.client.server_control import HttpServerControl
-from gspo_mega.rollout.pooled_server import LoopThread, PooledServer, least_loaded, to_move
+from gspo_mega.rollout.pooled_server import LoopThread, PooledServer, least_loaded, requests_to_move
 from gspo_mega.rollout.registration import Registration, State, read_registrations, read_secret
 
-_SHARE = 0.5
-"""Of the progress deadline: a request that is silent for longer is named."""
-_MOST_NAMED = 3
-"""Of one server in that time: where it hangs, all of its requests are silent."""
-
-
-class StallWarnings:
-    """Tells of silent requests, each once. One for all servers of a pool."""
-
-    def __init__(self) -> None:
-        self._named: dict[str, tuple[float, int]] = {}  # by server: since when, how many lines
-
-    def name(
-        self,
-        servers: Iterable[PooledServer],
-        now: float,
-        progress_deadline_seconds: float,
-        tell: Callable[[str], None],
-    ) -> None:
-        """Tell of open requests that got no token for half of their deadline: the longest first, few by name, and how
-        many there are in all. `now`: the loop's time.
-        """
-        limit = _SHARE * progress_deadline_seconds
-        for server in servers:
-            silent = [
-                flight
-                for flight in server.load.flights
-                if not flight.is_named and flight.cause is None and now - flight.last_report >= limit
-            ]
-            since, count = self._named.get(server.server_id, (now, 0))
-            if now - since >= limit:
-                since, count = now, 0
-            silent.sort(key=lambda flight: flight.last_report)
-            for place, flight in enumerate(silent):
-                flight.is_named = True
-                if count < _MOST_NAMED:
-                    tell(
-                        f"waiting  prompt {flight.prompt}: no new token from {server.server_id} for"
-                        f" {now - flight.last_report:.1f} s, after {flight.num_tokens}; at"
-                        f" {progress_deadline_seconds:g} s (rollout.progress_deadline_seconds) it goes on from there"
-                        " elsewhere"
-                    )
-                elif count == _MOST_NAMED:
-                    tell(
-                        f"waiting  {len(silent) - place} more requests to {server.server_id}: no new token either;"
-                        f" later ones are not named for {limit:g} s"
-                    )
-                count += 1
-            if silent:
-                self._named[server.server_id] = since, count
-
-
 logger = logging.getLogger(__name__)
-
-STALE_SECONDS = 60.0
-"""A server whose heartbeat has not changed for this time gets no work."""
-
-
-class Roster:
-    """Call `read` from one thread at a time.
-
-    Attributes:
-        registrations: the latest registration of every server.
-        num_errors: how many reads of a file failed in the file system.
-        last_error: what the latest `read` could not read, or None.
-    """
-
-    def __init__(self, servers_dir: Path) -> None:
-        self._servers_dir = servers_dir
-        # By server: its latest heartbeat, and our monotonic time when that heartbeat was first seen.
-        self._heartbeats: dict[str, tuple[float, float]] = {}
-        self._logged_errors: set[tuple[str, str]] = set()
-        self.registrations: list[Registration] = []
-        self.num_errors = 0
-        self.last_error: str | None = None
-
-    def read(self) -> list[Registration]:
-        """Read all files; returns the ready and the draining servers with a live heartbeat. Raises RolloutError for a
-        file that is no registration.
-        """
-        errors: dict[Path, OSError] = {}
-        try:
-            found = read_registrations(self._servers_dir, on_error=errors.__setitem__)
-        except OSError as error:  # the folder itself cannot be read
-            errors[self._servers_dir] = error
-            found = list(self.registrations)
-        unread = {path.stem for path in errors}
-        found += [r for r in self.registrations if r.server_id in unread and r not in found]
-        self._note(errors)
-        self.registrations = sorted(found, key=lambda r: r.server_id)
-        return [r for r in self.registrations if self._is_alive(r) and r.state in ("ready", "draining")]
-
-    def num_in(self, *states: State) -> int:
-        """Servers whose latest registration says one of these states."""
-        return sum(registration.state in states for registration in self.registrations)
-
-    @property
-    def num_not_coming(self) -> int:
-        """Servers that nobody waits for: they gave up, end, or were stopped."""
-        return self.num_in("failed", "draining", "stopped")
-
-    def silent_seconds(self, server_id: str) -> float:
-        """Seconds since the server's heartbeat last changed."""
-        return time.monotonic() - self._heartbeats[server_id][1]
-
-    def _note(self, errors: dict[Path, OSError]) -> None:
-        self.num_errors += len(errors)
-        self.last_error = None
-        for path, error in errors.items():
-            text = f"{path}: cannot be read: {error.strerror or error}"
-            self.last_error = text
-            if (str(path), text) not in self._logged_errors:  # once, not every quarter of a second
-                self._logged_errors.add((str(path), text))
-                logger.warning("%s; tried again until it can be", text)
-        self._logged_errors = {(path, text) for path, text in self._logged_errors if Path(path) in errors}
-
-    def _is_alive(self, registration: Registration) -> bool:
-        """Whether the server's heartbeat still changes, by our own monotonic time: the clocks of two machines differ,
-        and a clock may be set. Only a heartbeat that is seen for the first time is compared with the system clock.
-        """
-        now, beat = time.monotonic(), registration.heartbeat
-        last = self._heartbeats.get(registration.server_id, (beat, now - max(0.0, time.time() - beat)))
-        self._heartbeats[registration.server_id] = last if last[0] == beat else (beat, now)
-        return now - self._heartbeats[registration.server_id][1] < STALE_SECONDS
-
-
-class ReadyDeadline:
-    """When servers must be ready: so many seconds from now, and anew from each progress of a copy that they wait for,
-    its end included. Nothing else that servers do is progress.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds, self._since = seconds, time.monotonic()
-        self._done: dict[str, int] = {}
-        self._preparing: set[str] = set()
-
-    def is_over(self, registrations: list[Registration]) -> bool:
-        """Whether it has passed, of servers that are registered so now."""
-        preparing = {r.server_id: r.done_bytes for r in registrations if r.is_preparing}
-        begun = {r.server_id for r in registrations if r.state in ("waiting", "starting", "ready")} - preparing.keys()
-        grown = {server_id: done for server_id, done in preparing.items() if done > self._done.get(server_id, 0)}
-        if grown or begun & self._preparing:
-            self._since = time.monotonic()
-        self._done, self._preparing = self._done | grown, set(preparing)
-        return time.monotonic() - self._since > self._seconds
-
-
-def describe_servers(roster: Roster, servers_dir: Path, held: Mapping[str, int | None], committed_version: int) -> str:
-    """What is known of every server, for an error message. `held`: the version that each one in reach holds."""
-    unread = f"; {roster.last_error}" if roster.last_error else ""
-    if not roster.registrations:
-        return f"none is registered in {servers_dir}{unread}"
-
-    def one(registration: Registration) -> str:
-        server_id = registration.server_id
-        if server_id in held:
-            what = f"holds version {held[server_id]} of {committed_version}"
-        else:
-            what = f"last heard of {roster.silent_seconds(server_id):.0f} s ago"
-        what = f"waits for {registration.preparation}, {what}" if registration.is_preparing else what
-        error = f" ({registration.error})" if registration.error else ""
-        return f"{server_id}: {registration.state}, {what}{error}"
-
-    return "; ".join(map(one, roster.registrations)) + unread
-
-
-def failed_servers(failed: list[Registration]) -> str:
-    """Why each of these servers is not started again, a line each."""
-    return "\n".join(f"{r.server_id} gave up: {r.error}" for r in failed)
-
-
-def watch_problem(error: BaseException | None) -> RolloutError | None:
-    """What requests raise once the pool's watch has ended with `error`; None where it ended in order."""
-    if error is None or isinstance(error, RolloutError):
-        return error
-    logger.error("the watch over the servers ended", exc_info=error)
-    problem = RolloutError(f"the watch over the servers ended: {type(error).__name__}: {error}")
-    problem.__cause__ = error
-    return problem
 
 
 _POLL_SECONDS = 0.25
 
+STALE_SECONDS = 60.0
+"""A server whose heartbeat has not changed for this time gets no work."""
+
+_SHARE = 0.5
+"""The fraction of the progress deadline after which a silent request is named."""
+
+_MOST_NAMED = 3
+"""How many requests of one server are named in that time. If a server hangs, all of its requests are silent."""
+
 
 class ServerPool:
-    """A context manager; otherwise call `close()` in the end. Any thread but the loop's may call public methods.
+    """Gives requests to the servers of an attempt.
+
+    Use it as a context manager, or call `close()` in the end. Public methods may be called from any thread except the
+    loop's, unless they say otherwise.
 
     Attributes:
-        vocab_size: tokens of the model's vocabulary.
+        vocab_size: the number of tokens in the model's vocabulary.
         is_held: no request begins; those that would begin wait (`train/servers.py`).
-        trainer_waits: it can publish to servers that are behind. While it cannot, they have no deadline.
+        trainer_waits: the trainer waits for a batch, so it can publish to servers that are behind. While it cannot,
+            they have no deadline.
         tell: shows a line to the user.
     """
 
     def __init__(self, settings: Rollout, spec: ModelSpec, attempt: Attempt, adapter: str | None = None) -> None:
-        """`adapter`: as for `ServerClient`."""
+        """`adapter` is that of `ServerClient`."""
         self._adapter = adapter
         self._settings = settings
         self._servers_dir = attempt.servers_dir
@@ -254,7 +86,7 @@ class ServerPool:
         self._closed = False
         self.is_held, self.trainer_waits, self._holders = False, True, frozenset[str]()
         self.tell: Callable[[str], None] = logger.warning
-        self._silence = StallWarnings()
+        self._stall_warnings = StallWarnings()
         self.loop = LoopThread("rollout")
         try:
             self._changed = asyncio.Condition()
@@ -275,7 +107,7 @@ class ServerPool:
         """End the pool's thread and connections; open requests are dropped."""
 
         async def close_clients():
-            await asyncio.sleep(0)  # the watch, which adds servers, ends first
+            await asyncio.sleep(0)  # let the watch, which adds servers, end first
             for server in list(self._servers.values()):
                 await server.client.close()
 
@@ -288,21 +120,23 @@ class ServerPool:
 
     @property
     def num_registration_errors(self) -> int:
-        """How often a server's registration could not be read from the file system, so far."""
+        """How often a server's registration could not be read from the file system so far."""
         return self._roster.num_errors
 
     @property
     def returns_routed_experts(self) -> bool:
-        """Whether responses come with the experts that sampled them (`rollout.return_routed_experts`)."""
+        """Whether responses come with the experts that their tokens were sent to (`rollout.return_routed_experts`)."""
         return self._routing is not None
 
     @property
     def capacity(self) -> int:
-        """Most requests that all servers together take at the same time."""
+        """How many requests all servers together take at the same time."""
         return len(self.ready_servers()) * self._settings.max_concurrent_requests
 
     def check(self) -> None:
-        """Raise the error that ended the watch, if one did: without it, nobody notices that servers start and end."""
+        """Raise the error that ended the watch, if one did. Without the watch, nobody would notice that servers start
+        and end.
+        """
         self._raise_problem()
         self.loop.check()
 
@@ -312,9 +146,10 @@ class ServerPool:
         return self._committed_version
 
     def commit(self, weight_version: int, server_ids: Iterable[tuple[str, int]]) -> None:
-        """`weight_version` is now the committed one, and these (server_id, generation) are verified to hold it.
+        """Make `weight_version` the committed one. These servers, (server_id, generation), are verified to hold it.
 
-        All others get no work until they hold it too: restarted from disk, or named in another commit.
+        All others get no work until they hold it too: because they were restarted from disk, or named in another
+        commit.
         """
         with self._lock:
             self._committed_version = weight_version
@@ -325,27 +160,33 @@ class ServerPool:
         self.wake()
 
     def wake(self) -> None:
-        """Have waiting requests look again for a server. Not on the loop."""
+        """Let waiting requests look for a server again. Do not call it on the loop."""
         self.loop.run(self._notify())
 
     @property
     def num_given_up(self) -> int:
-        """Servers of this attempt that failed too often, or refused their configuration: not started again."""
+        """How many servers of this attempt failed too often, or refused their configuration, and are not started
+        again.
+        """
         return self._roster.num_in("failed")
 
     def controls(self) -> list[HttpServerControl]:
-        """A control of every server that is up, whatever weights it holds; for the publisher."""
+        """Return a control of every server that is up, no matter which weights it holds. For the publisher."""
         return [server.control(self.loop) for server in self.ready_servers()]
 
     def servers_behind(self) -> list[HttpServerControl]:
-        """Servers that are up and not known to hold the committed version: the runtime publishes it to them again."""
+        """Return controls of the servers that are up and not known to hold the committed version. The trainer publishes
+        it to them again.
+        """
         behind = [server for server in self.ready_servers() if server.verified_version != self._committed_version]
         return [server.control(self.loop) for server in behind]
 
     def wait_ready(self, num_servers: int, deadline_seconds: float, on_wait: Callable[[], None] = lambda: None) -> None:
-        """Block until `num_servers` are up, calling `on_wait` meanwhile. Servers that gave up or were stopped are not
-        waited for, but at least one must be up. Raises RolloutError `deadline_seconds` after the last progress of the
-        copy that they wait for, if any, or as soon as all have given up.
+        """Block until `num_servers` are up, and call `on_wait` while waiting. Servers that gave up or were stopped are
+        not waited for, but at least one must be up.
+
+        Raises RolloutError after `deadline_seconds`, counted from the last progress of the copy that servers wait for,
+        if there is one; and as soon as all servers have given up.
         """
         deadline = ReadyDeadline(deadline_seconds)
         while len(self.ready_servers()) < max(1, num_servers - self._roster.num_not_coming):
@@ -361,39 +202,47 @@ class ServerPool:
             time.sleep(0.05)
 
     def announce(self, weight_version: int) -> None:
-        """`weight_version` is now the committed one, before it is known which servers hold it: none may work."""
+        """Make `weight_version` the committed one before it is known which servers hold it. None may work until
+        then.
+        """
         with self._lock:
             self._committed_version = weight_version
 
     def hold(self, is_held: bool, who: str = "publish") -> None:
-        """Let no request begin, or begin again those that wait, unless another than `who` still holds them."""
+        """With `is_held`, let no request begin. Otherwise let them begin again, unless somebody other than `who` still
+        holds them.
+        """
         self._holders = self._holders | {who} if is_held else self._holders - {who}
         self._none_able_since, self.is_held = None, bool(self._holders)
         self.wake()
 
     def take_idle_seconds(self) -> float:
-        """How long servers had no request since this was asked before, the mean over those that are up."""
+        """Return for how many seconds servers had no request since the last call: the mean over those that are up."""
         idle = [server.take_idle_seconds() for server in self.ready_servers()]
         return sum(idle) / max(1, len(idle))
 
     def ready_servers(self) -> list[PooledServer]:
-        """The servers that are up and serve training."""
+        """Return the servers that are up and serve training. Any thread may call it."""
         with self._lock:
-            return [e for e in self._servers.values() if not (e.is_gone or e.is_draining or e.is_set_aside)]
+            return [
+                server
+                for server in self._servers.values()
+                if not (server.is_gone or server.is_draining or server.is_set_aside)
+            ]
 
     @property
     def num_set_aside(self) -> int:
-        """Servers that serve an evaluation beside training, and come back to it."""
-        return sum(e.is_set_aside and not e.is_gone for e in list(self._servers.values()))
+        """How many servers serve an evaluation at present, and come back to training after it."""
+        return sum(server.is_set_aside and not server.is_gone for server in list(self._servers.values()))
 
     # The methods below run on the loop.
 
     async def acquire(
         self, avoid: frozenset[str] = frozenset(), num_tokens: int = 0, prefer: str | None = None
     ) -> PooledServer:
-        """Wait for a server that may work and has room, chosen by `load.least_loaded`. `num_tokens`: of the request's
-        prompt. Give the server back with `release`. Raises RolloutError when no server may work for
-        `rollout.no_server_deadline_seconds`.
+        """Wait for a server that may work and has room, chosen by `least_loaded`, and return it. `num_tokens` is the
+        length of the request's prompt. Give the server back with `release`. Raises RolloutError if no server may work
+        for `rollout.no_server_deadline_seconds`.
         """
         limit = self._settings.no_server_deadline_seconds
         started = time.monotonic()
@@ -402,9 +251,13 @@ class ServerPool:
                 self._raise_problem()
                 now = time.monotonic()
                 able = self._able(now)
-                room = {e.server_id: e for e in able if e.num_open < self._settings.max_concurrent_requests}
+                room = {
+                    server.server_id: server
+                    for server in able
+                    if server.num_open < self._settings.max_concurrent_requests
+                }
                 if room and not self.is_held:
-                    loads = {name: e.load for name, e in room.items()}
+                    loads = {name: server.load for name, server in room.items()}
                     server = room[least_loaded(loads, avoid, prefer, num_tokens)]
                     server.open_request(num_tokens)
                     return server
@@ -417,28 +270,34 @@ class ServerPool:
                         )
                 try:
                     await self._changed.wait()
-                except asyncio.CancelledError:  # this one may have been woken for a place, which is another's now
+                except asyncio.CancelledError:  # it may have been woken for a place, which another request can have now
                     self._changed.notify(1)
                     raise
 
     async def release(self, server: PooledServer, error: ServerError | None = None, num_tokens: int = 0) -> None:
-        """Give `server` back, with the error of the request if it failed: a failing server rests, longer each time.
-        `num_tokens`: of the prompt and the response.
+        """Give `server` back, with the error of the request if it failed. A failing server rests, longer each time.
+        `num_tokens` is the length of the prompt and the response.
         """
         server.close_request(num_tokens)
         if error is None:
             server.note_success()
         elif server.note_failure(error, time.monotonic()):
-            logger.warning("%s: no more work until its weights are published anew: %s", server.server_id, error)
+            logger.warning("%s: no more work until weights are published to it again: %s", server.server_id, error)
         async with self._changed:
             self._changed.notify(1)
 
     def _able(self, now: float) -> list[PooledServer]:
-        """Servers that may be given work now, whether or not they have room."""
-        return [e for e in self.ready_servers() if self._may_start(e.verified_version) and e.rest_until <= now]
+        """Return the servers that may be given work now, whether or not they have room."""
+        return [
+            server
+            for server in self.ready_servers()
+            if self._may_start(server.verified_version) and server.rest_until <= now
+        ]
 
     def _may_start(self, weight_version: int | None) -> bool:
-        """May a request start under it? It may be trained as late as one under the committed version."""
+        """Whether a request may start under this version. It may be trained as late as one under the committed
+        version.
+        """
         committed = self._committed_version
         if weight_version is None or weight_version > committed:
             return False
@@ -458,7 +317,7 @@ class ServerPool:
         return describe_servers(self._roster, self._servers_dir, held, self._committed_version)
 
     def _watch_ended(self, watch: concurrent.futures.Future) -> None:
-        """Called on the loop when `_watch` has ended: by `close`, or by an error, which `check` then raises."""
+        """Called on the loop when `_watch` has ended, by `close` or by an error, which `check` then raises."""
         self._problem = watch_problem(None if watch.cancelled() else watch.exception())
 
     async def _watch(self) -> None:
@@ -468,13 +327,13 @@ class ServerPool:
             await asyncio.sleep(_POLL_SECONDS)
             try:
                 await self._refresh()
-            except RolloutError as problem:  # a file that is no registration: every waiting request raises it
+            except RolloutError as problem:  # a file is not a registration: every waiting request raises this
                 self._problem = problem
                 await self._notify()
                 raise
             now = time.monotonic()
             self._balance()
-            rested = any(last < e.rest_until <= now for e in self.ready_servers())
+            rested = any(last < server.rest_until <= now for server in self.ready_servers())
             last = now
             if self._able(now) or self.num_set_aside or (not self.trainer_waits and self.servers_behind()):
                 self._none_able_since = None
@@ -485,16 +344,16 @@ class ServerPool:
                 await self._notify()
 
     def _balance(self) -> None:
-        """Measure all servers, and end requests of slow ones that other servers have room for."""
+        """Measure all servers, and move requests of slow ones that other servers have room for."""
         servers, now = self.ready_servers(), asyncio.get_running_loop().time()
         for server in servers:
             server.load.measure(now, self._settings.progress_deadline_seconds)
         if self.is_held:  # a publish ends open requests, or waits for each where it is
             return
-        self._silence.name(servers, now, self._settings.progress_deadline_seconds, self.tell)
+        self._stall_warnings.warn(servers, now, self._settings.progress_deadline_seconds, self.tell)
         able, limit = self._able(time.monotonic()), self._settings.max_concurrent_requests
-        room = {place: limit - e.num_open for place, e in enumerate(servers) if e in able}
-        for flight in to_move([e.load for e in servers], room, now):
+        room = {place: limit - server.num_open for place, server in enumerate(servers) if server in able}
+        for flight in requests_to_move([server.load for server in servers], room, now):
             flight.end("moved")
 
     async def _refresh(self) -> None:
@@ -533,3 +392,173 @@ class ServerPool:
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
+
+
+class Roster:
+    """The registrations of all servers, read repeatedly. Call `read` from one thread at a time.
+
+    Attributes:
+        registrations: the latest registration of every server.
+        num_errors: how many reads of a file failed in the file system.
+        last_error: what the latest `read` could not read and why, or None.
+    """
+
+    def __init__(self, servers_dir: Path) -> None:
+        self._servers_dir = servers_dir
+        # By server: its latest heartbeat, and this process's monotonic time when that heartbeat was first seen.
+        self._heartbeats: dict[str, tuple[float, float]] = {}
+        self._logged_errors: set[tuple[str, str]] = set()
+        self.registrations: list[Registration] = []
+        self.num_errors = 0
+        self.last_error: str | None = None
+
+    def read(self) -> list[Registration]:
+        """Read all files. Return the ready and the draining servers that have a live heartbeat. Raises RolloutError for
+        a file that is not a registration.
+        """
+        errors: dict[Path, OSError] = {}
+        try:
+            found = read_registrations(self._servers_dir, on_error=errors.__setitem__)
+        except OSError as error:  # the folder itself cannot be read
+            errors[self._servers_dir] = error
+            found = list(self.registrations)
+        unread = {path.stem for path in errors}
+        found += [r for r in self.registrations if r.server_id in unread and r not in found]
+        self._log_errors(errors)
+        self.registrations = sorted(found, key=lambda r: r.server_id)
+        return [r for r in self.registrations if self._is_alive(r) and r.state in ("ready", "draining")]
+
+    def num_in(self, *states: State) -> int:
+        """How many servers are in one of these states, by their latest registrations."""
+        return sum(registration.state in states for registration in self.registrations)
+
+    @property
+    def num_not_coming(self) -> int:
+        """How many servers nobody waits for, because they gave up, are ending, or were stopped."""
+        return self.num_in("failed", "draining", "stopped")
+
+    def silent_seconds(self, server_id: str) -> float:
+        """Seconds since the server's heartbeat last changed."""
+        return time.monotonic() - self._heartbeats[server_id][1]
+
+    def _log_errors(self, errors: dict[Path, OSError]) -> None:
+        self.num_errors += len(errors)
+        self.last_error = None
+        for path, error in errors.items():
+            text = f"{path}: cannot be read: {error.strerror or error}"
+            self.last_error = text
+            if (str(path), text) not in self._logged_errors:  # once, not every quarter of a second
+                self._logged_errors.add((str(path), text))
+                logger.warning("%s; tried again until it can be", text)
+        self._logged_errors = {(path, text) for path, text in self._logged_errors if Path(path) in errors}
+
+    def _is_alive(self, registration: Registration) -> bool:
+        """Whether the server's heartbeat still changes, by this process's monotonic time: the clocks of two machines
+        differ, and a clock may be set. Only a heartbeat that is seen for the first time is compared with the system
+        clock.
+        """
+        now, beat = time.monotonic(), registration.heartbeat
+        last = self._heartbeats.get(registration.server_id, (beat, now - max(0.0, time.time() - beat)))
+        self._heartbeats[registration.server_id] = last if last[0] == beat else (beat, now)
+        return now - self._heartbeats[registration.server_id][1] < STALE_SECONDS
+
+
+class ReadyDeadline:
+    """When servers must be ready: `seconds` from now. The time begins anew at each progress of a copy that servers wait
+    for, its end included. Nothing else that servers do counts as progress.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._since = seconds, time.monotonic()
+        self._done: dict[str, int] = {}
+        self._preparing: set[str] = set()
+
+    def is_over(self, registrations: list[Registration]) -> bool:
+        """Whether the deadline has passed, given the registrations as they are now."""
+        preparing = {r.server_id: r.done_bytes for r in registrations if r.is_preparing}
+        begun = {r.server_id for r in registrations if r.state in ("waiting", "starting", "ready")} - preparing.keys()
+        grown = {server_id: done for server_id, done in preparing.items() if done > self._done.get(server_id, 0)}
+        if grown or begun & self._preparing:
+            self._since = time.monotonic()
+        self._done, self._preparing = self._done | grown, set(preparing)
+        return time.monotonic() - self._since > self._seconds
+
+
+class StallWarnings:
+    """Tells the user about silent requests, each once. A pool has one for all its servers."""
+
+    def __init__(self) -> None:
+        self._named: dict[str, tuple[float, int]] = {}  # by server: since when, how many lines
+
+    def warn(
+        self,
+        servers: Iterable[PooledServer],
+        now: float,
+        progress_deadline_seconds: float,
+        tell: Callable[[str], None],
+    ) -> None:
+        """Tell about open requests that got no token for half of their deadline: the longest silent first, a few by
+        name, and then how many more there are. `now` is the loop's time in seconds.
+        """
+        limit = _SHARE * progress_deadline_seconds
+        for server in servers:
+            silent = [
+                flight
+                for flight in server.load.flights
+                if not flight.is_named and flight.cause is None and now - flight.last_report >= limit
+            ]
+            since, count = self._named.get(server.server_id, (now, 0))
+            if now - since >= limit:
+                since, count = now, 0
+            silent.sort(key=lambda flight: flight.last_report)
+            for place, flight in enumerate(silent):
+                flight.is_named = True
+                if count < _MOST_NAMED:
+                    tell(
+                        f"waiting  prompt {flight.prompt}: no new token from {server.server_id} for"
+                        f" {now - flight.last_report:.1f} s, after {flight.num_tokens}; at"
+                        f" {progress_deadline_seconds:g} s (rollout.progress_deadline_seconds) it goes on from there"
+                        " elsewhere"
+                    )
+                elif count == _MOST_NAMED:
+                    tell(
+                        f"waiting  {len(silent) - place} more requests to {server.server_id}: no new token either;"
+                        f" later ones are not named for {limit:g} s"
+                    )
+                count += 1
+            if silent:
+                self._named[server.server_id] = since, count
+
+
+def describe_servers(roster: Roster, servers_dir: Path, held: Mapping[str, int | None], committed_version: int) -> str:
+    """Say what is known of every server, for an error message. `held` is the weight version of each server in reach."""
+    unread = f"; {roster.last_error}" if roster.last_error else ""
+    if not roster.registrations:
+        return f"none is registered in {servers_dir}{unread}"
+
+    def one(registration: Registration) -> str:
+        server_id = registration.server_id
+        if server_id in held:
+            what = f"holds version {held[server_id]} of {committed_version}"
+        else:
+            what = f"last heard of {roster.silent_seconds(server_id):.0f} s ago"
+        what = f"waits for {registration.preparation}, {what}" if registration.is_preparing else what
+        error = f" ({registration.error})" if registration.error else ""
+        return f"{server_id}: {registration.state}, {what}{error}"
+
+    return "; ".join(map(one, roster.registrations)) + unread
+
+
+def failed_servers(failed: list[Registration]) -> str:
+    """Say why each of these servers is not started again, one line each."""
+    return "\n".join(f"{r.server_id} gave up: {r.error}" for r in failed)
+
+
+def watch_problem(error: BaseException | None) -> RolloutError | None:
+    """Return what requests raise once the pool's watch has ended with `error`; None if it ended in order."""
+    if error is None or isinstance(error, RolloutError):
+        return error
+    logger.error("the watch over the servers ended", exc_info=error)
+    problem = RolloutError(f"the watch over the servers ended: {type(error).__name__}: {error}")
+    problem.__cause__ = error
+    return problem

@@ -1,19 +1,14 @@
-"""One server as the pool knows it: its registration, its client, its load, and the weights it is known to hold.
+"""One server as the pool knows it: its registration, its client, its load, and the weights that it is known to hold.
 
-Owns this state of one generation of one server, and that its calls end when it is found gone. Which server gets a
-request is the pool's decision.
+`PooledServer` is one generation of one server. Its calls end as soon as the server is found gone.
 
-Each server's load and speed: which server gets the next request, and which requests leave a slow server.
+`Load` measures a server's speed. `least_loaded` chooses the server for a request, and `requests_to_move` the requests
+that should leave a slow server; both only compute, from the measurements. Two responses never race for the same place
+in a group, because the first to end would be the shorter one; instead, a response is moved with its tokens. A later
+turn of an episode goes to the server that has read its context already, unless that server is much busier.
 
-Owns the measure of speed and both choices, as functions of the measurements; it moves nothing itself. Two responses
-never race for the same place in a group, because the first to end would be the shorter one. A response is moved
-instead, with its tokens. A later turn of an episode goes to the server that has read its context already, unless that
-one is much busier.
-
-One thread with one asyncio event loop, for everything that talks to servers.
-
-Owns the thread. The trainer's own threads submit coroutines to it and wait for results; if the thread has ended, they
-get an error, because no result would ever come.
+`LoopThread` is one thread with one asyncio event loop, for everything that talks to servers. The trainer's own threads
+submit coroutines to it and wait for results. If the thread has ended, they get an error, because no result would come.
 """
 
 from __future__ import annotations
@@ -34,188 +29,32 @@ from gspo_mega.rollout.registration import Registration, State
 
 SLOW_RATIO = 3.0
 """A server is slow if its requests get their tokens this many times slower than those of the fastest server."""
+
 DWELL_SECONDS = 2.0
-"""Shortest time a request stays on a server: another server would have to read all of its tokens again."""
+"""The shortest time that a request stays on a server: another server would have to read all of its tokens again."""
 
 PREFER_RATIO = 2.0
-"""A request stays with the server that it prefers while that one's load with it is at most this many times the load
-that the least loaded server would have with it. To move means that all of its context is read again.
+"""A request goes to the server that it prefers if that server's load with it is at most this many times the load that
+the least loaded server would have with it. Another server has to read the whole context again.
 """
 
 _REPORT_SECONDS = 10.0
+
 _UNKNOWN_REPORT_TOKENS = 32
+
 _MOST_REPORT_TOKENS = 512
-_MEMORY = 63 / 64  # weight that a measurement keeps when the next one is added
+
+_MEMORY = 63 / 64  # the weight that earlier measurements keep when the next one is added
+
+_NONSENSE_LIMIT = 3
+
+_MAX_REST_SECONDS = 5.0
 
 
-class Load:
-    """The open requests of one server, and their speed.
-
-    Attributes:
-        flights: the open requests.
-        num_tokens: tokens in flight: the prompts and the tokens so far of all open requests.
-        speed: tokens per second of one request, by the last `measure`; None until something is known.
-    """
-
-    def __init__(self) -> None:
-        self.flights: set[InFlightRequest] = set()
-        self.num_tokens = 0
-        self.speed: float | None = None
-        self._tokens = self._seconds = 0.0
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether `speed` is measured, and not only an upper bound."""
-        return self._seconds > 0
-
-    def note(self, num_tokens: int, seconds: float, first: bool) -> None:
-        """One request got `num_tokens` new tokens, `seconds` after its last report. `first`: its first report, whose
-        time includes reading the prompt.
-        """
-        self.num_tokens += num_tokens
-        if not first or num_tokens > 1:
-            self._tokens = self._tokens * _MEMORY + num_tokens
-            self._seconds = self._seconds * _MEMORY + max(seconds, 1e-6)
-
-    def measure(self, now: float, progress_deadline_seconds: float) -> None:
-        """Update `speed`. Silence counts: a request cannot be faster than if its next report arrived now."""
-        known = self._tokens / self._seconds if self.is_measured else None
-        silent = [now - flight.last_report for flight in self.flights]
-        bound = self.report_tokens(progress_deadline_seconds) / max(statistics.median(silent), 1e-6) if silent else None
-        self.speed = min((value for value in (known, bound) if value is not None), default=None)
-
-    def report_tokens(self, progress_deadline_seconds: float) -> int:
-        """The number of tokens per report of a request: large, because a report has a cost, but small enough for
-        several reports before the deadline.
-        """
-        if not self.is_measured:
-            return _UNKNOWN_REPORT_TOKENS
-        seconds = min(_REPORT_SECONDS, progress_deadline_seconds / 8)
-        return min(_MOST_REPORT_TOKENS, max(1, int(self._tokens / self._seconds * seconds)))
-
-
-def least_loaded(
-    servers: Mapping[str, Load], avoid: Collection[str], prefer: str | None = None, num_tokens: int = 0
-) -> str:
-    """The server with the fewest tokens in flight relative to its speed; one of `avoid` only if there is no other. A
-    server whose speed is not known yet counts as fast. `prefer` is taken instead, if it is one of `servers` and not of
-    `avoid`, within `PREFER_RATIO`. `num_tokens`: of the request's context.
-    """
-    fastest = max((load.speed for load in servers.values() if load.speed), default=1.0)
-
-    def cost(server_id: str) -> tuple:
-        load = servers[server_id]
-        return server_id in avoid, (load.num_tokens + 1) / (load.speed or fastest), random.random()
-
-    least = min(servers, key=cost)
-    if prefer is None or prefer not in servers or prefer in avoid:
-        return least
-
-    def load_with_it(server_id: str) -> float:
-        load = servers[server_id]
-        return (load.num_tokens + num_tokens + 1) / (load.speed or fastest)
-
-    return prefer if load_with_it(prefer) <= PREFER_RATIO * load_with_it(least) else least
-
-
-def to_move(servers: Sequence[Load], room: Mapping[int, int], now: float) -> list[InFlightRequest]:
-    """The requests that slow servers have beyond their share by speed, at most as many as other servers have room for.
-
-    `room`: how many more requests a server may take, by its index in `servers`; only servers that may take any.
-    """
-    fastest = max((load.speed for load in servers if load.is_measured and load.speed), default=0.0)
-    slow = {i for i, load in enumerate(servers) if load.speed is not None and load.speed * SLOW_RATIO <= fastest}
-    left = sum(free for i, free in room.items() if i not in slow)
-    if not slow or left <= 0:
-        return []
-    total = sum(len(load.flights) for load in servers)
-    weights = [fastest if load.speed is None else load.speed for load in servers]
-    weight = sum(weights[i] for i in range(len(servers)) if i in slow or i in room)
-    moves: list[InFlightRequest] = []
-    for i in sorted(slow, key=lambda i: weights[i]):
-        excess = len(servers[i].flights) - int(total * weights[i] / weight)
-        able = [
-            flight for flight in servers[i].flights if flight.cause is None and now - flight.started >= DWELL_SECONDS
-        ]
-        # The fewest tokens to be read again. The number of tokens so far says nothing about a response's final length.
-        able.sort(key=lambda flight: flight.num_tokens)
-        chosen = able[: max(0, min(excess, left))]
-        left -= len(chosen)
-        moves += chosen
-    return moves
-
-
-_LOOK_SECONDS = 1.0
-
-
-class LoopThread:
-    """The thread starts at construction; `close()` cancels its tasks and ends it."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._error: BaseException | None = None
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._loop.run_forever()
-        except BaseException as error:  # SystemExit and KeyboardInterrupt of a task end the loop
-            self._error = error
-
-    def check(self) -> None:
-        """Raise RolloutError if the thread has ended."""
-        if not self._thread.is_alive():
-            raise RolloutError(f"the thread {self._name!r} has ended: {self._error!r}") from self._error
-
-    def submit(self, coroutine: Coroutine[Any, Any, Any]) -> concurrent.futures.Future:
-        """Run `coroutine` on the loop; the future may be waited for and cancelled from any other thread. Raises
-        RolloutError.
-        """
-        try:
-            self.check()
-        except RolloutError:
-            coroutine.close()
-            raise
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Run `coroutine` on the loop and wait for its result; the deadline is the coroutine's own. Never call this
-        from the loop. Raises what the coroutine raises, and RolloutError if the thread has ended.
-        """
-        future = self.submit(coroutine)
-        while True:
-            try:
-                return future.result(timeout=_LOOK_SECONDS)
-            except concurrent.futures.TimeoutError:
-                if future.done():
-                    raise  # the coroutine itself raised it
-                self.check()
-
-    def close(self) -> None:
-        """Cancel all tasks and end the thread."""
-        if self._loop.is_closed():
-            return
-        if self._thread.is_alive():
-            self.run(self._cancel_rest())
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-        else:  # the thread has ended with tasks left: cancel them on this thread
-            self._loop.run_until_complete(self._cancel_rest())
-        self._loop.close()
-
-    async def _cancel_rest(self) -> None:
-        rest = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in rest:
-            task.cancel()
-        await asyncio.gather(*rest, return_exceptions=True)
+_CHECK_SECONDS = 1.0
 
 
 T = TypeVar("T")
-
-_NONSENSE_LIMIT = 3
-_MAX_REST_SECONDS = 5.0
 
 
 class PooledServer:
@@ -223,12 +62,12 @@ class PooledServer:
 
     Attributes:
         verified_version: the weight version that the server is known to hold in full, or None. A server that started
-            from a committed version holds that one. Whoever begins to change its weights sets None; only
-            `ServerPool.commit` sets a version again.
+            from a committed version holds that one. A call that begins to change its weights sets None, and only
+            `note_verified` sets a version again.
         is_draining: it ends soon, and gets no more work.
-        is_set_aside: it serves an evaluation beside training (`eval_servers.py`): training and publishes do without it.
-        num_open: requests that the pool gave to it and that are not released yet.
-        rest_until: monotonic time before which it gets no request, after a failure.
+        is_set_aside: it serves an evaluation (`eval_servers.py`), and training and publishes do without it.
+        num_open: how many requests the pool gave to it that are not released yet.
+        rest_until: the monotonic time before which it gets no request, after a failure.
     """
 
     def __init__(self, registration: Registration, client: ServerClient) -> None:
@@ -252,7 +91,7 @@ class PooledServer:
         return self.registration.server_id
 
     def control(self, loop: LoopThread) -> HttpServerControl:
-        """Blocking control of this generation, for the publisher's threads; its calls run on `loop`."""
+        """Return a blocking control of this generation, for the publisher's threads. Its calls run on `loop`."""
 
         def run(call: Coroutine[Any, Any, Any]) -> Any:
             if self._is_gone:
@@ -266,8 +105,10 @@ class PooledServer:
         return HttpServerControl(self.registration, self.client, run, self._forget_version)
 
     async def run(self, call: Coroutine[Any, Any, T]) -> T:
-        """Await `call`, a call of this server. Raises ServerError as soon as the server is found gone."""
-        # A time-out that only `end` reschedules: two tasks for each call would cost more than the call does here.
+        """Await `call`, a call of this server, and return its result. Raises ServerError as soon as the server is found
+        gone.
+        """
+        # A timeout that only `end` reschedules. Two tasks per call would cost more than the call itself does here.
         ends = asyncio.timeout(None)
         try:
             if self._is_gone:
@@ -289,7 +130,7 @@ class PooledServer:
         return self._is_gone
 
     def end(self) -> None:
-        """This generation of the server has ended, and so do its calls. On the pool's loop."""
+        """Note that this generation of the server has ended, and end its calls. Call it on the pool's loop."""
         self._is_gone = True
         now = asyncio.get_running_loop().time()
         for call in self._calls:
@@ -299,7 +140,7 @@ class PooledServer:
         return ServerError(self.server_id, "request", "connection", "the server went down")
 
     def open_request(self, num_tokens: int) -> None:
-        """The server gets a request with a prompt of `num_tokens`."""
+        """Note that the server gets a request with a prompt of `num_tokens`."""
         self.num_open += 1
         self.load.num_tokens += num_tokens + 1
         if self._idle_since is not None:
@@ -307,14 +148,14 @@ class PooledServer:
             self._idle_since = None
 
     def close_request(self, num_tokens: int) -> None:
-        """A request has ended; `num_tokens`: of its prompt and its response."""
+        """Note that a request has ended. `num_tokens` is the length of its prompt and its response."""
         self.num_open -= 1
         self.load.num_tokens -= num_tokens + 1
         if not self.num_open:
             self._idle_since = time.monotonic()
 
     def take_idle_seconds(self) -> float:
-        """How long the server had no request since this was asked before."""
+        """Return for how many seconds the server had no request since the last call."""
         now = time.monotonic()
         idle = self._idle_seconds + (0.0 if self._idle_since is None else now - self._idle_since)
         self._idle_seconds = 0.0
@@ -322,24 +163,24 @@ class PooledServer:
         return idle
 
     def note_state(self, state: State) -> None:
-        """The state as it was read last. The open requests of a draining server end with their tokens."""
+        """Note the state as it was read last. The open requests of a draining server end with their tokens."""
         self.is_draining = state == "draining"
         for flight in self.load.flights if self.is_draining else ():
             flight.end("drained")
 
     def note_verified(self, weight_version: int) -> None:
-        """The server is verified to hold `weight_version` in full."""
+        """Note that the server is verified to hold `weight_version` in full."""
         self.verified_version = weight_version
         self._num_nonsense = 0
 
     def note_success(self) -> None:
-        """A request was answered."""
+        """Note that a request was answered."""
         self._num_failures = self._num_nonsense = 0
 
     def note_failure(self, error: ServerError, now: float) -> bool:
-        """A request failed at the monotonic time `now`: the server rests, longer after each failure in a row.
+        """Note that a request failed at the monotonic time `now`. The server rests, longer after each failure in a row.
 
-        Returns True where this is the third nonsense answer in a row: the server then no longer counts as holding any
+        Return True if this is the third nonsense answer in a row: the server then no longer counts as holding any
         version.
         """
         if now >= self.rest_until:  # requests that fail together are one failure of the server
@@ -355,3 +196,169 @@ class PooledServer:
 
     def _forget_version(self) -> None:
         self.verified_version = None
+
+
+class Load:
+    """The open requests of one server, and their speed.
+
+    Attributes:
+        flights: the open requests.
+        num_tokens: the tokens in flight: the prompts and the tokens so far of all open requests.
+        speed: tokens per second of one request, by the last `measure`; None until something is known.
+    """
+
+    def __init__(self) -> None:
+        self.flights: set[InFlightRequest] = set()
+        self.num_tokens = 0
+        self.speed: float | None = None
+        self._tokens = self._seconds = 0.0
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether `speed` is measured, and not only an upper bound."""
+        return self._seconds > 0
+
+    def add_report(self, num_tokens: int, seconds: float, first: bool) -> None:
+        """Count a report: one request got `num_tokens` new tokens, `seconds` after its last report. `first` says that
+        it is the first report, whose time includes reading the prompt.
+        """
+        self.num_tokens += num_tokens
+        if not first or num_tokens > 1:
+            self._tokens = self._tokens * _MEMORY + num_tokens
+            self._seconds = self._seconds * _MEMORY + max(seconds, 1e-6)
+
+    def measure(self, now: float, progress_deadline_seconds: float) -> None:
+        """Update `speed`. Silence counts, too: a request cannot be faster than if its next report arrived now."""
+        known = self._tokens / self._seconds if self.is_measured else None
+        silent = [now - flight.last_report for flight in self.flights]
+        bound = self.report_tokens(progress_deadline_seconds) / max(statistics.median(silent), 1e-6) if silent else None
+        self.speed = min((value for value in (known, bound) if value is not None), default=None)
+
+    def report_tokens(self, progress_deadline_seconds: float) -> int:
+        """Return the number of tokens per report of a request: large, because a report has a cost, but small enough for
+        several reports before the deadline.
+        """
+        if not self.is_measured:
+            return _UNKNOWN_REPORT_TOKENS
+        seconds = min(_REPORT_SECONDS, progress_deadline_seconds / 8)
+        return min(_MOST_REPORT_TOKENS, max(1, int(self._tokens / self._seconds * seconds)))
+
+
+def least_loaded(
+    servers: Mapping[str, Load], avoid: Collection[str], prefer: str | None = None, num_tokens: int = 0
+) -> str:
+    """Return the server with the fewest tokens in flight relative to its speed.
+
+    One of `avoid` is returned only if there is no other. A server whose speed is not known yet counts as fast. `prefer`
+    is returned instead if it is one of `servers`, not one of `avoid`, and within `PREFER_RATIO`. `num_tokens` is the
+    length of the request's context.
+    """
+    fastest = max((load.speed for load in servers.values() if load.speed), default=1.0)
+
+    def cost(server_id: str) -> tuple:
+        load = servers[server_id]
+        return server_id in avoid, (load.num_tokens + 1) / (load.speed or fastest), random.random()
+
+    least = min(servers, key=cost)
+    if prefer is None or prefer not in servers or prefer in avoid:
+        return least
+
+    def load_with_it(server_id: str) -> float:
+        load = servers[server_id]
+        return (load.num_tokens + num_tokens + 1) / (load.speed or fastest)
+
+    return prefer if load_with_it(prefer) <= PREFER_RATIO * load_with_it(least) else least
+
+
+def requests_to_move(servers: Sequence[Load], room: Mapping[int, int], now: float) -> list[InFlightRequest]:
+    """Return the requests that slow servers have beyond their share by speed, at most as many as other servers have
+    room for.
+
+    `room` says how many more requests a server may take, by its index in `servers`. It has only servers that may take
+    any. `now` is the loop's time in seconds.
+    """
+    fastest = max((load.speed for load in servers if load.is_measured and load.speed), default=0.0)
+    slow = {i for i, load in enumerate(servers) if load.speed is not None and load.speed * SLOW_RATIO <= fastest}
+    left = sum(free for i, free in room.items() if i not in slow)
+    if not slow or left <= 0:
+        return []
+    total = sum(len(load.flights) for load in servers)
+    weights = [fastest if load.speed is None else load.speed for load in servers]
+    weight = sum(weights[i] for i in range(len(servers)) if i in slow or i in room)
+    moves: list[InFlightRequest] = []
+    for i in sorted(slow, key=lambda i: weights[i]):
+        excess = len(servers[i].flights) - int(total * weights[i] / weight)
+        able = [
+            flight for flight in servers[i].flights if flight.cause is None and now - flight.started >= DWELL_SECONDS
+        ]
+        # Move those with the fewest tokens to read again. The number of tokens so far says nothing about a response's
+        # final length.
+        able.sort(key=lambda flight: flight.num_tokens)
+        chosen = able[: max(0, min(excess, left))]
+        left -= len(chosen)
+        moves += chosen
+    return moves
+
+
+class LoopThread:
+    """A thread with an event loop. It starts at construction; `close()` cancels its tasks and ends it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._error: BaseException | None = None
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_forever()
+        except BaseException as error:  # SystemExit and KeyboardInterrupt of a task end the loop
+            self._error = error
+
+    def check(self) -> None:
+        """Raise RolloutError if the thread has ended."""
+        if not self._thread.is_alive():
+            raise RolloutError(f"the thread {self._name!r} has ended: {self._error!r}") from self._error
+
+    def submit(self, coroutine: Coroutine[Any, Any, Any]) -> concurrent.futures.Future:
+        """Run `coroutine` on the loop, and return its future, which any other thread may wait for or cancel. Raises
+        RolloutError if the thread has ended.
+        """
+        try:
+            self.check()
+        except RolloutError:
+            coroutine.close()
+            raise
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Run `coroutine` on the loop, wait for its result and return it. A deadline is up to the coroutine. Never call
+        this from the loop. Raises what the coroutine raises, and RolloutError if the thread has ended.
+        """
+        future = self.submit(coroutine)
+        while True:
+            try:
+                return future.result(timeout=_CHECK_SECONDS)
+            except concurrent.futures.TimeoutError:
+                if future.done():
+                    raise  # the coroutine itself raised it
+                self.check()
+
+    def close(self) -> None:
+        """Cancel all tasks and end the thread."""
+        if self._loop.is_closed():
+            return
+        if self._thread.is_alive():
+            self.run(self._cancel_rest())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+        else:  # the thread has ended with tasks left: cancel them on this thread
+            self._loop.run_until_complete(self._cancel_rest())
+        self._loop.close()
+
+    async def _cancel_rest(self) -> None:
+        rest = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in rest:
+            task.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)

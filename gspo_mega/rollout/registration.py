@@ -1,17 +1,14 @@
-"""Whose turn the GPUs are that ranks and servers share: a file of the attempt that rank 0 writes and servers obey.
+"""The files through which servers and a run find each other: registrations, the API key, and whose turn the GPUs are.
 
-Owns the file. A server that is being started would take memory that the ranks use: `gspo-mega serve` starts one in the
-servers' turn only. Without the file it is always their turn.
+servers/<server_id>.json is a server's registration (`Registration`). Only the server's own `gspo-mega serve` writes it.
+Readers may see any earlier state of the file, but never a part of one.
 
-The API key of an attempt: created, read, and kept out of every log.
+The API key of an attempt is a file of one line, mode 0600. SGLang logs all of its arguments by `repr`, also in
+tracebacks; a `Secret` shows `'***'` there, and survives copies and pickling.
 
-Owns the file format (one line, mode 0600) and the string type whose `repr` hides the key. SGLang logs all of its
-arguments by `repr`, also in tracebacks; a `Secret` shows `'***'` there, and survives copies and pickling.
-
-servers/<server_id>.json: how a server registers with the run, and how the pool reads it.
-
-Owns the record's fields and their meaning. Only the server's own `gspo-mega serve` writes its file; readers may see any
-earlier state of the file, but never a part of one.
+gpu_turn.json says whose turn the GPUs are that ranks and servers share. Rank 0 writes it and servers obey. A server
+that is being started would take memory that the ranks use, so `gspo-mega serve` starts one only in the servers' turn.
+Without the file it is always their turn.
 """
 
 from __future__ import annotations
@@ -27,48 +24,24 @@ from gspo_mega.base.errors import ConfigError, RolloutError
 from gspo_mega.base.run_folder import Attempt, atomic_write_json, read_json
 from gspo_mega.base.untrusted import read_json_file
 
-
-class Secret(str):
-    """A string whose `repr` hides it. `str()` and f-strings give the value: they build HTTP headers."""
-
-    def __repr__(self) -> str:
-        return "'***'"
-
-
-def read_secret(path: Path) -> Secret:
-    """Read a key file. Raises ConfigError if it is missing, empty, or readable by others."""
-    try:
-        mode = path.stat().st_mode & 0o777
-        value = path.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot read the API key: {error}") from error
-    if mode & 0o077:
-        raise ConfigError(f"{path}: mode {mode:04o} lets others read the API key; it must be 0600")
-    if not value:
-        raise ConfigError(f"{path}: the API key file is empty")
-    return Secret(value)
-
-
-def ensure_secret(path: Path) -> Secret:
-    """Read the key at `path`; create one (mode 0600) if there is none. Several processes may call it at the same
-    time. Raises ConfigError as `read_secret`.
-    """
-    if not path.exists():
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
-        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
-            file.write(secrets.token_urlsafe(32) + "\n")
-        try:
-            os.link(draft, path)  # unlike a rename, never replaces the key another process just made
-        except FileExistsError:
-            draft.unlink()
-            return read_secret(path)
-        draft.unlink()
-    return read_secret(path)
-
-
 State = Literal["waiting", "starting", "ready", "restarting", "draining", "failed", "stopped"]
-"""`waiting`: it starts as soon as the ranks leave it their GPUs. `draining`: it answers, takes no new work, and ends
-when its open requests have gone elsewhere."""
+"""`waiting`: the server starts as soon as the ranks leave it their GPUs. `draining`: it answers, takes no new work, and
+ends when its open requests have gone elsewhere."""
+
+
+_NUMBERS = (int, float)
+
+_MOST_TIME = 2**63
+
+_FIELDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("server_id", "address", "state"), (str,)),
+    **dict.fromkeys(("pid", "generation", "tensor_parallel", "done_bytes", "total_bytes"), (int,)),
+    **dict.fromkeys(("num_failures", "failed_starts", "most_starts"), (int,)),
+    **dict.fromkeys(("precision", "error", "waits_for"), (str, type(None))),
+    "weight_version": (int, type(None)),
+    "heartbeat": _NUMBERS,
+    "recent_failures": (list,),
+}
 
 
 @dataclass(frozen=True)
@@ -78,18 +51,18 @@ class Registration:
     Attributes:
         generation: counts the server's starts in the attempt. After a new start the server holds the weights that it
             was started with; earlier updates are lost.
-        weight_version: the version of the weights it was started with; None where the run has committed no version of
+        weight_version: the version of the weights that it was started with; None if the run has committed no version of
             them, as with `model.path`.
         heartbeat: when the file was last written, in Unix seconds.
         precision: what it computes in, holds and caches, in words; None before it was first ready.
         error: why the server failed, or why it was last restarted.
         num_failures: how often the server failed since its `gspo-mega serve` began. It tells two failures apart.
-        failed_starts, most_starts: of the starts that `server.max_restarts` allows now, how many have failed, and how
-            many there are. A `most_starts` of 0 is not known.
-        recent_failures: the causes of the last failures, in a line each, the newest last: they may follow each other
+        failed_starts, most_starts: how many of the starts that `server.max_restarts` allows now have failed, and how
+            many it allows. 0 for `most_starts` means that it is not known.
+        recent_failures: the causes of the last failures, one line each, the newest last. They may follow each other
             faster than a reader looks.
-        waits_for: what is made before this server can be started, in words; None where it is being started.
-        done_bytes, total_bytes: how much of that is made; a total of 0 is not known yet.
+        waits_for: what is being made before this server can be started, in words; None if nothing is.
+        done_bytes, total_bytes: how much of that is made; a total of 0 means that it is not known yet.
     """
 
     server_id: str
@@ -111,22 +84,24 @@ class Registration:
     recent_failures: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, found: Any) -> Registration:
-        """That of a file's JSON. Raises ValueError for another form, or a value of another type than its field's."""
+    def from_json(cls, found: Any) -> Registration:
+        """Return the registration in a file's JSON. Raises ValueError if it has another form, or a value of a wrong
+        type.
+        """
         if not isinstance(found, dict):
             raise ValueError("not an object")
         for name, kinds in _FIELDS.items():
             if name in found and type(found[name]) not in kinds:
                 raise ValueError(f"{name} is of type {type(found[name]).__name__}")
         if any(type(cause) is not str for cause in found.get("recent_failures", ())):
-            raise ValueError("recent_failures is no list of texts")
+            raise ValueError("recent_failures is not a list of texts")
         if found.get("state") not in get_args(State):
             raise ValueError(f"state {str(found.get('state'))[:80]!r}; valid: {', '.join(get_args(State))}")
         if not -_MOST_TIME < found.get("heartbeat", 0.0) < _MOST_TIME:  # not NaN, either
-            raise ValueError("heartbeat is no time")
+            raise ValueError("heartbeat is not a time")
         try:
             return cls(**found)
-        except TypeError as error:  # a field that there is not, or one that is missing
+        except TypeError as error:  # an unknown field, or one that is missing
             raise ValueError(str(error)) from None
 
     @property
@@ -136,7 +111,9 @@ class Registration:
 
     @property
     def retry(self) -> str | None:
-        """Which start this is and why the last one failed, in words; None where none has failed, or it is over."""
+        """Say which start this is and why the last one failed; None if none has failed, or if the server is not
+        starting.
+        """
         if not self.num_failures or self.state not in ("waiting", "starting", "restarting"):
             return None
         return (
@@ -146,29 +123,18 @@ class Registration:
 
     @property
     def preparation(self) -> str | None:
-        """What it waits for and how far that is, in words; None where it is not preparing."""
-        return f"{self.waits_for}: {amount(self.done_bytes, self.total_bytes)}" if self.is_preparing else None
+        """Say what the server waits for and how far that is; None if it is not preparing."""
+        return (
+            f"{self.waits_for}: {format_bytes_done(self.done_bytes, self.total_bytes)}" if self.is_preparing else None
+        )
 
     def write(self, servers_dir: Path) -> None:
         """Write the server's file in `servers_dir`, atomically. Raises OSError."""
         atomic_write_json(servers_dir / f"{self.server_id}.json", asdict(self))
 
 
-_NUMBERS = (int, float)
-_MOST_TIME = 2**63
-_FIELDS: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("server_id", "address", "state"), (str,)),
-    **dict.fromkeys(("pid", "generation", "tensor_parallel", "done_bytes", "total_bytes"), (int,)),
-    **dict.fromkeys(("num_failures", "failed_starts", "most_starts"), (int,)),
-    **dict.fromkeys(("precision", "error", "waits_for"), (str, type(None))),
-    "weight_version": (int, type(None)),
-    "heartbeat": _NUMBERS,
-    "recent_failures": (list,),
-}
-
-
-def amount(done_bytes: int, total_bytes: int) -> str:
-    """As in "1.5 of 4.0 GiB". A total of 0 is not known."""
+def format_bytes_done(done_bytes: int, total_bytes: int) -> str:
+    """Return progress in words, such as "1.5 of 4.0 GiB". A total of 0 is not known, and is left out."""
     unit, size = ("GiB", 2**30) if max(done_bytes, total_bytes) >= 2**30 else ("MiB", 2**20)
     return f"{done_bytes / size:.1f}{f' of {total_bytes / size:.1f}' if total_bytes else ''} {unit}"
 
@@ -176,11 +142,11 @@ def amount(done_bytes: int, total_bytes: int) -> str:
 def read_registrations(
     servers_dir: Path, on_error: Callable[[Path, OSError], object] | None = None
 ) -> list[Registration]:
-    """All registrations of an attempt, in the order of their server ids. Raises RolloutError for a file that is not
-    one.
+    """Return all registrations of an attempt, in the order of their server ids. Raises RolloutError for a file that is
+    not a registration.
 
-    `on_error` gets each file that cannot be read, which is then left out. Without it, and for the folder itself, raises
-    OSError.
+    `on_error` gets each file that cannot be read, which is then left out. Without it OSError is raised, as it always is
+    for the folder itself.
     """
     found = []
     names = sorted(os.listdir(servers_dir)) if servers_dir.exists() else []
@@ -188,7 +154,7 @@ def read_registrations(
         if path.name.startswith("."):  # the temporary file of an atomic write
             continue
         try:
-            found.append(Registration.of(read_json_file(path)))
+            found.append(Registration.from_json(read_json_file(path)))
         except FileNotFoundError:
             continue
         except OSError as error:
@@ -201,23 +167,61 @@ def read_registrations(
 
 
 def versions_being_loaded(servers_dir: Path) -> set[int]:
-    """The published versions that servers of the attempt are starting from. Raises OSError and RolloutError."""
+    """Return the published versions that servers of the attempt are starting from. Raises OSError and RolloutError."""
     registered = read_registrations(servers_dir, on_error=lambda path, error: None)
     return {r.weight_version for r in registered if r.state == "starting" and r.weight_version is not None}
 
 
-Turn = Literal["ranks", "servers"]
+class Secret(str):
+    """A string whose `repr` hides it. `str()` and f-strings give the value, because they build HTTP headers."""
+
+    def __repr__(self) -> str:
+        return "'***'"
 
 
-def _file(attempt: Attempt) -> Path:
+def read_secret(path: Path) -> Secret:
+    """Read a key file and return the key. Raises ConfigError if the file is missing, empty, or readable by others."""
+    try:
+        mode = path.stat().st_mode & 0o777
+        value = path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot read the API key: {error}") from error
+    if mode & 0o077:
+        raise ConfigError(f"{path}: mode {mode:04o} lets others read the API key; it must be 0600")
+    if not value:
+        raise ConfigError(f"{path}: the API key file is empty")
+    return Secret(value)
+
+
+def ensure_secret(path: Path) -> Secret:
+    """Return the key at `path`, and create one (mode 0600) if there is none. Several processes may call it at the same
+    time. Raises ConfigError as `read_secret`.
+    """
+    if not path.exists():
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+            file.write(secrets.token_urlsafe(32) + "\n")
+        try:
+            os.link(draft, path)  # unlike a rename, never replaces the key another process just made
+        except FileExistsError:
+            draft.unlink()
+            return read_secret(path)
+        draft.unlink()
+    return read_secret(path)
+
+
+GpuTurn = Literal["ranks", "servers"]
+
+
+def _turn_file(attempt: Attempt) -> Path:
     return attempt.path / "gpu_turn.json"
 
 
-def give_turn(attempt: Attempt, turn: Turn) -> None:
-    """From now on it is this side's turn. Raises OSError."""
-    atomic_write_json(_file(attempt), {"turn": turn})
+def give_turn(attempt: Attempt, turn: GpuTurn) -> None:
+    """Give the shared GPUs to this side from now on. Raises OSError."""
+    atomic_write_json(_turn_file(attempt), {"turn": turn})
 
 
-def may_start(attempt: Attempt) -> bool:
+def server_may_start(attempt: Attempt) -> bool:
     """Whether a server may be started now."""
-    return (read_json(_file(attempt)) or {}).get("turn", "servers") == "servers"
+    return (read_json(_turn_file(attempt)) or {}).get("turn", "servers") == "servers"

@@ -1,10 +1,10 @@
 """One turn, even if servers fail: try, continue elsewhere with the tokens so far, and report why if that fails.
 
-Owns retries and their counts. Episodes decide what is sampled behind which tokens, and what is done with it.
+`Sampler` retries and counts. Episodes decide what is sampled after which tokens, and what is done with it.
 
 No request is ended for being long. One that ends early, on a slow, stalled or dying server, continues from the tokens
 reported so far, which are a draw from the policy like any others. What a dying server had not reported is sampled
-again, while responses that ended in that time are kept: a death prefers short responses by at most one report.
+again, while responses that ended in that time are kept. So a death favours short responses by at most one report.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from gspo_mega.rollout.pooled_server import PooledServer
 
 _BACKOFF_SECONDS = 0.1
 _MAX_BACKOFF_SECONDS = 10.0
-# For a turn whose reader waits for its text.
-_HEARD_REPORT_TOKENS = 4
+# Tokens per report of a turn whose reader waits for its text.
+_STREAMED_REPORT_TOKENS = 4
 
 
 class SamplingServers(Protocol):
-    """Whom turns are asked of: all servers of the pool that serve training, or those of `eval_servers.py`."""
+    """The servers that turns are sampled on: those of the pool that serve training, or those of `eval_servers.py`."""
 
     @property
     def committed_version(self) -> int:
-        """The weight version that a request samples from, as long as no publish comes."""
+        """The weight version that a request samples from, until the next publish."""
         ...
 
     @property
@@ -55,7 +55,7 @@ class SamplingServers(Protocol):
 
 
 class Sampler:
-    """Draws single turns from a pool: an `episodes.turn.TurnSampler`. Runs on the pool's loop.
+    """Samples single turns: a `TurnSampler`. It runs on the pool's loop.
 
     `counts` adds up: num_request_failures (and _connection, _deadline, _status, _nonsense), num_retries,
     num_aborted_requests, num_moved_responses, num_drained_responses, num_paused_responses (ended for a publish),
@@ -78,13 +78,13 @@ class Sampler:
         prefer: str | None = None,
         on_tokens: OnTokens | None = None,
     ) -> Turn:
-        """One complete turn behind `token_ids`, each part of it from the weights that were committed when it was
-        sampled. `name`: of the prompt, in errors.
+        """Sample one complete turn after `token_ids`, and return it. Each part of it comes from weights that were
+        committed when it was sampled. `name` is the prompt's name, for errors.
 
-        A request that fails, stalls, is cut short by the server, moved away from a slow one or ended for a publish is
-        continued, on another server if there is one. A request with a wrong answer is tried again. Raises RolloutError
-        after `rollout.max_attempts` tries in a row that brought no token, if no server is left, or at
-        `rollout.request_deadline_seconds` where that is set.
+        A request that fails, stalls, is cut short by the server, is moved away from a slow server or is ended for a
+        publish is continued, on another server if there is one. A request with a wrong answer is tried again. Raises
+        RolloutError after `rollout.max_attempts` tries in a row that brought no token, if no server is left, or at
+        `rollout.request_deadline_seconds` if that is set.
         """
         asked = _SampleRequest(name, token_ids, params, request_id, prefer, on_tokens)
         response = PartialResponse(len(token_ids), params, self._pool.returns_routed_experts)
@@ -96,7 +96,7 @@ class Sampler:
                 f"prompt {name}: no whole response within {self._settings.request_deadline_seconds:g} s"
                 f" (rollout.request_deadline_seconds), {len(response)} of at most {params.max_new_tokens} tokens so"
                 " far. Without such responses the run would train on short ones only. Raise the deadline or remove it:"
-                " rollout.progress_deadline_seconds alone finds servers that hang"
+                " rollout.progress_deadline_seconds is enough to find servers that hang"
             ) from None
         self.counts["num_generated_tokens"] += len(response)
         self.counts["num_sessions_moved"] += prefer not in (None, server_id)
@@ -111,8 +111,8 @@ class Sampler:
         )
 
     async def _complete(self, response: PartialResponse, asked: _SampleRequest, limit: asyncio.Timeout) -> str:
-        """Sample until the response is complete; returns who sampled its end. `limit` starts when a server takes the
-        first request.
+        """Sample until the response is complete, and return the server that sampled its end. `limit` starts when a
+        server takes the first request.
         """
         avoid: frozenset[str] = frozenset()
         server_id: str | None = None
@@ -141,14 +141,14 @@ class Sampler:
         return server_id
 
     async def _continue_on(self, server: PooledServer, response: PartialResponse, asked: _SampleRequest) -> str | None:
-        """One request to `server` for the rest of the response. Returns what went wrong, or None."""
+        """Send one request to `server` for the rest of the response. Return what went wrong, or None."""
         before, request_id, since = len(response), asked.request_id, self._pool.committed_version
         self.counts["num_continued_requests"] += before > 0
         report_tokens = server.load.report_tokens(self._settings.progress_deadline_seconds)
         tell = None
         if (on_tokens := asked.on_tokens) is not None:
             tell = lambda start, token_ids: on_tokens(before + start, token_ids)  # noqa: E731
-            report_tokens = min(report_tokens, _HEARD_REPORT_TOKENS)
+            report_tokens = min(report_tokens, _STREAMED_REPORT_TOKENS)
         flight = InFlightRequest(self._settings.progress_deadline_seconds, server.load, tell, asked.name)
         server.load.flights.add(flight)
         failure: ServerError | None = None
@@ -161,7 +161,8 @@ class Sampler:
                     deadline_seconds=self._settings.progress_deadline_seconds,
                     report_tokens=report_tokens,
                     flight=flight,
-                    # A publish that keeps requests cannot flush: no later request may read what older weights cached.
+                    # A publish that keeps requests cannot flush the cache. The key keeps later requests from reading
+                    # what older weights cached.
                     cache_key=f"version {since}" if self._keeps_cache else None,
                     weight_version=since,
                 ),
@@ -181,7 +182,7 @@ class Sampler:
             self.counts["num_request_failures"] += 1
             self.counts[f"num_request_failures_{error.kind}"] += 1
             if error.kind != "nonsense":
-                part = flight.so_far()  # its tokens are as good as any
+                part = flight.so_far()  # these tokens are as good as any others
                 self.counts["num_discarded_tokens"] += flight.num_tokens - len(part.token_ids)
                 self._add(response, part)
             return str(error)
@@ -194,7 +195,9 @@ class Sampler:
             self.counts["num_discarded_tokens"] += len(part.token_ids)
 
     def _check_version(self, part: Completion, since: int, server_id: str, request_id: str) -> None:
-        """`since`: the version that was committed when the request began; all its tokens are of that one or later."""
+        """Raise ServerError unless all tokens are of `since`, the version that was committed when the request began, or
+        of a later committed one.
+        """
         committed = self._pool.committed_version
         if not all(since <= version <= committed for version in distinct(part.weight_versions)):
             raise ServerError(
@@ -208,7 +211,7 @@ class Sampler:
 
 @dataclass(frozen=True)
 class _SampleRequest:
-    """What `Sampler.sample` was asked for."""
+    """The arguments of one call of `Sampler.sample`."""
 
     name: str
     token_ids: Sequence[int]

@@ -1,8 +1,8 @@
 """Groups from admission to the batch that consumes them, on the pool's loop: sampling goes on while the trainer trains.
 
-Owns when a group is started and what a batch is made of, by the rules of `admission.py`. Sampling one group is
-`groups.py`'s; the trainer's side, which waits, is `collector.py`'s. Nothing is started beyond what was asked
-for: with `rollout.max_staleness` 0 that is the batch that the trainer waits for, and nothing between two batches.
+`GroupScheduler` decides when a group is started and which groups a batch has, by the rules of `admission.py`. Sampling
+one group is in `groups.py`; the trainer's side, which waits, is in `collector.py`. Nothing is started beyond what was
+asked for. With `rollout.max_staleness` 0 that is the batch that the trainer waits for, and nothing between two batches.
 """
 
 from __future__ import annotations
@@ -27,16 +27,18 @@ _LEAST_RUNNING = 64
 
 
 class Prompts(Protocol):
-    """An endless stream of prompts, as `data.stream.PromptStream` is."""
+    """An endless stream of prompts, such as `PromptStream` of the room `data`."""
 
     def next(self) -> Prompt: ...
 
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """A batch that the trainer asks for. `known`: groups that exist already, whole or in part, by number. `keep` gets
-    every new episode as soon as it is scored or has failed, `admit` every new group (number, prompt, weight version)
-    before it is sampled: for this batch and until the next is asked for, on the pool's thread.
+    """A batch that the trainer asks for.
+
+    `known` holds groups that exist already, whole or in part, by number. `keep` gets every new episode as soon as it is
+    scored or has failed. `admit` gets every new group (number, prompt, weight version) before it is sampled. Both are
+    called on the pool's thread, for this batch and until the next one is asked for.
     """
 
     step: int
@@ -47,8 +49,10 @@ class BatchRequest:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """What a run needs to go on behind a batch: `prompts`, as the order was before it gave the first group that is
-    outstanding, and `tickets`, the position in the groups' numbers (`Admission.state_dict`).
+    """What a run needs to continue after a batch.
+
+    `prompts` is the position in the prompts before the first outstanding group was drawn. `tickets` is the position in
+    the groups' numbers (`Admission.state_dict`).
     """
 
     prompts: Any = None
@@ -56,7 +60,7 @@ class ResumePoint:
 
 
 def admission_of(config: Config) -> Admission:
-    """The admission that the configuration asks for."""
+    """Return the admission that the configuration asks for."""
     rollout, wanted = config.rollout, config.batch.prompts_per_step
     return Admission(
         wanted,
@@ -68,7 +72,7 @@ def admission_of(config: Config) -> Admission:
 
 
 class GroupScheduler:
-    """One stretch of sampling, from the first batch asked for to `close` or an error, which ends all of it."""
+    """One stretch of sampling, from the first batch asked for until `close`, or until an error ends all of it."""
 
     def __init__(
         self,
@@ -81,8 +85,8 @@ class GroupScheduler:
         clock: Callable[[], float] = time.monotonic,
         on_ready: Callable[[int, list[Group]], None] = lambda step, groups: None,
     ) -> None:
-        """`tickets`: where the numbers go on. `snapshot`: the present position in `prompts`. `on_ready`: gets the next
-        step and the groups that it would have, where it is not asked for yet.
+        """`tickets` says where the numbers continue. `snapshot` returns the present position in `prompts`. `on_ready`
+        gets the next step and the groups that it would have, if they are complete before it is asked for.
         """
         self._config, self._pool, self._prompts, self._sampled = config, pool, prompts, sampled
         self._snapshot, self._clock = snapshot, clock
@@ -91,7 +95,7 @@ class GroupScheduler:
         self._asked = BatchRequest(-1)
         self._batch: asyncio.Future[tuple[RolloutBatch, ResumePoint]] | None = None
         self._worker: asyncio.Task[None] | None = None
-        # Groups come through a queue: asyncio.wait for the first of N tasks would cost N each time.
+        # Groups that have ended come through a queue: asyncio.wait on N tasks would cost time by N for each of them.
         self._events: asyncio.Queue[asyncio.Task[Group] | None] = asyncio.Queue()
         self._num_running = 0
         self._groups: dict[int, Group] = {}
@@ -105,8 +109,10 @@ class GroupScheduler:
         self._straggler: tuple[float, int] | None = None
 
     async def take(self, asked: BatchRequest) -> tuple[RolloutBatch, ResumePoint]:
-        """The batch of a step, and the position behind it. Raises the first error of any group, also of one that would
-        belong to a later batch; cancelled, it ends everything, too.
+        """Return the batch of a step, and the position after it.
+
+        Raises the first error of any group, also of one that would belong to a later batch. Cancelling this ends all
+        sampling.
         """
         if self._worker is None:
             self._worker = asyncio.ensure_future(self._work())
@@ -136,19 +142,18 @@ class GroupScheduler:
         async with TaskGroup() as tasks:
             while True:
                 self._start_groups(tasks)
-                self._form()
+                self._hand_out()
                 ended = await self._events.get()
                 if ended is not None:
-                    self._note(ended.result())
+                    self._group_completed(ended.result())
 
     def _start_groups(self, tasks: asyncio.TaskGroup) -> None:
-        # Groups that could only wait for a server are not started yet: Python's garbage collector visits every task
-        # that waits.
+        # Do not start groups that could only wait for a server: Python's garbage collector visits every waiting task.
         most = max(_LEAST_RUNNING, 2 * self._pool.capacity // self._config.batch.group_size)
         while self._num_running < most and self._admission.may_admit():
             number = self._admission.next_number
             for _ in range(self._num_drawn, number):
-                self._prompts.next()  # of groups that were consumed before a restart
+                self._prompts.next()  # skip prompts of groups that were consumed before a restart
             self._num_drawn = number + 1
             self._before[number] = self._snapshot()
             prompt = self._prompts.next()
@@ -168,8 +173,8 @@ class GroupScheduler:
             self._num_running += 1
 
     def _staleness(self, group: Group) -> int:
-        """How many versions the oldest token of a group lags behind the committed version; below 0 where one of its
-        tokens is of a version that was never committed.
+        """Return by how many versions the oldest token of a group lags behind the committed version. It is below 0 if
+        one of its tokens is of a version that was never committed.
         """
         versions = {v for e in group.episodes for node in e.turns for v in distinct(node.weight_versions)}
         lags = [self._pool.committed_version - version for version in versions] or [0]
@@ -179,8 +184,7 @@ class GroupScheduler:
         ahead = self._admission.latest_step() - self._admission.asked
         return staleness >= 0 and ahead + staleness <= self._config.rollout.max_staleness
 
-    def _note(self, group: Group) -> None:
-        """A group is complete."""
+    def _group_completed(self, group: Group) -> None:
         self._num_running -= 1
         if not self._num_running:
             self._busy_seconds += max(0.0, self._sampled.last_generated - self._busy_since)
@@ -190,8 +194,8 @@ class GroupScheduler:
         )
         self._admission.complete(group.group_id, is_kept)
 
-    def _form(self) -> None:
-        """Hand out the batch that was asked for, if it is complete."""
+    def _hand_out(self) -> None:
+        """Hand out the batch that was asked for, if it is complete. Report the next one if that is complete already."""
         if self._batch is None:
             return
         formed = self._admission.formed()
@@ -205,15 +209,15 @@ class GroupScheduler:
                 self._straggler = self._clock(), waited[0]
             return
         self._admission.consume(formed)
-        batch = self._make(formed)
+        batch = self._make_batch(formed)
         for number in (*formed.kept, *formed.dropped):
             del self._before[number]
         first = self._before.get(self._admission.first)
         position = ResumePoint(first if self._before else self._snapshot(), self._admission.state_dict())
         self._batch.set_result((batch, position))
-        self._form()  # the next one may be complete, too
+        self._hand_out()  # the next one may be complete, too
 
-    def _make(self, formed: Formed) -> RolloutBatch:
+    def _make_batch(self, formed: Formed) -> RolloutBatch:
         now, sampled = self._clock(), self._sampled
         kept = [self._groups.pop(number) for number in formed.kept]
         dropped = [self._groups.pop(number) for number in formed.dropped]
@@ -244,7 +248,9 @@ class GroupScheduler:
         )
 
     def _straggler_seconds(self, now: float, groups: list[Group]) -> float:
-        """How long a single group was waited for. A long wait is told, with the prompt's name."""
+        """Return for how long the batch waited for a single group. Tell the user about a long wait, with the prompt's
+        name.
+        """
         if self._straggler is None:
             return 0.0
         since, number = self._straggler
@@ -260,5 +266,5 @@ class GroupScheduler:
 
 
 def _is_partial(episode: Episode) -> bool:
-    """Was the episode sampled from several versions of the weights?"""
+    """Whether the episode was sampled from several versions of the weights."""
     return len({version for node in episode.turns for version in distinct(node.weight_versions)}) > 1

@@ -279,7 +279,7 @@ class LiveSource:
         # On the collector's own thread, after the collector has ended, so nothing draws prompts at the same time.
         self._rollouts.pool.loop.run(self._load_prompts(prompts))
         self._position = ResumePoint(prompts, state.get("tickets"))
-        collector.go_on_from(self._position)
+        collector.continue_from(self._position)
 
     async def _load_prompts(self, state: dict[str, Any]) -> None:
         self._prompts.load_state_dict(state)

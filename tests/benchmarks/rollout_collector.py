@@ -148,7 +148,7 @@ def collect(size: int, args: argparse.Namespace, client, folder: Path) -> None:
 
 
 async def collector_closed(collector, client) -> None:
-    await collector._collection.close()
+    await collector._scheduler.close()
     await client.close()
 
 

@@ -45,14 +45,14 @@ def lose() -> None:
 
 
 def double() -> None:
-    make, first = scheduler.GroupScheduler._make, []
+    make, first = scheduler.GroupScheduler._make_batch, []
 
     def once_more(self, formed):
         batch = make(self, formed)
         first[:] = first or batch.groups[:1]
         return replace(batch, groups=[*batch.groups, *first] if batch.step == 2 else batch.groups)
 
-    scheduler.GroupScheduler._make = once_more
+    scheduler.GroupScheduler._make_batch = once_more
 
 
 def bias() -> None:

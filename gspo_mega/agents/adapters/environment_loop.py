@@ -1,7 +1,7 @@
 """The loop of an environment with `reset` and `step`: its observations are messages, the policy's answers its actions.
 
-Owns what an environment's step becomes in an episode: the reward of the turn that it answers, the next message, and
-the end. How an environment is reached is `gym_text.py`'s and `openenv.py`'s.
+`play` turns each step of an environment into the reward of the turn that it answers, the next message, or the end of
+the episode. How an environment is reached is in `gym_text.py` and `openenv.py`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 from gspo_mega.agents.protocol import Message, Model, Outcome, Task
 from gspo_mega.base.errors import EpisodeError
 
-# What an environment may call the verdict in its last step's `info`.
+# The names under which an environment may report the verdict in its last step's `info`.
 _VERDICTS = ("correct", "success", "is_success")
 
 
 @dataclass(frozen=True)
 class Step:
-    """What an environment gave back. `is_over`: no further action is taken. `info`: further facts, as a verdict."""
+    """What an environment returned. `is_over`: it takes no further action. `info`: further facts, such as a verdict."""
 
     observation: Any
     reward: float | None = None
@@ -29,30 +29,17 @@ class Step:
     info: dict[str, Any] = field(default_factory=dict)
 
 
-def pattern_of(text: str | None) -> re.Pattern[str] | None:
-    """The option `action_pattern`. Raises EpisodeError: no regular expression, or none with one group."""
-    if text is None:
-        return None
-    try:
-        pattern = re.compile(text, re.DOTALL)
-    except re.error as error:
-        raise EpisodeError(f"action_pattern {text!r}: {error}") from None
-    if pattern.groups != 1:
-        raise EpisodeError(f"action_pattern {text!r}: it has {pattern.groups} groups; the action is the text of one")
-    return pattern
-
-
 async def play(
     task: Task, model: Model, first: Step, act: Callable[[str], Awaitable[Step]], pattern: re.Pattern[str] | None
 ) -> Outcome:
-    """Play an environment from its first observation to its end.
+    """Play an environment from its first observation to its end, and return the outcome.
 
-    The observation is put behind the task's last message, if that is the user's; later ones are user messages. Each
-    reward is its turn's. `pattern`: its last match in an answer is the action, by its group; without a match the whole
-    answer is, as it is without a pattern.
+    The first observation is appended to the task's last message, if that is the user's. Later ones are user messages.
+    Each reward goes to its turn. The action is the group of the last match of `pattern` in an answer; without a match,
+    or without a pattern, it is the whole answer.
     """
     messages = [*task.messages]
-    show(messages, first.observation)
+    _add_first(messages, first.observation)
     step = first
     num_steps = 0
     while not step.is_over:
@@ -70,8 +57,21 @@ async def play(
     return Outcome(correct=verdict, info={"num_steps": num_steps})
 
 
-def show(messages: list[Message], observation: Any) -> None:
-    """Put the first observation behind the task's messages."""
+def pattern_of(text: str | None) -> re.Pattern[str] | None:
+    """Compile the option `action_pattern`. Raises EpisodeError if it is not a regular expression with one group."""
+    if text is None:
+        return None
+    try:
+        pattern = re.compile(text, re.DOTALL)
+    except re.error as error:
+        raise EpisodeError(f"action_pattern {text!r}: {error}") from None
+    if pattern.groups != 1:
+        raise EpisodeError(f"action_pattern {text!r}: it has {pattern.groups} groups; the action is the text of one")
+    return pattern
+
+
+def _add_first(messages: list[Message], observation: Any) -> None:
+    """Append the first observation to the task's messages."""
     text = as_text(observation)
     if not text:
         return
@@ -82,7 +82,9 @@ def show(messages: list[Message], observation: Any) -> None:
 
 
 def as_text(observation: Any) -> str:
-    """An observation as the policy reads it: a text as it is, anything else as JSON. Raises EpisodeError: neither."""
+    """Return an observation as the policy reads it: a text as it is, anything else as JSON. Raises EpisodeError if it
+    is neither.
+    """
     if observation is None:
         return ""
     if isinstance(observation, str):
@@ -92,5 +94,5 @@ def as_text(observation: Any) -> str:
     except (TypeError, ValueError):
         kind = type(observation).__name__
         raise EpisodeError(
-            f"an observation is of the type {kind}; a text, or values of JSON's types, are needed"
+            f"an observation is of the type {kind}; a text, or a value of JSON's types, was expected"
         ) from None

@@ -6,13 +6,13 @@
         options:
           environment: my_package.games:Maze     # a class or function that makes one environment
           environment_options: {size: 5}         # its keyword arguments
-          action_pattern: "<move>(.*?)</move>"   # optional: what of an answer is the action
+          action_pattern: "<move>(.*?)</move>"   # optional: which part of an answer is the action
 
 `reset(seed=..., options=...)` returns an observation, or an observation and a dictionary. `seed` is the episode's;
-`options` are the row's metadata, with its `answer` and `prompt_id`. Either is left out where `reset` has no such
+`options` are the row's metadata, with its `answer` and `prompt_id`. Either is left out if `reset` has no such
 parameter. `step(action)` takes a text and returns Gymnasium's five values (observation, reward, terminated, truncated,
-info) or Gym's four. Both may be async; plain ones run in a thread, so that they hold up no other episode. `close()` is
-called at the end, if there is one. Gymnasium itself is not needed.
+info) or Gym's four. Both may be async; plain ones run in a thread, so that they do not hold up other episodes.
+`close()` is called at the end, if there is one. Gymnasium itself is not needed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ async def episode(
     environment_options: dict[str, Any] | None = None,
     action_pattern: str | None = None,
 ) -> Outcome:
-    """One environment of its own, from `reset` to its end. Raises EpisodeError: it returns something else."""
+    """Play one environment from `reset` to its end. Raises EpisodeError if it returns something else than it should."""
     made = await _call(import_function(environment, "environment", EpisodeError), **(environment_options or {}))
     try:
         return await play(
@@ -55,13 +55,15 @@ async def episode(
 def check_options(
     *, environment: str, environment_options: dict[str, Any] | None = None, action_pattern: str | None = None
 ) -> None:
-    """Raises EpisodeError: the environment cannot be imported or called so, or the pattern is none."""
+    """Check the options. Raises EpisodeError if the environment cannot be imported or made with these options, or if
+    the pattern is not valid.
+    """
     factory = import_function(environment, "environment", EpisodeError)
     try:
         inspect.signature(factory).bind(**(environment_options or {}))
     except TypeError as error:
         raise EpisodeError(f"environment {environment!r}: cannot be made with environment_options: {error}") from error
-    except ValueError:  # Python does not know what a built-in takes
+    except ValueError:  # Python does not know the parameters of a built-in
         pass
     pattern_of(action_pattern)
 

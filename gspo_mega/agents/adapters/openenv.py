@@ -1,4 +1,4 @@
-"""Environments behind OpenEnv's wire as episodes: a server that others wrote and run.
+"""Environments that are served over OpenEnv's protocol, as episodes. Others wrote and run the server.
 
     rollout:
       episode:
@@ -11,12 +11,12 @@
           reset: {task: easy}           # optional: further fields of every reset
           action_pattern: "<a>(.*?)</a>"
 
-`websocket` (`/ws`) has an environment for each connection, so one for each episode. `http` (`/reset`, `/step`,
-`/state`) is for servers that keep an environment between requests, by the `episode_id` that every request names. Many
-make a new one for every request, or have a single one for all; `/state` tells, and both are refused by name instead of
-being played wrongly. A row's metadata may have `reset`, further fields of its own reset.
+`websocket` (`/ws`) has an environment per connection, and so one per episode. `http` (`/reset`, `/step`, `/state`) is
+for servers that keep an environment between requests, by the `episode_id` that every request names. Many servers make a
+new one for every request, or have a single one for all. `/state` shows that, and both are refused by name instead of
+being played wrongly. A row's metadata may have `reset`, with further fields for its own reset.
 
-Owns the wire. The loop is `environment_loop.py`'s.
+The loop itself is in `environment_loop.py`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from gspo_mega.base.network import proxy_of
 _MOST_BYTES = 8 * 1024**2
 _MOST_SEED = 2**31
 _WIRES = ("websocket", "http")
-# Of a server that starts or ends, or of a proxy in front of one.
+# The statuses of a server that starts or ends, or of a proxy in front of one.
 _NOT_READY = (502, 503, 504)
 
 
@@ -52,10 +52,10 @@ async def episode(
     reset: dict[str, Any] | None = None,
     action_pattern: str | None = None,
 ) -> Outcome:
-    """One environment of the server, from its reset to its end.
+    """Play one environment of the server, from its reset to its end.
 
-    Raises EpisodeError: the server refuses a request, answers with something else, or mixes environments; Unreachable:
-    it cannot be reached, ends the connection, or is not ready to serve.
+    Raises EpisodeError if the server refuses a request, answers with something else than it should, or mixes
+    environments; Unreachable if it cannot be reached, ends the connection, or is not ready to serve.
     """
     fields = {
         "seed": task.seed % _MOST_SEED,
@@ -91,12 +91,12 @@ def check_options(
     reset: dict[str, Any] | None = None,
     action_pattern: str | None = None,
 ) -> None:
-    """Raises EpisodeError: no such wire, an address of another form, or no pattern."""
+    """Check the options. Raises EpisodeError if the wire, the address or the pattern is not valid."""
     if wire not in _WIRES:
         raise EpisodeError(f"openenv: wire {wire!r}; valid: {', '.join(_WIRES)}")
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise EpisodeError(f"openenv: url {url!r} is no address of a server; such as http://127.0.0.1:8000")
+        raise EpisodeError(f"openenv: url {url!r} is not the address of a server; valid: such as http://127.0.0.1:8000")
     pattern_of(action_pattern)
 
 
@@ -168,13 +168,13 @@ class _Requests:
         return answer
 
     async def _check_state(self) -> None:
-        """Whether the server has our environment still. Asked once, behind the first step."""
+        """Check that the server still has this environment. Called once, after the first step. Raises EpisodeError."""
         state = await self._ask("GET", f"/state?episode_id={self._episode_id}")
         instead = "use wire: websocket, which has an environment for each episode"
         if state.get("step_count", 1) == 0:
             raise EpisodeError(
-                f"{self._url}: its state counts no step behind the first; the server makes a new environment for each"
-                f" HTTP request; {instead}"
+                f"{self._url}: its state counts no step after the first one; the server makes a new environment for"
+                f" each HTTP request; {instead}"
             )
         if state.get("episode_id") not in (None, self._episode_id):
             raise EpisodeError(
@@ -193,20 +193,25 @@ class _Requests:
 
 
 async def read_body(response: aiohttp.ClientResponse, where: str) -> bytes:
-    """The whole body. Raises EpisodeError: it is too long; Unreachable: the connection ends in it."""
+    """Return the whole body. Raises EpisodeError if it is too long, and Unreachable if the connection ends inside
+    it.
+    """
     body = bytearray()
     try:
         async for chunk in response.content.iter_any():
             body += chunk
             if len(body) > _MOST_BYTES:
                 raise EpisodeError(f"{where}: more than {_MOST_BYTES} bytes")
-    except (aiohttp.ClientError, RuntimeError) as error:  # plain, where the connection ended between two reads
+    except (
+        aiohttp.ClientError,
+        RuntimeError,
+    ) as error:  # a plain RuntimeError if the connection ended between two reads
         raise Unreachable(f"{where}: the connection ended in the answer ({error})") from error
     return bytes(body)
 
 
 def _step(answer: Any, observation_key: str | None, url: str) -> Step:
-    """An answer to `reset` or `step`: {"observation": {...}, "reward": number or null, "done": bool}."""
+    """Read an answer to `reset` or `step`: {"observation": {...}, "reward": number or null, "done": bool}."""
     if not isinstance(answer, dict) or "observation" not in answer:
         raise EpisodeError(f"{url}: answered {json.dumps(answer):.200}; an object with `observation` was expected")
     observation = answer["observation"]

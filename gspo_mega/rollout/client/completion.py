@@ -1,18 +1,16 @@
 """A server's answer to one generate request: assembled from its reports, and refused if it makes no sense.
 
-Owns what a well-formed answer is. A wrong token id, log-prob or weight version would silently train a wrong policy, so
-every field is checked against the others and against the request. No HTTP here.
+A wrong token id, log-prob or weight version would silently train a wrong policy, so every field is checked, by itself
+and against the others and the request. There is no HTTP here.
 
-The fields of a server's reports: each is read, and refused if it makes no sense.
+First come the request's parameters and the finished answer (`SamplingParams`, `Completion`), then the answer while it
+arrives (`StreamedAnswer`) and the response as it grows over several servers (`PartialResponse`). Then come the checks
+of single fields. They check whole lists at once, and look at values one by one only to say which one is wrong.
 
-Owns what one field may be. How the reports of an answer fit together, and to its request, is `completion.py`'s. What is
-right is checked in whole lists; values are looked at one by one only to say which is wrong.
-
-The experts that a server sent each token to: out of an answer's base64, into the type they are kept in.
-
-Owns the wire form of routes: base64 of little-endian int32. They are nearly all of an answer (four fifths of a megabyte
-for 300 tokens of a model with 94 layers), so they never pass through the JSON parser, and they are decoded in threads
-beside the event loop, which goes on reading meanwhile: decoder and numpy release the interpreter's lock.
+The last part decodes routes, the experts that a server sent each token to: base64 of little-endian int32. They are
+nearly all of an answer (four fifths of a megabyte for 300 tokens of a model with 94 layers), so they never pass through
+the JSON parser. Threads decode them while the event loop goes on reading: decoder and numpy release the interpreter's
+lock.
 """
 
 from __future__ import annotations
@@ -36,12 +34,21 @@ from gspo_mega.base.errors import RolloutError
 from gspo_mega.base.records import Column, constant, floats, ints, joined, route_type
 
 _LOG_PROB_ROUNDING = 1e-5
-"""In fp32, the log-prob of a token with nearly all the probability may exceed zero by this much."""
+"""In fp32, the log-prob of a token with nearly all the probability may exceed zero by this much (nats)."""
 
 
 _MOST_VERSION = 2**31
+
 _VERSION = re.compile(r"[0-9]{1,10}")
+
 _MOST_SHOWN = 200
+
+
+_ROUTES_KEY = b'"routed_experts":'
+
+# How many characters are decoded at once: they and their numbers fit into a core's cache. It is a multiple of 16
+# characters, which are three numbers.
+_ROUTES_BLOCK = 16 * 2**14
 
 
 class NonsenseAnswer(RolloutError):
@@ -52,208 +59,9 @@ class RefusedAnswer(RolloutError):
     """A server refuses this request."""
 
 
-def shown(value: Any) -> str:
-    """The beginning of what a server sent, as Python writes it; of a value that is nested too deeply, its type."""
-    try:
-        text = repr(value)
-    except (RecursionError, ValueError):  # also an int of too many digits
-        text = f"a {type(value).__name__} that cannot be shown"
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
-
-
-def whole_number(value: Any, what: str) -> int:
-    """An exact int from 0 on: no bool, and no float that equals one. Raises NonsenseAnswer."""
-    if type(value) is not int or value < 0:
-        raise NonsenseAnswer(f"{what} {shown(value)}; a whole number from 0 on expected")
-    return value
-
-
-def log_prob_of(value: Any, where: str) -> float:
-    """A finite number, at most 0 up to rounding; nats. Raises NonsenseAnswer."""
-    try:
-        if type(value) in (float, int) and math.isfinite(value) and value <= _LOG_PROB_ROUNDING:
-            return float(value)
-    except OverflowError:  # an int that no float holds
-        pass
-    raise NonsenseAnswer(f"log-prob {shown(value)} {where}; a finite number <= 0 expected")
-
-
-def field_of(mapping: Any, name: str, kind: type) -> Any:
-    if not isinstance(mapping, dict) or not isinstance(mapping.get(name), kind):
-        raise NonsenseAnswer(f"no {name} ({kind.__name__}) in {shown(mapping)}")
-    return mapping[name]
-
-
-def finish_reason_of(finish: Any) -> str | None:
-    """The type of SGLang's `finish_reason`, None where the response goes on. Raises NonsenseAnswer, RefusedAnswer."""
-    if finish is None:
-        return None
-    reason = finish.get("type") if isinstance(finish, dict) else None
-    if reason not in ("stop", "length", "abort"):
-        raise NonsenseAnswer(f"finish_reason {shown(finish)}; stop, length or abort expected")
-    if reason == "abort" and finish.get("status_code") is not None:
-        message = finish.get("message")
-        message = message[:2000] if isinstance(message, str) else shown(message)
-        raise RefusedAnswer(f"{shown(finish['status_code'])}: {message}")
-    return reason
-
-
-def checked_token_ids(values: list, vocab_size: int) -> np.ndarray:
-    """[tokens] int32."""
-    if set(map(type, values)) == {int}:
-        with contextlib.suppress(OverflowError):  # said below
-            array = np.array(values, np.int32)
-            if array.min() >= 0 and array.max() < vocab_size:
-                return array
-    for position, token in enumerate(values):
-        if type(token) is not int or not 0 <= token < vocab_size:
-            raise NonsenseAnswer(f"token {shown(token)} at position {position}; ids are 0 to {vocab_size - 1}")
-    return np.zeros(0, np.int32)
-
-
-def checked_log_probs(entries: list, token_ids: list[int]) -> np.ndarray:
-    """Log-prob of each token, [tokens] float64 nats. `entries`: [log-prob, token id, text or null] per token."""
-    if len(entries) != len(token_ids):
-        raise NonsenseAnswer(f"{len(entries)} log-probs for {len(token_ids)} tokens")
-    if entries and (given := _columns_of(entries, token_ids)) is not None and set(map(type, given)) == {float}:
-        array = np.array(given)
-        if np.isfinite(array).all() and array.max() <= _LOG_PROB_ROUNDING:
-            return array
-    log_probs = []  # one by one, to say which is wrong
-    for position, (entry, token) in enumerate(zip(entries, token_ids, strict=True)):
-        if not isinstance(entry, list) or len(entry) < 2 or type(entry[1]) is not int or entry[1] != token:
-            raise NonsenseAnswer(f"log-prob entry {shown(entry)} at position {position}, where the token is {token}")
-        log_probs.append(log_prob_of(entry[0], f"of token {token} at position {position}"))
-    return np.array(log_probs, np.float64)
-
-
-def _columns_of(entries: list, token_ids: list[int]) -> list | None:
-    """The first column of entries of one length whose second one is `token_ids`; None of others. Of a string, or of an
-    object's keys, it would be strings.
-    """
-    try:
-        (width,) = set(map(len, entries))
-    except (TypeError, ValueError):
-        return None
-    values = list(chain.from_iterable(entries))
-    if width < 2 or values[1::width] != token_ids or set(map(type, values[1::width])) != {int}:
-        return None
-    return values[::width]
-
-
-def version_of(value: Any, what: str = "weight_version") -> int:
-    """A weight version: an int, or its digits, which is what SGLang sends. Raises NonsenseAnswer."""
-    is_text = isinstance(value, str) and _VERSION.fullmatch(value) is not None
-    if not is_text and type(value) is not int:
-        raise NonsenseAnswer(f"{what} {shown(value)}; a number expected")
-    version = int(value)
-    if not 0 <= version < _MOST_VERSION:
-        raise NonsenseAnswer(f"{what} {shown(value)}; a number from 0 to below 2**31 expected")
-    return version
-
-
-def versions_of(meta: dict, count: int) -> Sequence[int]:
-    """The version of each of `count` tokens, from [{version, start, end}] spans, which must tile the response."""
-    num = 0
-    parts: list[Sequence[int]] = [constant(0, 0)]
-    spans = field_of(meta, "weight_versions", list)
-    for span in spans:
-        if not isinstance(span, dict) or not {"version", "start", "end"} <= span.keys():
-            raise NonsenseAnswer(f"weight version span {shown(span)}; version, start and end expected")
-        try:
-            version = version_of(span["version"])
-            start, end = (whole_number(span[name], name) for name in ("start", "end"))
-        except NonsenseAnswer as error:
-            raise NonsenseAnswer(f"weight version span {shown(span)}: {error}") from None
-        if start != num or not start <= end <= count:
-            raise NonsenseAnswer(f"weight version spans {shown(spans)} do not tile {count} tokens")
-        parts.append(constant(version, end - start))
-        num = end
-    if num != count:
-        raise NonsenseAnswer(f"weight version spans {shown(spans)} do not tile {count} tokens")
-    return joined(parts)
-
-
-_KEY = b'"routed_experts":'
-# Characters that are decoded at once: they and their numbers fit into a core's cache. A multiple of 16, which are three
-# numbers.
-_BLOCK = 16 * 2**14
-
-
-class EncodedRoutes:
-    """The base64 of an answer's routes, which its JSON had at `meta_info.routed_experts`."""
-
-    def __init__(self, text: memoryview) -> None:
-        self.text = text
-
-    def put_into(self, report: Any) -> None:
-        """Take the place of the empty string that `cut_routes` left."""
-        meta = report.get("meta_info") if isinstance(report, dict) else None
-        if isinstance(meta, dict) and meta.get("routed_experts") == "":
-            meta["routed_experts"] = self
-
-
-def cut_routes(event: bytes | bytearray) -> tuple[bytes | bytearray, EncodedRoutes | None]:
-    """A report's JSON with an empty string in place of its routes, and these; unchanged where it has none.
-
-    A quote inside of a JSON string is escaped, so the key is found in no text. The string ends at the next quote:
-    base64 has none.
-    """
-    start = event.find(_KEY)
-    if start < 0:
-        return event, None
-    start += len(_KEY)
-    while event[start : start + 1] == b" ":
-        start += 1
-    end = event.find(b'"', start + 1)
-    if event[start : start + 1] != b'"' or end < 0:
-        return event, None
-    return event[: start + 1] + event[end:], EncodedRoutes(memoryview(event)[start + 1 : end])
-
-
-def decode_routes(text: str | bytes | memoryview, num_experts: int) -> np.ndarray:
-    """All numbers of base64 of int32, in one dimension, as `route_type(num_experts)`. Raises ValueError saying what is
-    wrong with them.
-    """
-    characters = memoryview(text.encode() if isinstance(text, str) else text)
-    padding = bytes(characters[-2:]).count(b"=")
-    count, rest = divmod(len(characters) // 4 * 3 - padding, 4)
-    if len(characters) % 4 or rest:
-        raise ValueError(f"routed_experts is not base64 of int32: {len(characters)} characters")
-    routes = np.empty(count, route_type(num_experts))
-    done = 0
-    for start in range(0, len(characters), _BLOCK):
-        try:
-            data = pybase64.b64decode_as_bytearray(characters[start : start + _BLOCK], validate=True)
-            numbers = np.frombuffer(data, "<u4")
-            routes[done : done + len(numbers)] = numbers
-        except ValueError as error:  # binascii.Error, too
-            raise ValueError(f"routed_experts is not base64 of int32: {error}") from error
-        if numbers.size and numbers.max() >= num_experts:
-            signed = numbers.view("<i4")
-            raise ValueError(f"routed experts from {signed.min()} to {signed.max()}; 0 to {num_experts - 1} exist")
-        done += len(numbers)
-    if done != count:
-        raise ValueError(f"routed_experts is not base64 of int32: {done} numbers in {len(characters)} characters")
-    return routes
-
-
-async def decode_routes_of(report: Any, num_experts: int) -> None:
-    """Put the numbers in the place of the base64 that `cut_routes` took out of this report. Raises ValueError."""
-    meta = report.get("meta_info") if isinstance(report, dict) else None
-    if isinstance(meta, dict) and isinstance(encoded := meta.get("routed_experts"), EncodedRoutes):
-        decoding = asyncio.get_running_loop().run_in_executor(_decoders(), decode_routes, encoded.text, num_experts)
-        meta["routed_experts"] = await decoding
-
-
-@cache
-def _decoders() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0)), thread_name_prefix="routes")
-
-
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample one response. Log-probs are of log_softmax(logits / temperature), before top_p and top_k.
+    """How to sample one response. Log-probs are log_softmax(logits / temperature), before top_p and top_k.
 
     `temperature` 0 is greedy, with log-probs at temperature 1. `top_k` -1 admits all tokens. Sampling ends with the
     first of `stop_token_ids`, which is part of the response.
@@ -266,7 +74,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """SGLang's `sampling_params`."""
+        """Return the parameters as SGLang's `sampling_params`."""
         params: dict[str, Any] = {
             "max_new_tokens": self.max_new_tokens,
             "temperature": self.temperature,
@@ -279,18 +87,18 @@ class SamplingParams:
         return params
 
     def at_most(self, num_tokens: int) -> SamplingParams:
-        """The same, for a response of no more than `num_tokens`."""
+        """Return the same parameters for a response of at most `num_tokens`."""
         return self if num_tokens >= self.max_new_tokens else replace(self, max_new_tokens=num_tokens)
 
     def after(self, num_tokens: int) -> SamplingParams:
-        """How to sample the rest of a response that has `num_tokens` already."""
+        """Return the parameters for the rest of a response that already has `num_tokens`."""
         return replace(self, max_new_tokens=self.max_new_tokens - num_tokens) if num_tokens else self
 
 
 @dataclass(frozen=True)
 class RoutingShape:
-    """What returned experts must look like: `experts_per_token` expert ids per token and layer. SGLang returns zeros
-    for the first `num_dense_layers`, which have no experts.
+    """The shape that returned routes must have: `experts_per_token` expert ids per token and layer. SGLang returns
+    zeros for the first `num_dense_layers`, which have no experts.
     """
 
     num_layers: int
@@ -304,12 +112,13 @@ class Completion:
     """One response, or the beginning of one. Sequences have one entry per response token.
 
     Attributes:
-        log_probs: log-prob of each sampled token, in nats.
+        log_probs: the log-prob of each sampled token, in nats.
         weight_versions: the weight version that sampled each token.
         finish_reason: `stop` (the last token is a stop token), `length`, or `abort`: the response was cut short, and
             these are its tokens so far, sampled like all others.
         routed_experts: [prompt + response - 1, layers, experts_per_token] of `route_type`, 0 in layers without
-            experts. None if not requested, and where a response was cut short and the server did not return them.
+            experts. None if they were not requested, or if the response was cut short and the server did not return
+            them.
     """
 
     token_ids: Sequence[int]
@@ -324,12 +133,13 @@ class StreamedAnswer:
     (`incremental_streaming_output`).
 
     `request_id` and `num_prompt_tokens` are those of the request: an answer to another request is nonsense, even if it
-    is well formed. `weight_version`: the one under which the request began, None if no other can come meanwhile.
-    `completion` is None until the last report.
+    is well formed. `weight_version` is the version under which the request began; None if the version cannot change
+    during the request. `completion` is None until the last report.
 
-    A report names the version that the server has when it reports, which may be newer than that of its tokens: reports
-    wait in the server while an update overtakes them. From the first report that names another version on, only the end
-    of a whole answer says which version a token is of. Without that end, the answer ends before that report.
+    A report names the version that the server has when it reports. That may be newer than the version of its tokens,
+    because reports wait in the server while an update overtakes them. From the first report that names another version
+    on, only the end of a whole answer says which version a token is of. Without that end, the answer ends before that
+    report.
     """
 
     def __init__(
@@ -349,15 +159,15 @@ class StreamedAnswer:
         self._vocab_size = vocab_size
         self._routing = routing
         self._num = 0
-        self._token_ids: list[np.ndarray] = []  # of each report, as all that follow
+        self._token_ids: list[np.ndarray] = []  # one entry per report, as in the next two
         self._log_probs: list[np.ndarray] = []
         self._versions: list[Column[int]] = []
         self.completion: Completion | None = None
 
     def add(self, report: Any) -> int:
-        """Add one report; returns the number of tokens in it.
+        """Add one report, and return the number of tokens in it.
 
-        Raises NonsenseAnswer saying what is wrong: then nothing of the answer may be used, including the earlier
+        Raises NonsenseAnswer, which says what is wrong: then nothing of the answer may be used, not even the earlier
         reports. Raises RefusedAnswer with the server's own message.
         """
         if self.completion is not None:
@@ -380,13 +190,13 @@ class StreamedAnswer:
         return count
 
     def tokens_from(self, position: int) -> list[int]:
-        """The tokens reported so far, from that one on."""
+        """Return the tokens reported so far, from `position` on."""
         if position == self._num - len(self._token_ids[-1] if self._token_ids else ()):
             return self._token_ids[-1].tolist() if self._token_ids else []
         return self._known_token_ids()[position:].tolist()
 
     def so_far(self) -> Completion:
-        """The tokens reported so far whose version is certain, as a response that was cut short. Raises
+        """Return the tokens reported so far whose version is certain, as a response that was cut short. Raises
         NonsenseAnswer.
         """
         token_ids = self._known_token_ids()
@@ -402,7 +212,7 @@ class StreamedAnswer:
         return floats(np.concatenate([np.zeros(0), *self._log_probs]))
 
     def _num_certain(self) -> int:
-        """How many tokens from the first on are of the version under which the request began."""
+        """Return how many tokens from the first on are of the version under which the request began."""
         num = 0
         for versions in self._versions:
             if self._weight_version is not None and versions[0] != self._weight_version:
@@ -449,7 +259,7 @@ class StreamedAnswer:
 
 
 class PartialResponse:
-    """One response as it grows, over the servers that sampled it: the parts' tokens and their records, end to end."""
+    """One response as it grows over the servers that sample it: the tokens and records of its parts, end to end."""
 
     def __init__(self, num_prompt_tokens: int, params: SamplingParams, with_routes: bool) -> None:
         self._num_prompt_tokens = num_prompt_tokens
@@ -461,9 +271,9 @@ class PartialResponse:
         return len(self.whole.token_ids)
 
     def add(self, part: Completion) -> bool:
-        """Append the next part, which was sampled with all tokens so far as its prompt.
+        """Append the next part, which was sampled with all tokens so far in its prompt.
 
-        Returns False and changes nothing where experts are required and the part does not have those of its tokens.
+        Return False and change nothing if routes are required and the part does not have them for its tokens.
         """
         if not part.token_ids:
             return True
@@ -472,7 +282,7 @@ class PartialResponse:
             if routes is None:
                 return False
             if self.whole.routed_experts is not None:
-                # The earlier tokens keep the routes they were sampled with, not those of the second server's prefill.
+                # Earlier tokens keep the routes with which they were sampled, not those of the second server's prefill.
                 known = self.whole.routed_experts
                 routes = np.concatenate([known, routes[len(known) :]])
         whole = self.whole
@@ -495,7 +305,7 @@ def _check_end(token_ids: np.ndarray, reason: str, params: SamplingParams) -> No
     if reason == "length" and count != params.max_new_tokens:
         raise NonsenseAnswer(f"ended for length after {count} tokens of {params.max_new_tokens}")
     if reason == "stop" and token_ids[-1] not in params.stop_token_ids:
-        raise NonsenseAnswer(f"stopped at token {token_ids[-1]}, which is none of {params.stop_token_ids}")
+        raise NonsenseAnswer(f"stopped at token {token_ids[-1]}, which is not one of {params.stop_token_ids}")
     _check_middle(token_ids, params)
 
 
@@ -508,7 +318,7 @@ def _check_middle(token_ids: np.ndarray, params: SamplingParams) -> None:
 
 
 def _routed_experts(meta: dict, num_rows: int, routing: RoutingShape) -> np.ndarray:
-    """`meta` has the decoded numbers, or their base64."""
+    """Return the routes as [rows, layers, experts per token]. `meta` has the decoded numbers, or their base64."""
     flat = meta.get("routed_experts")
     if not isinstance(flat, np.ndarray):
         try:
@@ -524,3 +334,204 @@ def _routed_experts(meta: dict, num_rows: int, routing: RoutingShape) -> np.ndar
 def _error_text(error: Any) -> str:
     message = error.get("message", error) if isinstance(error, dict) else error
     return message[:2000] if isinstance(message, str) else shown(message)
+
+
+def shown(value: Any) -> str:
+    """Return the beginning of what a server sent, as Python writes it; for a value that cannot be written, its type."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # also an int of too many digits
+        text = f"a {type(value).__name__} that cannot be shown"
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
+def whole_number(value: Any, what: str) -> int:
+    """Return `value` if it is an int from 0 on, and no bool or float. Raises NonsenseAnswer otherwise."""
+    if type(value) is not int or value < 0:
+        raise NonsenseAnswer(f"{what} {shown(value)}; a whole number from 0 on expected")
+    return value
+
+
+def log_prob_of(value: Any, where: str) -> float:
+    """Return a log-prob in nats: a finite number, at most 0 up to rounding. Raises NonsenseAnswer otherwise."""
+    try:
+        if type(value) in (float, int) and math.isfinite(value) and value <= _LOG_PROB_ROUNDING:
+            return float(value)
+    except OverflowError:  # an int that no float holds
+        pass
+    raise NonsenseAnswer(f"log-prob {shown(value)} {where}; a finite number <= 0 expected")
+
+
+def field_of(mapping: Any, name: str, kind: type) -> Any:
+    """Return the field `name` of an object. Raises NonsenseAnswer if there is none of this type."""
+    if not isinstance(mapping, dict) or not isinstance(mapping.get(name), kind):
+        raise NonsenseAnswer(f"no {name} ({kind.__name__}) in {shown(mapping)}")
+    return mapping[name]
+
+
+def finish_reason_of(finish: Any) -> str | None:
+    """Return the type of SGLang's `finish_reason`, or None if the response goes on. Raises NonsenseAnswer;
+    RefusedAnswer if the server refuses the request.
+    """
+    if finish is None:
+        return None
+    reason = finish.get("type") if isinstance(finish, dict) else None
+    if reason not in ("stop", "length", "abort"):
+        raise NonsenseAnswer(f"finish_reason {shown(finish)}; stop, length or abort expected")
+    if reason == "abort" and finish.get("status_code") is not None:
+        message = finish.get("message")
+        message = message[:2000] if isinstance(message, str) else shown(message)
+        raise RefusedAnswer(f"{shown(finish['status_code'])}: {message}")
+    return reason
+
+
+def checked_token_ids(values: list, vocab_size: int) -> np.ndarray:
+    """Return token ids as [tokens] int32. Raises NonsenseAnswer if one is not in the vocabulary."""
+    if set(map(type, values)) == {int}:
+        with contextlib.suppress(OverflowError):  # reported below
+            array = np.array(values, np.int32)
+            if array.min() >= 0 and array.max() < vocab_size:
+                return array
+    for position, token in enumerate(values):
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise NonsenseAnswer(f"token {shown(token)} at position {position}; ids are 0 to {vocab_size - 1}")
+    return np.zeros(0, np.int32)
+
+
+def checked_log_probs(entries: list, token_ids: list[int]) -> np.ndarray:
+    """Return the log-prob of each token, [tokens] float64, in nats. `entries` has [log-prob, token id, text or null]
+    per token. Raises NonsenseAnswer.
+    """
+    if len(entries) != len(token_ids):
+        raise NonsenseAnswer(f"{len(entries)} log-probs for {len(token_ids)} tokens")
+    if entries and (given := _columns_of(entries, token_ids)) is not None and set(map(type, given)) == {float}:
+        array = np.array(given)
+        if np.isfinite(array).all() and array.max() <= _LOG_PROB_ROUNDING:
+            return array
+    log_probs = []  # one by one, to say which is wrong
+    for position, (entry, token) in enumerate(zip(entries, token_ids, strict=True)):
+        if not isinstance(entry, list) or len(entry) < 2 or type(entry[1]) is not int or entry[1] != token:
+            raise NonsenseAnswer(f"log-prob entry {shown(entry)} at position {position}, where the token is {token}")
+        log_probs.append(log_prob_of(entry[0], f"of token {token} at position {position}"))
+    return np.array(log_probs, np.float64)
+
+
+def _columns_of(entries: list, token_ids: list[int]) -> list | None:
+    """Return the first column of entries that have the same length and whose second column is `token_ids`; None for
+    other entries. If an entry is a string or an object, the values are strings.
+    """
+    try:
+        (width,) = set(map(len, entries))
+    except (TypeError, ValueError):
+        return None
+    values = list(chain.from_iterable(entries))
+    if width < 2 or values[1::width] != token_ids or set(map(type, values[1::width])) != {int}:
+        return None
+    return values[::width]
+
+
+def version_of(value: Any, what: str = "weight_version") -> int:
+    """Return a weight version, from an int or from its digits, which SGLang sends. Raises NonsenseAnswer."""
+    is_text = isinstance(value, str) and _VERSION.fullmatch(value) is not None
+    if not is_text and type(value) is not int:
+        raise NonsenseAnswer(f"{what} {shown(value)}; a number expected")
+    version = int(value)
+    if not 0 <= version < _MOST_VERSION:
+        raise NonsenseAnswer(f"{what} {shown(value)}; a number from 0 to below 2**31 expected")
+    return version
+
+
+def versions_of(meta: dict, count: int) -> Sequence[int]:
+    """Return the version of each of `count` tokens, from [{version, start, end}] spans, which must tile the response.
+    Raises NonsenseAnswer.
+    """
+    num = 0
+    parts: list[Sequence[int]] = [constant(0, 0)]
+    spans = field_of(meta, "weight_versions", list)
+    for span in spans:
+        if not isinstance(span, dict) or not {"version", "start", "end"} <= span.keys():
+            raise NonsenseAnswer(f"weight version span {shown(span)}; version, start and end expected")
+        try:
+            version = version_of(span["version"])
+            start, end = (whole_number(span[name], name) for name in ("start", "end"))
+        except NonsenseAnswer as error:
+            raise NonsenseAnswer(f"weight version span {shown(span)}: {error}") from None
+        if start != num or not start <= end <= count:
+            raise NonsenseAnswer(f"weight version spans {shown(spans)} do not tile {count} tokens")
+        parts.append(constant(version, end - start))
+        num = end
+    if num != count:
+        raise NonsenseAnswer(f"weight version spans {shown(spans)} do not tile {count} tokens")
+    return joined(parts)
+
+
+class EncodedRoutes:
+    """The base64 of an answer's routes, which was at `meta_info.routed_experts` in its JSON."""
+
+    def __init__(self, text: memoryview) -> None:
+        self.text = text
+
+    def put_into(self, report: Any) -> None:
+        """Replace the empty string that `cut_routes` left in this report."""
+        meta = report.get("meta_info") if isinstance(report, dict) else None
+        if isinstance(meta, dict) and meta.get("routed_experts") == "":
+            meta["routed_experts"] = self
+
+
+def cut_routes(event: bytes | bytearray) -> tuple[bytes | bytearray, EncodedRoutes | None]:
+    """Return a report's JSON with an empty string in place of its routes, and the routes. A report without routes is
+    returned unchanged.
+
+    A quote inside a JSON string is escaped, so the key is never found in a text. The string of the routes ends at the
+    next quote, because base64 has none.
+    """
+    start = event.find(_ROUTES_KEY)
+    if start < 0:
+        return event, None
+    start += len(_ROUTES_KEY)
+    while event[start : start + 1] == b" ":
+        start += 1
+    end = event.find(b'"', start + 1)
+    if event[start : start + 1] != b'"' or end < 0:
+        return event, None
+    return event[: start + 1] + event[end:], EncodedRoutes(memoryview(event)[start + 1 : end])
+
+
+def decode_routes(text: str | bytes | memoryview, num_experts: int) -> np.ndarray:
+    """Return all numbers of base64 of int32, in one dimension, with the dtype `route_type(num_experts)`. Raises
+    ValueError, which says what is wrong with them.
+    """
+    characters = memoryview(text.encode() if isinstance(text, str) else text)
+    padding = bytes(characters[-2:]).count(b"=")
+    count, rest = divmod(len(characters) // 4 * 3 - padding, 4)
+    if len(characters) % 4 or rest:
+        raise ValueError(f"routed_experts is not base64 of int32: {len(characters)} characters")
+    routes = np.empty(count, route_type(num_experts))
+    done = 0
+    for start in range(0, len(characters), _ROUTES_BLOCK):
+        try:
+            data = pybase64.b64decode_as_bytearray(characters[start : start + _ROUTES_BLOCK], validate=True)
+            numbers = np.frombuffer(data, "<u4")
+            routes[done : done + len(numbers)] = numbers
+        except ValueError as error:  # binascii.Error, too
+            raise ValueError(f"routed_experts is not base64 of int32: {error}") from error
+        if numbers.size and numbers.max() >= num_experts:
+            signed = numbers.view("<i4")
+            raise ValueError(f"routed experts from {signed.min()} to {signed.max()}; 0 to {num_experts - 1} exist")
+        done += len(numbers)
+    if done != count:
+        raise ValueError(f"routed_experts is not base64 of int32: {done} numbers in {len(characters)} characters")
+    return routes
+
+
+async def decode_routes_of(report: Any, num_experts: int) -> None:
+    """Put decoded numbers in place of the base64 that `cut_routes` took out of this report. Raises ValueError."""
+    meta = report.get("meta_info") if isinstance(report, dict) else None
+    if isinstance(meta, dict) and isinstance(encoded := meta.get("routed_experts"), EncodedRoutes):
+        decoding = asyncio.get_running_loop().run_in_executor(_decoders(), decode_routes, encoded.text, num_experts)
+        meta["routed_experts"] = await decoding
+
+
+@cache
+def _decoders() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0)), thread_name_prefix="routes")

@@ -1,18 +1,16 @@
-"""The log-probs that a server gives to tokens it did not sample: the form of the request, and what its answer must be.
+"""Async HTTP client of one SGLang server: generation, and the calls that `server_control.py` is made of.
 
-Owns SGLang's prompt log-probs, which are at temperature 1 whatever the request says. It chooses no server.
+`ServerClient` has the connections, the form of a generate request, and the judgement of what counts as a failed answer.
+Every call has a deadline. It does not choose a server, retry, or know which weights are current (`pool.py`,
+`sampler.py`). Token ids go in and token ids come out.
 
-One request while a server works on it: the tokens reported so far, and an early end that loses none of them.
+`InFlightRequest` follows one request while a server works on it, and can end it early without losing its tokens. It
+judges whether a request makes progress. A request that does is never ended for being long: a deadline on the whole
+request would cut long responses and keep short ones. To end a request early, it asks the server for the tokens so far:
+the answer ends with them, and the response continues on another server.
 
-Owns the judgement that a request no longer makes progress. A request that makes progress is never ended for being long:
-a deadline on the whole request would cut long responses and keep short ones. To end a request early is to ask the
-server for its tokens so far: the answer ends with them, and the response continues on another server.
-
-Async HTTP client of one SGLang server: generation, and the calls that `server_control.py` is made of.
-
-Owns the connection, the form of a generate request, and what counts as a failed answer; every call has a deadline. It
-does not choose a server, retry, or know which weights are current (`pool.py`, `sampler.py`). Token ids go in
-and token ids come out.
+`score_tokens` asks for the log-probs that a server gives to tokens that it did not sample. SGLang's log-probs of prompt
+tokens are at temperature 1, no matter what the request says.
 """
 
 from __future__ import annotations
@@ -44,128 +42,26 @@ from gspo_mega.rollout.client.completion import (
 from gspo_mega.rollout.client.http_stream import IDENTITY, StreamClient, answer_bytes, read_body, read_events
 from gspo_mega.rollout.registration import Secret
 
+logger = logging.getLogger(__name__)
+
 Cause = Literal["stalled", "moved", "drained", "paused"]
 
 GRACE_SECONDS = 5.0
-"""Longest time that a server may take to end a request early."""
+"""The longest time that a server may take to end a request early."""
 
-
-class LoadMeter(Protocol):
-    """Counts tokens as they are reported, as `rollout.load.Load` does."""
-
-    def note(self, num_tokens: int, seconds: float, first: bool) -> None:
-        """A request reported `num_tokens` new tokens, `seconds` after its last report."""
-        ...
-
-
-def _nothing() -> None: ...
-
-
-class InFlightRequest:
-    """One open request, between `begin` and `close`. Use it on one event loop.
-
-    Attributes:
-        prompt: the prompt's name; `is_named`: its silence was told to the user.
-        num_tokens: tokens that this request has reported so far.
-        cause: why the request is being ended early, or None.
-    """
-
-    def __init__(
-        self,
-        deadline_seconds: float,
-        meter: LoadMeter | None = None,
-        on_tokens: Callable[[int, Sequence[int]], None] | None = None,
-        prompt: str = "",
-    ) -> None:
-        """`deadline_seconds`: longest wait for the first report of new tokens, and from one report to the next.
-        `on_tokens` is called with every report's tokens and the number of those before them; it must not raise.
-        `prompt`: its name, for messages.
-        """
-        self._deadline = deadline_seconds
-        self._meter = meter
-        self._on_tokens = on_tokens
-        self._timer: asyncio.TimerHandle | None = None
-        self._limit: asyncio.Timeout | None = None
-        self._abort: Callable[[], None] = _nothing
-        self._answer: StreamedAnswer | None = None
-        self._num_at_end = 0
-        self.prompt, self.is_named = prompt, False
-        self.num_tokens = 0
-        self.cause: Cause | None = None
-        self.started = self.last_report = asyncio.get_running_loop().time()
-
-    @property
-    def grace_seconds(self) -> float:
-        return min(GRACE_SECONDS, self._deadline)
-
-    @property
-    def made_no_progress(self) -> bool:
-        """Whether the request was ended because it stalled, and its last report brought no token either."""
-        return self.cause == "stalled" and self.num_tokens == self._num_at_end
-
-    def begin(self, answer: StreamedAnswer, limit: asyncio.Timeout, abort: Callable[[], None]) -> None:
-        """The request is being sent. `abort` asks the server to end it early; `limit` ends it if that fails."""
-        self._answer, self._limit, self._abort = answer, limit, abort
-        self._watch()
-
-    def close(self) -> None:
-        """The request is over; there is nothing left to end."""
-        self._limit = None
-        self._abort = _nothing  # the caller's function knows this flight: its tokens would wait for Python's collector
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def report(self, num_tokens: int) -> None:
-        """The server reported `num_tokens` new tokens."""
-        now = asyncio.get_running_loop().time()
-        if self._meter is not None:
-            self._meter.note(num_tokens, now - self.last_report, first=self.num_tokens == 0)
-        if self._on_tokens is not None and self._answer is not None:
-            self._on_tokens(self.num_tokens, self._answer.tokens_from(self.num_tokens))
-        self.num_tokens += num_tokens
-        self.last_report = now
-        progress.beat()  # rank 0 is not stuck while a long response makes progress
-
-    def end(self, cause: Cause, asks: bool = True) -> None:
-        """Ask the server to end the request; its last report has the tokens so far. Without `asks`, the caller does."""
-        if self.cause is not None or self._limit is None:
-            return
-        self.cause = cause
-        self._num_at_end = self.num_tokens
-        self._limit.reschedule(asyncio.get_running_loop().time() + self.grace_seconds)
-        if asks:
-            self._abort()
-
-    def so_far(self) -> Completion:
-        """All tokens reported so far, as a response that was cut short; no tokens if they make no sense."""
-        try:
-            return Completion([], [], [], "abort") if self._answer is None else self._answer.so_far()
-        except NonsenseAnswer:
-            return Completion([], [], [], "abort")
-
-    def _watch(self) -> None:
-        loop = asyncio.get_running_loop()
-        due = self.last_report + self._deadline
-        if loop.time() >= due:
-            self.end("stalled")
-        else:
-            self._timer = loop.call_at(due, self._watch)
-
-
-logger = logging.getLogger(__name__)
-
-# The server closes a connection that was idle for 5 s. The client closes it well before: a request on a connection that
-# the server is closing fails exactly as if the server had died.
+# The server closes a connection that was idle for 5 s. The client closes it well before that, because a request on a
+# connection that the server is closing fails exactly as if the server had died.
 _KEEPALIVE_SECONDS = 2.0
 
 # The longest answers of control calls are the checksums of all tensors of all ranks of one server.
 _MOST_CONTROL_BYTES = 64 * 1024**2
-# Longest time from the last report of an answer to the end of its stream.
+
+# The longest time from the last report of an answer to the end of its stream.
 _TAIL_SECONDS = 1.0
 
 
 class ServerError(RolloutError):
-    """One call of one server failed. `kind` says how: it is counted, and decides what is done about it."""
+    """One call of one server failed. `kind` says how; it is counted, and decides what is done about the failure."""
 
     def __init__(
         self, server_id: str, request: str, kind: Literal["connection", "deadline", "status", "nonsense"], why: str
@@ -192,7 +88,7 @@ class ServerClient:
         routing: RoutingShape | None = None,
         adapter: str | None = None,
     ):
-        """`adapter`: the server's name of the adapters that every response is sampled with; none when absent."""
+        """`adapter` is the server's name of the adapters with which every response is sampled; None for no adapters."""
         self.server_id = server_id
         self.address = address
         self._vocab_size = vocab_size
@@ -205,7 +101,7 @@ class ServerClient:
         self._aborts: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
-        """End the connections; open requests fail, and later ones."""
+        """End the connections. Open requests fail, and so do later ones."""
         self._is_closed = True
         self._streams.close()
         if self._session is not None:
@@ -224,17 +120,17 @@ class ServerClient:
         cache_key: str | None = None,
         weight_version: int | None = None,
     ) -> Completion:
-        """Sample one response to `input_ids`, streamed: the server reports the first token, and then every
-        `report_tokens` tokens.
+        """Sample one response to `input_ids`, and return it. It is streamed: the server reports the first token, and
+        then every `report_tokens` tokens.
 
-        The time of the whole request is not bounded: the request ends with ServerError when it gets no new token for
+        The time of the whole request is not bounded. The request ends with ServerError if it gets no new token for
         `deadline_seconds`. The answer must name this request's id, which no other request has. `flight` follows the
-        request, has the tokens so far if the request fails, and can end it early: finish_reason is then `abort`, as
-        when the server cuts it short. Cancelling the call aborts the request on the server. `cache_key`: only cached
-        prefixes of requests with the same key are read. `weight_version`: as for `StreamedAnswer`.
+        request, has the tokens so far if the request fails, and can end it early: finish_reason is then `abort`, as if
+        the server had cut it short. Cancelling the call aborts the request on the server. With a `cache_key`, the
+        server reads only cached prefixes of requests with the same key. `weight_version` is that of `StreamedAnswer`.
         """
         flight = flight or InFlightRequest(deadline_seconds)
-        # The random part has a fixed length, so that no id is a prefix of another: SGLang aborts every request whose id
+        # The random part has a fixed length, so that no id is a prefix of another. SGLang aborts every request whose id
         # begins with the given one.
         unique_id = f"{request_id}.{secrets.token_hex(8)}"
         body = {
@@ -265,7 +161,7 @@ class ServerClient:
                 await self._stream("/generate", body, answer, flight, limit, limit_bytes, what)
         except TimeoutError as error:
             if answer.completion is None:
-                raise ServerError(self.server_id, what, "deadline", _silence(flight, deadline_seconds)) from error
+                raise ServerError(self.server_id, what, "deadline", _why_ended(flight, deadline_seconds)) from error
         except (NonsenseAnswer, RefusedAnswer) as error:
             raise ServerError(
                 self.server_id, what, "status" if isinstance(error, RefusedAnswer) else "nonsense", str(error)
@@ -278,7 +174,7 @@ class ServerClient:
         if answer.completion is None:
             raise ServerError(self.server_id, what, "nonsense", "the answer has no end")
         if flight.made_no_progress and answer.completion.finish_reason == "abort":
-            raise ServerError(self.server_id, what, "deadline", _silence(flight, deadline_seconds))
+            raise ServerError(self.server_id, what, "deadline", _why_ended(flight, deadline_seconds))
         return answer.completion
 
     async def _stream(
@@ -301,15 +197,15 @@ class ServerClient:
                         await decode_routes_of(report, self._routing.num_experts)
                     except ValueError as error:
                         raise NonsenseAnswer(str(error)) from error
-                if (count := _added(answer, report)) > 0:
+                if (count := _add_report(answer, report)) > 0:
                     flight.report(count)
                 if answer.completion is not None:
                     # Read on to the end of the stream, so that the connection can be used again.
                     limit.reschedule(asyncio.get_running_loop().time() + _TAIL_SECONDS)
 
     def _abort(self, unique_id: str, deadline_seconds: float) -> None:
-        """Ask the server to end this request, whose answer then ends with its tokens so far. Nobody waits for the
-        answer to this call.
+        """Ask the server to end this request, whose answer then ends with its tokens so far. Do not wait for the
+        reply.
         """
 
         async def ask() -> None:
@@ -325,12 +221,12 @@ class ServerClient:
     async def update(
         self, path: str, body: dict[str, Any], deadline_seconds: float, what: str | None = None
     ) -> dict[str, Any]:
-        """A call whose answer is {success, message, ...}; `what` names it in errors, by default `path`. Raises
-        ServerError where the server does not report success.
+        """Make a call whose answer is {success, message, ...}, and return the answer. `what` names the call in errors;
+        the default is `path`. Raises ServerError if the server does not report success.
         """
         answer = await self.call_object(path, body, deadline_seconds, what=what)
         if answer.get("success") is not True:
-            raise ServerError(self.server_id, what or path, "status", _said(answer.get("message", answer)))
+            raise ServerError(self.server_id, what or path, "status", _bounded_text(answer.get("message", answer)))
         return answer
 
     async def call_object(
@@ -342,7 +238,7 @@ class ServerClient:
         what: str | None = None,
         method: str = "POST",
     ) -> dict[str, Any]:
-        """A call whose answer is a JSON object."""
+        """Make a call whose answer is a JSON object, and return the answer."""
         text = await self.call(path, body, deadline_seconds, what=what, method=method)
         try:
             answer = json.loads(text)
@@ -361,7 +257,9 @@ class ServerClient:
         what: str | None = None,
         method: str = "POST",
     ) -> str:
-        """One request and its whole answer, as text. `what` names the call in errors, by default `path`."""
+        """Send one request and return its whole answer as text. `what` names the call in errors; the default is
+        `path`.
+        """
         what = what or path
         try:
             async with asyncio.timeout(deadline_seconds):
@@ -379,11 +277,11 @@ class ServerClient:
         return text
 
     def _request(self, method: str, path: str, body: dict | None):
-        """The request, to be entered with `async with`. Its time is bounded by the caller alone."""
+        """Return the request, to be entered with `async with`. Only the caller bounds its time."""
         if self._is_closed:  # aiohttp would raise a plain RuntimeError
             raise aiohttp.ClientConnectionError("the server is gone")
         if self._session is None:
-            # The pool bounds the open requests; a second bound here would only hide requests in a queue.
+            # The pool bounds the open requests. A second bound here would only hide requests in a queue.
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS),
                 headers=self._headers,
@@ -393,15 +291,15 @@ class ServerClient:
         return self._session.request(method, self.address + path, json=body)
 
 
-def _added(answer: StreamedAnswer, report: Any) -> int:
-    """`answer.add`. A report that surprises the reader is nonsense, whatever it is, and never ends the batch."""
+def _add_report(answer: StreamedAnswer, report: Any) -> int:
+    """Add a report to the answer. A report that cannot be read is nonsense; no error of the reader ends the batch."""
     try:
         return answer.add(report)
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError) as error:
         raise NonsenseAnswer(f"a report that cannot be read: {type(error).__name__}: {error}") from error
 
 
-def _silence(flight: InFlightRequest, deadline_seconds: float) -> str:
+def _why_ended(flight: InFlightRequest, deadline_seconds: float) -> str:
     return (
         f"no new token within {deadline_seconds:g} s, after {flight.num_tokens}"
         if flight.cause in (None, "stalled")
@@ -410,7 +308,7 @@ def _silence(flight: InFlightRequest, deadline_seconds: float) -> str:
 
 
 def _message(text: str) -> str:
-    """SGLang's error message, out of the several forms of its error answers."""
+    """Return SGLang's error message, which its error answers have in several forms."""
     try:
         answer = json.loads(text)
     except (ValueError, RecursionError):
@@ -418,21 +316,129 @@ def _message(text: str) -> str:
     if isinstance(answer, dict):
         error = answer.get("error")
         answer = answer.get("message") or (error.get("message") if isinstance(error, dict) else error) or answer
-    return _said(answer)
+    return _bounded_text(answer)
 
 
-def _said(message: Any) -> str:
+def _bounded_text(message: Any) -> str:
     return message[:2000] if isinstance(message, str) else shown(message)
+
+
+class LoadMeter(Protocol):
+    """Counts tokens as they are reported. `Load` in `rollout/pooled_server.py` implements it."""
+
+    def add_report(self, num_tokens: int, seconds: float, first: bool) -> None:
+        """A request reported `num_tokens` new tokens, `seconds` after its last report."""
+        ...
+
+
+def _nothing() -> None: ...
+
+
+class InFlightRequest:
+    """One open request, between `begin` and `close`. Use it on one event loop.
+
+    Attributes:
+        prompt: the prompt's name.
+        is_named: the user was told that the request is silent.
+        num_tokens: how many tokens this request has reported so far.
+        cause: why the request is being ended early, or None.
+        started, last_report: times of the loop's clock, in seconds.
+    """
+
+    def __init__(
+        self,
+        deadline_seconds: float,
+        meter: LoadMeter | None = None,
+        on_tokens: Callable[[int, Sequence[int]], None] | None = None,
+        prompt: str = "",
+    ) -> None:
+        """`deadline_seconds` is the longest wait for the first report of new tokens, and from one report to the next.
+        `on_tokens` is called with the number of tokens before a report and the report's tokens; it must not raise.
+        `prompt` is the prompt's name, for messages.
+        """
+        self._deadline = deadline_seconds
+        self._meter = meter
+        self._on_tokens = on_tokens
+        self._timer: asyncio.TimerHandle | None = None
+        self._limit: asyncio.Timeout | None = None
+        self._abort: Callable[[], None] = _nothing
+        self._answer: StreamedAnswer | None = None
+        self._num_at_end = 0
+        self.prompt, self.is_named = prompt, False
+        self.num_tokens = 0
+        self.cause: Cause | None = None
+        self.started = self.last_report = asyncio.get_running_loop().time()
+
+    @property
+    def grace_seconds(self) -> float:
+        return min(GRACE_SECONDS, self._deadline)
+
+    @property
+    def made_no_progress(self) -> bool:
+        """Whether the request was ended because it stalled, and its last report brought no token either."""
+        return self.cause == "stalled" and self.num_tokens == self._num_at_end
+
+    def begin(self, answer: StreamedAnswer, limit: asyncio.Timeout, abort: Callable[[], None]) -> None:
+        """Note that the request is being sent. `abort` asks the server to end it early; `limit` ends it if that
+        fails.
+        """
+        self._answer, self._limit, self._abort = answer, limit, abort
+        self._watch()
+
+    def close(self) -> None:
+        """Note that the request is over, and nothing is left to end."""
+        self._limit = None
+        self._abort = _nothing  # the caller's function refers to this request: a cycle would keep its tokens in memory
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def report(self, num_tokens: int) -> None:
+        """Note that the server reported `num_tokens` new tokens."""
+        now = asyncio.get_running_loop().time()
+        if self._meter is not None:
+            self._meter.add_report(num_tokens, now - self.last_report, first=self.num_tokens == 0)
+        if self._on_tokens is not None and self._answer is not None:
+            self._on_tokens(self.num_tokens, self._answer.tokens_from(self.num_tokens))
+        self.num_tokens += num_tokens
+        self.last_report = now
+        progress.beat()  # rank 0 is not stuck while a long response makes progress
+
+    def end(self, cause: Cause, asks: bool = True) -> None:
+        """End the request early; its last report has the tokens so far. With `asks` the server is asked to end it;
+        otherwise the caller sees to that.
+        """
+        if self.cause is not None or self._limit is None:
+            return
+        self.cause = cause
+        self._num_at_end = self.num_tokens
+        self._limit.reschedule(asyncio.get_running_loop().time() + self.grace_seconds)
+        if asks:
+            self._abort()
+
+    def so_far(self) -> Completion:
+        """Return all tokens reported so far as a response that was cut short; no tokens if they make no sense."""
+        try:
+            return Completion([], [], [], "abort") if self._answer is None else self._answer.so_far()
+        except NonsenseAnswer:
+            return Completion([], [], [], "abort")
+
+    def _watch(self) -> None:
+        loop = asyncio.get_running_loop()
+        due = self.last_report + self._deadline
+        if loop.time() >= due:
+            self.end("stalled")
+        else:
+            self._timer = loop.call_at(due, self._watch)
 
 
 async def score_tokens(
     client: ServerClient, token_ids: Sequence[int], start: int, vocab_size: int, deadline_seconds: float
 ) -> np.ndarray:
-    """Log-probs of the tokens from `start` on, each given those before it, in one pass: [len(token_ids) - start]
-    float64, nats, at temperature 1.
+    """Return the log-probs of the tokens from `start` on, each given those before it: [len(token_ids) - start] float64,
+    in nats, at temperature 1. The server computes them in one pass.
 
     `start` is at least 1, because the first token has no log-prob. The server may take keys and values of the tokens
-    before `start` - 1 from its cache; the others it computes anew. Raises ServerError, also for an answer about other
+    before `start` - 1 from its cache; it computes the others anew. Raises ServerError, also for an answer about other
     tokens.
     """
     body = {
@@ -451,10 +457,11 @@ async def score_tokens(
 
 
 def read_scores(answer: Any, token_ids: Sequence[int], start: int, vocab_size: int) -> np.ndarray:
-    """The log-probs in SGLang's answer to a request of `score_tokens`: [len(token_ids) - start] float64, nats.
+    """Return the log-probs in SGLang's answer to a request of `score_tokens`: [len(token_ids) - start] float64, in
+    nats.
 
-    Its entries are [log-prob, token id, text] from token `start` - 1 on, whose own log-prob is null or of no use.
-    Raises NonsenseAnswer.
+    The answer's entries are [log-prob, token id, text] from token `start` - 1 on, whose own log-prob is null or of no
+    use. Raises NonsenseAnswer.
     """
     # SGLang shows the last token of the vocabulary as 0 here; its log-prob is the token's own.
     named = {vocab_size - 1: (vocab_size - 1, 0)}

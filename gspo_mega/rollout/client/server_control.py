@@ -1,7 +1,7 @@
 """Blocking, thread-safe control of one SGLang server: each operation that publishing needs, as an HTTP call.
 
-Owns SGLang's endpoints for weights and their bodies; no other file lists them. The protocol that this class fulfils,
-`gspo_mega.sync.servers.ServerControl`, says what each operation means to a publish. `pooled_server.py` runs the
+SGLang's endpoints for weights, and their bodies, are listed only here. `HttpServerControl` implements the protocol
+`ServerControl` of `sync/servers.py`, which says what each operation means to a publish. `pooled_server.py` runs the
 calls and notes that the server's weights change.
 """
 
@@ -23,15 +23,16 @@ SETTLE_SECONDS = 10.0
 
 
 class HttpServerControl:
-    """One generation of one server. Every method blocks for at most `deadline_seconds` and raises PublishError, naming
-    server and call. After a restart of the server, every call of its old control raises PublishError.
+    """Controls one generation of one server. Every method blocks for at most `deadline_seconds`, and raises
+    PublishError, which names server and call. After a restart of the server, every call of its old control raises
+    PublishError.
     """
 
     def __init__(
         self, registration: Registration, client: ServerClient, run: RunCall, before_change: Callable[[], None]
     ) -> None:
-        """`run` awaits a call of `client` and returns its result, from any thread. `before_change` is called before
-        every call that changes the server's weights or their version.
+        """`run` awaits a call of `client` and returns its result; any thread may use it. `before_change` is called
+        before every call that changes the server's weights or their version.
         """
         self._registration = registration
         self._client = client
@@ -54,37 +55,42 @@ class HttpServerControl:
         return self._registration.tensor_parallel
 
     def pause(self, *, deadline_seconds: float) -> None:
-        """Running requests end with finish_reason `abort`; new ones wait for `resume`."""
+        """End running requests with finish_reason `abort`, and let new ones wait for `resume`."""
         self._call("/pause_generation", {"mode": "abort"}, deadline_seconds)
 
     def pause_in_place(self, *, deadline_seconds: float) -> None:
-        """Running requests stand still, over the cache that they have; new ones wait for `resume`."""
+        """Stop running requests where they are, with the cache that they have, and let new ones wait for `resume`."""
         self._call("/pause_generation", {"mode": "in_place"}, deadline_seconds)
 
     def resume(self, *, deadline_seconds: float) -> None:
+        """Let requests run again after a pause."""
         self._call("/continue_generation", {}, deadline_seconds)
 
     def abort_all(self, *, deadline_seconds: float) -> None:
-        """End all running requests; new ones are served."""
+        """End all running requests. New ones are served."""
         self._call("/abort_request", {"abort_all": True}, deadline_seconds)
 
     def flush_cache(self, *, deadline_seconds: float) -> None:
-        """SGLang refuses while requests run, and may answer a request before it has put it away: it is asked again, for
-        `SETTLE_SECONDS` at most.
+        """Empty the prefix cache.
+
+        SGLang refuses while requests run, and it may answer a request before it has put the request away. So it is
+        asked again, for at most `SETTLE_SECONDS`.
         """
         self._run(self._flush_cache(deadline_seconds))
 
     def release_memory(self, parts: Sequence[str], *, deadline_seconds: float) -> None:
-        """Free the GPU memory of these of SGLang's parts: `weights`, `kv_cache`, `cuda_graph`. Requests may neither run
-        nor come until the cache is back. SGLang refuses to flush while requests run, and fails to release then.
+        """Free the GPU memory of some of SGLang's parts: `weights`, `kv_cache`, `cuda_graph`.
+
+        Requests may neither run nor come until the cache is back. SGLang refuses to flush its cache while requests run,
+        and then fails to release memory.
         """
         self.pause(deadline_seconds=deadline_seconds)
         self.flush_cache(deadline_seconds=deadline_seconds)
         self._call("/release_memory_occupation", {"tags": list(parts)}, deadline_seconds)
 
     def resume_memory(self, parts: Sequence[str], *, deadline_seconds: float) -> None:
-        """Take the GPU memory of these parts again; weights are those that were released. With the cache, requests are
-        served again.
+        """Allocate the GPU memory of these parts again. Weights are those that were released. Once the cache is back,
+        requests are served again.
         """
         self._call("/resume_memory_occupation", {"tags": list(parts)}, deadline_seconds)
         if "kv_cache" in parts:
@@ -95,8 +101,9 @@ class HttpServerControl:
     ) -> None:
         """Load the folder `path` as `weight_version`, then empty the cache unless `keeps_cache`.
 
-        SGLang can do both in one call, but fails the call if a request is still being put away, an aborted one or its
-        own health check's, although the weights are loaded: the cache is emptied with `flush_cache`, which waits.
+        SGLang can do both in one call. But if a request is still being put away, an aborted one or that of its own
+        health check, it fails the call although the weights are loaded. So the cache is emptied with `flush_cache`,
+        which waits.
         """
         until = time.monotonic() + deadline_seconds
         body = {"model_path": str(path), "weight_version": str(weight_version), "flush_cache": False}
@@ -143,7 +150,9 @@ class HttpServerControl:
         *,
         deadline_seconds: float,
     ) -> None:
-        """SGLang also answers success to names that it does not know, and then changes nothing: verify afterwards."""
+        """Receive these tensors over the process group. SGLang also reports success for names that it does not know,
+        and then changes nothing, so verify afterwards.
+        """
         body = {
             "names": list(names),
             "dtypes": list(dtypes),
@@ -156,14 +165,14 @@ class HttpServerControl:
         self._change("/update_weights_from_distributed", body, deadline_seconds)
 
     def load_adapter(self, path: str, *, deadline_seconds: float) -> None:
-        """Load the PEFT folder `path` in place of the adapters that the server has. SGLang unloads none before the
-        requests that it computes with them have ended: they are paused before.
+        """Load the PEFT folder `path` in place of the adapters that the server has. Pause the server before: SGLang
+        does not unload adapters before the requests that use them have ended.
         """
         until = time.monotonic() + deadline_seconds
         try:
             self._change("/unload_lora_adapter", {"lora_name": SERVED_NAME}, deadline_seconds)
         except PublishError as error:
-            if "does not exist" not in str(error):  # it has none yet
+            if "does not exist" not in str(error):  # the server has none yet
                 raise
         body = {"lora_name": SERVED_NAME, "lora_path": path}
         answer = self._update("/load_lora_adapter", body, until - time.monotonic())
@@ -172,7 +181,9 @@ class HttpServerControl:
             raise self._nonsense("/load_lora_adapter", f"success, and it names {shown(loaded)}")
 
     def log_probs(self, token_ids: Sequence[int], adapter: str | None, *, deadline_seconds: float) -> list[float]:
-        """Of these tokens but the first, each after those before it, with or without adapters; not while paused."""
+        """Return the log-prob of each of these tokens except the first, given those before it, in nats at temperature
+        1, with or without adapters. Do not call it while the server is paused.
+        """
         body: dict[str, Any] = {
             "input_ids": list(token_ids),
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
@@ -201,7 +212,7 @@ class HttpServerControl:
 
     def checksums(self, *, deadline_seconds: float) -> list[dict[str, str]]:
         answer = self._check_weights("checksum", deadline_seconds)
-        try:  # beside adapters a server has some layers' own weights as `base_layer`
+        try:  # with adapters, a server names some layers' own weights `base_layer`
             found = [
                 {name.replace(".base_layer.", "."): value for name, value in rank["checksums"].items()}
                 for rank in answer["ranks"]
@@ -209,7 +220,7 @@ class HttpServerControl:
         except (AttributeError, KeyError, TypeError) as error:
             raise self._nonsense("checksum", f"no ranks with checksums: {shown(answer)}") from error
         if any(not isinstance(value, str) for rank in found for value in rank.values()):
-            raise self._nonsense("checksum", f"checksums that are no texts: {shown(answer)}")
+            raise self._nonsense("checksum", f"checksums that are not texts: {shown(answer)}")
         return found
 
     def snapshot(self, *, deadline_seconds: float) -> None:
@@ -220,7 +231,7 @@ class HttpServerControl:
         self._check_weights("reset_tensors", deadline_seconds)
 
     def compare(self, *, deadline_seconds: float) -> None:
-        """SGLang forgets the snapshot if no tensor differs from it."""
+        """Compare the weights with the snapshot. SGLang forgets the snapshot if no tensor differs from it."""
         self._check_weights("compare", deadline_seconds)
 
     async def _flush_cache(self, deadline_seconds: float) -> None:

@@ -1,8 +1,8 @@
 """The process that is one SGLang server: `python -m gspo_mega.rollout.server.entry --spec FILE.json`.
 
-Owns this process's environment, the CPU support where there is no GPU, and the arguments of SGLang.
+It prepares this process's environment, activates the CPU support if there is no GPU, and makes SGLang's arguments.
 `supervise.py` watches and restarts this process. SGLang spawns children that import this module again as their
-`__main__`, so whatever they need, too, happens at import.
+`__main__`, so all that they need, too, happens at import, at the end of the file.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent ends in any way (Linux)."""
+    """Let the kernel kill this process when its parent ends in any way (Linux)."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # the parent ended before the call
         os._exit(1)
 
 
 def use_private_rendezvous(spec: ServerSpec) -> None:
-    """Have SGLang's processes find each other through a file of their own, where they are on one machine. Where the
-    server's address is a loopback address, their sockets listen on the loopback interface only.
+    """Let SGLang's processes find each other through a file of their own if they are on one machine. If the server's
+    address is a loopback address, let their sockets listen only on the loopback interface.
 
     By default they use a torch store, which listens on every address of the machine and accepts keys from anybody. The
-    parts of a server over several nodes do.
+    parts of a server over several nodes still do.
     """
     if spec.num_nodes == 1:
         os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{spec.store}"
@@ -62,7 +62,7 @@ def use_private_rendezvous(spec: ServerSpec) -> None:
 
 
 def server_arguments(spec: ServerSpec):
-    """SGLang's ServerArgs for `spec`. Raises ConfigError for an option SGLang does not have or refuses."""
+    """Return SGLang's ServerArgs for `spec`. Raises ConfigError for an option that SGLang does not have or refuses."""
     model_config = read_model_config(spec.model_path)
     check_context(spec, model_config)
     check_checkpoint(spec, model_config)
@@ -75,10 +75,10 @@ def server_arguments(spec: ServerSpec):
     check_memory_saver(spec, sglang_hooks.activate(), is_installed)
     check_batch_invariant(spec, sglang_hooks.activate())
     if sglang_hooks.activate() and not spec.options.get("enable_torch_compile"):
-        # SGLang decorates functions with torch.compile, which imports a compiler for each process that it never uses.
+        # SGLang decorates functions with torch.compile, which imports a compiler in each process and never uses it.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     if sglang_hooks.activate() and spec.tensor > 1:
-        # SGLang has one rank for each NUMA node unless it is told which cores each rank may use: here, all.
+        # SGLang has one rank per NUMA node unless it is told which cores each rank may use. Here each may use all.
         cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))
         os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join([cores] * spec.tensor))
 
@@ -99,7 +99,7 @@ def server_arguments(spec: ServerSpec):
 
 
 def read_model_config(folder: str) -> dict[str, Any]:
-    """config.json of a Hugging Face folder. Raises ConfigError."""
+    """Return config.json of a Hugging Face folder. Raises ConfigError if it cannot be read."""
     try:
         return read_json_file(Path(folder, "config.json"))
     except (OSError, ValueError) as error:
@@ -107,7 +107,9 @@ def read_model_config(folder: str) -> dict[str, Any]:
 
 
 def import_only(architectures: list[str]) -> None:
-    """Have SGLang import only the models of these architectures: all two hundred take nearly half of a start's time."""
+    """Let SGLang import only the models of these architectures. All two hundred take nearly half of a start's time.
+    Raises ConfigError if SGLang is not installed or too old.
+    """
     package = importlib.util.find_spec("sglang")
     if package is None or package.origin is None:
         raise ConfigError("sglang is not installed in this environment; it is needed to serve")
@@ -135,7 +137,7 @@ def check_context(spec: ServerSpec, model_config: dict[str, Any]) -> None:
         raise ConfigError(
             f"server.context_tokens: {spec.context_tokens} tokens, but the model's positions end at {limit}"
         )
-    # The few tokens of slack that SGLang's own bounds need may exceed the positions; none of those is ever used.
+    # The few tokens of slack that SGLang's own bounds need may exceed the model's positions. They are never used.
     os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
 
 
@@ -166,7 +168,7 @@ def main() -> None:
 
 
 # At import: in this process and in every spawned child, before anything imports sglang or torch.
-# SGLang imports Megatron-Core where it is installed, for a debugging aid alone.
+# If Megatron-Core is installed, SGLang imports it, only for a debugging aid.
 cast("dict[str, Any]", sys.modules)["megatron"] = None
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -1,13 +1,12 @@
-"""Keeps one part of a server over several nodes in step with the server's head: start, report, end.
+"""The parts of one server over several nodes: what its head asks of them, and what they report.
 
-Owns the processes of its own node. It decides nothing: the head's registration says which start of the server should
-run, and every end is reported to the head, which restarts the server as a whole. Light: no torch, no sglang here.
-
-The parts of one server over several nodes: what its head asks of them, and what they report.
-
-A server over N nodes is N processes of SGLang; part 0, on the first node, is its head. The head's `gspo-mega serve`
+A server over N nodes is N processes of SGLang. Part 0, on the first node, is its head. The head's `gspo-mega serve`
 owns the server: it registers and probes it and counts its restarts. The other parts' commands start and end what the
-head's registration says (`multinode.py`). Both sides talk through files of the attempt, as all servers do.
+head's registration says. Both sides talk through files of the attempt, as all servers do.
+
+`ServerParts` is the head's side. `PartSupervisor` keeps one part in step with the head: start, report, end. It decides
+nothing: the head's registration says which start of the server should run, and every end is reported to the head, which
+restarts the server as a whole. Neither torch nor sglang is imported here.
 """
 
 from __future__ import annotations
@@ -26,16 +25,17 @@ from gspo_mega.base.network import with_port
 from gspo_mega.base.run_folder import Attempt, atomic_write_json, read_json
 from gspo_mega.config.schema import Config
 from gspo_mega.rollout.registration import Registration
-from gspo_mega.rollout.server.process import Running, free_port, log_tail, remove_abandoned
+from gspo_mega.rollout.server.process import RunningServer, free_port, log_tail, remove_abandoned
 from gspo_mega.rollout.server.spec import ServerSpec
 
-# Shared folders show a change late, some by half a minute.
+# After this time without a change a part or a head counts as gone. Shared folders show a change late, some by half a
+# minute.
 SILENCE_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
-class Order:
-    """What all parts start with in this generation: the head's own spec."""
+class StartOrder:
+    """What all parts start with in this generation, which is the head's own spec."""
 
     generation: int
     spec: ServerSpec
@@ -46,8 +46,8 @@ class Order:
         atomic_write_json(attempt.server_parts_dir / f"server-{index}.json", asdict(self))
 
     @classmethod
-    def read(cls, attempt: Attempt, index: int) -> Order | None:
-        """None where there is none yet, or it cannot be read now."""
+    def read(cls, attempt: Attempt, index: int) -> StartOrder | None:
+        """Return None if there is none yet, or if it cannot be read now."""
         found = _read(attempt, f"server-{index}.json")
         try:
             return None if found is None else cls(int(found["generation"]), ServerSpec(**found["spec"]))
@@ -57,8 +57,8 @@ class Order:
 
 @dataclass(frozen=True)
 class PartReport:
-    """One part's own state. `beat` counts its writes. `error`: how its SGLang ended in this generation, or why it did
-    not start.
+    """One part's own state. `beat` counts its writes. `error` says how its SGLang ended in this generation, or why it
+    did not start.
     """
 
     part: int
@@ -75,7 +75,7 @@ class PartReport:
 
     @classmethod
     def read(cls, attempt: Attempt, index: int, part: int) -> PartReport | None:
-        """None where there is none yet, or it cannot be read now."""
+        """Return None if there is none yet, or if it cannot be read now."""
         found = _read(attempt, f"server-{index}.part-{part}.json")
         try:
             return None if found is None else cls(**found)
@@ -92,7 +92,7 @@ def _read(attempt: Attempt, name: str) -> dict | None:
 
 
 class UnchangedFor:
-    """How long a value has not changed, by this machine's own clock."""
+    """Measures for how long a value has not changed, by this machine's own clock."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -100,6 +100,7 @@ class UnchangedFor:
         self._since = clock()
 
     def seconds(self, value: object) -> float:
+        """Return for how many seconds the value has been `value`."""
         if value != self._value:
             self._value, self._since = value, self._clock()
         return self._clock() - self._since
@@ -115,21 +116,23 @@ class ServerParts:
         self._silences = {part: UnchangedFor(clock) for part in range(1, num_nodes)}
 
     def rendezvous(self, host: str, port: int) -> str | None:
-        """Where the parts of a new start find each other: a free port of `host`, beyond the server's own `port`."""
+        """Return where the parts of a new start find each other: a free port of `host`, above the server's own `port`.
+        None if there are no other parts.
+        """
         return with_port(host, free_port(host, beyond=port)) if self._silences else None
 
     def order(self, generation: int, spec: ServerSpec) -> None:
-        """Have the parts start, as soon as the registration shows this generation. Raises OSError."""
+        """Let the parts start, as soon as the registration shows this generation. Raises OSError."""
         if self._silences:
-            Order(generation, spec).write(self._attempt, self._index)
+            StartOrder(generation, spec).write(self._attempt, self._index)
 
     def death(self, generation: int) -> str | None:
-        """How a part of this start ended; None while all run, or are still to start."""
+        """Say how a part of this start ended; None while all run or have yet to start."""
         for part, silence in self._silences.items():
             report = PartReport.read(self._attempt, self._index, part)
             silent = silence.seconds(None if report is None else report.beat)
             if report is None or report.generation != generation:
-                continue  # it has not started; the start's deadline bounds that
+                continue  # it has not started yet; the deadline of the start bounds that
             if report.state == "ended":
                 return f"its part {part} on {report.host}: {report.error}"
             if silent > SILENCE_SECONDS:
@@ -137,7 +140,7 @@ class ServerParts:
         return None
 
     def missing(self, generation: int) -> str:
-        """What to add to the message of a start that was too slow: the parts that did not begin."""
+        """Return what to add to the message of a start that was too slow: the parts that did not begin."""
         absent = []
         for part in self._silences:
             report = PartReport.read(self._attempt, self._index, part)
@@ -150,7 +153,7 @@ logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.25
 _BEAT_SECONDS = 2.0
-# Beyond `server.drain_seconds`: the head ends first, and this part with it.
+# How long a part waits longer than `server.drain_seconds`: the head ends first, and this part with it.
 _AFTER_DRAIN_SECONDS = 3.0
 _LOG_LINES = 10
 
@@ -168,7 +171,7 @@ class PartSupervisor:
     ) -> None:
         self._config, self._attempt, self._index, self._entry = config, attempt, index, list(entry)
         self._log = attempt.server_part_log(index, part)
-        self._running: Running | None = None
+        self._running: RunningServer | None = None
         self._report = PartReport(part, 0, "waiting", config.server.host, 0)
         self._reported_at = 0.0
         self._head = UnchangedFor()
@@ -176,8 +179,8 @@ class PartSupervisor:
         self._parent = os.getppid()
 
     def run(self) -> int:
-        """Block until the head has stopped or failed, or this command is asked to stop, then return 0. Call it from the
-        main thread, which gets the signals.
+        """Block until the head has stopped or failed, or until this command is asked to stop, then return 0. Call it
+        from the main thread, which gets the signals.
         """
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, self._note_signal)
@@ -188,13 +191,13 @@ class PartSupervisor:
         try:
             while os.getppid() == self._parent:
                 head = self._registration()
-                # A registration from before this command began is of another head.
+                # A registration from before this command began belongs to another head.
                 is_known = is_known or (head is not None and head != before)
                 if head is not None and is_known and head.state in ("stopped", "failed"):
                     self._end("the server has ended")
                     return 0
                 if self._num_signals and stop_at is None:
-                    # A signal comes to all parts of a step. The head drains the server first, which needs them all.
+                    # All parts of a step get a signal. The head drains the server first, and needs all parts for that.
                     stop_at = time.monotonic() + self._config.server.drain_seconds + _AFTER_DRAIN_SECONDS
                 if self._num_signals > 1 or (stop_at is not None and time.monotonic() > stop_at):
                     self._end("it was asked to stop")
@@ -210,7 +213,7 @@ class PartSupervisor:
         self._num_signals += 1
 
     def _follow(self, head: Registration | None) -> None:
-        """Have the start run that the head is in, and no other."""
+        """Run the start that the head is in, and no other."""
         wanted = self._wanted(head)
         if self._running is not None and wanted != self._report.generation:
             self._end("the head is in another start" if wanted is not None else "the head does not run")
@@ -221,21 +224,21 @@ class PartSupervisor:
             self._start(wanted)
 
     def _wanted(self, head: Registration | None) -> int | None:
-        """The generation that should run; None where the head runs none, or is silent."""
+        """Return the generation that should run; None if the head runs none, or is silent."""
         silent = self._head.seconds(None if head is None else (head.generation, head.heartbeat))
         if head is None or head.state not in ("starting", "ready", "draining") or silent > SILENCE_SECONDS:
             return None
-        if head.is_preparing:  # it is in no start yet, and its number is that of an earlier one
+        if head.is_preparing:  # it has not started yet, and its number is that of an earlier start
             return None
         return head.generation
 
     def _start(self, generation: int) -> None:
-        order = Order.read(self._attempt, self._index)
+        order = StartOrder.read(self._attempt, self._index)
         if order is None or order.generation != generation:
-            return  # a shared folder may show the files in another order
+            return  # a shared folder may show files in another order than they were written
         host = self._config.server.host
         own = replace(order.spec, host=host, port=free_port(host), node=self._report.part)
-        self._running = Running.start(
+        self._running = RunningServer.start(
             self._entry, self._log, lambda scratch: replace(own, store=str(scratch / "store"))
         )
         self._tell(state="running", generation=generation, error=None)
@@ -262,6 +265,6 @@ class PartSupervisor:
     def _registration(self) -> Registration | None:
         try:
             found = read_json(self._attempt.server_file(f"server-{self._index}"))
-            return Registration.of(found) if found is not None else None
+            return Registration.from_json(found) if found is not None else None
         except (OSError, TypeError, ValueError):
             return None

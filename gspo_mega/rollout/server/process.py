@@ -1,18 +1,13 @@
 """One start of SGLang on one machine: its process group, its scratch folder, and what it loads.
 
-Owns starting and ending it, and how its end reads. Restarts are `supervise.py`'s and `multinode.py`'s.
+`RunningServer` starts it, ends it, and says how it ended. Restarts are in `supervise.py` and `multinode.py`.
 
-A port on which a server can listen. Owns the search; the server itself binds the port later.
-
-Starts a process as the head of its own process group, and ends the whole group.
-
-Owns signals and waiting, for one group at a time. It does not know what runs in the group.
-
-What one start of a server leaves on its machine: a temporary folder, and shared memory that SGLang names itself.
-
-Owns the removal of both, also for a server that was killed together with its supervisor: the next server to start
-removes them. A folder belongs to its supervisor while that holds a lock on a file in it (flock, which ends with its
-holder). A segment of shared memory belongs to the server whose processes were seen to map it. Nothing else is removed.
+The parts below it: `free_port` finds a port; the server itself binds it later. `start_group` and `end_group` start a
+process as the head of its own process group, and end the whole group. `Scratch` is what one start leaves on its
+machine: a temporary folder, and shared memory that SGLang names itself. Both are removed, also those of a server that
+was killed together with its supervisor: the next server to start removes them. A folder belongs to its supervisor
+while that holds a lock on a file in it (flock, which ends with its holder). A segment of shared memory belongs to the
+server whose processes were seen to map it. Nothing else is removed.
 """
 
 from __future__ import annotations
@@ -36,11 +31,115 @@ from gspo_mega.base.network import address_problem, without_proxies
 from gspo_mega.base.untrusted import open_regular
 from gspo_mega.rollout.server.spec import ServerSpec
 
+_PREFIX = "gspo-server-"
+
+_LOCK, _SEGMENTS = "lock", "segments"
+
+# Names that SGLang, and Python's multiprocessing for it, give to segments. A killed server cannot remove its segments.
+_SEGMENT = re.compile(r"(sglang_loads_|sgl_shm_|psm_|sem\.mp-)[\w.-]+")
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+_MOST_TAIL_BYTES = 256 * 1024
+
+_MOST_WORD = 400
+
+# An error as in the last line of a traceback: a class, perhaps with its module, and its message.
+_ERROR = re.compile(r"(?<![\w.])(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Failure)\b:? .*$")
+
+
+@dataclass(frozen=True)
+class RunningServer:
+    """A start of a server. The process is the head of a process group. Its standard output and error are appended to
+    `log`.
+    """
+
+    process: subprocess.Popen[bytes]
+    scratch: Scratch
+    model_path: str
+    log: Path
+    log_start: int = 0  # where in its log this start begins, in bytes
+
+    @classmethod
+    def start(cls, entry: Sequence[str], log: Path, make_spec: Callable[[Path], ServerSpec]) -> RunningServer:
+        """Run `entry` with the spec that `make_spec` makes for a new scratch folder. Call it from the main thread."""
+        # A killed SGLang leaves sockets and marker files in its temporary folder: each start gets a folder of its own.
+        scratch = Scratch()
+        try:
+            spec, spec_file = make_spec(scratch.path), scratch.path / "spec.json"
+            spec.write(spec_file)
+            command = [*entry, "--spec", str(spec_file), "--parent", str(os.getpid())]
+            # SGLang asks itself whether it serves, and its parts ask each other. Neither may go through a proxy.
+            environment = without_proxies(os.environ) | {"TMPDIR": str(scratch.path)}
+            log_start = log.stat().st_size if log.exists() else 0
+            process = start_group(command, log=log, environment=environment)
+        except BaseException:
+            scratch.remove()
+            raise
+        return cls(process, scratch, spec.model_path, log, log_start)
+
+    def note_shared_memory(self) -> None:
+        self.scratch.note_segments(self.process.pid)
+
+    @property
+    def how_it_ended(self) -> str | None:
+        """Say how the process ended; None while it runs."""
+        code = self.process.poll()
+        if code is None:
+            return None
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        return f"SGLang {how} (see {self.log})"
+
+    @property
+    def failure_line(self) -> str | None:
+        """The line of this start's log that best says why it failed: its last error, or else its last line."""
+        return failure_line(self.log, self.log_start)
+
+    def end(self) -> None:
+        self.note_shared_memory()
+        # Its requests have left or are lost with it, and its scratch folder is removed, so nothing needs an orderly
+        # end. At SIGTERM, SGLang takes the end of its own scheduler for a crash, and sleeps before it reports that.
+        end_group(self.process, grace_seconds=0)
+        self.scratch.remove()
+
+
+def failure_line(log: Path, start: int = 0) -> str | None:
+    """Return the last line from byte `start` on that names an error, or else the last line; None if there is no
+    line.
+    """
+    try:
+        text = _end_of(log, start)
+    except OSError:
+        return None
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    named = [found[0] for line in lines if (found := _ERROR.search(line)) is not None]
+    last = named[-1] if named else lines[-1] if lines else None
+    return None if last is None else last[:_MOST_WORD]
+
+
+def log_tail(log: Path, num_lines: int = 30) -> str:
+    """Return the last lines of a log; empty if there is no log."""
+    try:
+        lines = _end_of(log).splitlines()
+    except OSError:
+        return ""
+    return "\n".join(lines[-num_lines:])
+
+
+def _end_of(log: Path, start: int = 0) -> str:
+    """Return the text at the end of a log, from byte `start` on, bounded because a log may have any size. Raises
+    OSError.
+    """
+    with open_regular(log) as file:
+        file.seek(max(start, log.stat().st_size - _MOST_TAIL_BYTES))
+        return file.read(_MOST_TAIL_BYTES).decode("utf-8", errors="replace")
+
 
 def free_port(host: str, beyond: int | None = None) -> int:
-    """A port of `host` that is free now, and above the port `beyond` where there is room; below the ephemeral range, so
-    that no outgoing connection takes it. Raises ConfigError where `host` is not an address of this machine, or resolves
-    to the wildcard address.
+    """Return a port of `host` that is free now, above the port `beyond` if there is room. It is below the ephemeral
+    range, so that no outgoing connection takes it. Raises ConfigError if `host` is not an address of this machine, or
+    resolves to the wildcard address.
     """
     low, high = 20_000, 32_000
     start = (os.getpid() * 7919 if beyond is None else beyond + 1 - low) % (high - low)
@@ -65,7 +164,7 @@ def free_port(host: str, beyond: int | None = None) -> int:
 def start_group(command: list[str], *, log: Path, environment: dict[str, str]) -> subprocess.Popen:
     """Start `command` in a new session, so that its pid names the group of all it spawns.
 
-    Standard output and error are appended to `log`; standard input is closed. Call it from the main thread: the
+    Standard output and error are appended to `log`; standard input is empty. Call it from the main thread, because the
     kernel ties a child's parent-death signal to the thread that started it.
     """
     with log.open("ab") as output:
@@ -75,7 +174,7 @@ def start_group(command: list[str], *, log: Path, environment: dict[str, str]) -
 
 
 def group_members(group: int) -> list[int]:
-    """Pids of the live (not zombie) processes in process group or session `group`."""
+    """Return the pids of the live (not zombie) processes in the process group or session `group`."""
     members = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -92,10 +191,10 @@ def group_members(group: int) -> list[int]:
 
 
 def end_group(process: subprocess.Popen, grace_seconds: float) -> None:
-    """End `process` and everything in its group or session: SIGTERM, `grace_seconds`, SIGKILL. Waits until all are
-    gone.
+    """End `process` and everything in its group or session: SIGTERM, then after `grace_seconds` SIGKILL. Wait until all
+    are gone.
 
-    Also right when the head is dead already and left children behind.
+    It also works if the head is dead already and left children.
     """
     group = process.pid
     _signal_all(group, signal.SIGTERM)
@@ -124,31 +223,24 @@ def _signal(pid: int, number: int) -> None:
         return  # it ended between the listing and the signal
 
 
-_PREFIX = "gspo-server-"
-_LOCK, _SEGMENTS = "lock", "segments"
-# Names that SGLang, and Python's multiprocessing for it, give to segments. A killed server cannot remove them.
-_SEGMENT = re.compile(r"(sglang_loads_|sgl_shm_|psm_|sem\.mp-)[\w.-]+")
-SHARED_MEMORY = Path("/dev/shm")
-
-
 class Scratch:
     """A folder for one start of a server, mode 0700, and the known names of its shared memory. Call `remove` when the
     server has ended.
     """
 
     def __init__(self) -> None:
-        # Not below the run folder, whose path may be too long for a socket.
+        # Not below the run folder: its path may be too long for a socket.
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
         draft = self.path / f".{_LOCK}"
         self._lock = draft.open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        # The file gets its final name only now: whoever finds it, finds it locked.
+        # The file gets its final name only now, so that it is always found locked.
         draft.rename(self.path / _LOCK)
         self._segments: set[str] = set()
 
-    def note(self, group: int) -> None:
-        """Remember the segments that the processes of `group` map now. Segments of processes that end before a call
-        stay unknown.
+    def note_segments(self, group: int) -> None:
+        """Remember the segments that the processes of `group` map now. Segments of processes that end before the next
+        call stay unknown.
         """
         found = {name for pid in group_members(group) for name in _mapped(pid)}
         if not found <= self._segments:
@@ -156,7 +248,7 @@ class Scratch:
             (self.path / _SEGMENTS).write_text("\n".join(sorted(self._segments)), encoding="utf-8")
 
     def remove(self) -> None:
-        """Remove folder and segments. Call it when no process of the server runs any more."""
+        """Remove the folder and the segments. Call it when no process of the server runs any more."""
         _remove(self.path)
         self._lock.close()
 
@@ -193,90 +285,3 @@ def _mapped(pid: int) -> set[str]:
         return set()
     names = (line.rpartition(f" {SHARED_MEMORY}/")[2] for line in lines if f" {SHARED_MEMORY}/" in line)
     return {name for name in names if _SEGMENT.fullmatch(name)}
-
-
-_MOST_TAIL_BYTES = 256 * 1024
-_MOST_WORD = 400
-# As the last line of a traceback has it: a class, perhaps of a module, and its message.
-_ERROR = re.compile(r"(?<![\w.])(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Failure)\b:? .*$")
-
-
-@dataclass(frozen=True)
-class Running:
-    """The process is the head of a process group. Its standard output and error are appended to `log`."""
-
-    process: subprocess.Popen[bytes]
-    scratch: Scratch
-    model_path: str
-    log: Path
-    log_start: int = 0  # where in its log this start begins, in bytes
-
-    @classmethod
-    def start(cls, entry: Sequence[str], log: Path, make_spec: Callable[[Path], ServerSpec]) -> Running:
-        """Run `entry` with the spec that `make_spec` makes for a new scratch folder. Call from the main thread."""
-        # A killed SGLang leaves sockets and marker files in its temporary folder: each start gets a folder of its own.
-        scratch = Scratch()
-        try:
-            spec, spec_file = make_spec(scratch.path), scratch.path / "spec.json"
-            spec.write(spec_file)
-            command = [*entry, "--spec", str(spec_file), "--parent", str(os.getpid())]
-            # SGLang asks itself whether it serves, and its parts ask each other: never through a proxy.
-            environment = without_proxies(os.environ) | {"TMPDIR": str(scratch.path)}
-            log_start = log.stat().st_size if log.exists() else 0
-            process = start_group(command, log=log, environment=environment)
-        except BaseException:
-            scratch.remove()
-            raise
-        return cls(process, scratch, spec.model_path, log, log_start)
-
-    def note_shared_memory(self) -> None:
-        self.scratch.note(self.process.pid)
-
-    @property
-    def how_it_ended(self) -> str | None:
-        """In words; None while the process runs."""
-        code = self.process.poll()
-        if code is None:
-            return None
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        return f"SGLang {how} (see {self.log})"
-
-    @property
-    def last_word(self) -> str | None:
-        """The line of this start's log that says best why it failed: its last error, else its last line."""
-        return last_word(self.log, self.log_start)
-
-    def end(self) -> None:
-        self.note_shared_memory()
-        # Its requests have left, or are lost with it, and its scratch folder goes: there is nothing to do in order. At
-        # SIGTERM, SGLang takes the end of its own scheduler for a crash, and sleeps before it reports that.
-        end_group(self.process, grace_seconds=0)
-        self.scratch.remove()
-
-
-def last_word(log: Path, start: int = 0) -> str | None:
-    """The last line from byte `start` on that names an error, else the last one; None where there is no line."""
-    try:
-        text = _end_of(log, start)
-    except OSError:
-        return None
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    named = [found[0] for line in lines if (found := _ERROR.search(line)) is not None]
-    last = named[-1] if named else lines[-1] if lines else None
-    return None if last is None else last[:_MOST_WORD]
-
-
-def log_tail(log: Path, num_lines: int = 30) -> str:
-    """The last lines of a log; empty where there is none."""
-    try:
-        lines = _end_of(log).splitlines()
-    except OSError:
-        return ""
-    return "\n".join(lines[-num_lines:])
-
-
-def _end_of(log: Path, start: int = 0) -> str:
-    """The text of the last bytes from byte `start` on, for a log may have any size. Raises OSError."""
-    with open_regular(log) as file:
-        file.seek(max(start, log.stat().st_size - _MOST_TAIL_BYTES))
-        return file.read(_MOST_TAIL_BYTES).decode("utf-8", errors="replace")

@@ -1,7 +1,7 @@
-"""The servers of a reward model: what they are of a run's configuration, and where they register.
+"""The servers of a reward model: their configuration, which follows from a run's, and where they register.
 
-Owns the differences from a server of the policy. Their supervision is the same (`supervise.py`); they are in a
-folder of their own in the attempt, so that neither the pool nor a publish sees them.
+This file has the differences from a server of the policy. They are supervised in the same way (`supervise.py`). They
+register in a folder of their own in the attempt, so that neither the pool nor a publish sees them.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ _FOLDER = "reward_models"
 
 
 def reward_folder(attempt: Attempt, name: str) -> Attempt:
-    """The folder of the servers of an entry of `reward.model`, with a key, registrations and logs of their own."""
+    """Return the folder for the servers of an entry of `reward.model`, with a key, registrations and logs of their
+    own.
+    """
     return Attempt(attempt.path / _FOLDER / name)
 
 
 def reward_names(attempt: Attempt) -> list[str]:
-    """The entries that an attempt has such a folder of."""
+    """Return the names of the entries for which an attempt has such a folder."""
     return sorted(path.name for path in (attempt.path / _FOLDER).glob("*"))
 
 
 def make_reward_folder(attempt: Attempt, name: str) -> Attempt:
-    """The same, made where it is not there."""
+    """Return the same folder, and make it if it does not exist."""
     mine = reward_folder(attempt, name)
     for folder in (mine.logs_dir, mine.servers_dir):
         folder.mkdir(parents=True, exist_ok=True)
@@ -37,7 +39,9 @@ def make_reward_folder(attempt: Attempt, name: str) -> Attempt:
 
 
 def reward_config(config: Config, model: ModelReward) -> Config:
-    """The configuration of a run whose model is `model`, for its servers. Raises ConfigError: there is no such one."""
+    """Return the configuration of a run whose model is `model`, for its servers. Raises ConfigError if no such run is
+    possible.
+    """
     assert model.path is not None
     positions = read_config(Path(model.path)).get("max_position_embeddings") if model.context_tokens is None else None
     server = config.server.model_copy(
@@ -75,7 +79,9 @@ def reward_config(config: Config, model: ModelReward) -> Config:
 
 
 def own_model(config: Config, name: str) -> ModelReward:
-    """The entry of `reward.model` that servers are started for. Raises ConfigError."""
+    """Return the entry of `reward.model` of this name, for which servers are started. Raises ConfigError if there is
+    none with a `path`.
+    """
     own = {model.name: model for model in config.reward.model if model.path is not None}
     if name not in own:
         valid = f"valid: {', '.join(own)}" if own else "no entry of reward.model has a `path`"
@@ -84,10 +90,10 @@ def own_model(config: Config, name: str) -> ModelReward:
 
 
 class RewardServers:
-    """The run's own servers of an entry of `reward.model`, as those who ask them see them.
+    """The run's own servers of an entry of `reward.model`, as their clients see them.
 
     Attributes:
-        patience_seconds: how long none of them may be ready.
+        patience_seconds: for how long none of them may be ready.
     """
 
     def __init__(self, attempt: Attempt, name: str, patience_seconds: float) -> None:
@@ -95,7 +101,9 @@ class RewardServers:
         self._attempt = reward_folder(attempt, name)
 
     def ready(self) -> tuple[list[str], str]:
-        """The addresses of those that are ready now, and their key. Raises RolloutError, ConfigError."""
+        """Return the addresses of the servers that are ready now, and their key ("" if none is ready). Raises
+        RolloutError and ConfigError.
+        """
         registered = read_registrations(self._attempt.servers_dir, on_error=lambda path, error: None)
         addresses = [one.address for one in registered if one.state == "ready"]
         return addresses, str(read_secret(self._attempt.api_key_file)) if addresses else ""

@@ -1,13 +1,12 @@
-"""Does a server compute in the precision that the configuration asks for? Asked of the server itself, once per start.
+"""ServerSpec: everything that one SGLang server process needs to know, as a JSON file from `serve` to the server entry.
 
-SGLang falls back silently in some places: a checkpoint's own configuration or a model's default may change what an
-argument says. Owns the question and the comparison; SGLang's names are `spec.py`'s.
+The file holds the record, how it follows from the configuration, the checks, and its translation into SGLang's
+arguments. Neither torch nor sglang is imported: `serve` stays light, and SGLang may be installed in another
+environment. The record has the path of the API key's file, never the key.
 
-ServerSpec: everything that one SGLang server process needs to know, as a JSON file from `serve` to the server entry.
-
-Owns the record, how it follows from the configuration, and its translation into SGLang's arguments. No torch and no
-sglang here: `serve` stays light, and SGLang may be installed in another environment. The record has the path of the API
-key's file, never the key.
+`served_precision` asks a server, once per start, whether it computes in the precision that the configuration asks for.
+SGLang falls back silently in some places: a checkpoint's own configuration, or a model's default, may change what an
+argument says.
 """
 
 from __future__ import annotations
@@ -40,27 +39,33 @@ from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.models.low_rank import targets_of
 from gspo_mega.rollout.registration import read_secret
 
-# Values that SGLang's model code reads from config.json and transformers does not write there, by architecture. Models
-# of this package can have no other values.
+# By architecture: values that SGLang's model code reads from config.json and that transformers does not write there.
+# Models of this package can have no other values.
 _READ_BY_SGLANG: dict[str, dict[str, Any]] = {
     "DeepseekV3ForCausalLM": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 }
 
-# SGLang's names. It recognizes the blocks of `fp8_block` by the checkpoint's own `quantization_config`.
+# SGLang's names for formats. It recognizes the blocks of `fp8_block` by the checkpoint's own `quantization_config`.
 _QUANTIZATION = {"fp8": "fp8", "fp8_block": "fp8", "int8": "w8a8_int8"}
 _KV_CACHE = {"auto": "auto", "fp8": "fp8_e4m3"}
 
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """One start of one server. `weight_version`: that of the weights in `model_path`, None where they have none.
-    `store`: the file through which the server's own processes find each other. `is_published_to`: it is sent new
-    weights while it runs. `releases_memory`: it frees its GPU while the ranks train.
-    `tensor`: ranks on all of its `num_nodes` nodes, of which `node` is one; they find each other at `rendezvous`,
-    host:port. `speculative`: SGLang's arguments for it.
-    `batch_invariant`: it computes a row as the trainer does with `engine.batch_invariant`.
-    `classifies`: its model scores texts, and generates nothing. `adapter_rank`, `adapter_targets`: of the adapters that
-    it is sent; rank 0: none are.
+    """One start of one server.
+
+    Attributes:
+        weight_version: the version of the weights in `model_path`; None if they have none.
+        tensor: how many ranks the server has on all of its `num_nodes` nodes; `node` is this one's number.
+        store: the file through which the server's own processes find each other on one machine.
+        rendezvous: host:port, where the parts of a server over several nodes find each other.
+        is_published_to: it is sent new weights while it runs.
+        releases_memory: it frees its GPU while the ranks train.
+        classifies: its model scores texts, and generates nothing.
+        batch_invariant: it computes a row as the trainer does with `engine.batch_invariant`.
+        adapter_rank, adapter_targets: of the adapters that it is sent; a rank of 0 means none.
+        speculative: SGLang's arguments for speculative decoding.
+        options: further arguments for SGLang, from `server.options`.
     """
 
     model_path: str
@@ -119,7 +124,7 @@ def spec_from_config(
     store: Path,
     rendezvous: str | None = None,
 ) -> ServerSpec:
-    """The spec of server `index` at its `generation`-th start in the attempt of the name `attempt`. Raises ConfigError
+    """Return the spec of server `index` at its `generation`-th start in the attempt named `attempt`. Raises ConfigError
     for options or sizes that contradict each other.
     """
     server, rollout = config.server, config.rollout
@@ -168,7 +173,7 @@ def spec_from_config(
 
 
 def sampling_seed(run_seed: int, attempt: str, index: int, generation: int) -> int:
-    """SGLang's sampling seed, below 2**31: a different one for each start of each server in each attempt.
+    """Return SGLang's sampling seed, below 2**31. It differs for each start of each server in each attempt.
 
     A continued run samples later steps than its earlier attempts. With the seeds of an earlier attempt it would draw
     the same random numbers again, and responses of different steps would be correlated.
@@ -178,19 +183,19 @@ def sampling_seed(run_seed: int, attempt: str, index: int, generation: int) -> i
 
 
 def check_gpu(spec: ServerSpec, capability: tuple[int, int]) -> None:
-    """Raise ConfigError for a quantization that SGLang cannot hold as asked on a GPU of this compute capability."""
+    """Raise ConfigError if SGLang cannot hold the requested quantization on a GPU of this compute capability."""
     if (problem := capability_problem(spec.quantization, capability, spec.is_published_to)) is not None:
         raise ConfigError(f"server.quantization: {problem}; valid here: none")
 
 
 def check_batch_invariant(spec: ServerSpec, on_cpu: bool) -> None:
-    """Raise ConfigError where a server cannot have the operations of `engine.batch_invariant`."""
+    """Raise ConfigError if a server cannot have the operations of `engine.batch_invariant`."""
     if spec.batch_invariant and not on_cpu:
         raise ConfigError("engine.batch_invariant: true, and this server sees a GPU; valid here: false")
 
 
 def check_memory_saver(spec: ServerSpec, on_cpu: bool, is_installed: bool) -> None:
-    """Raise ConfigError where servers shall free their GPUs and cannot."""
+    """Raise ConfigError if servers are to free their GPUs and cannot."""
     if not spec.releases_memory:
         return
     if on_cpu:
@@ -212,8 +217,8 @@ def check_options_ours(options: dict[str, Any]) -> None:
 
 
 def argument_names(sglang: Path) -> set[str]:
-    """The names of ServerArgs' fields, read from the sources of an installed SGLang, its package's folder, without
-    importing it: it consists of mixins with annotated fields.
+    """Return the names of ServerArgs' fields. They are read from the sources in `sglang`, the folder of the installed
+    package, without importing it: ServerArgs consists of mixins with annotated fields.
     """
     sources = [*(sglang / "srt" / "arg_groups" / "fields").glob("*.py"), sglang / "srt" / "server_args.py"]
     return {
@@ -222,7 +227,7 @@ def argument_names(sglang: Path) -> set[str]:
 
 
 def check_options_sglang(options: dict[str, Any], valid: Iterable[str]) -> None:
-    """Raise ConfigError, with the nearest name, for an option the installed SGLang does not have."""
+    """Raise ConfigError, with the nearest name, for an option that the installed SGLang does not have."""
     valid = sorted(name for name in valid if not name.startswith("_"))
     problems = []
     for name in options:
@@ -235,7 +240,7 @@ def check_options_sglang(options: dict[str, Any], valid: Iterable[str]) -> None:
 
 
 def sglang_arguments(spec: ServerSpec, *, on_cpu: bool, cpu_attention_backend: str) -> dict[str, Any]:
-    """Keyword arguments for SGLang's ServerArgs, without the API key. The user's options override all others."""
+    """Return keyword arguments for SGLang's ServerArgs, without the API key. The user's options override all others."""
     arguments: dict[str, Any] = {
         "model_path": spec.model_path,
         "host": spec.host,
@@ -243,7 +248,7 @@ def sglang_arguments(spec: ServerSpec, *, on_cpu: bool, cpu_attention_backend: s
         "tp_size": spec.tensor,
         "ep_size": spec.expert,
         "moe_a2a_backend": spec.expert_dispatcher,
-        # `dp_size` would be whole replicas, to which no weights can be broadcast.
+        # `dp_size` would make whole replicas, to which no weights can be broadcast.
         "attn_dp_size": spec.attention_data,
         "dtype": spec.dtype,
         "quantization": _QUANTIZATION.get(spec.quantization),
@@ -265,12 +270,12 @@ def sglang_arguments(spec: ServerSpec, *, on_cpu: bool, cpu_attention_backend: s
         "disable_shared_experts_fusion": True,
         # A model folder is data: code in it is never run.
         "trust_remote_code": False,
-        # By default SGLang reads pickles where a folder has no safetensors.
+        # By default SGLang reads pickles if a folder has no safetensors.
         "load_format": "safetensors",
     }
     arguments |= spec.speculative
     if spec.adapter_rank:
-        # Two at a time: the policy's, and no adapter at all, which the proof of a publish asks for.
+        # Two at a time: the policy's adapter, and none at all, which the proof of a publish asks for.
         arguments |= {"enable_lora": True, "max_loras_per_batch": 2, "lora_strict_loading": True}
         arguments |= {"max_lora_rank": spec.adapter_rank, "lora_target_modules": spec.adapter_targets}
     if spec.classifies:
@@ -292,11 +297,11 @@ def sglang_arguments(spec: ServerSpec, *, on_cpu: bool, cpu_attention_backend: s
             # There is no device whose work scheduling could overlap; overlapping only adds copies and late results.
             "disable_overlap_schedule": True,
             "lora_backend": "torch_native",  # the one without GPU kernels
-            # One cache for all layers, also for those with sliding windows: our attention reads no other.
+            # One cache for all layers, also for those with sliding windows: this package's attention reads no other.
             "disable_hybrid_swa_memory": True,
             # Otherwise an idle scheduler keeps a core busy that the trainer needs.
             "sleep_on_idle": True,
-            # On a CPU, memory_fraction counts the whole machine's memory: use what the open requests can fill instead.
+            # On a CPU, memory_fraction is of the whole machine's memory. Use what the open requests can fill instead.
             "max_total_tokens": (
                 spec.max_total_tokens or spec.max_concurrent_requests * (spec.context_tokens + CONTEXT_SLACK)
             ),
@@ -305,7 +310,7 @@ def sglang_arguments(spec: ServerSpec, *, on_cpu: bool, cpu_attention_backend: s
 
 
 def precision_arguments(config: Config) -> dict[str, str | None]:
-    """Those of SGLang's arguments, by their names, that say what a server computes in, holds and caches."""
+    """Return the arguments of SGLang, by name, that say what a server computes in, holds and caches."""
     return {
         "dtype": SERVER_DTYPES[server_dtype(config)],
         "quantization": _QUANTIZATION.get(config.server.quantization),
@@ -314,20 +319,22 @@ def precision_arguments(config: Config) -> dict[str, str | None]:
 
 
 def draft_architectures(spec: ServerSpec, draft_config: dict[str, Any]) -> list[str]:
-    """What SGLang calls the draft's model: with layers of the policy's own checkpoint, the policy's name and NextN."""
+    """Return SGLang's names of the draft's model. If the draft's layers are in the policy's own checkpoint, that is the
+    policy's name and NextN.
+    """
     names = list(draft_config.get("architectures") or [])
     return [f"{name}NextN" for name in names] if spec.speculative.get("speculative_algorithm") == "NEXTN" else names
 
 
 def missing_values(model_config: dict[str, Any]) -> dict[str, str]:
-    """The ServerArgs argument that adds the values which SGLang reads and `model_config` does not have."""
+    """Return the argument for ServerArgs that adds the values which SGLang reads and `model_config` does not have."""
     wanted = [_READ_BY_SGLANG.get(architecture, {}) for architecture in model_config.get("architectures") or []]
     missing = {key: value for values in wanted for key, value in values.items() if key not in model_config}
     return {"json_model_override_args": json.dumps(missing)} if missing else {}
 
 
 def check_checkpoint(spec: ServerSpec, model_config: dict[str, Any]) -> None:
-    """Raise ConfigError where the folder's weights are not in the form that `server.quantization` begins from."""
+    """Raise ConfigError if the folder's weights do not have the form that `server.quantization` starts from."""
     found = model_config.get("quantization_config")
     if spec.quantization == "fp8_block":
         block = (found or {}).get("weight_block_size")
@@ -350,14 +357,15 @@ _PAUSE_SECONDS = 1.0
 
 
 def served_precision(config: Config, address: str, api_key_file: Path) -> str:
-    """What the server at `address` computes in, in words. Raises ConfigError where it is not what was asked for, and
-    RankError where the server does not say: it has died, or did not answer repeatedly.
+    """Say what the server at `address` computes in. Raises ConfigError if that is not what the configuration asks for,
+    and RankError if the server does not answer, repeatedly, or has died.
 
-    Where nothing was asked for (`dtype: auto` and neither quantization nor an FP8 cache), it is not asked.
+    If the configuration asks for nothing (`dtype: auto`, and neither quantization nor an FP8 cache), the server is not
+    asked.
     """
     server = config.server
     if (server.dtype, server.quantization, server.kv_cache) != ("auto", "none", "auto"):
-        said = _asked_repeatedly(address, api_key_file)
+        said = _server_info_with_retries(address, api_key_file)
         for name, wanted in precision_arguments(config).items():
             if said.get(name) != wanted:
                 raise ConfigError(
@@ -367,8 +375,8 @@ def served_precision(config: Config, address: str, api_key_file: Path) -> str:
     return describe_server_precision(config)
 
 
-def _asked_repeatedly(address: str, api_key_file: Path) -> dict[str, object]:
-    """A server that has just become healthy may be busy."""
+def _server_info_with_retries(address: str, api_key_file: Path) -> dict[str, object]:
+    """Ask several times, because a server that has just become healthy may be busy."""
     for _ in range(_TRIES - 1):
         try:
             return _server_info(address, api_key_file)

@@ -1,10 +1,9 @@
-"""The weights that a start of a server loads: the run's committed version, or the folder that the run began with.
+"""The weights that a start of a server loads: the run's committed version, or the folder with which the run began.
 
-The wait for a copy of the model that a server is started from: `model.path` has another form than servers hold.
-
-Owns what of it is shown, and when it ends without a copy: the maker has failed, left or fallen silent, or gets no
-further. Server 0 of an attempt makes the copy, and the others read how far it is in its registration. Who needs a copy,
-and how one is made, is `checkpoint/served_folders.py`'s.
+`current_weights` chooses them. `CopyWait` waits for a copy of the model, if `model.path` has another form than servers
+hold. Server 0 of an attempt makes the copy, and the others read in its registration how far it is. The wait ends
+without a copy if the maker has failed, left or fallen silent, or gets no further. Which run needs a copy, and how one
+is made, is in `checkpoint/served_folders.py`.
 """
 
 from __future__ import annotations
@@ -21,93 +20,21 @@ from gspo_mega.config.derived import publishes_adapters
 from gspo_mega.config.schema import Config
 from gspo_mega.models.block_fp8 import served_layout
 from gspo_mega.models.huggingface import read_stored
-from gspo_mega.rollout.registration import Registration, amount
+from gspo_mega.rollout.registration import Registration, format_bytes_done
 from gspo_mega.rollout.server.multinode import SILENCE_SECONDS, UnchangedFor
 
 MAKER_ID = "server-0"
 
 
-class CopyWork(Protocol):
-    """A process that makes the copy."""
-
-    def look(self) -> tuple[int, int]:
-        """Bytes done, and in total; 0 where it does not know that yet. Raises GspoMegaError where it ended without."""
-        ...
-
-    def end(self) -> None:
-        """End the process, if it still runs. What it has made is kept, and made use of by the next."""
-        ...
-
-
-@dataclass(frozen=True)
-class StartCopy:
-    """The folder `path` appears whole or not at all. `make` begins to make it; None on all servers but server 0."""
-
-    path: Path
-    make: Callable[[], CopyWork] | None
-
-
-class CopyWait:
-    """Call `look` until it returns None, and `end` in any case. `seconds`: the longest time without progress."""
-
-    def __init__(self, copy: StartCopy, attempt: Attempt, seconds: float) -> None:
-        self._copy, self._attempt, self._seconds = copy, attempt, seconds
-        self._work = copy.make() if copy.make is not None else None
-        self._maker = UnchangedFor()
-        self._best, self._since = 0, time.monotonic()
-        self.what = f"the copy {copy.path.name} of the model, which {MAKER_ID} makes"
-
-    def look(self) -> tuple[int, int] | None:
-        """Bytes done, and in total; None once the copy is there. Raises GspoMegaError, which names the maker."""
-        if self._copy.path.is_dir():
-            return None
-        done, total = self._work.look() if self._work is not None else self._heard()
-        now = time.monotonic()
-        if done > self._best:
-            self._best, self._since = done, now
-        if now - self._since > self._seconds:
-            raise CheckpointError(
-                f"{self._copy.path}: {MAKER_ID}, which makes it, got no further for {self._seconds:g} s"
-                f" (server.start_deadline_seconds), at {amount(done, total)}. For a large model, write it once with"
-                " tools/quantize_checkpoint.py and name that folder as model.path, which must have the same files and"
-                " times on every node"
-            )
-        return done, total
-
-    def end(self) -> None:
-        if self._work is not None:
-            self._work.end()
-
-    def _heard(self) -> tuple[int, int]:
-        """What the maker's registration says."""
-        try:
-            found = read_json(self._attempt.server_file(MAKER_ID))
-        except OSError:  # the file system fails now, and is asked again
-            found = None
-        if found is None:
-            return 0, 0
-        try:
-            maker, maker_gone = Registration.of(found), None
-        except ValueError as error:
-            file = self._attempt.server_file(MAKER_ID)
-            raise CheckpointError(f"{file}: not a server's registration: {error}") from error
-        if maker.state in ("failed", "stopped", "draining"):
-            maker_gone = f"has ended: {(maker.error or maker.state).strip().splitlines()[0]}"
-        elif (silent := self._maker.seconds(maker.heartbeat)) > SILENCE_SECONDS:
-            maker_gone = f"is silent for {silent:.0f} s (process {maker.pid})"
-        if maker_gone is not None and not self._copy.path.is_dir():
-            raise CheckpointError(f"{self._copy.path}: {MAKER_ID}, which makes it, {maker_gone}")
-        return (maker.done_bytes, maker.total_bytes) if maker.is_preparing else (0, 0)
-
-
 def current_weights(config: Config, attempt: Attempt, start_folder: str) -> tuple[int | None, str]:
-    """The version and the folder of the weights that this start loads; the version is None where nobody in this
-    attempt has committed one for that folder. A folder in another form than the run's servers hold is passed over.
+    """Return the version and the folder of the weights that this start loads. The version is None if this attempt has
+    not committed one for that folder. A folder in another form than the run's servers hold is not used.
 
-    With `publish.lora: adapter` it is always the folder to start from: a version has adapters alone.
+    With `publish.lora: adapter` it is always the folder to start from, because a version has only adapters.
 
     The folder to start from has no version, not even 0: the trainer may begin with other weights (`model.weights`).
-    What an earlier attempt committed has none either: this attempt gives the same numbers to other weights.
+    What an earlier attempt committed has none either: this attempt gives the same numbers to other weights. Raises
+    ConfigError if the file that names the current weights is not valid.
     """
     if publishes_adapters(config):  # versions hold no weights to start from
         return None, start_folder
@@ -129,8 +56,91 @@ def current_weights(config: Config, attempt: Attempt, start_folder: str) -> tupl
 
 
 def _modified(path: Path) -> int | None:
-    """Time of the last change, in nanoseconds; None where there is no such file."""
+    """Return the time of the file's last change in nanoseconds; None if there is no such file."""
     try:
         return path.stat().st_mtime_ns
     except FileNotFoundError:
         return None
+
+
+class CopyWork(Protocol):
+    """A process that makes the copy."""
+
+    def look(self) -> tuple[int, int]:
+        """Return the bytes done, and the total (0 while it is not known). Raises GspoMegaError if the process ended
+        without making the copy.
+        """
+        ...
+
+    def end(self) -> None:
+        """End the process if it still runs. What it has made is kept, and the next one uses it."""
+        ...
+
+
+@dataclass(frozen=True)
+class StartCopy:
+    """A copy to start from. The folder `path` appears whole or not at all. `make` begins to make it; None on all
+    servers except server 0.
+    """
+
+    path: Path
+    make: Callable[[], CopyWork] | None
+
+
+class CopyWait:
+    """Waits for a copy. Call `look` until it returns None, and `end` in any case. `seconds` is the longest time without
+    progress.
+    """
+
+    def __init__(self, copy: StartCopy, attempt: Attempt, seconds: float) -> None:
+        self._copy, self._attempt, self._seconds = copy, attempt, seconds
+        self._work = copy.make() if copy.make is not None else None
+        self._maker = UnchangedFor()
+        self._best, self._since = 0, time.monotonic()
+        self.what = f"the copy {copy.path.name} of the model, which {MAKER_ID} makes"
+
+    def look(self) -> tuple[int, int] | None:
+        """Return the bytes done and the total, or None once the copy is there. Raises GspoMegaError, which names
+        the maker.
+        """
+        if self._copy.path.is_dir():
+            return None
+        done, total = self._work.look() if self._work is not None else self._maker_progress()
+        now = time.monotonic()
+        if done > self._best:
+            self._best, self._since = done, now
+        if now - self._since > self._seconds:
+            raise CheckpointError(
+                f"{self._copy.path}: {MAKER_ID}, which makes it, got no further for {self._seconds:g} s"
+                f" (server.start_deadline_seconds), at {format_bytes_done(done, total)}. For a large model, write it"
+                " once with tools/quantize_checkpoint.py and name that folder as model.path, which must have the same"
+                " files and times on every node"
+            )
+        return done, total
+
+    def end(self) -> None:
+        if self._work is not None:
+            self._work.end()
+
+    def _maker_progress(self) -> tuple[int, int]:
+        """Return the bytes done and the total, by the maker's registration. Raises CheckpointError if the maker is
+        gone.
+        """
+        try:
+            found = read_json(self._attempt.server_file(MAKER_ID))
+        except OSError:  # the file system fails now; it is tried again
+            found = None
+        if found is None:
+            return 0, 0
+        try:
+            maker, maker_gone = Registration.from_json(found), None
+        except ValueError as error:
+            file = self._attempt.server_file(MAKER_ID)
+            raise CheckpointError(f"{file}: not a server's registration: {error}") from error
+        if maker.state in ("failed", "stopped", "draining"):
+            maker_gone = f"has ended: {(maker.error or maker.state).strip().splitlines()[0]}"
+        elif (silent := self._maker.seconds(maker.heartbeat)) > SILENCE_SECONDS:
+            maker_gone = f"is silent for {silent:.0f} s (process {maker.pid})"
+        if maker_gone is not None and not self._copy.path.is_dir():
+            raise CheckpointError(f"{self._copy.path}: {MAKER_ID}, which makes it, {maker_gone}")
+        return (maker.done_bytes, maker.total_bytes) if maker.is_preparing else (0, 0)

@@ -1,16 +1,13 @@
 """Keeps one SGLang server alive: start, wait until healthy, register, restart with the current weights, end.
 
-Owns the process group of one server and its registration file. It never changes a running server's weights (the
-publisher does) and knows no other server. Light: no torch, no sglang in this process.
+`ServerSupervisor` has the process group of one server and writes its registration file. It never changes a running
+server's weights (the publisher does) and knows no other server. This process imports neither torch nor sglang.
 
-How many restarts a server may have before it is given up.
+`RestartBudget` says how many restarts a server may have before it is given up.
 
-Owns the count and its decay, by a monotonic clock. It starts and watches nothing.
-
-The last seconds of a server that is asked to stop: its open requests leave it, then it may end.
-
-Owns the order and its deadline. Whoever sends requests sees the state `draining`, and ends its own with their tokens;
-requests that are left when the time is nearly over are cut short here, and their answers have their tokens, too.
+`drain` spends the last seconds of a server that is asked to stop: its open requests leave it, then it may end. Clients
+see the state `draining`, and end their own requests with the tokens so far. Requests that are left when the time is
+nearly over are cut short here, and their answers have their tokens, too.
 """
 
 from __future__ import annotations
@@ -33,158 +30,52 @@ from gspo_mega.base.errors import ConfigError, GspoMegaError, RankError
 from gspo_mega.base.network import with_port
 from gspo_mega.base.run_folder import Attempt, read_json
 from gspo_mega.config.schema import Config
-from gspo_mega.rollout.registration import Registration, ensure_secret, may_start, read_secret
+from gspo_mega.rollout.registration import Registration, ensure_secret, read_secret, server_may_start
 from gspo_mega.rollout.server.multinode import ServerParts
-from gspo_mega.rollout.server.process import Running, free_port, log_tail, remove_abandoned
+from gspo_mega.rollout.server.process import RunningServer, free_port, log_tail, remove_abandoned
 from gspo_mega.rollout.server.spec import ServerSpec, served_precision, spec_from_config
 from gspo_mega.rollout.server.start_weights import CopyWait, StartCopy, current_weights
-
-_FIRST_DELAY_SECONDS = 0.5
-_LONGEST_DELAY_SECONDS = 30.0
-
-
-class RestartBudget:
-    """Counts restarts: each adds one, and every `forgiven_after_seconds` of healthy serving take one away.
-
-    A server that never becomes healthy gets `max_restarts` restarts; one that fails once a week never runs out of them.
-    Time spent starting, hanging or waiting forgives nothing.
-    """
-
-    def __init__(
-        self, max_restarts: int, forgiven_after_seconds: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._max_restarts, self._forgiven_after_seconds, self._clock = max_restarts, forgiven_after_seconds, clock
-        self._counted = 0.0
-        self._healthy_since: float | None = None
-
-    @property
-    def failed_starts(self) -> int:
-        """How many of the `max_restarts + 1` starts have failed; those that were forgiven are left out."""
-        return math.ceil(self._counted)
-
-    @property
-    def most_starts(self) -> int:
-        return self._max_restarts + 1
-
-    def healthy(self) -> None:
-        """The server became ready now."""
-        self._healthy_since = self._clock()
-
-    def failed(self, last_healthy: float | None = None) -> float | None:
-        """The server has failed. Returns the seconds to wait before its next start, longer each time, or None when it
-        is given up.
-
-        `last_healthy`: the clock's time when the server was last healthy; now, by default.
-        """
-        if self._healthy_since is not None:
-            healthy_seconds = (self._clock() if last_healthy is None else last_healthy) - self._healthy_since
-            self._counted = max(0.0, self._counted - max(0.0, healthy_seconds) / self._forgiven_after_seconds)
-            self._healthy_since = None
-        self._counted += 1.0
-        if self._counted > self._max_restarts:
-            return None
-        return min(_LONGEST_DELAY_SECONDS, _FIRST_DELAY_SECONDS * 2 ** (self._counted - 1))
-
-
-_DRAIN_POLL_SECONDS = 0.125
-# Nobody may have read the new state yet: the pool reads it every quarter of a second, and a request is on its way.
-_SETTLED_SECONDS = 0.625
-# Of `server.drain_seconds`: before its end the requests that are left are cut short.
-_CUT_SHORT_AT = 0.8
-_ANSWER_SECONDS = 2.0
-
-
-class OpenRequests(Protocol):
-    """The open requests of one server."""
-
-    def count(self) -> int | None:
-        """How many there are; None where the server does not say."""
-        ...
-
-    def cut_short(self) -> None:
-        """Ask the server to end them all; each answer has its tokens so far."""
-        ...
-
-
-def drain(
-    requests: OpenRequests, seconds: float, go_on: Callable[[float], bool], clock: Callable[[], float] = time.monotonic
-) -> str:
-    """Wait until no request is open, at most `seconds`. Returns what happened, in words.
-
-    `go_on` is called with a time to sleep, and returns whether to wait on.
-    """
-    began, quiet_since, was_cut = clock(), None, False
-    most = 0
-    while True:
-        count, now = requests.count(), clock()
-        most = max(most, count or 0)
-        if count is None:
-            return "it does not say what is open"
-        quiet_since = None if count else now if quiet_since is None else quiet_since
-        if quiet_since is not None and now - quiet_since >= _SETTLED_SECONDS:
-            how = "cut short" if was_cut else "left"
-            return f"{most} open requests {how} in {now - began:.1f} s" if most else "no request was open"
-        if now - began >= seconds:
-            return f"{count} requests were still open after {seconds:g} s (server.drain_seconds)"
-        if count and not was_cut and now - began >= _CUT_SHORT_AT * seconds:
-            requests.cut_short()
-            was_cut = True
-        if not go_on(_DRAIN_POLL_SECONDS):
-            return f"told to end at once, with {count} requests open"
-
-
-class ServerRequests:
-    """`OpenRequests` of the SGLang server at `address`, over HTTP with the attempt's key."""
-
-    def __init__(self, address: str, api_key_file: Path) -> None:
-        self._host = address.removeprefix("http://")
-        self._api_key_file = api_key_file
-
-    def count(self) -> int | None:
-        """Running and waiting, on all its data-parallel ranks."""
-        try:
-            loads = json.loads(self._call("GET", "/v1/loads?include=core"))["loads"]
-            counts = [load[name] for load in loads for name in ("num_running_reqs", "num_waiting_reqs")]
-            return sum(counts) if all(type(count) is int and count >= 0 for count in counts) else None
-        except (OSError, http.client.HTTPException, ConfigError, ValueError, KeyError, TypeError, RecursionError):
-            return None
-
-    def cut_short(self) -> None:
-        try:
-            self._call("POST", "/abort_request", {"rid": "", "abort_all": True})
-        except (OSError, http.client.HTTPException, ConfigError):
-            return  # the server is ending already; its requests fail, and continue from what they had reported
-
-    def _call(self, method: str, path: str, body: object = None) -> bytes:
-        connection = http.client.HTTPConnection(self._host, timeout=_ANSWER_SECONDS)
-        try:
-            headers = {"Authorization": f"Bearer {read_secret(self._api_key_file)}", "Content-Type": "application/json"}
-            connection.request(method, path, None if body is None else json.dumps(body), headers)
-            return connection.getresponse().read()
-        finally:
-            connection.close()
-
 
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.25
+
 _HEARTBEAT_SECONDS = 2.0
+
 _PROBE_SECONDS = 15.0
+
 _MOST_CAUSES = 5
+
 _SCHEDULER_ANSWERS = "/server_info"
+
+_FIRST_DELAY_SECONDS = 0.5
+
+_LONGEST_DELAY_SECONDS = 30.0
+
+
+_DRAIN_POLL_SECONDS = 0.125
+
+# How long no request must be open. Before that, the pool may not have read the new state yet: it reads every quarter of
+# a second, and a request may be on its way.
+_SETTLED_SECONDS = 0.625
+
+# The fraction of `server.drain_seconds` after which the requests that are left are cut short.
+_CUT_SHORT_AT = 0.8
+
+_ANSWER_SECONDS = 2.0
 
 
 class _Stop(Exception):
-    """A signal asked to stop, or the parent process has ended."""
+    """A signal asks this process to stop, or the parent process has ended."""
 
 
 class ServerSupervisor:
-    """Runs server `index` of `attempt` until a signal asks it to stop, or until the server failed more often than
+    """Runs server `index` of `attempt` until a signal asks it to stop, or until the server has failed more often than
     allowed.
 
     `entry` is the command that runs a server, without --spec and --parent; it may use the Python of another
-    environment. `start`: the folder to start from before anything is published, which may be a copy that is still to be
-    made; `model.path` if None. `classifies`: its model scores texts.
+    environment. `start` is the folder to start from before anything is published. It may be a copy that is still to be
+    made; None means `model.path`. `classifies` says that the server's model scores texts.
     """
 
     def __init__(
@@ -207,7 +98,7 @@ class ServerSupervisor:
         self._stop = threading.Event()
         self._num_signals = self._num_failures = 0
         self._parent = os.getppid()
-        self._running: Running | None = None
+        self._running: RunningServer | None = None
         self._budget = RestartBudget(config.server.max_restarts, config.server.restart_forgiven_after_seconds)
         self._parts = ServerParts(attempt, index, config.server.num_nodes)
         self._last_healthy = 0.0
@@ -229,10 +120,10 @@ class ServerSupervisor:
     def run(self) -> int:
         """Block until asked to stop, then return 0. Call it from the main thread, which gets the signals.
 
-        Raises RankError when the server failed too often and ConfigError when it refuses its configuration; the
+        Raises RankError if the server failed too often, and ConfigError if it refuses its configuration. The
         registration shows the error, too.
         """
-        # srun forwards SIGUSR1; on any other of these signals it aborts the step at once, without an orderly end.
+        # srun forwards SIGUSR1. On any other of these signals it aborts the step at once, without an orderly end.
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, self._note_signal)
         for folder in (self._attempt.servers_dir, self._attempt.logs_dir):
@@ -256,7 +147,7 @@ class ServerSupervisor:
             self._end()
 
     def _wait_for_copy(self) -> None:
-        """Until there is a folder to start from; shows how far it is."""
+        """Wait until there is a folder to start from, and show in the registration how far its copy is."""
         if self._copy is None:
             return
         wait = CopyWait(self._copy, self._attempt, self._config.server.start_deadline_seconds)
@@ -285,7 +176,7 @@ class ServerSupervisor:
         logger.info("%s: drained: %s", self._registration.server_id, drain(requests, seconds, self._may_wait))
 
     def _may_wait(self, seconds: float) -> bool:
-        time.sleep(seconds)  # a signal's handler runs in between, and the sleep goes on
+        time.sleep(seconds)  # a signal's handler may run in between; the sleep then goes on
         self._write_heartbeat()
         return self._num_signals < 2 and os.getppid() == self._parent
 
@@ -295,8 +186,8 @@ class ServerSupervisor:
             cause = self._serve_once()
             delay = self._budget.failed(self._last_healthy)
             self._num_failures += 1
-            if self._running is not None and (word := self._running.last_word) is not None:
-                cause = f"{cause}: {word}"
+            if self._running is not None and (line := self._running.failure_line) is not None:
+                cause = f"{cause}: {line}"
             if delay is None:
                 raise RankError(
                     f"{self._registration.server_id}: {cause}, and it was restarted {server.max_restarts} times already"
@@ -320,7 +211,7 @@ class ServerSupervisor:
             self._sleep(delay)
 
     def _serve_once(self) -> str:
-        """Start the server and watch it until it dies or hangs. Returns the cause."""
+        """Start the server, and watch it until it dies or hangs. Return the cause."""
         self._wait_for_turn()
         running = self._running = self._start()
         started = time.monotonic()
@@ -344,20 +235,20 @@ class ServerSupervisor:
         return self._watch(running)
 
     def _wait_for_turn(self) -> None:
-        """Until the ranks leave this server its GPUs. Rank 0 says whose turn it is and then looks for servers that are
-        `starting`: so this one says so before it looks whose turn it is.
+        """Wait until the ranks leave this server its GPUs. Rank 0 first writes whose turn it is, and then looks for
+        servers that are `starting`. So this server first registers as `starting`, and then reads whose turn it is.
         """
         while self._config.cluster.colocated:
             self._register(state="starting")
-            if may_start(self._attempt):
+            if server_may_start(self._attempt):
                 return
             self._register(state="waiting")
-            while not may_start(self._attempt):
+            while not server_may_start(self._attempt):
                 self._sleep(_POLL_SECONDS)
                 self._write_heartbeat()
 
-    def _watch(self, running: Running) -> str:
-        """Wait until the process dies, or gives no answer for as long as a whole start may take. Returns the cause."""
+    def _watch(self, running: RunningServer) -> str:
+        """Wait until the process dies, or does not answer for as long as a whole start may take. Return the cause."""
         done = threading.Event()
         self._last_healthy = time.monotonic()
         threading.Thread(target=self._probe, args=(done,), daemon=True).start()
@@ -375,17 +266,18 @@ class ServerSupervisor:
 
     def _probe(self, done: threading.Event) -> None:
         while not done.wait(_PROBE_SECONDS):
-            # Without its cache a server cannot generate; its scheduler answers all the same.
+            # A server that has released its cache cannot generate, but its scheduler answers.
             path = _SCHEDULER_ANSWERS if self._config.cluster.colocated else "/health_generate"
             if self._answers(path, timeout=_PROBE_SECONDS):
                 self._last_healthy = time.monotonic()
 
-    def _start(self) -> Running:
+    def _start(self) -> RunningServer:
         config, attempt, generation = self._config, self._attempt, self._registration.generation + 1
         weight_version, model_path = current_weights(config, attempt, self._start_folder)
         port = free_port(config.server.host)
 
-        def announced(scratch: Path) -> ServerSpec:
+        def make_spec(scratch: Path) -> ServerSpec:
+            """Make the spec, order the other parts to start, and register the new generation."""
             spec = spec_from_config(
                 config,
                 model_path=model_path,
@@ -410,11 +302,11 @@ class ServerSupervisor:
             self._register(state="starting")
             return spec
 
-        return Running.start(self._entry, self._log, announced)
+        return RunningServer.start(self._entry, self._log, make_spec)
 
-    def _death_of(self, running: Running) -> str | None:
-        """How the process ended, None while it runs. Raises ConfigError where it refused its configuration, for another
-        reason than that its weights were replaced by newer ones meanwhile.
+    def _death_of(self, running: RunningServer) -> str | None:
+        """Say how the process ended; None while it runs. Raises ConfigError if it refused its configuration, unless the
+        reason is that its weights were replaced by newer ones while it loaded them.
         """
         how, part = running.how_it_ended, self._parts.death(self._registration.generation)
         if how is None or part is not None:
@@ -440,7 +332,7 @@ class ServerSupervisor:
             connection.close()
 
     def _write_heartbeat(self) -> bool:
-        """Write the heartbeat if it is due. Returns whether it was."""
+        """Write the heartbeat if it is due, and return whether it was."""
         if time.monotonic() - self._registered_at <= _HEARTBEAT_SECONDS:  # independent of the system clock
             return False
         try:
@@ -458,7 +350,9 @@ class ServerSupervisor:
         return True
 
     def _register_failure(self, error: str) -> None:
-        """A full disk must not hide the error: the launcher registers a server that ends without."""
+        """Register a failure if possible. A full disk must not hide the error; the launcher registers a server that
+        ended without a registered error.
+        """
         try:
             self._register(state="failed", error=error)
         except OSError as problem:
@@ -470,7 +364,7 @@ class ServerSupervisor:
         self._registration.write(self._attempt.servers_dir)
 
     def _sleep(self, seconds: float) -> None:
-        """Sleep; raise _Stop as soon as a signal or the end of the parent asks to stop."""
+        """Sleep. Raise _Stop as soon as a signal, or the end of the parent, asks to stop."""
         deadline = time.monotonic() + seconds
         while True:
             if self._stop.is_set() or os.getppid() != self._parent:
@@ -484,3 +378,120 @@ class ServerSupervisor:
         if self._running is not None:
             self._running.end()
             self._running = None
+
+
+class RestartBudget:
+    """Counts restarts. Each adds one, and every `forgiven_after_seconds` of healthy serving take one away.
+
+    A server that never becomes healthy gets `max_restarts` restarts; one that fails once a week never runs out of them.
+    Time spent starting, hanging or waiting forgives nothing.
+    """
+
+    def __init__(
+        self, max_restarts: int, forgiven_after_seconds: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._max_restarts, self._forgiven_after_seconds, self._clock = max_restarts, forgiven_after_seconds, clock
+        self._counted = 0.0
+        self._healthy_since: float | None = None
+
+    @property
+    def failed_starts(self) -> int:
+        """How many of the `max_restarts + 1` starts have failed, without those that were forgiven."""
+        return math.ceil(self._counted)
+
+    @property
+    def most_starts(self) -> int:
+        return self._max_restarts + 1
+
+    def healthy(self) -> None:
+        """Note that the server became ready now."""
+        self._healthy_since = self._clock()
+
+    def failed(self, last_healthy: float | None = None) -> float | None:
+        """Note that the server has failed. Return the seconds to wait before its next start, longer each time, or None
+        if the server is given up.
+
+        `last_healthy` is the clock's time at which the server was last healthy; the default is now.
+        """
+        if self._healthy_since is not None:
+            healthy_seconds = (self._clock() if last_healthy is None else last_healthy) - self._healthy_since
+            self._counted = max(0.0, self._counted - max(0.0, healthy_seconds) / self._forgiven_after_seconds)
+            self._healthy_since = None
+        self._counted += 1.0
+        if self._counted > self._max_restarts:
+            return None
+        return min(_LONGEST_DELAY_SECONDS, _FIRST_DELAY_SECONDS * 2 ** (self._counted - 1))
+
+
+class OpenRequests(Protocol):
+    """The open requests of one server."""
+
+    def count(self) -> int | None:
+        """Return how many there are; None if the server does not say."""
+        ...
+
+    def cut_short(self) -> None:
+        """Ask the server to end them all. Each answer has its tokens so far."""
+        ...
+
+
+def drain(
+    requests: OpenRequests,
+    seconds: float,
+    may_wait: Callable[[float], bool],
+    clock: Callable[[], float] = time.monotonic,
+) -> str:
+    """Wait until no request is open, but at most `seconds`. Return what happened, in words.
+
+    `may_wait` sleeps for the given seconds, and returns whether to go on waiting.
+    """
+    began, quiet_since, was_cut = clock(), None, False
+    most = 0
+    while True:
+        count, now = requests.count(), clock()
+        most = max(most, count or 0)
+        if count is None:
+            return "it does not say what is open"
+        quiet_since = None if count else now if quiet_since is None else quiet_since
+        if quiet_since is not None and now - quiet_since >= _SETTLED_SECONDS:
+            how = "cut short" if was_cut else "left"
+            return f"{most} open requests {how} in {now - began:.1f} s" if most else "no request was open"
+        if now - began >= seconds:
+            return f"{count} requests were still open after {seconds:g} s (server.drain_seconds)"
+        if count and not was_cut and now - began >= _CUT_SHORT_AT * seconds:
+            requests.cut_short()
+            was_cut = True
+        if not may_wait(_DRAIN_POLL_SECONDS):
+            return f"told to end at once, with {count} requests open"
+
+
+class ServerRequests:
+    """`OpenRequests` of the SGLang server at `address`, over HTTP with the attempt's key."""
+
+    def __init__(self, address: str, api_key_file: Path) -> None:
+        self._host = address.removeprefix("http://")
+        self._api_key_file = api_key_file
+
+    def count(self) -> int | None:
+        """Return how many requests run and wait, on all data-parallel ranks of the server."""
+        try:
+            loads = json.loads(self._call("GET", "/v1/loads?include=core"))["loads"]
+            counts = [load[name] for load in loads for name in ("num_running_reqs", "num_waiting_reqs")]
+            return sum(counts) if all(type(count) is int and count >= 0 for count in counts) else None
+        except (OSError, http.client.HTTPException, ConfigError, ValueError, KeyError, TypeError, RecursionError):
+            return None
+
+    def cut_short(self) -> None:
+        try:
+            self._call("POST", "/abort_request", {"rid": "", "abort_all": True})
+        except (OSError, http.client.HTTPException, ConfigError):
+            return  # the server is ending already; its requests fail, and continue from what they had reported
+
+    def _call(self, method: str, path: str, body: object = None) -> bytes:
+        connection = http.client.HTTPConnection(self._host, timeout=_ANSWER_SECONDS)
+        try:
+            headers = {"Authorization": f"Bearer {read_secret(self._api_key_file)}", "Content-Type": "application/json"}
+            connection.request(method, path, None if body is None else json.dumps(body), headers)
+            return connection.getresponse().read()
+        finally:
+            connection.close()

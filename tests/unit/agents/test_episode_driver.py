@@ -10,7 +10,15 @@ import pytest
 from session_support import USER, Params, in_loop, side_of
 
 from gspo_mega.agents.driver import EpisodeDriver, OneTurn
-from gspo_mega.agents.protocol import Failure, Finished, Limits, Outcome, TurnRefused, is_of_infrastructure, outcome_of
+from gspo_mega.agents.protocol import (
+    Failure,
+    Finished,
+    Limits,
+    Outcome,
+    TurnRefused,
+    lost_by_infrastructure,
+    outcome_of,
+)
 from gspo_mega.agents.session import counts_of
 from gspo_mega.base.episodes import ToolRecord, check_episode
 from gspo_mega.base.errors import DataError, RolloutError
@@ -153,7 +161,7 @@ async def test_a_failure_of_the_infrastructure_is_the_episodes_own_once_it_asked
     for turns, recorded in ((0, kind), (1, own)):
         episode, counts = await ran(tmp_path, partial(agent, turns=turns))
         assert episode.failure == f"{recorded}: no route to the machine"
-        assert is_of_infrastructure(episode) == (turns == 0)
+        assert lost_by_infrastructure(episode) == (turns == 0)
         assert counts[f"num_episode_failures_{recorded}"] == 1
 
 

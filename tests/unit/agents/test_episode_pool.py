@@ -226,7 +226,7 @@ def test_what_cannot_be_loaded_is_found_before_the_run(folder):
             check(*arguments)
     with pytest.raises(EpisodeError, match="environment 'user_episodes:Maze': user_episodes has no function 'Maze'"):
         check("gym_text", environment="user_episodes:Maze")
-    with pytest.raises(EpisodeError, match="url '127.0.0.1:80' is no address"):
+    with pytest.raises(EpisodeError, match="url '127.0.0.1:80' is not the address"):
         check("openenv", url="127.0.0.1:80", action_key="message")
 
 

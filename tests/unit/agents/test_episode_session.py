@@ -86,7 +86,7 @@ async def test_the_last_turns_have_what_room_is_left(tmp_path):
     assert [call.max_new_tokens for call in side.sampler.calls] == [8, 3], "of the context's 3, not the agent's 7"
     side.session._limits = Limits(8, context)
     with pytest.raises(
-        ContextFull, match=rf"turn 2 has a context of {context} tokens, and an episode at most {context}"
+        ContextFull, match=rf"turn 2 has a context of {context} tokens; an episode may have at most {context}"
     ):
         await side.session.turn([*history[:2], {"role": "user", "content": "y"}])
     assert len(side.sampler.calls) == 2 and side.session.limit == "context_full"
@@ -169,7 +169,7 @@ async def test_turns_at_the_same_time_are_numbered_as_they_were_asked_for(tmp_pa
     gate.set()
     assert (await slow).number == 0 and (await slow).message["content"] == "slow"
     assert [turn.text for turn in side.episode().turns] == ["fast", "slow"], "recorded as they ended"
-    assert [side.session.place_of(number) for number in (0, 1, 2, -1)] == [1, 0, -1, -1]
+    assert [side.session.record_index(number) for number in (0, 1, 2, -1)] == [1, 0, -1, -1]
     side.session.set_reward(0, 0.5)
     side.session.set_reward(-1, 2)
     assert {turn.text: turn.reward for turn in side.episode().turns} == {"slow": 0.5, "fast": 2.0}
@@ -250,7 +250,7 @@ async def test_a_group_renders_its_prompt_once(tmp_path):
     side = side_of(tmp_path, families.QUICKSTART, *"abcd", tools=())
     calls = []
     first = side.rule.first
-    side.conversation._for(())[0].first = lambda messages: calls.append(1) or first(messages)
+    side.conversation._rule_and_format(())[0].first = lambda messages: calls.append(1) or first(messages)
     more = [
         EpisodeSession(side.conversation, f"e{n}", side.prompt, side.sampler, Params(), Limits(1, 99)) for n in range(4)
     ]

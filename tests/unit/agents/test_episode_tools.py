@@ -23,7 +23,7 @@ ANSWERS = [
     (("count", {}), "2"),
     (("act", {"text": "{'found': ['ü', None]}"}), '{"found": ["ü", null]}'),
     (("act", {"text": "'\\ud800'"}), "?"),
-    (("act", {"text": "object()"}), "error: the tool returned object, which is no JSON"),
+    (("act", {"text": "object()"}), "error: the tool returned object, which is not JSON"),
     (("act", {"text": "len(10 * 'x' * 10**4 * 'y')"}), "error: TypeError: can't multiply sequence by non-int of type"),
     (("act", {"text": "'x' * 10**5"}), "x" * 65536 + "\n[cut after 65536 characters]"),
     (("act", {"text": "sys.exit(4)"}), "error: SystemExit: 4"),

@@ -166,7 +166,7 @@ def test_the_template_shows_the_format():
 
 def test_brackets_are_for_one_tool_with_one_text():
     two = [*TOOLS, {"type": "function", "function": {"name": "other", "parameters": {}}}]
-    with pytest.raises(DataError, match="there are 2: calculator, other"):
+    with pytest.raises(DataError, match="there are 2 tools: calculator, other"):
         format_of("brackets", "", two)
     number = {"type": "object", "properties": {"x": {"type": "integer"}}}
     with pytest.raises(DataError, match=r"add takes x \(integer\)"):

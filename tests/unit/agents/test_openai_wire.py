@@ -44,7 +44,7 @@ def read(ignore=False, **fields):
         ({"top_logprobs": 3}, "top_logprobs", "valid: 0"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not constrained"),
         ({"modalities": ["audio"]}, "modalities", 'valid: ["text"]'),
-        ({"tools": [{"name": "add"}]}, "tools[0]", "is no tool"),
+        ({"tools": [{"name": "add"}]}, "tools[0]", "is not a tool"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "letters"),
         ({"tool_choice": "required"}, "tool_choice", "valid: auto, none"),
         ({"tool_choice": {"type": "function"}}, "tool_choice", "valid: auto, none"),

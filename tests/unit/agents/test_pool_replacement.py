@@ -58,7 +58,7 @@ def test_workers_that_end_without_an_episode_are_replaced_a_few_times_and_then_e
             return str(caught.value)
 
     text = asyncio.run(asyncio.wait_for(play(), 60))
-    assert "5 processes of episodes, each in place of the one before, ended without an episode in them" in text
+    assert "5 processes of episodes in a row ended without an episode in them" in text
     assert "(exit code 7)" in text and "user_episodes:behave" in text
 
 

@@ -126,7 +126,7 @@ def test_a_number_is_short_for_an_outcome():
         (Outcome(1, correct="yes"), "wrong_type", "Outcome.correct is 'yes'"),
         (Outcome(1, parts=[1]), "wrong_type", "Outcome.parts"),
         (Outcome(1, parts={"a": "b"}), "wrong_type", r"Outcome.parts\['a'\] is 'b'"),
-        (Outcome(1, info={"a": object()}), "wrong_type", "Outcome.info is no JSON"),
+        (Outcome(1, info={"a": object()}), "wrong_type", "Outcome.info is not JSON"),
         (Outcome(1, info={"a": "x" * MAX_INFO_CHARACTERS}), "wrong_type", "Outcome.info has 16393 characters"),
     ],
 )

@@ -80,7 +80,7 @@ async def test_another_question_in_its_place_is_not_replayable(tmp_path):
     await chain(side.session, 2)
     side.session.restart()
     await side.session.answer([USER])
-    with pytest.raises(NotReplayable, match="did not ask for its turn 1 as it had done before"):
+    with pytest.raises(NotReplayable, match="did not ask for its turn 1 as before"):
         await side.session.answer([{"role": "user", "content": "something else"}])
 
 

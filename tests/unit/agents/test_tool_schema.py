@@ -234,7 +234,7 @@ def test_results_become_text():
         '{"town": "Ülm", "zip": 1}',
     ]
     assert text_of("a\ud800b") == ("a?b", False)
-    with pytest.raises(ToolError, match="returned set, which is no JSON"):
+    with pytest.raises(ToolError, match="returned set, which is not JSON"):
         text_of({1})
 
 

@@ -10,7 +10,7 @@ import pytest
 from gspo_mega.base import network
 from gspo_mega.base.errors import RewardError
 from gspo_mega.rewards.guarded_process import ProcessKind, environment_of
-from gspo_mega.rollout.server.process import Running
+from gspo_mega.rollout.server.process import RunningServer
 
 ALL = {
     spelled: "http://127.0.0.1:9"
@@ -82,7 +82,7 @@ def test_a_servers_processes_have_no_proxy_at_all(proxied, tmp_path):
         def write(self, file):
             file.write_text("{}")
 
-    running = Running.start([sys.executable, "-c", shown], log, lambda scratch: Spec())
+    running = RunningServer.start([sys.executable, "-c", shown], log, lambda scratch: Spec())
     running.process.wait(30)
     running.end()
     assert eval(log.read_text()) == {"no_proxy": "*", "NO_PROXY": "*"}

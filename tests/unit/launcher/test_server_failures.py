@@ -9,7 +9,7 @@ from gspo_mega.base.run_folder import Attempt
 from gspo_mega.launcher import watchdog
 from gspo_mega.launcher.watchdog import ServerFailures
 from gspo_mega.rollout.registration import Registration
-from gspo_mega.rollout.server.process import last_word
+from gspo_mega.rollout.server.process import failure_line
 
 
 @pytest.fixture
@@ -62,6 +62,6 @@ def test_each_failed_start_is_shown_once(attempt):
 def test_the_last_error_of_a_log_is_its_word(tmp_path, log, expected):
     file = tmp_path / "log"
     file.write_text("KeyError: of an earlier start\n" + log)
-    found = last_word(file, len("KeyError: of an earlier start\n"))
+    found = failure_line(file, len("KeyError: of an earlier start\n"))
     assert found == (expected or ("requests.exceptions.ProxyError: no way" if "Proxy" in log else None))
-    assert last_word(tmp_path / "none") is None
+    assert failure_line(tmp_path / "none") is None

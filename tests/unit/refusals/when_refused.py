@@ -126,7 +126,7 @@ TABLE: dict[str, dict[str, tuple[int, str] | tuple[int, str, str]]] = {
         "AgentEndpoint.start": (1, RUN, "whether an address can be bound is known when it is bound")
     },
     "agents/pool.py": {"EpisodePool._replace": (1, RUN, _PROCESSES)},
-    "agents/session.py": {"EpisodeSession._new": (1, RUN, _SAMPLED)},
+    "agents/session.py": {"EpisodeSession._sample": (1, RUN, _SAMPLED)},
     "agents/external_agent.py": {"ForeignAgents.start": (1, FUNCTIONS)},
     "agents/loop_watch.py": {"_OwnedTask.cancel": (1, RUN, _SAMPLED)},
     "agents/messages.py": {"_only_argument": (2, TRIED), "_format_shown": (1, TRIED)},
@@ -142,7 +142,7 @@ TABLE: dict[str, dict[str, tuple[int, str] | tuple[int, str, str]]] = {
     "rollout/sampler.py": {"Sampler.sample": (1, RUN, _SERVERS), "Sampler._complete": (1, RUN, _SERVERS)},
     "rollout/server/start_weights.py": {
         "CopyWait.look": (1, RUN, _DISK),
-        "CopyWait._heard": (2, RUN, _DISK),
+        "CopyWait._maker_progress": (2, RUN, _DISK),
         "current_weights": (1, RUN, _DISK),
     },
     "rollout/server/process.py": {

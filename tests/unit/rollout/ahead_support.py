@@ -218,7 +218,7 @@ class Discarding(Admission):
         for arrival in self._arrivals.values():
             self._completion.add(arrival)
         for arrival in sorted(self._arrivals.values(), key=lambda a: a.place):
-            self._completion.note(arrival)
+            self._completion.complete(arrival)
 
     def complete(self, number, is_kept):
         if number in self._arrivals:

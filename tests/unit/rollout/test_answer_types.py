@@ -14,7 +14,7 @@ from test_completion import ROUTING, SIX, VOCAB, answer_of, parse
 
 from gspo_mega.base.errors import PublishError
 from gspo_mega.rollout.client.completion import NonsenseAnswer, RefusedAnswer
-from gspo_mega.rollout.client.server_client import _added, read_scores
+from gspo_mega.rollout.client.server_client import _add_report, read_scores
 from gspo_mega.rollout.client.server_control import HttpServerControl
 from gspo_mega.rollout.registration import Registration
 
@@ -150,7 +150,7 @@ def test_what_nobody_foresaw_is_nonsense_too():
             raise TypeError("slice indices must be integers")
 
     with pytest.raises(NonsenseAnswer, match="a report that cannot be read: TypeError: slice indices"):
-        _added(Surprised(), {})
+        _add_report(Surprised(), {})
 
 
 def scores_of(ids):
@@ -230,7 +230,7 @@ def test_a_registration_of_other_types_is_none(field, name):
         "weight_version": None,
     }
     whole |= {"heartbeat": 1.0}
-    assert Registration.of(whole).state == "ready"
+    assert Registration.from_json(whole).state == "ready"
     value = WRONG[name]
     is_right = (
         isinstance(value, str)
@@ -244,10 +244,10 @@ def test_a_registration_of_other_types_is_none(field, name):
     if is_right:
         return
     with pytest.raises(ValueError):
-        Registration.of(whole | {field: value})
+        Registration.from_json(whole | {field: value})
 
 
 def test_a_registration_with_a_failure_that_is_no_text_is_none():
     whole = {"server_id": "s", "address": "", "pid": 1, "state": "ready", "generation": 1, "weight_version": None}
-    with pytest.raises(ValueError, match="recent_failures is no list of texts"):
-        Registration.of(whole | {"heartbeat": 1.0, "recent_failures": ["died", 7]})
+    with pytest.raises(ValueError, match="recent_failures is not a list of texts"):
+        Registration.from_json(whole | {"heartbeat": 1.0, "recent_failures": ["died", 7]})

@@ -203,7 +203,7 @@ def test_servers_that_come_back_in_a_long_step_are_not_given_up(ahead):
         server.start()
     until(lambda: [control.generation for control in run.pool.servers_behind()] == [2, 2])
     time.sleep(1.5)
-    assert run.collector._collection._num_running == 1, "nothing waits"
+    assert run.collector._scheduler._num_running == 1, "nothing waits"
     for step in range(2, run.num_steps):
         run.step(step)
     check(run)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gspo_mega.rollout.client.completion import NonsenseAnswer
-from gspo_mega.rollout.client.http_stream import _LARGE, read_events
+from gspo_mega.rollout.client.http_stream import _LARGE_EVENT_BYTES, read_events
 
 
 def read(body: bytes, cuts: list[int]) -> list:
@@ -33,7 +33,7 @@ def body_of(reports: list) -> bytes:
     return b"".join(b"data: " + json.dumps(one).encode() + b"\n\n" for one in [*reports]) + b"data: [DONE]\n\n"
 
 
-@given(st.data(), st.lists(st.sampled_from([0, 10, _LARGE - 20, _LARGE + 20]), max_size=4))
+@given(st.data(), st.lists(st.sampled_from([0, 10, _LARGE_EVENT_BYTES - 20, _LARGE_EVENT_BYTES + 20]), max_size=4))
 def test_however_it_is_cut(data, sizes):
     reports = [{"number": number, "text": "x" * size} for number, size in enumerate(sizes)]
     body = b": a comment\n\n" + body_of(reports)
@@ -43,8 +43,8 @@ def test_however_it_is_cut(data, sizes):
 
 
 def test_routes_of_a_large_event_are_whole():
-    text = "AAAA" * _LARGE
-    (found,) = read(body_of([{"meta_info": {"routed_experts": text}}]), [100, 2 * _LARGE])
+    text = "AAAA" * _LARGE_EVENT_BYTES
+    (found,) = read(body_of([{"meta_info": {"routed_experts": text}}]), [100, 2 * _LARGE_EVENT_BYTES])
     assert bytes(found["meta_info"]["routed_experts"].text) == text.encode()
 
 
@@ -58,7 +58,7 @@ def test_a_single_newline_ends_no_event():
         (b'data: {"a": 1}\n\n', "without its"),
         (body_of([]) + b"data: 1\n\n", "behind the end"),
         (b"event: x\n\n", "not an event: b'event: x'"),
-        (b"data: " + b"x" * 2 * _LARGE + b"\n\n", "not JSON: b'data: xxx"),
+        (b"data: " + b"x" * 2 * _LARGE_EVENT_BYTES + b"\n\n", "not JSON: b'data: xxx"),
     ],
 )
 def test_nonsense_is_named(body, says):

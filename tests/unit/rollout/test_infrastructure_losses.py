@@ -25,7 +25,7 @@ from gspo_mega.agents.session import Conversation
 from gspo_mega.base.episodes import RolloutBatch
 from gspo_mega.base.records import Prompt
 from gspo_mega.rollout.client.completion import Completion, SamplingParams
-from gspo_mega.rollout.groups import Acting, SampledGroups
+from gspo_mega.rollout.groups import EpisodeMaker, SampledGroups
 from gspo_mega.rollout.pooled_server import Load
 from gspo_mega.train.batches import fill_advantages, scored_batch
 
@@ -126,7 +126,9 @@ def trained(cases: list[Case]) -> tuple[np.ndarray, collections.Counter[str]]:
         server = Server()
         runner = Lossy(server)
         driver = EpisodeDriver(Conversation(str), Limits(1, 40), runner)
-        sampled = SampledGroups(config, server, Acting(driver, score), GROUP, SamplingParams(6, 1.0, 1.0, -1, (EOS,)))
+        sampled = SampledGroups(
+            config, server, EpisodeMaker(driver, score), GROUP, SamplingParams(6, 1.0, 1.0, -1, (EOS,))
+        )
         for number, group_cases in enumerate(itertools.product(cases, repeat=GROUP)):
             runner.cases = group_cases
             group = await sampled.sample(number, Prompt("p:0", "p", (3,), ""), "step000000")
@@ -166,7 +168,7 @@ def test_what_was_lost_behind_a_turn_is_not_drawn_again(monkeypatch):
 
 
 def test_drawing_again_what_failed_for_its_content_is_seen_as_a_bias(monkeypatch):
-    monkeypatch.setattr(Failure, "behind", lambda self, num_turns: self)
+    monkeypatch.setattr(Failure, "after_turns", lambda self, num_turns: self)
     found, counts = trained(behind_the_longest())
     assert counts["num_episodes_redrawn"] > 0 and counts["num_episode_failures"] == 0
     assert np.abs(found - expected()).max() > 0.01, (found, expected())

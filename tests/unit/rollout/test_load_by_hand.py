@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from gspo_mega.rollout.pool import StallWarnings
-from gspo_mega.rollout.pooled_server import DWELL_SECONDS, SLOW_RATIO, Load, to_move
+from gspo_mega.rollout.pooled_server import DWELL_SECONDS, SLOW_RATIO, Load, requests_to_move
 
 NOW = 100.0
 
@@ -29,12 +29,12 @@ def load(speed: float | None, *flights: Flying, is_measured: bool = True) -> Loa
     made = Load()
     made.flights, made.speed = set(flights), speed
     if is_measured:
-        made.note(1, 1.0, first=False)
+        made.add_report(1, 1.0, first=False)
     return made
 
 
 def moved(servers: list[Load], room: dict[int, int], now: float = NOW) -> list[int]:
-    return [flight.num_tokens for flight in to_move(servers, room, now)]
+    return [flight.num_tokens for flight in requests_to_move(servers, room, now)]
 
 
 def many(num: int, first: int = 0, **more) -> list[Flying]:
@@ -73,12 +73,12 @@ def test_only_a_measured_speed_makes_another_server_slow():
 def test_speed_is_tokens_over_seconds_of_reports_and_old_ones_fade():
     one = Load()
     assert not one.is_measured and one.report_tokens(80.0) == 32
-    one.note(1, 5.0, first=True)  # the time in which the prompt was read says nothing
+    one.add_report(1, 5.0, first=True)  # the time in which the prompt was read says nothing
     assert not one.is_measured and one.num_tokens == 1
-    one.note(8, 2.0, first=True)
+    one.add_report(8, 2.0, first=True)
     one.measure(NOW, 80.0)
     assert one.speed == pytest.approx(4.0) and one.num_tokens == 9
-    one.note(10, 1.0, first=False)
+    one.add_report(10, 1.0, first=False)
     one.measure(NOW, 80.0)
     assert one.speed == pytest.approx((8 * 63 / 64 + 10) / (2 * 63 / 64 + 1))
 
@@ -89,14 +89,14 @@ def test_speed_is_tokens_over_seconds_of_reports_and_old_ones_fade():
 )
 def test_a_report_is_of_ten_seconds_or_an_eighth_of_the_deadline(tokens, seconds, deadline, wanted):
     one = Load()
-    one.note(tokens, seconds, first=False)
+    one.add_report(tokens, seconds, first=False)
     assert one.report_tokens(deadline) == wanted
 
 
 def test_silence_bounds_the_speed():
     """4 tokens/s were measured, reports come every 40 tokens, and half of the requests have been silent for 20 s."""
     one = Load()
-    one.note(40, 10.0, first=False)
+    one.add_report(40, 10.0, first=False)
     one.flights = {Flying(1, last_report=NOW - seconds) for seconds in (5.0, 20.0, 50.0)}
     one.measure(NOW, 80.0)
     assert one.speed == pytest.approx(2.0)
@@ -109,16 +109,16 @@ def test_the_longest_silent_requests_are_named_first_and_few_of_one_server():
     silence, told = StallWarnings(), []
     flights = [Flying(k, last_report=NOW - 5 - k, prompt=f"p{k}") for k in range(6)]
     server = SimpleNamespace(server_id="server-0", load=SimpleNamespace(flights=set(flights)))
-    silence.name([server], NOW, 10.0, told.append)
+    silence.warn([server], NOW, 10.0, told.append)
     assert [line.split()[2] for line in told[:3]] == ["p5:", "p4:", "p3:"] and len(told) == 4
     assert told[3].startswith("waiting  3 more requests to server-0")
-    silence.name([server], NOW, 10.0, told.append)
+    silence.warn([server], NOW, 10.0, told.append)
     assert len(told) == 4, "each is named once"
 
     def later(now: float) -> int:
         server.load.flights.add(Flying(9, last_report=now - 6, prompt="q"))
         before = len(told)
-        silence.name([server], now, 10.0, told.append)
+        silence.warn([server], now, 10.0, told.append)
         return len(told) - before
 
     assert later(NOW + 4.9) == 0, "within half of the deadline no other one is named"
@@ -132,5 +132,5 @@ def test_a_request_is_silent_from_half_of_its_deadline_on():
         told: list[str] = []
         flights = {Flying(3, last_report=NOW - seconds), Flying(4, last_report=0.0, cause="moved")}
         server = SimpleNamespace(server_id="s", load=SimpleNamespace(flights=flights))
-        StallWarnings().name([server], NOW, 10.0, told.append)
+        StallWarnings().warn([server], NOW, 10.0, told.append)
         assert len(told) == is_told

@@ -173,25 +173,25 @@ def loads_of(*speeds, open_requests=8, now=100.0):
         made.append(pooled_server.Load())
         made[-1].flights = {Silent(now - 50, now - 0.1) for _ in range(open_requests)}
         if speed is not None:
-            made[-1].note(int(speed * 10), 10.0, first=False)
+            made[-1].add_report(int(speed * 10), 10.0, first=False)
         made[-1].measure(now, 120.0)
     return made
 
 
 def test_requests_leave_for_a_much_faster_server_only():
     room = {0: 100, 1: 100, 2: 100}
-    assert pooled_server.to_move(loads_of(50, 40, 30), room, 100.0) == []
+    assert pooled_server.requests_to_move(loads_of(50, 40, 30), room, 100.0) == []
     slow = loads_of(50, 50, 5)
-    moved = pooled_server.to_move(slow, room, 100.0)
+    moved = pooled_server.requests_to_move(slow, room, 100.0)
     assert set(moved) < slow[2].flights and len(moved) == 7
     assert (
-        pooled_server.to_move(slow, {0: 2, 1: 1, 2: 9}, 100.0)
-        and len(pooled_server.to_move(slow, {0: 2, 1: 1, 2: 9}, 100.0)) == 3
+        pooled_server.requests_to_move(slow, {0: 2, 1: 1, 2: 9}, 100.0)
+        and len(pooled_server.requests_to_move(slow, {0: 2, 1: 1, 2: 9}, 100.0)) == 3
     )
-    assert pooled_server.to_move(slow, {2: 100}, 100.0) == []  # nobody has room
+    assert pooled_server.requests_to_move(slow, {2: 100}, 100.0) == []  # nobody has room
     for flight in slow[2].flights:
         flight.started = 99.0
-    assert pooled_server.to_move(slow, room, 100.0) == []  # they only just began
+    assert pooled_server.requests_to_move(slow, room, 100.0) == []  # they only just began
 
 
 def test_silence_makes_a_server_slow_before_the_deadline():
@@ -200,7 +200,7 @@ def test_silence_makes_a_server_slow_before_the_deadline():
         flight.last_report = 60.0
     silent.measure(100.0, 120.0)
     assert silent.speed < 50 / pooled_server.SLOW_RATIO
-    assert len(pooled_server.to_move([fast, silent], {0: 100, 1: 100}, 100.0)) >= 4
+    assert len(pooled_server.requests_to_move([fast, silent], {0: 100, 1: 100}, 100.0)) >= 4
 
 
 def test_new_requests_go_by_tokens_in_flight_and_speed():

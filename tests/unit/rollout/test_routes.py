@@ -39,7 +39,7 @@ def test_blocks_join(count):
         (lambda text: text[:-1], "characters"),
         (lambda text: text[:-4] + "A\nAA", "base64 of int32"),
         (lambda text: text[:100] + "====" + text[104:], "base64 of int32"),
-        (lambda text: text[: completion._BLOCK - 1] + "=" + text[completion._BLOCK :], "base64 of int32"),
+        (lambda text: text[: completion._ROUTES_BLOCK - 1] + "=" + text[completion._ROUTES_BLOCK :], "base64 of int32"),
         (lambda text: text[:-4] + "AAé", "base64 of int32"),
         (lambda text: text[:-4], "base64 of int32"),
         (lambda text: text_of([0, 300]), "from 0 to 300; 0 to 255 exist"),

@@ -16,7 +16,7 @@ from waiting import until
 from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.config import load_config
 from gspo_mega.rollout.registration import Registration
-from gspo_mega.rollout.server.multinode import SILENCE_SECONDS, Order, PartReport, PartSupervisor, ServerParts
+from gspo_mega.rollout.server.multinode import SILENCE_SECONDS, PartReport, PartSupervisor, ServerParts, StartOrder
 from gspo_mega.rollout.server.spec import ServerSpec, sglang_arguments, spec_from_config
 
 CONFIG = Path(__file__).parents[3] / "configs/quickstart.yaml"
@@ -76,7 +76,7 @@ def test_the_head_knows_a_part_that_ended_or_is_silent_or_never_began(attempt):
     host, port = parts.rendezvous("127.0.0.1", 21_000).rsplit(":", 1)
     assert (host, int(port) > 21_000) == ("127.0.0.1", True)
     parts.order(4, spec_of(attempt))
-    assert Order.read(attempt, 0) == Order(4, spec_of(attempt))
+    assert StartOrder.read(attempt, 0) == StartOrder(4, spec_of(attempt))
     assert parts.death(4) is None
     assert parts.missing(4) == "; no `gspo-mega serve` has started its part 1, 2"
     first = PartReport(1, 4, "running", "n1", 7)

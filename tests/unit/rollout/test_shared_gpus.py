@@ -14,7 +14,7 @@ from fake_server import FakeServer
 from waiting import until
 
 from gspo_mega.base.errors import RolloutError
-from gspo_mega.rollout.registration import give_turn, may_start, read_registrations
+from gspo_mega.rollout.registration import give_turn, read_registrations, server_may_start
 from gspo_mega.rollout.server.supervise import ServerSupervisor
 from gspo_mega.train import servers as shared_gpus
 from gspo_mega.train.phases import Phases
@@ -115,7 +115,7 @@ def test_whoever_gives_memory_does_so_before_anyone_takes(shared):
         one.gpus.switch_to(turn)  # nothing more to do
         steps[index, turn] = list(one.log)
         want = {"sample": ALL, "publish": {"weights"}, "train": set()}[turn]
-        assert one.server.held == want and may_start(one.attempt) == (turn == "sample") == (not one.pool.is_held)
+        assert one.server.held == want and server_may_start(one.attempt) == (turn == "sample") == (not one.pool.is_held)
     everything = ("parameters", "gradients", "optimizer", "reference")
     assert steps[0, "sample"] == [("ranks keep",), ("ranks have",)]
     assert steps[1, "publish"] == [
@@ -182,7 +182,7 @@ def test_a_server_that_died_while_ranks_trained_starts_before_the_publish(shared
     until(lambda: not one.pool.ready_servers(), 5)
 
     def start():
-        until(lambda: may_start(one.attempt), 5)
+        until(lambda: server_may_start(one.attempt), 5)
         one.server.start()
 
     starter = threading.Thread(target=start)
@@ -257,4 +257,4 @@ def test_serve_starts_nothing_while_the_ranks_have_the_gpus(attempt):
 
 
 def test_without_the_file_it_is_the_servers_turn(attempt):
-    assert may_start(attempt)
+    assert server_may_start(attempt)

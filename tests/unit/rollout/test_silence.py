@@ -24,7 +24,7 @@ def server_of(server_id: str, *last_reports: float):
 
 def said(silence: StallWarnings, now: float, *servers) -> list[str]:
     lines: list[str] = []
-    silence.name(servers, now, 10.0, lines.append)
+    silence.warn(servers, now, 10.0, lines.append)
     return lines
 
 

@@ -219,7 +219,7 @@ class FakeCollector:
 
     def close(self) -> None: ...
 
-    def go_on_from(self, position: ResumePoint) -> None:
+    def continue_from(self, position: ResumePoint) -> None:
         self.went_on.append(position)
 
 
