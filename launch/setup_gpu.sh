@@ -211,10 +211,10 @@ equal_problem() {
   [[ -x $trainer && -x $server ]] || return 0
   PYTHONPATH=$root "$trainer" - "$server" <<'PYTHON' || echo "$trainer does not run"
 import sys
-from gspo_mega.doctor import two_pythons
+from gspo_mega.base import versions
 
 try:
-    print(*two_pythons.differences(two_pythons.here(), two_pythons.ask(sys.argv[1], 120.0)), sep="\n", end="")
+    print(*versions.differences(versions.own_versions(), versions.versions_of(sys.argv[1], 120.0)), sep="\n", end="")
 except ValueError as error:
     print(error, end="")
 PYTHON

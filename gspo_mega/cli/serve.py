@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         model = own_model(config, args.reward_model)
         config, attempt = reward_config(config, model), reward_folder(attempt, model.name)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    processes.raise_limit()  # the server's processes inherit it: each open request has a connection
+    processes.raise_open_file_limit()  # the server's processes inherit it: each open request has a connection
     if args.reward_model is not None:
         return ServerSupervisor(config, attempt, index, start=Path(config.model.path), classifies=True).run()
     if part > 0:

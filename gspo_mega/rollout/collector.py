@@ -170,7 +170,7 @@ class Collector:
 
     def _result(self, future: concurrent.futures.Future, on_wait: Callable[[], None]) -> Any:
         with RareCollections() as collections:
-            return self._polled(future, on_wait, collections.look)
+            return self._polled(future, on_wait, collections.collect_if_doubled)
 
     def _polled(self, future: concurrent.futures.Future, *on_wait: Callable[[], None]) -> Any:
         while True:

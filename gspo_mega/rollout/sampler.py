@@ -18,7 +18,7 @@ from typing import Protocol
 
 from gspo_mega.agents.protocol import OnTokens, Turn
 from gspo_mega.base.errors import RolloutError
-from gspo_mega.base.records import distinct
+from gspo_mega.base.records import distinct_values
 from gspo_mega.config.derived import on_publish
 from gspo_mega.config.schema import Rollout
 from gspo_mega.rollout.client.completion import Completion, PartialResponse, SamplingParams
@@ -196,12 +196,12 @@ class Sampler:
     def _check_version(self, part: Completion, since: int, server_id: str, request_id: str) -> None:
         """`since`: the version that was committed when the request began; all its tokens are of that one or later."""
         committed = self._pool.committed_version
-        if not all(since <= version <= committed for version in distinct(part.weight_versions)):
+        if not all(since <= version <= committed for version in distinct_values(part.weight_versions)):
             raise ServerError(
                 server_id,
                 f"generate {request_id}",
                 "nonsense",
-                f"tokens of weight versions {sorted(distinct(part.weight_versions))};"
+                f"tokens of weight versions {sorted(distinct_values(part.weight_versions))};"
                 f" {committed if since == committed else f'{since} to {committed}'} is committed",
             )
 

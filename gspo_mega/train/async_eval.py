@@ -171,7 +171,7 @@ class AsyncEvaluations:
         self._begin(due, servers, partial(self._results, due["sets"], servers, folder))
 
     def _begin(self, due: dict[str, Any], servers: EvalServers | None, work: Callable[[], Any]) -> None:
-        self._running = _Running(due, servers, processes.begin("evaluation", work))
+        self._running = _Running(due, servers, processes.run_in_thread("evaluation", work))
 
     # --- in its thread -------------------------------------------------------------------------------------
 

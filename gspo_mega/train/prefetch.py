@@ -74,7 +74,7 @@ class Prefetch:
             if (before := self._ahead.get(step)) is not None:
                 before.dropped.set()
             self._ahead[step] = ahead
-            ahead.future = processes.begin("preparation", lambda: self._make_ahead(ahead))
+            ahead.future = processes.run_in_thread("preparation", lambda: self._make_ahead(ahead))
 
     def take(self, batch: RolloutBatch, step: int, weight_version: int) -> tuple[RolloutBatch, Parcels]:
         """What is trained of the batch of `step`, with advantages, and its hand-out: that which was begun, or one made

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from gspo_mega.base import failpoints, processes
 from gspo_mega.base.episodes import Episode, Group, RolloutBatch
 from gspo_mega.base.errors import JournalError, RolloutError
-from gspo_mega.base.records import Prompt, distinct
+from gspo_mega.base.records import Prompt, distinct_values
 from gspo_mega.checkpoint.folders import step_of
 from gspo_mega.config.schema import Config
 from gspo_mega.data.journal.episode_log import EpisodeLog, FileBegin
@@ -81,7 +81,7 @@ class LiveSource:
         """Admission keeps every trajectory within the bound; a batch that is not is a defect, and is not trained."""
         freshness = self._rollouts.pool.freshness
         for episode in batch.episodes:
-            versions = {version for node in episode.turns for version in distinct(node.weight_versions)}
+            versions = {version for node in episode.turns for version in distinct_values(node.weight_versions)}
             if not freshness.admits_all(versions, weight_version):
                 raise RolloutError(
                     f"{episode.episode_id}: tokens of weight versions {sorted(versions)};"
@@ -164,7 +164,7 @@ class RecordedSource:
                 if episode.episode_id not in names:
                     keep(episode)
         self._position = record.prompts
-        self._next = step + 1, processes.begin("recorded rollouts", lambda: self._read_ahead(step + 1))
+        self._next = step + 1, processes.run_in_thread("recorded rollouts", lambda: self._read_ahead(step + 1))
         return batch
 
     def _read_ahead(self, step: int) -> StepRecord | None:

@@ -113,7 +113,7 @@ def test_adopted_children_that_ended_are_collected_and_own_ones_are_not():
         subprocess.run([sys.executable, "-S", "-c", start], check=True)
         reaper, deadline, collected = process_death.Reaper(), time.monotonic() + 60, []
         while process_death.children() != {own.pid} and time.monotonic() < deadline:
-            collected += reaper.look({own.pid})
+            collected += reaper.collect_ended({own.pid})
             time.sleep(0.05)
         assert collected and process_death.children() == {own.pid}, (len(collected), process_death.children())
         assert own.wait() == 0
