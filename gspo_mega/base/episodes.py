@@ -434,7 +434,7 @@ class RolloutBatch:
                 owner.routed_experts = None
 
     def scored(self, least_of_group: int = 2) -> RolloutBatch:
-        """Return what to train on: the episodes that have a reward, in groups with at least `least_of_group` of them."""
+        """Return what to train on: episodes with a reward, in groups of at least `least_of_group` such episodes."""
         groups = [replace(group, episodes=group.scored) for group in self.groups]
         return replace(self, groups=[group for group in groups if len(group.episodes) >= least_of_group])
 

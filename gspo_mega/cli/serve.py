@@ -31,7 +31,7 @@ from gspo_mega.rollout.server.multinode import PartSupervisor
 from gspo_mega.rollout.server.reward_server import own_model, reward_config, reward_folder
 from gspo_mega.rollout.server.start_weights import StartCopy
 from gspo_mega.rollout.server.supervise import ServerSupervisor
-from gspo_mega.sync.servers import ask
+from gspo_mega.sync.servers import loaded_versions_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -137,7 +137,7 @@ def record(folder: Path, server_id: str, software: Mapping[str, str | None]) -> 
 def _record_software(attempt: Attempt, index: int, seconds: float) -> None:
     """Record this Python's PyTorch and NCCL, which the trainer compares with its own before it publishes."""
     try:
-        record(attempt.software_dir, f"server-{index}", ask(sys.executable, seconds))
+        record(attempt.software_dir, f"server-{index}", loaded_versions_of(sys.executable, seconds))
     except (PublishError, OSError) as error:
         logging.warning("%s; it is not compared with the trainer's", error)
 

@@ -39,7 +39,7 @@ from gspo_mega.models.low_rank import SERVED_NAME
 from gspo_mega.plan import resolve_layout
 from gspo_mega.rollout.collector import Collector
 from gspo_mega.rollout.pool import ServerPool
-from gspo_mega.sync.adapters import publisher_of
+from gspo_mega.sync.adapters import publisher_class
 from gspo_mega.train.batches import MiniBatch, assemble, assemble_supervised, fill_advantages
 
 FIRST_TOKEN, VOCAB_SIZE = 3, 512
@@ -157,7 +157,7 @@ class Trainer:
 
     def publish(self, weight_version: int, method: str) -> None:
         config = self.config.model_copy(update={"publish": self.config.publish.model_copy(update={"method": method})})
-        publisher = publisher_of(config)(config, self.spec, self.groups, self.engine.chunks, self.weights_dir)
+        publisher = publisher_class(config)(config, self.spec, self.groups, self.engine.chunks, self.weights_dir)
         try:
             result = publisher.publish(weight_version, [] if self.pool is None else self.pool.controls())
         finally:
