@@ -214,7 +214,7 @@ import sys
 from gspo_mega.base import versions
 
 try:
-    print(*versions.differences(versions.here(), versions.ask(sys.argv[1], 120.0)), sep="\n", end="")
+    print(*versions.differences(versions.own_versions(), versions.versions_of(sys.argv[1], 120.0)), sep="\n", end="")
 except ValueError as error:
     print(error, end="")
 PYTHON

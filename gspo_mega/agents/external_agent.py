@@ -40,7 +40,7 @@ from gspo_mega.agents.messages import Decode
 from gspo_mega.agents.protocol import Failure, Finished, Outcome, Task, outcome_of
 from gspo_mega.agents.session import EpisodeSession
 from gspo_mega.base.errors import EpisodeError
-from gspo_mega.base.network import direct
+from gspo_mega.base.network import no_proxy_variables
 from gspo_mega.config.schema import Config
 from gspo_mega.config.validate_episodes import ForeignOptions, program_problem
 from gspo_mega.rewards.functions import BadResult
@@ -147,7 +147,7 @@ class ForeignAgents:
             "OPENAI_API_KEY": served.api_key,
             "OPENAI_MODEL": served.model,
             "TMPDIR": str(folder),
-            **direct([urlsplit(served.base_url).hostname or ""]),
+            **no_proxy_variables([urlsplit(served.base_url).hostname or ""]),
             **{key: str(path) for key, path in files.items()},
         }
         setup = {

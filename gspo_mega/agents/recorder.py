@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from gspo_mega.agents.protocol import Turn
 from gspo_mega.base.episodes import Node
 from gspo_mega.base.errors import DataError
-from gspo_mega.base.records import floats, ints
+from gspo_mega.base.records import float_column, int_column
 from gspo_mega.data.chat import arguments_of
 from gspo_mega.data.rows import MOST_LEVELS, copied, nests_deeper
 from gspo_mega.data.templates import HistoryMessage, Rendered
@@ -126,7 +126,7 @@ class Recorder:
             ):
                 return sibling
         cause = (place.cause or self._cause(place.node, place.new, meanings)) if siblings else ""
-        made = self._add(Node(0, place.node, "context", [], ints(rendered.token_ids), cause=cause), place.new)
+        made = self._add(Node(0, place.node, "context", [], int_column(rendered.token_ids), cause=cause), place.new)
         self._texts[made] = rendered.text
         if place.node < 0:
             self._tools[made] = asked
@@ -146,9 +146,9 @@ class Recorder:
             parent,
             "sampled",
             [],
-            ints(turn.token_ids),
-            floats(turn.log_probs),
-            ints(turn.weight_versions),
+            int_column(turn.token_ids),
+            float_column(turn.log_probs),
+            int_column(turn.weight_versions),
             routes,
             turn.finish_reason,
             text,

@@ -1,15 +1,9 @@
-"""The rules that the tree of a recorded episode keeps: what is journalled, and what is read back, is checked by them.
+"""The record of one episode, the rows that are trained on, and the groups and batches of a step. Plain data.
 
-Owns the refusals. The records themselves and the rows that follow from them are `episodes.py`'s.
-
-The record of one episode: a tree of messages with the tokens that each adds, and the rows that are trained on.
-
-Owns `Node`, `Episode` and the rows of a tree: plain data. Every sampled token is in exactly one row with mask 1.
-
-What one step samples: the group of episodes of each prompt, and the batch that they are.
-
-Owns which episodes of a batch are trained on: those with a reward, in groups of enough of them. What is inside an
-episode is `episodes.py`'s.
+An `Episode` is a tree of messages (`Node`), each with the tokens that it adds. `build_rows` makes the rows: every
+sampled token is in exactly one row with mask 1. A `Group` has the episodes of one prompt, and a `RolloutBatch` the
+groups of one step. Only episodes with a reward are trained on, in groups with enough of them. `check_episode`, at the
+end, has the rules that every tree keeps; the journal checks what it writes and what it reads back with it.
 """
 
 from __future__ import annotations
@@ -21,9 +15,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from gspo_mega.base.records import Prompt, Trajectory, are_equal_rewards, constant, floats, joined
+from gspo_mega.base.records import Prompt, Trajectory, are_equal_rewards, constant_column, float_column, join_columns
 
-# The key in `Episode.reward_parts` of the reward that the episode gave itself; its further numbers are `episode/NAME`.
+# The key in `Episode.reward_parts` of the reward that the episode gave itself. Its further numbers are `episode/NAME`.
 OWN_REWARD = "episode"
 # The key in `Episode.info` of the limit that ended it (`context_full`, `too_many_turns`).
 ENDED_BY_LIMIT = "ended_by_limit"
@@ -31,18 +25,18 @@ ENDED_BY_LIMIT = "ended_by_limit"
 
 @dataclass
 class Node:
-    """A message of the tree with the tokens that it adds behind its parent's.
+    """A message of the tree with the tokens that it adds after those of its parent.
 
-    A `context` node's tokens are the template's text from the parent's last token up to where the next assistant
-    message begins (several messages at once: `messages`). A `sampled` node is one turn: its tokens as sampled, the end
-    token too, and the one message that they are.
+    A `context` node's tokens are the template's text from the parent's last token to the beginning of the next
+    assistant message. They may contain several messages. A `sampled` node is one turn: its tokens as sampled, including
+    the end token, and the one message that they make.
 
-    `log_probs` (nats at the sampling temperature) and `weight_versions` have one entry per token of a sampled node and
-    none in a context node. `routed_experts` is [rows, layers, top_k] of `route_type`, or None: the positions behind
-    those of the nearest sampled ancestor, up to this node's last token but one, so that those of a path follow each
-    other without a gap. `text` is a sampled node's text without its end token. `finish_reason` is `stop` or `length`.
-    `reward` is the turn's own, where the episode gives one. `cause` says why a branch begins here: `edited`,
-    `template`, `resampled` or `not_ours`; it is empty where none does.
+    `log_probs` (nats at the sampling temperature) and `weight_versions` have one entry per token of a sampled node, and
+    none in a context node. `routed_experts` is [positions, layers, top_k] of `route_type`, or None. Its positions begin
+    after those of the nearest sampled ancestor and end at this node's last token but one, so the positions of a path
+    follow each other without a gap. `text` is a sampled node's text without its end token. `finish_reason` is `stop` or
+    `length`. `reward` is the turn's own reward, if the episode gives one. `cause` says why a branch begins here
+    (`edited`, `template`, `resampled` or `not_ours`), and is empty if none does.
     """
 
     node_id: int
@@ -66,8 +60,10 @@ class Node:
 
 @dataclass
 class ToolRecord:
-    """One call of a tool. `turn`: the turn that asked for it, counted from 0 in the order of sampling; -1 before the
-    first. Either `result` or `error` is the text that the call gave.
+    """One call of a tool.
+
+    `turn` is the turn that asked for it, counted from 0 in the order of sampling, or -1 before the first turn. Either
+    `result` or `error` is the text that the call gave.
     """
 
     turn: int
@@ -80,11 +76,12 @@ class ToolRecord:
 
 @dataclass
 class Episode:
-    """What one run of an agent on one prompt sampled, as a tree: `nodes[i].node_id` is i, behind its parent's.
+    """What one run of an agent on one prompt sampled, as a tree: `nodes[i].node_id` is i and comes after its parent's.
 
-    `prompt` is the task; an episode of one turn has its tokens in node 0. `tools`: schemas that the agent could call.
-    Rewards are as in `Trajectory`. `failure`: why it did not end by itself, or None. `info`: what its code wants
-    recorded, JSON types. `counts`: what happened that the tree does not say, by metric name.
+    `prompt` is the task; an episode of one turn has the prompt's tokens in node 0. `tools` are the schemas of the tools
+    that the agent could call. Rewards are as in `Trajectory`. `failure` says why the episode did not end by itself, or
+    is None. `info` is what the episode's code wants recorded, in JSON types. `counts` are events that the tree does not
+    show, by metric name.
     """
 
     episode_id: str
@@ -103,8 +100,8 @@ class Episode:
     _rows: list[Trajectory] | None = field(default=None, init=False, repr=False, compare=False)
 
     @classmethod
-    def of_row(cls, row: Trajectory) -> Episode:
-        """The episode of which `row` is the only row: `rows` returns that very object."""
+    def from_row(cls, row: Trajectory) -> Episode:
+        """Return the episode whose only row is `row`. Its `rows()` returns that same object."""
         episode = one_turn_episode(
             row.trajectory_id,
             row.group_id,
@@ -124,26 +121,29 @@ class Episode:
         return episode
 
     def rows(self) -> list[Trajectory]:
-        """The rows to train on, in the order in which their last turns were sampled. Built once, when the episode has
-        ended; always with the episode's present reward. None where nothing was sampled.
+        """Return the rows to train on, in the order in which their last turns were sampled; none if nothing was
+        sampled.
+
+        The rows are built once, when the episode has ended. They always carry the episode's present reward.
         """
         if self._rows is None:
-            self._rows = rows_of(self)
+            self._rows = build_rows(self)
         for row in self._rows:
             row.reward, row.reward_parts = self.reward, self.reward_parts
             row.reward_error, row.correct = self.reward_error, self.correct
         return self._rows
 
     def by_turn(self) -> Episode:
-        """The same record, whose rows are its turns."""
+        """Return the same record with one row per turn."""
         copy = replace(self)
-        copy._rows = rows_of(copy, by_turn=True)
+        copy._rows = build_rows(copy, by_turn=True)
         return copy
 
     @property
     def is_scored(self) -> bool:
-        """Whether the episode has a reward to learn from. A failure of the episode's code or of a scorer says nothing
-        about what was sampled.
+        """Whether the episode has a reward to learn from.
+
+        A failure of the episode's code or of a scorer says nothing about what was sampled.
         """
         return self.reward is not None and self.reward_error is None and self.failure is None
 
@@ -162,39 +162,34 @@ class Episode:
 
     @property
     def num_branches(self) -> int:
-        """How many rows the episode has, beyond the first."""
-        return max(0, len(leaves_of(self.nodes)) - 1)
+        """The number of rows after the first."""
+        return max(0, len(leaf_ids(self.nodes)) - 1)
 
     @property
     def branch_causes(self) -> list[str]:
         """Why each of the `num_branches` began, in the order in which their first nodes were added."""
-        ways: dict[int, list[Node]] = {}
-        for node in self._sampled_below():
-            ways.setdefault(node.parent, []).append(node)
-        later = [node for siblings in ways.values() for node in siblings[1:]]
+        # Only nodes that are sampled or lead to a sampled one begin a branch.
+        on_paths = {node.node_id for turn in self.turns for node in self.path(turn.node_id)}
+        children: dict[int, list[Node]] = {}
+        for node_id in sorted(on_paths):
+            children.setdefault(self.nodes[node_id].parent, []).append(self.nodes[node_id])
+        later = [node for siblings in children.values() for node in siblings[1:]]
         return [node.cause for node in sorted(later, key=lambda node: node.node_id)]
-
-    def _sampled_below(self) -> list[Node]:
-        """The nodes that are sampled or lead to one that is, in their order."""
-        there: set[int] = set()
-        for node in self.turns:
-            there.update(one.node_id for one in self.path(node.node_id))
-        return [self.nodes[place] for place in sorted(there)]
 
     @property
     def response_text(self) -> str:
-        """The text of the first row's last turn: what rewards read."""
-        leaves = leaves_of(self.nodes)
+        """The text of the first row's last turn, which rewards read."""
+        leaves = leaf_ids(self.nodes)
         return self.nodes[leaves[0]].text if leaves else ""
 
     @property
     def is_truncated(self) -> bool:
-        """Did a row end because there was no room for more tokens, or the episode at a limit?"""
-        last = [self.nodes[leaf] for leaf in leaves_of(self.nodes)]
-        return ENDED_BY_LIMIT in self.info or any(node.finish_reason == "length" for node in last)
+        """Whether a row ended because there was no room for more tokens, or the episode ended at a limit."""
+        last_turns = [self.nodes[leaf] for leaf in leaf_ids(self.nodes)]
+        return ENDED_BY_LIMIT in self.info or any(node.finish_reason == "length" for node in last_turns)
 
     def path(self, node_id: int) -> list[Node]:
-        """The nodes from the root to `node_id`."""
+        """Return the nodes from the root to `node_id`."""
         path = []
         while node_id >= 0:
             path.append(self.nodes[node_id])
@@ -202,7 +197,7 @@ class Episode:
         return path[::-1]
 
     def tokens(self, node_id: int) -> list[int]:
-        """All tokens from the root up to the end of `node_id`: what a model that goes on from there is given."""
+        """Return all tokens from the root to the end of `node_id`: the input of a model that goes on from there."""
         return [token for node in self.path(node_id) for token in node.token_ids]
 
 
@@ -219,11 +214,13 @@ def one_turn_episode(
     routed_experts: np.ndarray | None = None,
     server_id: str = "",
 ) -> Episode:
-    """The prompt and one response to it: two nodes. The sequences have one entry per token of the response;
-    `routed_experts` is [prompt + response - 1, layers, top_k] of `route_type`, or None.
+    """Return an episode of two nodes: the prompt and one response to it.
+
+    The sequences have one entry per token of the response. `routed_experts` is [prompt + response - 1, layers, top_k]
+    of `route_type`, or None.
     """
-    asked = Node(0, -1, "context", [{"role": "user", "content": prompt.text}], list(prompt.token_ids))
-    answered = Node(
+    context = Node(0, -1, "context", [{"role": "user", "content": prompt.text}], list(prompt.token_ids))
+    response = Node(
         1,
         0,
         "sampled",
@@ -236,7 +233,7 @@ def one_turn_episode(
         text,
         server_id=server_id,
     )
-    return Episode(episode_id, group_id, prompt, [asked, answered])
+    return Episode(episode_id, group_id, prompt, [context, response])
 
 
 def one_turn_row(
@@ -251,7 +248,7 @@ def one_turn_row(
     response_text: str = "",
     **more: Any,
 ) -> Trajectory:
-    """The only row of an episode of one turn. `more`: further fields of `Trajectory`."""
+    """Return the only row of an episode of one turn. `more` are further fields of `Trajectory`."""
     row = Trajectory(
         trajectory_id,
         group_id,
@@ -275,7 +272,7 @@ def one_turn_row(
 
 
 def _nodes_by_mask(row: Trajectory) -> list[Node]:
-    """The response as turns (mask 1) with context between them."""
+    """Return a row's response as nodes: turns where the mask is 1, with context between them."""
     nodes: list[Node] = []
     start = end = routed = 0
     for is_active, run in itertools.groupby(row.response_mask):
@@ -293,8 +290,8 @@ def _nodes_by_mask(row: Trajectory) -> list[Node]:
     return nodes
 
 
-def leaves_of(nodes: Sequence[Node]) -> list[int]:
-    """The turns behind which nothing more was sampled, in the order of sampling: the ends of the rows."""
+def leaf_ids(nodes: Sequence[Node]) -> list[int]:
+    """Return the turns after which nothing more was sampled (the ends of the rows), in the order of sampling."""
     continued: set[int] = set()
     for node in nodes:
         parent = node.parent if node.is_sampled else -1
@@ -304,14 +301,15 @@ def leaves_of(nodes: Sequence[Node]) -> list[int]:
     return [node.node_id for node in nodes if node.is_sampled and node.node_id not in continued]
 
 
-def rows_of(episode: Episode, by_turn: bool = False) -> list[Trajectory]:
-    """The rows of a tree, without a reward. A token that several paths share is trained in the first of them.
+def build_rows(episode: Episode, by_turn: bool = False) -> list[Trajectory]:
+    """Return the rows of a tree, without a reward. A token that several paths share is trained in the first of them.
 
-    `by_turn`: a row for each turn in the order of sampling, its response alone; what is before it is its prompt.
+    `by_turn`: each turn is a row, in the order of sampling. Its response is the turn, and all that precedes is its
+    prompt.
     """
     trained: set[int] = set()
     rows = []
-    ends = [node.node_id for node in episode.turns] if by_turn else leaves_of(episode.nodes)
+    ends = [node.node_id for node in episode.turns] if by_turn else leaf_ids(episode.nodes)
     for branch, end in enumerate(ends):
         path = episode.path(end)
         first = len(path) - 1 if by_turn else next(place for place, node in enumerate(path) if node.is_sampled)
@@ -321,7 +319,7 @@ def rows_of(episode: Episode, by_turn: bool = False) -> list[Trajectory]:
             trajectory_id=episode.episode_id if branch == 0 else f"{episode.episode_id}-b{branch:03d}",
             group_id=episode.group_id,
             prompt=prompt,
-            response_token_ids=joined([node.token_ids for node in path[first:]]),
+            response_token_ids=join_columns([node.token_ids for node in path[first:]]),
             response_mask=[],
             rollout_log_probs=[],
             weight_versions=[],
@@ -335,24 +333,24 @@ def rows_of(episode: Episode, by_turn: bool = False) -> list[Trajectory]:
         columns: list[tuple[Sequence[int], Sequence[float], Sequence[int]]] = []
         for node in path[first:]:
             length, is_active = len(node.token_ids), node.is_sampled and node.node_id not in trained
-            log_probs = node.log_probs if is_active else floats([0.0] * length)
-            versions = node.weight_versions if node.is_sampled else constant(0, length)
-            columns.append((constant(int(is_active), length), log_probs, versions))
+            log_probs = node.log_probs if is_active else float_column([0.0] * length)
+            versions = node.weight_versions if node.is_sampled else constant_column(0, length)
+            columns.append((constant_column(int(is_active), length), log_probs, versions))
             if is_active:
                 trained.add(node.node_id)
                 row.turns.append((start, start + length))
                 row.turn_nodes.append(node.node_id)
             start += length
-        row.response_mask, row.rollout_log_probs, row.weight_versions = map(joined, zip(*columns, strict=True))
+        row.response_mask, row.rollout_log_probs, row.weight_versions = map(join_columns, zip(*columns, strict=True))
         row.weight = sum(end - start for start, end in row.turns) / episode.num_sampled_tokens
         rows.append(row)
     return rows
 
 
 def _routes_of(path: Sequence[Node]) -> np.ndarray | None:
-    """Where a path's tokens were sent, [tokens - 1, layers, top_k]; None unless it is known of all of them."""
+    """Return the experts of a path's tokens, [tokens - 1, layers, top_k], or None if those of a turn are not known."""
     routes = [node.routed_experts for node in path if node.is_sampled]
-    known = [one for one in routes if one is not None]
+    known = [part for part in routes if part is not None]
     if len(known) < len(routes):
         return None
     return known[0] if len(known) == 1 else np.concatenate(known)
@@ -360,16 +358,16 @@ def _routes_of(path: Sequence[Node]) -> np.ndarray | None:
 
 @dataclass
 class Group:
-    """The episodes of one prompt in one rollout batch. Uneven groups are normal: samples may be dropped."""
+    """The episodes of one prompt in one rollout batch. Groups of different sizes are normal: samples may be dropped."""
 
     group_id: int
     prompt: Prompt
     episodes: list[Episode]
 
     @classmethod
-    def of_rows(cls, group_id: int, prompt: Prompt, rows: Iterable[Trajectory]) -> Group:
-        """A group of episodes of one turn each, whose rows are these very objects."""
-        return cls(group_id, prompt, [Episode.of_row(row) for row in rows])
+    def from_rows(cls, group_id: int, prompt: Prompt, rows: Iterable[Trajectory]) -> Group:
+        """Return a group of episodes with one row each, whose rows are these same objects."""
+        return cls(group_id, prompt, [Episode.from_row(row) for row in rows])
 
     @property
     def trajectories(self) -> list[Trajectory]:
@@ -388,14 +386,14 @@ class Group:
 
     @property
     def is_constant(self) -> bool:
-        """True when the group carries no signal: the rewards of its episodes are all equal (or fewer than two)."""
+        """Whether the group carries no signal, because the rewards of its episodes are all equal or fewer than two."""
         rewards = self.rewards
         return len(rewards) < 2 or are_equal_rewards(rewards)
 
     @property
     def is_constant_by_turn(self) -> bool:
-        """`is_constant` where turns are credited with what follows them: rewards within an episode are a signal, too,
-        even if the episodes' sums are equal.
+        """The same question if each turn is credited with the rewards that follow it. Rewards within an episode are
+        then a signal too, even if the sums of the episodes are equal.
         """
         return self.is_constant and not any(turn.reward for episode in self.scored for turn in episode.turns)
 
@@ -404,8 +402,9 @@ class Group:
 class RolloutBatch:
     """What `source.take(step)` returns: the complete, scored groups of one step, and how they were sampled.
 
-    `counts` holds the collector's own numbers for metrics (`num_*`), `phase_seconds` its times. `sampled`: metrics of
-    all groups that were sampled for the step, those that a filter left out, too; empty where that is not known.
+    `counts` holds the collector's own numbers for metrics (`num_*`), and `phase_seconds` its times. `sampled` holds
+    metrics of all groups that were sampled for the step, including those that a filter left out; it is empty if they
+    are not known.
     """
 
     step: int
@@ -424,32 +423,31 @@ class RolloutBatch:
         return [row for group in self.groups for row in group.trajectories]
 
     def by_turn(self) -> RolloutBatch:
-        """The same episodes with a row for each turn."""
-        groups = [replace(group, episodes=[one.by_turn() for one in group.episodes]) for group in self.groups]
+        """Return the same episodes with a row for each turn."""
+        groups = [replace(group, episodes=[episode.by_turn() for episode in group.episodes]) for group in self.groups]
         return replace(self, groups=groups)
 
     def drop_routes(self) -> None:
-        """Forget the routed experts, nearly all of what a batch with them takes in memory."""
+        """Forget the routed experts. They are nearly all of the memory of a batch that has them."""
         for episode in self.episodes:
-            for part in (*episode.nodes, *episode.rows()):
-                part.routed_experts = None
+            for owner in (*episode.nodes, *episode.rows()):
+                owner.routed_experts = None
 
     def scored(self, least_of_group: int = 2) -> RolloutBatch:
-        """What is trained on: the episodes that have a reward, in groups of at least `least_of_group` of them."""
+        """Return what to train on: episodes with a reward, in groups of at least `least_of_group` such episodes."""
         groups = [replace(group, episodes=group.scored) for group in self.groups]
         return replace(self, groups=[group for group in groups if len(group.episodes) >= least_of_group])
 
 
 def num_routed_rows(episode: Episode, node_id: int) -> int:
-    """How many positions the `routed_experts` of a sampled node have: those behind its nearest sampled ancestor's."""
-    above = itertools.dropwhile(lambda node: not node.is_sampled, reversed(episode.path(node_id)[:-1]))
-    ancestor = next(above, None)
-    here = len(episode.tokens(node_id)) - 1
-    return here if ancestor is None else here - (len(episode.tokens(ancestor.node_id)) - 1)
+    """Return how many positions `routed_experts` of a sampled node has: those after its nearest sampled ancestor's."""
+    ancestor = next((node for node in reversed(episode.path(node_id)[:-1]) if node.is_sampled), None)
+    num_positions = len(episode.tokens(node_id)) - 1
+    return num_positions if ancestor is None else num_positions - (len(episode.tokens(ancestor.node_id)) - 1)
 
 
 def check_episode(episode: Episode) -> None:
-    """Raise ValueError, naming the node, for a tree that no recorder makes."""
+    """Check that a recorder can have made this tree. Raises ValueError, naming the node, if not."""
     name = episode.episode_id
     for place, node in enumerate(episode.nodes):
         where = f"episode {name}, node {place}"
@@ -487,4 +485,4 @@ def _check_turn(episode: Episode, node: Node, where: str, per_token: dict[str, i
     if node.routed_experts is not None:
         rows, expected = node.routed_experts.shape[0], num_routed_rows(episode, node.node_id)
         if rows != expected:
-            raise ValueError(f"{where}: routes of {rows} positions; {expected} lie behind the turn before it")
+            raise ValueError(f"{where}: routes of {rows} positions; {expected} come after the turn before it")

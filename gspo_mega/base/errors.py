@@ -1,7 +1,7 @@
-"""The error family.
+"""The errors that a user can cause, and the exit code of each.
 
-Every error a user can cause derives from `GspoMegaError`; its text says what is wrong, where, and what
-would be valid. Commands print only the text; any other exception is a defect of gspo_mega and shows a traceback.
+All of them derive from `GspoMegaError`. The text of an error says what is wrong, where, and what would be valid.
+Commands print only that text. Any other exception is a defect of gspo_mega and shows a traceback.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from typing import NamedTuple
 
 
 class Violation(NamedTuple):
-    """A setting that is refused. `key`: dotted; `text`: what is wrong; `nearest`: the nearest valid values, in words,
-    empty where there are none or where `text` names them.
+    """A setting that is refused.
+
+    `key` is the dotted key and `text` says what is wrong. `nearest` gives the nearest valid values in words. It is
+    empty if there are none, or if `text` already names them.
     """
 
     key: str
@@ -20,25 +22,28 @@ class Violation(NamedTuple):
 
 
 class GspoMegaError(Exception):
-    """Base of all errors that are written for a person. `exit_code` is what the command returns."""
+    """Base of all errors that are written for a person. A command that fails with one returns its `exit_code`."""
 
     exit_code = 1
 
 
 class ConfigError(GspoMegaError):
-    """The YAML file or an override is wrong. One line per problem: `file:line:column: key: what; what is valid`."""
+    """The YAML file or an override is wrong.
+
+    The text has one line per problem: `file:line:column: key: what is wrong; what is valid`.
+    """
 
     exit_code = 2
 
 
 class PlanError(GspoMegaError):
-    """The configuration is well formed and cannot run: an impossible layout or batch."""
+    """The configuration is well formed but cannot run, because its layout or batch is impossible."""
 
     exit_code = 2
 
 
 class FitError(PlanError):
-    """The memory of a GPU or of a node does not suffice, exactly or by estimate; names the keys to change."""
+    """A GPU or a node has too little memory, by an exact count or by an estimate. The text names the keys to change."""
 
     exit_code = 10
 
@@ -50,57 +55,58 @@ class ModelError(GspoMegaError):
 
 
 class DataError(GspoMegaError):
-    """A data file is malformed; names file and line."""
+    """A data file is malformed. The text names the file and the line."""
 
     exit_code = 2
 
 
 class RewardError(GspoMegaError):
-    """A reward function cannot be loaded. (A failure on one trajectory is recorded there instead.)"""
+    """A reward function cannot be loaded. (If it fails on one trajectory, that trajectory records the failure.)"""
 
     exit_code = 2
 
 
 class EpisodeError(GspoMegaError):
-    """An episode function or a tool cannot be loaded, or more episodes failed than are allowed. (One episode's failure
-    is recorded there instead.)
+    """An episode function or a tool cannot be loaded, or more episodes failed than are allowed.
+
+    (If one episode fails, that episode records the failure.)
     """
 
     exit_code = 2
 
 
 class RolloutError(GspoMegaError):
-    """No server can serve, or servers gave more invalid answers than the retries allow."""
+    """No server can serve, or the servers gave more invalid answers than the retries allow."""
 
     exit_code = 3
 
 
 class PublishError(GspoMegaError):
-    """A weight update was not applied, or not verified, in full."""
+    """A weight update was not applied in full, or not verified in full."""
 
     exit_code = 4
 
 
 class NumericsError(GspoMegaError):
-    """A non-finite number that would silently make training wrong; names the trajectory or tensor."""
+    """A number that is not finite would silently make training wrong. The text names the trajectory or tensor."""
 
     exit_code = 5
 
 
 class CheckpointError(GspoMegaError):
-    """A checkpoint is torn, damaged, of another model, or cannot be written."""
+    """A checkpoint is incomplete, damaged or of another model, or it cannot be written."""
 
     exit_code = 6
 
 
 class RankError(GspoMegaError):
-    """A rank or server process of the run failed; carries its traceback."""
+    """A rank or a server process of the run failed. The text carries its traceback."""
 
     exit_code = 7
 
 
 class StuckError(RankError):
-    """The watchdog found ranks that make no progress."""
+    """The watchdog found ranks that made no progress."""
 
 
 class JournalError(GspoMegaError):
@@ -110,6 +116,8 @@ class JournalError(GspoMegaError):
 
 
 class FolderError(GspoMegaError):
-    """The run folder, or a file in it that is neither checkpoint nor journal, cannot be written, or is damaged."""
+    """The run folder cannot be written, or a file in it that is neither checkpoint nor journal is damaged or cannot be
+    written.
+    """
 
     exit_code = 9

@@ -1,9 +1,9 @@
 """Named moments of a run at which a test can kill the process or make a file operation fail.
 
-Owns their list and the effect of reaching one: nothing, unless `arm` was called. It has a point before and after every
-file operation of a save, the rollout journal and a publish through the disk (`atomic_io.py` reaches them), and the
-moments of a step between them (`train/phases.py` reaches most). `gspo-mega inspect --kill-points` shows the list.
-Standard library only.
+Reaching a point does nothing unless `arm` was called. There is a point before and after every file operation of a save,
+the rollout journal and a publish through the disk; `atomic_io.py` reaches these. The moments of a step between them are
+points too; `train/phases.py` reaches most of those. `gspo-mega inspect --kill-points` shows the list. Standard library
+only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 # `record=FILE`.
 VARIABLE = "GSPO_MEGA_FAULT"
 
-# Each is a point before it (`NAME.before`) and one after it (`NAME.after`).
+# Each operation has a point before it (`NAME.before`) and one after it (`NAME.after`).
 OPERATIONS = {
     "save.clear": "removing the draft that an interrupted save left",
     "save.folder": "making the draft's folders",
@@ -90,10 +90,10 @@ POINTS: dict[str, str] = {
 
 @dataclass
 class InjectedFault:
-    """The action `do` at the `hit`-th time that rank `rank` reaches `point`.
+    """The action `do` happens when rank `rank` reaches `point` for the `hit`-th time.
 
-    `do`: kill (SIGKILL to this process), disk_full or denied (the operation fails with that OSError). `record`: a file
-    to which the name of every reached point is appended.
+    `do` is kill (SIGKILL to this process), or disk_full or denied (the operation fails with that OSError). `record` is
+    a file to which the name of every reached point is appended.
     """
 
     point: str = ""
@@ -104,7 +104,7 @@ class InjectedFault:
 
     @classmethod
     def parse(cls, text: str) -> InjectedFault:
-        """Raises ValueError for an unknown key, point or action."""
+        """Read `key=value` pairs, separated by commas. Raises ValueError for an unknown key, point or action."""
         known = {field.name: field.type for field in fields(cls)}
         values: dict[str, str | int] = {}
         for part in text.split(","):
@@ -126,8 +126,9 @@ _armed: list[InjectedFault] = []
 
 
 def arm(text: str | None, rank: int) -> None:
-    """Arm the fault that `text` describes if it is for this rank; None or an empty text disarms. Raises ValueError as
-    `InjectedFault.parse`.
+    """Arm the fault that `text` describes if it is for this rank. None or an empty text disarms.
+
+    Raises ValueError as `InjectedFault.parse` does.
     """
     _armed.clear()
     if text and (fault := InjectedFault.parse(text)).rank == rank:
@@ -135,7 +136,10 @@ def arm(text: str | None, rank: int) -> None:
 
 
 def reached(point: str) -> None:
-    """Note that a point of `POINTS` is reached. Raises KeyError for any other name, OSError if that fault is armed."""
+    """Tell that the process has reached a point of `POINTS`.
+
+    Raises KeyError for any other name, and OSError if a fault that fails the operation is armed there.
+    """
     POINTS[point]
     for fault in _armed:
         if fault.record:

@@ -1,14 +1,15 @@
-"""How often Python's garbage collector walks everything while the records of a batch pile up.
+"""Fewer runs of Python's garbage collector where they cost much time: during imports, and while a batch grows.
 
-It does so whenever they have grown by a quarter: each record of a large batch is walked five times, which took half of
-the time of 20 000 short responses. Records have no cycles and are freed without it. Owns the rule: while the trainer
-waits for a batch, garbage with cycles (of a user's episodes) is looked for when everything has doubled.
+A large import makes hundreds of thousands of objects that live until the process ends. Python's collector walks all of
+them again and again during the import, which is a quarter to a third of the time of importing torch with Megatron or
+SGLang. Use `uncollected` there.
 
-Imports without garbage collection in between.
+While the records of a batch pile up, Python walks all of them whenever they have grown by a quarter. It walks each
+record of a large batch five times, which took half of the time of 20 000 short responses. Records have no cycles, so
+they are freed without the collector. Inside `RareCollections`, garbage with cycles (from a user's episodes) is looked
+for only when everything has doubled.
 
-A large import makes hundreds of thousands of objects that live until the process ends, and Python's collector walks
-all of them again and again meanwhile: a quarter to a third of what importing torch with Megatron or SGLang takes.
-Standard library only, so that every layer may import it.
+Standard library only, so that every room may import it.
 """
 
 from __future__ import annotations
@@ -19,12 +20,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Self
 
+# A threshold that no count reaches.
+_NEVER = 2**31 - 1
+# The first full collection comes after this many collections of younger objects: about 1.5 million objects stayed then.
+_FIRST = 200
+
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Collect no garbage inside the block, and never again look at what was made in it. Nested blocks are one block.
+    """Collect no garbage inside the block, and never look again at the objects made in it. Nested blocks are one block.
 
-    Use it around imports, whose objects stay: a cycle of garbage that is made in the block is freed at exit alone.
+    Use it around imports, whose objects stay. A cycle of garbage that is made in the block is freed only at exit.
     """
     if not gc.isenabled():
         yield
@@ -35,18 +41,13 @@ def uncollected() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
-        # Python's last collection frees these objects, too: compiled libraries report what is left then.
+        # Python's last collection frees these objects too. Compiled libraries would report what is left then.
         atexit.unregister(gc.unfreeze)
         atexit.register(gc.unfreeze)
 
 
-_NEVER = 2**31 - 1
-# Collections of younger objects before the first of everything: about 1.5 million objects that stayed.
-_FIRST = 200
-
-
 class RareCollections:
-    """A context manager, in which everything is collected by `look` alone. Not to be nested."""
+    """A context manager in which only `collect_if_doubled` runs full collections. Do not nest it."""
 
     def __init__(self) -> None:
         self._thresholds = gc.get_threshold()
@@ -59,8 +60,8 @@ class RareCollections:
     def __exit__(self, *_: object) -> None:
         gc.set_threshold(*self._thresholds)
 
-    def look(self) -> None:
-        """Collect everything if it has doubled. To be called now and then."""
+    def collect_if_doubled(self) -> None:
+        """Run a full collection if the number of objects has doubled. Call it from time to time."""
         if gc.isenabled() and gc.get_count()[2] >= self._due:
             gc.collect()
             self._due *= 2

@@ -1,8 +1,9 @@
 """The versions of the packages that one Python has, read without importing them.
 
-Standard library alone and nothing of this project: `versions.py` runs this file's text in another Python, too.
+This file uses only the standard library and nothing of this project, because `versions.py` also runs its text in
+another Python. As a script it prints the versions as JSON:
 
-    python gspo_mega/base/package_versions.py        prints them as JSON
+    python gspo_mega/base/package_versions.py
 """
 
 import importlib.util
@@ -24,8 +25,10 @@ _DRIVER_SECONDS = 60.0
 
 
 def versions() -> dict:
-    """Version of each of PACKAGES, of `python`, of `CUDA` that torch is built for, of `NCCL` that is installed as a
-    package, and of the GPU's `driver`; None where there is none. `executable`: this Python.
+    """Return the versions by name; a version is None if there is no such thing.
+
+    The names are those of PACKAGES, `python`, `CUDA` (the release that torch is built for), `NCCL` (the one installed
+    as a package) and `driver` (of the GPU). `executable` is the path of this Python.
     """
     found = {name: _version(name) for name in PACKAGES}
     nccl = [version for name in _NCCL if (version := _version(name)) is not None]
@@ -47,7 +50,9 @@ def _version(package):
 
 
 def _cuda():
-    """What torch says of itself in its version.py, which is text: importing torch takes minutes from a slow folder."""
+    """Read the CUDA release from the text of torch's version.py, because importing torch from a slow folder takes
+    minutes.
+    """
     try:
         spec = importlib.util.find_spec("torch")
         if spec is None or spec.origin is None:
@@ -62,11 +67,11 @@ def _cuda():
 def _driver():
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=_DRIVER_SECONDS)
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=_DRIVER_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    found = re.match(r"[0-9]+(\.[0-9]+)*", told.stdout.strip())
-    return found.group(0) if found and told.returncode == 0 else None
+    found = re.match(r"[0-9]+(\.[0-9]+)*", ended.stdout.strip())
+    return found.group(0) if found and ended.returncode == 0 else None
 
 
 if __name__ == "__main__":

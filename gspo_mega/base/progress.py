@@ -1,8 +1,8 @@
-"""The progress of this process: the phase of its work, and a count that grows with every piece of work done.
+"""The progress of this process: the phase of its work, and a count that grows with every finished piece of work.
 
-Owns the two values. Working code calls `beat` when something is finished (a micro-batch, a trajectory, a message) and
-marks phases; a rank's `train/signals.py` shows them to the supervisor. The phases are the main thread's. Standard
-library only.
+Working code calls `beat` when something is finished (a micro-batch, a trajectory, a message). The main thread marks
+phases with `enter` and `during`. In a rank, `train/signals.py` shows both values to the supervisor. Standard library
+only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def beat() -> None:
 
 
 def enter(phase: str) -> None:
-    """Begin a phase, which counts as progress."""
+    """Begin a phase. This counts as progress."""
     global _phase
     _phase = phase
     beat()
@@ -30,7 +30,7 @@ def enter(phase: str) -> None:
 
 @contextlib.contextmanager
 def during(phase: str) -> Iterator[None]:
-    """The phase of a block; the phase before it returns afterwards."""
+    """Make the block a phase. After it, the earlier phase is set again."""
     before = _phase
     enter(phase)
     try:
@@ -39,6 +39,6 @@ def during(phase: str) -> Iterator[None]:
         enter(before)
 
 
-def now() -> tuple[str, int]:
-    """(phase, count)."""
+def current() -> tuple[str, int]:
+    """Return the phase and the count."""
     return _phase, _count

@@ -1,36 +1,37 @@
-"""The paths of a run folder, all in one place, and the atomic writes that fill it.
+"""The paths in a run folder, all in one place.
 
-Owns names; writing whole files is `atomic_io.py`'s. It does not own what the files mean: checkpoints, published
-weights, journal, server registrations and metrics belong to their own packages. Standard library only, so that every
-layer may import it.
+This file knows names. `atomic_io.py` writes whole files, and the rooms that own checkpoints, published weights, the
+journal, server registrations and metrics know what is in them. Standard library only, so that every room may import it.
 
     <run.dir>/<run.name>/
       config.resolved.yaml
       lock                           held (flock) by the one supervisor of the run
-      lease/<8 digits>               the same for file systems without locks: who holds the run, with a heartbeat
+      lease/<8 digits>               the lock for file systems without flock: who holds the run, with a heartbeat
       attempts/0001/                 one start of the run; attempts/latest -> 0001
         api_key                      0600; the servers' key, made anew for every attempt
         servers/<server_id>.json     written by `gspo-mega serve`
-        software/<server_id>.json    the server's PyTorch and NCCL versions, where weights go through NCCL
+        software/<server_id>.json    the server's PyTorch and NCCL versions, if weights go through NCCL
         software/machine-<n>-<role>.json   the packages' versions of a node's Python, which its doctor found (Slurm)
         errors/rank_<r>.json         written by a rank that failed
         beats/rank_<r>               the progress of a rank, written every few seconds
         logs/{supervisor,rank_<r>,server_<k>}.log
-        logs/stacks_rank_<r>.txt     the stacks of a rank that made no progress for long; stacks_<n>/: when asked
+        logs/stacks_rank_<r>.txt     the stacks of a rank that made no progress for long
+        logs/stacks_<n>/             the stacks of all ranks on the n-th request
         console.log                  the progress lines of rank 0
         stop                         a stop request; its text is the reason
         command                      what was started: train, sft or eval
         result.json                  what rank 0's work returned
         state.json                   the supervisor's view of the run, with a heartbeat
-        restart.json                 of a failed attempt: whether the supervisor started the run again, and why
+        restart.json                 after a failed attempt: whether the supervisor started the run again, and why
         plan.txt versions.txt config.resolved.yaml     the plan, versions and configuration of this start
       weights/v<8 digits>/           one published Hugging Face folder
       weights/current.json           {"weight_version": int, "path": absolute path}
       checkpoints/step_<8 digits>/   checkpoints/latest holds the newest complete folder's name
-      journal/step_<8 digits>        the episodes of one step, and those that were sampled ahead meanwhile
-      journal/step_<8 digits>.old-NNNN   ... as they were before the step was sampled again
+      journal/step_<8 digits>        the episodes of one step, and those that were sampled ahead during it
+      journal/step_<8 digits>.old-NNNN   the file as it was before the step was sampled again
       metrics.jsonl  tensorboard/  hf/  hf_steps/step_<8 digits>/
-      sinks/<name>.json  sinks/<name>/   how far a sink of metrics has come, its files; profile/   the profiler's traces
+      sinks/<name>.json  sinks/<name>/   how far a sink of metrics has come, and its files
+      profile/                       the profiler's traces
       report.html                    what `gspo-mega report` wrote last
       old-NNNN/                      the record of another configuration, itself a run folder to read from
 """
@@ -59,7 +60,7 @@ __all__ = [
     "weight_version_folder",
 ]
 
-# Exit code of a rank that stopped on request, with a checkpoint (EX_TEMPFAIL: run the same command again).
+# The exit code of a rank that stopped on request, with a checkpoint (EX_TEMPFAIL: run the same command again).
 EXIT_STOPPED = 75
 
 CURRENT_WEIGHTS_NAME = "current.json"
@@ -73,8 +74,9 @@ def weight_version_folder(weights_dir: Path, weight_version: int) -> Path:
 
 
 def read_json(path: str | os.PathLike[str]) -> Any | None:
-    """The JSON value in `path`, or None when there is no such file. Raises DamagedFileError naming a file that is
-    damaged or no file, and OSError.
+    """Return the JSON value in `path`, or None if there is no such file.
+
+    Raises DamagedFileError, naming the path, if it is damaged or not a file, and OSError if it cannot be read.
     """
     try:
         return read_json_file(path)
@@ -87,7 +89,7 @@ def read_json(path: str | os.PathLike[str]) -> Any | None:
 
 
 class DamagedFileError(FolderError, ValueError):
-    """A file of a run's folder holds something else than its writer wrote, or is no file."""
+    """A file of a run folder is damaged (its content is not what its writer wrote), or is not a file."""
 
 
 class Attempt:
@@ -120,7 +122,7 @@ class Attempt:
 
     @property
     def server_parts_dir(self) -> Path:
-        """Orders to, and reports of, the parts of servers over several nodes."""
+        """The orders to the parts of servers on several nodes, and the reports from them."""
         return self.path / "server_parts"
 
     @property
@@ -165,15 +167,15 @@ class Attempt:
     def stacks_request_file(self) -> Path:
         return self.path / "stacks"
 
-    def stacks_asked(self) -> int:
-        """The number of the last request for all ranks' stacks, or 0."""
+    def last_stacks_request(self) -> int:
+        """Return the number of the last request for the stacks of all ranks, or 0 if there was none."""
         try:
             return int(read_text(self.stacks_request_file))
         except (OSError, ValueError):
             return 0
 
     def stacks_dir(self, number: int) -> Path:
-        """The answers to that request."""
+        """The folder with the answers to request `number`."""
         return self.logs_dir / f"stacks_{number}"
 
     @property
@@ -185,12 +187,12 @@ class Attempt:
         return self.path / "stop"
 
     def request_stop(self, reason: str) -> None:
-        """Ask the ranks to end in order at their next safe point. The first reason stands."""
+        """Ask the ranks to end in an orderly way at their next safe point. The reason of the first request stays."""
         if self.stop_reason() is None:
             atomic_write_text(self.stop_file, reason + "\n")
 
     def stop_reason(self) -> str | None:
-        """Why the ranks should stop; None while nobody has asked for it."""
+        """Return why the ranks should stop, or None if nobody has asked for it."""
         try:
             return read_text(self.stop_file, errors="replace").strip() or "asked by hand"  # `touch stop` is enough
         except FileNotFoundError:
@@ -202,7 +204,7 @@ class Attempt:
 
     @property
     def work_file(self) -> Path:
-        """What the ranks of this attempt are to do, where its command says so."""
+        """What the ranks of this attempt have to do, if its command says so."""
         return self.path / "work.json"
 
     @property
@@ -230,12 +232,12 @@ class Attempt:
         return self.path / "config.resolved.yaml"
 
     def is_newest(self) -> bool:
-        """Whether no later attempt exists. An attempt whose supervisor lost the run must write nothing more."""
+        """Whether no later attempt exists. If one does, this attempt's supervisor lost the run and must not write."""
         newest = self.run_folder.latest_attempt()
         return newest is None or newest.number <= self.number
 
     def create(self) -> Attempt:
-        """Make the folder with its sub-folders and a fresh API key. Raises FileExistsError if it exists."""
+        """Make the folder with its sub-folders and a new API key. Raises FileExistsError if it exists."""
         self.path.mkdir(parents=True)
         for folder in (self.servers_dir, self.errors_dir, self.logs_dir):
             folder.mkdir()
@@ -276,7 +278,7 @@ class RunFolder:
         return Attempt(self.attempts_dir / f"{number:04d}")
 
     def attempts(self) -> list[Attempt]:
-        """Attempts on disk, oldest first."""
+        """Return the attempts on the disk, oldest first."""
         if not self.attempts_dir.is_dir():
             return []
         found = (Attempt(entry) for entry in self.attempts_dir.iterdir() if _ATTEMPT_NAME.fullmatch(entry.name))
@@ -287,21 +289,21 @@ class RunFolder:
         return attempts[-1] if attempts else None
 
     def num_restarts(self) -> int:
-        """The number of failed attempts after which the supervisor started the run again by itself."""
+        """Return the number of failed attempts after which the supervisor started the run again by itself."""
         records = (read_json(attempt.restart_file) for attempt in self.attempts())
         return sum(isinstance(record, dict) and record.get("again") is True for record in records)
 
     def new_attempt(self) -> Attempt:
-        """Create the next attempt (its folders and API key) and point `attempts/latest` to it.
+        """Create the next attempt (its folders and API key), point `attempts/latest` to it, and return it.
 
-        The caller holds the run's lock; this function does not guard against a second caller.
+        The caller must hold the run's lock. This function does not guard against a second caller.
         """
         latest = self.latest_attempt()
         attempt = self.attempt(latest.number + 1 if latest else 1).create()
-        # A symbolic link cannot be overwritten in place: create it under another name, then rename it.
-        beside = self.attempts_dir / f".latest.{attempt.path.name}"
-        beside.symlink_to(attempt.path.name)
-        os.replace(beside, self.latest_attempt_link)
+        # A symbolic link cannot be overwritten in place, so create it under another name and rename it.
+        new_link = self.attempts_dir / f".latest.{attempt.path.name}"
+        new_link.symlink_to(attempt.path.name)
+        os.replace(new_link, self.latest_attempt_link)
         return attempt
 
     @property

@@ -1,13 +1,13 @@
-"""Foreign text on a terminal: of models, servers, data, files and errors. Nothing in it acts on the terminal.
+"""Input that somebody else made: files in folders that others may have filled, and text that goes to a terminal.
 
-A response can hold any character, also those with which a terminal is told to clear its screen, to set its title, to
-copy to the clipboard, or to show a line in another order than it is written. They are shown as Python writes them.
-Standard library only.
+Files (of a run, a model, a user's data): only regular files are opened. Reading a named pipe would wait for ever, a
+device never ends, and a folder is not a file. A file that is read whole has a bound on its size, and JSON that is
+nested too deeply is an error like any other bad JSON.
 
-Reads files of folders that others may have filled: a run's, a model's, a user's data.
+Text (from models, servers, data, files and errors): nothing in it may act on the terminal. A response can contain any
+characters, including those that tell a terminal to clear its screen, to set its title, to copy to the clipboard, or to
+show a line in another order than it is written in. They are shown as escapes, as Python writes them.
 
-Owns what is opened: regular files only. A named pipe would be waited for without end, a device never ends, and a
-folder is no file. A file that is read whole has a bound, and JSON that is too deep is an error like any other bad JSON.
 Standard library only.
 """
 
@@ -26,14 +26,16 @@ from pathlib import Path
 from typing import Any
 
 MOST_BYTES = 1024**3
-"""Of a file that is read whole, as metrics and logs are."""
+"""The limit for a file that is read whole, as metrics and logs are."""
 MOST_TEXT_BYTES = 64 * 1024**2
-"""Of a file of a few lines, such as a command or a name."""
+"""The limit for a file of a few lines, such as a command or a name."""
 MOST_JSON_BYTES = 256 * 1024**2
-"""Of a file that is one JSON value, such as a model's index or a tokenizer."""
+"""The limit for a file that is one JSON value, such as a model's index or a tokenizer."""
 
-_MORE_TEMPLATES = "additional_chat_templates"  # the one folder in a model's that transformers reads
-_TEXTS = (".json", ".jinja", ".txt", ".model", ".py")
+_PIECE_BYTES = 16 * 2**20
+_TEMPLATES_FOLDER = "additional_chat_templates"  # the only folder inside a model's folder that transformers reads
+_TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".py")
+_ALL_BUT_NEWLINES_AND_TABS = re.compile("[^\n\t]+")
 
 _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
     (stat.S_ISDIR, "a folder"),
@@ -44,20 +46,18 @@ _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
 )
 
 
-_PIECE_BYTES = 16 * 2**20
-
-
 class NoRegularFileError(OSError):
-    """What bears a file's name is something else, too large, or cannot be read. `strerror` says what it is."""
+    """The path is not a regular file, or the file is too large or cannot be read. `strerror` says which."""
 
 
 def open_regular(path: str | os.PathLike[str], most_bytes: int | None = None) -> io.BufferedReader:
-    """Open a regular file, or a link to one, for reading. Raises OSError: where there is none, NoRegularFileError.
+    """Open a regular file, or a link to one, for reading.
 
-    `most_bytes`: refuse a larger file; None for one that is read piece by piece.
+    Raises OSError: a NoRegularFileError if the path is something else, or a file larger than `most_bytes`. Leave
+    `most_bytes` out for a file that is read piece by piece.
     """
     try:
-        # Non-blocking, or the call itself would wait for a pipe's other end.
+        # Non-blocking, because the call itself would otherwise wait for the other end of a pipe.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     except OSError as error:
         if error.errno == errno.ENXIO:  # a socket cannot be opened
@@ -71,8 +71,8 @@ def open_regular(path: str | os.PathLike[str], most_bytes: int | None = None) ->
             kind = next((name for test, name in _KINDS if test(found.st_mode)), "something else")
             number = errno.EISDIR if stat.S_ISDIR(found.st_mode) else errno.EINVAL
             raise NoRegularFileError(number, f"is {kind}, not a file", os.fspath(path))
-        if _is_of_kernel(found):
-            raise NoRegularFileError(errno.EINVAL, "is a file of the kernel, not one of a disk", os.fspath(path))
+        if _belongs_to_kernel(found):
+            raise NoRegularFileError(errno.EINVAL, "is a file of the kernel, not a file on a disk", os.fspath(path))
         if most_bytes is not None and found.st_size > most_bytes:
             size = f"has {found.st_size} bytes; at most {most_bytes} are read"
             raise NoRegularFileError(errno.EFBIG, size, os.fspath(path))
@@ -82,8 +82,8 @@ def open_regular(path: str | os.PathLike[str], most_bytes: int | None = None) ->
         raise
 
 
-def _is_of_kernel(found: os.stat_result) -> bool:
-    """Whether this is one of /proc, which claim to be regular and may wait, never end, or change what is read."""
+def _belongs_to_kernel(found: os.stat_result) -> bool:
+    """Whether this is a file of /proc. Those claim to be regular, but reading one may wait, never end, or act."""
     try:
         return found.st_dev == os.stat("/proc").st_dev
     except OSError:
@@ -91,11 +91,11 @@ def _is_of_kernel(found: os.stat_result) -> bool:
 
 
 def read_bytes(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> bytes:
-    """The whole of a regular file. Raises OSError."""
+    """Return the content of a regular file. Raises OSError."""
     pieces, size = [], 0
     with open_regular(path, most_bytes) as file:
         try:
-            # In pieces: a read of the bound would take memory for all of it, and the file may grow meanwhile.
+            # In pieces, because one read up to the limit would allocate all of that memory, and the file may grow.
             while piece := file.read(_PIECE_BYTES):
                 pieces.append(piece)
                 size += len(piece)
@@ -103,25 +103,29 @@ def read_bytes(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> by
                     raise NoRegularFileError(errno.EFBIG, f"has more than {most_bytes} bytes", os.fspath(path))
         except NoRegularFileError:
             raise
-        except OSError as error:  # Python leaves out the name
+        except OSError as error:  # Python's own error leaves out the file's name
             raise NoRegularFileError(error.errno, f"cannot be read: {error.strerror}", os.fspath(path)) from None
     return b"".join(pieces)
 
 
 def read_text(path: str | os.PathLike[str], most_bytes: int = MOST_TEXT_BYTES, errors: str = "strict") -> str:
-    """The whole of a regular file as UTF-8, with its line ends as newlines. Raises OSError, and UnicodeDecodeError."""
+    """Return the text of a regular file in UTF-8, with line ends as newlines. Raises OSError and UnicodeDecodeError."""
     text = read_bytes(path, most_bytes).decode("utf-8", errors)
     return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
 
 
 def read_json_file(path: str | os.PathLike[str], most_bytes: int = MOST_JSON_BYTES) -> Any:
-    """The JSON value of a regular file. Raises OSError, and ValueError with what is wrong, without the file's name."""
+    """Return the JSON value of a regular file.
+
+    Raises OSError, and ValueError whose text says what is wrong without the file's name.
+    """
     return parse_json(read_text(path, most_bytes))
 
 
 def parse_json(text: str | bytes) -> Any:
-    """A JSON value that somebody else wrote. Raises ValueError, also where it is nested too deeply, or has a number of
-    too many digits.
+    """Return a JSON value that somebody else wrote.
+
+    Raises ValueError, also if it is nested too deeply or has a number of too many digits.
     """
     try:
         return json.loads(text)
@@ -131,52 +135,56 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it does not fit into the memory") from None
 
 
-def odd_file(folder: Path) -> str | None:
-    """What in a model's folder that a library is to read is neither a file nor a folder, or a text of more than
-    `MOST_JSON_BYTES`, with its path; None where there is nothing of the kind. The library would wait for it, or fill
-    the memory with it.
+def find_unreadable_entry(folder: Path) -> str | None:
+    """Return what a library could not safely read in a model's folder, as a path and a reason; None if all is well.
+
+    That is an entry that is neither a file nor a folder, or a text of more than `MOST_JSON_BYTES`. The library would
+    wait for the one, or fill the memory with the other.
     """
-    for entry in (*_entries(folder), *_entries(folder / _MORE_TEMPLATES)):
+    for entry in (*_entries(folder), *_entries(folder / _TEMPLATES_FOLDER)):
         try:
             found = entry.stat()
-        except OSError:  # a link to nothing, which no reader finds
+        except OSError:  # a link to nothing: no reader finds it
             continue
         if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
             kind = next((name for test, name in _KINDS if test(found.st_mode)), "something else")
             return f"{entry.path}: is {kind}, not a file"
-        if stat.S_ISREG(found.st_mode) and _is_of_kernel(found):
-            return f"{entry.path}: is a file of the kernel, not one of a disk"
-        if found.st_size > MOST_JSON_BYTES and entry.name.endswith(_TEXTS):
+        if stat.S_ISREG(found.st_mode) and _belongs_to_kernel(found):
+            return f"{entry.path}: is a file of the kernel, not a file on a disk"
+        if found.st_size > MOST_JSON_BYTES and entry.name.endswith(_TEXT_SUFFIXES):
             return f"{entry.path}: has {found.st_size} bytes; at most {MOST_JSON_BYTES} are read"
     return None
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    """Of a folder, by name; none of what is no folder or cannot be read, of which its reader says so."""
+    """Return the entries of a folder by name. If it is not a folder or cannot be read, there are none; the library that
+    reads it will say so.
+    """
     try:
         return sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError:
         return []
 
 
-_BETWEEN = re.compile("[^\n\t]+")
-
-
 def printable(text: str) -> str:
-    """`text` with its newlines and tabs, and every other character that is not printable written out (`\\x1b`): control
-    characters, marks that change the direction of writing or that nobody sees, halves of characters. JSON remains JSON
-    of the same value.
+    """Return `text` with every character escaped (`\\x1b`) that is not printable, except newlines and tabs.
+
+    Escaped are control characters, marks that change the direction of writing or that nobody sees, and halves of
+    characters. JSON remains JSON of the same value.
     """
-    return _BETWEEN.sub(lambda found: found[0] if found[0].isprintable() else _written_out(found[0]), text)
+    return _ALL_BUT_NEWLINES_AND_TABS.sub(
+        lambda found: found[0] if found[0].isprintable() else _escaped(found[0]), text
+    )
 
 
-def _written_out(text: str) -> str:
+def _escaped(text: str) -> str:
     return "".join(c if c.isprintable() else "\\u007f" if c == "\x7f" else repr(c)[1:-1] for c in text)
 
 
 class PrintableStream:
-    """A text stream to which nothing but printable text is written. `foreign`: the stream itself, for a program that
-    draws on the terminal and makes its texts printable on its own.
+    """A text stream to which only printable text is written.
+
+    `foreign` is the stream itself, for a program that draws on the terminal and makes its own texts printable.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -196,8 +204,9 @@ class PrintableStream:
 
 @contextlib.contextmanager
 def printable_output() -> Iterator[None]:
-    """Inside of this, `print` and everything else that writes to standard output or error writes printable text. It may
-    be nested.
+    """Inside this context, everything that writes to standard output or error, such as `print`, writes printable text.
+
+    It may be nested.
     """
     before = sys.stdout, sys.stderr
     for name, stream in zip(("stdout", "stderr"), before, strict=True):

@@ -1,16 +1,14 @@
-"""Do the trainer's Python and the servers' fit together? PyTorch and NCCL above all. Standard library alone.
+"""Which versions of packages work together: SGLang's release, and the trainer's Python against the servers'.
 
-Owns asking another Python for its versions, and which of them must be equal. Versions are those of the installed
-packages. What the processes of a run have loaded is compared once more before the first publish, by
-`sync/servers.py`.
+Standard library only, because the doctor imports this file before anything else.
 
-Which releases of SGLang a server of a run can be. Standard library alone: the doctor reads it before anything else.
-
-Owns the oldest one. Its arguments, its routes for weights (`begin_weight_update`, in-place pauses) and its streamed
-reports are what `rollout/` speaks to; releases before it have others (in 0.5.17 there is no such route, and ServerArgs
-is another kind of class).
-
-A finding of the doctor, and the text of a list of them. Standard library alone.
+- `Finding` and `render`: what the doctor reports.
+- `TESTED_SGLANG` is the oldest release that a server may have. `rollout/` uses its arguments, its routes for weights
+  (`begin_weight_update`, in-place pauses) and its streamed reports. Older releases differ: in 0.5.17 there is no such
+  route, and ServerArgs is another kind of class.
+- The rest reads the versions of the packages that this Python or another one has installed, and compares the trainer's
+  with the servers'. PyTorch and NCCL matter most. Before the first publish, `sync/servers.py` also compares what the
+  processes of a run have loaded.
 """
 
 from __future__ import annotations
@@ -28,19 +26,43 @@ from gspo_mega.base import package_versions
 from gspo_mega.base.atomic_io import atomic_write_json
 from gspo_mega.base.untrusted import read_json_file
 
-TESTED = "0.5.23"
+Level = Literal["ok", "note", "wrong"]
 
 
-def problem(version: str | None) -> str | None:
-    """Why a server of this `version` is refused, with what is valid; None for one that is not older than TESTED. A
-    version that tells no release, such as that of a source tree without tags (0.0.0.dev1), is not refused.
+@dataclass(frozen=True)
+class Finding:
+    """One thing that the doctor found. The levels are `ok`, `note` (it works, but is worth knowing) and `wrong` (a run
+    would not start, or would not work as configured).
+    """
+
+    level: Level
+    what: str
+    text: str
+
+
+def render(findings: Iterable[Finding], machine: str = "") -> str:
+    """Return one line per finding: those of level `wrong` first, then `note`, then `ok`."""
+    order = {"wrong": 0, "note": 1, "ok": 2}
+    prefix = f"{machine}: " if machine else ""
+    return "\n".join(
+        f"{prefix}{f.level:<5} {f.what:<9} {f.text}" for f in sorted(findings, key=lambda f: order[f.level])
+    )
+
+
+TESTED_SGLANG = "0.5.23"
+
+
+def sglang_problem(version: str | None) -> str | None:
+    """Return why a server of this `version` is refused, with what is valid; None if it is not older than TESTED_SGLANG.
+
+    A version that names no release, such as that of a source tree without tags (0.0.0.dev1), is not refused.
     """
     found = _parsed_release(version)
-    if found is None or found >= (_parsed_release(TESTED) or ()):
+    if found is None or found >= (_parsed_release(TESTED_SGLANG) or ()):
         return None
     return (
-        f"SGLang {version} is older than {TESTED}, and lacks what a run asks of its servers (updates of weights as"
-        f" transactions); valid: sglang=={TESTED} (launch/env/gpu-server.txt)"
+        f"SGLang {version} is older than {TESTED_SGLANG}, and lacks what a run asks of its servers (updates of weights"
+        f" as transactions); valid: sglang=={TESTED_SGLANG} (launch/env/gpu-server.txt)"
     )
 
 
@@ -50,33 +72,13 @@ def _parsed_release(version: str | None) -> tuple[int, ...] | None:
     return numbers if any(numbers) else None
 
 
-Level = Literal["ok", "note", "wrong"]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """`level`: ok; note: works, but worth knowing; wrong: a run would not start or would not work as configured."""
-
-    level: Level
-    what: str
-    text: str
-
-
-def render(findings: Iterable[Finding], machine: str = "") -> str:
-    """One line per finding, those of level `wrong` first."""
-    order = {"wrong": 0, "note": 1, "ok": 2}
-    prefix = f"{machine}: " if machine else ""
-    return "\n".join(
-        f"{prefix}{f.level:<5} {f.what:<9} {f.text}" for f in sorted(findings, key=lambda f: order[f.level])
-    )
-
-
 Versions = Mapping[str, str | None]
 
-# Members of one NCCL group: NCCL refuses another version of itself, and torch decides what it sends.
+# These must be equal in all members of an NCCL group: NCCL refuses another version of itself, and torch decides what it
+# sends.
 _EQUAL = ("torch", "NCCL")
-# A difference is worth knowing and stops nothing.
-_TOLD = ("CUDA", "transformers", "tokenizers", "safetensors", "numpy", "pydantic")
+# A difference in these is worth knowing, but stops nothing.
+_NOTED = ("CUDA", "transformers", "tokenizers", "safetensors", "numpy", "pydantic")
 _SHOWN = ("torch", "NCCL", "CUDA", "sglang", "safetensors", "transformers")
 _RECORD = "machine-"
 # NVIDIA's table of minor version compatibility: the oldest driver for each major release of CUDA.
@@ -87,12 +89,15 @@ _SAME_AGAIN = (
 )
 
 
-def here() -> Versions:
+def own_versions() -> Versions:
+    """Return the versions of this Python, as `package_versions.versions` does."""
     return package_versions.versions()
 
 
-def ask(python: str, seconds: float, environment: Mapping[str, str] | None = None) -> Versions:
-    """The versions of another Python. Raises ValueError with a text for a person where it does not tell them."""
+def versions_of(python: str, seconds: float, environment: Mapping[str, str] | None = None) -> Versions:
+    """Return the versions of the program `python`. Raises ValueError, with a text for a person, if it does not report
+    them within `seconds`.
+    """
     text = Path(package_versions.__file__).read_text(encoding="utf-8")
     try:
         told = subprocess.run(
@@ -116,10 +121,15 @@ def ask(python: str, seconds: float, environment: Mapping[str, str] | None = Non
 
 
 def compare(trainer: Versions, server: Versions, by_nccl: bool) -> list[Finding]:
-    """`by_nccl`: weights go from the trainer to these servers through NCCL, so that a difference is an error."""
+    """Return the findings about the trainer's versions against a server's.
+
+    `by_nccl`: weights go from the trainer to these servers through NCCL, so that a difference of PyTorch or NCCL is an
+    error.
+    """
     found = [Finding("wrong" if by_nccl else "note", "pythons", text) for text in differences(trainer, server)]
-    differing = [name for name in _TOLD if _release(trainer.get(name)) != _release(server.get(name))]
-    # One of the two alone is normal: a server without Megatron's needs, a trainer without SGLang's.
+    differing = [name for name in _NOTED if _release(trainer.get(name)) != _release(server.get(name))]
+    # It is normal that only one of the two has a package: a server lacks what Megatron needs, a trainer what SGLang
+    # needs.
     differing = [name for name in differing if trainer.get(name) and server.get(name)]
     if differing:
         pairs = ", ".join(f"{name} {trainer.get(name)} and {server.get(name)}" for name in differing)
@@ -129,14 +139,17 @@ def compare(trainer: Versions, server: Versions, by_nccl: bool) -> list[Finding]
     return found
 
 
-def record(folder: Path, index: int, role: str, versions: Versions) -> None:
-    """Write the versions of a role's Python on machine `index`, for `compare_records`."""
+def record_versions(folder: Path, index: int, role: str, versions: Versions) -> None:
+    """Write the versions of a role's Python on machine `index` to `folder`, for `compare_records`."""
     folder.mkdir(parents=True, exist_ok=True)
     atomic_write_json(folder / f"{_RECORD}{index}-{role}.json", dict(versions))
 
 
 def compare_records(folder: Path, by_nccl: bool) -> list[Finding]:
-    """The recorded Pythons of all servers against that of the first machine's trainer; empty without either."""
+    """Compare the recorded Pythons of all servers with that of the first machine's trainer.
+
+    Returns the findings without repetitions; none if there is no record of a trainer or of a server.
+    """
     trainers, servers = (
         [read_json_file(path) for path in sorted(folder.glob(f"{_RECORD}*-{role}.json"))]
         for role in ("trainer", "server")
@@ -146,8 +159,9 @@ def compare_records(folder: Path, by_nccl: bool) -> list[Finding]:
 
 
 def differences(trainer: Versions, server: Versions) -> list[str]:
-    """One text for each package that must be equal and is not, with both versions and what to do. Builds of one
-    release (`+cu130`) are equal; a version that a Python does not tell is not compared.
+    """Return one text for each package that must be equal and is not, with both versions and what to do.
+
+    Builds of one release (`+cu130`) are equal. A version that one of the two does not report is not compared.
     """
     return [
         f"{name} is {trainer[name]} in the trainer's Python ({trainer.get('executable')}) and {server[name]} in the"
@@ -159,7 +173,9 @@ def differences(trainer: Versions, server: Versions) -> list[str]:
 
 
 def driver_problem(versions: Versions) -> str | None:
-    """Why torch of this Python cannot use the GPU's driver; None where it can, or where one of the two is not there."""
+    """Return why torch of this Python cannot use the GPU's driver; None if it can, or if there is no torch or no
+    driver.
+    """
     cuda, driver = versions.get("CUDA"), versions.get("driver")
     least = _LEAST_DRIVER.get((cuda or "").partition(".")[0])
     if least is None or not driver or int(driver.partition(".")[0]) >= least:
@@ -179,5 +195,5 @@ def _release(version: str | None) -> str | None:
 
 
 def is_this_python(python: str) -> bool:
-    """Whether `python` names the very Python that asks."""
+    """Whether `python` is the program that runs this code."""
     return Path(python).absolute() == Path(sys.executable).absolute()

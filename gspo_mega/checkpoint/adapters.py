@@ -1,26 +1,21 @@
-"""A policy's adapters as a PEFT folder: adapter_config.json and adapter_model.safetensors.
+"""A policy's adapters (`lora`) as a PEFT folder: adapter_config.json and adapter_model.safetensors.
 
-Owns writing one that Hugging Face's `peft` loads, or a server, and starting from one. Without experts these are the
-same file. With experts PEFT and transformers 5 have one adapter for all experts of a layer (`adapters.py`), and
-SGLang an A and a B for each expert's matrix, as PEFT had with transformers 4. Merged weights are `hf_export.py`'s.
+The first part writes a folder that Hugging Face's `peft` or a server loads, and starts a policy from one.
+`hf_export.py` writes merged weights instead. Without experts, PEFT and SGLang load the same file. With experts, SGLang
+has an A and a B for each expert's matrix, as PEFT had with transformers 4, while PEFT with transformers 5 has one
+adapter for all experts of a layer. The second part, from `AdapterTensors` on, gathers whole tensors from the ranks, and
+fills the ranks' parts from them, in any layout. The third part, from `AdapterStack` on, converts experts to PEFT's form
+and back:
 
-The adapters of a policy (`lora`) as whole tensors under PEFT's names, from and to any layout.
-
-Owns the way between this rank's parts and the tensors; `adapters.py` owns the files.
-
-Adapters of a model with experts in PEFT's form, and back.
-
-transformers 5 holds the experts of a layer in two tensors, `gate_up_proj` [experts, 2 width, hidden] and `down_proj`
+transformers 5 has the experts of a layer in two tensors, `gate_up_proj` [experts, 2 width, hidden] and `down_proj`
 [experts, hidden, width]. PEFT names such a tensor in `target_parameters` and gives it one A and one B. With s the rank
 of one expert:
 
     A [experts s, in]    rows e s .. e s + s are expert e's A
     B [out, s experts]   column j experts + e is column j of expert e's B
 
-Here gate and up have an A and a B of their own, of rank r each. Of both PEFT makes one adapter of rank s = 2 r, with
-A = [A_gate; A_up] and B = [[B_gate, 0], [0, B_up]]; its alpha is doubled with the rank, because PEFT divides by s.
-
-Owns the two forms of the tensors and what adapter_config.json says of the second; the files are `adapters.py`'s.
+In this project gate and up each have their own A and B of rank r. PEFT gets one adapter of rank s = 2 r for both, with
+A = [A_gate; A_up] and B = [[B_gate, 0], [0, B_up]]. Its alpha is doubled with the rank, because PEFT divides by s.
 """
 
 from __future__ import annotations
@@ -51,225 +46,8 @@ if TYPE_CHECKING:
     from gspo_mega.engine.policy import PolicyEngine
     from gspo_mega.engine.process_groups import ParallelGroups
 
-
-class AdapterTensors(PolicyTensors):
-    """Every A and B of the policy, spread over ranks as its weights are. Construction is collective."""
-
-    def __init__(
-        self,
-        settings: Lora,
-        spec: ModelSpec,
-        groups: ParallelGroups,
-        chunks: Sequence[PolicyModel],
-        values: Callable[[nn.Parameter], torch.Tensor] | None = None,
-    ) -> None:
-        """`values`: what to gather instead of a parameter's values, as for `PolicyTensors`."""
-        self._settings = settings
-        super().__init__(spec, groups, chunks, values)
-
-    def _find(self) -> dict[str, torch.Tensor]:
-        return dict(_halves(self._chunks))
-
-    def _table(self) -> dict[str, list[TensorEntry]]:
-        return _by_parameter(self.spec, self._settings)
-
-
-def fill_adapters(
-    settings: Lora,
-    spec: ModelSpec,
-    groups: ParallelGroups,
-    chunks: Sequence[PolicyModel],
-    tensors: Mapping[str, torch.Tensor],
-) -> None:
-    """Set this rank's parts from whole tensors by PEFT's names, each of the shape that `adapter_tensors` gives it."""
-    table = _by_parameter(spec, settings)
-    with torch.no_grad():
-        for name, parameter in _halves(chunks).items():
-            parameter.zero_()
-            for entry in table[name]:
-                group = tensor_group(groups, entry)
-                for block in parameter_blocks(spec, entry, group.size, group.rank):
-                    values = tensors[entry.name].narrow(block.dim, block.start, block.length)
-                    parameter.narrow(block.dim, block.local_start, block.length).copy_(values)
-
-
-def _halves(chunks: Sequence[PolicyModel]) -> dict[str, nn.Parameter]:
-    return {name: half for chunk in chunks for one in chunk.low_rank() for name, half in one.halves().items()}
-
-
-def _by_parameter(spec: ModelSpec, settings: Lora) -> dict[str, list[TensorEntry]]:
-    table: dict[str, list[TensorEntry]] = {}
-    for entry in adapter_tensors(spec, settings.rank, settings.targets):
-        table.setdefault(entry.parameter, []).append(entry)
-    return table
-
-
-_GATE_UP, _DOWN = "gate_up_proj", "down_proj"
-_PATTERN = rf".*\.experts\.{_GATE_UP}"
-
-
-@dataclass(frozen=True)
-class AdapterStack:
-    """One adapter of PEFT: that of `parameter` of one layer's experts. `matrices[e]` are expert e's, gate before up.
-
-    `path`: what PEFT's names begin with. PEFT wraps the module once for each parameter: where both have an adapter,
-    that of `gate_up_proj` is the inner one.
-    """
-
-    path: str
-    parameter: str
-    matrices: tuple[tuple[TensorEntry, ...], ...]
-
-    def name(self, half: Literal["A", "B"]) -> str:
-        return f"{self.path}.lora_{half}.weight"
-
-    def rank(self, settings: Lora, shares_a: bool) -> int:
-        """s above. `shares_a`: gate and up have one A, and PEFT's adapter the rank of one."""
-        return settings.rank * (1 if shares_a else len(self.matrices[0]))
-
-    def shapes(self, settings: Lora, shares_a: bool) -> dict[str, tuple[int, int]]:
-        rows, columns = self.matrices[0][0].shape
-        size = len(self.matrices) * self.rank(settings, shares_a)
-        return {
-            self.name("A"): (size, columns),
-            self.name("B"): (rows * (2 if self.parameter == _GATE_UP else 1), size),
-        }
-
-
-def stacks(spec: ModelSpec, targets: Sequence[str]) -> list[AdapterStack]:
-    """The adapters that PEFT has for experts, in the order of the model; none if no expert has one."""
-    layers: dict[int, dict[str, dict[int, tuple[TensorEntry, ...]]]] = {}
-    for entries in adapted(spec, targets).values():
-        layer, expert = entries[0].layer, entries[0].expert
-        if layer is not None and expert is not None:
-            parameter = _DOWN if entries[0].role == "whole" else _GATE_UP
-            layers.setdefault(layer, {}).setdefault(parameter, {})[expert] = tuple(entries)
-    found = []
-    for layer, parameters in layers.items():
-        for parameter, experts in parameters.items():
-            inner = ".base_layer" if parameter == _GATE_UP and _DOWN in parameters else ""
-            path = f"{PREFIX}model.layers.{layer}.mlp.experts{inner}"
-            found.append(AdapterStack(path, parameter, tuple(experts[expert] for expert in range(len(experts)))))
-    return found
-
-
-def peft_settings(settings: Lora, spec: ModelSpec) -> dict[str, Any]:
-    """What adapter_config.json says of the targets: `target_modules`, and for a model with experts the rest.
-
-    PEFT takes `gate_proj` among `target_modules` of such a model for its experts' whatever stands before it. The
-    matrices of a dense layer and of shared experts are therefore parameters there, too. PEFT has no dropout for
-    parameters; it is of training alone.
-    """
-    entries = [entry for found in adapted(spec, settings.targets).values() for entry in found]
-    found = stacks(spec, settings.targets)
-    if not found:
-        return {"target_modules": sorted({module_of(entry) for entry in entries})}
-    of_experts = {module_of(entry) for entry in entries if entry.expert is not None}
-    others = [entry for entry in entries if entry.expert is None]
-    beside = {".".join(entry.name.split(".")[-3:]) for entry in others if module_of(entry) in of_experts}
-    more: dict[str, Any] = {
-        "target_modules": sorted({module_of(entry) for entry in others} - of_experts),
-        "target_parameters": sorted(beside | {f"experts.{stack.parameter}" for stack in found}),
-        "lora_dropout": 0.0,
-    }
-    if _fuses(found):
-        more |= {"rank_pattern": {_PATTERN: 2 * settings.rank}, "alpha_pattern": {_PATTERN: 2 * settings.alpha}}
-    return more
-
-
-def _fuses(found: Sequence[AdapterStack]) -> bool:
-    return any(len(stack.matrices[0]) == 2 for stack in found)
-
-
-def shares_a(config: Mapping[str, Any], settings: Lora, spec: ModelSpec) -> bool:
-    """Have gate and up one A in a folder with `target_parameters`, as where PEFT itself made it with one rank for all?
-
-    Raises ModelError if the folder's `config` has other experts' parameters or other ranks than `lora` asks for.
-    """
-    found = stacks(spec, settings.targets)
-    own = {stack.parameter for stack in found}
-    named = {str(name).rpartition(".")[2] for name in config["target_parameters"]} & {_GATE_UP, _DOWN}
-    problems = []
-    if named != own:
-        valid = ", ".join(sorted(own)) or "none of experts"
-        problems.append(f"target_parameters is {config['target_parameters']!r}; valid here: {valid}")
-    ranks, alphas = (config.get(key) or {} for key in ("rank_pattern", "alpha_pattern"))
-    doubled = _fuses(found) and set(ranks.values()) == {2 * settings.rank}
-    doubled = doubled and set(alphas.values()) == {2 * settings.alpha} and ranks.keys() == alphas.keys()
-    if (ranks or alphas) and not (doubled and all(key.endswith(_GATE_UP) for key in ranks)):
-        valid = f"none, or {{{_PATTERN!r}: {2 * settings.rank}}} and alpha {2 * settings.alpha:g} with gate and up"
-        problems.append(f"rank_pattern is {ranks!r} and alpha_pattern {alphas!r}; valid here: {valid}")
-    if problems:
-        raise ModelError("\n  ".join(problems))
-    return _fuses(found) and not doubled
-
-
-def peft_shapes(settings: Lora, spec: ModelSpec, shared: bool) -> dict[str, tuple[int, ...]]:
-    """The tensors of a folder in PEFT's form. `shared`: as `shares_a` says."""
-    alone: dict[str, tuple[int, ...]] = {
-        entry.name: entry.shape
-        for entry in adapter_tensors(spec, settings.rank, settings.targets)
-        if entry.expert is None
-    }
-    for stack in stacks(spec, settings.targets):
-        alone |= stack.shapes(settings, shared)
-    return alone
-
-
-def to_peft(settings: Lora, spec: ModelSpec, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """From one A and B for each matrix (the names of `adapter_tensors`) to PEFT's form, by its names."""
-    found = dict(tensors)
-    for stack in stacks(spec, settings.targets):
-        each_a, each_b = [], []
-        for matrices in stack.matrices:
-            halves = [[found.pop(half_name(entry, half)) for entry in matrices] for half in ("A", "B")]
-            each_a.append(torch.cat(halves[0]))
-            each_b.append(_whole_b(stack, matrices, halves[1]))
-        found[stack.name("A")] = torch.cat(each_a)
-        found[stack.name("B")] = torch.stack(each_b, dim=-1).flatten(1)
-    return found
-
-
-def _whole_b(stack: AdapterStack, matrices: Sequence[TensorEntry], halves: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[out of the parameter, s]: B of one expert."""
-    if stack.parameter == _DOWN:
-        return halves[0]
-    if len(halves) == 2:
-        return torch.block_diag(*halves)
-    zero = torch.zeros_like(halves[0])
-    return torch.cat([halves[0], zero] if matrices[0].role == "gate" else [zero, halves[0]])
-
-
-def from_peft(
-    settings: Lora, spec: ModelSpec, tensors: Mapping[str, torch.Tensor], shared: bool
-) -> dict[str, torch.Tensor]:
-    """From PEFT's form, of the shapes `peft_shapes`, to one A and B for each matrix. Raises ModelError where B has
-    numbers that no A and B of gate and of up have.
-    """
-    found = dict(tensors)
-    for stack in stacks(spec, settings.targets):
-        size = stack.rank(settings, shared)
-        all_a = found.pop(stack.name("A")).unflatten(0, (-1, size))
-        all_b = found.pop(stack.name("B")).unflatten(1, (size, -1)).movedim(2, 0)
-        for a, b, matrices in zip(all_a, all_b, stack.matrices, strict=True):
-            parts = [a] * len(matrices) if shared else a.split(settings.rank)
-            for place, entry in enumerate(matrices):
-                own = b if shared else b[:, place * settings.rank : (place + 1) * settings.rank]
-                if stack.parameter == _GATE_UP:
-                    gate, up = own.chunk(2)
-                    own, rest = (gate, up) if entry.role == "gate" else (up, gate)
-                    if not shared and rest.any():
-                        raise ModelError(
-                            f"{stack.name('B')}: gate and up of an expert share numbers of A; here each has"
-                            f" {settings.rank} (lora.rank) of its own, so that B has zeros outside two blocks"
-                        )
-                found[half_name(entry, "A")] = parts[place].contiguous()
-                found[half_name(entry, "B")] = own.contiguous()
-    return found
-
-
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
-# Settings of PEFT that change what an adapter computes, with the value that leaves it B A alpha / rank.
+# Settings of PEFT that change what an adapter computes. With these values it computes B A alpha / rank.
 _PLAIN = {
     "use_rslora": False,
     "use_dora": False,
@@ -285,12 +63,16 @@ _PLAIN = {
     "target_parameters": None,
     "trainable_token_indices": None,
 }
-# Those of them that a folder with `target_parameters` has for experts.
+# The settings among them that a folder with `target_parameters` has for experts.
 _OF_EXPERTS = ("rank_pattern", "alpha_pattern", "target_parameters")
+
+# The parameters of a layer's experts in transformers 5.
+_GATE_UP, _DOWN = "gate_up_proj", "down_proj"
+_PATTERN = rf".*\.experts\.{_GATE_UP}"
 
 
 def served_config(settings: Lora, spec: ModelSpec, base: str) -> dict[str, Any]:
-    """What adapter_config.json says of adapters with an A and a B for each matrix, those of experts too."""
+    """Return the adapter_config.json of adapters with an A and a B for each matrix, including those of experts."""
     modules = {module_of(entry) for found in adapted(spec, settings.targets).values() for entry in found}
     return {
         "peft_type": "LORA",
@@ -315,9 +97,10 @@ def export_adapters(
     *,
     served: bool = False,
 ) -> None:
-    """Write the adapters, in fp32, to `out_dir`, which appears complete or not at all; an older one is replaced.
-    `served`: in the form that servers load. Collective. Raises PublishError, the same on every rank, if it cannot be
-    written.
+    """Write the adapters in fp32 to `out_dir`, which appears complete or not at all and replaces an older one.
+
+    `served`: write the form that servers load. Collective. Raises PublishError, the same on every rank, if the folder
+    cannot be written.
     """
     stream = AdapterTensors(settings, spec, groups, chunks).stream(torch.float32)
     tensors = {name: tensor.detach().cpu().clone() for name, tensor in stream}
@@ -344,9 +127,11 @@ def export_adapters(
     raise_together(problems, groups.host, PublishError, f"{out_dir} cannot be written")
 
 
-def start_of_adapters(engine: PolicyEngine) -> None:
-    """Fill the engine's adapters from `lora.path`, or anew: A random by the seed, B zero. Nothing without `lora`.
-    Collective. Raises ModelError, the same on every rank, for a folder that does not hold these adapters.
+def init_adapters(engine: PolicyEngine) -> None:
+    """Fill the engine's adapters from `lora.path`, or without it with new values: A random by the seed, B zero.
+
+    Does nothing without `lora`. Collective. Raises ModelError, the same on every rank, if the folder does not have
+    these adapters.
     """
     settings, spec = engine.config.lora, engine.spec
     if settings is None:
@@ -364,8 +149,10 @@ def start_of_adapters(engine: PolicyEngine) -> None:
 
 
 def read_adapters(folder: Path, settings: Lora, spec: ModelSpec) -> dict[str, torch.Tensor]:
-    """The tensors of a PEFT folder by the names of `adapter_tensors`, checked against `lora` and the model. The folder
-    is of transformers 5 (with `target_parameters` for experts) or has an A and a B for each matrix. Raises ModelError.
+    """Return the tensors of a PEFT folder by the names of `adapter_tensors`, checked against `lora` and the model.
+
+    The folder is one of transformers 5 (with `target_parameters` for experts) or has an A and a B for each matrix.
+    Raises ModelError.
     """
     try:
         config = read_json_file(folder / CONFIG_NAME)
@@ -410,3 +197,216 @@ def read_adapters(folder: Path, settings: Lora, spec: ModelSpec) -> dict[str, to
         return from_peft(settings, spec, tensors, shared)
     except ModelError as error:
         raise ModelError(f"{folder / WEIGHTS_NAME}: {error}") from None
+
+
+class AdapterTensors(PolicyTensors):
+    """Every A and B of the policy, spread over the ranks as its weights are. Construction is collective."""
+
+    def __init__(
+        self,
+        settings: Lora,
+        spec: ModelSpec,
+        groups: ParallelGroups,
+        chunks: Sequence[PolicyModel],
+        values: Callable[[nn.Parameter], torch.Tensor] | None = None,
+    ) -> None:
+        """`values` selects what to gather instead of a parameter's values, as for `PolicyTensors`."""
+        self._settings = settings
+        super().__init__(spec, groups, chunks, values)
+
+    def _find(self) -> dict[str, torch.Tensor]:
+        return dict(_halves(self._chunks))
+
+    def _table(self) -> dict[str, list[TensorEntry]]:
+        return _by_parameter(self.spec, self._settings)
+
+
+def fill_adapters(
+    settings: Lora,
+    spec: ModelSpec,
+    groups: ParallelGroups,
+    chunks: Sequence[PolicyModel],
+    tensors: Mapping[str, torch.Tensor],
+) -> None:
+    """Set this rank's parts from whole tensors by PEFT's names, each with the shape that `adapter_tensors` gives it."""
+    table = _by_parameter(spec, settings)
+    with torch.no_grad():
+        for name, parameter in _halves(chunks).items():
+            parameter.zero_()
+            for entry in table[name]:
+                group = tensor_group(groups, entry)
+                for block in parameter_blocks(spec, entry, group.size, group.rank):
+                    values = tensors[entry.name].narrow(block.dim, block.start, block.length)
+                    parameter.narrow(block.dim, block.local_start, block.length).copy_(values)
+
+
+def _halves(chunks: Sequence[PolicyModel]) -> dict[str, nn.Parameter]:
+    return {name: half for chunk in chunks for one in chunk.low_rank() for name, half in one.halves().items()}
+
+
+def _by_parameter(spec: ModelSpec, settings: Lora) -> dict[str, list[TensorEntry]]:
+    table: dict[str, list[TensorEntry]] = {}
+    for entry in adapter_tensors(spec, settings.rank, settings.targets):
+        table.setdefault(entry.parameter, []).append(entry)
+    return table
+
+
+@dataclass(frozen=True)
+class AdapterStack:
+    """One adapter of PEFT: that of `parameter` of one layer's experts. `matrices[e]` are expert e's, gate before up.
+
+    PEFT's names begin with `path`. PEFT wraps the module once for each parameter. If both have an adapter, that of
+    `gate_up_proj` is the inner one.
+    """
+
+    path: str
+    parameter: str
+    matrices: tuple[tuple[TensorEntry, ...], ...]
+
+    def name(self, half: Literal["A", "B"]) -> str:
+        return f"{self.path}.lora_{half}.weight"
+
+    def rank(self, settings: Lora, shares_a: bool) -> int:
+        """Return s of the equations above. With `shares_a`, gate and up have one A, and PEFT's adapter has its rank."""
+        return settings.rank * (1 if shares_a else len(self.matrices[0]))
+
+    def shapes(self, settings: Lora, shares_a: bool) -> dict[str, tuple[int, int]]:
+        rows, columns = self.matrices[0][0].shape
+        size = len(self.matrices) * self.rank(settings, shares_a)
+        return {
+            self.name("A"): (size, columns),
+            self.name("B"): (rows * (2 if self.parameter == _GATE_UP else 1), size),
+        }
+
+
+def stacks(spec: ModelSpec, targets: Sequence[str]) -> list[AdapterStack]:
+    """Return the adapters that PEFT has for experts, in the order of the model; none if no expert has one."""
+    layers: dict[int, dict[str, dict[int, tuple[TensorEntry, ...]]]] = {}
+    for entries in adapted(spec, targets).values():
+        layer, expert = entries[0].layer, entries[0].expert
+        if layer is not None and expert is not None:
+            parameter = _DOWN if entries[0].role == "whole" else _GATE_UP
+            layers.setdefault(layer, {}).setdefault(parameter, {})[expert] = tuple(entries)
+    found = []
+    for layer, parameters in layers.items():
+        for parameter, experts in parameters.items():
+            inner = ".base_layer" if parameter == _GATE_UP and _DOWN in parameters else ""
+            path = f"{PREFIX}model.layers.{layer}.mlp.experts{inner}"
+            found.append(AdapterStack(path, parameter, tuple(experts[expert] for expert in range(len(experts)))))
+    return found
+
+
+def peft_settings(settings: Lora, spec: ModelSpec) -> dict[str, Any]:
+    """Return what adapter_config.json says about the targets: `target_modules`, and for a model with experts the rest.
+
+    In a model with experts, PEFT takes `gate_proj` among `target_modules` for that of the experts, whatever precedes
+    it. The matrices of dense layers and shared experts are therefore named as parameters too. PEFT has no dropout for
+    parameters; dropout matters only in training.
+    """
+    entries = [entry for found in adapted(spec, settings.targets).values() for entry in found]
+    found = stacks(spec, settings.targets)
+    if not found:
+        return {"target_modules": sorted({module_of(entry) for entry in entries})}
+    of_experts = {module_of(entry) for entry in entries if entry.expert is not None}
+    others = [entry for entry in entries if entry.expert is None]
+    as_parameters = {".".join(entry.name.split(".")[-3:]) for entry in others if module_of(entry) in of_experts}
+    more: dict[str, Any] = {
+        "target_modules": sorted({module_of(entry) for entry in others} - of_experts),
+        "target_parameters": sorted(as_parameters | {f"experts.{stack.parameter}" for stack in found}),
+        "lora_dropout": 0.0,
+    }
+    if _fuses(found):
+        more |= {"rank_pattern": {_PATTERN: 2 * settings.rank}, "alpha_pattern": {_PATTERN: 2 * settings.alpha}}
+    return more
+
+
+def _fuses(found: Sequence[AdapterStack]) -> bool:
+    return any(len(stack.matrices[0]) == 2 for stack in found)
+
+
+def shares_a(config: Mapping[str, Any], settings: Lora, spec: ModelSpec) -> bool:
+    """Whether gate and up have one A in a folder with `target_parameters`, as if PEFT made it with one rank for all.
+
+    Raises ModelError if the folder's `config` has other parameters of experts, or other ranks, than `lora` asks for.
+    """
+    found = stacks(spec, settings.targets)
+    own = {stack.parameter for stack in found}
+    named = {str(name).rpartition(".")[2] for name in config["target_parameters"]} & {_GATE_UP, _DOWN}
+    problems = []
+    if named != own:
+        valid = ", ".join(sorted(own)) or "none of experts"
+        problems.append(f"target_parameters is {config['target_parameters']!r}; valid here: {valid}")
+    ranks, alphas = (config.get(key) or {} for key in ("rank_pattern", "alpha_pattern"))
+    doubled = _fuses(found) and set(ranks.values()) == {2 * settings.rank}
+    doubled = doubled and set(alphas.values()) == {2 * settings.alpha} and ranks.keys() == alphas.keys()
+    if (ranks or alphas) and not (doubled and all(key.endswith(_GATE_UP) for key in ranks)):
+        valid = f"none, or {{{_PATTERN!r}: {2 * settings.rank}}} and alpha {2 * settings.alpha:g} with gate and up"
+        problems.append(f"rank_pattern is {ranks!r} and alpha_pattern {alphas!r}; valid here: {valid}")
+    if problems:
+        raise ModelError("\n  ".join(problems))
+    return _fuses(found) and not doubled
+
+
+def peft_shapes(settings: Lora, spec: ModelSpec, shared: bool) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors of a folder in PEFT's form. `shared` is the result of `shares_a`."""
+    shapes: dict[str, tuple[int, ...]] = {
+        entry.name: entry.shape
+        for entry in adapter_tensors(spec, settings.rank, settings.targets)
+        if entry.expert is None
+    }
+    for stack in stacks(spec, settings.targets):
+        shapes |= stack.shapes(settings, shared)
+    return shapes
+
+
+def to_peft(settings: Lora, spec: ModelSpec, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Convert from one A and B for each matrix (by the names of `adapter_tensors`) to PEFT's form, by PEFT's names."""
+    found = dict(tensors)
+    for stack in stacks(spec, settings.targets):
+        each_a, each_b = [], []
+        for matrices in stack.matrices:
+            halves = [[found.pop(half_name(entry, half)) for entry in matrices] for half in ("A", "B")]
+            each_a.append(torch.cat(halves[0]))
+            each_b.append(_whole_b(stack, matrices, halves[1]))
+        found[stack.name("A")] = torch.cat(each_a)
+        found[stack.name("B")] = torch.stack(each_b, dim=-1).flatten(1)
+    return found
+
+
+def _whole_b(stack: AdapterStack, matrices: Sequence[TensorEntry], halves: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return B of one expert, [out of the parameter, s]."""
+    if stack.parameter == _DOWN:
+        return halves[0]
+    if len(halves) == 2:
+        return torch.block_diag(*halves)
+    zero = torch.zeros_like(halves[0])
+    return torch.cat([halves[0], zero] if matrices[0].role == "gate" else [zero, halves[0]])
+
+
+def from_peft(
+    settings: Lora, spec: ModelSpec, tensors: Mapping[str, torch.Tensor], shared: bool
+) -> dict[str, torch.Tensor]:
+    """Convert from PEFT's form, with the shapes of `peft_shapes`, to one A and B for each matrix.
+
+    Raises ModelError if B has numbers that no separate A and B of gate and up can give.
+    """
+    found = dict(tensors)
+    for stack in stacks(spec, settings.targets):
+        size = stack.rank(settings, shared)
+        all_a = found.pop(stack.name("A")).unflatten(0, (-1, size))
+        all_b = found.pop(stack.name("B")).unflatten(1, (size, -1)).movedim(2, 0)
+        for a, b, matrices in zip(all_a, all_b, stack.matrices, strict=True):
+            parts = [a] * len(matrices) if shared else a.split(settings.rank)
+            for place, entry in enumerate(matrices):
+                own = b if shared else b[:, place * settings.rank : (place + 1) * settings.rank]
+                if stack.parameter == _GATE_UP:
+                    gate, up = own.chunk(2)
+                    own, rest = (gate, up) if entry.role == "gate" else (up, gate)
+                    if not shared and rest.any():
+                        raise ModelError(
+                            f"{stack.name('B')}: gate and up of an expert share numbers of A; here each must have its"
+                            f" own {settings.rank} (lora.rank), so that B has zeros outside two blocks"
+                        )
+                found[half_name(entry, "A")] = parts[place].contiguous()
+                found[half_name(entry, "B")] = own.contiguous()
+    return found

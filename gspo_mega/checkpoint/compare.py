@@ -1,7 +1,7 @@
 """The differences between two checkpoints of any two formats, and a description of one checkpoint.
 
-Compares Hugging Face tensors bit for bit, so that a conversion is judged by the tensors that it would return. Writes
-nothing.
+Checkpoints are compared as Hugging Face tensors, bit for bit, so that a conversion is judged by the tensors that it
+would give back. Nothing is written.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gspo_mega.models.tensors import count_parameters
 
 
 def differences(one: TensorSource, other: TensorSource, progress: Callable[[int, int, str], None]) -> Iterator[str]:
-    """One line per difference, as it is found: between the models, or else between tensors in table order.
+    """Yield one line per difference as it is found: between the models, or else between tensors in table order.
 
     Raises CheckpointError for files that cannot be read.
     """
@@ -33,10 +33,10 @@ def differences(one: TensorSource, other: TensorSource, progress: Callable[[int,
         yield f"the models differ: one is a policy and the other a critic ({', '.join(names)})"
         return
     entries = one.tensors
-    if behind := one.carried():
-        # Megatron's files have no such layers: a conversion from them takes those of the folder that describes it.
-        if {entry.name for entry in other.carried()} == {entry.name for entry in behind}:
-            entries = [*entries, *behind]
+    if carried := one.carried():
+        # Megatron's files have no such layers. A conversion from them takes the layers of the folder that describes it.
+        if {entry.name for entry in other.carried()} == {entry.name for entry in carried}:
+            entries = [*entries, *carried]
         elif other.carried():
             yield "the models differ: their layers for multi-token prediction have other tensors"
             return
@@ -57,14 +57,15 @@ def differences(one: TensorSource, other: TensorSource, progress: Callable[[int,
 
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Compares bytes: NaN equals itself, and 0 differs from -0."""
+    """Whether the bytes are equal. So NaN equals itself, and 0 differs from -0."""
     return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
 
 
 def describe(folder: Path, description: Path | None = None) -> list[str]:
-    """A checkpoint in lines: format, model, sizes, a run's counters, and every tensor with shape and dtype.
+    """Return lines about a checkpoint: format, model, sizes, a run's counters, and every tensor with shape and dtype.
 
-    A Megatron checkpoint without config.json is listed by its stored tensors. Raises CheckpointError or ModelError.
+    For a Megatron checkpoint without config.json, the lines name its stored tensors. Raises CheckpointError or
+    ModelError.
     """
     lines = _run_lines(folder)
     megatron = folder / MEGATRON_FOLDER if (folder / MEGATRON_FOLDER).is_dir() else folder
@@ -94,7 +95,7 @@ def describe(folder: Path, description: Path | None = None) -> list[str]:
 
 
 def _quantized_lines(source: HuggingFaceSource, num_tensors: int, size: int, dtypes: list[str]) -> list[str]:
-    """What is in the files of a quantised folder, and what it is read as."""
+    """Return lines about what the files of a quantised folder contain, and what it is read as."""
     stored = source.stored()
     by_kind: dict[str, int] = {}
     for one in stored.values():

@@ -1,9 +1,8 @@
 """Conversion between Hugging Face folders and Megatron's `torch_dist`, streamed: no model is built, no GPU is used.
 
-Owns the order of a conversion. Files are written one by one to a staging folder; each is synced and then recorded, so
-that the same command continues after an interruption. The complete folder is renamed. Peak memory is a few of the
-largest tensors. `torch_dist.py` and `tensor_sources.py` own the formats, `models/tensors.py` the mapping of
-tensors to parameters.
+Files are written one by one to a staging folder. Each is synced and then recorded, so that the same command continues
+after an interruption. Then the complete folder is renamed. Peak memory is a few of the largest tensors. `torch_dist.py`
+and `tensor_sources.py` know the formats, and `models/tensors.py` the mapping of tensors to parameters.
 """
 
 from __future__ import annotations
@@ -36,23 +35,25 @@ from gspo_mega.models.tensors import TensorEntry, parameter_blocks, parameter_sh
 FILE_BYTES = 2 * 1024**3
 _PART_SUFFIX = ".converting"
 _RECORD_NAME = "progress.jsonl"
-_FREE_BYTES = 256 * 1024**2  # stays free on the disk
+_FREE_BYTES = 256 * 1024**2  # this much stays free on the disk
 
 # A unit of writing: a name and the tensors in it.
 _Item = tuple[str, list[TensorEntry]]
-# Called after every tensor with bytes done, bytes in total, and the tensor's name.
+# A function that is called after every tensor with bytes done, bytes in total, and the tensor's name.
 Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
 class _Target:
-    """`dtype` of all tensors, None to keep the source's; or `form`, in which some are quantised."""
+    """What to convert to: the `dtype` of all tensors (None keeps the source's), or a `form` in which some are
+    quantised.
+    """
 
     dtype: torch.dtype | None = None
     form: PublishedForm | None = None
 
     def described(self, source: TensorSource, entry: TensorEntry) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Names, dtypes and shapes of what is written for a tensor."""
+        """Return the names, dtypes and shapes of what is written for a tensor."""
         if self.form is not None:
             return self.form.described(entry)
         dtype = source.dtype(entry) if self.dtype is None else entry_dtype(entry, self.dtype)
@@ -62,7 +63,7 @@ class _Target:
         return sum(math.prod(shape) * dtype.itemsize for dtype, shape in self.described(source, entry).values())
 
     def identity(self) -> dict[str, Any]:
-        """What distinguishes this conversion from others of the same source."""
+        """Return what distinguishes this conversion from others of the same source."""
         if self.form is None or self.form.stored is None:
             return {"dtype": None if self.dtype is None else DTYPE_NAMES[self.dtype]}
         return {
@@ -83,14 +84,14 @@ class _Tally:
     tensors: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def read(self, entry: TensorEntry) -> torch.Tensor:
-        """The whole tensor in the target dtype, recorded for the manifest."""
+        """Return the whole tensor in the target dtype, and record it for the manifest."""
         dtype = self.target.dtype
         tensor = self.source.read(entry, None if dtype is None else entry_dtype(entry, dtype))
         self.note(entry.name, tensor, entry)
         return tensor
 
     def written(self, entry: TensorEntry) -> Iterator[torch.Tensor]:
-        """What is written for a tensor, as `_Target.described` says, recorded for the manifest."""
+        """Yield what is written for a tensor, as `_Target.described` says, and record it for the manifest."""
         form = self.target.form
         if form is None:
             yield self.read(entry)
@@ -100,7 +101,7 @@ class _Tally:
             yield tensor
 
     def note(self, name: str, tensor: torch.Tensor, entry: TensorEntry) -> None:
-        """Record a tensor `name` made of `entry` for the manifest."""
+        """Record for the manifest a tensor `name` that is made from `entry`."""
         self.tensors[name] = {
             "shape": list(tensor.shape),
             "dtype": DTYPE_NAMES[tensor.dtype],
@@ -126,8 +127,8 @@ def to_megatron(
 ) -> None:
     """Write `source` to the new folder `out`: Megatron's files under `megatron/`, config and tokenizer, manifest.json.
 
-    Any tensor, pipeline and expert layout can load it. `dtype`: the target, by default the source's. Raises
-    CheckpointError, ModelError or OSError; the staging folder stays, and the same call continues from it.
+    Any tensor, pipeline and expert layout can load it. `dtype` is the target, by default the source's. Raises
+    CheckpointError, ModelError or OSError. The staging folder then stays, and the same call continues from it.
     """
 
     def parameters(tally: _Tally, group: list[_Item]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -160,9 +161,9 @@ def to_huggingface(
 ) -> None:
     """Write `source` to the new Hugging Face folder `out`: safetensors with an index, config, tokenizer, manifest.json.
 
-    `form`, in place of `dtype`: what servers load, in which some tensors are quantised. `dtype`, errors and
-    continuation are as in `to_megatron`. `carries`: with the layers for multi-token prediction that the source's
-    description has, in no FP8 blocks.
+    Give `form` instead of `dtype` for what servers load, in which some tensors are quantised. `dtype`, errors and
+    continuation are as in `to_megatron`. With `carries`, the folder also gets the layers for multi-token prediction
+    that the source's description has, never in FP8 blocks.
     """
     target = _Target(dtype, form)
     carried = source.carried() if carries else []
@@ -199,7 +200,7 @@ def to_huggingface(
 
 
 def _fused(tally: _Tally, entries: list[TensorEntry]) -> torch.Tensor:
-    """The whole parameter that the tensors form, as on a single rank; padding rows are zero."""
+    """Return the whole parameter that the tensors form, as on a single rank. Padding rows are zero."""
     spec, shape = tally.source.spec, parameter_shape(tally.source.spec, entries[0], 1)
     tensor = tally.read(entries[0])
     if len(entries) == 1 and tuple(tensor.shape) == shape:
@@ -220,7 +221,7 @@ def _fused(tally: _Tally, entries: list[TensorEntry]) -> torch.Tensor:
 
 
 def _groups(source: TensorSource, items: Iterable[_Item], target: _Target, file_bytes: int) -> list[list[_Item]]:
-    """Consecutive items per file: about `file_bytes`, and at least one item."""
+    """Return the consecutive items of each file: about `file_bytes`, and at least one item."""
     groups: list[list[_Item]] = [[]]
     room = file_bytes
     for name, entries in items:
@@ -282,7 +283,7 @@ def _convert(
             try:
                 written = write(tally, part / name, group)
             except OSError:
-                # It would be written anew in any case. On a full disk the room is for those who report the error.
+                # It would be written anew in any case. On a full disk, this makes room for the report of the error.
                 (part / name).unlink(missing_ok=True)
                 raise
             tensors = {tensor: noted for tensor, noted in tally.tensors.items() if tensor not in before}
@@ -293,7 +294,7 @@ def _convert(
             dtypes = {DTYPE_NAMES[target.form.plain]}
         else:
             dtypes = {tally.tensors[entry.name]["dtype"] for entry in entries if not entry.is_buffer}
-        # For a mixture config.json names the widest dtype, which loses nothing.
+        # For a mixture, config.json names the widest dtype, which loses nothing.
         complete(part, in_order, source.description, "float32" if "float32" in dtypes else min(dtypes))
         placed = {
             tensor: noted | {"file": file["file"]} for file in in_order for tensor, noted in file["tensors"].items()
@@ -315,11 +316,13 @@ def _append(record: TextIO, value: dict[str, Any]) -> None:
 
 
 def _resume(part: Path, record: TextIO, identity: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The finished files of an earlier attempt at the same conversion. Raises CheckpointError for another's folder."""
+    """Return the finished files of an earlier attempt at the same conversion. Raises CheckpointError if the folder
+    belongs to another conversion.
+    """
     record.seek(0)
     lines = record.read().splitlines(keepends=True)
     whole = [line for line in lines if line.endswith("\n")]
-    if len(whole) < len(lines):  # the last line is incomplete: its file is written again
+    if len(whole) < len(lines):  # the last line is incomplete, so its file is written again
         record.truncate(sum(len(line.encode()) for line in whole))
         record.seek(0, os.SEEK_END)
     if not whole:  # stopped before anything was recorded

@@ -1,7 +1,7 @@
-"""A critic and Hugging Face folders, in any layout: as whole tensors, into a folder, and from one.
+"""A critic as whole tensors, and its export to and import from Hugging Face folders, in any layout.
 
-Owns what differs from a policy: the table of `models/value_models.py`, and a head that a folder may lack. Gathering is
-`gather.py`'s, files are `hf_export.py`'s and `hf_import.py`'s.
+Two things differ from a policy: the table of tensors (`models/value_models.py`), and a head that a folder may lack. The
+rest is in `gather.py`, `hf_export.py` and `hf_import.py`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _parameters(
 
 
 class CriticTensors(PolicyTensors):
-    """Every weight of a critic, spread over ranks as a policy's are. Construction is collective."""
+    """Every weight of a critic, spread over the ranks as a policy's are. Construction is collective."""
 
     def _find(self) -> dict[str, torch.Tensor]:
         return _parameters(self.spec, self.groups, self._chunks)
@@ -56,7 +56,7 @@ class CriticTensors(PolicyTensors):
 
 
 class _WrittenCritic(CriticTensors):
-    """What an export writes: the critic, and a bias of zero for readers that need one."""
+    """The tensors of an export: those of the critic, and a bias of zero for readers that need one."""
 
     def _table(self) -> dict[str, list[TensorEntry]]:
         table = super()._table()
@@ -67,7 +67,7 @@ class _WrittenCritic(CriticTensors):
         return shares[0].new_zeros(1) if entry.name == SCORE_BIAS else super()._assemble(entry, shares)
 
     def config_json(self, raw: dict[str, Any]) -> dict[str, Any]:
-        """A classifier's."""
+        """Return the config.json of a classifier."""
         return critic_config_json(raw)
 
 
@@ -80,18 +80,21 @@ def export_critic(
     source_folder: str | Path,
     weight_version: int,
 ) -> dict[str, Any]:
-    """Write the critic in `chunks` (this rank's unwrapped chunks) to `out_dir`, which transformers loads as a sequence
-    or token classifier of one label: as `export_policy`, manifest and errors included. Collective.
+    """Write the critic in `chunks` (this rank's unwrapped chunks) to `out_dir`, as `export_policy` does for a policy.
+
+    transformers loads the folder as a sequence or token classifier with one label. Returns the manifest; errors are
+    those of `export_policy`. Collective.
     """
     critic = _WrittenCritic(spec, groups, chunks)
     return export_policy(critic, out_dir, plain_form(dtype), source_folder, weight_version)
 
 
 def import_critic(folder: str | Path, spec: ModelSpec, groups: ParallelGroups, chunks: Sequence[PolicyModel]) -> None:
-    """Fill the backbone in `chunks` from the folder of a policy, a critic or a reward model, and the head if the folder
-    has one; else it stays as it is. As `import_huggingface` otherwise, errors included. Collective.
+    """Fill the backbone in `chunks` from the folder of a policy, a critic or a reward model, as `import_huggingface`
+    does.
 
-    Raises ModelError, too, for a head with a bias, which a critic has not.
+    The head is filled if the folder has one, and otherwise stays as it is. Collective. Errors are those of
+    `import_huggingface`; a head with a bias is a ModelError too, because a critic has none.
     """
 
     def wanted(source: HuggingFaceFolder) -> tuple[dict[str, torch.Tensor], list[TensorEntry]]:

@@ -1,7 +1,7 @@
-"""The checkpoints of a run as folders: which are complete, which are intact, which are kept.
+"""The checkpoints of a run as folders: which are complete, which are intact, and which are kept.
 
-Owns names, checksums and the order of creating and removing folders, so that one complete checkpoint exists at every
-moment. `load.py` owns their content. Only rank 0 changes folders; any rank may read.
+Folders are created and removed in such an order that one complete checkpoint exists at every moment. `load.py`
+describes their content. Only rank 0 changes folders; any rank may read.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from gspo_mega.base.errors import CheckpointError
 from gspo_mega.base.run_folder import RunFolder, read_json
 from gspo_mega.base.untrusted import open_regular, read_text
 
-# 2: `files`, the checksums, beside what 1 had.
+# Format 2 adds `files`, the checksums, to format 1.
 FORMAT_VERSION = 2
 _COMPLETE = re.compile(r"step_(\d{8})")
 
 
 def draft_folder(final: Path, token: str) -> Path:
-    """The folder in which a checkpoint is written before it gets its name.
+    """Return the folder in which a checkpoint is written before it gets its name.
 
-    `token` identifies this process, because writers that a killed process started may still write.
+    `token` identifies this process, because writers that a killed process started may still be writing.
     """
     return final.with_name(f"{final.name}.{token}.part")
 
 
-def clear(run_folder: RunFolder) -> None:
-    """Remove drafts and half-removed folders of interrupted saves."""
+def remove_drafts(run_folder: RunFolder) -> None:
+    """Remove the drafts and half-removed folders that interrupted saves left."""
     for pattern in ("step_*.part", ".step_*.removed"):
         for leftover in run_folder.checkpoints_dir.glob(pattern):
             atomic_io.remove_tree(leftover, at="save.clear")
 
 
-def put_in_place(run_folder: RunFolder, draft: Path, final: Path) -> None:
+def commit_draft(run_folder: RunFolder, draft: Path, final: Path) -> None:
     """Give a complete draft its name and make it `latest`. Only then replace an earlier checkpoint of the same step."""
     aside = _aside(final)
     atomic_io.remove_tree(aside, at="save.drop")
@@ -53,7 +53,7 @@ def make_latest(run_folder: RunFolder, folder: Path) -> None:
     atomic_io.atomic_write_text(run_folder.latest_checkpoint_file, folder.name, at="save.latest")
 
 
-def repair(run_folder: RunFolder) -> None:
+def restore_moved_aside(run_folder: RunFolder) -> None:
     """Give a checkpoint its name back if an interrupted save had moved it aside."""
     for aside in run_folder.checkpoints_dir.glob(".step_*.aside"):
         final = aside.with_name(aside.name.removeprefix(".").removesuffix(".aside"))
@@ -66,16 +66,17 @@ def prune(run_folder: RunFolder, step: int, keep_last: int, keep_every: int) -> 
 
     Checkpoints of later steps stay: the run went back to an earlier one, by hand or after damage.
     """
-    past = [folder for folder in complete(run_folder) if step_of(folder) <= step]
+    past = [folder for folder in complete_checkpoints(run_folder) if step_of(folder) <= step]
     for folder in past[:-keep_last]:
         if keep_every == 0 or step_of(folder) % keep_every:
             atomic_io.remove_tree(folder, at="save.prune")
 
 
 def candidates(run_folder: RunFolder) -> list[Path]:
-    """The folder that `latest` names, existing or not, then complete ones of earlier steps, newest first.
+    """Return the folder that `latest` names, whether it exists or not, then complete ones of earlier steps, newest
+    first.
 
-    Empty for a run without checkpoints. Raises CheckpointError if `latest` names something else.
+    Returns nothing for a run without checkpoints. Raises CheckpointError if `latest` names something else.
     """
     try:
         named = run_folder.checkpoints_dir / read_text(run_folder.latest_checkpoint_file).strip()
@@ -85,11 +86,14 @@ def candidates(run_folder: RunFolder) -> list[Path]:
         raise CheckpointError(
             f"{run_folder.latest_checkpoint_file} names {named.name!r}, which is not a checkpoint's name"
         )
-    return [named, *(folder for folder in reversed(complete(run_folder)) if step_of(folder) < step_of(named))]
+    return [
+        named,
+        *(folder for folder in reversed(complete_checkpoints(run_folder)) if step_of(folder) < step_of(named)),
+    ]
 
 
-def complete(run_folder: RunFolder) -> list[Path]:
-    """Complete checkpoints, oldest first."""
+def complete_checkpoints(run_folder: RunFolder) -> list[Path]:
+    """Return the complete checkpoints, oldest first."""
     if not run_folder.checkpoints_dir.is_dir():
         return []
     return sorted(
@@ -102,7 +106,7 @@ def step_of(folder: Path) -> int:
 
 
 def set_aside_damaged(folder: Path) -> None:
-    """Rename a damaged checkpoint, so that it is not considered again; its files stay for inspection."""
+    """Rename a damaged checkpoint, so that it is not considered again. Its files stay for inspection."""
     if folder.is_dir():
         names = (f"{folder.name}.damaged{f'-{number}' if number > 1 else ''}" for number in itertools.count(1))
         atomic_io.rename(
@@ -111,7 +115,9 @@ def set_aside_damaged(folder: Path) -> None:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """`state.json`. Raises ValueError if it is missing or damaged, CheckpointError if a newer version wrote it."""
+    """Return `state.json`. Raises ValueError if it is missing or damaged, CheckpointError if a newer version wrote
+    it.
+    """
     record = read_json(folder / "state.json")
     if not isinstance(record, dict) or not isinstance(record.get("format_version"), int):
         raise ValueError("state.json is missing" if record is None else "state.json is not a checkpoint's")
@@ -124,12 +130,14 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def checksums(folder: Path, files: list[Path]) -> dict[str, list[Any]]:
-    """{name inside `folder`: [size in bytes, SHA-256 in hex]} of the given files, read back."""
+    """Read the given files back. Returns {name inside `folder`: [size in bytes, SHA-256 in hex]}."""
     return {str(file.relative_to(folder)): [file.stat().st_size, _digest(file)] for file in files}
 
 
-def damage(folder: Path, files: dict[str, list[Any]], share: int, num_shares: int) -> list[str]:
-    """Differences from the checksums in this share of the files; the ranks' shares together cover all files."""
+def checksum_problems(folder: Path, files: dict[str, list[Any]], share: int, num_shares: int) -> list[str]:
+    """Return the differences from the checksums in this share of the files. The ranks' shares together cover all
+    files.
+    """
     problems = []
     for name, (size, digest) in sorted(files.items())[share::num_shares]:
         file = folder / name

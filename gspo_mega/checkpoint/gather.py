@@ -1,7 +1,8 @@
 """Gather: from the policy's shards to whole Hugging Face tensors, one at a time.
 
-Owns assembling tensors over tensor-parallel groups and bringing them to another rank. `hf_export.py` writes files,
-`sync/broadcast.py` sends to servers. Holds one parameter in memory at a time, never the model.
+`PolicyTensors` assembles tensors over tensor-parallel groups and brings them to another rank. It has one parameter in
+memory at a time, never the model. `hf_export.py` writes the tensors to files, and `sync/broadcast.py` sends them to
+servers.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class PolicyTensors:
     rank that hold it, in the first data-parallel replica.
     """
 
-    _is_stacked = False  # has tensors that files have in stacks
+    _is_stacked = False  # whether files have some of the tensors in stacks
 
     def __init__(
         self,
@@ -44,11 +45,11 @@ class PolicyTensors:
         values: Callable[[nn.Parameter], torch.Tensor] | None = None,
     ) -> None:
         """`chunks` are this rank's unwrapped GPT chunks. `values` selects what to gather instead of a parameter's
-        values, for example its gradient: a tensor of the parameter's local shape. Buffers are then left out. Collective
-        over all ranks.
+        values, for example its gradient, as a tensor of the parameter's local shape. Buffers are then left out.
+        Collective over all ranks.
 
-        Raises ModelError, the same on every rank, if the chunks do not match the family table, or if a parameter has no
-        owner or two.
+        Raises ModelError, the same on every rank, if the chunks do not match the family's table, or if a parameter has
+        no owner or two.
         """
         self.spec = spec
         self.groups = groups
@@ -77,24 +78,24 @@ class PolicyTensors:
             raise ModelError(f"{len(missing)} parameters are on no rank: {', '.join(missing[:5])}")
 
     def _find(self) -> dict[str, torch.Tensor]:
-        """This rank's parts by canonical name."""
+        """Return this rank's parts by canonical name."""
         return canonical_parameters(self.spec, self.groups, self._chunks)
 
     def _table(self) -> dict[str, list[TensorEntry]]:
-        """The tensors in each of them."""
+        """Return the tensors in each parameter, by canonical name."""
         return table_by_parameter(self.spec)
 
     def config_json(self, raw: dict[str, Any]) -> dict[str, Any]:
-        """The config.json of an export, from that of the folder which describes the model."""
+        """Return the config.json of an export, made from that of the folder that describes the model."""
         return raw
 
     def _values(self, parameter: str) -> torch.Tensor:
-        """What is gathered of this rank's part: the policy's weight, a low-rank adapter merged into it."""
+        """Return what is gathered of this rank's part: the weight, with its low-rank adapter merged into it if any."""
         values = plain_values(self._parameters[parameter])
         return self._adapters[parameter].merged(values) if parameter in self._adapters else values
 
     def _replica(self, entry: TensorEntry) -> bool:
-        """Does this rank take part in gathering the tensor, or is it a data-parallel copy?"""
+        """Whether this rank takes part in gathering the tensor. Data-parallel copies do not."""
         if entry.sharding == "replicated" and not self._is_lead(entry):
             return False
         return replica_group(self.groups, entry).rank == 0
@@ -103,12 +104,12 @@ class PolicyTensors:
         return tensor_group(self.groups, entry).rank == 0
 
     def owned(self, dtype: torch.dtype) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-        """(entry, tensor) of the tensors, as files have them, that this rank owns, in table order. A stack of experts
-        belongs to the rank that owns its first part.
+        """Yield (entry, tensor) of the tensors, as files have them, that this rank owns, in table order. A stack of
+        experts belongs to the rank that owns its first part.
 
         A tensor has the whole shape `entry.shape`, is in `dtype` (a buffer in fp32) and on the parameter's device. It
-        may share memory with a parameter: read it, do not keep it. Collective over the tensor groups, with stacks over
-        all ranks: every rank must run the iterator to its end.
+        may share memory with a parameter, so read it and do not keep it. Collective over the tensor groups, and with
+        stacks over all ranks: every rank must run the iterator to its end.
         """
         if self._is_stacked:
             yield from self.brought_to(self.owner, dtype)
@@ -147,17 +148,19 @@ class PolicyTensors:
         return whole
 
     def stream(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) of the whole model in table order on rank 0; nothing on other ranks. See `brought_to`."""
+        """Yield (name, tensor) of the whole model in table order on rank 0, and nothing on other ranks. See
+        `brought_to`.
+        """
         return ((entry.name, tensor) for entry, tensor in self.brought_to(lambda _: 0, dtype))
 
     def brought_to(
         self, home: Callable[[TensorEntry], int], dtype: torch.dtype
     ) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-        """(entry, tensor) as files have them, in table order, of the tensors whose `home` is this rank; their owners
-        send them there.
+        """Yield (entry, tensor) as files have them, in table order, of the tensors whose `home` is this rank. Their
+        owners send them there.
 
         A tensor has its whole Hugging Face shape and is in `dtype` (a buffer in fp32). It may share memory with a
-        parameter. Collective over all ranks: every rank must run the iterator to its end, also if its own use of a
+        parameter. Collective over all ranks: every rank must run the iterator to its end, even if its own use of a
         tensor fails.
         """
         if not self._is_stacked:
@@ -166,11 +169,11 @@ class PolicyTensors:
         return stacked(self.spec, self._parts_brought_to(lambda entry: homes[entry.name], dtype))
 
     def stored(self) -> Iterator[Stacking]:
-        """The tensors as files have them, in table order, each with its parts."""
+        """Yield the tensors as files have them, in table order, each with its parts."""
         return stackings(entry for entries in self.table.values() for entry in entries)
 
     def owner(self, entry: TensorEntry) -> int:
-        """The rank that owns a tensor, as files have it."""
+        """Return the rank that owns a tensor as files have it."""
         return self.owners[entry.parameter]
 
     def _parts_brought_to(
@@ -178,13 +181,13 @@ class PolicyTensors:
     ) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
         device = next(iter(self._parameters.values())).device
         if device.type == "cuda" and self.groups.world.size > 1:
-            # NCCL connects a group in its first operation, in which all ranks must take part. Sends between two ranks
-            # follow.
+            # NCCL connects a group in its first operation, in which all ranks must take part. Only then may two ranks
+            # send to each other.
             dist.all_reduce(torch.zeros(1, device=device), group=self.groups.world.group)
         me = self.groups.world.rank
         for chunk in self._chunks:
             chunk.await_parameters()
-        # All ranks go through the table in its order, so none waits for one that waits for it.
+        # All ranks go through the table in the same order, so no two ranks wait for each other.
         for parameter, entries in self.table.items():
             owner = self.owners[parameter]
             mine = self._gather(parameter, entries, dtype) if parameter in self._takes_part else iter(())
@@ -202,7 +205,7 @@ class PolicyTensors:
                     yield entry, tensor
 
     def _move(self, operation: Callable[..., dist.Work | None], tensor: torch.Tensor, peer: int) -> None:
-        """Send to, or receive from, global rank `peer`, as a batch of one.
+        """Send to global rank `peer`, or receive from it, as a batch of one operation.
 
         A plain send would make NCCL connect the two ranks separately, with buffers for every owner on the receiver's
         GPU.
@@ -212,14 +215,15 @@ class PolicyTensors:
 
 
 def entry_dtype(entry: TensorEntry, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a tensor in a checkpoint of `dtype`: a buffer stays fp32."""
+    """Return the dtype of a tensor in a checkpoint of `dtype`: a buffer stays fp32."""
     return torch.float32 if entry.is_buffer else dtype
 
 
 def gather_stream(
     spec: ModelSpec, groups: ParallelGroups, chunks: Sequence[PolicyModel], dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, whole tensor in `dtype`) of the whole model on rank 0; see `PolicyTensors.stream` for shape and memory.
+    """Yield (name, whole tensor in `dtype`) of the whole model on rank 0. See `PolicyTensors.brought_to` for shape and
+    memory.
 
     Collective over all ranks.
     """

@@ -1,7 +1,7 @@
 """Export: the policy as a Hugging Face folder, written by all ranks that own tensors.
 
-Owns files, index and manifest of one folder, and that the folder appears complete or not at all.
-`sync/publish.py` owns the versions that a run keeps.
+The folder, with its files, index and manifest, appears complete or not at all. `sync/publish.py` decides which versions
+a run keeps.
 """
 
 from __future__ import annotations
@@ -44,20 +44,23 @@ MAX_FILE_BYTES = 4 * 1024**3
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """SHA-256 (hex) of the bytes of a local tensor, of any shape and dtype, in row-major order as in safetensors."""
+    """Return the SHA-256 (hex) of the bytes of a local tensor of any shape and dtype, in row-major order as in
+    safetensors.
+    """
     return hashlib.sha256(tensor_bytes(tensor)).hexdigest()
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a local tensor, of any shape and dtype, in row-major order.
+    """Return the bytes of a local tensor of any shape and dtype, in row-major order.
 
-    Copies from a device, or if not contiguous; otherwise shares the tensor's memory.
+    They are a copy if the tensor is on a device or not contiguous, and otherwise share its memory.
     """
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def policy_digests(policy: PolicyTensors, form: PublishedForm) -> dict[str, str]:
-    """SHA-256 of every whole tensor of `form`, by name, on every rank; each owner hashes its own. Collective.
+    """Return the SHA-256 of every whole tensor of `form`, by name, on every rank. Each owner hashes its own.
+    Collective.
 
     Raises PublishError, the same on every rank, for a tensor that cannot be sent in that form.
     """
@@ -83,11 +86,11 @@ def export_huggingface(
     max_file_bytes: int = MAX_FILE_BYTES,
     end_token_ids: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """Write the policy in `chunks` (this rank's unwrapped GPT chunks) to `out_dir`: see `export_policy`, with the
+    """Write the policy in `chunks` (this rank's unwrapped GPT chunks) to `out_dir` as `export_policy` does, with the
     layers for multi-token prediction that `source_folder` has. Collective.
 
-    `end_token_ids`: where they are more than `source_folder` names, the generation_config.json names them, so that
-    whoever serves the folder stops where the run did. Those of the lead rank count.
+    If `end_token_ids` has tokens that `source_folder` does not name, generation_config.json names all of them, so that
+    a server of the folder stops where the run did. Those of the lead rank count.
     """
     policy, form = PolicyTensors(spec, groups, chunks), plain_form(dtype)
     more = end_token_ids if set(end_token_ids) - set(spec.eos_token_ids) else ()
@@ -109,17 +112,17 @@ def export_policy(
 ) -> dict[str, Any]:
     """Write the policy in `form` to `out_dir`, with config and tokenizer files of `source_folder`; return the manifest.
 
-    Each owner of tensors writes its own files of at most about `max_file_bytes` and uses no more host memory than that.
-    Files are written to a staging folder, synced, and compared with the digests taken from memory; then the folder is
-    renamed. An existing folder is replaced. `out_dir` lies on a file system that all ranks share. `carries`: with the
-    layers for multi-token prediction of `source_folder`, as they are there; the lead rank writes them. `end_token_ids`:
-    what generation_config.json names in place of the source's, if any.
+    Each owner of tensors writes its own files of at most about `max_file_bytes`, and uses no more host memory than
+    that. Files are written to a staging folder, synced, and compared with the digests taken from memory. Then the
+    folder is renamed and replaces an existing one. `out_dir` is on a file system that all ranks share. With `carries`,
+    the lead rank also writes the layers for multi-token prediction of `source_folder`, as they are there.
+    generation_config.json names `end_token_ids`, if there are any, instead of the source's.
 
-    The manifest (also in the folder): `weight_version`, `dtype` of plain tensors, and for every tensor its `shape`,
-    `dtype`, `file`, and `sha256` of the owner's memory. Collective over all ranks.
+    The manifest, which is also in the folder, has `weight_version`, the `dtype` of plain tensors, and for every tensor
+    its `shape`, `dtype`, `file`, and the `sha256` of the owner's memory. Collective over all ranks.
 
-    Raises PublishError, the same on every rank, if a tensor cannot be sent in that form, or a file cannot be written or
-    reads back differently.
+    Raises PublishError, the same on every rank, if a tensor cannot be sent in that form, or if a file cannot be written
+    or reads back differently.
     """
     out_dir = Path(out_dir)
     staging = out_dir.with_name(out_dir.name + ".writing")
@@ -137,7 +140,7 @@ def export_policy(
             # After a failure the iterator still runs to its end, because other ranks wait in its collectives.
             if not problems:
                 problems = _attempt(writer.add, name, tensor)
-    except PublishError as error:  # the iterator's own, after its end
+    except PublishError as error:  # raised by the iterator itself, after its end
         problems = [str(error)]
     if not problems:
         problems = _attempt(_close, writer, carried)
@@ -169,7 +172,7 @@ def _close(writer: _Writer, carried: list[CarriedLayers]) -> None:
 
 
 def _attempt(action, *arguments: object) -> list[str]:
-    """Run an action on files. Returns its problem, if any, for all ranks to report."""
+    """Run an action on files. Returns its problem, if any, which all ranks then report."""
     try:
         action(*arguments)
     except (OSError, SafetensorError, PublishError, ModelError) as error:
@@ -178,7 +181,7 @@ def _attempt(action, *arguments: object) -> list[str]:
 
 
 class _Writer:
-    """One rank's files, one after the other: filled, written, checked."""
+    """One rank's files, which it fills, writes and checks one after the other."""
 
     def __init__(self, folder: Path, rank: int, max_file_bytes: int) -> None:
         self.folder = folder
@@ -193,7 +196,7 @@ class _Writer:
         size = tensor.numel() * tensor.element_size()
         if self._pending and self._pending_bytes + size > self.max_file_bytes:
             self._write()
-        # A copy: the tensor may be a parameter's own memory.
+        # A copy, because the tensor may be a parameter's own memory.
         self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
         self._pending_bytes += size
 
@@ -261,12 +264,12 @@ def copy_description(
     stored: BlockFp8 | None = None,
     edited: Callable[[dict[str, Any]], dict[str, Any]] = lambda raw: raw,
 ) -> None:
-    """Copy the files that describe a model (configuration, generation configuration, tokenizer); durable on return.
+    """Copy the files that describe a model (configuration, generation configuration, tokenizer). They are on the disk
+    on return.
 
-    The copied config.json names `dtype_name`, the layout `stored` of quantised weights, whatever the source's is, and
-    no layers for multi-token prediction; `edited` has the last word on it. Weights and code are not copied, and no link
-    is followed out of the folder.
-    Raises OSError, and ModelError for such a link.
+    The copied config.json names `dtype_name`, the layout `stored` of quantised weights in place of the source's, and no
+    layers for multi-token prediction. `edited` makes the last changes to it. Weights and code are not copied. Raises
+    OSError, and ModelError for a link that leads out of the folder.
     """
     for file in description_files(source):
         atomic_io.copy_file(file, target / file.name, at="publish.copy")

@@ -1,16 +1,13 @@
-"""Reading a folder whose linear layers are FP8 blocks: their values, whole or in slices, as if they were plain.
+"""Reading a Hugging Face folder of safetensors: the file and shape of each tensor, and its values, whole or in slices.
 
-Owns joining a weight with its scales, and the check that each has exactly its own. `models/block_fp8.py` owns names and
-shapes, `gspo_mega.algorithm` the arithmetic.
+`open_folder` chooses the reader by the model and its config.json. All three give plain values:
 
-Reading a Hugging Face folder of safetensors: the file and shape of each tensor, and slices of it.
-
-Owns the folder on disk, a single file or sharded with an index. Knows nothing of models or ranks.
-
-Stacked tensors of experts (`models/tensors.py`) as values: put together for files and servers, and read apart.
-
-Owns the place of one expert's tensor in the stack, and the reading of folders that have stacks, plain or in MXFP4 as
-gpt-oss is published.
+- `HuggingFaceFolder` reads a plain folder, a single file or sharded with an index. It knows nothing of models or ranks.
+- `StackedFolder` reads a folder whose experts are stacked (`models/tensors.py`), plain or in MXFP4 as gpt-oss is
+  published. `stacked` puts stacks together again, for files and servers.
+- `BlockFolder` reads a folder whose linear layers are FP8 blocks. It joins each weight with its scales, and checks that
+  every quantised weight, and no other, has scales. `models/block_fp8.py` knows names and shapes, `gspo_mega.algorithm`
+  the arithmetic.
 """
 
 from __future__ import annotations
@@ -29,10 +26,26 @@ from gspo_mega.models.huggingface import read_stored
 from gspo_mega.models.spec import BlockFp8, ModelSpec
 from gspo_mega.models.tensors import TensorEntry, hf_tensors, is_stacked, stackings
 
-# What safetensors calls the types that weights may have.
+# The types that weights may have, by safetensors' names.
 _FLOATS = ("BF16", "F16", "F32", "F64")
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+# MXFP4: the endings of a weight's names, and its type.
+BLOCKS, SCALES = "_blocks", "_scales"
+_FP4_DTYPE = "U8"
+# Qwen3-FP8 stores scales in bfloat16, DeepSeek-V3 in float32. The last type is a power of two in one byte.
+_SCALE_DTYPES = {"F32", "BF16", "F8_E8M0"}
+_DATA_DTYPE = "F8_E4M3"
+
+
+def open_folder(folder: str | Path, spec: ModelSpec) -> HuggingFaceFolder:
+    """Open a folder in the layout that its config.json names. Its tensors are read as plain values. Raises
+    ModelError.
+    """
+    if is_stacked(spec):
+        return StackedFolder(folder, spec)
+    stored = read_stored(folder)
+    return HuggingFaceFolder(folder) if stored is None else BlockFolder(folder, spec, stored)
 
 
 class HuggingFaceFolder:
@@ -54,7 +67,7 @@ class HuggingFaceFolder:
 
     @property
     def all_files(self) -> dict[str, str]:
-        """{tensor: file} of everything that is stored, `files` and what stands behind it."""
+        """{tensor: file} of everything that is stored: the tensors of `files` and the ones that they are made from."""
         return self.files
 
     def __enter__(self) -> HuggingFaceFolder:
@@ -66,33 +79,35 @@ class HuggingFaceFolder:
     def _file(self, name: str) -> safe_open:
         if name not in self._open:
             try:
-                open_regular(self.path / name).close()  # the library itself would wait for a pipe
+                open_regular(self.path / name).close()  # the library itself would wait for ever on a pipe
                 self._open[name] = safe_open(self.path / name, framework="pt")
             except (OSError, ValueError, SafetensorError) as error:
                 raise ModelError(f"{self.path / name}: cannot be read as safetensors: {error}") from error
         return self._open[name]
 
     def problems(self, may_be_there: Callable[[str], bool]) -> list[str]:
-        """What is wrong with how the folder stores its tensors; `may_be_there`: true for names to ignore."""
+        """Return what is wrong with how the folder stores its tensors. `may_be_there` is true for names to ignore."""
         return []
 
     def file_of(self, name: str) -> str:
-        """The name of the file that a tensor, which can be `read`, comes from."""
+        """Return the name of the file that a tensor which can be `read` comes from."""
         return self.files[name]
 
     def type_problem(self, name: str) -> str | None:
-        """What is wrong with the type that a tensor is stored in, or None. Raises ModelError as `shape` does."""
+        """Return what is wrong with the type in which a tensor is stored, or None. Raises ModelError as `shape`
+        does.
+        """
         kind = self.stored_dtype(name)
         if kind in _FLOATS:
             return None
         return f"wrong type: {name} is {kind}; weights are one of {', '.join(_FLOATS)}"
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor that the index names. Raises ModelError if its file lacks it."""
+        """Return the shape of a tensor that the index names. Raises ModelError if its file lacks it."""
         return tuple(self._slice(name).get_shape())
 
     def stored_dtype(self, name: str) -> str:
-        """What a tensor's file calls its dtype (`BF16`, `F8_E4M3`). Raises ModelError as `shape` does."""
+        """Return the name of a tensor's dtype in its file (`BF16`, `F8_E4M3`). Raises ModelError as `shape` does."""
         return self._slice(name).get_dtype()
 
     def _slice(self, name: str, file: str | None = None):
@@ -105,27 +120,21 @@ class HuggingFaceFolder:
             ) from error
 
     def read(self, name: str, dim: int = 0, start: int = 0, length: int | None = None) -> torch.Tensor:
-        """The slice [start, start + length) along `dim` (0 or 1) of a whole stored tensor; all of it without `length`.
+        """Return the slice [start, start + length) along `dim` (0 or 1) of a whole stored tensor, or without `length`
+        all of it.
 
-        Returns the tensor's shape but for `dim`, in the file's dtype, on the host, local to this rank.
+        The result has the tensor's shape except in `dim`, and the file's dtype. It is on the host and local to this
+        rank.
         """
         part = self._slice(name)
         stop = part.get_shape()[dim] if length is None else start + length
         return part[start:stop] if dim == 0 else part[:, start:stop]
 
 
-def not_finite(values: torch.Tensor, name: str, file: str) -> str | None:
-    """The problem of a stored tensor, `name` in `file`, of which `values`, of any shape and floating dtype, is all or a
-    part, where one of them is NaN or infinite; else None.
-    """
-    if values.numel() == 0 or all(bool(torch.isfinite(end)) for end in torch.aminmax(values)):  # NaN is both ends
-        return None
-    kinds = [kind for kind, found in (("NaN", torch.isnan(values)), ("infinite", torch.isinf(values))) if found.any()]
-    return f"not finite: {name} in {file} holds values that are {' and '.join(kinds)}"
-
-
 def _weight_map(index: Path) -> dict[str, str]:
-    """{tensor: file beside the index}. Raises ModelError for other paths, which a downloaded folder may name."""
+    """Return {tensor: file in the folder of the index}. Raises ModelError for other paths, which a downloaded folder
+    may name.
+    """
     try:
         found = read_json_file(index)["weight_map"]
         if not isinstance(found, dict):
@@ -145,10 +154,10 @@ def _weight_map(index: Path) -> dict[str, str]:
 def check_names_and_shapes(
     folder: HuggingFaceFolder, shapes: dict[str, tuple[int, ...]], may_be_there: Callable[[str], bool]
 ) -> list[str]:
-    """The folder's problems for a model of these tensors: names that are missing, unexpected or of another shape or
-    type, and its own `problems`.
+    """Return the folder's problems for a model with these tensors: names that are missing or unexpected, tensors of
+    another shape or type, and the folder's own `problems`.
 
-    `may_be_there`: true for names to ignore.
+    `may_be_there` is true for names to ignore.
     """
     problems = [f"missing: {name} {list(shape)}" for name, shape in shapes.items() if name not in folder.files]
     for name in folder.files:
@@ -168,12 +177,19 @@ def check_names_and_shapes(
     return problems + folder.problems(may_be_there)
 
 
-BLOCKS, SCALES = "_blocks", "_scales"
-_FP4_DTYPE = "U8"
+def not_finite(values: torch.Tensor, name: str, file: str) -> str | None:
+    """Return the problem of the stored tensor `name` in `file` if one of its `values` is NaN or infinite, else None.
+
+    `values` has any shape and floating dtype, and is the whole tensor or a part of it.
+    """
+    if values.numel() == 0 or all(bool(torch.isfinite(end)) for end in torch.aminmax(values)):  # NaN is both ends
+        return None
+    kinds = [kind for kind, found in (("NaN", torch.isnan(values)), ("infinite", torch.isinf(values))) if found.any()]
+    return f"not finite: {name} in {file} holds values that are {' and '.join(kinds)}"
 
 
 def part_of(whole: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
-    """One expert's tensor [entry.shape] in its stack: a view."""
+    """Return one expert's tensor [entry.shape] as a view of its stack."""
     assert entry.stack is not None and entry.expert is not None
     rows = whole[entry.expert][..., entry.stack.first :: entry.stack.step]
     return rows.t() if len(entry.shape) == 2 else rows
@@ -182,8 +198,9 @@ def part_of(whole: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
 def stacked(
     spec: ModelSpec, tensors: Iterator[tuple[TensorEntry, torch.Tensor]]
 ) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-    """Tensors as files have them, from those of `hf_tensors` in its order: (entry, tensor [entry.shape]). The parts of
-    a stack follow each other, and all of them or none are there.
+    """Yield tensors as files have them, (entry, tensor [entry.shape]), from those of `hf_tensors` in its order.
+
+    The parts of a stack follow each other, and all of them or none are there.
     """
     wholes = {part.name: (whole, len(parts)) for whole, parts in stackings(hf_tensors(spec)) for part in parts}
     begun: torch.Tensor | None = None
@@ -203,8 +220,10 @@ def stacked(
 
 
 class StackedFolder(HuggingFaceFolder):
-    """A folder of a model `spec` whose experts are stacked. `files` has the stacks; `read` takes the names of
-    `hf_tensors`, too. Weights in MXFP4 read as float32, and `files` has them under their plain names.
+    """A folder of a model `spec` whose experts are stacked.
+
+    `files` has the stacks, and `read` also accepts the names of `hf_tensors`. Weights in MXFP4 are read as float32, and
+    `files` has them under their plain names.
     """
 
     def __init__(self, folder: str | Path, spec: ModelSpec) -> None:
@@ -240,11 +259,11 @@ class StackedFolder(HuggingFaceFolder):
         return self.files[name if entry is None or entry.stack is None else entry.stack.name]
 
     def type_problem(self, name: str) -> str | None:
-        """As of a plain folder; the types of MXFP4 weights are `problems`' business."""
+        """The same as for a plain folder, except that `problems` checks the types of MXFP4 weights."""
         return None if name in self._packed else super().type_problem(name)
 
     def problems(self, may_be_there: Callable[[str], bool]) -> list[str]:
-        """What does not fit of MXFP4 weights: scales that are missing or of another shape, and other types."""
+        """Return what is wrong with MXFP4 weights: scales that are missing or have another shape, and other types."""
         found = []
         for name in self._packed:
             if name not in self.files:
@@ -266,7 +285,7 @@ class StackedFolder(HuggingFaceFolder):
         return found
 
     def read(self, name: str, dim: int = 0, start: int = 0, length: int | None = None) -> torch.Tensor:
-        """As of a plain folder, for the tensors of one expert, too."""
+        """The same as for a plain folder, and also for the tensors of one expert."""
         entry = self._parts.get(name)
         if entry is None:
             return super().read(name, dim, start, length)
@@ -290,22 +309,10 @@ class StackedFolder(HuggingFaceFolder):
         return self._slice(name, self._stored_files.get(name))
 
 
-# Qwen3-FP8 stores scales in bfloat16, DeepSeek-V3 in float32; the last is a power of two in one byte.
-_SCALE_DTYPES = {"F32", "BF16", "F8_E8M0"}
-_DATA_DTYPE = "F8_E4M3"
-
-
-def open_folder(folder: str | Path, spec: ModelSpec) -> HuggingFaceFolder:
-    """The folder's tensors as plain values, in whichever layout its config.json says it is. Raises ModelError."""
-    if is_stacked(spec):
-        return StackedFolder(folder, spec)
-    stored = read_stored(folder)
-    return HuggingFaceFolder(folder) if stored is None else BlockFolder(folder, spec, stored)
-
-
 class BlockFolder(HuggingFaceFolder):
-    """A folder of a model `spec` in the layout `stored`. `files` has the weights without their scales; a quantised
-    weight reads as float32.
+    """A folder of a model `spec` in the layout `stored`.
+
+    `files` has the weights without their scales. A quantised weight is read as float32.
     """
 
     def __init__(self, folder: str | Path, spec: ModelSpec, stored: BlockFp8) -> None:
@@ -323,12 +330,12 @@ class BlockFolder(HuggingFaceFolder):
         return self.files | self._scale_files
 
     def type_problem(self, name: str) -> str | None:
-        """As of a plain folder; where FP8 is right, `problems` says."""
+        """The same as for a plain folder, except that `problems` checks where FP8 is right."""
         return None if self.stored_dtype(name).startswith("F8") else super().type_problem(name)
 
     def problems(self, may_be_there: Callable[[str], bool]) -> list[str]:
-        """What does not fit: scales that are missing, superfluous or of another shape; weights that are FP8 and should
-        not be, or the other way round. Missing weights and their shapes are `check_names_and_shapes`'.
+        """Return what does not fit: scales that are missing, superfluous or of another shape, and weights that are FP8
+        and should not be, or the other way round. `check_names_and_shapes` finds missing weights and wrong shapes.
         """
         found = []
         for name in self.files:
@@ -370,7 +377,7 @@ class BlockFolder(HuggingFaceFolder):
         return self._slice(scales, self._scale_files[scales])
 
     def read(self, name: str, dim: int = 0, start: int = 0, length: int | None = None) -> torch.Tensor:
-        """As of a plain folder; a quantised weight is float32. Raises ModelError for scales that are no scales."""
+        """The same as for a plain folder. A quantised weight is float32. Raises ModelError for impossible scales."""
         if name not in self._quantized:
             return super().read(name, dim, start, length)
         size = self._quantized[name][dim]
@@ -383,8 +390,9 @@ class BlockFolder(HuggingFaceFolder):
 
 
 def read_scales(stored: torch.Tensor, layout: BlockFp8, name: str) -> torch.Tensor:
-    """The scales in float32, of the stored shape, exactly. Raises ModelError if one is negative or not finite, or not a
-    power of two where the layout says so; `name` is theirs.
+    """Return the scales exactly, in float32 and the stored shape. `name` is their name, for errors.
+
+    Raises ModelError if one is negative or not finite, or if the layout says powers of two and one is not.
     """
     scales = stored.float()
     if not bool((torch.isfinite(scales) & (scales >= 0)).all()):

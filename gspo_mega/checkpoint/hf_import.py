@@ -1,10 +1,8 @@
 """Import: from a Hugging Face folder into the policy's chunks, in any layout.
 
-Owns filling parameters; `models/tensors.py` owns the place of each tensor. Every rank reads only its own slices.
-
-What is wrong with a Hugging Face folder's weights, without ranks: names, shapes and types, and the values if asked.
-
-The import of every rank refuses the same by the same functions (`hf_import.py`).
+Every rank reads only its own slices; `models/tensors.py` knows the place of each tensor. `check_folder`, at the end,
+finds without ranks what is wrong with a folder's weights: names, shapes and types, and if asked the values. The import
+on every rank uses the same functions and refuses the same folders.
 """
 
 from __future__ import annotations
@@ -29,50 +27,8 @@ if TYPE_CHECKING:
     from gspo_mega.engine.model import PolicyModel
     from gspo_mega.engine.process_groups import ParallelGroups
 
-
-_MOST_SHOWN = 20
-
-
-def check_folder(
-    folder: str | Path,
-    spec: ModelSpec,
-    wanted: Callable[[HuggingFaceFolder], list[TensorEntry]],
-    is_beside: Callable[[ModelSpec, str], bool],
-    *,
-    values: bool,
-) -> str:
-    """Read the headers of the folder's files, and with `values` every value of every tensor, one tensor at a time.
-    `wanted`, `is_beside`: the tensors of the model, and the names that may be there besides, as `fill_from` has them.
-    Returns what was read, in words. Raises ModelError that lists the tensors and files.
-    """
-    begun = time.monotonic()
-    num_read = num_bytes = 0
-    with open_folder(folder, spec) as source:
-        entries = wanted(source)
-        shapes = {entry.name: entry.shape for entry in as_stored(entries)}
-        problems = check_names_and_shapes(source, shapes, lambda name: is_beside(spec, name))
-        bad = shapes.keys() & {word for problem in problems for word in problem.split()} if values else set()
-        for entry in entries if values else ():
-            stored = entry.stack.name if entry.stack is not None else entry.name
-            if stored in bad or stored not in source.files:
-                continue
-            try:
-                tensor = source.read(entry.name)
-            except ModelError as error:
-                problems.append(str(error))
-                continue
-            num_read, num_bytes = num_read + 1, num_bytes + tensor.nbytes
-            if (problem := not_finite(tensor, entry.name, source.file_of(entry.name))) is not None:
-                problems.append(problem)
-    if problems:
-        more = [f"... and {len(problems) - _MOST_SHOWN} more"] if len(problems) > _MOST_SHOWN else []
-        title = f"{folder} cannot be loaded as {spec.family}:"
-        raise ModelError("\n  ".join([title, *problems[:_MOST_SHOWN], *more]))
-    seconds = time.monotonic() - begun
-    return f"{folder}: {num_read} tensors, {num_bytes / 2**30:.2f} GiB, read in {seconds:.0f} s: every value is finite"
-
-
 _HEAD = "lm_head.weight"
+_MOST_SHOWN = 20
 
 
 def import_huggingface(
@@ -84,8 +40,7 @@ def import_huggingface(
     the parameters. Collective over all ranks.
 
     Raises ModelError, the same on every rank, listing tensors that are missing, unexpected, of another shape or type,
-    or not finite. It also raises one if embeddings are tied and the folder has a head that differs
-    from them.
+    or not finite. It also raises one if embeddings are tied and the folder has a head that differs from them.
     """
     fill_from(
         folder,
@@ -101,25 +56,26 @@ def fill_from(
     spec: ModelSpec,
     groups: ParallelGroups,
     wanted: Callable[[HuggingFaceFolder], tuple[dict[str, torch.Tensor], list[TensorEntry]]],
-    is_beside: Callable[[ModelSpec, str], bool],
+    is_allowed: Callable[[ModelSpec, str], bool],
 ) -> None:
-    """Fill parameters of this rank from the folder: `wanted` gives them by canonical name, and all tensors of the model
-    that the folder has to hold; `is_beside` is true for names that it may hold too. Collective, and raises, as
-    `import_huggingface`.
+    """Fill parameters of this rank from the folder.
+
+    `wanted` gives the parameters by canonical name, and all tensors of the model that the folder must have.
+    `is_allowed` is true for names that it may have besides. Collective; errors are those of `import_huggingface`.
     """
     problems: list[str] = []
     source, parameters, entries = None, {}, []
     try:
         source = open_folder(folder, spec)
         parameters, entries = wanted(source)
-        # Rank 0 reads all headers; the others open only the files that they need.
+        # Rank 0 reads all headers. The other ranks open only the files that they need.
         if groups.is_lead:
             shapes = {entry.name: entry.shape for entry in as_stored(entries)}
-            problems = check_names_and_shapes(source, shapes, lambda name: is_beside(spec, name))
+            problems = check_names_and_shapes(source, shapes, lambda name: is_allowed(spec, name))
     except ModelError as error:
         problems = [str(error)]
     raise_together(problems, groups.host, ModelError, f"{folder} cannot be loaded as {spec.family}")
-    assert source is not None  # or this rank would have had a problem
+    assert source is not None  # otherwise this rank would have had a problem
     with source:
         try:
             problems += _fill(source, spec, groups, parameters, entries)
@@ -135,7 +91,7 @@ def _fill(
     parameters: dict[str, torch.Tensor],
     entries: list[TensorEntry],
 ) -> list[str]:
-    """Fill the parameters. Returns the tensors whose values are not finite, each once."""
+    """Fill the parameters. Returns the problems of tensors with values that are not finite, one for each tensor."""
     owners, problems = {}, {}
     for parameter, fused in by_parameter(entries).items():
         owners |= dict.fromkeys((parameter, *fused[0].copies), fused)
@@ -170,3 +126,43 @@ def _fill_from_tensor(
                 " false there"
             )
     return problem
+
+
+def check_folder(
+    folder: str | Path,
+    spec: ModelSpec,
+    wanted: Callable[[HuggingFaceFolder], list[TensorEntry]],
+    is_allowed: Callable[[ModelSpec, str], bool],
+    *,
+    values: bool,
+) -> str:
+    """Read the headers of the folder's files, and with `values` every value of every tensor, one tensor at a time.
+
+    `wanted` gives the tensors of the model, and `is_allowed` is true for names that may be there besides, as in
+    `fill_from`. Returns in words what was read. Raises ModelError that lists the tensors and files.
+    """
+    begun = time.monotonic()
+    num_read = num_bytes = 0
+    with open_folder(folder, spec) as source:
+        entries = wanted(source)
+        shapes = {entry.name: entry.shape for entry in as_stored(entries)}
+        problems = check_names_and_shapes(source, shapes, lambda name: is_allowed(spec, name))
+        bad = shapes.keys() & {word for problem in problems for word in problem.split()} if values else set()
+        for entry in entries if values else ():
+            stored = entry.stack.name if entry.stack is not None else entry.name
+            if stored in bad or stored not in source.files:
+                continue
+            try:
+                tensor = source.read(entry.name)
+            except ModelError as error:
+                problems.append(str(error))
+                continue
+            num_read, num_bytes = num_read + 1, num_bytes + tensor.nbytes
+            if (problem := not_finite(tensor, entry.name, source.file_of(entry.name))) is not None:
+                problems.append(problem)
+    if problems:
+        more = [f"... and {len(problems) - _MOST_SHOWN} more"] if len(problems) > _MOST_SHOWN else []
+        title = f"{folder} cannot be loaded as {spec.family}:"
+        raise ModelError("\n  ".join([title, *problems[:_MOST_SHOWN], *more]))
+    seconds = time.monotonic() - begun
+    return f"{folder}: {num_read} tensors, {num_bytes / 2**30:.2f} GiB, read in {seconds:.0f} s: every value is finite"

@@ -1,16 +1,14 @@
 """A run's state on disk: everything that it needs to continue as if it had not stopped.
 
-One folder per checkpoint: `megatron/` (weights and optimizer in Megatron's `torch_dist` format), `rng/` (one file per
-rank), `fp8/` (scales of the FP8 recipe `delayed`, one file per rank) and `state.json` (counters, prompt order, all that
-the run's progress depends on, the checksum of every file). PPO's critic is a second model in the same format, in
-`critic/` and `critic_fp8/`. Owns this content, choosing a checkpoint and reading it.
-`save.py` writes it, `folders.py` owns the folders, and `gspo_mega.checkpoint` exports weights for other programs.
+A checkpoint is a folder with `megatron/` (weights and optimizer in Megatron's `torch_dist` format), `rng/` (one file
+per rank), `fp8/` (scales of the FP8 recipe `delayed`, one file per rank) and `state.json` (counters, prompt order,
+everything that the run's progress depends on, and the checksum of every file). PPO's critic is a second model in the
+same format, in `critic/` and `critic_fp8/`.
 
-A policy's first weights from a Megatron checkpoint: a converted folder, or only the weights of another run's
-checkpoint.
-
-Megatron's loader reads them into this layout, each rank its shards. Optimizer, counters and random states stay those of
-a fresh run; `load.py` continues a run.
+This file describes that content, chooses a checkpoint (`find_checkpoint`) and reads it (`load_checkpoint`). `save.py`
+writes it, and `folders.py` handles the folders. `load_weights`, at the end, takes only a policy's first weights from a
+Megatron checkpoint: a converted folder, or the checkpoint of another run. Optimizer, counters and random states then
+stay those of a fresh run.
 """
 
 from __future__ import annotations
@@ -45,64 +43,27 @@ from gspo_mega.engine.precision import without_extra_state
 from gspo_mega.engine.process_groups import ParallelGroups, all_gather_json, broadcast_json, raise_together
 from gspo_mega.models.huggingface import content_stamp
 
-_EXTRA_STATE = "_extra_state"
-
-
-def load_weights(folder: Path, engine: PolicyEngine) -> None:
-    """Fill the engine's parameters, cast to their dtype, from `folder`/megatron; `after_weights_loaded` must follow.
-    Collective.
-
-    Raises CheckpointError, the same on every rank, if a parameter is missing, of another shape, or damaged, or if
-    loading could run a program: every file is checked before Megatron's loader gets it.
-    """
-    host = engine.groups.host
-    raise_together(
-        refuse_code(folder / MEGATRON_FOLDER, engine.groups.world.rank, engine.groups.world.size),
-        host,
-        CheckpointError,
-        f"{folder} cannot be loaded",
-    )
-    problems: list[str] = []
-    try:
-        for chunk in engine.chunks:
-            wanted = chunk.sharded_state_dict(metadata={"dp_cp_group": engine.groups.data_context.group})
-            # Transformer Engine's scaling states are not weights; a converted checkpoint has none.
-            wanted = {name: value for name, value in wanted.items() if not isinstance(value, ShardedObject)}
-            # Megatron declares a tuple too, for a strictness that is not asked for.
-            loaded = cast(dict[str, Any], dist_checkpointing.load(wanted, str(folder / MEGATRON_FOLDER)))
-            odd = chunk.load_state_dict({name: loaded[name] for name in wanted}, strict=False)
-            problems += [f"{name} is not filled" for name in odd.missing_keys if not name.endswith(_EXTRA_STATE)]
-            for name, parameter in chunk.named_parameters():
-                if name in loaded:  # all but the ones named in `problems`
-                    keep_exact(parameter, loaded[name])
-    except (
-        CheckpointException,
-        dist_checkpointing.core.CheckpointingException,
-        EOFError,
-        KeyError,
-        OSError,
-        RuntimeError,
-        ValueError,
-    ) as error:
-        problems.append(first_cause(error))
-    raise_together(problems, host, CheckpointError, f"{folder} cannot be loaded")
-
-
-# Beside the policy's `MEGATRON_FOLDER`, in the same format.
+# The critic's folder, next to the policy's `MEGATRON_FOLDER` and in the same format.
 CRITIC_FOLDER = "critic"
-# A model with an optimizer and a schedule of its own, in Megatron's format.
+# A model with its own optimizer and schedule.
 TrainedModel = PolicyEngine | CriticEngine
+# Fields that checkpoints of the first format always have. Later fields are left out if they have their defaults, so
+# that old checkpoints still match.
+_FIRST_EXPERT_FIELDS = ("num_experts", "experts_per_token", "expert_intermediate_size", "norm_topk_prob")
+_EXTRA_STATE = "_extra_state"
 
 
 @dataclass
 class TrainState:
     """The counters and host-side state of a run.
 
-    `step`: rollout batches trained on. `num_optimizer_steps`: applied optimizer steps, which drive the schedule.
-    `skipped_in_a_row`: optimizer steps skipped since the last applied one. `num_critic_steps`,
-    `critic_skipped_in_a_row`: the same of a critic. `prompts`, `demonstrations`: the state of
-    the data orders. `summary`: earlier attempts' part of the final table. `history`: the fingerprint of the weights, of
-    the run's start and of all data that it trained on.
+    - `step`: rollout batches trained on
+    - `num_optimizer_steps`: applied optimizer steps, which drive the schedule
+    - `skipped_in_a_row`: optimizer steps skipped since the last applied one
+    - `num_critic_steps`, `critic_skipped_in_a_row`: the same for a critic
+    - `prompts`, `demonstrations`: the state of the data orders
+    - `summary`: the part of earlier attempts in the final table
+    - `history`: the fingerprint of the weights, of the run's start and of all data that it trained on
     """
 
     step: int = 0
@@ -126,8 +87,9 @@ def _metadata(groups: ParallelGroups) -> dict[str, Any]:
 
 
 def sharded_state(engine: TrainedModel, *, loading: bool, with_optimizer: bool = True) -> dict[str, Any]:
-    """Megatron's sharded state of weights and optimizer: this rank's shards. Weights are in their own memory; with the
-    distributed optimizer its tensors are copies (`optimizer_shards.py`).
+    """Return Megatron's sharded state of weights and optimizer, with this rank's shards.
+
+    Weights share memory with the model. The tensors of the distributed optimizer are copies (`optimizer_shards.py`).
     """
     write_tags_by_value()
     metadata = _metadata(engine.groups)
@@ -139,7 +101,7 @@ def sharded_state(engine: TrainedModel, *, loading: bool, with_optimizer: bool =
 
 
 def _sharded_weights(engine: TrainedModel, names: list[str]) -> dict[str, Any]:
-    if engine.config.lora is not None:  # the model's own weights are in the folder that the run started from
+    if engine.config.lora is not None:  # the other weights are in the folder that the run started from
         return {name: dict(sharded_adapters(chunk, engine.groups)) for name, chunk in zip(names, engine.chunks)}
     metadata = _metadata(engine.groups)
     with without_extra_state(engine.chunks):
@@ -147,12 +109,12 @@ def _sharded_weights(engine: TrainedModel, names: list[str]) -> dict[str, Any]:
 
 
 def random_state() -> dict[str, torch.Tensor]:
-    """This rank's random states by name: [number of bytes] uint8 each, on the host."""
+    """Return this rank's random states by name: [number of bytes] uint8 each, on the host."""
     state = {"torch": torch.get_rng_state()}
     state |= {f"tracker/{name}": value.cpu() for name, value in _rng_tracker().get_states().items()}
     if not is_cpu_backend():
         state["cuda"] = torch.cuda.get_rng_state().cpu()
-    # The trackers may share one buffer, which safetensors refuses to write twice.
+    # The trackers may share one buffer, and safetensors refuses to write a buffer twice.
     return {name: value.clone() for name, value in state.items()}
 
 
@@ -170,25 +132,25 @@ def _restore_rng(state: dict[str, torch.Tensor]) -> None:
 
 
 def layout_of(groups: ParallelGroups) -> dict[str, int]:
-    """The sizes of the parallel groups, as `state.json` records them."""
+    """Return the sizes of the parallel groups, as `state.json` records them."""
     names = ("world", "tensor", "pipeline", "context", "data", "expert", "expert_tensor")
     return {name: getattr(groups, name).size for name in names}
 
 
 def find_checkpoint(run_folder: RunFolder, groups: ParallelGroups) -> tuple[Path | None, list[str]]:
-    """The newest intact checkpoint, and a warning for every damaged one. Collective.
+    """Return the newest intact checkpoint, or None for a run without checkpoints, and a warning for every damaged one.
+    Collective.
 
-    Starts with the one that `latest` names; all ranks together compare every file's checksum. A damaged checkpoint is
-    renamed to `step_N.damaged`, and the one before it is tried. None for a run without checkpoints. Raises
-    CheckpointError on every rank for a newer format, and if all checkpoints are damaged: the run does not silently
-    start over.
+    The search starts with the one that `latest` names. All ranks together compare every file's checksum. A damaged
+    checkpoint is renamed to `step_N.damaged`, and the one before it is tried. Raises CheckpointError on every rank for
+    a newer format, and if all checkpoints are damaged, because the run must not silently start over.
     """
     warnings: list[str] = []
     problems: list[str] = []
     names: list[str] = []
     if groups.is_lead:
         try:
-            folders.repair(run_folder)
+            folders.restore_moved_aside(run_folder)
             names = [str(folder) for folder in folders.candidates(run_folder)]
         except (OSError, CheckpointError) as error:
             problems.append(str(error))
@@ -218,12 +180,12 @@ def _damage(folder: Path, groups: ParallelGroups) -> list[str]:
         files = folders.read_record(folder).get("files", {})
     except (OSError, ValueError) as error:
         return [str(error)]
-    return folders.damage(folder, files, groups.world.rank, groups.world.size)
+    return folders.checksum_problems(folder, files, groups.world.rank, groups.world.size)
 
 
 def is_untrained(state: TrainState, name: str, has_critic: bool) -> bool:
-    """Whether the model of the folder `name` had no optimizer step yet: a policy whose critic warms up, or a critic
-    whose steps were all skipped. Its optimizer has no state, and it continues from where the run began.
+    """Whether the model of the folder `name` has had no optimizer step: a policy whose critic warms up, or a critic
+    whose steps were all skipped. Such an optimizer has no state, and the model continues from where the run began.
     """
     return has_critic and (state.num_critic_steps if name == CRITIC_FOLDER else state.num_optimizer_steps) == 0
 
@@ -234,11 +196,11 @@ def load_checkpoint(
     critic: CriticEngine | None = None,
     begin: Callable[[TrainedModel], None] | None = None,
 ) -> TrainState:
-    """Fill the engine (weights, optimizer, schedule, RNG) and the critic, where there is one, from `folder`, and return
-    the run's state. Collective.
+    """Fill the engine (weights, optimizer, schedule, RNG) and the critic, if there is one, from `folder`. Returns the
+    run's state. Collective.
 
-    The layout may differ from the saved one; the ranks' random states are then those of a fresh start. `begin`, needed
-    with a critic, fills a model as a fresh start of the run does: one that `is_untrained`.
+    The layout may differ from the saved one. The ranks' random states are then those of a fresh start. `begin`, which
+    is needed with a critic, fills a model that `is_untrained` as a fresh start of the run does.
 
     Raises CheckpointError for a newer format, another model, an incompatible layout, damaged files, or files that could
     run a program when Megatron loads them.
@@ -293,14 +255,14 @@ def _load_model(folder: Path, name: str, engine: TrainedModel, is_same_layout: b
     problems: list[str] = []
     try:
         for part in engine.optimizer.chained_optimizers:
-            # A fresh torch AdamW has no state to read into.
+            # A new torch AdamW has no state to read into.
             if isinstance(part, DistributedOptimizer):
                 part._init_optimizer_states_with_dummy_values()
-        # Megatron declares a tuple too, for a strictness that is not asked for.
+        # Megatron's annotation includes a tuple, which it returns only for a strictness that is not used here.
         loaded = cast(dict[str, Any], dist_checkpointing.load(sharded_state(engine, loading=True), str(folder / name)))
         names = ["model"] if len(engine.chunks) == 1 else [f"model{i}" for i in range(len(engine.chunks))]
         scales = _scales(folder, name, world.rank) if is_same_layout else {}
-        engine.scales.load(scales)  # FP8 parameters are rounded with them when they are filled, which counts as a use
+        engine.scales.load(scales)  # FP8 parameters are rounded with them when they are filled; this counts as a use
         with without_extra_state(engine.chunks):
             for key, chunk in zip(names, engine.chunks):
                 load_trained(chunk, loaded[key])
@@ -309,8 +271,8 @@ def _load_model(folder: Path, name: str, engine: TrainedModel, is_same_layout: b
         read_optimizer_state(engine.optimizer, weights, folder / name, host)
         if engine.scales.is_active and not scales:
             for key, chunk in zip(names, engine.chunks):
-                for of_it, parameter in chunk.named_parameters():
-                    keep_exact(parameter, loaded[key][of_it])
+                for parameter_name, parameter in chunk.named_parameters():
+                    keep_exact(parameter, loaded[key][parameter_name])
             engine.after_optimizer_loaded()
         _separate_steps(engine)
         engine.scales.load(scales)
@@ -320,17 +282,17 @@ def _load_model(folder: Path, name: str, engine: TrainedModel, is_same_layout: b
 
 
 def rank_file(folder: str, rank: int) -> Path:
-    """The file of one rank in `rng` or in `fp8_folder`, inside a checkpoint."""
+    """Return the path inside a checkpoint of one rank's file in `rng` or in `fp8_folder`."""
     return Path(folder) / f"rank_{rank:05d}.safetensors"
 
 
 def fp8_folder(name: str) -> str:
-    """The folder beside the model's folder `name`, inside a checkpoint, that its FP8 scales are in."""
+    """Return the name of the folder in a checkpoint with the FP8 scales of the model in the folder `name`."""
     return "fp8" if name == MEGATRON_FOLDER else f"{name}_fp8"
 
 
 def _scales(folder: Path, name: str, rank: int) -> dict[str, torch.Tensor]:
-    """A model's FP8 state on this rank; empty where the recipe has none, or an earlier version saved none."""
+    """Return a model's FP8 state on this rank; empty if the recipe has none, or if an earlier version saved none."""
     file = folder / rank_file(fp8_folder(name), rank)
     return load_file(file) if file.is_file() else {}
 
@@ -338,8 +300,8 @@ def _scales(folder: Path, name: str, rank: int) -> dict[str, torch.Tensor]:
 def _separate_steps(engine: TrainedModel) -> None:
     """Give every parameter its own Adam step count again.
 
-    Megatron's loader gives one tensor to all of them. torch's AdamW adds to it in place, once per parameter, and the
-    bias correction would be wrong from the first step after a resume.
+    Megatron's loader gives one tensor to all of them. torch's AdamW would add to it in place once per parameter, and
+    the bias correction would be wrong from the first step after a resume.
     """
     for part in engine.optimizer.chained_optimizers:
         for state in part.optimizer.state.values():
@@ -347,13 +309,8 @@ def _separate_steps(engine: TrainedModel) -> None:
                 state["step"] = state["step"].clone()
 
 
-# Fields that checkpoints of the first format always have. Later fields are left out at their defaults, so that old
-# checkpoints still match.
-_FIRST_EXPERT_FIELDS = ("num_experts", "experts_per_token", "expert_intermediate_size", "norm_topk_prob")
-
-
 def model_of(engine: TrainedModel) -> dict[str, Any]:
-    """The model's spec and precision, as `state.json` records them."""
+    """Return the model's spec and precision, as `state.json` records them."""
     spec = asdict(engine.spec)
     for name in ("raw", "num_ignored_layers", *(["latent"] if engine.spec.latent is None else [])):
         spec.pop(name)
@@ -370,10 +327,50 @@ def model_of(engine: TrainedModel) -> dict[str, Any]:
 
 
 def base_folder(config: Config) -> Path:
-    """The folder of the weights that a policy with adapters leaves as they are."""
+    """Return the folder of the weights that a policy with adapters leaves as they are."""
     return Path(config.model.weights or config.model.path)
 
 
 def base_stamp(engine: TrainedModel) -> str | None:
-    """What tells the weights that adapters belong to from others; None without `lora`."""
+    """Return what distinguishes the weights that adapters belong to from others, or None without `lora`."""
     return None if engine.config.lora is None else content_stamp(base_folder(engine.config))
+
+
+def load_weights(folder: Path, engine: PolicyEngine) -> None:
+    """Fill the engine's parameters, cast to their dtype, from `folder`/megatron. Collective.
+
+    Megatron's loader reads them into this layout, on each rank its shards. The caller must call `after_weights_loaded`
+    next. Every file is checked before Megatron's loader gets it. Raises CheckpointError, the same on every rank, if a
+    parameter is missing, of another shape, or damaged, or if loading could run a program.
+    """
+    host = engine.groups.host
+    raise_together(
+        refuse_code(folder / MEGATRON_FOLDER, engine.groups.world.rank, engine.groups.world.size),
+        host,
+        CheckpointError,
+        f"{folder} cannot be loaded",
+    )
+    problems: list[str] = []
+    try:
+        for chunk in engine.chunks:
+            wanted = chunk.sharded_state_dict(metadata={"dp_cp_group": engine.groups.data_context.group})
+            # Transformer Engine's scaling states are not weights, and a converted checkpoint has none.
+            wanted = {name: value for name, value in wanted.items() if not isinstance(value, ShardedObject)}
+            # Megatron's annotation includes a tuple, which it returns only for a strictness that is not used here.
+            loaded = cast(dict[str, Any], dist_checkpointing.load(wanted, str(folder / MEGATRON_FOLDER)))
+            result = chunk.load_state_dict({name: loaded[name] for name in wanted}, strict=False)
+            problems += [f"{name} is not filled" for name in result.missing_keys if not name.endswith(_EXTRA_STATE)]
+            for name, parameter in chunk.named_parameters():
+                if name in loaded:  # all but those named in `problems`
+                    keep_exact(parameter, loaded[name])
+    except (
+        CheckpointException,
+        dist_checkpointing.core.CheckpointingException,
+        EOFError,
+        KeyError,
+        OSError,
+        RuntimeError,
+        ValueError,
+    ) as error:
+        problems.append(first_cause(error))
+    raise_together(problems, host, CheckpointError, f"{folder} cannot be loaded")

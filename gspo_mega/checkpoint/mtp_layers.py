@@ -1,8 +1,7 @@
-"""Layers for multi-token prediction, which stand behind the last decoder layer: read from the folder that a policy came
-from, and carried as they are into Hugging Face folders that are made of the policy.
+"""Layers for multi-token prediction, which follow the last decoder layer. They are read from the folder that a policy
+came from, and copied unchanged into Hugging Face folders that are made from the policy.
 
-Owns which tensors these are, that a layer is whole, and their values. They are neither loaded nor trained: whoever
-drafts with them drafts with the layers of the start.
+They are neither loaded nor trained. A server that drafts with them drafts with the layers of the start.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ _FP8 = "F8_E4M3"
 
 
 class CarriedLayers:
-    """Those of the folder of a model; none where its config.json names none, or where the folder has none of their
-    tensors (a config alone, or a folder that transformers wrote, which drops them).
+    """The layers in a model's folder.
 
-    `entries`: the tensors in the folder's order.
+    There are none if config.json names none, or if the folder has none of their tensors: it has only a config, or
+    transformers wrote it, which drops them. `entries` are their tensors in the folder's order.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Raises ModelError naming what a layer lacks, and tensors of another shape than those of the last decoder
+        """Raises ModelError naming what a layer lacks, and tensors whose shape differs from that in the last decoder
         layer, which these layers repeat.
         """
         self.spec = read_model_spec(folder)
@@ -60,13 +59,15 @@ class CarriedLayers:
         self.entries = [_entry(name, shape) for name, shape in held.items()]
 
     def dtype(self, entry: TensorEntry) -> torch.dtype:
-        """That of `read`: the stored one; of FP8 blocks the one that config.json names."""
+        """Return the dtype of `read`: the stored one, or for FP8 blocks the one that config.json names."""
         if self._folder.stored_dtype(entry.name) == _FP8:
             return getattr(torch, self.spec.torch_dtype)
         return self._folder.read(entry.name, 0, 0, 0).dtype
 
     def read(self, entry: TensorEntry) -> torch.Tensor:
-        """The whole tensor [entry.shape] as it is stored, on the host; FP8 blocks as the values that they stand for."""
+        """Return the whole tensor [entry.shape] as it is stored, on the host. FP8 blocks become the values that they
+        represent.
+        """
         tensor = self._folder.read(entry.name)
         if self._folder.stored_dtype(entry.name) != _FP8:
             return tensor
@@ -75,31 +76,33 @@ class CarriedLayers:
         return dequantize_blocks(tensor, scales, self.spec.stored.block).to(self.dtype(entry))
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor by its name, one at a time."""
+        """Yield (name, tensor) of every tensor, one at a time."""
         return ((entry.name, self.read(entry)) for entry in self.entries)
 
     def config_json(self, raw: dict[str, Any]) -> dict[str, Any]:
-        """The config.json of a folder that has them, from one that names none."""
+        """Return the config.json of a folder with these layers, from one that names none."""
         return carried_config(self.spec, raw) if self.entries else raw
 
 
 def carried_config(spec: ModelSpec, raw: dict[str, Any]) -> dict[str, Any]:
-    """`raw`, a config.json, with the number of layers that `spec` names."""
+    """Return `raw`, a config.json, with the number of layers that `spec` names."""
     return raw | {KEY: spec.num_ignored_layers}
 
 
 def carried_modules(spec: ModelSpec) -> tuple[str, ...]:
-    """The layers' names, as `modules_to_not_convert` has them."""
+    """Return the layers' names as `modules_to_not_convert` has them."""
     return tuple(f"model.layers.{spec.num_layers + place}" for place in range(spec.num_ignored_layers))
 
 
 def is_carried(entry: TensorEntry) -> bool:
-    """Is it one of `CarriedLayers.entries`?"""
+    """Whether it is one of `CarriedLayers.entries`."""
     return entry.parameter == entry.name
 
 
 def _problems(spec: ModelSpec, held: dict[str, tuple[int, ...]]) -> Iterator[str]:
-    """What the layers lack: each has the tensors of the last decoder layer, two norms and a projection of both."""
+    """Yield what is wrong. Each layer must have the tensors of the last decoder layer, two norms and a projection
+    of both.
+    """
     last = spec.num_layers - 1
     like = {entry.name: entry.shape for entry in hf_tensors(spec) if entry.layer == last}
     wide = spec.hidden_size
@@ -116,7 +119,7 @@ def _problems(spec: ModelSpec, held: dict[str, tuple[int, ...]]) -> Iterator[str
 
 
 def _entry(name: str, shape: tuple[int, ...]) -> TensorEntry:
-    """A tensor that no parameter owns; kept plain where others are quantised."""
+    """Return the entry of a tensor that no parameter owns. It stays plain if others are quantised."""
     return TensorEntry(
         name=name,
         shape=shape,

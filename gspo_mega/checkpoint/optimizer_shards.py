@@ -1,12 +1,13 @@
 """The state of the distributed optimizer in a checkpoint: every data-parallel rank writes and reads about its own part.
 
 Megatron's `fully_reshardable` form has one tensor of the parameter's shape for each parameter and kind of state (fp32
-parameter, both moments), which any layout can read. Megatron's own way to it gathers the whole state of a
-model-parallel place, 12 bytes per parameter, on every data-parallel rank, before a save and before a load. Here one of
-the ranks that own a part of a parameter holds it for a save: the others send it their parts, of some parameters at a
-time. A load reads some parameters at a time and keeps the rank's parts of them. What is written has the same names and
-shapes, and the same numbers but where Megatron's are wrong: it drops the padding between overlapped buckets and then
-looks for parameters where they lay before.
+parameter and both moments), which any layout can read. Before a save and before a load, Megatron itself gathers the
+whole state of a model-parallel place, 12 bytes per parameter, on every data-parallel rank. Here, for a save, one of the
+ranks that own a part of a parameter holds all of it, and the others send it their parts, some parameters at a time. A
+load reads some parameters at a time and keeps the rank's parts of them.
+
+The result has the same names and shapes as Megatron's. Its numbers are also the same, except where Megatron's are
+wrong: Megatron drops the padding between overlapped buckets, and then looks for parameters where they were before.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from gspo_mega.cpu.backend import is_cpu_backend
 from gspo_mega.engine.process_groups import RankGroup, all_gather_json
 
-# Bytes that a rank reads at a time, and elements that ranks exchange at a time, of one kind; one parameter at least.
+# The bytes that a rank reads at a time, and the elements of one kind that ranks exchange at a time. It is always at
+# least one parameter.
 READ_BYTES, EXCHANGED_ELEMENTS = 2 * 1024**3, 2**27
 _KINDS = ("param", "exp_avg", "exp_avg_sq")
 _FP32_BYTES = 4
@@ -38,10 +40,10 @@ _FP32_BYTES = 4
 def optimizer_state(
     optimizer: ChainedOptimizer, model_state: dict[str, Any], metadata: dict[str, Any], *, loading: bool
 ) -> dict[Any, Any]:
-    """The sharded state of all parts, in the form of `ChainedOptimizer.sharded_state_dict`. Collective.
+    """Return the sharded state of all parts, in the form of `ChainedOptimizer.sharded_state_dict`. Collective.
 
-    `model_state`: the sharded state of the weights, whose keys and places the optimizer's tensors take. With `loading`,
-    what `read_optimizer_state` reads afterwards is left out.
+    `model_state` is the sharded state of the weights; the optimizer's tensors take over its keys and places. With
+    `loading`, the state that `read_optimizer_state` reads later is left out.
     """
     parts = optimizer.chained_optimizers
     if len(parts) > 1:
@@ -53,7 +55,7 @@ def optimizer_state(
             continue
         states[index] = part.state_dict()
         if loading:
-            part.load_state_dict(part.state_dict())  # allocates what is read into
+            part.load_state_dict(part.state_dict())  # allocates the tensors to read into
         else:
             form = metadata["distrib_optim_sharding_type"]
             states[index] |= {"param_state": _held(part, model_state), "param_state_sharding_type": form}
@@ -61,7 +63,7 @@ def optimizer_state(
 
 
 def load_optimizer(optimizer: ChainedOptimizer, loaded: dict[Any, Any]) -> None:
-    """Take over what was loaded into a state of `optimizer_state`."""
+    """Give the optimizer what was loaded into a state from `optimizer_state`."""
     parts = optimizer.chained_optimizers
     states = [loaded] if len(parts) == 1 else [loaded[index] for index in range(len(parts))]
     for part, state in zip(parts, states):
@@ -76,7 +78,8 @@ def read_optimizer_state(
 ) -> None:
     """Read this rank's parts of the distributed optimizer's tensors from Megatron's folder of a checkpoint. Collective.
 
-    `model_state`: of the weights, which says where parameters lie. `host`: the group of all ranks.
+    `model_state` is the sharded state of the weights, which gives the places of parameters. `host` is the group of all
+    ranks.
     """
     by_weight = _by_weight(model_state)
     rounds: list[list[tuple[DistributedOptimizer, _Owned]]] = []
@@ -92,15 +95,15 @@ def read_optimizer_state(
                 room = READ_BYTES
             rounds[-1].append((part, owned))
             room -= size
-    # Ranks read together; those of another pipeline stage may need more rounds than this one.
+    # All ranks read together. Those of another pipeline stage may need more rounds than this one.
     for turn in range(max(all_gather_json(len(rounds), host))):
         wanted = rounds[turn] if turn < len(rounds) else []
-        asked = {}
+        requested = {}
         for place, (_, owned) in enumerate(wanted):
             like = by_weight[owned.weight]
-            asked[place] = {kind: _sharded(like, kind, torch.zeros(owned.weight.shape)) for kind in _KINDS}
-        # Not every shard of a tensor is asked for in one turn, and that is all which validation would find.
-        loaded: Any = dist_checkpointing.load({"turn": asked}, str(folder), validate_access_integrity=False)
+            requested[place] = {kind: _sharded(like, kind, torch.zeros(owned.weight.shape)) for kind in _KINDS}
+        # Validation is off, because it would only find that one turn does not request every shard of a tensor.
+        loaded: Any = dist_checkpointing.load({"turn": requested}, str(folder), validate_access_integrity=False)
         for place, (part, owned) in enumerate(wanted):
             own = owned.parts[part.data_parallel_group.rank()]
             tensors = {kind: loaded["turn"][place][kind].flatten()[own.start : own.stop] for kind in _KINDS}
@@ -121,14 +124,14 @@ def _by_weight(model_state: dict[str, Any]) -> dict[torch.Tensor, ShardedTensor 
 
 
 def _held(part: DistributedOptimizer, model_state: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """By index, the state of the parameters that this rank holds. Collective."""
+    """Return the state of the parameters that this rank holds, by index. Collective."""
     by_weight, group = _by_weight(model_state), part.data_parallel_group
     loads = [0] * group.size()
     found = {}
     for some in _groups(part):
         holders = {}
         for owned in some:
-            # The least loaded of its owners, by elements; every rank comes to the same result.
+            # The holder is the owner with the fewest elements so far. Every rank comes to the same result.
             owners = [rank for rank, piece in enumerate(owned.parts) if piece]
             holders[owned.index] = min(owners, key=lambda rank: (loads[rank], rank))
             loads[holders[owned.index]] += owned.weight.numel()
@@ -152,7 +155,7 @@ def _check_replica(like: ShardedTensor | ShardedTensorFactory, rank: int) -> Non
 def _sharded(
     like: ShardedTensor | ShardedTensorFactory, kind: str, tensor: torch.Tensor
 ) -> ShardedTensor | ShardedTensorFactory:
-    """`tensor` in the place of the weight `like`, as the only one of its data-parallel replicas."""
+    """Return `tensor` in the place of the weight `like`, as the only one of its data-parallel replicas."""
     others = like.replica_id[:-1] if isinstance(like.replica_id, tuple) else ()
     settings: dict[str, Any] = dict(
         key=f"optimizer.state.{kind}.{like.key}",
@@ -171,8 +174,8 @@ def _sharded(
 
 @dataclass(frozen=True)
 class _Owned:
-    """A parameter. `index`: its place in the optimizer's order. `parts`: the range of its elements that each
-    data-parallel rank owns, empty where it owns none.
+    """A parameter. `index` is its place in the optimizer's order. `parts` has the range of its elements that each
+    data-parallel rank owns, which is empty if the rank owns none.
     """
 
     index: int
@@ -181,7 +184,7 @@ class _Owned:
 
 
 def _parameters(part: DistributedOptimizer) -> Iterator[_Owned]:
-    """In Megatron's order. Every rank owns an equal part of a bucket, padding among it."""
+    """Yield the parameters in Megatron's order. Every rank owns an equal part of a bucket, including its padding."""
     num_ranks = part.data_parallel_group.size()
     index = count()
     for buffer in part.buffers:
@@ -196,7 +199,7 @@ def _parameters(part: DistributedOptimizer) -> Iterator[_Owned]:
 
 
 def _groups(part: DistributedOptimizer) -> Iterator[list[_Owned]]:
-    """Parameters that are exchanged at a time; the same on every data-parallel rank."""
+    """Yield the parameters that are exchanged at a time. They are the same on every data-parallel rank."""
     group: list[_Owned] = []
     room = EXCHANGED_ELEMENTS
     for owned in _parameters(part):
@@ -212,16 +215,17 @@ def _groups(part: DistributedOptimizer) -> Iterator[list[_Owned]]:
 def _gather(
     part: DistributedOptimizer, group: list[_Owned], holders: dict[int, int]
 ) -> list[tuple[_Owned, dict[str, torch.Tensor]]]:
-    """The parameters of the group that this rank holds, with their state: flat fp32 copies on the host. Collective.
+    """Return the parameters of the group that this rank holds, with their state as flat fp32 copies on the host.
+    Collective.
 
-    `holders`: the rank that holds each, by index.
+    `holders` gives the rank that holds each parameter, by index.
     """
     others = part.data_parallel_group
     rank, ranks = others.rank(), range(others.size())
     device = torch.device("cpu") if is_cpu_backend() else torch.device("cuda", torch.cuda.current_device())
     own = {o.index: part._get_main_param_and_optimizer_states(o.weight) for o in group if o.parts[rank]}
     held = {owned.index: owned for owned in group if holders[owned.index] == rank}
-    # To and from each rank, in the group's order.
+    # What goes to each rank and comes from each rank, in the group's order.
     sent = [[o for o in group if holders[o.index] == other and o.parts[rank]] for other in ranks]
     received = [[owned for owned in held.values() if owned.parts[other]] for other in ranks]
     send_sizes = [sum(len(owned.parts[rank]) for owned in to) for to in sent]
@@ -234,8 +238,8 @@ def _gather(
         incoming = torch.empty(sum(receive_sizes), device=device)
         dist.all_to_all_single(incoming, outgoing, receive_sizes, send_sizes, group=others)
         parts = defaultdict(list)
-        # Of a parameter, the parts follow each other as their ranks do.
-        for owned, piece in zip((owned for of in received for owned in of), incoming.cpu().split(lengths)):
+        # The parts of a parameter follow each other in the order of their ranks.
+        for owned, piece in zip((owned for sender in received for owned in sender), incoming.cpu().split(lengths)):
             parts[owned.index].append(piece)
         for index, found in parts.items():
             tensors[index][kind] = torch.cat(found)

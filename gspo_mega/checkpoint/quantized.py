@@ -1,12 +1,12 @@
-"""The form in which weights leave the trainer for its servers: plain in the servers' dtype, or FP8 blocks with scales.
+"""Quantised weights at both ends: the form in which they leave the trainer, and parameters that are stored in FP8.
 
-Owns which tensors are quantised for a server, by which rule, and under which names they are sent; the same for files
-and broadcasts, so a weight is quantised in one place only. The arithmetic is `gspo_mega.algorithm`'s.
+`PublishedForm` says how weights leave the trainer for its servers: plain in the servers' dtype, or as FP8 blocks with
+scales. It decides which tensors are quantised, by which rule, and under which names they are sent. Files and broadcasts
+both use it, so a weight is quantised in one place only. `gspo_mega.algorithm` has the arithmetic.
 
-Parameters that Transformer Engine stores in FP8 (`fp8.parameters`), read and written as plain tensors.
-
-Such a parameter is a tensor of another class. A slice of it is a copy: writing into the slice silently changes nothing.
-It must therefore be filled whole.
+The second part reads and writes the parameters that Transformer Engine stores in FP8 (`fp8.parameters`) as plain
+tensors. Such a parameter is a tensor of another class. A slice of it is a copy, and writing into the slice silently
+changes nothing, so it must be filled as a whole.
 """
 
 from __future__ import annotations
@@ -38,28 +38,140 @@ from gspo_mega.models.tensors import TensorEntry
 if TYPE_CHECKING:
     from gspo_mega.checkpoint.gather import PolicyTensors
 
+Rule = Literal["checkpoint", "float32", "power_of_two"]
+"""How a block gets its scale: as in DeepSeek-V3's checkpoints (amax / 448), or as in Transformer Engine's blockwise
+recipe, with any float32 as a scale or only powers of two.
+"""
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def quantize_weight(weight: torch.Tensor, rule: Rule, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise a whole weight [n, m], float32 or bfloat16. Returns float8_e4m3fn [n, m] and scales float32
+    [ceil n/b0, ceil m/b1].
+    """
+    if rule == "checkpoint":
+        return quantize_published_blocks(weight, block)
+    return quantize_blocks(weight, block, power_of_two=rule == "power_of_two")
+
+
+@dataclass(frozen=True)
+class PublishedForm:
+    """The form of the weights that are sent.
+
+    The trainer's tensors are put together in the dtype `gathered`, and quantised from it. Tensors that are sent plain
+    have the dtype `plain`. `stored` is the layout of quantised tensors, or None if all are plain.
+    """
+
+    gathered: torch.dtype
+    plain: torch.dtype
+    stored: BlockFp8 | None = None
+    rule: Rule = "checkpoint"
+
+    def tensors(self, entry: TensorEntry, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what is sent for one whole tensor of the trainer: itself, or its FP8 elements and their scales.
+
+        tensor: [entry.shape], local. Plain tensors are in `plain` (a buffer stays fp32) and may share its memory.
+        Raises PublishError for a weight that is not finite, which FP8 would round to a finite one, and for scales that
+        do not have the shape of the tensor's blocks.
+        """
+        if self.stored is None or not is_quantized(self.stored, entry):
+            yield entry.name, tensor if entry.is_buffer else tensor.to(self.plain)
+            return
+        if not all(bool(extreme.isfinite()) for extreme in torch.aminmax(tensor)):  # both are NaN if any value is NaN
+            raise PublishError(f"{entry.name}: has a value that is not finite, which FP8 blocks would make finite")
+        data, scales = quantize_weight(tensor, self.rule, self.stored.block)
+        if tuple(scales.shape) != (wanted := scale_shape(entry.shape, self.stored.block)):
+            raise PublishError(f"{scale_name(entry.name)}: has the shape {list(scales.shape)}, not {list(wanted)}")
+        yield entry.name, data
+        yield scale_name(entry.name), scales
+
+    def described(self, entry: TensorEntry) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Return dtype and shape of what `tensors` yields, by name and in its order."""
+        if self.stored is None or not is_quantized(self.stored, entry):
+            return {entry.name: (torch.float32 if entry.is_buffer else self.plain, entry.shape)}
+        return {
+            entry.name: (torch.float8_e4m3fn, entry.shape),
+            scale_name(entry.name): (torch.float32, scale_shape(entry.shape, self.stored.block)),
+        }
+
+    def owned(self, policy: PolicyTensors) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what is sent of the tensors that this rank owns. Collective over the tensor groups: run it to its end.
+
+        Raises the PublishError of `tensors`, on this rank only and after that end.
+        """
+        return self._sent(policy.owned(self.gathered))
+
+    def brought_to(
+        self, policy: PolicyTensors, home: Callable[[TensorEntry], int]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what is sent of the tensors whose `home` is this rank, in table order.
+
+        Collective over all ranks: run it to its end, even if the use of a tensor fails. Raises PublishError as `owned`
+        does.
+        """
+        return self._sent(policy.brought_to(home, self.gathered))
+
+    def _sent(self, tensors: Iterator[tuple[TensorEntry, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        try:
+            for entry, tensor in tensors:
+                yield from self.tensors(entry, tensor)
+        except Exception:
+            for _ in tensors:  # other ranks take part in every tensor
+                pass
+            raise
+
+    def num_bytes(self, policy: PolicyTensors) -> int:
+        """Return the bytes of one version."""
+        entries = [entry for fused in policy.table.values() for entry in fused]
+        return stored_bytes(self.stored, entries, self.plain.itemsize)
+
+
+def quantised_on_load(config: Config) -> OnLoad | None:
+    """Return how servers quantise plain weights while they load them, or None if they do not."""
+    kind = config.server.quantization
+    return kind if kind in ("fp8", "int8") else None
+
+
+def plain_form(dtype: torch.dtype) -> PublishedForm:
+    """Return the form in which everything is plain, in the dtype in which it is gathered."""
+    return PublishedForm(dtype, dtype)
+
+
+def published_form(config: Config) -> PublishedForm:
+    """Return the form that the run's servers hold."""
+    trainer = _DTYPES["fp32" if config.precision == "fp32" else "bf16"]
+    plain = _DTYPES[server_dtype(config)]
+    return PublishedForm(
+        trainer, plain, served_layout(config), "power_of_two" if publishes_powers_of_two(config) else "float32"
+    )
+
 
 class _Quantized(Protocol):
-    """What Transformer Engine's tensors have besides torch's; it is not installed everywhere, so not imported."""
+    """What Transformer Engine's tensors have in addition to torch's. It is not installed everywhere, so not
+    imported.
+    """
 
     def quantize_(self, tensor: torch.Tensor) -> object: ...
 
 
 def is_fp8_parameter(parameter: torch.Tensor) -> bool:
-    """True if the parameter, this rank's part of any shape and nominal dtype, is stored as FP8 blocks with scales."""
+    """Whether the parameter, this rank's part of any shape and nominal dtype, is stored as FP8 blocks with scales."""
     return type(parameter) not in (torch.Tensor, nn.Parameter) and hasattr(parameter, "quantize_")
 
 
 def plain_values(parameter: torch.Tensor) -> torch.Tensor:
-    """The parameter's values: its local shape and (nominal) dtype, detached; shared memory unless it is quantized."""
+    """Return the parameter's values in its local shape and (nominal) dtype, detached. They share the parameter's memory
+    unless it is quantized.
+    """
     return parameter.detach().dequantize() if is_fp8_parameter(parameter) else parameter.detach()
 
 
 @contextmanager
 def filled(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
-    """A zeroed plain tensor of the parameter's local shape and (nominal) dtype, to fill slice by slice.
+    """Give a zeroed plain tensor of the parameter's local shape and (nominal) dtype, to fill slice by slice.
 
-    On leaving the context, its content is the parameter's. A quantized parameter keeps it as `keep_exact` says.
+    At the end of the context, the parameter gets its content. A quantized parameter keeps it as `keep_exact` says.
     """
     values = (
         torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
@@ -74,113 +186,10 @@ def filled(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def keep_exact(parameter: torch.Tensor, values: torch.Tensor) -> None:
-    """Leave the loaded `values`, of the parameter's local shape and nominal dtype, on a quantized parameter that is
+    """Keep the loaded `values`, of the parameter's local shape and nominal dtype, on a quantized parameter that is
     trained, as `exact_values`, until the optimizer has made its fp32 copy of them (`engine/optimizer.py`).
 
-    Nothing on a plain parameter, which holds them itself, and on a frozen one, of which there is no copy.
+    This does nothing for a plain parameter, which has these values itself, or for a frozen one, which has no copy.
     """
     if is_fp8_parameter(parameter) and parameter.requires_grad:
         cast(Any, parameter).exact_values = values
-
-
-Rule = Literal["checkpoint", "float32", "power_of_two"]
-"""How a block gets its scale: as DeepSeek-V3's checkpoints (amax / 448), or as Transformer Engine's blockwise recipe
-with scales of any float32, or with powers of two.
-"""
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-def quantize_weight(weight: torch.Tensor, rule: Rule, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """A whole weight [n, m], float32 or bfloat16, as float8_e4m3fn [n, m] and scales float32 [ceil n/b0, ceil m/b1]."""
-    if rule == "checkpoint":
-        return quantize_published_blocks(weight, block)
-    return quantize_blocks(weight, block, power_of_two=rule == "power_of_two")
-
-
-@dataclass(frozen=True)
-class PublishedForm:
-    """`gathered`: the dtype in which the trainer's tensors are put together, and quantised from. `plain`: that of
-    tensors which are sent plain. `stored`: the layout of quantised tensors, None where all are plain.
-    """
-
-    gathered: torch.dtype
-    plain: torch.dtype
-    stored: BlockFp8 | None = None
-    rule: Rule = "checkpoint"
-
-    def tensors(self, entry: TensorEntry, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """What is sent for one whole tensor of the trainer: itself, or its FP8 elements and their scales.
-
-        tensor: [entry.shape], local. Plain tensors are in `plain` (a buffer stays fp32) and may share its memory.
-        Raises PublishError for a weight that is not finite, which FP8 would round to a finite one, and for scales that
-        are not those of the tensor's blocks.
-        """
-        if self.stored is None or not is_quantized(self.stored, entry):
-            yield entry.name, tensor if entry.is_buffer else tensor.to(self.plain)
-            return
-        if not all(bool(extreme.isfinite()) for extreme in torch.aminmax(tensor)):  # both are NaN if any value is
-            raise PublishError(f"{entry.name}: has a value that is not finite, which FP8 blocks would make finite")
-        data, scales = quantize_weight(tensor, self.rule, self.stored.block)
-        if tuple(scales.shape) != (wanted := scale_shape(entry.shape, self.stored.block)):
-            raise PublishError(f"{scale_name(entry.name)}: has the shape {list(scales.shape)}, not {list(wanted)}")
-        yield entry.name, data
-        yield scale_name(entry.name), scales
-
-    def described(self, entry: TensorEntry) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """dtype and shape of what `tensors` yields, in its order."""
-        if self.stored is None or not is_quantized(self.stored, entry):
-            return {entry.name: (torch.float32 if entry.is_buffer else self.plain, entry.shape)}
-        return {
-            entry.name: (torch.float8_e4m3fn, entry.shape),
-            scale_name(entry.name): (torch.float32, scale_shape(entry.shape, self.stored.block)),
-        }
-
-    def owned(self, policy: PolicyTensors) -> Iterator[tuple[str, torch.Tensor]]:
-        """What is sent of the tensors that this rank owns. Collective over the tensor groups: run it to its end.
-
-        Raises PublishError of `tensors`, on this rank only and after that end.
-        """
-        return self._sent(policy.owned(self.gathered))
-
-    def brought_to(
-        self, policy: PolicyTensors, home: Callable[[TensorEntry], int]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """What is sent of the tensors whose `home` is this rank, in table order. Collective over all ranks: run it to
-        its end, also if the use of a tensor fails. Raises PublishError as `owned`.
-        """
-        return self._sent(policy.brought_to(home, self.gathered))
-
-    def _sent(self, tensors: Iterator[tuple[TensorEntry, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        try:
-            for entry, tensor in tensors:
-                yield from self.tensors(entry, tensor)
-        except Exception:
-            for _ in tensors:  # other ranks take part in every tensor
-                pass
-            raise
-
-    def num_bytes(self, policy: PolicyTensors) -> int:
-        """Bytes of one version."""
-        entries = [entry for fused in policy.table.values() for entry in fused]
-        return stored_bytes(self.stored, entries, self.plain.itemsize)
-
-
-def quantised_on_load(config: Config) -> OnLoad | None:
-    """How servers quantise plain weights while they load them; None where they do not."""
-    kind = config.server.quantization
-    return kind if kind in ("fp8", "int8") else None
-
-
-def plain_form(dtype: torch.dtype) -> PublishedForm:
-    """Everything plain in the dtype in which it is gathered."""
-    return PublishedForm(dtype, dtype)
-
-
-def published_form(config: Config) -> PublishedForm:
-    """The form that the run's servers hold."""
-    trainer = _DTYPES["fp32" if config.precision == "fp32" else "bf16"]
-    plain = _DTYPES[server_dtype(config)]
-    return PublishedForm(
-        trainer, plain, served_layout(config), "power_of_two" if publishes_powers_of_two(config) else "float32"
-    )

@@ -1,10 +1,9 @@
 """Reading Megatron's checkpoint files without trusting them: an unpickler with a list of allowed names, and checks.
 
 A pickle is a program: it may call any function that it names. The format's index (`.metadata`) is a pickle, and so are
-its byte entries. This unpickler allows the names that the formats themselves use (`ALLOWED`) and no others, whoever
-wrote the file. Megatron's own loader has no such list, so this module reads every file first and refuses unsafe ones.
-
-An error of Megatron's or torch's checkpoint code in one line. Owns the text only, not what is caught where.
+its byte entries. This unpickler allows only the names that the formats themselves use (`ALLOWED`), no matter who wrote
+the file. Megatron's own loader has no such list, so `refuse_code` reads every file first and refuses unsafe ones.
+`first_cause`, at the end, gives an error of Megatron's or torch's checkpoint code in one line.
 """
 
 from __future__ import annotations
@@ -32,16 +31,8 @@ from torch.distributed.checkpoint.metadata import (
 from gspo_mega.base.errors import CheckpointError
 from gspo_mega.base.untrusted import open_regular, read_bytes, read_json_file
 
-
-def first_cause(error: BaseException) -> str:
-    """The error in one line. A CheckpointException, which is not an Exception, has the errors of all ranks."""
-    if isinstance(error, CheckpointException) and error.failures:
-        error = next(iter(error.failures.values()))[0]
-    return f"{type(error).__name__}: {error}".strip().splitlines()[0]
-
-
 _DISTRIBUTED = "torch.distributed.checkpoint"
-# Classes of plain data, and functions that look a value up or make a tensor of given bytes.
+# Classes of plain data, and functions that look a value up or make a tensor from given bytes.
 ALLOWED = {
     *(
         (f"{_DISTRIBUTED}.metadata", name)
@@ -73,9 +64,10 @@ ALLOWED = {
     ("pathlib", "PosixPath"),
     ("_io", "BytesIO"),
 }
-# Transformer Engine's states name the recipe that made them: plain classes, all in one module.
+# Transformer Engine's states name the recipe that made them. Recipes are plain classes, all in this module.
 _RECIPES = "transformer_engine.common.recipe"
-# The format in Megatron's `metadata.json` that is read and written here; the entries of the common part are optional.
+# The only format in Megatron's `metadata.json` that is read and written here. The entries of the common part are
+# optional.
 FORMAT = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -101,8 +93,8 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _enum_member(kind: Any, name: Any) -> enum.Enum:
-    """What `getattr` stands for in a pickle: up to 3.11.3, Python writes a member of an enumeration as its class and
-    its name. It looks up nothing else.
+    """Stand in for `getattr` in a pickle: up to 3.11.3, Python writes a member of an enumeration as its class and its
+    name. This function looks up nothing else.
     """
     if isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__:
         return kind[name]
@@ -112,8 +104,9 @@ def _enum_member(kind: Any, name: Any) -> enum.Enum:
 
 
 def write_tags_by_value() -> None:
-    """Have Transformer Engine's tag of a number format, which an FP8 parameter carries, pickled as its class and its
-    number, as every Python from 3.11.4 on does. What earlier ones write (`_enum_member`) torch's own reader refuses.
+    """Make pickles write Transformer Engine's tag of a number format, which an FP8 parameter carries, as its class and
+    number. Python from 3.11.4 on does this by itself. torch's own reader refuses what earlier ones write
+    (`_enum_member`).
 
     Call it before a save. Without Transformer Engine it does nothing.
     """
@@ -123,7 +116,7 @@ def write_tags_by_value() -> None:
 
 
 def safe_loads(data: bytes) -> Any:
-    """The value of a pickle with `ALLOWED` names only.
+    """Return the value of a pickle that has only `ALLOWED` names.
 
     Raises pickle.UnpicklingError for other names, and any exception for a damaged pickle.
     """
@@ -131,7 +124,8 @@ def safe_loads(data: bytes) -> Any:
 
 
 def read_index(folder: Path) -> Metadata:
-    """`.metadata` of a `torch_dist` folder, with the types of all entries checked and every file inside the folder.
+    """Return `.metadata` of a `torch_dist` folder, after a check of the types of all entries, and that every file is
+    inside the folder.
 
     Runs no code of the file. Raises CheckpointError.
     """
@@ -148,16 +142,18 @@ def read_index(folder: Path) -> Metadata:
 
 
 def refuse_code(folder: Path, share: int = 0, num_shares: int = 1) -> list[str]:
-    """One line per part of a `torch_dist` folder that Megatron's loader must not read; empty if the folder is safe.
+    """Return one line per part of a `torch_dist` folder that Megatron's loader must not read; none if the folder is
+    safe.
 
-    Reads the index, the common part, and this share of the byte entries; the ranks' shares together cover all entries.
+    This reads the index, the common part, and this share of the byte entries. The ranks' shares together cover all
+    entries.
     """
     try:
         index = read_index(folder)
     except CheckpointError as error:
         return [str(error)]
     problems = []
-    # Megatron 0.19 writes the common part among the entries, which are all looked at below.
+    # Megatron 0.19 writes the common part among the entries, which are all checked below.
     if share == 0 and (folder / "common.pt").exists():
         try:
             with open_regular(folder / "common.pt") as common:
@@ -197,7 +193,9 @@ def _safe_torch_load(data: bytes) -> Any:
 
 
 def _look_inside(value: Any) -> None:
-    """Check nested pickles: Transformer Engine puts one into bytes, or a tensor of bytes, and loads it unchecked."""
+    """Check nested pickles. Transformer Engine puts one into bytes, or into a tensor of bytes, and loads it
+    unchecked.
+    """
     if isinstance(value, torch.Tensor) and value.dtype == torch.uint8:
         value = value.contiguous().numpy().tobytes()
     if isinstance(value, io.BytesIO):
@@ -219,7 +217,7 @@ def _check_format(folder: Path) -> None:
         found = read_json_file(folder / "metadata.json")
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{folder}/metadata.json cannot be read: {type(error).__name__}: {error}") from error
-    # With another format Megatron would choose another loader.
+    # For another format, Megatron would choose another loader.
     if not isinstance(found, dict) or {"common_backend": "torch", "common_backend_version": 1} | found != FORMAT:
         raise CheckpointError(f"{folder}/metadata.json: {found}; only format torch_dist, version 1, is supported")
 
@@ -267,3 +265,10 @@ def _fits(chunk: Any, size: Any) -> bool:
 
 def _are_sizes(value: Any) -> bool:
     return isinstance(value, tuple) and all(type(size) is int and size >= 0 for size in value)
+
+
+def first_cause(error: BaseException) -> str:
+    """Return the error in one line. A CheckpointException, which is not an Exception, has the errors of all ranks."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0]

@@ -1,7 +1,7 @@
-"""Saving a run's state: copy, write, commit. With `checkpoint.asynchronous` training continues during the write.
+"""Saving a run's state: copy, write, commit. With `checkpoint.asynchronous`, training continues during the write.
 
-Owns the order of a save and its collective steps. Ranks write to a draft folder, which becomes a checkpoint
-(`folders.py`) after every rank has written. Collectives run on the caller's thread only.
+Ranks write to a draft folder, which becomes a checkpoint (`folders.py`) after every rank has written. Collectives run
+only on the caller's thread.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.precision import asynchronous_save
 from gspo_mega.engine.process_groups import all_gather_json, broadcast_json, raise_together
 
-# In addition to the tensors: metadata, random state, state.json, and the rounding of a file system.
+# The space for metadata, random state, state.json and the rounding of a file system, in addition to the tensors.
 _SPACE_FACTOR, _SPACE_BYTES = 1.02, 16 * 1024**2
 _WAIT_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
 class SaveReport:
-    """One committed save. `pause_seconds`: how long training waited for it. `write_seconds`: from start to commit."""
+    """One committed save. Training waited `pause_seconds` for it. It took `write_seconds` from start to commit."""
 
     folder: Path
     pause_seconds: float
@@ -65,7 +65,7 @@ class SaveReport:
 
 
 class _Writing:
-    """An uncommitted save: a thread writes this rank's files, or the caller's thread has written them."""
+    """An uncommitted save. A thread writes this rank's files, or the caller's thread has written them."""
 
     def __init__(self, final: Path, draft: Path, record: dict[str, Any], requests: list[Any], started: float) -> None:
         self.final, self.draft, self.record, self.requests, self.started = final, draft, record, requests, started
@@ -79,8 +79,8 @@ class _Writing:
 
 
 class Saver:
-    """The saves of one run, of its policy and of the critic where there is one; every rank has one. At most one save is
-    uncommitted.
+    """The saves of one run: of its policy, and of the critic if there is one. Every rank has a saver. At most one save
+    is uncommitted.
     """
 
     def __init__(
@@ -94,13 +94,13 @@ class Saver:
         self._writing: _Writing | None = None
 
     def tidy(self, step: int) -> None:
-        """Remove remains of interrupted saves, and prune; the run continues from the checkpoint of `step`.
+        """Remove remains of interrupted saves, and prune. The run continues from the checkpoint of `step`.
 
         Collective.
         """
 
         def remove() -> None:
-            folders.clear(self._run_folder)
+            folders.remove_drafts(self._run_folder)
             folders.prune(self._run_folder, step, self._settings.keep_last, self._settings.keep_every)
 
         self._together(remove, self._run_folder.checkpoints_dir, only_lead=True)
@@ -109,8 +109,8 @@ class Saver:
         """Save the models and `state` as `checkpoints/step_N`. Collective over all ranks.
 
         Returns the saves that this call committed: this one, or with `checkpoint.asynchronous` at most the previous
-        one, while `poll` or `finish` commits this one. Raises CheckpointError if the checkpoint cannot be written or
-        does not fit on the disk: on every rank, or at once on the rank that failed while the others wait in Megatron.
+        one; `poll` or `finish` then commits this one. Raises CheckpointError if the checkpoint cannot be written or
+        does not fit on the disk: on every rank, or if the others wait in Megatron at once on the rank that failed.
         Earlier checkpoints stay untouched.
         """
         reports = self.finish()
@@ -122,14 +122,18 @@ class Saver:
         return [*reports, *self.finish()]
 
     def poll(self) -> list[SaveReport]:
-        """Commit the current save if every rank has written its part; does not wait. Collective."""
+        """Commit the current save if every rank has written its part. This does not wait. Returns the committed saves.
+        Collective.
+        """
         if self._writing is None:
             return []
         done = all(all_gather_json(self._writing.is_written, self._groups.host))
         return self.finish() if done else []
 
     def finish(self) -> list[SaveReport]:
-        """Wait for the current save, if any, and commit it. Collective. Raises CheckpointError like `save`."""
+        """Wait for the current save, if any, and commit it. Returns the committed saves. Collective. Raises
+        CheckpointError as `save` does.
+        """
         if self._writing is None:
             return []
         writing, self._writing = self._writing, None
@@ -151,12 +155,12 @@ class Saver:
             for name, model in self._models.items()
         }
         scales = {fp8_folder(name): one.scales for name, one in self._models.items() if one.scales.is_active}
-        # Writers of a killed process may still write to its draft, so every process has a draft of its own.
+        # Writers of a killed process may still write to its draft, so every process has its own draft.
         draft = folders.draft_folder(final, broadcast_json(f"{os.getpid():x}", groups.host))
         self._check_room(tensors, final)
 
         def make_room() -> None:
-            folders.clear(self._run_folder)
+            folders.remove_drafts(self._run_folder)
             for name in (*self._models, "rng", *scales):
                 atomic_io.make_folder(draft / name, at="save.folder")
 
@@ -183,7 +187,8 @@ class Saver:
         def prepare() -> None:
             for name, model in self._models.items():
                 _keep_results_here()
-                # Both sides of the call: it replaces factories by the tensors that they make, most of them views.
+                # Look at the memory before and after the call, because it replaces factories by the tensors that they
+                # make, and most of those are views.
                 trained = tensors[name]
                 if model.config.optimizer.distributed:  # the optimizer's tensors are copies already
                     trained = {key: part for key, part in trained.items() if key != "optimizer"}
@@ -213,8 +218,10 @@ class Saver:
         return writing
 
     def _copies(self, request: Any, changing: set[int]) -> Any:
-        """The data to write, on the host. If training continues, a tensor in memory of `changing` is copied. What
-        Megatron has copied already, from a GPU or out of a larger buffer, is not copied again.
+        """Return the data to write, on the host.
+
+        If training continues, tensors in the memory `changing` are copied. Tensors that Megatron has already copied,
+        from a GPU or out of a larger buffer, are not copied again.
         """
         if request.preload_fn is None:
             return None
@@ -269,7 +276,7 @@ class Saver:
         def commit() -> None:
             atomic_io.atomic_write_json(draft / "state.json", writing.record, at="save.state")
             atomic_io.sync_tree(draft, at="save.sync")
-            folders.put_in_place(self._run_folder, draft, final)
+            folders.commit_draft(self._run_folder, draft, final)
             folders.prune(
                 self._run_folder, writing.record["state"]["step"], self._settings.keep_last, self._settings.keep_every
             )
@@ -277,7 +284,7 @@ class Saver:
         self._together(commit, final, only_lead=True)
 
     def _own_files(self, draft: Path) -> list[Path]:
-        """The files that this rank wrote; rank 0 also has those of no rank."""
+        """Return the files that this rank wrote. Rank 0 also has the files that belong to no rank."""
         rank = self._groups.world.rank
         own = [draft / rank_file("rng", rank)]
         for name, model in self._models.items():
@@ -289,7 +296,7 @@ class Saver:
         return own
 
     def _together(self, action: Callable[[], None], target: Path, *, only_lead: bool = False) -> None:
-        """Run `action`, on rank 0 only with `only_lead`; one rank's error becomes every rank's CheckpointError.
+        """Run `action`, with `only_lead` only on rank 0. If it fails on one rank, all ranks raise CheckpointError.
 
         Ranks must not wait for each other in `action`.
         """
@@ -305,8 +312,8 @@ class Saver:
     def _waiting_inside(self, action: Callable[[], None], target: Path) -> None:
         """Run `action`, in which Megatron's ranks wait for each other.
 
-        A rank that fails raises CheckpointError at once. The end of its process ends the others, which wait in Megatron
-        and cannot receive the error.
+        A rank that fails raises CheckpointError at once. The others wait in Megatron and cannot receive the error; they
+        end when its process ends.
         """
         try:
             action()
@@ -317,7 +324,7 @@ class Saver:
 
 
 def _memory_of(tensors: dict[str, Any]) -> set[int]:
-    """The memory in which the parts of a sharded state lie, as addresses of storages. It may change in training."""
+    """Return the addresses of the storages that the parts of a sharded state use. Training may change this memory."""
     kinds = (ShardedTensor, ShardedTensorFactory)
     return {_address(t.data) for t in nested_values(tensors) if isinstance(t, kinds) and t.data is not None}
 
@@ -327,9 +334,9 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _keep_results_here() -> None:
-    """Make Megatron pass its writer's results in this process's memory, in which the writer runs.
+    """Make Megatron pass its writer's results in this process's memory, because the writer runs in this process.
 
-    Megatron's own queue is a process, for writers in other processes. It takes seconds to start, and it survives a rank
-    that is killed.
+    Megatron's own queue is a separate process, for writers in other processes. It takes seconds to start, and it
+    survives a rank that is killed.
     """
     filesystem_async._results_queue = queue.SimpleQueue()

@@ -1,16 +1,15 @@
 """The folder that a server starts from: `model.path`, or a copy in the form that the run's servers hold.
 
-Owns when a copy is needed, where it lies in the run folder, and the process that makes it, one at a time in a run.
-Light: torch is imported in that process alone. Who waits for it, and how long, is `rollout/server/start_weights.py`'s.
+SGLang loads FP8 blocks only from a folder that has them, and plain weights only from a plain folder. A server therefore
+starts from `model.path` if that is already in the run's form, and otherwise from the copy `weights/start-...` in the
+run folder. The copy has the same values that a publish of these weights would send. Published versions on disk have
+that form too.
 
-SGLang loads FP8 blocks only from a folder that holds them, and plain weights only from a plain one. A server therefore
-starts from `model.path` where that is in the run's form already, and otherwise from `weights/start-...`, which holds
-the same values that a publish of these weights would send. Versions on disk are in that form as well.
+`CopyMaker` makes the copy in its own process, with one maker at a time in a run. `rollout/server/start_weights.py`
+waits for it. `to_blocks` and `to_form`, at the end, write a checkpoint of any format as FP8 blocks. They refuse what
+FP8 cannot represent.
 
-A checkpoint of any format as a Hugging Face folder of FP8 blocks, streamed.
-
-Owns what is refused before anything is written, and that no tensor is quantised that FP8 cannot stand for. The layout
-is `models/block_fp8.py`'s, the rule `checkpoint/quantized.py`'s, writing and continuation are `convert.py`'s.
+Importing this file is quick: only functions that write import torch.
 """
 
 from __future__ import annotations
@@ -25,18 +24,13 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from gspo_mega.base import atomic_io
 from gspo_mega.base.errors import CheckpointError, GspoMegaError, ModelError
 from gspo_mega.base.garbage import uncollected
 from gspo_mega.base.processes import die_with_parent
 from gspo_mega.base.run_folder import RunFolder
-from gspo_mega.checkpoint.convert import FILE_BYTES, Progress, to_huggingface
-from gspo_mega.checkpoint.quantized import PublishedForm, Rule
-from gspo_mega.checkpoint.tensor_sources import TensorSource
 from gspo_mega.config.derived import SERVER_DTYPES, server_dtype
 from gspo_mega.config.schema import Config
 from gspo_mega.models.block_fp8 import SERVED_BLOCK, is_quantizable, is_quantized, served_layout
@@ -44,81 +38,12 @@ from gspo_mega.models.huggingface import folder_needs_plain_copy, read_model_spe
 from gspo_mega.models.spec import BlockFp8, ModelSpec
 from gspo_mega.models.tensors import TensorEntry, hf_tensors, is_stacked
 
+if TYPE_CHECKING:
+    import torch
 
-def to_blocks(
-    source: TensorSource,
-    out: Path,
-    *,
-    rule: Rule,
-    dtype: torch.dtype | None = None,
-    progress: Progress,
-    file_bytes: int = FILE_BYTES,
-) -> None:
-    """Write `source` to the new folder `out`, its linear layers as FP8 blocks with scales by `rule`.
-
-    `dtype`: of tensors that stay plain, and the one from which the others are rounded to FP8; by default the one that
-    config.json names. Raises ModelError for a source that is quantised already, CheckpointError, also for a weight that
-    is not finite, and OSError. A staging folder may stay, and the same call continues from it.
-    """
-    if source.spec.stored is not None:
-        raise ModelError(
-            f"{source.description}: its weights are FP8 already; quantising them again would round twice. Make plain"
-            " weights of it first (tools/megatron_to_hf.py) if you want other scales"
-        )
-    if is_stacked(source.spec):
-        raise ModelError(
-            f"{source.description}: the experts of {source.spec.family} are stacked in files, which FP8 blocks are not"
-            " for; valid: leave it plain (tools/megatron_to_hf.py)"
-        )
-    plain = dtype or getattr(torch, source.spec.torch_dtype)
-    form = PublishedForm(plain, plain, BlockFp8(SERVED_BLOCK, power_of_two=rule == "power_of_two"), rule)
-    to_form(source, out, form, progress=progress, file_bytes=file_bytes, carries=True)
-
-
-def to_form(
-    source: TensorSource,
-    out: Path,
-    form: PublishedForm,
-    *,
-    progress: Progress,
-    file_bytes: int = FILE_BYTES,
-    carries: bool = False,
-) -> None:
-    """Write `source` to the new folder `out` in `form`; errors as of `to_blocks`. `carries`: as of `to_huggingface`."""
-    if not any(is_quantizable(entry) for entry in hf_tensors(source.spec)):
-        raise ModelError(f"{source.description}: the model has no linear layer to quantise")
-    to_huggingface(_Finite(source), out, form=form, progress=progress, file_bytes=file_bytes, carries=carries)
-
-
-class _Finite:
-    """`source`, where a weight that is to be quantised and not finite is an error."""
-
-    def __init__(self, source: TensorSource) -> None:
-        self._source = source
-        self.kind: str = source.kind
-        self.spec: ModelSpec = source.spec
-        self.description: Path = source.description
-        self.files: list[Path] = source.files
-        self.tensors: list[TensorEntry] = source.tensors
-        self.written: list[TensorEntry] = source.written
-
-    def carried(self) -> list[TensorEntry]:
-        return self._source.carried()
-
-    def config_json(self, raw: dict[str, Any]) -> dict[str, Any]:
-        return self._source.config_json(raw)
-
-    def dtype(self, entry: TensorEntry) -> torch.dtype:
-        return self._source.dtype(entry)
-
-    def read(self, entry: TensorEntry, dtype: torch.dtype | None = None) -> torch.Tensor:
-        tensor = self._source.read(entry, dtype)
-        if is_quantizable(entry) and not bool(torch.isfinite(tensor).all()):
-            raise CheckpointError(
-                f"{entry.name}: has a value that is not finite, for which FP8 blocks have no representation"
-            )
-        return tensor
-
+    from gspo_mega.checkpoint.convert import Progress
+    from gspo_mega.checkpoint.quantized import PublishedForm, Rule
+    from gspo_mega.checkpoint.tensor_sources import TensorSource
 
 logger = logging.getLogger(__name__)
 
@@ -128,8 +53,9 @@ _LOG_SECONDS = 10.0
 
 
 def needed_copy(config: Config, folder: RunFolder) -> Path | None:
-    """The copy that a server of the run starts from before anything is published, whether or not it has been made; None
-    where that is `model.path` itself. Raises ModelError, CheckpointError or OSError.
+    """Return the copy that a server of the run starts from before anything is published, whether it exists or not.
+
+    Returns None if servers start from `model.path` itself. Raises ModelError, CheckpointError or OSError.
     """
     source, layout = Path(config.model.path), served_layout(config)
     if not folder_needs_plain_copy(source, SERVER_DTYPES[server_dtype(config)]):
@@ -141,7 +67,9 @@ def needed_copy(config: Config, folder: RunFolder) -> Path | None:
 
 
 def start_folder(config: Config, folder: RunFolder) -> Path:
-    """Where the copy lies. Its name has what its content depends on: the form, and the weights of `model.path`."""
+    """Return the path of the copy. Its name has what its content depends on: the form and the weights of
+    `model.path`.
+    """
     layout = served_layout(config)
     form = "plain" if layout is None else "blocks-power-of-two" if layout.power_of_two else "blocks-float32"
     trainer = "fp32" if config.precision == "fp32" else "bf16"
@@ -150,7 +78,9 @@ def start_folder(config: Config, folder: RunFolder) -> Path:
 
 
 def has_layout(spec: ModelSpec, layout: BlockFp8 | None) -> bool:
-    """Does the model's folder hold the same tensors quantised, in the same blocks with the same scales, as `layout`?"""
+    """Whether the model's folder has the same tensors quantised as `layout`, in the same blocks with the same
+    scales.
+    """
     stored = spec.stored
     if stored is None or layout is None:
         return stored is None and layout is None
@@ -160,8 +90,10 @@ def has_layout(spec: ModelSpec, layout: BlockFp8 | None) -> bool:
 
 
 class CopyMaker:
-    """Makes the copy `out` in a process of its own, which gives back the memory that torch takes. That process ends
-    with this one, and with the thread that constructs this object. A stopped or killed one is continued by the next.
+    """Makes the copy `out` in its own process, whose end gives back the memory that torch takes.
+
+    That process ends with this one, and with the thread that constructs this object. If it is stopped or killed, the
+    next maker continues.
     """
 
     def __init__(self, config: Config, out: Path) -> None:
@@ -173,16 +105,17 @@ class CopyMaker:
         sender.close()
 
     def look(self) -> tuple[int, int]:
-        """Bytes done, and in total; a total of 0 is not known. Raises ModelError or CheckpointError where the process
-        has failed, and CheckpointError where something killed it.
+        """Return the bytes done and the bytes in total, which are 0 while they are not known.
+
+        Raises ModelError or CheckpointError if the process has failed, and CheckpointError if something killed it.
         """
-        has_ended = not self._process.is_alive()  # first, so that its last words are heard
+        has_ended = not self._process.is_alive()  # read this first, so that its last messages are received below
         with contextlib.suppress(EOFError):
             while self._receiver.poll():
-                said = self._receiver.recv()
-                if isinstance(said, GspoMegaError):
-                    raise said
-                self._amounts = said
+                message = self._receiver.recv()
+                if isinstance(message, GspoMegaError):
+                    raise message
+                self._amounts = message
         if has_ended and not self._out.is_dir():
             code = self._process.exitcode or 0
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
@@ -192,17 +125,17 @@ class CopyMaker:
         return self._amounts
 
     def end(self) -> None:
-        """End the process, if it still runs."""
+        """Kill the process, if it still runs."""
         self._process.kill()
         self._process.join()
         self._receiver.close()
 
 
 def _run(config: Config, out: Path, parent: int, sender: Connection) -> None:
-    """The maker's process, which ends with its process `parent`: sends (bytes done, in total) and its error."""
+    """Run the maker's process, which ends with the process `parent`. It sends (bytes done, in total) and its error."""
     die_with_parent(parent)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # a signal to the whole group: the parent ends this process
+        signal.signal(number, signal.SIG_IGN)  # such a signal goes to the whole group; the parent ends this process
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
         _make(config, out, lambda done, total: sender.send((done, total)))
@@ -213,7 +146,7 @@ def _run(config: Config, out: Path, parent: int, sender: Connection) -> None:
 
 
 def _make(config: Config, out: Path, report: Callable[[int, int], object]) -> None:
-    """Make the copy unless another maker has, for whom this one waits. `report` gets bytes done, and in total."""
+    """Make the copy, unless another maker has made it while this one waited. `report` gets bytes done, and in total."""
     with uncollected():
         from gspo_mega.checkpoint.quantized import published_form
         from gspo_mega.checkpoint.tensor_sources import open_checkpoint
@@ -249,8 +182,8 @@ def _make(config: Config, out: Path, report: Callable[[int, int], object]) -> No
 
 @contextlib.contextmanager
 def _only_maker(weights: Path, waits: Callable[[], object]) -> Iterator[None]:
-    """Wait until no other process makes a copy in this folder, and call `waits` meanwhile. The lock ends with its
-    process.
+    """Wait until no other process makes a copy in this folder, and call `waits` during the wait. The lock ends with the
+    process that has it.
     """
     atomic_io.make_folder(weights, at="publish.folder")
     with atomic_io.operation("publish.folder"):
@@ -270,8 +203,9 @@ def _only_maker(weights: Path, waits: Callable[[], object]) -> Iterator[None]:
 
 
 def _remove_others(out: Path, remains: bool = False) -> None:
-    """Remove copies of other weights or in other forms, whole or not: each is as large as the model. `remains`: and
-    what an interrupted maker of this one left.
+    """Remove copies of other weights or in other forms, complete or not, because each is as large as the model.
+
+    With `remains`, also remove what an interrupted maker of this copy left.
     """
     for path in (*out.parent.glob("start-*"), *out.parent.glob(".start-*")):
         if path.is_dir() and path != out and (remains or not path.name.startswith(out.name)):
@@ -279,6 +213,93 @@ def _remove_others(out: Path, remains: bool = False) -> None:
 
 
 def _written_bytes(out: Path) -> int:
-    with contextlib.suppress(OSError):  # it is renamed, or removed, at this moment
+    with contextlib.suppress(OSError):  # a file may be renamed or removed at this moment
         return sum(file.stat().st_size for part in out.parent.glob(f"{out.name}.*") for file in part.rglob("*"))
     return 0
+
+
+def to_blocks(
+    source: TensorSource,
+    out: Path,
+    *,
+    rule: Rule,
+    dtype: torch.dtype | None = None,
+    progress: Progress,
+    file_bytes: int | None = None,
+) -> None:
+    """Write `source` to the new folder `out`, with its linear layers as FP8 blocks with scales by `rule`.
+
+    `dtype` is that of tensors that stay plain, and the one from which the others are rounded to FP8. By default it is
+    the one that config.json names. Raises ModelError if the source is already quantised, CheckpointError, also for a
+    weight that is not finite, and OSError. A staging folder may then stay, and the same call continues from it.
+    """
+    if source.spec.stored is not None:
+        raise ModelError(
+            f"{source.description}: its weights are already FP8; quantising them again would round twice. If you want"
+            " other scales, make plain weights of it first (tools/megatron_to_hf.py)"
+        )
+    if is_stacked(source.spec):
+        raise ModelError(
+            f"{source.description}: the experts of {source.spec.family} are stacked in files, and FP8 blocks do not"
+            " support stacks; valid: leave it plain (tools/megatron_to_hf.py)"
+        )
+    import torch
+
+    from gspo_mega.checkpoint.quantized import PublishedForm
+
+    plain = dtype or getattr(torch, source.spec.torch_dtype)
+    form = PublishedForm(plain, plain, BlockFp8(SERVED_BLOCK, power_of_two=rule == "power_of_two"), rule)
+    to_form(source, out, form, progress=progress, file_bytes=file_bytes, carries=True)
+
+
+def to_form(
+    source: TensorSource,
+    out: Path,
+    form: PublishedForm,
+    *,
+    progress: Progress,
+    file_bytes: int | None = None,
+    carries: bool = False,
+) -> None:
+    """Write `source` to the new folder `out` in `form`. Errors are those of `to_blocks`, `carries` that of
+    `to_huggingface`.
+    """
+    if not any(is_quantizable(entry) for entry in hf_tensors(source.spec)):
+        raise ModelError(f"{source.description}: the model has no linear layer to quantise")
+    from gspo_mega.checkpoint.convert import FILE_BYTES, to_huggingface
+
+    to_huggingface(
+        _Finite(source), out, form=form, progress=progress, file_bytes=file_bytes or FILE_BYTES, carries=carries
+    )
+
+
+class _Finite:
+    """A source that raises an error for a weight that would be quantised but is not finite."""
+
+    def __init__(self, source: TensorSource) -> None:
+        self._source = source
+        self.kind: str = source.kind
+        self.spec: ModelSpec = source.spec
+        self.description: Path = source.description
+        self.files: list[Path] = source.files
+        self.tensors: list[TensorEntry] = source.tensors
+        self.written: list[TensorEntry] = source.written
+
+    def carried(self) -> list[TensorEntry]:
+        return self._source.carried()
+
+    def config_json(self, raw: dict[str, Any]) -> dict[str, Any]:
+        return self._source.config_json(raw)
+
+    def dtype(self, entry: TensorEntry) -> torch.dtype:
+        return self._source.dtype(entry)
+
+    def read(self, entry: TensorEntry, dtype: torch.dtype | None = None) -> torch.Tensor:
+        import torch
+
+        tensor = self._source.read(entry, dtype)
+        if is_quantizable(entry) and not bool(torch.isfinite(tensor).all()):
+            raise CheckpointError(
+                f"{entry.name}: has a value that is not finite, for which FP8 blocks have no representation"
+            )
+        return tensor

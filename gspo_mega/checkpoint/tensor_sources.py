@@ -1,14 +1,14 @@
 """A checkpoint of any format, read as Hugging Face tensors one at a time, for conversion and comparison.
 
-Formats: a Hugging Face folder of safetensors; a converted folder or a run's `checkpoints/step_N`, with Megatron's files
-under `megatron/`; a bare Megatron `torch_dist` folder, described by a separate Hugging Face folder. A critic is one by
-its value head in Megatron's files (`checkpoints/step_N/critic`), and by its class in config.json.
+`open_checkpoint` accepts a Hugging Face folder of safetensors, a converted folder or a run's `checkpoints/step_N` with
+Megatron's files under `megatron/`, or a bare Megatron `torch_dist` folder that a separate Hugging Face folder
+describes. A critic is recognised by its value head in Megatron's files (`checkpoints/step_N/critic`), and by its class
+in config.json.
 
-Safetensors files with plain reads and writes, so that only one tensor at a time is in memory.
-
-The libraries memory-map a file for reading (its pages then count as this process's memory) and need all tensors of a
-file at once for writing. Owns the byte layout: 8 bytes of header length, little-endian; a JSON header; the tensors'
-bytes.
+The last part reads and writes safetensors files with plain reads and writes, so that only one tensor at a time is in
+memory. The format's own library memory-maps a file for reading, whose pages then count as this process's memory, and
+needs all tensors of a file at once for writing. A file has 8 bytes of header length (little-endian), a JSON header, and
+the tensors' bytes.
 """
 
 from __future__ import annotations
@@ -60,6 +60,11 @@ from gspo_mega.models.value_models import (
     zero_bias,
 )
 
+MEGATRON_FOLDER = "megatron"
+_HEAD = "lm_head.weight"
+_MOST_PROBLEMS = 20
+
+# The names of dtypes in safetensors files.
 DTYPES = {
     "F32": torch.float32,
     "BF16": torch.bfloat16,
@@ -72,129 +77,11 @@ _LENGTH_BYTES = 8
 _LONGEST_HEADER = 100_000_000  # the limit of the format's own library
 
 
-@dataclass(frozen=True)
-class Placed:
-    """A tensor in a file: `start` and `end` are byte positions in the file."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-    end: int
-
-
-class SafetensorsFile:
-    """One file with its header; tensors are read on request. Raises CheckpointError for another format or a cut
-    file. `packed`: some tensors are bytes, with several elements each, which `read` returns as bytes.
-    """
-
-    def __init__(self, path: Path, packed: bool = False) -> None:
-        self.path = path
-        self._dtypes = DTYPES | ({"U8": torch.uint8} if packed else {})
-        try:
-            with open_regular(path) as file:
-                size = os.fstat(file.fileno()).st_size
-                length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-                if not 0 < length <= min(size - _LENGTH_BYTES, _LONGEST_HEADER):
-                    raise CheckpointError(
-                        f"{path}: not a safetensors file: a header of {length} bytes in a file of {size}"
-                    )
-                header = json.loads(file.read(length))
-        except (OSError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path}: cannot be read as safetensors: {type(error).__name__}: {error}") from error
-        if not isinstance(header, dict):
-            raise CheckpointError(f"{path}: cannot be read as safetensors: its header is not a JSON object")
-        self.tensors = {
-            name: self._placed(name, described, _LENGTH_BYTES + length)
-            for name, described in header.items()
-            if name != "__metadata__"
-        }
-        end = max((t.end for t in self.tensors.values()), default=0)
-        if end > size:
-            raise CheckpointError(f"{path}: cut short: it has {size} bytes, and its header names {end}")
-
-    def _placed(self, name: str, described: Any, base: int) -> Placed:
-        where = f"{self.path}: the header of {name!r}"
-        if not isinstance(described, dict) or not {"dtype", "shape", "data_offsets"} <= described.keys():
-            raise CheckpointError(f"{where}: it must have dtype, shape and data_offsets")
-        kind, shape, offsets = described["dtype"], described["shape"], described["data_offsets"]
-        if not isinstance(kind, str) or kind not in self._dtypes:
-            raise CheckpointError(f"{where}: dtype {kind!r} is not supported; supported: {', '.join(self._dtypes)}")
-        if not _are_sizes(shape):
-            raise CheckpointError(f"{where}: shape is {shape!r}; it must be a list of sizes")
-        if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-            raise CheckpointError(f"{where}: data_offsets is {offsets!r}; it must be the start and the end in bytes")
-        placed = Placed(self._dtypes[kind], tuple(shape), base + offsets[0], base + offsets[1])
-        if math.prod(shape) * placed.dtype.itemsize != placed.end - placed.start:
-            raise CheckpointError(
-                f"{where}: {kind} of shape {shape} does not fill the {placed.end - placed.start} bytes that"
-                " data_offsets give it"
-            )
-        return placed
-
-    def read(self, name: str) -> torch.Tensor:
-        """The whole tensor in the file's shape and dtype, on the host. Raises CheckpointError."""
-        placed = self.tensors[name]
-        flat = torch.empty(placed.end - placed.start, dtype=torch.uint8)
-        try:
-            with self.path.open("rb", buffering=0) as file:
-                file.seek(placed.start)
-                _read_into(file, flat.numpy().data)
-        except (OSError, EOFError) as error:
-            raise CheckpointError(f"{self.path}: {name} cannot be read: {error}") from error
-        return flat.view(placed.dtype).reshape(placed.shape)
-
-
-def _are_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
-
-
-def _read_into(file, target: memoryview) -> None:
-    while target:
-        count = file.readinto(target)
-        if not count:
-            raise EOFError("the file ends early")
-        target = target[count:]
-
-
-def write_safetensors(
-    path: Path, described: dict[str, tuple[torch.dtype, tuple[int, ...]]], tensors: Iterator[torch.Tensor]
-) -> None:
-    """Write a file of whole tensors; durable on return.
-
-    `described` has their dtype and shape by name; `tensors` yields them in that order, local to this process. Raises
-    CheckpointError for a tensor that differs from its description, OSError.
-    """
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    position = 0
-    for name, (dtype, shape) in described.items():
-        size = torch.Size(shape).numel() * dtype.itemsize
-        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [position, position + size]}
-        position += size
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin aligned
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(_LENGTH_BYTES, "little"))
-        file.write(text)
-        for (name, (dtype, shape)), tensor in zip(described.items(), tensors, strict=True):
-            if tensor.dtype != dtype or tuple(tensor.shape) != shape:
-                raise CheckpointError(
-                    f"{path}: {name} is {tensor.dtype} {list(tensor.shape)}, not {dtype} {list(shape)} as described"
-                )
-            file.write(tensor_bytes(tensor))
-        file.flush()
-        os.fsync(file.fileno())
-
-
-MEGATRON_FOLDER = "megatron"
-_HEAD = "lm_head.weight"
-_MOST_PROBLEMS = 20
-
-
 class TensorSource(Protocol):
     """The tensors of one checkpoint, read in a single process.
 
-    `description`: the folder with config.json and tokenizer. `files`: the files with the weights. `tensors`: what it
-    holds, in table order; `written`: these, and what a Hugging Face folder of it has besides.
+    `description` is the folder with config.json and tokenizer, and `files` are the files with the weights. `tensors`
+    are the checkpoint's tensors in table order. `written` are these and what its Hugging Face folder has in addition.
     """
 
     kind: str
@@ -205,30 +92,32 @@ class TensorSource(Protocol):
     written: list[TensorEntry]
 
     def carried(self) -> list[TensorEntry]:
-        """The tensors of layers for multi-token prediction that the description has. Raises ModelError."""
+        """Return the tensors of layers for multi-token prediction that the description has. Raises ModelError."""
         ...
 
     def config_json(self, raw: dict[str, Any]) -> dict[str, Any]:
-        """The config.json of what is made of it, from the description's; without those layers."""
+        """Return the config.json of a folder made from this checkpoint, from the description's, without those
+        layers.
+        """
         ...
 
     def dtype(self, entry: TensorEntry) -> torch.dtype:
-        """The stored dtype; of quantised tensors the one that config.json names."""
+        """Return the stored dtype, or for quantised tensors the one that config.json names."""
         ...
 
     def read(self, entry: TensorEntry, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The whole tensor: shape `entry.shape`, on the host, in `dtype` or as `dtype(entry)` says; rounded once.
+        """Return the whole tensor with the shape `entry.shape`, on the host, in `dtype` or by default `dtype(entry)`.
 
-        Raises CheckpointError.
+        It is rounded once. Raises CheckpointError.
         """
         ...
 
 
 def open_checkpoint(folder: Path, description: Path | None = None) -> TensorSource:
-    """The checkpoint in `folder`, with all names and shapes checked.
+    """Open the checkpoint in `folder` and check all names and shapes.
 
-    `description`: the Hugging Face folder that describes it, if `folder` has no config.json. Raises CheckpointError or
-    ModelError, listing tensors that are missing or of another shape.
+    `description` is the Hugging Face folder that describes it, if `folder` has no config.json. Raises CheckpointError
+    or ModelError, listing tensors that are missing or of another shape.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")
@@ -252,7 +141,7 @@ def open_checkpoint(folder: Path, description: Path | None = None) -> TensorSour
 
 
 class _Model:
-    """What a source holds: a policy, or a critic."""
+    """The part that both sources share: which tensors a policy or a critic has."""
 
     description: Path
     tensors: list[TensorEntry]
@@ -262,7 +151,7 @@ class _Model:
     _layers: CarriedLayers | None = None
 
     def carried(self) -> list[TensorEntry]:
-        """As the protocol says; a critic has none."""
+        """As in the protocol; a critic has none."""
         if self.is_critic:
             return []
         return self._carried_layers().entries
@@ -279,11 +168,11 @@ class _Model:
         self.written = [whole for whole, _ in stored] + ([zero_bias()] if is_critic else [])
 
     def config_json(self, raw: dict[str, Any]) -> dict[str, Any]:
-        """As the protocol says."""
+        """As in the protocol."""
         return critic_config_json(raw) if self.is_critic else raw
 
     def _stacked(self, entry: TensorEntry, dtype: torch.dtype, read: Callable[[TensorEntry], torch.Tensor]):
-        """The stack of all experts, put together."""
+        """Return the stack of all experts, put together from its parts."""
         whole = torch.empty(entry.shape, dtype=dtype)
         for part in self._stacks[entry.name]:
             part_of(whole, part).copy_(read(part))
@@ -291,8 +180,9 @@ class _Model:
 
 
 class HuggingFaceSource(_Model):
-    """A Hugging Face folder. FP8 blocks read as plain values in the dtype that config.json names. Raises ModelError if
-    config.json and the tensors disagree.
+    """A Hugging Face folder. FP8 blocks are read as plain values in the dtype that config.json names.
+
+    Raises ModelError if config.json and the tensors disagree.
     """
 
     kind = "Hugging Face safetensors"
@@ -302,9 +192,9 @@ class HuggingFaceSource(_Model):
         self.description = folder
         self._set_tensors(self.spec, is_classifier(folder))
         shapes = {entry.name: entry.shape for entry in as_stored(self.tensors)}
-        is_beside = is_ignored_critic_tensor if self.is_critic else is_ignored_tensor
+        is_allowed = is_ignored_critic_tensor if self.is_critic else is_ignored_tensor
         with open_folder(folder, self.spec) as names:
-            problems = check_names_and_shapes(names, shapes, lambda name: is_beside(self.spec, name))
+            problems = check_names_and_shapes(names, shapes, lambda name: is_allowed(self.spec, name))
             _refuse(problems, ModelError, f"{folder} does not hold a {self.spec.family} of its config.json")
             self._file_of = dict(names.all_files)
         self._of_stacks = open_folder(folder, self.spec) if self._stacks else None
@@ -335,11 +225,11 @@ class HuggingFaceSource(_Model):
         return self._open[self._file_of[entry.name]].tensors[entry.name].dtype
 
     def stored(self) -> dict[str, Placed]:
-        """Every tensor of the files as it lies there, by name: quantised values and their scales, too."""
+        """Return every tensor of the files as it is stored, by name, including quantised values and their scales."""
         return {name: self._open[file].tensors[name] for name, file in self._file_of.items()}
 
     def read(self, entry: TensorEntry, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """As the protocol says."""
+        """As in the protocol."""
         dtype = dtype or self.dtype(entry)
         if is_carried(entry):
             return self._carried_layers().read(entry).to(dtype)
@@ -407,14 +297,14 @@ class MegatronSource(_Model):
         return self._folder.dtype(stored_place(self.spec, entry.parameter))
 
     def read(self, entry: TensorEntry, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """As the protocol says; may share memory with a later one."""
+        """As in the protocol. The tensor may share memory with one that is read later."""
         if is_carried(entry):
             return self._carried_layers().read(entry).to(dtype or self.dtype(entry))
         if entry.name == SCORE_BIAS:
             return torch.zeros(entry.shape, dtype=dtype or self.dtype(entry))
         if entry.name in self._stacks:
             return self._stacked(entry, dtype or self.dtype(entry), self.read)
-        # Tensors of one parameter follow each other: read the parameter once for all of them.
+        # Tensors of one parameter follow each other, so the parameter is read once for all of them.
         if self._last is None or self._last[0] != entry.parameter:
             self._last = None  # frees its memory before the next one is read
             self._last = entry.parameter, self._folder.read(stored_place(self.spec, entry.parameter))
@@ -430,3 +320,117 @@ def _refuse(problems: list[str], error: type[Exception], title: str) -> None:
     if problems:
         more = [f"... and {len(problems) - _MOST_PROBLEMS} more"] if len(problems) > _MOST_PROBLEMS else []
         raise error("\n  ".join([f"{title}:", *problems[:_MOST_PROBLEMS], *more]))
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A tensor in a file. `start` and `end` are byte positions in the file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+class SafetensorsFile:
+    """One file with its header. Tensors are read on request. Raises CheckpointError for another format or a cut file.
+
+    `packed`: some tensors are bytes with several elements in each, and `read` returns them as bytes.
+    """
+
+    def __init__(self, path: Path, packed: bool = False) -> None:
+        self.path = path
+        self._dtypes = DTYPES | ({"U8": torch.uint8} if packed else {})
+        try:
+            with open_regular(path) as file:
+                size = os.fstat(file.fileno()).st_size
+                length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+                if not 0 < length <= min(size - _LENGTH_BYTES, _LONGEST_HEADER):
+                    raise CheckpointError(
+                        f"{path}: not a safetensors file: a header of {length} bytes in a file of {size}"
+                    )
+                header = json.loads(file.read(length))
+        except (OSError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path}: cannot be read as safetensors: {type(error).__name__}: {error}") from error
+        if not isinstance(header, dict):
+            raise CheckpointError(f"{path}: cannot be read as safetensors: its header is not a JSON object")
+        self.tensors = {
+            name: self._placed(name, described, _LENGTH_BYTES + length)
+            for name, described in header.items()
+            if name != "__metadata__"
+        }
+        end = max((t.end for t in self.tensors.values()), default=0)
+        if end > size:
+            raise CheckpointError(f"{path}: cut short: it has {size} bytes, and its header names {end}")
+
+    def _placed(self, name: str, described: Any, base: int) -> Placed:
+        where = f"{self.path}: the header of {name!r}"
+        if not isinstance(described, dict) or not {"dtype", "shape", "data_offsets"} <= described.keys():
+            raise CheckpointError(f"{where}: it must have dtype, shape and data_offsets")
+        kind, shape, offsets = described["dtype"], described["shape"], described["data_offsets"]
+        if not isinstance(kind, str) or kind not in self._dtypes:
+            raise CheckpointError(f"{where}: dtype {kind!r} is not supported; supported: {', '.join(self._dtypes)}")
+        if not _are_sizes(shape):
+            raise CheckpointError(f"{where}: shape is {shape!r}; it must be a list of sizes")
+        if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+            raise CheckpointError(f"{where}: data_offsets is {offsets!r}; it must be the start and the end in bytes")
+        placed = Placed(self._dtypes[kind], tuple(shape), base + offsets[0], base + offsets[1])
+        if math.prod(shape) * placed.dtype.itemsize != placed.end - placed.start:
+            raise CheckpointError(
+                f"{where}: {kind} of shape {shape} does not fill the {placed.end - placed.start} bytes that"
+                " data_offsets give it"
+            )
+        return placed
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return the whole tensor in the file's shape and dtype, on the host. Raises CheckpointError."""
+        placed = self.tensors[name]
+        flat = torch.empty(placed.end - placed.start, dtype=torch.uint8)
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                file.seek(placed.start)
+                _read_into(file, flat.numpy().data)
+        except (OSError, EOFError) as error:
+            raise CheckpointError(f"{self.path}: {name} cannot be read: {error}") from error
+        return flat.view(placed.dtype).reshape(placed.shape)
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
+
+
+def _read_into(file, target: memoryview) -> None:
+    while target:
+        count = file.readinto(target)
+        if not count:
+            raise EOFError("the file ends early")
+        target = target[count:]
+
+
+def write_safetensors(
+    path: Path, described: dict[str, tuple[torch.dtype, tuple[int, ...]]], tensors: Iterator[torch.Tensor]
+) -> None:
+    """Write a file of whole tensors. It is on the disk on return.
+
+    `described` has their dtype and shape by name; `tensors` yields them in that order, local to this process. Raises
+    CheckpointError for a tensor that differs from its description, and OSError.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name, (dtype, shape) in described.items():
+        size = torch.Size(shape).numel() * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [position, position + size]}
+        position += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that tensors begin aligned
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(_LENGTH_BYTES, "little"))
+        file.write(text)
+        for (name, (dtype, shape)), tensor in zip(described.items(), tensors, strict=True):
+            if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+                raise CheckpointError(
+                    f"{path}: {name} is {tensor.dtype} {list(tensor.shape)}, not {dtype} {list(shape)} as described"
+                )
+            file.write(tensor_bytes(tensor))
+        file.flush()
+        os.fsync(file.fileno())

@@ -2,10 +2,10 @@
 
 If layers are alike, a stored tensor holds a parameter of all layers (and experts), stacked in the first dimensions:
 `decoder.layers.mlp.linear_fc1.weight` is [layers, rows, columns], cut into chunks of any size. Megatron reads it into
-any tensor, pipeline and expert layout. Owns the place of a canonical parameter in it; `models/tensors.py` owns how
-tensors are fused into parameters.
+any tensor, pipeline and expert layout. `stored_place` gives the place of a canonical parameter in it;
+`models/tensors.py` knows how tensors are fused into parameters.
 
-The format's index (`.metadata`) is a pickle: `safe_pickle.py` reads it without running code.
+The format's index (`.metadata`) is a pickle. `safe_pickle.py` reads it without running code.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from gspo_mega.models.spec import ModelSpec
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.+)")
 _STACK = "decoder.layers."
-# Transformer Engine stores a norm inside the linear layer after it, and stored names follow that, except before
-# experts, where only models without Transformer Engine do. A checkpoint written here has both names for a norm before
-# experts.
+# Transformer Engine stores a norm inside the linear layer after it, and stored names follow that. The exception is the
+# norm before experts, where only models without Transformer Engine use that name. A checkpoint written here has both
+# names for a norm before experts.
 _NORMS = {
     "input_layernorm.weight": ("self_attention.linear_qkv.layer_norm_weight",),
     "pre_mlp_layernorm.weight": ("mlp.linear_fc1.layer_norm_weight",),
@@ -54,7 +54,8 @@ _BOTH_NORMS = ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
 @dataclass(frozen=True)
 class StoredPlace:
     """The place of a parameter: in the tensors `keys` (any of them for reading, all for writing), at `index` of the
-    stacked dimensions, which have the sizes `stack`."""
+    stacked dimensions, which have the sizes `stack`.
+    """
 
     keys: tuple[str, ...]
     index: tuple[int, ...]
@@ -62,14 +63,15 @@ class StoredPlace:
 
 
 def stored_place(spec: ModelSpec, parameter: str) -> StoredPlace:
-    """The place of a parameter, named canonically (`decoder.layers.3.mlp.experts.5.linear_fc1.weight`)."""
+    """Return the place of a parameter with a canonical name (`decoder.layers.3.mlp.experts.5.linear_fc1.weight`)."""
     in_layer = _LAYER.fullmatch(parameter)
     if in_layer is None:
         return StoredPlace((parameter,), (), ())
     layer, rest = int(in_layer[1]), in_layer[2]
-    # If layers differ (dense ones before those with experts) each is stored under its number; otherwise stacked.
-    apart = spec.moe is not None and spec.moe.num_dense_layers > 0
-    prefix, index, stack = (f"{_STACK}{layer}.", (), ()) if apart else (_STACK, (layer,), (spec.num_layers,))
+    # If layers differ (dense ones before those with experts), each is stored under its number. Otherwise they are
+    # stacked.
+    layers_differ = spec.moe is not None and spec.moe.num_dense_layers > 0
+    prefix, index, stack = (f"{_STACK}{layer}.", (), ()) if layers_differ else (_STACK, (layer,), (spec.num_layers,))
     if spec.moe is not None and (expert := _EXPERT.fullmatch(rest)):
         return StoredPlace(
             (f"{prefix}mlp.experts.experts.{expert[2]}",), (*index, int(expert[1])), (*stack, spec.moe.num_experts)
@@ -78,7 +80,7 @@ def stored_place(spec: ModelSpec, parameter: str) -> StoredPlace:
 
 
 def _stored_names(spec: ModelSpec, layer: int, name: str) -> tuple[str, ...]:
-    if spec.latent is not None:  # Transformer Engine fuses one norm there, before a dense MLP
+    if spec.latent is not None:  # Transformer Engine fuses only the norm before a dense MLP there
         return _BOTH_NORMS if name == "pre_mlp_layernorm.weight" and not spec.has_experts(layer) else (name,)
     if spec.moe is not None and name == "pre_mlp_layernorm.weight":
         return _BOTH_NORMS
@@ -87,7 +89,9 @@ def _stored_names(spec: ModelSpec, layer: int, name: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class WrittenChunk:
-    """A chunk in a file, of the stored tensor `key` of global shape `size`: the part of shape `sizes` at `offsets`."""
+    """A chunk in a file: the part of shape `sizes` at `offsets` of the stored tensor `key`, whose global shape is
+    `size`.
+    """
 
     key: str
     size: list[int]
@@ -100,7 +104,7 @@ class WrittenChunk:
 
 
 def write_chunks(path: Path, spec: ModelSpec, parameters: Iterator[tuple[str, torch.Tensor]]) -> list[dict[str, Any]]:
-    """Write parameters to one file; durable on return.
+    """Write parameters to one file, which is on the disk on return.
 
     parameters: (canonical name, whole tensor of the shape on a single rank, any dtype), local to this process. Returns
     the chunks as JSON values for `write_index`. Raises OSError.
@@ -130,8 +134,8 @@ def write_chunks(path: Path, spec: ModelSpec, parameters: Iterator[tuple[str, to
 
 
 def write_index(folder: Path, chunks: list[dict[str, Any]]) -> None:
-    """Complete a folder of written chunks: index, common part, format. The files are durable on return, and their names
-    once the folder is synced.
+    """Complete a folder of written chunks with index, common part and format. The files are on the disk on return, and
+    their names once the folder is synced.
 
     Raises CheckpointError if parts of one stored tensor differ in shape or dtype.
     """
@@ -203,11 +207,11 @@ class TorchDistFolder:
         self._chunks: dict[str, dict[tuple[int, ...], list[ChunkStorageMetadata]]] = {}
 
     def find(self, place: StoredPlace) -> str | None:
-        """The first key of the place that is stored, or None."""
+        """Return the first key of the place that is stored, or None."""
         return next((key for key in place.keys if key in self.tensors), None)
 
     def shape(self, place: StoredPlace) -> tuple[int, ...] | None:
-        """The parameter's whole shape; None if it is not stored, or stacked in another way."""
+        """Return the parameter's whole shape, or None if it is not stored or is stacked in another way."""
         key = self.find(place)
         if key is None or tuple(self.tensors[key].size[: len(place.stack)]) != place.stack:
             return None
@@ -224,7 +228,7 @@ class TorchDistFolder:
         return self.tensors[key].properties.dtype
 
     def read(self, place: StoredPlace) -> torch.Tensor:
-        """The whole parameter: its shape on a single rank, the stored dtype, on the host.
+        """Return the whole parameter with its shape on a single rank, in the stored dtype, on the host.
 
         Raises CheckpointError if a part is missing or damaged.
         """
@@ -244,8 +248,9 @@ class TorchDistFolder:
         return whole
 
     def _chunks_at(self, key: str, index: tuple[int, ...]) -> list[ChunkStorageMetadata]:
-        """The chunks that contain a part of the parameter at `index`. A stored tensor can have thousands of chunks, so
-        they are indexed once.
+        """Return the chunks that contain a part of the parameter at `index`.
+
+        A stored tensor can have thousands of chunks, so they are indexed once.
         """
         if key not in self._chunks:
             by_index = self._chunks[key] = {}
@@ -262,7 +267,7 @@ class TorchDistFolder:
         path = self.path / info.relative_path
         try:
             with open_regular(path) as file:
-                # It reads and seeks; its annotation also wants the writing half of a file.
+                # torch.load only reads and seeks, but its annotation asks for a file that can also be written.
                 part = cast(IO[bytes], _FilePart(file, info.offset, info.length))
                 tensor = torch.load(part, map_location="cpu", weights_only=True)
         except Exception as error:  # a damaged file can make torch.load raise anything

@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     software, findings = _software(roles, chosen, deadline)
     if args.versions is not None:
         for role, versions in software.items():
-            two_pythons.record(args.versions, args.index or 0, role, versions)
+            two_pythons.record_versions(args.versions, args.index or 0, role, versions)
     elif set(software) == {"trainer", "server"} and software["server"] is not software["trainer"]:
         by_nccl = args.publish == "distributed" and gpus > 0
         findings += two_pythons.compare(software["trainer"], software["server"], by_nccl)
@@ -132,11 +132,11 @@ def _software(
     roles: tuple[str, ...], server_python: str | None, deadline: AnswerDeadline
 ) -> tuple[dict[str, two_pythons.Versions], list[Finding]]:
     """Versions of each role's Python; a role whose Python tells none is a finding instead."""
-    own = two_pythons.here()
+    own = two_pythons.own_versions()
     software = dict.fromkeys(roles, own)
     if server_python is not None and "server" in roles and not two_pythons.is_this_python(server_python):
         try:
-            software["server"] = two_pythons.ask(server_python, deadline.left)
+            software["server"] = two_pythons.versions_of(server_python, deadline.left)
         except ValueError as error:
             del software["server"]
             return software, [Finding("wrong", "pythons", f"the servers' Python: {error}")]

@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     fill_standard_descriptors()
     # A log line that cannot be written is lost; Python would show a traceback for each.
     logging.raiseExceptions = False
-    network.keep_direct()
+    network.set_no_proxy()
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words and words[0] in RENAMED:
         new = RENAMED[words[0]]

@@ -31,7 +31,7 @@ from gspo_mega.rollout.server.multinode import PartSupervisor
 from gspo_mega.rollout.server.reward_server import own_model, reward_config, reward_folder
 from gspo_mega.rollout.server.start_weights import StartCopy
 from gspo_mega.rollout.server.supervise import ServerSupervisor
-from gspo_mega.sync.servers import ask
+from gspo_mega.sync.servers import loaded_versions_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         model = own_model(config, args.reward_model)
         config, attempt = reward_config(config, model), reward_folder(attempt, model.name)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    processes.raise_limit()  # the server's processes inherit it: each open request has a connection
+    processes.raise_open_file_limit()  # the server's processes inherit it: each open request has a connection
     if args.reward_model is not None:
         return ServerSupervisor(config, attempt, index, start=Path(config.model.path), classifies=True).run()
     if part > 0:
@@ -137,7 +137,7 @@ def record(folder: Path, server_id: str, software: Mapping[str, str | None]) -> 
 def _record_software(attempt: Attempt, index: int, seconds: float) -> None:
     """Record this Python's PyTorch and NCCL, which the trainer compares with its own before it publishes."""
     try:
-        record(attempt.software_dir, f"server-{index}", ask(sys.executable, seconds))
+        record(attempt.software_dir, f"server-{index}", loaded_versions_of(sys.executable, seconds))
     except (PublishError, OSError) as error:
         logging.warning("%s; it is not compared with the trainer's", error)
 

@@ -1,4 +1,4 @@
 """What stands in for a GPU: Transformer Engine's kernels, parts of SGLang, operations that do not depend on the batch.
 
-Nothing here changes a file of a dependency; `backend.py` and `sglang_cpu_hooks.py` change objects in memory.
+Nothing here changes a file of a dependency. `backend.py` and `sglang_hooks.py` change objects in memory.
 """

@@ -1,14 +1,13 @@
-"""Causal attention that adds over the keys in an order fixed by their positions, whatever the batch, on a CPU.
+"""Operations on a CPU whose result for a row does not depend on the batch. The trainer and the servers both call them.
 
-Keys are taken in blocks of `BLOCK` positions from a sequence's first on: the weighted values of each block are one
-product, and blocks are added one after another. A block beyond a query's last key has weights 0 and adds nothing, so
-that a query has the same result alone, among padding, in a prefill, in a decode step, and in a pack. All of it is
-computed in fp32.
+First come linear layers, SwiGLU's activation, rotary positions, the LM head and log-softmax. They take fp32 or bf16.
+The first two have gradients, by the usual formulas. Norms need nothing here, because torch's `rms_norm` adds each row
+in the same order.
 
-Linear layers, SwiGLU's activation, rotary positions, LM head and log-softmax, the same for a row in any batch.
-
-Norms need nothing: torch's `rms_norm` adds each row in the same order. Every function here is for a CPU, takes fp32 or
-bf16, and is what both the trainer and the servers call. The first two are differentiable, by the usual formulas.
+Then comes causal attention, which adds over the keys in an order that only their positions decide. It takes keys in
+blocks of `BLOCK` positions from the first one of a sequence on. The weighted values of each block are one product, and
+blocks are added one after another. A block after a query's last key has weights 0 and adds nothing, so a query has the
+same result by itself, among padding, in a prefill, in a decode step, and in a pack. All of it is computed in fp32.
 """
 
 from __future__ import annotations
@@ -20,8 +19,13 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import log_softmax
 
 LEAST_ROWS = 16
-"""Products get at least so many rows. With fewer, BLAS takes another way through the sum: on one thread it was seen
-below 4 rows, on two below 8."""
+"""Products get at least this many rows. With fewer, BLAS adds in another order. On one thread this was seen below 4
+rows, on two threads below 8.
+"""
+BLOCK = 64
+"""The positions of keys that are added by one product."""
+_MAX_SCORES = 1 << 24
+"""The most scores in memory at once, as a count of numbers, unless one head of one sequence has more."""
 
 
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -97,12 +101,6 @@ def divide(scores: torch.Tensor, temperature: float) -> torch.Tensor:
 def label_log_probs(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """log softmax(scores)[label]: scores [rows, n] float32, labels [rows, 1] int64; [rows] float32 nats."""
     return log_softmax(scores, dim=-1).gather(1, labels)[:, 0]
-
-
-BLOCK = 64
-"""Positions of keys that are added by one product."""
-_MAX_SCORES = 1 << 24
-"""Most scores in memory at once, in numbers, unless one head of one sequence alone has more."""
 
 
 def attend(

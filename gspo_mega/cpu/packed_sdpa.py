@@ -1,4 +1,4 @@
-"""Causal attention over packed sequences on torch's SDPA: where Transformer Engine's kernels are not used.
+"""Causal attention over packed sequences with torch's SDPA, for use without Transformer Engine's kernels.
 
 It takes the same packed (`thd`) input and context-parallel layout as Transformer Engine's attention.
 """

@@ -1,16 +1,15 @@
-"""Attention of `engine.batch_invariant` for SGLang on a CPU: its order of additions does not depend on the batch.
+"""Batched attention for SGLang on a CPU: one scaled-dot-product call for many requests.
 
-Owns what such a server computes from the plan and the caches of `sglang_attention.py`. Imported inside a server
-process only.
+SGLang's own CPU fallback (`torch_native`) loops over requests. With 128 concurrent requests, that loop is most of the
+scheduler's time. Here requests of similar length share a call: they are padded to the longest, masked, and read from
+the flattened cache with `index_select` (advanced indexing costs about ten times as much). `BatchedCpuAttention`
+computes causal self-attention of decode and prefill, whole or in sliding windows, with or without sinks, which the
+stock backend does not have. The stock backend does everything else (cross attention, encoders).
 
-Batched attention for SGLang on CPU: one scaled-dot-product call for many requests.
+`InvariantCpuAttention`, at the end, is the attention of `engine.batch_invariant`: it uses the same plans and caches,
+and its order of additions does not depend on the batch.
 
-SGLang's own CPU fallback (`torch_native`) loops over requests; with 128 concurrent requests that loop is most of the
-scheduler's time. Here requests of similar length share a call: padded to the longest, masked, and read from the
-flattened cache by `index_select` (advanced indexing costs about ten times as much). Owns causal self-attention of
-decode and prefill, whole or in sliding windows, with sinks or without, which the stock backend has not; that one does
-everything else (cross attention, encoders).
-Imported inside a server process only.
+Only a server process imports this file.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from gspo_mega.algorithm.fp8 import from_fp8
 from gspo_mega.cpu.batch_invariant import attend as attend_in_fixed_order
 
 _MAX_SCORES = 1 << 22
-"""Most query x key positions of all requests of one call. It bounds the padded copies and the mask."""
+"""The most query x key positions of all requests in one call. It limits the padded copies and the mask."""
 
 
 @dataclass

@@ -1,21 +1,15 @@
-"""CPU support for SGLang: what lets the unmodified package serve on a machine without a GPU.
+"""CPU support for SGLang: import hooks with which the unmodified package serves on a machine without a GPU.
 
-Owns `activate()`, which must run before `sglang` is imported in every process of a server (`entry.py` calls it
-at import, so that spawned children call it, too). It works through import hooks alone: nothing of SGLang is edited on
-disk, and with a usable GPU it does nothing. `sglang_attention.py` owns the batched attention,
-`sglang_layers.py` the layers and the sampling that are computed with fewer operations, `sglang_layers.py`
-those that do not depend on the batch, `sglang_quantization.py` the quantized layers, `sglang_hooks.py`
-adapters (LoRA).
+`activate()` must run before `sglang` is imported, in every process of a server. `entry.py` calls it at import, so
+spawned children call it too. It works only through import hooks, which change one module of SGLang each after its
+import. Nothing of SGLang is edited on disk, and with a usable GPU `activate()` does nothing. The batched attention is
+in `sglang_attention.py`, layers and sampling in `sglang_layers.py`, and quantized layers in `sglang_quantization.py`.
 
-Sinks of gpt-oss in SGLang on a CPU: in the server's dtype, and with this package's attention.
-
-Each function changes one module of SGLang after its import (`sglang_hooks.py`).
-
-SGLang's adapters (LoRA) on a CPU: its backend `torch_native` computes them with plain PyTorch. Two things need a
-GPU: its host buffers, because they are page-locked, and the adapters of experts, which are Triton's kernels alone.
-
-Owns plain buffers, and the products of experts and their adapters. SGLang's own code reads the adapters, lays them out
-and says which token has which. `sglang_hooks.py` calls it where SGLang's modules are imported.
+Two groups of changes are here, after `activate()`. Sinks of gpt-oss are kept in the server's dtype and used with this
+package's attention. Adapters (LoRA): SGLang's backend `torch_native` computes them with plain PyTorch, but its host
+buffers are page-locked, and adapters of experts exist only as Triton kernels. Both need a GPU, so this file makes plain
+buffers and computes the products of experts and their adapters. SGLang's own code reads the adapters, lays them out,
+and says which token has which.
 """
 
 from __future__ import annotations
@@ -33,148 +27,6 @@ from typing import Any, cast
 
 import torch
 from torch.nn.functional import linear, silu
-
-
-def keep_sinks_wide(module: types.ModuleType) -> None:
-    """gpt-oss: keep sinks in the server's dtype. SGLang makes them bf16, as its kernels on a GPU want them."""
-    attention = module.GptOssAttention
-    stock = attention.__init__
-
-    def init(self, *arguments, **named):
-        import torch
-
-        stock(self, *arguments, **named)
-        self.sinks = torch.nn.Parameter(self.sinks.data.to(self.o_proj.weight.dtype), requires_grad=False)
-
-    attention.__init__ = init
-
-
-def allow_sinks(module: types.ModuleType, own: str) -> None:
-    """Models with sinks ask for one of the backends that have them, by name. Ours has them: call it by another's."""
-    stock = module.attention_backends_of
-
-    def named(view):
-        return tuple("intel_amx" if name == own else name for name in stock(view))
-
-    vars(module)["attention_backends_of"] = named
-
-
-class _PlainHostMemory:
-    """Stands in for `torch` in a module of SGLang: no tensor that it makes is page-locked."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-    def tensor(self, *values: Any, pin_memory: bool = False, **options: Any) -> Any:
-        return torch.tensor(*values, **options)
-
-    def zeros(self, *sizes: Any, pin_memory: bool = False, **options: Any) -> Any:
-        return torch.zeros(*sizes, **options)
-
-
-def use_plain_host_memory(module: types.ModuleType) -> None:
-    """Have this module of SGLang make plain tensors, and keep plain those that it would page-lock."""
-    vars(module)["torch"] = _PlainHostMemory()
-    cast("Any", torch.Tensor).pin_memory = _as_it_is
-
-
-def _as_it_is(tensor: Any, *_device: Any) -> Any:
-    """The tensor: without an accelerator there is nothing that reads page-locked memory faster."""
-    return tensor
-
-
-class _PlainExperts:
-    """Stands in for the runner of SGLang's `FusedMoEWithLoRA`: gated SiLU experts without biases."""
-
-    def __init__(self, layer: Any) -> None:
-        config = layer.moe_runner_config
-        odd = [name for name in ("w13_weight_bias", "w2_weight_bias") if getattr(layer, name, None) is not None]
-        odd += [name for name in ("gemm1_alpha", "apply_router_weight_on_input") if getattr(config, name)]
-        if config.activation != "silu" or odd:
-            said = ", ".join([f"activation {config.activation}", *odd])
-            raise NotImplementedError(f"adapters of experts on a CPU: gated SiLU without biases, not {said}")
-        self._layer = layer
-
-    def run(self, dispatched: Any, _quant_info: object, lora_info: Any) -> Any:
-        from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
-
-        scores, chosen, _ = dispatched.topk_output
-        output = experts_with_adapters(
-            dispatched.hidden_states,
-            (scores, chosen),
-            (self._layer.w13_weight, self._layer.w2_weight),
-            lora_info.token_lora_mapping,
-            (lora_info.gate_up_lora_a_weights, lora_info.gate_up_lora_b_weights),
-            (lora_info.down_lora_a_weights, lora_info.down_lora_b_weights),
-        )
-        return StandardCombineInput(hidden_states=output)
-
-
-def compute_experts(module: types.ModuleType) -> None:
-    """Have experts with adapters, `FusedMoEWithLoRA` of this module of SGLang, computed here."""
-    stock = module.FusedMoEWithLoRA.__init__
-
-    def start(self: Any, *parts: Any, **named: Any) -> None:
-        stock(self, *parts, **named)
-        self._lora_runner = _PlainExperts(self.base_layer)
-
-    module.FusedMoEWithLoRA.__init__ = start
-
-
-def count_whole_segments(module: types.ModuleType) -> None:
-    """Have this module of SGLang say which token has which adapter also where `torch_native` has made one segment of
-    several requests. SGLang checks that a kernel's grid, which a CPU has not, covers all tokens by the longest request.
-    """
-    stock = module._compute_moe_lora_info
-
-    def compute(num_tokens: int, *parts: Any, max_len: int, **named: Any) -> Any:
-        return stock(num_tokens, *parts, max_len=max(max_len, num_tokens), **named)
-
-    vars(module)["_compute_moe_lora_info"] = compute
-
-
-def experts_with_adapters(
-    hidden: torch.Tensor,
-    routes: tuple[torch.Tensor, torch.Tensor],
-    weights: tuple[torch.Tensor, torch.Tensor],
-    slots: torch.Tensor,
-    gate_up: tuple[torch.Tensor, torch.Tensor],
-    down: tuple[torch.Tensor, torch.Tensor],
-) -> torch.Tensor:
-    """What the experts of this rank add up to, [tokens, hidden] as `hidden`.
-
-    `routes`: scores and experts, [tokens, experts per token]; an expert of another rank is negative. `weights`: of gate
-    and up [experts, 2 width, hidden], and down [experts, hidden, width]. `slots` [tokens]: each token's adapter,
-    negative without one. `gate_up`: A [slots, experts, 2 rank, hidden] and B [slots, experts, 2 width, rank], gate
-    before up; `down`: A [slots, experts, rank, width] and B [slots, experts, hidden, rank]. alpha / rank is in B.
-    """
-    scores, chosen = routes
-    output = torch.zeros_like(hidden)
-    for expert, (into, out_of) in enumerate(zip(*weights, strict=True)):
-        tokens, places = torch.where(chosen == expert)
-        if not len(tokens):
-            continue
-        part, own = hidden[tokens], slots[tokens]
-        both = linear(part, into) + _added(part, own, gate_up[0][:, expert], gate_up[1][:, expert])
-        gate, up = both.chunk(2, dim=-1)
-        inner = silu(gate) * up
-        result = linear(inner, out_of) + _added(inner, own, down[0][:, expert], down[1][:, expert])
-        output.index_add_(0, tokens, result * scores[tokens, places, None].to(result.dtype))
-    return output
-
-
-def _added(inputs: torch.Tensor, slots: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """[tokens, out]: what each token's adapter adds. a [slots, matrices x rank, in], b [slots, out, rank]."""
-    found = inputs.new_zeros(len(inputs), b.shape[1])
-    num_matrices = a.shape[1] // b.shape[2]
-    for slot in slots.unique().tolist():
-        if slot >= 0:
-            rows = slots == slot
-            inner = linear(inputs[rows], a[slot]).chunk(num_matrices, dim=-1)
-            outer = b[slot].chunk(num_matrices)
-            found[rows] = torch.cat([linear(x, own) for x, own in zip(inner, outer, strict=True)], dim=-1)
-    return found
-
 
 ATTENTION_BACKEND = "cpu_batched"
 """Name under which the batched attention is registered with SGLang."""
@@ -500,3 +352,144 @@ def activate() -> bool:
     )
     _installed = True
     return True
+
+
+def keep_sinks_wide(module: types.ModuleType) -> None:
+    """gpt-oss: keep sinks in the server's dtype. SGLang makes them bf16, as its kernels on a GPU want them."""
+    attention = module.GptOssAttention
+    stock = attention.__init__
+
+    def init(self, *arguments, **named):
+        import torch
+
+        stock(self, *arguments, **named)
+        self.sinks = torch.nn.Parameter(self.sinks.data.to(self.o_proj.weight.dtype), requires_grad=False)
+
+    attention.__init__ = init
+
+
+def allow_sinks(module: types.ModuleType, own: str) -> None:
+    """Models with sinks ask for one of the backends that have them, by name. Ours has them: call it by another's."""
+    stock = module.attention_backends_of
+
+    def named(view):
+        return tuple("intel_amx" if name == own else name for name in stock(view))
+
+    vars(module)["attention_backends_of"] = named
+
+
+class _PlainHostMemory:
+    """Stands in for `torch` in a module of SGLang: no tensor that it makes is page-locked."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def tensor(self, *values: Any, pin_memory: bool = False, **options: Any) -> Any:
+        return torch.tensor(*values, **options)
+
+    def zeros(self, *sizes: Any, pin_memory: bool = False, **options: Any) -> Any:
+        return torch.zeros(*sizes, **options)
+
+
+def use_plain_host_memory(module: types.ModuleType) -> None:
+    """Have this module of SGLang make plain tensors, and keep plain those that it would page-lock."""
+    vars(module)["torch"] = _PlainHostMemory()
+    cast("Any", torch.Tensor).pin_memory = _as_it_is
+
+
+def _as_it_is(tensor: Any, *_device: Any) -> Any:
+    """The tensor: without an accelerator there is nothing that reads page-locked memory faster."""
+    return tensor
+
+
+class _PlainExperts:
+    """Stands in for the runner of SGLang's `FusedMoEWithLoRA`: gated SiLU experts without biases."""
+
+    def __init__(self, layer: Any) -> None:
+        config = layer.moe_runner_config
+        odd = [name for name in ("w13_weight_bias", "w2_weight_bias") if getattr(layer, name, None) is not None]
+        odd += [name for name in ("gemm1_alpha", "apply_router_weight_on_input") if getattr(config, name)]
+        if config.activation != "silu" or odd:
+            said = ", ".join([f"activation {config.activation}", *odd])
+            raise NotImplementedError(f"adapters of experts on a CPU: gated SiLU without biases, not {said}")
+        self._layer = layer
+
+    def run(self, dispatched: Any, _quant_info: object, lora_info: Any) -> Any:
+        from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
+
+        scores, chosen, _ = dispatched.topk_output
+        output = experts_with_adapters(
+            dispatched.hidden_states,
+            (scores, chosen),
+            (self._layer.w13_weight, self._layer.w2_weight),
+            lora_info.token_lora_mapping,
+            (lora_info.gate_up_lora_a_weights, lora_info.gate_up_lora_b_weights),
+            (lora_info.down_lora_a_weights, lora_info.down_lora_b_weights),
+        )
+        return StandardCombineInput(hidden_states=output)
+
+
+def compute_experts(module: types.ModuleType) -> None:
+    """Have experts with adapters, `FusedMoEWithLoRA` of this module of SGLang, computed here."""
+    stock = module.FusedMoEWithLoRA.__init__
+
+    def start(self: Any, *parts: Any, **named: Any) -> None:
+        stock(self, *parts, **named)
+        self._lora_runner = _PlainExperts(self.base_layer)
+
+    module.FusedMoEWithLoRA.__init__ = start
+
+
+def count_whole_segments(module: types.ModuleType) -> None:
+    """Have this module of SGLang say which token has which adapter also where `torch_native` has made one segment of
+    several requests. SGLang checks that a kernel's grid, which a CPU has not, covers all tokens by the longest request.
+    """
+    stock = module._compute_moe_lora_info
+
+    def compute(num_tokens: int, *parts: Any, max_len: int, **named: Any) -> Any:
+        return stock(num_tokens, *parts, max_len=max(max_len, num_tokens), **named)
+
+    vars(module)["_compute_moe_lora_info"] = compute
+
+
+def experts_with_adapters(
+    hidden: torch.Tensor,
+    routes: tuple[torch.Tensor, torch.Tensor],
+    weights: tuple[torch.Tensor, torch.Tensor],
+    slots: torch.Tensor,
+    gate_up: tuple[torch.Tensor, torch.Tensor],
+    down: tuple[torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
+    """What the experts of this rank add up to, [tokens, hidden] as `hidden`.
+
+    `routes`: scores and experts, [tokens, experts per token]; an expert of another rank is negative. `weights`: of gate
+    and up [experts, 2 width, hidden], and down [experts, hidden, width]. `slots` [tokens]: each token's adapter,
+    negative without one. `gate_up`: A [slots, experts, 2 rank, hidden] and B [slots, experts, 2 width, rank], gate
+    before up; `down`: A [slots, experts, rank, width] and B [slots, experts, hidden, rank]. alpha / rank is in B.
+    """
+    scores, chosen = routes
+    output = torch.zeros_like(hidden)
+    for expert, (into, out_of) in enumerate(zip(*weights, strict=True)):
+        tokens, places = torch.where(chosen == expert)
+        if not len(tokens):
+            continue
+        part, own = hidden[tokens], slots[tokens]
+        both = linear(part, into) + _added(part, own, gate_up[0][:, expert], gate_up[1][:, expert])
+        gate, up = both.chunk(2, dim=-1)
+        inner = silu(gate) * up
+        result = linear(inner, out_of) + _added(inner, own, down[0][:, expert], down[1][:, expert])
+        output.index_add_(0, tokens, result * scores[tokens, places, None].to(result.dtype))
+    return output
+
+
+def _added(inputs: torch.Tensor, slots: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """[tokens, out]: what each token's adapter adds. a [slots, matrices x rank, in], b [slots, out, rank]."""
+    found = inputs.new_zeros(len(inputs), b.shape[1])
+    num_matrices = a.shape[1] // b.shape[2]
+    for slot in slots.unique().tolist():
+        if slot >= 0:
+            rows = slots == slot
+            inner = linear(inputs[rows], a[slot]).chunk(num_matrices, dim=-1)
+            outer = b[slot].chunk(num_matrices)
+            found[rows] = torch.cat([linear(x, own) for x, own in zip(inner, outer, strict=True)], dim=-1)
+    return found

@@ -1,16 +1,17 @@
-"""The layers of Qwen3 and Qwen3-MoE for SGLang on CPU, with as few operations as they need, and its sampling.
+"""Layers and sampling for SGLang on a CPU: independent of the batch, or with as few operations as possible.
 
-On a CPU a decode step of a small model is dispatch: SGLang passes every layer through modules, stages and fallbacks
-made of single operations. Here one function computes all layers with the same arithmetic on the same parameters: norms
-by `rms_norm`, cosines and sines once for all layers. It computes what it knows exactly: float32, unquantized, one rank,
-the batched attention. Everything else is SGLang's. Imported inside a server process only.
+The first part is the servers' side of `engine.batch_invariant`. The layers of dense Qwen3, the LM head and the
+log-softmax are those of the trainer (`batch_invariant.py`), in the same order and with the same roundings, so the
+log-prob of a sampled token equals the trainer's to the last bit. A server with the attention backend
+`InvariantCpuAttention` (`sglang_attention.py`) computes all of it, and refuses a model with other layers.
 
-SGLang on a CPU with operations that do not depend on the batch: the servers' side of `engine.batch_invariant`.
+The second part, from `take_over_layers` on, is for speed. On a CPU, dispatch dominates a decode step of a small model:
+SGLang passes every layer through modules, stages and fallbacks made of single operations. Here one function computes
+all layers of Qwen3 and Qwen3-MoE with the same arithmetic on the same parameters, with norms by `rms_norm`, and cosines
+and sines once for all layers. It handles only cases that it knows exactly: float32, unquantized, one rank, the batched
+attention. SGLang computes everything else.
 
-The layers of dense Qwen3, the LM head and the log-softmax here are those of the trainer (`gspo_mega.cpu`),
-in the same order and with the same roundings, so that a sampled token's log-prob is the trainer's to the last bit. The
-attention backend is the mark: a server that has `InvariantCpuAttention` of `sglang_attention.py` computes all
-of it, and refuses a model that has other layers. Imported inside a server process only.
+Only a server process imports this file.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ import torch
 from torch.nn.functional import linear, rms_norm, silu
 
 from gspo_mega.cpu import batch_invariant as rows
+
+_PLAIN = "_gspo_mega_plain"
 
 
 def is_on() -> bool:
@@ -91,9 +94,6 @@ def log_softmax_of(stock: Callable[..., None], backend: str) -> Callable[..., No
             self.enable_deterministic = True
 
     return initialize
-
-
-_PLAIN = "_gspo_mega_plain"
 
 
 def take_over_layers(model: Any) -> None:

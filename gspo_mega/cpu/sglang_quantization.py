@@ -1,20 +1,17 @@
-"""Quantized experts for SGLang on a CPU: `w13_weight` and `w2_weight` with their scales, and their product.
+"""Quantized linear layers and experts for SGLang on a CPU: SGLang's parameters and rules of rounding, plain products.
 
-Owns the experts' method; the linear layers and the registration are `sglang_quantization.py`'s, the rules of
-rounding `algorithm/rounding.py`'s. Router weights, the activation function and the sum over a token's experts are as
-in SGLang's own experts without a GPU (`moe_forward_native`). Imported inside a server process only.
+Importing this module puts its classes into SGLang's registry of quantization methods, under SGLang's own names `fp8`
+and `w8a8_int8`. Only a server process imports it. SGLang's own functions make the parameters, with the names, shapes
+and dtypes that its classes have on an NVIDIA GPU, so checkpoints load and published weights arrive as they do there.
+Only the products differ: the rounded operands are multiplied in float32. `algorithm/rounding.py` has the rules of
+rounding.
 
-Quantized linear layers and experts for SGLang on a CPU: its parameters, its rules of rounding, plain products.
+Linear layers come first, then experts (`w13_weight` and `w2_weight` with their scales). Router weights, the activation
+function and the sum over a token's experts are as in SGLang's own experts without a GPU (`moe_forward_native`).
 
-The classes stand in SGLang's registry of quantization methods under its own names `fp8` and `w8a8_int8`. Parameters are
-made by SGLang's own functions, with the names, shapes and dtypes that its classes have on an NVIDIA GPU, so that
-checkpoints load and published weights arrive as there. Only the products differ: the rounded operands are multiplied
-in float32. Owns these methods; the rules of rounding are `algorithm/rounding.py`'s, the experts' product
-`sglang_quantization.py`'s. Importing this module registers them; a server process does.
-
-What SGLang quantizes while it loads (`fp8` and `int8` of a plain checkpoint) can be loaded again here: before an update
-the plain parameters are made anew, full of NaN, and an update that leaves one of them NaN is refused. SGLang's own
-classes cannot do that; `plan` says where that matters.
+Weights that SGLang quantizes while it loads (`fp8` and `int8` of a plain checkpoint) can be loaded again here. Before
+an update, the plain parameters are made anew and filled with NaN. An update that leaves NaN in one of them is refused.
+SGLang's own classes cannot do that; `plan` says where that matters.
 """
 
 from __future__ import annotations
@@ -42,6 +39,8 @@ from gspo_mega.algorithm.rounding import (
 )
 
 logger = logging.getLogger(__name__)
+
+_WEIGHTS = ("w13_weight", "w2_weight")
 
 
 class CpuFp8Config(Fp8Config):
@@ -215,8 +214,6 @@ _register()
 
 if TYPE_CHECKING:
     pass
-
-_WEIGHTS = ("w13_weight", "w2_weight")
 
 
 class CpuQuantizedExperts(FusedMoEMethodBase):

@@ -1,7 +1,7 @@
-"""What Transformer Engine's Python asks of a GPU, answered inside its own modules only.
+"""Answers to what Transformer Engine's Python asks about a GPU, inside its own modules only.
 
-Its modules see a `torch` whose `cuda` describes the GPU whose numbers they shall compute; for everybody else in the
-process there is no GPU. Random states are the CPU's. Kernels are in the other `te_*.py`.
+Its modules see a `torch` whose `cuda` describes the GPU whose numbers they must compute. For all other code in the
+process there is no GPU. Random states are those of the CPU. Kernels are in the other `te_*.py`.
 """
 
 from __future__ import annotations

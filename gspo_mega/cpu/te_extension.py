@@ -1,9 +1,9 @@
-"""The in-memory module `transformer_engine_torch`: what Transformer Engine's Python finds in place of its compiled
+"""The in-memory module `transformer_engine_torch`, which Transformer Engine's Python finds in place of its compiled
 extension on a machine without a GPU.
 
-Owns the module, its enums (values as in Transformer Engine's public headers) and the decorator `kernel`, with which the
-files beside this one put their functions into it. A kernel that nobody wrote raises NotImplementedError with its name
-when it is called. Numerics are in those files, loading in `te_loading.py`.
+The enums have the values of Transformer Engine's public headers. The other `te_*.py` files put their functions into the
+module with the decorator `kernel`; they have the numerics, and `te_loading.py` the loading. A kernel that does not
+exist raises NotImplementedError with its name when it is called.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Transformer Engine's quantisation kernels in plain torch: quantise, dequantise, transpose, and the scales' update.
 
-Owns the functions that Transformer Engine's Python calls, with its semantics of in-place output and no-op flags. What
-they put into a tensor's buffers is in `te_quantized.py`, the rounding in `gspo_mega/algorithm`.
+Transformer Engine's Python calls these functions, so they have its semantics of in-place output and no-op flags.
+`te_quantized.py` knows what they put into a tensor's buffers, and `gspo_mega/algorithm` does the rounding.
 """
 
 from __future__ import annotations

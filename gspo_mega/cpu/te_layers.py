@@ -1,27 +1,20 @@
-"""Transformer Engine's core attention on a CPU: its module, with this package's packed attention as its kernel.
+"""Transformer Engine's layers on a CPU: SwiGLU, norms, products, rotary positions, core attention.
 
-cuDNN's kernels have no Python. Both take the same packed sequences and context-parallel layout, with fp32 softmax.
-
-Transformer Engine's SwiGLU on a CPU: fp32 inside, the result rounded once.
-
-Megatron's own layers apply the activation themselves; these kernels are for layers that leave it to Transformer Engine
-(`te.ops.SwiGLU`, `te.LayerNormMLP`). Per-tensor delayed scaling and MX scaling quantise the fp32 value, as the fused
-kernels do; the other recipes round it to the input's dtype first and quantise that.
-
-Transformer Engine's RMSNorm and LayerNorm on a CPU: statistics and gradients in fp32, each result rounded once.
-
-Where the result is to be quantised, the norm rounds to its output's dtype first and quantises that. Per-tensor delayed
-scaling alone quantises the fp32 value, as Transformer Engine's fused kernel does.
-
-The products of Transformer Engine's linear layers on a CPU: exact products of the stored numbers, sums in fp32.
-
-Owns plain and grouped products with their epilogues (bias, bias gradient, accumulation). An operand may be quantised:
-`te_quantized.py` reads it as the numbers that it stands for. Who quantises what is Transformer Engine's.
-
-Transformer Engine's fused rotary positions on a CPU, for packed sequences and context parallelism.
-
-Angles, their sines and the rotation are fp32; the result is rounded once. (Megatron's unfused function rounds sines and
-cosines to the activations' dtype first.)
+- SwiGLU: fp32 inside, and the result is rounded once. Megatron's own layers apply the activation themselves; these
+  kernels are for layers that leave it to Transformer Engine (`te.ops.SwiGLU`, `te.LayerNormMLP`). Per-tensor delayed
+  scaling and MX scaling quantise the fp32 value, as the fused kernels do. The other recipes first round it to the
+  input's dtype and quantise that.
+- RMSNorm and LayerNorm: statistics and gradients in fp32, and each result is rounded once. If the result is to be
+  quantised, the norm first rounds to its output's dtype and quantises that. Only per-tensor delayed scaling quantises
+  the fp32 value, as Transformer Engine's fused kernel does.
+- Products of linear layers, plain and grouped, with their epilogues (bias, bias gradient, accumulation): exact products
+  of the stored numbers, and sums in fp32. `te_quantized.py` reads a quantised operand as the numbers that it
+  represents. Transformer Engine decides which tensors are quantised.
+- Fused rotary positions, for packed sequences and context parallelism: angles, their sines and the rotation are fp32,
+  and the result is rounded once. (Megatron's unfused function first rounds sines and cosines to the activations'
+  dtype.)
+- Core attention: cuDNN's kernels have no Python, so Transformer Engine's module gets this package's packed attention as
+  its kernel. Both take the same packed sequences and context-parallel layout, with fp32 softmax.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Transformer Engine's released Python in a process without a GPU.
 
-Owns how a process says that it computes with it (the variable of `config/derived.py`, which a rank sets from its
-configuration), where its wheel lies, and what has to stand in for the parts that cannot be imported here: the compiled
-extension (`te_extension.py`) and the ONNX export. Nothing is written into the wheel's folder. The kernels are in the
-`te_*.py` beside this file.
+A process asks for it with the variable of `config/derived.py`, which a rank sets from its configuration. This file
+finds the wheel, and puts stand-ins in place of the parts that cannot be imported here: the compiled extension
+(`te_extension.py`) and the ONNX export. Nothing is written into the wheel's folder. The kernels are in the other
+`te_*.py`.
 
-The wheel has a folder of its own because Megatron-Core cannot be imported beside a Transformer Engine without its
-library: only a process that calls `load_transformer_engine` has that folder on its path.
+The wheel has its own folder, because Megatron-Core cannot be imported if a Transformer Engine without its library is on
+the path. Only a process that calls `load_transformer_engine` has that folder on its path.
 """
 
 from __future__ import annotations

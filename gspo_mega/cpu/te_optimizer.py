@@ -1,7 +1,7 @@
 """Transformer Engine's operations over lists of tensors on a CPU: scaling, norms, Adam.
 
-Arithmetic is fp32 whatever the tensors' dtypes; each result is rounded once. A list of lists has one list for each role
-(gradients, parameters, ...), all of the same length.
+Arithmetic is fp32 for any dtype of the tensors, and each result is rounded once. A list of lists has one list for each
+role (gradients, parameters, ...), all of the same length.
 """
 
 from __future__ import annotations

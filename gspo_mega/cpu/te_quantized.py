@@ -1,12 +1,12 @@
-"""Transformer Engine's quantised tensors on a CPU: which buffers they have, how they are filled, how they are read.
+"""Transformer Engine's quantised tensors on a CPU: which buffers they have, how they are filled, and how they are read.
 
-Owns the way between a plain tensor and the buffers of Float8Tensor, Float8BlockwiseQTensor and MXFP8Tensor, in the
-layouts that Transformer Engine's Python slices, gathers and transposes: data as uint8, column-wise data of FP8 and of
-block FP8 transposed, block scales padded to multiples of 4 and (1x128) transposed, MX scales padded to 128 x 4. The
-rounding itself is `gspo_mega/algorithm`. The kernels that Transformer Engine calls are in `te_fp8.py`.
+This file converts between a plain tensor and the buffers of Float8Tensor, Float8BlockwiseQTensor and MXFP8Tensor, in
+the layouts that Transformer Engine's Python slices, gathers and transposes: data as uint8, column-wise data of FP8 and
+of block FP8 transposed, block scales padded to multiples of 4 and (1x128) transposed, MX scales padded to 128 x 4.
+`gspo_mega/algorithm` does the rounding. The kernels that Transformer Engine calls are in `te_fp8.py`.
 
-Padding that a GPU leaves uninitialised is zero here. Scales always stay in the compact layout: the shuffled one that
-some GPU products read has no meaning for the products here.
+Padding that a GPU leaves uninitialised is zero here. Scales always stay in the compact layout, because the shuffled one
+that some GPU products read has no meaning for the products here.
 """
 
 from __future__ import annotations

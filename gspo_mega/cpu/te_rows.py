@@ -1,17 +1,14 @@
-"""Transformer Engine's Triton kernels that move tokens to their experts' rows and back, as plain torch on a CPU.
+"""Transformer Engine's movements of tokens to their experts' rows and back, as plain torch on a CPU.
 
-Each function has the name, the arguments and the result of one in `transformer_engine.pytorch.triton.permutation`, and
-stands in its place. Sums over a token's rows are fp32 and rounded once, as Triton's. Rows of FP8 numbers, and padding
-inside the permutation, have no function here: Megatron permutes bf16 rows, and pads them later (`te_rows.py`).
+The first part has the kernels of the extension: the padding of each expert's rows, and the permutation of tokens by the
+indices of their experts. Its row map [k * T] int32 has for the j-th expert of token t, at j * T + t, the row of its
+copy, or -1 if it is dropped. Rows are added in fp32 and rounded once; a GPU adds them in their own dtype.
 
-A row map [T, 2 E + 1] int32 has for token t the rows of its copies, then from column E on the experts of those rows,
-and in the last column their number.
-
-Transformer Engine's movements of rows on a CPU: the padding of each expert's rows, and the permutation of tokens by
-the indices of their experts.
-
-A row map [k * T] int32 has for the j-th expert of token t, at j * T + t, the row of its copy, or -1 if it is dropped.
-Rows are added in fp32 and rounded once; a GPU adds them in their own dtype.
+The second part, from `replace_kernels` on, has Triton kernels. Each function has the name, the arguments and the result
+of one in `transformer_engine.pytorch.triton.permutation`, and replaces it. Its row map [T, 2 E + 1] int32 has for token
+t the rows of its copies, then from column E on the experts of those rows, and in the last column their number. Sums
+over a token's rows are fp32 and rounded once, as in Triton. There is no function for rows of FP8 numbers or for padding
+inside the permutation, because Megatron permutes bf16 rows and pads them later (with the first part).
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from gspo_mega.base.errors import DataError
-from gspo_mega.base.untrusted import odd_file
+from gspo_mega.base.untrusted import find_unreadable_entry
 from gspo_mega.data.rows import read_plain, type_name
 from gspo_mega.data.template_process import ChatTemplate
 from gspo_mega.models.spec import ModelSpec
@@ -412,7 +412,7 @@ def load_tokenizer(folder: str) -> Any:
     """
     if not Path(folder).is_dir():  # transformers would ask the network for a model of that name
         raise DataError(f"{folder}: no such folder; give a Hugging Face folder with a tokenizer and weights")
-    if (odd := odd_file(Path(folder))) is not None:
+    if (odd := find_unreadable_entry(Path(folder))) is not None:
         raise DataError(f"{odd}; the tokenizer of the folder is not loaded")
     from transformers import AutoTokenizer
 

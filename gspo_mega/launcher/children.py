@@ -190,7 +190,7 @@ class ProcessFamily:
 
     def reap(self) -> None:
         """Collect adopted orphans that have ended. Call it regularly."""
-        self._reaper.look({*self._strangers, *self._own()})
+        self._reaper.collect_ended({*self._strangers, *self._own()})
 
     def close(self, grace_seconds: float) -> None:
         """Send SIGTERM to the running children, wait up to `grace_seconds`, then SIGKILL whatever is left in any

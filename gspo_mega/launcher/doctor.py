@@ -169,7 +169,7 @@ def check_machine(
     """
     yield _python()
     if software is None:
-        software = dict.fromkeys(roles, two_pythons.here())
+        software = dict.fromkeys(roles, two_pythons.own_versions())
     for role in roles:
         yield from _packages(role, software[role])
     yield _imports("torch", _TORCH, deadline)
@@ -208,11 +208,11 @@ def _packages(role: str, software: two_pythons.Versions) -> Iterator[Finding]:
             "ok", "packages", f"{role}: " + ", ".join(f"{name} {version}" for name, version in versions.items())
         )
     sglang = versions.get("sglang")
-    if (too_old := sglang_release.problem(sglang)) is not None:
+    if (too_old := sglang_release.sglang_problem(sglang)) is not None:
         yield Finding("wrong", "sglang", too_old)
-    elif sglang not in (None, sglang_release.TESTED):
+    elif sglang not in (None, sglang_release.TESTED_SGLANG):
         yield Finding(
-            "note", "sglang", f"version {sglang}; {sglang_release.TESTED} is what this release is tested with"
+            "note", "sglang", f"version {sglang}; {sglang_release.TESTED_SGLANG} is what this release is tested with"
         )
 
 
@@ -286,14 +286,16 @@ def _transformer_engine(fp8: bool, deadline: AnswerDeadline) -> Iterator[Finding
 
 def _descriptors(requests: int) -> Finding:
     """A run raises the soft limit itself; only an administrator can raise the hard limit."""
-    limit = processes.allowed()
+    limit = processes.open_file_limit()
     text = (
         f"one process may open {limit} files (ulimit -Hn)"
         if limit != resource.RLIM_INFINITY
         else "one process may open any number of files"
     )
-    if not processes.enough_for(requests):
-        return Finding("wrong", "files", f"{text}; {requests} concurrent requests need {requests + processes.SPARE}")
+    if not processes.open_file_limit_suffices(requests):
+        return Finding(
+            "wrong", "files", f"{text}; {requests} concurrent requests need {requests + processes.SPARE_OPEN_FILES}"
+        )
     return Finding("ok", "files", text)
 
 

@@ -328,7 +328,7 @@ def launch(
                 f"{loaded.where(key)}: {key}: {value}: `gspo-mega {command}` runs on one machine."
                 " For several, submit a Slurm job: launch/slurm/train.sbatch CONFIG"
             )
-    network.keep_direct([config.server.host])
+    network.set_no_proxy([config.server.host])
     gpus = visible_gpus(os.environ)
     plan = plan_run(loaded, "gpu" if gpus else "cpu")
     tools = []

@@ -77,7 +77,7 @@ def serve_command(
         raise PlanError(
             f"{place}: has no {', '.join(missing)}; what a server needs there is in launch/env/gpu-server.txt"
         )
-    if too_old := versions.problem(sglang):
+    if too_old := versions.sglang_problem(sglang):
         raise PlanError(f"{place}: {too_old}")
     return [found, "-m", "gspo_mega", "serve"], variables
 
@@ -92,10 +92,10 @@ def check_same_software(
         return
     place = f"{loaded.where('publish.method')}: publish.method: distributed"
     try:
-        server = versions.ask(python, preflight_seconds(loaded.config), {**environment, **variables})
+        server = versions.versions_of(python, preflight_seconds(loaded.config), {**environment, **variables})
     except ValueError as error:
         raise PlanError(f"{place}: {error}") from None
-    if different := versions.differences(versions.here(), server):
+    if different := versions.differences(versions.own_versions(), server):
         raise PlanError("\n".join([f"{place}: {different[0]}", *different[1:]]))
 
 

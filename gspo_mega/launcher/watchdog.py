@@ -49,7 +49,7 @@ class StackRequest:
     """One request to the `num_ranks` ranks of an attempt. Raises OSError where it cannot be written."""
 
     def __init__(self, attempt: Attempt, num_ranks: int) -> None:
-        number = attempt.stacks_asked() + 1
+        number = attempt.last_stacks_request() + 1
         self.folder = attempt.stacks_dir(number)
         self._files = [self.folder / f"rank_{rank}.txt" for rank in range(num_ranks)]
         self._deadline = time.monotonic() + 2 * poll_seconds(num_ranks) + _MARGIN_SECONDS

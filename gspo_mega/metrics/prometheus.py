@@ -77,7 +77,7 @@ class PrometheusEndpoint:
 
         class Handler(BoundedHandler):
             def do_GET(self) -> None:
-                if not self.is_asked_by_its_name():
+                if not self.is_asked_by_own_name():
                     self.send_error(403, "this server is not asked by that name")
                     return
                 if self.path.partition("?")[0] != "/metrics":

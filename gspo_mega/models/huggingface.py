@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_mega.base.errors import ModelError
-from gspo_mega.base.untrusted import NoRegularFileError, odd_file, open_regular, read_json_file
+from gspo_mega.base.untrusted import NoRegularFileError, find_unreadable_entry, open_regular, read_json_file
 from gspo_mega.models.block_fp8 import read_block_fp8
 from gspo_mega.models.end_tokens import stated_end
 from gspo_mega.models.families import FAMILIES, ExpertKeys, Family
@@ -79,7 +79,7 @@ def read_model_spec(
         return spec_from_config(renamed(_read_json(folder) or {}, str(folder)), where=str(folder))
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such folder; give a Hugging Face folder with config.json and safetensors")
-    if (odd := odd_file(folder)) is not None:
+    if (odd := find_unreadable_entry(folder)) is not None:
         raise ModelError(odd)
     raw = _read_json(folder / "config.json")
     if raw is None:

@@ -104,7 +104,7 @@ class _Handler(BoundedHandler):
         asked = {name: values[-1] for name, values in parse_qs(split.query).items()}
         if not hmac.compare_digest(asked.get("token", "").encode(), live.token.encode()):
             self._answer(HTTPStatus.FORBIDDEN, "the token is missing or wrong: open the address that was printed\n")
-        elif not self.is_asked_by_its_name():
+        elif not self.is_asked_by_own_name():
             self._answer(
                 HTTPStatus.FORBIDDEN, "this server is not asked by that name: use the address that was printed\n"
             )

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from gspo_mega.base.errors import GspoMegaError
-from gspo_mega.base.network import direct, for_users_code
+from gspo_mega.base.network import no_proxy_variables, proxy_variables_for_user_code
 
 # Importing a user's module may mean importing a large library from a slow disk.
 START_DEADLINE_SECONDS = 120.0
@@ -225,7 +225,7 @@ def environment_of(kind: ProcessKind, variables: Sequence[str]) -> dict[str, str
             f"{kind.section}.environment: {', '.join(missing)} is not set in the environment of this command"
         )
     named = {name: os.environ[name] for name in (*ENVIRONMENT, *variables) if name in os.environ}
-    return for_users_code() | named | direct()
+    return proxy_variables_for_user_code() | named | no_proxy_variables()
 
 
 async def _show(output: asyncio.StreamReader, name: str) -> None:

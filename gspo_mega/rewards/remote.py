@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
 from gspo_mega.base.errors import RewardError
-from gspo_mega.base.network import proxy_of
+from gspo_mega.base.network import proxy_for
 from gspo_mega.config.schema import RemoteReward
 from gspo_mega.config.validate_rewards import url_problem
 
@@ -97,7 +97,7 @@ class RemoteCalls:
             self._secrets.append(key)
         self._host = urlsplit(self._url).netloc.rpartition("@")[2]
         # The run's own servers are asked directly; a service may be outside of the cluster.
-        self._proxy = proxy_of(self._url, environment) if own is None else None
+        self._proxy = proxy_for(self._url, environment) if own is None else None
         if self._proxy is not None and (password := urlsplit(self._proxy).password):
             self._secrets.append(password)
         self._session: aiohttp.ClientSession | None = None

@@ -157,7 +157,7 @@ class Collector:
         self._pool.trainer_waits = True
         try:
             with RareCollections() as collections:
-                return self._poll(future, on_wait, collections.look)
+                return self._poll(future, on_wait, collections.collect_if_doubled)
         finally:
             self._pool.trainer_waits = False
             if not future.done():

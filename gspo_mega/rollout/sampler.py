@@ -18,7 +18,7 @@ from typing import Protocol
 
 from gspo_mega.agents.protocol import OnTokens, Turn
 from gspo_mega.base.errors import RolloutError
-from gspo_mega.base.records import distinct
+from gspo_mega.base.records import distinct_values
 from gspo_mega.config.derived import on_publish
 from gspo_mega.config.schema import Rollout
 from gspo_mega.rollout.client.completion import Completion, PartialResponse, SamplingParams
@@ -199,12 +199,12 @@ class Sampler:
         of a later committed one.
         """
         committed = self._pool.committed_version
-        if not all(since <= version <= committed for version in distinct(part.weight_versions)):
+        if not all(since <= version <= committed for version in distinct_values(part.weight_versions)):
             raise ServerError(
                 server_id,
                 f"generate {request_id}",
                 "nonsense",
-                f"tokens of weight versions {sorted(distinct(part.weight_versions))};"
+                f"tokens of weight versions {sorted(distinct_values(part.weight_versions))};"
                 f" {committed if since == committed else f'{since} to {committed}'} is committed",
             )
 

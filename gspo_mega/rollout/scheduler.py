@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from gspo_mega.base.episodes import Episode, Group, RolloutBatch
-from gspo_mega.base.records import Prompt, distinct
+from gspo_mega.base.records import Prompt, distinct_values
 from gspo_mega.config.derived import least_of_group
 from gspo_mega.config.schema import Config
 from gspo_mega.metrics.reductions import is_constant, sampled_metrics
@@ -176,7 +176,7 @@ class GroupScheduler:
         """Return by how many versions the oldest token of a group lags behind the committed version. It is below 0 if
         one of its tokens is of a version that was never committed.
         """
-        versions = {v for e in group.episodes for node in e.turns for v in distinct(node.weight_versions)}
+        versions = {v for e in group.episodes for node in e.turns for v in distinct_values(node.weight_versions)}
         lags = [self._pool.committed_version - version for version in versions] or [0]
         return min(lags) if min(lags) < 0 else max(lags)
 
@@ -267,4 +267,4 @@ class GroupScheduler:
 
 def _is_partial(episode: Episode) -> bool:
     """Whether the episode was sampled from several versions of the weights."""
-    return len({version for node in episode.turns for version in distinct(node.weight_versions)}) > 1
+    return len({version for node in episode.turns for version in distinct_values(node.weight_versions)}) > 1

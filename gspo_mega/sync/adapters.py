@@ -1,9 +1,10 @@
-"""Publish of a policy as adapters (`publish.lora: adapter`): servers keep the weights of `model.path`, and load each
+"""Publish of a policy as adapters (`publish.lora: adapter`): servers keep the weights of `model.path` and load each
 version's PEFT folder.
 
-Owns what differs from a publish of whole weights: what is written, how a server takes it, and the proof. Every server
-start is proved to compute with adapters by random ones; after each publish the servers' own weights are compared with
-the trainer's frozen ones. SGLang loads strictly, so that a tensor of another name or shape is an error there.
+Three things differ from a publish of whole weights: what is written, how a server loads it, and the proof. At every
+server start, random adapters prove that the server computes with adapters. After each publish, the servers' own weights
+are compared with the trainer's frozen ones. SGLang loads strictly: a tensor with another name or shape is an error
+there.
 """
 
 from __future__ import annotations
@@ -29,43 +30,43 @@ from gspo_mega.sync.servers import Deadline, Fleet, ServerControl
 from gspo_mega.sync.transaction import PublishContent, Send, Transaction
 from gspo_mega.sync.verify import ExpectedChecksums
 
-# Log-probs of these tokens are compared, with and without adapters.
+# The proof compares the log-probs of these tokens with and without adapters.
 _PROBE = tuple(range(1, 9))
 _PROOF = "adapter_proof"
 
 
 class AdapterServer(ServerControl, Protocol):
-    """What a publish of adapters needs beside the rest."""
+    """A server control with what a publish of adapters needs in addition."""
 
     def load_adapter(self, path: str, *, deadline_seconds: float) -> None:
-        """Load a PEFT folder in place of the adapters that the server has; it is paused."""
+        """Load a PEFT folder in place of the adapters that the server has. The server is paused."""
         ...
 
     def log_probs(self, token_ids: tuple[int, ...], adapter: str | None, *, deadline_seconds: float) -> list[float]:
-        """Of these tokens but the first, with or without adapters; it is not paused."""
+        """Return the log-probs of these tokens except the first, with or without adapters. The server is not paused."""
         ...
 
 
 class AdapterTransaction(Transaction):
-    """One publish of adapters. `proof`: a PEFT folder of random ones."""
+    """One publish of adapters. `proof` is a PEFT folder of random adapters."""
 
     def __init__(self, *parts: Any, proof: Path) -> None:
         super().__init__(*parts)
         self._proof = proof
 
     def _prove(self, fleet: Fleet, generations: dict[str, int]) -> None:
-        """Once per server start: random adapters change what the server answers, and then it gets the policy's again.
+        """Once per server start, check that random adapters change the server's answers, then send the policy's again.
 
-        The server serves meanwhile; the pool gives it no request before the publish ends.
+        The server serves during this check, but the pool gives it no request before the publish ends.
         """
         new = [s for s in fleet.active if self._memory.proved.get(s.server_id) != generations[s.server_id]]
-        fleet.each(lambda s, left: self._try(cast("AdapterServer", s), left), new)
+        fleet.each(lambda s, left: self._prove_server(cast("AdapterServer", s), left), new)
         self._update(fleet, [s for s in new if s in fleet.active])
         for server in new:
             if server in fleet.active:
                 self._memory.proved[server.server_id] = generations[server.server_id]
 
-    def _try(self, server: AdapterServer, seconds: float) -> None:
+    def _prove_server(self, server: AdapterServer, seconds: float) -> None:
         server.load_adapter(str(self._proof), deadline_seconds=seconds)
         server.resume(deadline_seconds=seconds)
         own = server.log_probs(_PROBE, None, deadline_seconds=seconds)
@@ -73,13 +74,13 @@ class AdapterTransaction(Transaction):
         server.pause(deadline_seconds=seconds)
         if own == adapted:
             raise PublishError(
-                f"{server.server_id}: answers with adapters as it does without them: it took them and does not compute"
-                " with them; set publish.lora: merged"
+                f"{server.server_id}: gives the same answers with adapters as without: it loaded them but does not"
+                " compute with them; set publish.lora: merged"
             )
 
 
 class AdapterPublisher(Publisher):
-    """Publishes one policy's adapters; used as `Publisher` is."""
+    """Publishes one policy's adapters. Its interface is that of `Publisher`."""
 
     def __init__(self, config: Config, *parts: Any, **named: Any) -> None:
         super().__init__(config, *parts, **named)
@@ -89,7 +90,9 @@ class AdapterPublisher(Publisher):
         self._proof = self.versions.folder / _PROOF
 
     def _prepare(self, weight_version: int) -> PublishContent:
-        """The version's folder, and what servers hold beside it: the frozen weights, which are read once."""
+        """Write the version's folder, and return what servers hold besides it: the frozen weights, which are read
+        once.
+        """
         path = self.versions.path(weight_version)
         export_adapters(path, self._lora, self._spec, self._groups, self._chunks, self._source_folder, served=True)
         if self._base is None:
@@ -120,13 +123,16 @@ class AdapterPublisher(Publisher):
         return 4 * sum(entry.num_elements for entry in adapter_tensors(self._spec, self._lora.rank, self._lora.targets))
 
 
-def publisher_of(config: Config) -> type[Publisher]:
-    """The class that publishes this run's policy."""
+def publisher_class(config: Config) -> type[Publisher]:
+    """Return the class that publishes this run's policy."""
     return AdapterPublisher if publishes_adapters(config) else Publisher
 
 
 def write_random_adapters(folder: Path, settings: Lora, spec: ModelSpec, base: str) -> None:
-    """A PEFT folder of this model whose every adapter changes its layer much. Raises PublishError."""
+    """Write a PEFT folder for this model in which every adapter changes its layer by a large amount.
+
+    Raises PublishError if the folder cannot be written.
+    """
     generator = torch.Generator().manual_seed(0)
     tensors = {
         entry.name: 0.1 * torch.randn(entry.shape, generator=generator)

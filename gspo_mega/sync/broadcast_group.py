@@ -1,19 +1,14 @@
-"""A rank that sends tensors to servers: what rank 0 asks of it, and how it does that in its own process.
+"""The sending rank's side of method `distributed`, in its own process.
 
-Owns the bucket that a rank has ready and its sides of the groups. Which bucket is sent when, and to whom, rank 0 says:
-`turns.py` and `broadcast.py`. `remote_sender.py` carries its words to another process.
+`Sender` is what rank 0 asks of a rank that sends, and `OwnTensors` does it: it has a bucket of tensors ready, and this
+rank's side of the groups. Rank 0 decides which bucket goes when and to whom (`broadcast.py`); `remote_sender.py`
+carries its orders to another process. A bucket has consecutive tensors, which travel as their bytes one after the
+other.
 
-The trainer's side of a process group with servers, and broadcasts through it that can be abandoned.
-
-Owns creating that side, sending through it, and leaving it, in the process of the rank that sends. A broadcast may
-never end: NCCL's first broadcast connects the group and returns only when every server has entered it, which a server
-that refused or died never does. A group's timeout does not cover this. A broadcast therefore runs in a thread of its
-own, which is abandoned if it does not end. `broadcast.py` has the servers join, `broadcast.py` decides who
-shares a group.
-
-What one broadcast carries: consecutive tensors, and their bytes one after the other.
-
-Owns how tensors are put together and described. Talks to nobody.
+`BroadcastGroup` is this rank's side of one group with servers. A broadcast may never end: NCCL's first broadcast
+connects the group and returns only when every server has entered it, and a server that refused or died never does. A
+group's timeout does not cover this. Therefore each broadcast runs in its own thread, which is abandoned if it does not
+end.
 """
 
 from __future__ import annotations
@@ -43,14 +38,199 @@ from gspo_mega.sync.verify import loads_with
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName
 
-
 LEAVE_SECONDS = 5.0
-# Time for the end of a broadcast after the server has confirmed that it received everything.
+# A broadcast has at least this time to end after the server has confirmed that it received everything.
 _LEAST_WAIT_SECONDS = 1.0
+_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+Bucket = list[tuple[str, torch.Tensor]]
+
+
+class Sender(Protocol):
+    """One rank that sends. Several threads of rank 0 call these methods. Only `wait_joined` waits."""
+
+    @property
+    def rank(self) -> int:
+        """Its global rank."""
+        ...
+
+    def join_group(self, place: MeetingPoint) -> None:
+        """Start to join the group at `place`, as its first rank."""
+        ...
+
+    def wait_joined(self, name: str, seconds: float) -> None:
+        """Wait until all members of that group have joined. Raises RuntimeError if they have not after `seconds`."""
+        ...
+
+    def broadcast(self, name: str) -> PendingBroadcast:
+        """Start to send the bucket that is ready through the group."""
+        ...
+
+    def cut(self, name: str) -> None:
+        """End the group's unfinished work. The group is unusable afterwards."""
+        ...
+
+    def leave(self, name: str) -> None:
+        """Leave the group."""
+        ...
+
+    def release(self) -> None:
+        """Record that all receivers have the bucket, so the next one may be made ready."""
+        ...
+
+
+class OwnTensors:
+    """This process's own rank as a `Sender`."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._groups: dict[str, BroadcastGroup] = {}
+        self._message: BucketMessage | None = None
+        self._changed = threading.Condition()
+        self._is_over = False
+
+    def join_group(self, place: MeetingPoint) -> None:
+        self._groups[place.name] = BroadcastGroup(place)
+
+    def wait_joined(self, name: str, seconds: float) -> None:
+        if (group := self._groups.get(name)) is None:
+            raise RuntimeError(f"rank {self.rank} has left the group")
+        group.wait_joined(seconds)
+
+    def broadcast(self, name: str) -> PendingBroadcast:
+        message, group = self._message, self._groups.get(name)
+        if message is None or group is None:
+            raise PublishError(f"rank {self.rank} has no bucket ready, or has left the group")
+        return group.broadcast(message.content, new_stream_after(message.content, message.stream))
+
+    def cut(self, name: str) -> None:
+        if (group := self._groups.get(name)) is not None:
+            group.cut()
+
+    def leave(self, name: str) -> None:
+        if (group := self._groups.pop(name, None)) is not None:
+            group.leave()
+
+    def release(self) -> None:
+        with self._changed:
+            self._message = None
+            self._changed.notify_all()
+
+    def open(self) -> None:
+        """Begin a send. `offer` may follow."""
+        self._is_over = False
+
+    def offer(
+        self, tensors: Iterator[tuple[str, torch.Tensor]], bucket_bytes: int, ready: Callable[[Listing], None]
+    ) -> None:
+        """Make buckets of `tensors`, and call `ready` with each one when the one before it is released.
+
+        The next bucket is gathered while one is sent. Returns when the last one is ready, or after `end`. The iterator
+        always runs to its end, because other ranks take part in it.
+
+        tensors: (name, whole tensor of any shape, as servers load it), local.
+        """
+        try:
+            for bucket in buckets(tensors, bucket_bytes):
+                message = BucketMessage(bucket)
+                del bucket[:]  # its memory goes before the next bucket is gathered
+                with self._changed:
+                    self._changed.wait_for(lambda: self._message is None or self._is_over)
+                    if self._is_over:
+                        break
+                    self._message = message
+                listing = message.listing
+                del message  # `release` ends its memory
+                ready(listing)
+        finally:
+            for _ in tensors:
+                pass
+
+    def end(self) -> None:
+        """End the send: no bucket is wanted any more."""
+        with self._changed:
+            self._is_over, self._message = True, None
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Leave all groups."""
+        for name in list(self._groups):
+            self.leave(name)
+
+
+def buckets(tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> Iterator[Bucket]:
+    """Yield consecutive tensors in lists of at most `bucket_bytes`. A larger tensor has a list of its own.
+
+    tensors: (name, whole tensor of any shape and dtype), local. If the server can load a tensor only together with the
+    one before it, both are in the same bucket at any size.
+    """
+    bucket: Bucket = []
+    size = 0
+    for name, tensor in tensors:
+        num_bytes = tensor.numel() * tensor.element_size()
+        if bucket and size + num_bytes > bucket_bytes and not loads_with(name, bucket[-1][0]):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += num_bytes
+    if bucket:
+        yield bucket
+
+
+def flattened(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Return the bytes of whole tensors of any shape and dtype, one after the other: [bytes] uint8, on their device.
+
+    One broadcast of bytes replaces one broadcast per tensor, and carries dtypes that a backend does not know (gloo has
+    no FP8). The result of a single tensor shares its memory.
+    """
+    parts = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What rank 0 tells a server before it receives a bucket. `num_bytes` is the size of the whole bucket."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    num_bytes: int
+
+
+class BucketMessage:
+    """One bucket as servers receive it: the listing in a request, and the bytes of all its tensors in a broadcast."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        # With larger elements first, each tensor's bytes begin at a multiple of its element's size.
+        bucket = sorted(bucket, key=lambda named: -named[1].element_size())
+        self.content = flattened([tensor for _, tensor in bucket])
+        self.stream = new_stream_after(self.content)
+        self.listing = Listing(
+            [name for name, _ in bucket],
+            [DTYPE_NAMES[tensor.dtype] for _, tensor in bucket],
+            [list(tensor.shape) for _, tensor in bucket],
+            self.content.numel(),
+        )
+
+
+@dataclass(frozen=True)
+class MeetingPoint:
+    """Where a group's members meet: the store at `address` and `port`.
+
+    `timeout_seconds` limits one gloo broadcast, and `seconds` the time to join.
+    """
+
+    name: str
+    size: int
+    backend: str
+    address: str
+    port: int
+    timeout_seconds: float
+    seconds: float
 
 
 class PendingBroadcast:
-    """A broadcast that has not ended, here or at another rank: who starts it calls `end`."""
+    """A broadcast that has not ended, from this rank or another one. The code that starts it calls `end`."""
 
     def __init__(self) -> None:
         self._ended = threading.Event()
@@ -58,18 +238,18 @@ class PendingBroadcast:
         self._problem: Exception | None = None
 
     def end(self, problem: Exception | None = None) -> None:
-        """The broadcast has ended, or failed by `problem`."""
+        """Record that the broadcast has ended, or failed with `problem`."""
         self._problem = problem
         self._ended.set()
 
     def cut(self) -> None:
-        """End every `wait` now, unless the broadcast has ended. What the backend still does with it is abandoned."""
+        """End every `wait` now, unless the broadcast has ended. The backend's unfinished work is abandoned."""
         if not self._ended.is_set():
             self._is_cut = True
             self._ended.set()
 
     def wait(self, seconds: float) -> None:
-        """Wait until the tensor is sent. Raises PublishError if that takes over `seconds`, or the group failed."""
+        """Wait until the tensor is sent. Raises PublishError after `seconds`, or if the group failed."""
         if not self._ended.wait(max(seconds, _LEAST_WAIT_SECONDS)):
             raise PublishError(f"the broadcast has not ended after {seconds:g} s")
         if self._is_cut:
@@ -78,6 +258,64 @@ class PendingBroadcast:
             raise PublishError(str(self._problem)) from self._problem
         if self._problem is not None:
             raise self._problem
+
+
+class BroadcastGroup:
+    """This process's side of one group, as its first rank. It joins in a thread."""
+
+    def __init__(self, place: MeetingPoint) -> None:
+        self._lock = threading.Lock()
+        self._creation: _GroupCreation | None = _GroupCreation(place)
+        self._group: dist.ProcessGroup | None = None
+        self._sending: PendingBroadcast | None = None
+
+    def wait_joined(self, seconds: float) -> None:
+        """Wait until all members have joined. Raises RuntimeError if they have not after `seconds`."""
+        creation = self._creation
+        group = None if creation is None else creation.result(seconds)
+        with self._lock:
+            if self._creation is not None:
+                self._group, self._creation = group, None
+
+    def broadcast(self, tensor: torch.Tensor, stream: torch.cuda.Stream | None) -> PendingBroadcast:
+        """Start to send a local tensor of any shape and dtype to all other members, and return at once. One at a time.
+
+        The caller must not change `tensor` before `wait` returns. On a GPU, `stream` must run after the work that fills
+        the tensor. Raises PublishError if the group was cut.
+        """
+        with self._lock:
+            if self._group is None:
+                raise PublishError("the group was cut, because a server in it failed")
+            self._sending = sending = PendingBroadcast()
+            arguments = (self._group, tensor, stream, sending)
+        threading.Thread(target=_broadcast, args=arguments, daemon=True, name="broadcast").start()
+        return sending
+
+    def cut(self) -> None:
+        """End unfinished work, as far as the backend can. The group is unusable afterwards."""
+        with self._lock:
+            group, creation, sending = self._group, self._creation, self._sending
+            self._group = self._creation = self._sending = None
+        if sending is not None:
+            sending.cut()
+        if creation is not None:
+            creation.give_up()
+        if group is not None:
+            # In a thread, because aborting may itself wait for the broadcast, and so may dropping the last reference.
+            # That closes the connections, which releases servers that wait for this rank.
+            threading.Thread(target=_abort, args=(group,), daemon=True, name="abort").start()
+
+    def leave(self) -> None:
+        """Leave the group. This takes a few seconds at most."""
+        with self._lock:
+            last_reference = [self._group]
+            self._group = self._sending = None
+        if last_reference[0] is not None:
+            leaving = threading.Thread(target=_leave, args=(last_reference[0],), daemon=True, name="leave")
+            leaving.start()
+            leaving.join(LEAVE_SECONDS)
+        # In a thread, because dropping the last reference waits for the group's unfinished broadcasts.
+        threading.Thread(target=last_reference.clear, daemon=True).start()
 
 
 def _broadcast(
@@ -92,13 +330,14 @@ def _broadcast(
         if stream is not None:
             stream.synchronize()
     except Exception as error:  # `wait` raises any error
-        problem = error.with_traceback(None)  # which would keep the group
+        problem = error.with_traceback(None)  # the traceback would keep the group alive
     sending.end(problem)
 
 
-def stream_beside(tensor: torch.Tensor, after: torch.cuda.Stream | None = None) -> torch.cuda.Stream | None:
-    """A new stream on the GPU of a local tensor of any shape and dtype, after the current one or `after`; None on a
-    CPU.
+def new_stream_after(tensor: torch.Tensor, after: torch.cuda.Stream | None = None) -> torch.cuda.Stream | None:
+    """Return a new stream on the GPU of a local tensor of any shape and dtype, or None on a CPU.
+
+    The stream's work begins after that of the current stream, or of the stream `after`.
     """
     if not tensor.is_cuda:
         return None
@@ -107,81 +346,8 @@ def stream_beside(tensor: torch.Tensor, after: torch.cuda.Stream | None = None) 
     return stream
 
 
-@dataclass(frozen=True)
-class MeetingPoint:
-    """Where a group's members meet: the store at `address` and `port`. `timeout_seconds` limits one gloo broadcast,
-    `seconds` the time to join.
-    """
-
-    name: str
-    size: int
-    backend: str
-    address: str
-    port: int
-    timeout_seconds: float
-    seconds: float
-
-
-class BroadcastGroup:
-    """This process's side of one group, as its first rank. It joins in a thread."""
-
-    def __init__(self, place: MeetingPoint) -> None:
-        self._lock = threading.Lock()
-        self._making: _Making | None = _Making(place)
-        self._group: dist.ProcessGroup | None = None
-        self._sending: PendingBroadcast | None = None
-
-    def joined(self, seconds: float) -> None:
-        """Wait until the group is whole. Raises RuntimeError if it is not after `seconds`."""
-        making = self._making
-        group = None if making is None else making.result(seconds)
-        with self._lock:
-            if self._making is not None:
-                self._group, self._making = group, None
-
-    def broadcast(self, tensor: torch.Tensor, stream: torch.cuda.Stream | None) -> PendingBroadcast:
-        """Send a local tensor of any shape and dtype to all other members. One at a time; returns at once.
-
-        The caller must not change `tensor` before `wait` returns; on a GPU, `stream` must run after the work that fills
-        it. Raises PublishError for a group that was cut.
-        """
-        with self._lock:
-            if self._group is None:
-                raise PublishError("the group was cut, because a server in it failed")
-            self._sending = sending = PendingBroadcast()
-            arguments = (self._group, tensor, stream, sending)
-        threading.Thread(target=_broadcast, args=arguments, daemon=True, name="broadcast").start()
-        return sending
-
-    def cut(self) -> None:
-        """End unfinished work, as far as the backend can; the group is unusable afterwards."""
-        with self._lock:
-            group, making, sending = self._group, self._making, self._sending
-            self._group = self._making = self._sending = None
-        if sending is not None:
-            sending.cut()
-        if making is not None:
-            making.give_up()
-        if group is not None:
-            # In a thread: aborting may itself wait for the broadcast, and so may dropping the last reference, which
-            # closes the connections. Servers that wait for this rank are released by that.
-            threading.Thread(target=_abort, args=(group,), daemon=True, name="abort").start()
-
-    def leave(self) -> None:
-        """Leave the group; takes a few seconds at most."""
-        with self._lock:
-            last_reference = [self._group]
-            self._group = self._sending = None
-        if last_reference[0] is not None:
-            leaving = threading.Thread(target=_leave, args=(last_reference[0],), daemon=True, name="leave")
-            leaving.start()
-            leaving.join(LEAVE_SECONDS)
-        # Dropping the last reference waits for the group's unfinished broadcasts: do it in a thread.
-        threading.Thread(target=last_reference.clear, daemon=True).start()
-
-
-class _Making:
-    """The trainer's side of a new group, created in a thread: gloo waits for the server, which may refuse to join."""
+class _GroupCreation:
+    """Creates the trainer's side of a group in a thread, because gloo waits for servers, which may refuse to join."""
 
     def __init__(self, place: MeetingPoint) -> None:
         self._lock = threading.Lock()
@@ -214,12 +380,12 @@ class _Making:
             if not is_wanted:
                 _leave(group)
         except RuntimeError as error:
-            self._problem = error.with_traceback(None)  # which would keep the store
+            self._problem = error.with_traceback(None)  # the traceback would keep the store alive
         finally:
             self._ended.set()
 
     def result(self, seconds: float) -> dist.ProcessGroup:
-        """The group. Raises RuntimeError if there is none after `seconds`."""
+        """Return the group. Raises RuntimeError if there is none after `seconds`."""
         self._ended.wait(max(0.0, seconds))
         if self._group is None:
             raise self._problem or RuntimeError("no answer")
@@ -239,11 +405,8 @@ def _join_store(address: str, port: int, seconds: float) -> Store:
     return dist.TCPStore(address, port, timeout=timeout, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
 
 
-_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-
-
-class _Nested:
-    """Groups are made in several threads at once: the first of them changes the variable, the last changes it back."""
+class _EnvironmentChange:
+    """Several threads create groups at once: the first one changes the variable, and the last one changes it back."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -251,34 +414,34 @@ class _Nested:
         self.before: str | None = None
 
 
-_nested = _Nested()
+_environment_change = _EnvironmentChange()
 
 
 @contextlib.contextmanager
 def no_nccl_abort(backend: str) -> Iterator[None]:
     """NCCL groups created inside this context do not end the process if a server dies in a broadcast.
 
-    torch's watchdog of a group ends the whole process on an error or a timeout. That is right among the trainer's ranks
-    and wrong towards a server. Only the environment, read when a group is created, can change it.
+    torch's watchdog of a group ends the whole process on an error or a timeout. That is right among the trainer's
+    ranks, but wrong in a group with servers. Only an environment variable, read when a group is created, can change it.
     """
     if backend != "nccl":
         yield
         return
-    with _nested.lock:
-        if _nested.depth == 0:
-            _nested.before = os.environ.get(_HANDLING)
+    with _environment_change.lock:
+        if _environment_change.depth == 0:
+            _environment_change.before = os.environ.get(_HANDLING)
             os.environ[_HANDLING] = "0"
-        _nested.depth += 1
+        _environment_change.depth += 1
     try:
         yield
     finally:
-        with _nested.lock:
-            _nested.depth -= 1
-            if _nested.depth == 0:
-                if _nested.before is None:
+        with _environment_change.lock:
+            _environment_change.depth -= 1
+            if _environment_change.depth == 0:
+                if _environment_change.before is None:
                     del os.environ[_HANDLING]
                 else:
-                    os.environ[_HANDLING] = _nested.before
+                    os.environ[_HANDLING] = _environment_change.before
 
 
 def _abort(group: dist.ProcessGroup) -> None:
@@ -291,172 +454,3 @@ def _abort(group: dist.ProcessGroup) -> None:
 def _leave(group: dist.ProcessGroup) -> None:
     with contextlib.suppress(RuntimeError, ValueError):
         dist.destroy_process_group(group)
-
-
-Bucket = list[tuple[str, torch.Tensor]]
-
-
-def buckets(tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> Iterator[Bucket]:
-    """Consecutive tensors in lists of at most `bucket_bytes`; a larger tensor is in a list of its own.
-
-    tensors: (name, whole tensor of any shape and dtype), local. A tensor that the server loads only together with the
-    one before it is in the same bucket, at any size.
-    """
-    bucket: Bucket = []
-    size = 0
-    for name, tensor in tensors:
-        num_bytes = tensor.numel() * tensor.element_size()
-        if bucket and size + num_bytes > bucket_bytes and not loads_with(name, bucket[-1][0]):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += num_bytes
-    if bucket:
-        yield bucket
-
-
-def flattened(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The bytes of whole tensors of any shape and dtype, one after the other: [bytes] uint8, on their device.
-
-    One broadcast of bytes takes the place of one for each tensor, and carries dtypes that a backend does not know (gloo
-    has no FP8). Shares the memory of a lone tensor.
-    """
-    parts = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-@dataclass(frozen=True)
-class Listing:
-    """What a server is told about a bucket before it receives it. `num_bytes`: of the whole bucket."""
-
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[list[int]]
-    num_bytes: int
-
-
-class BucketMessage:
-    """One bucket as servers receive it: its listing by request, the bytes of all its tensors by broadcast."""
-
-    def __init__(self, bucket: Bucket) -> None:
-        # Larger elements first: each tensor's bytes then begin at a multiple of its element's size.
-        bucket = sorted(bucket, key=lambda named: -named[1].element_size())
-        self.content = flattened([tensor for _, tensor in bucket])
-        self.stream = stream_beside(self.content)
-        self.listing = Listing(
-            [name for name, _ in bucket],
-            [DTYPE_NAMES[tensor.dtype] for _, tensor in bucket],
-            [list(tensor.shape) for _, tensor in bucket],
-            self.content.numel(),
-        )
-
-
-class Sender(Protocol):
-    """One rank that sends. Methods are called from several threads of rank 0 and do not wait, except `joined`."""
-
-    @property
-    def rank(self) -> int:
-        """Its global rank."""
-        ...
-
-    def begin(self, place: MeetingPoint) -> None:
-        """Begin to join the group at `place`, as its first rank."""
-        ...
-
-    def joined(self, name: str, seconds: float) -> None:
-        """Wait until that group is whole. Raises RuntimeError if it is not after `seconds`."""
-        ...
-
-    def broadcast(self, name: str) -> PendingBroadcast:
-        """Send the bucket that is ready through the group."""
-        ...
-
-    def cut(self, name: str) -> None:
-        """End the group's unfinished work; the group is unusable afterwards."""
-        ...
-
-    def leave(self, name: str) -> None:
-        """Leave the group."""
-        ...
-
-    def release(self) -> None:
-        """The bucket has reached all that it was for: the next one may be made ready."""
-        ...
-
-
-class OwnTensors:
-    """The process's own rank as a `Sender`."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self._ends: dict[str, BroadcastGroup] = {}
-        self._message: BucketMessage | None = None
-        self._changed = threading.Condition()
-        self._is_over = False
-
-    def begin(self, place: MeetingPoint) -> None:
-        self._ends[place.name] = BroadcastGroup(place)
-
-    def joined(self, name: str, seconds: float) -> None:
-        if (end := self._ends.get(name)) is None:
-            raise RuntimeError(f"rank {self.rank} has left the group")
-        end.joined(seconds)
-
-    def broadcast(self, name: str) -> PendingBroadcast:
-        message, end = self._message, self._ends.get(name)
-        if message is None or end is None:
-            raise PublishError(f"rank {self.rank} has no bucket ready, or has left the group")
-        return end.broadcast(message.content, stream_beside(message.content, message.stream))
-
-    def cut(self, name: str) -> None:
-        if (end := self._ends.get(name)) is not None:
-            end.cut()
-
-    def leave(self, name: str) -> None:
-        if (end := self._ends.pop(name, None)) is not None:
-            end.leave()
-
-    def release(self) -> None:
-        with self._changed:
-            self._message = None
-            self._changed.notify_all()
-
-    def open(self) -> None:
-        """A send begins: `offer` may follow."""
-        self._is_over = False
-
-    def offer(
-        self, tensors: Iterator[tuple[str, torch.Tensor]], bucket_bytes: int, ready: Callable[[Listing], None]
-    ) -> None:
-        """Make one bucket after the other of `tensors`, and say that it is ready when the one before is released. The
-        next one is gathered meanwhile. Returns when the last is ready, or after `end`; the iterator always runs to its
-        end, because other ranks take part in it.
-
-        tensors: (name, whole tensor of any shape, as servers load it), local.
-        """
-        try:
-            for bucket in buckets(tensors, bucket_bytes):
-                message = BucketMessage(bucket)
-                del bucket[:]  # its memory goes before the next bucket is gathered
-                with self._changed:
-                    self._changed.wait_for(lambda: self._message is None or self._is_over)
-                    if self._is_over:
-                        break
-                    self._message = message
-                listing = message.listing
-                del message  # `release` ends its memory
-                ready(listing)
-        finally:
-            for _ in tensors:
-                pass
-
-    def end(self) -> None:
-        """No bucket is wanted any more."""
-        with self._changed:
-            self._is_over, self._message = True, None
-            self._changed.notify_all()
-
-    def close(self) -> None:
-        """Leave all groups."""
-        for name in list(self._ends):
-            self.leave(name)

@@ -1,15 +1,13 @@
-"""Publish: the trainer's weights to the rollout servers, as one transaction under one deadline.
+"""Publish: the trainer's weights go to the rollout servers as one transaction under one deadline.
 
-pause -> send -> prove -> verify -> commit -> resume. A server that fails stays paused, is named in the result, and
-gets no work until it holds a committed version; the others continue. The publish fails if no server is left. The
-trainer never goes back to earlier weights.
+The steps are pause -> send -> prove -> verify -> commit -> resume. A server that fails stays paused, is named in the
+result, and gets no work until it holds a committed version; the others continue. The publish fails if no server is
+left. The trainer never goes back to earlier weights.
 
-Owns the collective part: preparing the content, and gathering it for every send of rank 0. `transaction.py` owns the
-steps on the servers, `broadcast.py` sending through groups, `checkpoint/hf_export.py` writing files.
-
-The published versions of a run: folders `v<8 digits>` and `current.json`, which names the committed one.
-
-Owns that folder's layout and which versions it keeps. `checkpoint/hf_export.py` writes a version's content.
+`Publisher` does the collective part: it prepares the content, and gathers it for every send of rank 0. `transaction.py`
+takes the servers through the steps, `broadcast.py` sends through process groups, and `checkpoint/hf_export.py` writes
+files. `PublishedVersions` is the folder of the versions on disk: `v<8 digits>`, and `current.json`, which names the
+committed one.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from gspo_mega.plan.gpus import resolve_verification
 from gspo_mega.sync.broadcast import GroupSender
 from gspo_mega.sync.broadcast_group import OwnTensors
 from gspo_mega.sync.remote_sender import OrderChannel, RemoteSender, serve_send_orders
-from gspo_mega.sync.servers import Deadline, Fleet, ServerControl, check_same, here
+from gspo_mega.sync.servers import Deadline, Fleet, ServerControl, check_same_versions, loaded_versions
 from gspo_mega.sync.transaction import PublishContent, PublishMemory, Send, Transaction
 from gspo_mega.sync.verify import ExpectedChecksums, server_tensor_name, server_tensors
 
@@ -44,82 +42,19 @@ if TYPE_CHECKING:
     from gspo_mega.engine.model import PolicyModel
     from gspo_mega.engine.process_groups import ParallelGroups
 
+__all__ = ["PublishResult", "Publisher", "ServerControl"]
 
 _VERSION = re.compile(r"v(\d{8})")
 _UNFINISHED = re.compile(r"v\d{8}\.(writing|replaced)|\.v\d{8}(\.\w+)?\.removed")
 
 
 @dataclass(frozen=True)
-class CommittedVersion:
-    weight_version: int
-    path: Path
-
-
-class PublishedVersions:
-    """The versions in one folder, visible to all nodes. Only rank 0 commits and prunes."""
-
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder).absolute()
-
-    def path(self, weight_version: int) -> Path:
-        """The folder of a version, existing or not."""
-        return weight_version_folder(self.folder, weight_version)
-
-    def current(self) -> CommittedVersion | None:
-        """The committed version, or None before the first. Raises PublishError if the file cannot be read."""
-        file = self.folder / CURRENT_WEIGHTS_NAME
-        try:
-            value = read_json_file(file)
-            return CommittedVersion(int(value["weight_version"]), Path(value["path"]))
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise PublishError(
-                f"{file}: cannot be read ({error!r}); it must have weight_version and path of the committed weights"
-            ) from error
-
-    def commit(self, weight_version: int) -> None:
-        """Make a complete version the current one, atomically. Raises PublishError if that fails."""
-        path = self.path(weight_version)
-        if not path.is_dir():
-            raise PublishError(f"{path}: cannot be committed: there is no such folder")
-        file = self.folder / CURRENT_WEIGHTS_NAME
-        try:
-            atomic_io.atomic_write_json(
-                file, {"weight_version": weight_version, "path": str(path)}, at="publish.commit"
-            )
-        except OSError as error:
-            raise PublishError(f"{file}: version {weight_version} cannot be committed: {error}") from error
-
-    def prune(self, keep_last: int, held: Collection[int] = ()) -> list[Path]:
-        """Remove all but the newest `keep_last` versions, and remains of unfinished writes; never the current version,
-        nor those of `held`, which servers load.
-
-        Returns the removed folders. Raises PublishError if a folder cannot be removed.
-        """
-        current = self.current()
-        found = sorted(path for path in self.folder.iterdir() if _VERSION.fullmatch(path.name))
-        kept = {self.path(version) for version in held} | ({current.path} if current is not None else set())
-        old = [path for path in found[:-keep_last] if path not in kept]
-        old += [path for path in self.folder.iterdir() if _UNFINISHED.fullmatch(path.name)]
-        try:
-            for path in old:
-                atomic_io.remove_tree(path, at="publish.prune")
-        except OSError as error:
-            raise PublishError(f"{self.folder}: an old version cannot be removed: {error}") from error
-        return old
-
-
-__all__ = ["PublishResult", "Publisher", "ServerControl"]
-
-
-@dataclass(frozen=True)
 class PublishResult:
     """One committed version. `path` is its folder, or None if it was sent through groups and is not on disk.
 
-    `verified`: (server_id, generation) of every server that serves the version. `failed`: the reason for each other
-    server. `num_bytes`: the version's own. `bytes_sent_by_rank`: what each rank gave to the servers' groups, the
-    same for a group of any size. `phase_seconds` add up to `seconds`.
+    `verified` has (server_id, generation) of every server that serves the version, and `failed` the reason for each
+    other server. `num_bytes` is the size of the version. `bytes_sent_by_rank` is what each rank gave to the servers'
+    groups; it does not depend on how many servers share a group. The `phase_seconds` add up to `seconds`.
     """
 
     weight_version: int
@@ -133,44 +68,21 @@ class PublishResult:
 
     @property
     def num_bytes_sent(self) -> int:
-        """What all ranks together gave to the servers' groups."""
+        """The bytes that all ranks together gave to the servers' groups."""
         return sum(self.bytes_sent_by_rank.values())
 
 
-def expected_checksums(policy: PolicyTensors, form: PublishedForm, expected: ExpectedChecksums) -> dict[str, str]:
-    """What every server tensor's checksum must be, on every rank. Collective; all ranks get a PublishError that one has
-    while it computes them.
-
-    A server's tensor is hashed where its first part is: only parts that another rank owns, as of experts, travel.
-    """
-    homes: dict[str, int] = {}
-    for entry, _ in policy.stored():
-        homes.setdefault(server_tensor_name(policy.spec, entry), policy.owner(entry))
-    stream, problems = form.brought_to(policy, lambda entry: homes[server_tensor_name(policy.spec, entry)]), []
-    try:
-        for name, tensor in stream:
-            expected.add(name, tensor)
-    except PublishError as error:
-        problems = [str(error)]
-        with suppress(PublishError):
-            for _ in stream:  # other ranks take part in every tensor
-                pass
-    raise_together(problems, policy.groups.host, PublishError, "the weights cannot be published")
-    parts = all_gather_json(expected.checksums(), policy.groups.host)
-    return {name: checksum for part in parts for name, checksum in part.items()}
-
-
 def _nothing(weight_version: int) -> None:
-    """A commit that changes nothing on disk."""
+    """A commit or announcement that does nothing."""
 
 
 class Publisher:
     """Publishes one policy. Every rank has one; only rank 0 talks to servers.
 
-    `chunks`: this rank's unwrapped GPT chunks. `weights_dir`: the run's folder of versions, visible to all nodes.
-    `address`: rank 0's machine as the servers reach it (method distributed; default `server.host`). Servers have the
-    precision that the configuration gives them; configuration and tokenizer come from `model.path`. `held`: versions
-    that servers are loading, which stay on disk. Construction is collective.
+    `chunks` are this rank's unwrapped GPT chunks. `weights_dir` is the run's folder of versions, visible to all nodes.
+    `address` is rank 0's machine as the servers reach it (for method distributed; `server.host` by default). Servers
+    have the precision that the configuration gives them; the model's configuration and tokenizer come from
+    `model.path`. `held` returns the versions that servers are loading, which stay on disk. Construction is collective.
     """
 
     def __init__(
@@ -220,11 +132,12 @@ class Publisher:
         keeps_requests: bool = False,
     ) -> PublishResult:
         """Bring `servers` (given on rank 0) to the trainer's current weights, as `weight_version`. Collective.
-        `announce` is called on rank 0 with the version when it is committed, before any server serves it. With
-        `keeps_requests` open requests go on over the cache of the earlier weights; otherwise the servers end them.
+
+        Rank 0 calls `announce` with the version when it is committed, before any server serves it. With
+        `keeps_requests`, open requests go on over the cache of the earlier weights; otherwise the servers end them.
 
         Returns the committed version on every rank, with the servers that failed. Raises PublishError on every rank if
-        no server holds the version, or it cannot be written.
+        no server holds the version, or if it cannot be written.
         """
         deadline = Deadline(self._settings.deadline_seconds)
         content = self._prepare(weight_version)
@@ -242,11 +155,13 @@ class Publisher:
         return result
 
     def publish_again(self, weight_version: int, servers: Sequence[ServerControl] = ()) -> PublishResult:
-        """Bring servers that restarted, or failed before, to the committed version. Collective; `servers` on rank 0.
+        """Bring servers that restarted, or that failed before, to the committed version. Collective.
 
-        The trainer's weights must still be the published ones. Servers are verified against the committed content. The
-        version stays committed on the other servers even if all of these fail. Raises PublishError, the same on every
-        rank, if another version is the committed one.
+        `servers` is given on rank 0. The trainer's weights must still be the published ones. The servers are verified
+        against the committed content. Even if all of them fail, the version stays committed on the other servers.
+
+        Returns what `publish` returns. Raises PublishError, the same on every rank, if another version is the committed
+        one.
         """
         problem = None
         committed = self._memory.committed
@@ -265,20 +180,22 @@ class Publisher:
         """Check on rank 0, before the first publish, that servers have this process's PyTorch and NCCL, if NCCL is
         used.
 
-        `software_dir`: the versions that the servers recorded. Raises PublishError naming the servers that differ.
+        `software_dir` has the versions that the servers recorded. Raises PublishError naming the servers that differ.
         """
         if self._settings.method == "distributed" and self._backend == "nccl":
-            check_same(software_dir, here())
+            check_same_versions(software_dir, loaded_versions())
 
     def close(self) -> None:
-        """Leave the servers' groups; waits a few seconds at most."""
+        """Leave the servers' groups. This waits a few seconds at most."""
         self._sender.close()
         self._own.close()
 
     # --- parts that are collective -------------------------------------------------------------------------
 
     def _prepare(self, weight_version: int) -> PublishContent:
-        """The content's checksums from the trainer's memory, independent of what is sent, and its files, if any."""
+        """Return the content's checksums, made from the trainer's memory and not from what is sent. With method disk,
+        also write its files.
+        """
         digests = None
         if self._settings.method == "disk":
             manifest = self._export(weight_version)
@@ -301,8 +218,9 @@ class Publisher:
         commit: Callable[[int], None],
         keeps_requests: bool = False,
     ) -> PublishResult:
-        """Rank 0 runs the transaction; the others gather once per send. Returns its result, or raises its error, on all
-        ranks.
+        """Run the transaction on rank 0, while the other ranks gather once per send.
+
+        All ranks return its result or raise its error.
         """
         if not self._groups.is_lead:
             while (order := broadcast_json(None, self._groups.host))["do"] == "send":
@@ -314,7 +232,7 @@ class Publisher:
                         pass
             if "error" in order:
                 raise PublishError(order["error"])
-            result = order["result"]  # whose names JSON has made text
+            result = order["result"]  # JSON has turned tuples into lists, and numbers as keys into text
             result["verified"] = tuple((server, generation) for server, generation in result["verified"])
             result["bytes_sent_by_rank"] = {int(rank): sent for rank, sent in result["bytes_sent_by_rank"].items()}
             return PublishResult(**result)
@@ -367,7 +285,7 @@ class Publisher:
         )
 
     def _load(self, server: ServerControl, path: str, version: int, seconds: float, **more: bool) -> None:
-        """Have the server load the version's folder, and report the version."""
+        """Make the server load the version's folder and report the version."""
         server.update_from_disk(path, version, deadline_seconds=seconds, **more)
 
     def _transaction(
@@ -381,3 +299,89 @@ class Publisher:
     def _commit(self, weight_version: int) -> None:
         self.versions.commit(weight_version)
         self.versions.prune(self._settings.keep_last, self._held())
+
+
+def expected_checksums(policy: PolicyTensors, form: PublishedForm, expected: ExpectedChecksums) -> dict[str, str]:
+    """Return the checksum that every tensor of a server must have, by the server's tensor names, on every rank.
+
+    Collective. If one rank gets a PublishError while it computes them, all ranks raise it. A server's tensor is hashed
+    on the rank that has its first part, so only parts that another rank owns, such as those of experts, travel.
+    """
+    homes: dict[str, int] = {}
+    for entry, _ in policy.stored():
+        homes.setdefault(server_tensor_name(policy.spec, entry), policy.owner(entry))
+    stream, problems = form.brought_to(policy, lambda entry: homes[server_tensor_name(policy.spec, entry)]), []
+    try:
+        for name, tensor in stream:
+            expected.add(name, tensor)
+    except PublishError as error:
+        problems = [str(error)]
+        with suppress(PublishError):
+            for _ in stream:  # run to the end, because other ranks take part in every tensor
+                pass
+    raise_together(problems, policy.groups.host, PublishError, "the weights cannot be published")
+    parts = all_gather_json(expected.checksums(), policy.groups.host)
+    return {name: checksum for part in parts for name, checksum in part.items()}
+
+
+@dataclass(frozen=True)
+class CommittedVersion:
+    """The version that `current.json` names, and its folder."""
+
+    weight_version: int
+    path: Path
+
+
+class PublishedVersions:
+    """The versions in one folder that all nodes see. Only rank 0 commits and prunes."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder).absolute()
+
+    def path(self, weight_version: int) -> Path:
+        """Return the folder of a version, whether it exists or not."""
+        return weight_version_folder(self.folder, weight_version)
+
+    def current(self) -> CommittedVersion | None:
+        """Return the committed version, or None before the first. Raises PublishError if the file cannot be read."""
+        file = self.folder / CURRENT_WEIGHTS_NAME
+        try:
+            value = read_json_file(file)
+            return CommittedVersion(int(value["weight_version"]), Path(value["path"]))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise PublishError(
+                f"{file}: cannot be read ({error!r}); it must have weight_version and path of the committed weights"
+            ) from error
+
+    def commit(self, weight_version: int) -> None:
+        """Make a complete version the current one, atomically. Raises PublishError if that fails."""
+        path = self.path(weight_version)
+        if not path.is_dir():
+            raise PublishError(f"{path}: cannot be committed: there is no such folder")
+        file = self.folder / CURRENT_WEIGHTS_NAME
+        try:
+            atomic_io.atomic_write_json(
+                file, {"weight_version": weight_version, "path": str(path)}, at="publish.commit"
+            )
+        except OSError as error:
+            raise PublishError(f"{file}: version {weight_version} cannot be committed: {error}") from error
+
+    def prune(self, keep_last: int, held: Collection[int] = ()) -> list[Path]:
+        """Remove all but the newest `keep_last` versions, and the remains of unfinished writes.
+
+        The current version and those of `held`, which servers are loading, always stay. Returns the removed folders.
+        Raises PublishError if a folder cannot be removed.
+        """
+        current = self.current()
+        found = sorted(path for path in self.folder.iterdir() if _VERSION.fullmatch(path.name))
+        kept = {self.path(version) for version in held} | ({current.path} if current is not None else set())
+        old = [path for path in found[:-keep_last] if path not in kept]
+        old += [path for path in self.folder.iterdir() if _UNFINISHED.fullmatch(path.name)]
+        try:
+            for path in old:
+                atomic_io.remove_tree(path, at="publish.prune")
+        except OSError as error:
+            raise PublishError(f"{self.folder}: an old version cannot be removed: {error}") from error
+        return old

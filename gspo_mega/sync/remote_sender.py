@@ -1,7 +1,8 @@
-"""Another rank that sends: rank 0's words to it, and its answers, over the host group.
+"""Rank 0's orders to another rank that sends, and that rank's answers, over the host group.
 
-Owns these messages (JSON, point to point, a tag of their own) and who reads them: on each side one thread per pair of
-ranks, for the length of a send. What a rank does with an order is `broadcast_group.py`'s.
+The messages are JSON, sent point to point with their own tag. During a send, one thread per pair of ranks reads them on
+each side. `RemoteSender` is rank 0's side, and `serve_send_orders` the other rank's, which carries the orders out with
+`broadcast_group.OwnTensors`.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ _TAG = 1907
 
 
 class OrderChannel:
-    """JSON values between this rank and another one. Several threads send while it is open; one receives."""
+    """JSON values between this rank and another one. Several threads may send while it is open; one thread receives."""
 
     def __init__(self, group: RankGroup, peer: int) -> None:
-        """`group` takes CPU tensors; `peer`: the other's place in it."""
+        """`group` sends CPU tensors. `peer` is the place of the other rank in it."""
         self._group, self._peer = group.group, group.ranks[peer]
         self._lock = threading.Lock()
         self._is_open = False
@@ -39,8 +40,9 @@ class OrderChannel:
         self._is_open = True
 
     def send(self, *, last: bool = False, **value: Any) -> None:
-        """Does nothing after the `last` one, which the other side has stopped to read at. Raises RuntimeError if the
-        other rank is gone.
+        """Send a value. After the `last` one this does nothing, because the other side has stopped reading.
+
+        Raises RuntimeError if the other rank is gone.
         """
         payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         with self._lock:
@@ -50,7 +52,7 @@ class OrderChannel:
                 dist.send(payload, self._peer, self._group, _TAG)
 
     def receive(self) -> dict[str, Any]:
-        """The next value. Raises RuntimeError if the other rank is gone."""
+        """Wait for the next value and return it. Raises RuntimeError if the other rank is gone."""
         length = torch.zeros(1, dtype=torch.int64)
         dist.recv(length, self._peer, self._group, _TAG)
         payload = torch.empty(int(length), dtype=torch.uint8)
@@ -65,7 +67,9 @@ class _Joining:
 
 
 class RemoteSender:
-    """Another rank as a `Sender`, on rank 0. Between `start` and `end` it answers. `problem`: what went wrong there."""
+    """Another rank as a `Sender`, on rank 0. It answers between `start` and `end`. `problem` is what went wrong
+    there.
+    """
 
     def __init__(self, rank: int, channel: OrderChannel) -> None:
         self.rank = rank
@@ -78,7 +82,9 @@ class RemoteSender:
         self._is_gone = False
 
     def start(self, ready: Callable[[Listing | None], None]) -> None:
-        """A send begins there too. `ready` is called with each bucket that it has ready, with None after the last."""
+        """Begin a send there. `ready` is called with each bucket that the rank has ready, and with None after the
+        last.
+        """
         self.problem, self._is_gone = None, False
         self._channel.open()
         self._reading = threading.Thread(target=self._read, args=(ready,), daemon=True, name=f"rank-{self.rank}")
@@ -96,7 +102,7 @@ class RemoteSender:
                 elif what == "sent":
                     problem = answer["problem"]
                     sending = self._sending.pop(answer["number"], None)
-                    if sending is not None:  # it may be of an earlier send, which was cut
+                    if sending is not None:  # it may belong to an earlier send, which was cut
                         sending.end(None if problem is None else RuntimeError(problem))
                 elif what == "finished":
                     if answer["problem"] is not None:
@@ -104,7 +110,7 @@ class RemoteSender:
                     ready(None)
             if answer["problem"] is not None:
                 raise RuntimeError(f"rank {self.rank}: {answer['problem']}")
-        except Exception as error:  # raised by rank 0's main thread
+        except Exception as error:  # rank 0's main thread raises it
             self.problem = error
         finally:
             self._is_gone = True
@@ -115,19 +121,19 @@ class RemoteSender:
             ready(None)
 
     def end(self) -> None:
-        """Nothing more is wanted of it in this send. Waits until it has no more to say."""
-        with contextlib.suppress(RuntimeError):  # which the reading thread has too
+        """End the send there, and wait until the rank has nothing more to say."""
+        with contextlib.suppress(RuntimeError):  # the reading thread gets this error too
             self._channel.send(do="end", last=True)
         if self._reading is not None:
             self._reading.join()
         self._joining.clear()
         self._sending.clear()
 
-    def begin(self, place: MeetingPoint) -> None:
+    def join_group(self, place: MeetingPoint) -> None:
         self._joining[place.name] = _Joining()
         self._channel.send(do="begin", place=asdict(place))
 
-    def joined(self, name: str, seconds: float) -> None:
+    def wait_joined(self, name: str, seconds: float) -> None:
         joining = self._joining[name]
         while not joining.ended.wait(min(1.0, max(0.0, seconds))) and seconds > 0 and not self._is_gone:
             seconds -= 1.0
@@ -144,17 +150,19 @@ class RemoteSender:
         return sending
 
     def cut(self, name: str) -> None:
-        self._tell("cut", name)
+        self._send_order("cut", name)
 
     def leave(self, name: str) -> None:
-        self._tell("leave", name)
+        self._send_order("leave", name)
 
     def release(self) -> None:
         with contextlib.suppress(RuntimeError):
             self._channel.send(do="release")
 
-    def _tell(self, do: str, name: str) -> None:
-        """An order without an answer. Between sends nobody listens: a rank leaves its groups by itself at the end."""
+    def _send_order(self, do: str, name: str) -> None:
+        """Send an order without an answer. Between sends nobody listens; at the end a rank leaves its groups by
+        itself.
+        """
         with contextlib.suppress(RuntimeError):
             self._channel.send(do=do, name=name)
 
@@ -162,15 +170,15 @@ class RemoteSender:
 def serve_send_orders(
     own: OwnTensors, channel: OrderChannel, tensors: Iterator[tuple[str, torch.Tensor]], bucket_bytes: int
 ) -> None:
-    """The other rank's side of a send: offer `tensors` in buckets, and do what rank 0 says until it says `end`.
+    """Offer `tensors` in buckets, and carry out rank 0's orders until it sends `end`: the other rank's side of a send.
 
-    tensors: (name, whole tensor of any shape, as servers load it), local; the iterator always runs to its end. Its
-    PublishError is told to rank 0, which fails the publish on all ranks. Raises RuntimeError if rank 0 is gone.
+    tensors: (name, whole tensor of any shape, as servers load it), local. The iterator always runs to its end. If it
+    raises PublishError, rank 0 is told, and fails the publish on all ranks. Raises RuntimeError if rank 0 is gone.
     """
     own.open()
     channel.open()
     problems: list[str] = []
-    reading = threading.Thread(target=_follow, args=(own, channel, problems), daemon=True, name="orders")
+    reading = threading.Thread(target=_follow_orders, args=(own, channel, problems), daemon=True, name="orders")
     reading.start()
     problem = None
     try:
@@ -186,27 +194,27 @@ def serve_send_orders(
         raise RuntimeError(failed)
 
 
-def _follow(own: OwnTensors, channel: OrderChannel, problems: list[str]) -> None:
+def _follow_orders(own: OwnTensors, channel: OrderChannel, problems: list[str]) -> None:
     try:
         while (do := (order := channel.receive())["do"]) != "end":
             if do == "begin":
-                own.begin(place := MeetingPoint(**order["place"]))
-                _beside(_join, own, channel, place)
+                own.join_group(place := MeetingPoint(**order["place"]))
+                _start_thread(_report_joined, own, channel, place)
             elif do == "broadcast":
-                _beside(_send, channel, _begun(own, order["name"]), order["number"])
+                _start_thread(_report_sent, channel, _start_broadcast(own, order["name"]), order["number"])
             elif do == "release":
                 own.release()
             elif do == "cut":
                 own.cut(order["name"])
             else:
-                _beside(own.leave, order["name"])
-    except Exception as error:  # raised by `serve_send_orders`, in the main thread
+                _start_thread(own.leave, order["name"])
+    except Exception as error:  # `serve_send_orders` raises it, in the main thread
         problems.append(f"{type(error).__name__}: {error}")
     finally:
         own.end()
 
 
-def _begun(own: OwnTensors, name: str) -> PendingBroadcast:
+def _start_broadcast(own: OwnTensors, name: str) -> PendingBroadcast:
     try:
         return own.broadcast(name)
     except PublishError as error:
@@ -215,25 +223,25 @@ def _begun(own: OwnTensors, name: str) -> PendingBroadcast:
         return failed
 
 
-def _beside(action: Callable[..., None], *arguments: object) -> None:
+def _start_thread(action: Callable[..., None], *arguments: object) -> None:
     threading.Thread(target=action, args=arguments, daemon=True, name=action.__name__).start()
 
 
-def _join(own: OwnTensors, channel: OrderChannel, place: MeetingPoint) -> None:
+def _report_joined(own: OwnTensors, channel: OrderChannel, place: MeetingPoint) -> None:
     problem = None
     try:
-        own.joined(place.name, place.seconds)
+        own.wait_joined(place.name, place.seconds)
     except RuntimeError as error:
         problem = str(error)
     with contextlib.suppress(RuntimeError):
         channel.send(what="joined", name=place.name, problem=problem)
 
 
-def _send(channel: OrderChannel, sending: PendingBroadcast, number: int) -> None:
+def _report_sent(channel: OrderChannel, sending: PendingBroadcast, number: int) -> None:
     problem = None
     try:
         sending.wait(threading.TIMEOUT_MAX)
-    except Exception as error:  # all of them belong to rank 0
+    except Exception as error:  # rank 0 gets every error
         problem = str(error)
     with contextlib.suppress(RuntimeError):
         channel.send(what="sent", number=number, problem=problem)

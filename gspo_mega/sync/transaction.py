@@ -1,7 +1,7 @@
 """One publish as rank 0 leads it: pause -> send -> prove -> verify -> commit -> resume.
 
-Owns the order of these steps over the servers, and that a server which fails one step takes no further part while the
-others go on. `publish.py` owns ranks and collectives, and passes in how weights are sent.
+A server that fails one step takes no further part, while the others go on. `publish.py` handles ranks and collectives,
+and passes in how weights are sent.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ Send = Callable[[Fleet, list[ServerControl]], None]
 
 @dataclass(frozen=True)
 class PublishContent:
-    """The content of a publish. `expected`: checksums that a server must report, by its tensor names (verify: tensors).
-    `digests`: the trainer's checksums by checkpoint name (verify: replicas). The one not needed is None."""
+    """The content of a publish.
+
+    With `verify: tensors`, `expected` has the checksums that a server must report, by the server's tensor names. With
+    `verify: replicas`, `digests` has the trainer's checksums, by checkpoint name. The other one is None.
+    """
 
     weight_version: int
     expected: dict[str, str] | None = None
@@ -31,7 +34,7 @@ class PublishContent:
 class PublishMemory:
     """Rank 0's state between publishes.
 
-    `proved`: the generation of each server for which an update is known to reach every tensor. `committed` and
+    `proved` has the generation of each server for which an update is known to reach every tensor. `committed` and
     `baseline` are those of the last verified publish.
     """
 
@@ -41,8 +44,9 @@ class PublishMemory:
 
 
 class Transaction:
-    """Brings servers to `content`. `tensors`: what they hold. `send` updates servers in full; servers that fail leave
-    the fleet.
+    """Brings servers to `content`.
+
+    `tensors` are the tensors that a server holds. `send` updates servers in full; servers that fail leave the fleet.
     """
 
     def __init__(
@@ -54,7 +58,7 @@ class Transaction:
         send: Send,
         keeps_requests: bool = False,
     ) -> None:
-        """`keeps_requests`: open requests stand still meanwhile and go on over their cache."""
+        """`keeps_requests`: open requests stand still during the publish and then go on over their cache."""
         self._tensors = tensors
         self._memory = memory
         self._content = content
@@ -66,10 +70,11 @@ class Transaction:
     def run(
         self, servers: Sequence[ServerControl], commit: Callable[[], None]
     ) -> tuple[tuple[tuple[str, int], ...], dict[str, str]]:
-        """(server_id, generation) of servers that serve the verified content, and the reasons of the others.
+        """Publish to `servers`. Returns (server_id, generation) of those that serve the verified content, and the
+        reasons why the others do not.
 
-        Calls `commit` once, after a server holds the verified content and before any serves it. Servers that fail stay
-        paused. Raises the errors of `commit`.
+        `commit` is called once, when some server holds the verified content and before any serves it. Servers that fail
+        stay paused. Raises the errors of `commit`.
         """
         fleet = Fleet(servers, self._deadline)
         generations = {s.server_id: s.generation for s in servers}
@@ -98,7 +103,7 @@ class Transaction:
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
-        """What passes from the end of one phase to the end of the next one is the next one's."""
+        """Measure a phase from the end of the one before it to its own end."""
         yield
         self.phase_seconds[name] = self._deadline.passed() - sum(self.phase_seconds.values())
 
@@ -110,9 +115,9 @@ class Transaction:
                 fleet.each(lambda s, left: s.flush_cache(deadline_seconds=left), servers)
 
     def _prove(self, fleet: Fleet, generations: dict[str, int]) -> None:
-        """Once per server start: destroy every tensor, send the same weights again, and compare with before.
+        """Once per server start, destroy every tensor, send the same weights again, and compare with before.
 
-        A tensor that updates do not reach stays random, so this works without knowing the server's checksums.
+        A tensor that updates do not reach stays random, so this check does not need to know the server's checksums.
         """
         new = [s for s in fleet.active if self._memory.proved.get(s.server_id) != generations[s.server_id]]
         fleet.each(lambda s, left: s.snapshot(deadline_seconds=left), new)

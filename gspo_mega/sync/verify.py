@@ -1,12 +1,12 @@
 """Verification: does every server hold what the trainer holds?
 
-Owns the comparison of the servers' reports. SGLang reports success for unknown names and changes nothing, so an answer
-proves nothing; only the server's tensors after the update do.
+SGLang reports success for unknown names and changes nothing, so its answer proves nothing. Only the server's tensors
+after the update do.
 
-The fused tensors of an SGLang server after an update: their names and checksums.
-
-Owns the mapping from a checkpoint's tensors to SGLang's parameters (0.5.23; names are valid for any tensor-parallel
-size, checksums for size 1). The server's `/weights_checker` reports the same. Talks to no server.
+The first part maps a checkpoint's tensors to SGLang's fused parameters, and computes the checksums that the server's
+`/weights_checker` must report after an update. It is made for SGLang 0.5.23. The names are valid for any
+tensor-parallel size, the checksums for size 1. The second part compares the servers' reports with these checksums
+(`verify: tensors`) or with each other (`verify: replicas`).
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from gspo_mega.sync.servers import Fleet, ServerControl
 
 # SGLang pads the rows of its embedding and head to this, with zeros.
 _VOCABULARY_MULTIPLE = 64
-# Latent attention's projections of queries, and of keys and values: one matrix if the model has both.
+# Latent attention's down-projections of queries, and of keys and values. SGLang has one matrix if the model has both.
 _DOWN_PROJECTIONS = (".q_a_proj", ".kv_a_proj_with_mqa")
-# Stacks of experts (`models/tensors.py`), and what SGLang calls them. It keeps their matrices the other way round.
+# Stacks of experts (`models/tensors.py`), and SGLang's names for them. SGLang keeps their matrices transposed.
 _STACK = re.compile(r"\.experts\.(gate_up_proj|down_proj)(|_bias)$")
 _STACKS = {"gate_up_proj": "w13", "down_proj": "w2"}
-# SGLang shows the first 8 bytes of the SHA-256, on CPU.
+# On a CPU, SGLang reports the first 8 bytes of the SHA-256.
 _DIGITS = 16
 
 
 def server_tensor_name(spec: ModelSpec, entry: TensorEntry) -> str:
-    """The SGLang parameter that contains the tensor."""
+    """Return the name of the SGLang parameter that contains the tensor."""
     if (stack := _STACK.search(entry.name)) is not None:
         return f"{entry.name[: stack.start()]}.experts.{_STACKS[stack[1]]}_weight{stack[2]}"
     owner, _, kind = entry.name.rpartition(".")  # model.layers.0.self_attn.q_proj, weight
@@ -56,10 +56,10 @@ def server_tensor_name(spec: ModelSpec, entry: TensorEntry) -> str:
 
 
 def server_tensor_names(spec: ModelSpec, stored: BlockFp8 | None = None, reports_scales: bool = True) -> dict[str, str]:
-    """From every tensor that is sent to the SGLang parameter that contains it.
+    """Return a mapping from every tensor that is sent to the SGLang parameter that contains it.
 
-    `stored`: how quantised tensors are sent. `reports_scales`: false for SGLang on a GPU, whose checksum of a quantised
-    parameter is that of its weights and scales together, under the weights' name.
+    `stored` says how quantised tensors are sent. `reports_scales` is false for SGLang on a GPU, whose checksum of a
+    quantised parameter covers its weights and scales together, under the name of the weights.
     """
     names = {}
     for entry in checkpoint_tensors(spec):
@@ -71,8 +71,10 @@ def server_tensor_names(spec: ModelSpec, stored: BlockFp8 | None = None, reports
 
 @dataclass(frozen=True)
 class ServerTensors:
-    """`names`: from every tensor that is sent to the server's that contains it. `own_scales`: from the scales that the
-    server makes itself, while it quantises what it loads, to the tensor that they belong to.
+    """The tensors of a server.
+
+    `names` maps every tensor that is sent to the server's tensor that contains it. `own_scales` maps the scales that
+    the server makes itself, when it quantises what it loads, to the tensor that they belong to.
     """
 
     names: Mapping[str, str]
@@ -80,29 +82,31 @@ class ServerTensors:
 
     @property
     def expected(self) -> set[str]:
-        """Everything that a server must report."""
+        """The names of all tensors that a server must report."""
         return {*self.names.values(), *self.own_scales}
 
 
 def server_tensors(
     spec: ModelSpec, stored: BlockFp8 | None = None, on_load: OnLoad | None = None, reports_scales: bool = True
 ) -> ServerTensors:
-    """The tensors of a server that is sent quantised ones in layout `stored`, or quantises them itself `on_load`."""
+    """Return the tensors of a server that receives quantised tensors in layout `stored`, or quantises them
+    `on_load`.
+    """
     names = server_tensor_names(spec, stored, reports_scales)
     quantised = {names[entry.name] for entry in checkpoint_tensors(spec) if on_load and is_quantizable(entry)}
     return ServerTensors(names, {own_scale_name(name): name for name in quantised})
 
 
 def own_scale_name(name: str) -> str:
-    """The scales that a server makes for its parameter `name`."""
+    """Return the name of the scales that a server makes for its parameter `name`."""
     return f"{name}_scale"
 
 
 def loads_with(name: str, before: str) -> bool:
-    """True if SGLang loads this tensor only in one request with `before`, the tensor before it.
+    """Whether SGLang can load this tensor only in one request with `before`, the tensor before it.
 
-    Down-projections that SGLang fuses, and their scales, must come together: it drops one that comes alone, and still
-    reports success.
+    Down-projections that SGLang fuses, and their scales, must come together: SGLang drops one that comes without the
+    other, and still reports success.
     """
     (owner, _, _), (previous, _, _) = name.rpartition("."), before.rpartition(".")
     return (
@@ -115,9 +119,9 @@ def loads_with(name: str, before: str) -> bool:
 class ExpectedChecksums:
     """The checksums that a server of tensor-parallel size 1 on a CPU must report, computed tensor by tensor.
 
-    Table order is the order of the rows in every fused parameter ([q; k; v], [gate; up], expert by expert), and in that
-    of its scales, so one running hash per parameter is enough and no fused tensor is built. Only what a server
-    quantises itself (`on_load`) is put together first, as it is there.
+    The order of the table is the order of the rows in every fused parameter ([q; k; v], [gate; up], expert by expert)
+    and in its scales. So one running hash per parameter is enough, and no fused tensor is built. Only parameters that a
+    server quantises itself (`on_load`) are put together first, as the server does.
     """
 
     def __init__(self, spec: ModelSpec, stored: BlockFp8 | None = None, on_load: OnLoad | None = None) -> None:
@@ -133,12 +137,12 @@ class ExpectedChecksums:
         self._hashes: dict[str, Any] = {}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Add the next tensor in table order, a weight before its scales: the whole tensor as it is sent, local."""
+        """Add the next tensor in the order of the table, a weight before its scales: whole as it is sent, and local."""
         if self._names[name] in self._missing:
             self._add_part(name, tensor)
             return
         running = self._hashes.setdefault(self._names[name], hashlib.sha256())
-        entry = self._entries.get(name)  # None: scales
+        entry = self._entries.get(name)  # None for scales
         if tensor.dim() == 3:
             tensor = tensor.transpose(1, 2)
         running.update(tensor_bytes(tensor.float() if entry is not None and entry.served_wide else tensor))
@@ -147,7 +151,7 @@ class ExpectedChecksums:
             running.update(bytes(padding * shape[1] * tensor.element_size()))
 
     def _add_part(self, name: str, tensor: torch.Tensor) -> None:
-        """Keep a part of a parameter that the server quantises; with its last part, quantise as the server does."""
+        """Keep a part of a parameter that the server quantises. With the last part, quantise it as the server does."""
         assert self._on_load is not None
         fused = self._names[name]
         parts = self._parts.setdefault(fused, [])
@@ -168,9 +172,9 @@ class ExpectedChecksums:
 
 
 def differences(found: Mapping[str, str], expected: Mapping[str, str], limit: int = 5) -> str | None:
-    """How a server's checksums differ from the expected ones, in words; None if they are equal.
+    """Return in words how a server's checksums differ from the expected ones, or None if they are equal.
 
-    No name is exempt: SGLang itself leaves its rotary caches out of the report.
+    No name is exempt, because SGLang itself leaves its rotary caches out of the report.
     """
     parts = []
     for words, names in (
@@ -195,25 +199,25 @@ Reported = list[dict[str, str]]
 
 @dataclass
 class Baseline:
-    """The last verified publish: the trainer's digests, and the servers' reports by their tensor-parallel size."""
+    """The last verified publish: the trainer's digests, and the reports of servers by tensor-parallel size."""
 
     digests: dict[str, str] = field(default_factory=dict)
     reported: dict[int, Reported] = field(default_factory=dict)
 
 
 def read_reports(fleet: Fleet, weight_version: int) -> dict[str, Reported]:
-    """Every server's checksums, by server id; servers that report another version leave the fleet."""
+    """Return every server's checksums by server id. Servers that report another version leave the fleet."""
     for server_id, version in fleet.each(lambda s, left: s.weight_version(deadline_seconds=left)).items():
         if version != weight_version:
             fleet.fail(
-                _server(fleet, server_id),
+                _active_server(fleet, server_id),
                 f"{server_id}: holds weight_version {version} after version {weight_version} was sent",
             )
     return cast(dict[str, Reported], fleet.each(lambda s, left: s.checksums(deadline_seconds=left)))
 
 
 def check_tensors(fleet: Fleet, reports: dict[str, Reported], expected: dict[str, str]) -> None:
-    """Check that every server has exactly the expected tensors and checksums; others leave the fleet."""
+    """Check that every server has exactly the expected tensors and checksums. Servers that differ leave the fleet."""
     for server_id, reported in reports.items():
         found = reported[0] if len(reported) == 1 else {}
         wrong = differences(found, expected)
@@ -223,24 +227,27 @@ def check_tensors(fleet: Fleet, reports: dict[str, Reported], expected: dict[str
                 " or replicas"
             )
         if wrong:
-            fleet.fail(_server(fleet, server_id), f"{server_id}: does not hold the weights that were sent: {wrong}")
+            fleet.fail(
+                _active_server(fleet, server_id), f"{server_id}: does not hold the weights that were sent: {wrong}"
+            )
 
 
 def check_replicas(
     fleet: Fleet, tensors: ServerTensors, reports: dict[str, Reported], digests: dict[str, str], baseline: Baseline
 ) -> Baseline:
-    """Check that servers agree, and that exactly the trainer's changed tensors changed since the last verified publish.
+    """Check that servers agree, and that since the last verified publish exactly the tensors changed that the trainer
+    changed.
 
-    This cannot detect a part of a fused tensor that reached no server while the rest did. `transaction.py` proves once
-    per server start that updates reach every part.
+    This cannot detect that one part of a fused tensor reached no server while the rest did. `transaction.py` proves
+    once per server start that updates reach every part.
 
-    What servers quantise themselves may stay as it was although the trainer's tensor changed: a small change is rounded
-    away there. It may not change otherwise. `digests` are the trainer's, by the names that are sent. Servers that fail
-    leave the fleet. Returns the new baseline, which is valid if a server is left.
+    A tensor that servers quantise themselves may stay as it was although the trainer's changed, because rounding may
+    hide a small change. It must not change if the trainer's did not. `digests` are the trainer's, by the names that are
+    sent. Servers that fail leave the fleet. Returns the new baseline, which is valid if a server is left.
     """
     changed_here = {tensors.names[n] for n, digest in digests.items() if baseline.digests.get(n) != digest}
     for server_id, reported in reports.items():
-        server = _server(fleet, server_id)
+        server = _active_server(fleet, server_id)
         problem = _names_problem(reported, tensors.expected)
         before = baseline.reported.get(server.tensor_parallel)
         if problem is None and before is not None:
@@ -248,7 +255,7 @@ def check_replicas(
         if problem:
             fleet.fail(server, f"{server_id}: {problem}")
     _check_agreement(fleet, reports)
-    # Reports of sizes without a server here stay valid while the weights are unchanged.
+    # Reports for a size that no server here has stay valid while the weights are unchanged.
     kept = baseline.reported if digests == baseline.digests else {}
     return Baseline(digests, {**kept, **{s.tensor_parallel: reports[s.server_id] for s in fleet.active}})
 
@@ -264,8 +271,10 @@ def _names_problem(reported: Reported, expected: set[str]) -> str | None:
 def _change_problem(
     reported: Reported, before: Reported, changed_here: set[str], own_scales: Mapping[str, str]
 ) -> str | None:
-    """A changed tensor must change on at least one rank of the server, unless the server rounds it; any other tensor on
-    none.
+    """Return in words which tensors changed only here or only there, or None.
+
+    A tensor that the trainer changed must change on at least one rank of the server, unless the server rounds it. Any
+    other tensor must change on none.
     """
     changed_there = {
         own_scales.get(name, name)
@@ -285,7 +294,7 @@ def _change_problem(
 
 
 def _check_agreement(fleet: Fleet, reports: dict[str, Reported]) -> None:
-    """Servers of one tensor-parallel size must agree. Those outside the majority fail; all fail if there is none."""
+    """Check that servers of one tensor-parallel size agree. Those outside the majority fail; without one, all fail."""
     for size in {s.tensor_parallel for s in fleet.active}:
         alike = {
             s.server_id: json.dumps(reports[s.server_id], sort_keys=True)
@@ -297,14 +306,15 @@ def _check_agreement(fleet: Fleet, reports: dict[str, Reported]) -> None:
         for server_id, report in alike.items():
             if no_majority:
                 fleet.fail(
-                    _server(fleet, server_id),
+                    _active_server(fleet, server_id),
                     f"{server_id}: servers hold different weights, and no majority says which are right",
                 )
             elif report != most:
                 fleet.fail(
-                    _server(fleet, server_id), f"{server_id}: holds other weights than {count} of {len(alike)} servers"
+                    _active_server(fleet, server_id),
+                    f"{server_id}: holds other weights than {count} of {len(alike)} servers",
                 )
 
 
-def _server(fleet: Fleet, server_id: str) -> ServerControl:
+def _active_server(fleet: Fleet, server_id: str) -> ServerControl:
     return next(s for s in fleet.active if s.server_id == server_id)

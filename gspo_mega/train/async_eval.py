@@ -177,7 +177,7 @@ class AsyncEvaluations:
         self._run(due, servers, partial(self._evaluate, due["sets"], servers, folder))
 
     def _run(self, due: dict[str, Any], servers: EvalServers | None, work: Callable[[], Any]) -> None:
-        self._running = _Running(due, servers, processes.begin("evaluation", work))
+        self._running = _Running(due, servers, processes.run_in_thread("evaluation", work))
 
     # --- in the evaluation's thread --------------------------------------------------------------------
 

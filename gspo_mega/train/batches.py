@@ -21,7 +21,7 @@ import torch
 
 from gspo_mega.algorithm.advantages import group_advantages, token_rewards, turn_advantages
 from gspo_mega.algorithm.objective import mini_batch_denominator
-from gspo_mega.base.episodes import ENDED_BY_LIMIT, Episode, RolloutBatch, leaves_of
+from gspo_mega.base.episodes import ENDED_BY_LIMIT, Episode, RolloutBatch, leaf_ids
 from gspo_mega.base.errors import RewardError
 from gspo_mega.base.records import MicroBatch, Trajectory
 from gspo_mega.config.derived import critic_of, least_of_group
@@ -150,7 +150,7 @@ def fill_turn_advantages(episodes: Sequence[Episode], rewards: Sequence[float], 
         if config.reward.permute_in_batch:
             given = dict.fromkeys(given, 0.0)
         left = total - sum(given.values())
-        last = set(leaves_of(episode.nodes))
+        last = set(leaf_ids(episode.nodes))
         for node in episode.turns:
             above = node.parent
             while above >= 0 and above not in place_of:

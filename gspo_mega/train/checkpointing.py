@@ -13,7 +13,7 @@ from pathlib import Path
 
 from gspo_mega.base.errors import ModelError
 from gspo_mega.base.run_folder import RunFolder
-from gspo_mega.checkpoint.adapters import export_adapters, start_of_adapters
+from gspo_mega.checkpoint.adapters import export_adapters, init_adapters
 from gspo_mega.checkpoint.critic import export_critic, import_critic
 from gspo_mega.checkpoint.hf_export import export_huggingface
 from gspo_mega.checkpoint.hf_import import import_huggingface
@@ -77,7 +77,7 @@ def restore(
     load_start(engine)
     if checkpoint is not None:  # with `lora` it holds only the adapters
         return load_checkpoint(checkpoint, engine), checkpoint
-    start_of_adapters(engine)
+    init_adapters(engine)
     engine.after_weights_loaded()
     if critic is not None:
         begin(critic)

@@ -77,7 +77,7 @@ class Prefetch:
             if (before := self._prepared.get(step)) is not None:
                 before.dropped.set()
             self._prepared[step] = ahead
-            ahead.future = processes.begin("preparation", lambda: self._build_ahead(ahead))
+            ahead.future = processes.run_in_thread("preparation", lambda: self._build_ahead(ahead))
 
     def take(self, batch: RolloutBatch, step: int, weight_version: int) -> tuple[RolloutBatch, Parcels]:
         """Returns the part of the step's batch that is trained on, with its advantages, and the parcels for the ranks.

@@ -24,7 +24,7 @@ from typing import Any
 
 from gspo_mega.agents.protocol import BUILTINS as EPISODES
 from gspo_mega.base.episodes import Group, RolloutBatch
-from gspo_mega.base.records import Prompt, distinct
+from gspo_mega.base.records import Prompt, distinct_values
 from gspo_mega.base.untrusted import open_regular, read_bytes
 from gspo_mega.config.prompt_sources import sources_of
 from gspo_mega.config.schema import Config, OwnReward, RewardFunction
@@ -155,7 +155,7 @@ class ReusableRecords:
                 v
                 for one in record.groups[number].episodes
                 for node in one.turns
-                for v in distinct(node.weight_versions)
+                for v in distinct_values(node.weight_versions)
             ]
             if prompts.get(number) == record.groups[number].prompt and self._requirements.freshness.admits_all(
                 versions, begin.weight_version

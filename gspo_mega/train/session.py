@@ -30,7 +30,7 @@ from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.models.spec import ModelSpec, shape_differences
 from gspo_mega.plan import resolve_layout
 from gspo_mega.rollout.registration import versions_being_loaded
-from gspo_mega.sync.adapters import publisher_of
+from gspo_mega.sync.adapters import publisher_class
 from gspo_mega.train.async_eval import AsyncEvaluations
 from gspo_mega.train.checkpointing import Saving, restore
 from gspo_mega.train.context import StopRequested, WorkerContext
@@ -156,7 +156,7 @@ class RankSession:
 
     def _live_servers(self) -> LiveServers:
         config = self.config
-        publisher = publisher_of(config)(
+        publisher = publisher_class(config)(
             config,
             self.spec,
             self.groups,

@@ -65,7 +65,7 @@ class BeatWriter:
             self._write()
 
     def _write(self) -> None:
-        now = progress.now()
+        now = progress.current()
         if not self._over.is_set():
             self._write_stacks_when_due(now)
         self._record["tick"] += 1
@@ -100,19 +100,19 @@ class StackDumps:
 
     def __init__(self, attempt: Attempt, rank: int, num_ranks: int) -> None:
         self._attempt, self._rank, self._interval = attempt, rank, poll_seconds(num_ranks)
-        self._answered = attempt.stacks_asked()
+        self._answered = attempt.last_stacks_request()
         threading.Thread(target=self._run, name="stacks", daemon=True).start()
 
     def _run(self) -> None:
         while True:
             time.sleep(self._interval)
-            number = self._attempt.stacks_asked()
+            number = self._attempt.last_stacks_request()
             if number > self._answered:
                 self._answered = number
                 self._write(number)
 
     def _write(self, number: int) -> None:
-        phase, count = progress.now()
+        phase, count = progress.current()
         path = self._attempt.stacks_dir(number) / f"rank_{self._rank}.txt"
         title = f"rank {self._rank}, phase {phase}, {count} pieces of work done; asked for, request {number}"
         try:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from gspo_mega.base import failpoints, processes
 from gspo_mega.base.episodes import Episode, Group, RolloutBatch
 from gspo_mega.base.errors import JournalError, RolloutError
-from gspo_mega.base.records import Prompt, distinct
+from gspo_mega.base.records import Prompt, distinct_values
 from gspo_mega.checkpoint.folders import step_of
 from gspo_mega.config.schema import Config
 from gspo_mega.data.journal.episode_log import EpisodeLog, FileBegin
@@ -256,7 +256,7 @@ class LiveSource:
         """Raises RolloutError if a token is staler than allowed. Admission excludes that, so it would be a defect."""
         freshness = self._rollouts.pool.freshness
         for episode in batch.episodes:
-            versions = {version for node in episode.turns for version in distinct(node.weight_versions)}
+            versions = {version for node in episode.turns for version in distinct_values(node.weight_versions)}
             if not freshness.admits_all(versions, weight_version):
                 raise RolloutError(
                     f"{episode.episode_id}: tokens of weight versions {sorted(versions)};"
@@ -340,7 +340,7 @@ class RecordedSource:
                 if episode.episode_id not in names:
                     keep(episode)
         self._position = record.prompts
-        self._next = step + 1, processes.begin("recorded rollouts", lambda: self._read_ahead(step + 1))
+        self._next = step + 1, processes.run_in_thread("recorded rollouts", lambda: self._read_ahead(step + 1))
         return batch
 
     def _read_ahead(self, step: int) -> StepRecord | None:

@@ -76,10 +76,10 @@ def main(arguments: list[str] | None = None) -> None:
     processes.forks_die_with_us()
     redirect_output(attempt.rank_log(place.rank))
     _default_signals()
-    processes.raise_limit()  # rank 0 has a connection for every open request of every server
+    processes.raise_open_file_limit()  # rank 0 has a connection for every open request of every server
     try:
         loaded = load_config(args.config, command=args.command)
-        network.keep_direct([os.environ["MASTER_ADDR"], loaded.config.server.host])
+        network.set_no_proxy([os.environ["MASTER_ADDR"], loaded.config.server.host])
         bounds = patience(loaded.config)
         StackDumps(attempt, place.rank, place.world_size)
         writer = None if bounds is None else BeatWriter(attempt, place.rank, place.world_size, bounds)

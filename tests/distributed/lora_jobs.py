@@ -14,7 +14,7 @@ from token_values import token_values
 
 from gspo_mega.algorithm.objective import ObjectiveSettings
 from gspo_mega.base.errors import ModelError
-from gspo_mega.checkpoint.adapters import AdapterTensors, export_adapters, fill_adapters, start_of_adapters
+from gspo_mega.checkpoint.adapters import AdapterTensors, export_adapters, fill_adapters, init_adapters
 from gspo_mega.checkpoint.gather import PolicyTensors
 from gspo_mega.checkpoint.hf_export import export_huggingface
 from gspo_mega.checkpoint.hf_import import import_huggingface
@@ -129,7 +129,7 @@ def _engine(folder: str, parallel: dict, lora: dict) -> Iterator[PolicyEngine]:
     try:
         engine = PolicyEngine(config, read_model_spec(folder), groups, num_optimizer_steps=1)
         import_huggingface(folder, engine.spec, groups, engine.chunks)
-        start_of_adapters(engine)
+        init_adapters(engine)
         engine.after_weights_loaded()
         yield engine
     finally:

@@ -10,7 +10,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from optimizer_jobs import layout
 
 from gspo_mega.algorithm.objective import ObjectiveSettings
-from gspo_mega.checkpoint.adapters import AdapterTensors, start_of_adapters
+from gspo_mega.checkpoint.adapters import AdapterTensors, init_adapters
 from gspo_mega.checkpoint.gather import PolicyTensors
 from gspo_mega.checkpoint.hf_import import import_huggingface
 from gspo_mega.engine.policy import PolicyEngine
@@ -35,7 +35,7 @@ def _norms(folder: str, parallel: dict, sections: dict) -> dict[str, list]:
     with layout(parallel) as groups:
         engine = PolicyEngine(config, spec, groups, num_optimizer_steps=STEPS)
         import_huggingface(folder, spec, groups, engine.chunks)
-        start_of_adapters(engine)
+        init_adapters(engine)
         engine.after_weights_loaded()
         sequences = recorded_sequences()
         batch = shard(sequences, groups.data.rank, groups.data.size, 2 * groups.context.size * groups.tensor.size)

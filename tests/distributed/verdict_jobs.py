@@ -132,5 +132,5 @@ def full_batch(config: Config, spec: ModelSpec) -> RolloutBatch:
                     routed_experts=routes,
                 )
             )
-        groups.append(Group.of_rows(group_id, prompt, members))
+        groups.append(Group.from_rows(group_id, prompt, members))
     return RolloutBatch(0, groups)

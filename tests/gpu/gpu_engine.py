@@ -234,7 +234,7 @@ def finish(part: str, rows: list[dict], failures: list[str]) -> None:
 
 def _origin() -> str:
     """Date, machine, versions and command of a table, as tests/benchmarks/RESULTS.md has them."""
-    versions = two_pythons.here()
+    versions = two_pythons.own_versions()
     commit = subprocess.run(
         ["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True
     ).stdout.strip()

@@ -53,7 +53,7 @@ def placement(devices: int) -> list[str]:
 def server_python() -> str:
     """The servers' Python. Exits with 77 where it has no SGLang."""
     python = os.environ.get("GSPO_SERVER_PYTHON") or sys.executable
-    if versions.ask(python, 120.0)["sglang"] is None:
+    if versions.versions_of(python, 120.0)["sglang"] is None:
         print(f"skipped: sglang is not installed for {python}; GSPO_SERVER_PYTHON names another Python for servers")
         raise SystemExit(77)
     return python

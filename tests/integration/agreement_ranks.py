@@ -21,7 +21,7 @@ from gspo_mega.algorithm.terms import objective_settings
 from gspo_mega.base.episodes import Episode
 from gspo_mega.base.records import MicroBatch, Prompt, Trajectory
 from gspo_mega.base.run_folder import Attempt
-from gspo_mega.checkpoint.adapters import start_of_adapters
+from gspo_mega.checkpoint.adapters import init_adapters
 from gspo_mega.checkpoint.gather import PolicyTensors
 from gspo_mega.checkpoint.hf_export import policy_digests
 from gspo_mega.checkpoint.hf_import import import_huggingface
@@ -39,7 +39,7 @@ from gspo_mega.models.low_rank import SERVED_NAME
 from gspo_mega.plan import resolve_layout
 from gspo_mega.rollout.collector import Collector
 from gspo_mega.rollout.pool import ServerPool
-from gspo_mega.sync.adapters import publisher_of
+from gspo_mega.sync.adapters import publisher_class
 from gspo_mega.train.batches import MiniBatch, assemble, assemble_supervised, fill_advantages
 
 FIRST_TOKEN, VOCAB_SIZE = 3, 512
@@ -115,7 +115,7 @@ class Trainer:
         self.groups = create_groups(**parallel)
         self.engine = PolicyEngine(self.config, self.spec, self.groups, num_optimizer_steps=1000)
         import_huggingface(config.model.path, self.spec, self.groups, self.engine.chunks)
-        start_of_adapters(self.engine)
+        init_adapters(self.engine)
         self.engine.after_weights_loaded()
         self.routing = RoutingRecord(self.engine) if self.spec.moe is not None else None
         self.prompts = RandomPrompts()
@@ -157,7 +157,7 @@ class Trainer:
 
     def publish(self, weight_version: int, method: str) -> None:
         config = self.config.model_copy(update={"publish": self.config.publish.model_copy(update={"method": method})})
-        publisher = publisher_of(config)(config, self.spec, self.groups, self.engine.chunks, self.weights_dir)
+        publisher = publisher_class(config)(config, self.spec, self.groups, self.engine.chunks, self.weights_dir)
         try:
             result = publisher.publish(weight_version, [] if self.pool is None else self.pool.controls())
         finally:

@@ -23,7 +23,7 @@ def batch_of(step: int) -> RolloutBatch:
     one = one_turn_row(
         f"s{step}", 0, prompt, [3, 4], [1, 1], [-0.5, -0.25], [step] * 2, "stop", reward=1.0, routed_experts=routes
     )
-    return RolloutBatch(step, [Group.of_rows(0, prompt, [one])])
+    return RolloutBatch(step, [Group.from_rows(0, prompt, [one])])
 
 
 def main(arguments: list[str]) -> None:

@@ -98,7 +98,7 @@ def _group(step: int, number: int, rng: np.random.Generator) -> Group:
                 reward_parts={"exact_match": float(sample)},
             )
         )
-    return Group.of_rows(number, prompt, rows)
+    return Group.from_rows(number, prompt, rows)
 
 
 class Ranks:

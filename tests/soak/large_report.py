@@ -92,7 +92,7 @@ def _group(step: int, number: int, size: int, num_tokens: int, chance: random.Ra
         )
         for sample in range(size)
     ]
-    return Group.of_rows(number, prompt, rows)
+    return Group.from_rows(number, prompt, rows)
 
 
 def main() -> int:

@@ -74,7 +74,7 @@ def _group(step: int, number: int) -> Group:
         )
         for sample in range(2)
     ]
-    return Group.of_rows(number, prompt, rows)
+    return Group.from_rows(number, prompt, rows)
 
 
 def _attempts(folder: RunFolder) -> None:

@@ -31,7 +31,7 @@ import aiohttp
 from gspo_mega.agents.adapters.environment_loop import Step, pattern_of, play
 from gspo_mega.agents.protocol import Model, Outcome, Task, Tools, Unreachable
 from gspo_mega.base.errors import EpisodeError
-from gspo_mega.base.network import proxy_of
+from gspo_mega.base.network import proxy_for
 
 _MOST_BYTES = 8 * 1024**2
 _MOST_SEED = 2**31
@@ -112,7 +112,7 @@ class _Socket:
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
         self._session = session
         self._url = f"{url.rstrip('/')}/ws"
-        self._proxy = proxy_of(url)
+        self._proxy = proxy_for(url)
 
     async def __aenter__(self) -> _Wire:
         self._socket = await self._session.ws_connect(self._url, max_msg_size=_MOST_BYTES, proxy=self._proxy)
@@ -147,7 +147,7 @@ class _Requests:
     def __init__(self, session: aiohttp.ClientSession, url: str, episode_id: str) -> None:
         self._session = session
         self._url = url.rstrip("/")
-        self._proxy = proxy_of(url)
+        self._proxy = proxy_for(url)
         self._episode_id = episode_id
         self._num_steps = 0
 

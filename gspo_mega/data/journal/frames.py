@@ -38,7 +38,7 @@ import numpy as np
 from gspo_mega.base import progress
 from gspo_mega.base.episodes import Episode, Node, RolloutBatch, ToolRecord, check_episode, one_turn_episode
 from gspo_mega.base.errors import JournalError
-from gspo_mega.base.records import Prompt, floats, ints
+from gspo_mega.base.records import Prompt, float_column, int_column
 from gspo_mega.base.untrusted import open_regular
 
 MAGIC = b"GSPOJRN1"
@@ -316,10 +316,10 @@ def decode_episode(
         is_sampled, is_prompt = given["kind"] == "sampled", given.pop("is_prompt", False)
         messages = [_only_message(is_sampled, given.get("text", ""), prompt)]
         node = Node(node_id, **{"parent": node_id - 1, "messages": messages, **given}, token_ids=[])
-        node.token_ids = ints(prompt.token_ids) if is_prompt else ints(token_ids.next(count))
+        node.token_ids = int_column(prompt.token_ids) if is_prompt else int_column(token_ids.next(count))
         if is_sampled:
-            node.log_probs = floats(log_probs.next(count))
-            node.weight_versions = ints(versions.next(count))
+            node.log_probs = float_column(log_probs.next(count))
+            node.weight_versions = int_column(versions.next(count))
         node.routed_experts = arrays.get(f"{_ROUTES}{node_id}")
         nodes.append(node)
     calls = [ToolRecord(**call) for call in values.get("tool_calls", ())]

@@ -231,7 +231,7 @@ class RoutePruning:
             self._before = max(self._before, before_step)
             if not self._is_running:
                 self._is_running = True
-                self._future = processes.begin("journal.prune_routes", self._run)
+                self._future = processes.run_in_thread("journal.prune_routes", self._run)
 
     def check(self) -> None:
         """Raise JournalError where a file could not be rewritten: it stays as it is."""

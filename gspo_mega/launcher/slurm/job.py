@@ -324,7 +324,7 @@ def launch_slurm(loaded: LoadedConfig, command: Literal["train", "sft"], say: Ca
     report, site = render_report(plan, figures), with_signal_time(site, figures)
     answers = Answers(say)
     allocation = answers.demand(lambda: read_allocation(os.environ, size.num_trainer_nodes, size.num_rollout_nodes))
-    network.keep_direct(name for node in allocation.nodes for name in (node.name, node.address))
+    network.set_no_proxy(name for node in allocation.nodes for name in (node.name, node.address))
     _check_time(allocation.job_id, site, answers)
     say(report)
     folder = RunFolder(Path(loaded.config.run.dir) / loaded.config.run.name)

@@ -31,7 +31,7 @@ import numpy as np
 import pybase64
 
 from gspo_mega.base.errors import RolloutError
-from gspo_mega.base.records import Column, constant, floats, ints, joined, route_type
+from gspo_mega.base.records import Column, constant_column, float_column, int_column, join_columns, route_type
 
 _LOG_PROB_ROUNDING = 1e-5
 """In fp32, the log-prob of a token with nearly all the probability may exceed zero by this much (nats)."""
@@ -202,14 +202,14 @@ class StreamedAnswer:
         token_ids = self._known_token_ids()
         _check_middle(token_ids, self._params)
         end = self._num_certain()
-        versions = joined([constant(0, 0), *self._versions])
-        return Completion(ints(token_ids[:end]), self._known_log_probs()[:end], versions[:end], "abort")
+        versions = join_columns([constant_column(0, 0), *self._versions])
+        return Completion(int_column(token_ids[:end]), self._known_log_probs()[:end], versions[:end], "abort")
 
     def _known_token_ids(self) -> np.ndarray:
         return np.concatenate([np.zeros(0, np.int32), *self._token_ids])
 
     def _known_log_probs(self) -> Column[float]:
-        return floats(np.concatenate([np.zeros(0), *self._log_probs]))
+        return float_column(np.concatenate([np.zeros(0), *self._log_probs]))
 
     def _num_certain(self) -> int:
         """Return how many tokens from the first on are of the version under which the request began."""
@@ -237,7 +237,7 @@ class StreamedAnswer:
         self._token_ids.append(checked_token_ids(token_ids, self._vocab_size))
         self._log_probs.append(checked_log_probs(entries, token_ids))
         if count:
-            self._versions.append(constant(version_of(meta.get("weight_version")), count))
+            self._versions.append(constant_column(version_of(meta.get("weight_version")), count))
         self._num = total
         return count
 
@@ -252,7 +252,7 @@ class StreamedAnswer:
             routes = _routed_experts(meta, self._num_prompt_tokens + count - 1, self._routing)
         if reason != "abort" or "weight_versions" in meta:
             versions = versions_of(meta, count)
-            return Completion(ints(token_ids), self._known_log_probs(), versions, reason, routes)
+            return Completion(int_column(token_ids), self._known_log_probs(), versions, reason, routes)
         whole = self.so_far()
         end = len(whole.token_ids)
         return replace(whole, routed_experts=None if routes is None else routes[: self._num_prompt_tokens + end - 1])
@@ -286,14 +286,14 @@ class PartialResponse:
                 known = self.whole.routed_experts
                 routes = np.concatenate([known, routes[len(known) :]])
         whole = self.whole
-        token_ids = joined([whole.token_ids, part.token_ids])
+        token_ids = join_columns([whole.token_ids, part.token_ids])
         reason = part.finish_reason
         if reason == "abort" and token_ids[-1] in self._params.stop_token_ids:
             reason = "stop"
         elif reason == "abort" and len(token_ids) == self._params.max_new_tokens:
             reason = "length"
-        log_probs = joined([whole.log_probs, part.log_probs])
-        versions = joined([whole.weight_versions, part.weight_versions])
+        log_probs = join_columns([whole.log_probs, part.log_probs])
+        versions = join_columns([whole.weight_versions, part.weight_versions])
         self.whole = Completion(token_ids, log_probs, versions, reason, routes)
         return True
 
@@ -446,7 +446,7 @@ def versions_of(meta: dict, count: int) -> Sequence[int]:
     Raises NonsenseAnswer.
     """
     num = 0
-    parts: list[Sequence[int]] = [constant(0, 0)]
+    parts: list[Sequence[int]] = [constant_column(0, 0)]
     spans = field_of(meta, "weight_versions", list)
     for span in spans:
         if not isinstance(span, dict) or not {"version", "start", "end"} <= span.keys():
@@ -458,11 +458,11 @@ def versions_of(meta: dict, count: int) -> Sequence[int]:
             raise NonsenseAnswer(f"weight version span {shown(span)}: {error}") from None
         if start != num or not start <= end <= count:
             raise NonsenseAnswer(f"weight version spans {shown(spans)} do not tile {count} tokens")
-        parts.append(constant(version, end - start))
+        parts.append(constant_column(version, end - start))
         num = end
     if num != count:
         raise NonsenseAnswer(f"weight version spans {shown(spans)} do not tile {count} tokens")
-    return joined(parts)
+    return join_columns(parts)
 
 
 class EncodedRoutes:

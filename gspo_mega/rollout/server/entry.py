@@ -113,7 +113,7 @@ def import_only(architectures: list[str]) -> None:
     package = importlib.util.find_spec("sglang")
     if package is None or package.origin is None:
         raise ConfigError("sglang is not installed in this environment; it is needed to serve")
-    if too_old := versions.problem(_version_of("sglang")):
+    if too_old := versions.sglang_problem(_version_of("sglang")):
         raise ConfigError(f"{sys.executable}: {too_old}")
     models = list(Path(package.origin).parent.glob("srt/models/*.py"))
     definitions = [f"class {architecture}(" for architecture in architectures]

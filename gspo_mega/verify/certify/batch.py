@@ -141,7 +141,7 @@ def recorded_batch(config: Config, vocab_size: int, draws: Draws | None = None) 
                 finish_reason="length",
                 reward=float(rng.normal()),
             )
-            members.append(Episode.of_row(recorded))
+            members.append(Episode.from_row(recorded))
         groups.append(Group(group_id, prompt, members))
     batch = RolloutBatch(0, groups)
     if config.objective.scope == "turn":

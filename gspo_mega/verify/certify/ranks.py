@@ -19,7 +19,7 @@ import numpy as np
 
 from gspo_mega.algorithm.terms import log_lower_edge, objective_settings
 from gspo_mega.base.run_folder import RunFolder, atomic_write_json
-from gspo_mega.checkpoint.adapters import start_of_adapters
+from gspo_mega.checkpoint.adapters import init_adapters
 from gspo_mega.checkpoint.hf_folder import open_folder
 from gspo_mega.checkpoint.hf_import import import_huggingface
 from gspo_mega.config.derived import is_sharp_fp8
@@ -109,7 +109,7 @@ def run_case(
 
 def _load(engine: PolicyEngine, config: Config) -> None:
     import_huggingface(config.model.path, engine.spec, engine.groups, engine.chunks)
-    start_of_adapters(engine)
+    init_adapters(engine)
     engine.after_weights_loaded()
 
 

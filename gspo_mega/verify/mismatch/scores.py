@@ -151,7 +151,7 @@ class FixedTokens:
                 reward=0.0,
                 advantage=0.0,
             )
-            group.episodes.append(Episode.of_row(row))
+            group.episodes.append(Episode.from_row(row))
         return RolloutBatch(0, list(groups.values()))
 
 

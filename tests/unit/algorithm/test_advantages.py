@@ -79,7 +79,7 @@ def test_bad_input_is_refused():
 
 def group_of(rewards):
     prompt = Prompt("p:0", "p", (1,), "x")
-    return Group.of_rows(
+    return Group.from_rows(
         0,
         prompt,
         [one_turn_row(str(i), 0, prompt, [1], [1], [0.0], [0], "stop", reward=r) for i, r in enumerate(rewards)],

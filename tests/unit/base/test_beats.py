@@ -18,23 +18,23 @@ def start():
 
 
 def count():
-    return progress.now()[1]
+    return progress.current()[1]
 
 
 def test_phases_nest_and_each_change_is_progress():
     before = count()
     with progress.during("train"):
-        assert progress.now() == ("train", before + 1)
+        assert progress.current() == ("train", before + 1)
         with progress.during(progress.WAIT):
-            assert progress.now()[0] == progress.WAIT
-        assert progress.now()[0] == "train"
-    assert progress.now() == (progress.START, before + 4)
+            assert progress.current()[0] == progress.WAIT
+        assert progress.current()[0] == "train"
+    assert progress.current() == (progress.START, before + 4)
 
 
 def test_a_phase_ends_with_its_error():
     with pytest.raises(ValueError), progress.during("publish"):
         raise ValueError
-    assert progress.now()[0] == progress.START
+    assert progress.current()[0] == progress.START
 
 
 def test_new_tokens_of_a_long_response_are_progress():

@@ -13,7 +13,7 @@ from episode_trees import TASK, context, episodes, routed, sampled
 from hypothesis import given, settings
 
 from gspo_mega.base import episodes as episode_records
-from gspo_mega.base.episodes import Episode, check_episode, leaves_of, one_turn_episode, one_turn_row, rows_of
+from gspo_mega.base.episodes import Episode, build_rows, check_episode, leaf_ids, one_turn_episode, one_turn_row
 from gspo_mega.base.records import Trajectory
 
 
@@ -22,7 +22,7 @@ def check_rows(episode: Episode, rows: list[Trajectory]) -> None:
     trained: collections.Counter[float] = collections.Counter()
     num_sampled = sum(len(node.token_ids) for node in episode.turns)
     shares = []
-    for row, leaf in zip(rows, leaves_of(episode.nodes), strict=True):
+    for row, leaf in zip(rows, leaf_ids(episode.nodes), strict=True):
         lengths = {
             len(values)
             for values in (row.response_token_ids, row.response_mask, row.rollout_log_probs, row.weight_versions)
@@ -126,7 +126,7 @@ def test_one_turn_is_the_row_that_it_always_was():
 
 def test_an_episode_of_a_row_returns_that_row():
     row = one_turn_row("s", 2, TASK, [5, 6], [1, 0], [-0.5, 0.0], [1, 1], "length", reward=1.0)
-    episode = Episode.of_row(row)
+    episode = Episode.from_row(row)
     assert episode.rows() == [row]
     assert episode.rows()[0] is row
     assert (episode.reward, row.response_mask) == (1.0, [1, 0])
@@ -142,12 +142,12 @@ def test_a_row_that_trains_a_shared_token_again_is_noticed(monkeypatch):
     """Injected fault: every path masks all its own turns."""
 
     def careless(episode: Episode) -> list[Trajectory]:
-        rows = rows_of(episode)
+        rows = build_rows(episode)
         rows[1].response_mask = [1, 1, *rows[1].response_mask[2:]]
         rows[1].rollout_log_probs = [-1.0, -1.001, *rows[1].rollout_log_probs[2:]]
         return rows
 
-    monkeypatch.setattr(episode_records, "rows_of", careless)
+    monkeypatch.setattr(episode_records, "build_rows", careless)
     episode = _branched()
     with pytest.raises(AssertionError):
         check_rows(episode, episode.rows())
@@ -171,7 +171,7 @@ def _broken(place: int, **values) -> Episode:
         (_broken(1, parent=-1), "node 1: a sampled turn has a context before it"),
         (_broken(1, messages=[]), "node 1: a sampled turn is one message, not 0"),
         (_broken(5, token_ids=[]), "node 5: a sampled turn has at least one token"),
-        (_broken(5, routed_experts=np.zeros((4, 2, 2), np.int32)), "node 5: routes of 4 positions; 5 lie behind"),
+        (_broken(5, routed_experts=np.zeros((4, 2, 2), np.int32)), "node 5: routes of 4 positions; 5 come after"),
         (_broken(2, log_probs=[0.0]), "node 2: a context node has no log-probs"),
         (_broken(6, parent=3, token_ids=[]), "node 6: follows a turn that ended by length"),
         (_broken(4, kind="tool"), "node 4: kind is 'tool'"),

@@ -116,12 +116,12 @@ def test_a_checkpoint_is_complete_under_its_name_at_every_moment(disk):
     def save(step: int, mark: str) -> None:
         draft = write_draft(run, step, mark)
         atomic_io.sync_tree(draft, at="save.sync")
-        folders.put_in_place(run, draft, run.checkpoint_dir(step))
+        folders.commit_draft(run, draft, run.checkpoint_dir(step))
 
     def marks(left: Path) -> set[str]:
         """Of the checkpoint that a restart would take."""
         there = RunFolder(left)
-        folders.repair(there)
+        folders.restore_moved_aside(there)
         chosen = folders.candidates(there)[0]
         files = contents(chosen)
         assert len(files) == 4, "it is whole"

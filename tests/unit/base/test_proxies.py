@@ -43,7 +43,7 @@ def test_own_addresses_are_added_to_what_no_proxy_was(proxied, lower, upper, kep
     for name, value in (("no_proxy", lower), ("NO_PROXY", upper)):
         if value is not None:
             proxied.setenv(name, value)
-    made = network.direct(["node17", "10.1.2.3"])
+    made = network.no_proxy_variables(["node17", "10.1.2.3"])
     assert made["no_proxy"] == made["NO_PROXY"]
     listed = made["no_proxy"].split(",")
     assert listed[: len(kept)] == kept and {"localhost", "127.0.0.1", "::1", "node17", "10.1.2.3"} <= set(listed)
@@ -56,7 +56,7 @@ def test_own_addresses_are_added_to_what_no_proxy_was(proxied, lower, upper, kep
 
 def test_a_star_stays_a_star(proxied):
     proxied.setenv("NO_PROXY", "*")
-    assert network.direct(["node17"]) == {"no_proxy": "*", "NO_PROXY": "*"}
+    assert network.no_proxy_variables(["node17"]) == {"no_proxy": "*", "NO_PROXY": "*"}
 
 
 def test_addresses_come_from_the_kernels_tables(tmp_path):
@@ -116,7 +116,7 @@ def test_users_code_keeps_the_way_out_and_asks_the_job_directly(proxied):
     ],
 )
 def test_the_proxy_of_a_service(url, environment, expected):
-    assert network.proxy_of(url, environment) == expected
+    assert network.proxy_for(url, environment) == expected
 
 
 def test_every_command_and_what_it_starts_asks_the_job_directly(proxied, tmp_path):

@@ -169,4 +169,6 @@ def test_what_a_folder_has_otherwise_is_refused(tmp_path):
     assert "use_dora is True; valid here: False" in said(use_dora=True)
     tensors = to_peft(settings, SPEC, numbered(settings))
     tensors[f"{STEM}.base_layer.lora_B.weight"][1, 0] = 1
-    assert "gate and up of an expert share numbers of A; here each has 1 (lora.rank)" in said(tensors=tensors)
+    assert "gate and up of an expert share numbers of A; here each must have its own 1 (lora.rank)" in said(
+        tensors=tensors
+    )

@@ -29,7 +29,7 @@ def draft(run, step, mark="new"):
 
 
 def save(run, step, mark="new", keep_last=2, keep_every=0):
-    folders.put_in_place(run, draft(run, step, mark), run.checkpoint_dir(step))
+    folders.commit_draft(run, draft(run, step, mark), run.checkpoint_dir(step))
     folders.prune(run, step, keep_last, keep_every)
 
 
@@ -62,12 +62,12 @@ def test_the_same_step_saved_again_is_there_at_every_moment(run, point):
     again = draft(run, 1)
     failpoints.arm(f"point={point},do=denied", 0)
     with pytest.raises(PermissionError):
-        folders.put_in_place(run, again, run.checkpoint_dir(1))
+        folders.commit_draft(run, again, run.checkpoint_dir(1))
     failpoints.arm(None, 0)
-    folders.repair(run)
+    folders.restore_moved_aside(run)
     (found,) = folders.candidates(run)
     assert (found / "mark").read_text() in ("old", "new") and folders.read_record(found)
-    folders.clear(run)
+    folders.remove_drafts(run)
     save(run, 1, "newest", keep_last=1)
     assert (run.checkpoint_dir(1) / "mark").read_text() == "newest"
     assert names(run) == ["latest", "step_00000001"]
@@ -79,11 +79,11 @@ def test_every_kind_of_damage_is_found_by_exactly_one_share(run):
     for name in "abcd":
         (folder / name).write_bytes(name.encode() * 10)
     sums = folders.checksums(folder, [folder / name for name in "abcd"])
-    assert [folders.damage(folder, sums, share, 3) for share in range(3)] == [[], [], []]
+    assert [folders.checksum_problems(folder, sums, share, 3) for share in range(3)] == [[], [], []]
     (folder / "a").write_bytes(b"a" * 9)
     (folder / "b").write_bytes(b"b" * 9 + b"x")
     (folder / "c").unlink()
-    problems = [problem for share in range(3) for problem in folders.damage(folder, sums, share, 3)]
+    problems = [problem for share in range(3) for problem in folders.checksum_problems(folder, sums, share, 3)]
     assert sorted(problems) == [
         "a has 9 bytes instead of 10",
         "b has other bytes than were written",
@@ -100,7 +100,7 @@ def test_a_name_that_is_no_checkpoints_is_refused(run):
 def test_a_damaged_one_keeps_its_files_under_another_name(run):
     save(run, 1)
     folders.set_aside_damaged(run.checkpoint_dir(1))
-    assert names(run) == ["latest", "step_00000001.damaged"] and folders.complete(run) == []
+    assert names(run) == ["latest", "step_00000001.damaged"] and folders.complete_checkpoints(run) == []
     save(run, 1)
     folders.set_aside_damaged(run.checkpoint_dir(1))
     assert names(run) == ["latest", "step_00000001.damaged", "step_00000001.damaged-2"], "the one before it stays, too"

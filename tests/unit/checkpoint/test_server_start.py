@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -27,6 +28,13 @@ from gspo_mega.models.tensors import hf_tensors
 from gspo_mega.rollout.server.start_weights import current_weights
 
 ROOT = Path(__file__).parents[3]
+
+
+def test_a_server_command_starts_without_torch():
+    """Only the process that makes the copy imports it: the command itself stays small and starts fast."""
+    program = "import sys; import gspo_mega.cli.serve; sys.exit(*({'torch', 'numpy'} & sys.modules.keys()))"
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
 
 
 def run(tmp_path: Path, model: Path, *changes: str):

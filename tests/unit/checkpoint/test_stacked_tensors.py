@@ -155,5 +155,7 @@ def test_a_server_holds_stacks_the_other_way_round():
 
 def test_a_stack_is_not_quantised_in_blocks(tmp_path):
     source = open_checkpoint(write(tmp_path / "a", random_tensors()))
-    with pytest.raises(ModelError, match="the experts of gpt_oss are stacked in files, which FP8 blocks are not for"):
+    with pytest.raises(
+        ModelError, match="the experts of gpt_oss are stacked in files, and FP8 blocks do not support stacks"
+    ):
         to_blocks(source, tmp_path / "b", rule="checkpoint", progress=lambda *told: None)

@@ -37,7 +37,7 @@ def run(tmp_path):
                 reward=reward,
             )
         )
-    group = Group.of_rows(0, prompt, rows)
+    group = Group.from_rows(0, prompt, rows)
     journal = Journal(folder.journal_dir)
     with journal.begin(0, 0, 2, {0: group}) as writer:
         writer.finish(RolloutBatch(0, [group], {}, {}), {})
@@ -114,7 +114,7 @@ def test_a_failed_scoring_is_no_reward_of_zero(run, capsys):
     record = journal.read(0)
     (group,) = record.batch.groups
     group.episodes.append(
-        Episode.of_row(
+        Episode.from_row(
             one_turn_row("g0-s2", 0, group.prompt, [5], [1], [-1.0], [0], "stop", "", reward_error="judge: it hung")
         )
     )
@@ -133,7 +133,7 @@ def test_a_response_that_was_sampled_ahead_says_by_which_weights(run, capsys):
         "g0-s000", 0, Prompt("train:7", "train", (1,), "1 + 1 ="), [5, 6], [1, 1], [-1.0] * 2, [3, 4], "stop"
     )
     with Journal(run.journal_dir).begin(2, 4, 1, {}) as writer:
-        writer.add(Episode.of_row(row))
+        writer.add(Episode.from_row(row))
     assert main(["inspect", str(run.path), "--step", "3"]) == 0
     assert "log-prob per token -1.0000 (lowest -1.00)  sampled from 3, 4" in capsys.readouterr().out
     main(["inspect", str(run.path), "--step", "1"])

@@ -69,7 +69,7 @@ def test_an_accepted_row_survives_the_journal_and_a_refused_one_is_named(tokeniz
             assert str(error).startswith(f"{path}:2: "), error
             return
         found = source.item(1)
-        group = Group.of_rows(
+        group = Group.from_rows(
             0, found, [one_turn_row("step0-g0-s0", 0, found, [1], [1], [-0.5], [0], "stop", reward=1.0)]
         )
         journal = Journal(Path(folder, "journal"))

@@ -156,7 +156,7 @@ def test_blocks_are_all_searched():
 
 
 def test_a_batch_forgets_its_routes_in_rows_and_in_nodes():
-    batch = RolloutBatch(0, [Group.of_rows(0, Prompt("p:0", "p", (0, 1), ""), [trajectory(0, 2, 3)])])
+    batch = RolloutBatch(0, [Group.from_rows(0, Prompt("p:0", "p", (0, 1), ""), [trajectory(0, 2, 3)])])
     kept = [*batch.trajectories, *(node for one in batch.episodes for node in one.turns)]
     assert len(kept) == 2 and all(part.routed_experts is not None for part in kept)
     batch.drop_routes()

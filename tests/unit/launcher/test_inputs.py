@@ -213,7 +213,7 @@ def test_a_record_without_its_routes_does_not_do_for_a_run_that_replays_them(fil
     one = one_turn_row(
         "s0-g0-0", 0, prompt, [1], [1], [-0.5], [0], "stop", reward=1.0, routed_experts=np.zeros((1, 2, 2), np.int32)
     )
-    group = Group.of_rows(0, prompt, [one])
+    group = Group.from_rows(0, prompt, [one])
     with journal.begin(0, 0, 1, {}) as writer:
         writer.add(group.episodes[0])
         writer.finish(RolloutBatch(0, [group]), {})

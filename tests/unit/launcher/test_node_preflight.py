@@ -39,8 +39,8 @@ def test_servers_that_do_not_fit_the_trainer_end_the_job_before_it_starts(tmp_pa
         (node, ChildSpec("doctor", index, [sys.executable, "-c", ""], attempt.logs_dir / f"doctor_{index}.log", {}))
         for index in (0, 1)
     ]
-    versions.record(attempt.software_dir, 0, "trainer", OURS)
-    versions.record(attempt.software_dir, 1, "server", server)
+    versions.record_versions(attempt.software_dir, 0, "trainer", OURS)
+    versions.record_versions(attempt.software_dir, 1, "server", server)
     try:
         preflight(
             Starts(family, attempt, said.append),

@@ -48,7 +48,7 @@ def trainer(python):
 
 
 def asked(program: str) -> versions.Versions:
-    return versions.ask(program, 60.0, {**os.environ, "PYTHONPATH": ""})
+    return versions.versions_of(program, 60.0, {**os.environ, "PYTHONPATH": ""})
 
 
 def nvidia_smi(folder: Path, text: str) -> str:
@@ -66,10 +66,10 @@ def test_another_python_tells_its_versions_without_importing_its_packages(traine
     on_cpu = asked(python("on-cpu", {"torch": "2.13.0+cpu"}, cuda=None))
     assert (on_cpu["torch"], on_cpu["CUDA"]) == ("2.13.0+cpu", None)
     path = nvidia_smi(tmp_path, "echo 580.95.05; echo 580.95.05")
-    assert versions.ask(trainer, 60.0, {**os.environ, "PATH": path})["driver"] == "580.95.05"
+    assert versions.versions_of(trainer, 60.0, {**os.environ, "PATH": path})["driver"] == "580.95.05"
     for broken in ("echo NVIDIA-SMI has failed; exit 9", "echo no version"):
         path = nvidia_smi(tmp_path, broken)
-        assert versions.ask(trainer, 60.0, {**os.environ, "PATH": path})["driver"] is None
+        assert versions.versions_of(trainer, 60.0, {**os.environ, "PATH": path})["driver"] is None
 
 
 def test_the_same_release_agrees_whatever_its_build_and_a_server_may_have_more(trainer, python):
@@ -123,7 +123,7 @@ def test_what_is_no_python_is_said(tmp_path, text, words):
         program.write_text(f"#!/bin/sh\n{text}\n")
         program.chmod(0o755)
     with pytest.raises(ValueError, match=words):
-        versions.ask(str(program), 0.2 if "sleep" in str(text) else 60.0)
+        versions.versions_of(str(program), 0.2 if "sleep" in str(text) else 60.0)
 
 
 def doctor(trainer: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:

@@ -28,7 +28,7 @@ def group(number, rewards, source="train", errors=(), lengths=None, finish="stop
         )  # fmt: skip
         row.reward_parts = {"a function:of mine": 2 * reward}
         rows.append(row)
-    return Group.of_rows(number, prompt, rows)
+    return Group.from_rows(number, prompt, rows)
 
 
 def test_each_by_hand():

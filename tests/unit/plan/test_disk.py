@@ -58,7 +58,7 @@ def write_step(folder, config, spec, characters=4):
                     routed_experts=routes,
                 )
             )
-        groups.append(Group.of_rows(number, prompt, rows))
+        groups.append(Group.from_rows(number, prompt, rows))
         for episode in groups[-1].episodes:
             episode.nodes[1].server_id = "server-0"
     journal = Journal(folder)

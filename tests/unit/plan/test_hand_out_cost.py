@@ -50,7 +50,7 @@ def full_batch(config, spec, weight_version):
             )
             for sample in range(config.batch.group_size)
         ]
-        groups.append(Group.of_rows(number, prompt, rows))
+        groups.append(Group.from_rows(number, prompt, rows))
     return RolloutBatch(0, groups)
 
 

@@ -193,7 +193,7 @@ TABLE: dict[str, dict[str, tuple[int, str] | tuple[int, str, str]]] = {
         "read_adapters": (4, RUN, _RESUME),
     },
     "sync/adapters.py": {
-        "AdapterTransaction._try": (1, RUN, _SERVERS),
+        "AdapterTransaction._prove_server": (1, RUN, _SERVERS),
         "write_random_adapters": (1, RUN, _DISK),
     },
     "checkpoint/hf_folder.py": {
@@ -205,7 +205,7 @@ TABLE: dict[str, dict[str, tuple[int, str] | tuple[int, str, str]]] = {
         "StackedFolder._expert": (1, VALUES),
     },
     "sync/broadcast.py": {
-        "_update": (2, RUN, _SERVERS),
+        "_deliver_to_server": (2, RUN, _SERVERS),
         "ServerGroup.__init__": (1, RUN, _SERVERS),
         "ServerGroup.broadcast": (1, RUN, _SERVERS),
     },
@@ -231,7 +231,11 @@ TABLE: dict[str, dict[str, tuple[int, str] | tuple[int, str, str]]] = {
         "PublishedVersions.prune": (1, RUN, _DISK),
     },
     "checkpoint/quantized.py": {"PublishedForm.tensors": (2, RUN, _NUMBERS)},
-    "sync/servers.py": {"Deadline.left": (1, RUN, _SERVERS), "ask": (1, START), "check_same": (1, START)},
+    "sync/servers.py": {
+        "Deadline.left": (1, RUN, _SERVERS),
+        "loaded_versions_of": (1, START),
+        "check_same_versions": (1, START),
+    },
     "rewards/fitting.py": {
         "token_ids": (1, RUN, "an example without a token is seen when it is encoded"),
         "fit": (1, TOOL),

@@ -40,7 +40,7 @@ def test_everything_is_collected_when_it_has_doubled(num_full, monkeypatch):
         counts = []
         for _ in range(40):
             kept.append(pile(20_000))
-            collections.look()
+            collections.collect_if_doubled()
             counts.append(num_full())
         assert counts[0] == 0 and 2 <= counts[-1] <= 4, "some 100 collections of younger objects: at 10, 30 and 70"
         raise KeyError

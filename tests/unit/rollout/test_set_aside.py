@@ -30,7 +30,7 @@ class Beside:
 
     def begin(self):
         sample = self.run.collector.sample
-        self.future = processes.begin("evaluation", lambda: sample(PROMPTS, 4, 0.0, servers=self.servers))
+        self.future = processes.run_in_thread("evaluation", lambda: sample(PROMPTS, 4, 0.0, servers=self.servers))
         return self
 
     def end(self):

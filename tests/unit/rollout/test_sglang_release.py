@@ -6,20 +6,20 @@ import sys
 
 import pytest
 
-from gspo_mega.base.versions import TESTED, problem
+from gspo_mega.base.versions import TESTED_SGLANG, sglang_problem
 from gspo_mega.launcher.doctor import _packages
 
 
 @pytest.mark.parametrize(
-    "version", [TESTED, f"{TESTED}.post1", "0.5.24", "0.6.0rc1", "1.0.0", "0.0.0.dev1", "main", None]
+    "version", [TESTED_SGLANG, f"{TESTED_SGLANG}.post1", "0.5.24", "0.6.0rc1", "1.0.0", "0.0.0.dev1", "main", None]
 )
 def test_not_older_or_unknown(version):
-    assert problem(version) is None
+    assert sglang_problem(version) is None
 
 
 @pytest.mark.parametrize("version", ["0.5.17", "0.5.22.post1", "0.4.99", "0.0.9"])
 def test_older(version):
-    assert f"SGLang {version} is older than {TESTED}" in str(problem(version))
+    assert f"SGLang {version} is older than {TESTED_SGLANG}" in str(sglang_problem(version))
 
 
 def test_the_server_refuses_the_package_that_it_finds_before_importing_it(tmp_path):
@@ -44,7 +44,7 @@ def test_the_doctor_says_so():
     found = {level: text for level, _, text in map(_parts, _packages("server", {**needed, "sglang": "0.5.17"}))}
     assert "is older than" in found["wrong"]
     found = {level: text for level, _, text in map(_parts, _packages("server", {**needed, "sglang": "0.5.99"}))}
-    assert TESTED in found["note"] and "wrong" not in found
+    assert TESTED_SGLANG in found["note"] and "wrong" not in found
 
 
 def _parts(finding):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gspo_mega.config import load_config
-from gspo_mega.sync.adapters import AdapterPublisher, AdapterTransaction, publisher_of
+from gspo_mega.sync.adapters import AdapterPublisher, AdapterTransaction, publisher_class
 from gspo_mega.sync.publish import Publisher
 from gspo_mega.sync.servers import Deadline
 from gspo_mega.sync.transaction import PublishContent, PublishMemory
@@ -61,7 +61,7 @@ def test_a_server_whose_adapters_do_not_act_gets_no_version(publish):
     good, bad = Server("good", True), Server("bad", False)
     verified, failed = publish(good, bad)
     assert verified == (("good", 1),) and set(failed) == {"bad"}
-    assert "bad: answers with adapters as it does without them" in failed["bad"]
+    assert "bad: gives the same answers with adapters as without" in failed["bad"]
     assert good.adapter == "v3" and good.calls[-1] == "resume"
     assert bad.calls[-1] == "pause", "it stays paused"
 
@@ -76,5 +76,5 @@ def test_a_start_is_proved_once(publish):
 
 def test_whole_weights_are_published_unless_adapters_are_asked_for():
     file = Path(__file__).parents[3] / "configs/quickstart_lora.yaml"
-    assert publisher_of(load_config(file).config) is Publisher
-    assert publisher_of(load_config(file, ["publish.lora=adapter"]).config) is AdapterPublisher
+    assert publisher_class(load_config(file).config) is Publisher
+    assert publisher_class(load_config(file, ["publish.lora=adapter"]).config) is AdapterPublisher

@@ -12,16 +12,16 @@ from gspo_mega.cli import main as command_line
 from gspo_mega.cli import serve
 from gspo_mega.cli.serve import record
 from gspo_mega.sync import publish, servers
-from gspo_mega.sync.servers import ask, check_same, here
+from gspo_mega.sync.servers import check_same_versions, loaded_versions, loaded_versions_of
 
 OURS = {"torch": "2.14.1+cu130", "NCCL": "2.30.7"}
 
 
 def test_the_same_release_passes_whatever_its_build(tmp_path):
-    check_same(tmp_path, OURS)
+    check_same_versions(tmp_path, OURS)
     record(tmp_path, "server-0", {"torch": "2.14.1", "NCCL": "2.30.7"})
     record(tmp_path, "server-1", OURS)
-    check_same(tmp_path, OURS)
+    check_same_versions(tmp_path, OURS)
 
 
 def test_each_server_that_differs_is_named_with_both_versions(tmp_path):
@@ -29,7 +29,7 @@ def test_each_server_that_differs_is_named_with_both_versions(tmp_path):
     record(tmp_path, "server-1", {"torch": "2.11.0", "NCCL": "2.28.9"})
     record(tmp_path, "server-2", {"torch": "2.14.1", "NCCL": None})
     with pytest.raises(PublishError) as caught:
-        check_same(tmp_path, OURS)
+        check_same_versions(tmp_path, OURS)
     lines = str(caught.value).splitlines()
     assert (
         "publish.method: distributed" in lines[0]
@@ -44,13 +44,16 @@ def test_each_server_that_differs_is_named_with_both_versions(tmp_path):
 
 
 def test_another_python_is_asked_and_one_that_cannot_answer_is_named(tmp_path):
-    assert ask(sys.executable, 300.0) == here() and here()["torch"] == torch.__version__
+    assert (
+        loaded_versions_of(sys.executable, 300.0) == loaded_versions()
+        and loaded_versions()["torch"] == torch.__version__
+    )
     mute = tmp_path / "python"
     mute.write_text("#!/bin/sh\nexit 3\n")
     mute.chmod(0o755)
     for python in (str(mute), str(tmp_path / "none")):
         with pytest.raises(PublishError, match=f"{python} does not report its PyTorch and NCCL"):
-            ask(python, 300.0)
+            loaded_versions_of(python, 300.0)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +61,7 @@ def test_another_python_is_asked_and_one_that_cannot_answer_is_named(tmp_path):
     [("distributed", "nccl", True), ("distributed", "gloo", False), ("disk", "nccl", False)],
 )
 def test_the_publisher_compares_where_weights_go_through_nccl(tmp_path, monkeypatch, method, backend, refused):
-    monkeypatch.setattr(publish, "here", lambda: OURS)
+    monkeypatch.setattr(publish, "loaded_versions", lambda: OURS)
     record(tmp_path, "server-0", {"torch": "2.14.1", "NCCL": "2.28.9"})
     publisher = publish.Publisher.__new__(publish.Publisher)
     publisher._settings, publisher._backend = SimpleNamespace(method=method), backend
@@ -76,7 +79,7 @@ def test_a_server_says_what_it_has_where_weights_go_through_nccl(tmp_path, monke
     """`gspo-mega serve` runs in the server's own Python."""
     asked = []
     monkeypatch.setattr(serve, "device_here", lambda: device)
-    monkeypatch.setattr(serve, "ask", lambda python, seconds: asked.append((python, seconds)) or OURS)
+    monkeypatch.setattr(serve, "loaded_versions_of", lambda python, seconds: asked.append((python, seconds)) or OURS)
     attempt = RunFolder(tmp_path / "run").new_attempt()
 
     class Supervisor:

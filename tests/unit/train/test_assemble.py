@@ -79,7 +79,7 @@ def make_batch(sizes: list[int], rng: np.random.Generator) -> RolloutBatch:
                     reward=float(rng.integers(0, 2)),
                 )
             )
-        groups.append(Group.of_rows(group_id, prompt, rows))
+        groups.append(Group.from_rows(group_id, prompt, rows))
     return RolloutBatch(0, groups)
 
 

@@ -41,7 +41,7 @@ def groups_of(*samples):
                     correct=correct,
                 )
             )
-        groups.append(Group.of_rows(number, prompt, answers))
+        groups.append(Group.from_rows(number, prompt, answers))
     return groups
 
 

@@ -146,7 +146,7 @@ def sampled(*texts, right):
             )
             for k, text in enumerate(answers)
         ]  # fmt: skip
-        groups.append(Group.of_rows(number, prompt, rows))
+        groups.append(Group.from_rows(number, prompt, rows))
     return groups
 
 

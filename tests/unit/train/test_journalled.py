@@ -70,7 +70,7 @@ class Source:
                     one.routed_experts = np.zeros((1, 10, 100), dtype=np.int32)
                 if self.num_sampled in self.unscored:
                     one.reward, one.reward_error, one.reward_parts = None, "judge: it hung", {"length": 3.0}
-                group.episodes.append(Episode.of_row(one))
+                group.episodes.append(Episode.from_row(one))
                 keep(group.episodes[-1])
             groups.append(group)
         self.position += 3

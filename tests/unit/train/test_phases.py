@@ -21,7 +21,7 @@ def test_the_moments_of_a_step(reached):
         pass
     assert list(phases.each_in_phase("old_log_probs", range(2))) == [0, 1]
     for _ in phases.each_in_phase("train", range(2)):
-        assert progress.now()[0] == "train"
+        assert progress.current()[0] == "train"
     assert reached() == [
         "rollout.batch",
         *["step.old_pass"] * 2,

@@ -62,7 +62,7 @@ def batch_of(parts, step=1, seed=0, reward=lambda sample: float(sample)) -> Roll
                 routed_experts=routes.astype(np.uint8),
             )
             rows.append(row)
-        groups.append(Group.of_rows(number, prompt, rows))
+        groups.append(Group.from_rows(number, prompt, rows))
     return RolloutBatch(step, groups, {"num_trajectories": 8.0}, {"generate": 1.0}, {"reward/mean": 0.25})
 
 

@@ -44,7 +44,7 @@ def batch_of() -> RolloutBatch:
                 )
             )  # fmt: skip
             rows[-1].advantage = (-1.0, 1.0)[sample]
-        groups.append(Group.of_rows(number, prompt, rows))
+        groups.append(Group.from_rows(number, prompt, rows))
     return RolloutBatch(4, groups, {"num_generated_tokens": 40.0}, {"generate": 8.0, "score": 1.0})
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from test_assemble import make_batch
 from test_assemble_episodes import LAYOUT, batches, config_of
 
-from gspo_mega.base.episodes import ENDED_BY_LIMIT, Episode, Group, RolloutBatch, leaves_of
+from gspo_mega.base.episodes import ENDED_BY_LIMIT, Episode, Group, RolloutBatch, leaf_ids
 from gspo_mega.base.errors import RewardError
 from gspo_mega.base.records import Prompt
 from gspo_mega.train.batches import MiniBatch, assemble, fill_advantages, scored_batch
@@ -27,7 +27,7 @@ def test_every_tokens_reward_against_a_loop_over_the_tree(batch):
     trained = scored_batch(batch, config)
     fill_advantages(trained, config, 0)
     for episode in trained.episodes:
-        last = set(leaves_of(episode.nodes))
+        last = set(leaf_ids(episode.nodes))
         left = episode.reward - sum(node.reward or 0.0 for node in episode.turns)
         for row in episode.rows():
             wanted = np.zeros(len(row.response_token_ids))

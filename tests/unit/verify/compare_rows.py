@@ -49,5 +49,5 @@ def batch() -> RolloutBatch:
             )
             for sample, (length, reward) in enumerate(zip(lengths, rewards, strict=True))
         ]
-        groups.append(Group.of_rows(number, prompt, rows))
+        groups.append(Group.from_rows(number, prompt, rows))
     return RolloutBatch(0, groups)

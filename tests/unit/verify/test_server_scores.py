@@ -32,7 +32,7 @@ def group(number, rewards):
         )
         for index, reward in enumerate(rewards)
     ]
-    return Group.of_rows(number, prompt, rows)
+    return Group.from_rows(number, prompt, rows)
 
 
 def signs(rewards=REWARDS, **sections):

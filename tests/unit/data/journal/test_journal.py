@@ -48,7 +48,7 @@ def make_group(number: int, size: int = 2, routes: bool = False) -> Group:
                 else None,
             )
         )
-    return Group.of_rows(number, prompt, rows)
+    return Group.from_rows(number, prompt, rows)
 
 
 def same(one: Group, other: Group) -> bool:

@@ -25,7 +25,7 @@ def journal(tmp_path):
     for step in range(NUM_STEPS):
         routes = np.full((3, 4, 2), step, np.uint8)
         row = one_turn_row(f"s{step}", 0, prompt, [3, 4], [1, 1], [-0.5] * 2, [0] * 2, "stop", routed_experts=routes)
-        batch = RolloutBatch(step, [Group.of_rows(0, prompt, [row])])
+        batch = RolloutBatch(step, [Group.from_rows(0, prompt, [row])])
         with journal.begin(step, step, 1, {}) as writer:
             writer.add(batch.episodes[0])
             writer.finish(batch, {})
