@@ -2,8 +2,7 @@
 
 Owns their list and the effect of reaching one: nothing, unless `arm` was called. It has a point before and after every
 file operation of a save, the rollout journal and a publish through the disk (`atomic_io.py` reaches them), and the
-moments of a step between them (`train/phases.py` reaches most). `gspo-mega inspect --kill-points` shows the list.
-Standard library only.
+moments of a step between them (`train/phases.py` reaches most). `POINTS` is the list. Standard library only.
 """
 
 from __future__ import annotations
@@ -115,7 +114,7 @@ class InjectedFault:
         fault = cls(**values)  # type: ignore[arg-type]
         if fault.point and fault.point not in POINTS:
             raise ValueError(
-                f"{VARIABLE}: there is no point {fault.point!r}; `gspo-mega inspect --kill-points` lists them"
+                f"{VARIABLE}: there is no point {fault.point!r}; POINTS in gspo_mega/base/failpoints.py lists them"
             )
         if fault.do not in ("kill", "disk_full", "denied"):
             raise ValueError(f"{VARIABLE}: do={fault.do}; valid: kill, disk_full, denied")

@@ -20,7 +20,6 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from gspo_mega.base import failpoints
 from gspo_mega.base.episodes import Episode, Group, Node, RolloutBatch
 from gspo_mega.base.errors import JournalError
 from gspo_mega.base.records import Trajectory
@@ -219,23 +218,12 @@ def _wrapped(text: str, indent: int, first: str = "") -> Iterator[str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", nargs="?", help="run folder")
+    parser.add_argument("run", metavar="RUN", help="run folder")
     parser.add_argument("--step", type=int, metavar="N", help="show this step's episodes")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--kill-points", action="store_true", help="list the points at which tests kill a run")
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.kill_points:
-        width = max(map(len, failpoints.POINTS))
-        print(
-            json.dumps(failpoints.POINTS)
-            if args.json
-            else "\n".join(f"{name:<{width}}  {what}" for name, what in failpoints.POINTS.items())
-        )
-        return 0
-    if args.run is None:
-        raise JournalError("which run? gspo-mega inspect RUN [--step N]")
     folder = RunFolder(args.run)
     journal = Journal(folder.journal_dir)
     steps = journal.steps()

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from gspo_mega.base import failpoints
 from gspo_mega.base.episodes import Episode, Group, RolloutBatch, one_turn_row
 from gspo_mega.base.records import Prompt
 from gspo_mega.base.run_folder import RunFolder, atomic_write_text
@@ -145,8 +144,3 @@ def test_what_is_not_there_is_named(run, tmp_path, capsys):
     assert "step 5 is not recorded; recorded are steps 1 to 2" in capsys.readouterr().err
     assert main(["inspect", str(tmp_path)]) == 8
     assert "no rollouts are recorded" in capsys.readouterr().err
-
-
-def test_kill_points_are_listed(capsys):
-    assert main(["inspect", "--kill-points", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == failpoints.POINTS
