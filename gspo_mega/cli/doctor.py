@@ -14,7 +14,7 @@ import argparse
 import socket
 from pathlib import Path
 
-from gspo_mega.base import versions as two_pythons
+from gspo_mega.base import versions
 from gspo_mega.base.versions import Finding, render
 from gspo_mega.launcher.doctor import DEADLINE_SECONDS, AnswerDeadline, MachinePlace, check_machine, check_together
 from gspo_mega.launcher.server_python import server_python_variable
@@ -103,13 +103,13 @@ def run(args: argparse.Namespace) -> int:
     chosen = args.server_python or (server_python_variable() if args.versions is None else None)
     software, findings = _software(roles, chosen, deadline)
     if args.versions is not None:
-        for role, versions in software.items():
-            two_pythons.record(args.versions, args.index or 0, role, versions)
+        for role, found in software.items():
+            versions.record(args.versions, args.index or 0, role, found)
     elif set(software) == {"trainer", "server"} and software["server"] is not software["trainer"]:
         by_nccl = args.publish == "distributed" and gpus > 0
-        findings += two_pythons.compare(software["trainer"], software["server"], by_nccl)
+        findings += versions.compare(software["trainer"], software["server"], by_nccl)
     if gpus:
-        problems = dict.fromkeys(two_pythons.driver_problem(versions) for versions in software.values())
+        problems = dict.fromkeys(versions.driver_problem(found) for found in software.values())
         findings += [Finding("wrong", "driver", problem) for problem in problems if problem is not None]
     findings += check_machine(
         tuple(software), args.folder, gpus, args.fp8, args.address, deadline, args.requests, software
@@ -125,13 +125,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _software(
     roles: tuple[str, ...], server_python: str | None, deadline: AnswerDeadline
-) -> tuple[dict[str, two_pythons.Versions], list[Finding]]:
+) -> tuple[dict[str, versions.Versions], list[Finding]]:
     """The versions in each role's Python. A role whose Python does not answer is left out and becomes a finding."""
-    own = two_pythons.here()
+    own = versions.here()
     software = dict.fromkeys(roles, own)
-    if server_python is not None and "server" in roles and not two_pythons.is_this_python(server_python):
+    if server_python is not None and "server" in roles and not versions.is_this_python(server_python):
         try:
-            software["server"] = two_pythons.ask(server_python, deadline.left)
+            software["server"] = versions.ask(server_python, deadline.left)
         except ValueError as error:
             del software["server"]
             return software, [Finding("wrong", "pythons", f"the servers' Python: {error}")]

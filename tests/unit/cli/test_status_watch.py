@@ -75,7 +75,7 @@ def test_a_failed_attempt_after_which_another_begins_is_not_the_end(tmp_path, mo
     monkeypatch.setattr(status.time, "sleep", lambda seconds: looks.append(seconds) or sleep(0.01))
     with StateKeeper(attempt) as state:
         restarts = Restarts(1, Furthest())
-        decision = restarts.settle(attempt, RankError("rank 1 was killed"))
+        decision = restarts.decide_and_record(attempt, RankError("rank 1 was killed"))
         assert decision.again
         state.tell("failed", error="rank 1 was killed")
     seen = threading.Thread(target=watch, args=(folder, 0.01, output))
@@ -92,7 +92,7 @@ def test_a_supervisor_that_dies_between_two_attempts_ends_the_view(tmp_path, mon
     folder, attempt = made(tmp_path)
     monkeypatch.setattr(status, "SILENCE_SECONDS", -1.0)
     with StateKeeper(attempt) as state:
-        Restarts(1, Furthest()).settle(attempt, RankError("rank 1 was killed"))
+        Restarts(1, Furthest()).decide_and_record(attempt, RankError("rank 1 was killed"))
         state.tell("failed", error="rank 1 was killed")
     assert watch(folder, 0.01, io.StringIO()) == 0
 

@@ -99,7 +99,7 @@ def test_what_cannot_be_bound_or_locked_is_said():
     assert (doctor._network("127.0.0.1").level, doctor._network("::1").level) == ("ok", "ok")
     for private in ("10.1.2.3", "fd00::2", "node7"):
         found = doctor._network(private)
-        assert found.level == "ok" and f"whoever reaches {private} can disturb or steer the ranks" in found.text
+        assert found.level == "ok" and f"anyone who reaches {private} can disturb or steer the ranks" in found.text
     for public in ("8.8.8.8", "2606:4700::1"):
         assert doctor._network(public).level == "note" and "is a public address" in doctor._network(public).text
     said = [finding.what for finding in doctor.check_machine((), Path("."), 0, False, "127.0.0.1", AnswerDeadline())]
@@ -120,9 +120,9 @@ def test_a_limit_of_open_files_below_what_the_run_needs_is_wrong(monkeypatch):
 def test_a_process_takes_the_limit_it_may_have():
     """In a process of its own, whose soft limit is the usual 1024 or less."""
     code = (
-        "import resource; from gspo_mega import descriptors;"
+        "import resource; from gspo_mega.base import processes;"
         "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1];"
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard)); descriptors.raise_limit();"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard)); processes.raise_limit();"
         "assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)

@@ -108,7 +108,7 @@ def slurm(tmp_path_factory, monkeypatch):
         (steps, "ASK_AGAIN_SECONDS", 0.05),
         (job, "_POLL_SECONDS", 0.02),
         (job, "_SETTLE_SECONDS", 0.02),
-        (job, "_LOOK_SECONDS", 0.1),
+        (job, "_ASK_SECONDS", 0.1),
         (job, "_WATCH_AGAIN_SECONDS", 0.05),
         (stop, "_ENDED_PAUSE_SECONDS", 0.05),
         (stop, "_POLL_SECONDS", 0.02),
@@ -177,7 +177,7 @@ def test_a_rank_fails_then_a_node(slurm):
 
 
 def test_a_server_gives_up_then_the_time_limit_is_near(slurm, monkeypatch):
-    monkeypatch.setattr(job, "_LOOK_SECONDS", 30.0)
+    monkeypatch.setattr(job, "_ASK_SECONDS", 30.0)
 
     def scenario(made):
         monkeypatch.setenv("GSPO_PREFLIGHT", "0")
