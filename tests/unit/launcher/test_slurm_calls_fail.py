@@ -37,7 +37,7 @@ case "$*" in
     index=${*##*--index }; index=${index%% *}; role=${*##*--role }; role=${role%% *}
     mkdir -p "$attempt/software"
     [ ! -e "$JOB/$role" ] || cp "$JOB/$role" "$attempt/software/machine-$index-$role.json" ;;
-  *runtime.worker*)
+  *train.worker*)
     touch "$attempt/logs/rank_0.log"
     . "$JOB/ranks.$(basename "$attempt")" ;;
   *" serve "*)
@@ -205,7 +205,7 @@ def test_servers_whose_nccl_is_another_end_the_job_before_a_rank_starts(slurm, m
         made.run("publish.method=distributed")
     (line,) = [line for line in made.said if "NCCL is 2.30.7" in line]
     assert line.startswith("doctor   wrong pythons") and "and 2.28.9 in the servers'" in line
-    assert "runtime.worker" not in "\n".join(made.calls.calls)
+    assert "train.worker" not in "\n".join(made.calls.calls)
 
 
 def test_the_last_server_that_gives_up_fails_the_attempt(slurm, monkeypatch):
@@ -321,7 +321,7 @@ def test_a_step_that_srun_always_refuses_is_told_soon(slurm):
     made = slurm(0)
     made.ranks(1, "exit 0\n")
     refuse = (
-        'case "$*" in *runtime.worker*) echo "srun: unrecognized option \'--container-image=x\'" >&2; exit 1;; esac\n'
+        'case "$*" in *train.worker*) echo "srun: unrecognized option \'--container-image=x\'" >&2; exit 1;; esac\n'
     )
     (made.folder / "bin/srun").write_text(SRUN.replace("case", refuse + "case", 1))
     with pytest.raises(RankError, match="error: ranks 0 exited with code 1"):

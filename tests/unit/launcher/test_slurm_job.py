@@ -42,7 +42,7 @@ esac
 # Ranks that end with 75 when asked to, after what `$RANKS` has them do; all else waits for its end.
 SRUN = """#!/bin/sh
 case "$*" in
-  *runtime.worker*)
+  *train.worker*)
     eval "$RANKS"
     until ls "$ATTEMPT/stop" 2>/dev/null; do sleep 0.05; done
     exit 75 ;;
@@ -127,7 +127,7 @@ class Here:
                 return job.run("train", [0], 14_000, [], {"sums": indices})
 
     def look(self, job: SlurmJob) -> bool:
-        job._look_again = 0
+        job._next_question = 0
         return job.check_nodes()
 
 
