@@ -2,7 +2,7 @@
 
 Reaching a point does nothing unless `arm` was called. There is a point before and after every file operation of a save,
 the rollout journal and a publish through the disk; `atomic_io.py` reaches these. The moments of a step between them are
-points too; `train/phases.py` reaches most of those. `gspo-mega inspect --kill-points` shows the list. Standard library
+points too; `train/phases.py` reaches most of those. `POINTS` is the list. Standard library
 only.
 """
 

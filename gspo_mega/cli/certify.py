@@ -1,12 +1,12 @@
-"""Show that layouts compute the same numbers: one recorded batch, one checkpoint, every case against a reference.
+"""Show that layouts compute the same numbers: every case against a reference, on one batch and one checkpoint.
 
     gspo-mega certify configs/certify_dense.yaml     many layouts of a small model, on this machine
-    gspo-mega certify my_run.yaml                    that file's layout, against one rank
+    gspo-mega certify my_run.yaml                    the layout of that file, against one rank
     gspo-mega certify my_run.yaml certify.reference.ranks=8 certify.reference.set='{parallel.tensor: 8}'
 
 Compares log-probs per token, the loss, every tensor of the gradient, and the weights after three optimizer steps. A
-`model.path` that names a shape (a .json file) gets random weights. Exit code 0: every case holds; 1: at least one does
-not.
+`model.path` that names a shape (a .json file) gets random weights. Exit code 0: every case agrees with its reference;
+1: at least one does not.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@
     gspo-mega compare runs/my_run --algorithms gspo,sapo --step 12 --weights start
     gspo-mega compare runs/my_run --algorithms gspo,minirl --old start --json
 
-Every algorithm's gradient of one whole rollout batch is taken at the same weights (--weights; by default the newest
-checkpoint) with the same old log-probs (--old; by default those that the servers recorded). The run's own algorithm
-keeps the run's objective and advantages, and so does its other form (gspo, gspo_token); every other has its paper's.
-The table has the clip ranges. Exit code 0: compared.
+Takes every algorithm's gradient over one whole rollout batch, at the same weights (--weights; by default the newest
+checkpoint) and with the same old log-probs (--old; by default those that the servers recorded). The run's own algorithm
+keeps the run's objective and advantages, and so does its other form (gspo, gspo_token); every other algorithm has those
+of its paper. The table names the clip ranges. Exit code 0: compared.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--step",
         type=int,
         metavar="N",
-        help="rollouts of this step, counted from 1; by default the last that the weights were trained on",
+        help="use the rollouts of this step, counted from 1; by default the last that the weights were trained on",
     )
     parser.add_argument(
         "--weights",

@@ -3,7 +3,7 @@
     source <(gspo-mega completion bash)                                                  in this shell
     gspo-mega completion bash > ~/.local/share/bash-completion/completions/gspo-mega     in every new shell
 
-The script contains all words: completion starts no Python.
+The script contains all words, so that completing starts no Python.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _words_of(command: str) -> Iterator[tuple[str, list[str]]]:
-    """(`options`, `keys`, an option or the first position, its words) of one command."""
+    """(name, words) of one command: `options`, `keys`, and for each option with choices the option; the choices of an
+    argument without an option have the command's name.
+    """
     parser = argparse.ArgumentParser()
     importlib.import_module(module_of(command)).add_arguments(parser)
     options = [option for action in parser._actions for option in action.option_strings]

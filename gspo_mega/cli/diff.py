@@ -1,7 +1,7 @@
-"""Say where two runs part, since when, and as far as their records tell, why.
+"""Say where two runs differ, since which step, and, as far as their records tell, why.
 
 Compares configuration, versions, rollouts (prompts, tokens, log-probs, rewards), metrics and checkpoints, to the bit.
-Exit code 0: what was compared is the same; 1: it is not.
+Exit code 0: everything that was compared is the same; 1: something differs.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from gspo_mega.report.run_record import read_run
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("one", metavar="RUN", type=Path, help="the folder of a run")
-    parser.add_argument("other", metavar="RUN", type=Path, help="that of another")
-    parser.add_argument("--no-tensors", action="store_true", help="leave checkpoints out: they take the longest")
+    parser.add_argument("other", metavar="RUN", type=Path, help="the folder of the other run")
+    parser.add_argument("--no-tensors", action="store_true", help="do not compare checkpoints, which takes the longest")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 

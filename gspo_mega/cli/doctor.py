@@ -1,10 +1,10 @@
 """Check this machine for a run: versions, GPUs, Transformer Engine, disks, addresses.
 
-Needs the standard library alone: a torch that is missing or broken is a line of the report. A Slurm job runs it on
-every node before anything else, with an all-reduce between all of them. Exit code 0: nothing is wrong; 1: something is
-wrong.
+Needs only the standard library, so a torch that is missing or broken is a line of the report. A Slurm job runs the
+doctor on every node before anything else, with an all-reduce between all of them. Exit code 0: nothing is wrong;
+1: something is wrong.
 
-With --tokenizer, check a chat template for episodes of several turns instead, and nothing of the machine
+With --tokenizer, the command checks a chat template for episodes of several turns, and nothing of the machine
 (docs/templates.md).
 """
 
@@ -14,7 +14,7 @@ import argparse
 import socket
 from pathlib import Path
 
-from gspo_mega.base import versions as two_pythons
+from gspo_mega.base import versions
 from gspo_mega.base.versions import Finding, render
 from gspo_mega.launcher.doctor import (
     DEADLINE_SECONDS,
@@ -22,8 +22,8 @@ from gspo_mega.launcher.doctor import (
     MachinePlace,
     check_machine,
     check_together,
-    server_python_variable,
 )
+from gspo_mega.launcher.server_python import server_python_variable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,8 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--server-python",
         metavar="PYTHON",
-        help="the servers' Python, where it is another one: what is in it, and whether it fits this one (default: that"
-        " of GSPO_SERVER_PYTHON)",
+        help="the servers' Python, if it is another one: check what is in it and whether it fits this one (default: the"
+        " value of GSPO_SERVER_PYTHON)",
     )
     parser.add_argument(
         "--publish",
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="time limit of all checks together, in seconds (default: %(default)g)",
     )
-    template = parser.add_argument_group("a chat template for episodes of several turns, in place of the machine")
+    template = parser.add_argument_group("a chat template for episodes of several turns, instead of the machine")
     template.add_argument(
         "--tokenizer",
         type=Path,
@@ -94,7 +94,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--versions",
         type=Path,
         metavar="DIR",
-        help="write the versions of each role's Python there, for who compares the machines, and compare nothing here",
+        help="write the versions of each role's Python into DIR, for a comparison of all machines, and"
+        " compare none here",
     )
 
 
@@ -104,17 +105,17 @@ def run(args: argparse.Namespace) -> int:
     gpus = len(list(Path("/dev").glob("nvidia[0-9]*"))) if args.gpus is None else args.gpus
     deadline = AnswerDeadline(args.patience)
     roles = tuple(args.role or ("trainer", "server"))
-    # Under Slurm the job names the Python of each step.
+    # In a Slurm job each step already runs in its role's Python.
     chosen = args.server_python or (server_python_variable() if args.versions is None else None)
     software, findings = _software(roles, chosen, deadline)
     if args.versions is not None:
-        for role, versions in software.items():
-            two_pythons.record_versions(args.versions, args.index or 0, role, versions)
+        for role, found in software.items():
+            versions.record_versions(args.versions, args.index or 0, role, found)
     elif set(software) == {"trainer", "server"} and software["server"] is not software["trainer"]:
         by_nccl = args.publish == "distributed" and gpus > 0
-        findings += two_pythons.compare(software["trainer"], software["server"], by_nccl)
+        findings += versions.compare(software["trainer"], software["server"], by_nccl)
     if gpus:
-        problems = dict.fromkeys(two_pythons.driver_problem(versions) for versions in software.values())
+        problems = dict.fromkeys(versions.driver_problem(found) for found in software.values())
         findings += [Finding("wrong", "driver", problem) for problem in problems if problem is not None]
     findings += check_machine(
         tuple(software), args.folder, gpus, args.fp8, args.address, deadline, args.requests, software
@@ -130,13 +131,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _software(
     roles: tuple[str, ...], server_python: str | None, deadline: AnswerDeadline
-) -> tuple[dict[str, two_pythons.Versions], list[Finding]]:
-    """Versions of each role's Python; a role whose Python tells none is a finding instead."""
-    own = two_pythons.own_versions()
+) -> tuple[dict[str, versions.Versions], list[Finding]]:
+    """The versions in each role's Python. A role whose Python does not answer is left out and becomes a finding."""
+    own = versions.own_versions()
     software = dict.fromkeys(roles, own)
-    if server_python is not None and "server" in roles and not two_pythons.is_this_python(server_python):
+    if server_python is not None and "server" in roles and not versions.is_this_python(server_python):
         try:
-            software["server"] = two_pythons.versions_of(server_python, deadline.left)
+            software["server"] = versions.versions_of(server_python, deadline.left)
         except ValueError as error:
             del software["server"]
             return software, [Finding("wrong", "pythons", f"the servers' Python: {error}")]
@@ -144,7 +145,7 @@ def _software(
 
 
 def _check_tokenizer(folder: Path, tool_format: str) -> int:
-    # The rest of the doctor works where none of these can be imported.
+    # Imported here: the rest of the doctor works without these packages.
     from gspo_mega.agents.template_certificate import certify_template, summary
     from gspo_mega.data.chat import PromptEncoder, load_tokenizer
     from gspo_mega.data.templates import SuffixRule, run_end_tokens

@@ -26,9 +26,9 @@ from gspo_mega.config import load_config
 from gspo_mega.config.prompt_sources import RESPONSES_FILE
 from gspo_mega.launcher.local import launch
 
-# Nothing is trained, and no server is published to, whatever else is given.
+# An evaluation trains nothing and publishes nothing to a server, even if an override says so.
 _NO_TRAINING = ("train=null", "sft=null")
-# One process collects samples; without training there is no layout.
+# One process collects the samples. Without training there is no layout.
 _ONE_RANK = (
     "cluster.num_nodes=1",
     "cluster.num_rollout_nodes=0",
@@ -39,13 +39,17 @@ _ONE_RANK = (
     "parallel.virtual_pipeline=null",
     "parallel.expert=1",
     "parallel.expert_tensor=1",
-    "publish.lora=merged",  # what is evaluated is a whole folder
+    "publish.lora=merged",  # the evaluated folder holds whole weights, not an adapter
 )
 
 
 @dataclass(frozen=True)
 class Target:
-    """What to evaluate: the configuration to use, the model (None: the configuration's own), where logs go."""
+    """What to evaluate: the configuration, the model's folder, and the folder and name of the run that holds the logs.
+
+    None for `model`: the configuration's own model.path. None for `run_dir` and `run_name`: the configuration's
+    `run.dir`, and its `run.name` with `-eval` appended.
+    """
 
     config: Path
     model: Path | None
@@ -87,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     if args.out is not None and attempt is not None:
         shutil.copyfile(attempt.path / RESPONSES_FILE, args.out)
     result = {"model": loaded.config.model.path, **measured}
-    with Screen() as show:  # it is in result.json, too
+    with Screen() as show:  # if these lines are lost, result.json has the result
         show(json.dumps(result) if args.json else render_result(result))
     return 0
 
@@ -130,7 +134,7 @@ def _newest_weights(folder: RunFolder) -> Path:
             f"gspo-mega eval: the run {folder.path} has no result (hf/), and none of its published weights are left."
             " Continue the run, or convert a checkpoint with tools/megatron_to_hf.py"
         )
-    newest = max(found, key=lambda path: found[path])  # the result wins among equals: it comes first
+    newest = max(found, key=lambda path: found[path])  # among equal versions the result (`hf`), which comes first
     trained = _checkpoint_version(folder)
     if trained is not None and trained > found[newest]:
         raise ConfigError(
@@ -143,7 +147,7 @@ def _newest_weights(folder: RunFolder) -> Path:
 
 
 def _version_of(folder: Path) -> int:
-    """The weight version of an exported folder; 0 where its manifest has none."""
+    """The weight version of an exported folder; 0 if its manifest has none."""
     return int((read_json(folder / "manifest.json") or {}).get("weight_version", 0))
 
 
@@ -157,7 +161,7 @@ def _checkpoint_version(folder: RunFolder) -> int | None:
 
 
 def _overrides(target: Target) -> list[str]:
-    """The overrides of a target. Paths are quoted as JSON strings, which are YAML strings whatever they contain."""
+    """The overrides for a target. Paths are quoted as JSON strings, because every JSON string is a YAML string."""
     own: list[str] = list(_ONE_RANK)
     if target.model is not None:
         own += [f"model.path={json.dumps(str(target.model))}", "model.weights=null"]
@@ -169,7 +173,7 @@ def _overrides(target: Target) -> list[str]:
 
 
 def render_result(result: dict[str, Any]) -> str:
-    """The lines for a person. `result`: the model, and `sets`: what was measured on each."""
+    """The result as text for a person. `result`: the `model`, and under `sets` what was measured on each set."""
     blocks = [f"{'model':<12} {result['model']}"]
     for name, measured in result["sets"].items():
         blocks.append(_set_lines(measured, name if len(result["sets"]) > 1 else None))

@@ -1,13 +1,9 @@
-"""Show the recorded rollouts of a run: prompts, responses, rewards, advantages, log-probs of the server.
+"""Show the recorded rollouts of a run: prompts, responses, rewards, advantages, and the server's log-probs.
 
-Without --step, one line per step. Steps count from 1, as in metrics.jsonl. A step that was cut short shows the
-episodes it has. An episode of several turns is shown turn by turn: its messages, the tools that it called, and which of
-its tokens are trained on in which row. A record of a newer version is an error (exit code 8). Of a damaged one, the
-place of the damage and what is intact before and after it are shown, and the exit code is 8, too.
-
-An episode of several turns, or one that failed, turn by turn: for a terminal of 80 columns, and as JSON types.
-
-Owns how the tree is shown. Which episodes are shown, and those of one turn, are `inspect.py`'s.
+Without --step, one line per step. Steps count from 1, as in metrics.jsonl. Of a step that was cut short, the episodes
+that it has are shown. An episode of several turns is shown turn by turn: its messages, the tools that it called, and
+which of its tokens each row trains. A record of a newer version is an error (exit code 8). If a record is damaged, the
+command names the place of the damage, shows what is intact before and after it, and also exits with code 8.
 """
 
 from __future__ import annotations
@@ -20,7 +16,6 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from gspo_mega.base import failpoints
 from gspo_mega.base.episodes import Episode, Group, Node, RolloutBatch
 from gspo_mega.base.errors import JournalError
 from gspo_mega.base.records import Trajectory
@@ -32,210 +27,17 @@ from gspo_mega.data.journal.frames import JournalDamage
 from gspo_mega.data.journal.journal import Journal, PartGoneError
 from gspo_mega.data.journal.steps import StepRecord, well_formed
 
+# The text of an episode's tree is wrapped for a terminal of this many columns.
 WIDTH = 80
 
 
-def is_plain(episode: Episode) -> bool:
-    """One response to one prompt: nothing of it is a tree."""
-    return episode.failure is None and len(episode.nodes) == 2 and not episode.tool_calls
-
-
-def describe_episode(episode: Episode) -> dict[str, Any]:
-    """The episode as JSON types: nodes with all tokens, calls of tools, and the rows that are trained on."""
-    return {
-        "episode_id": episode.episode_id,
-        "failure": episode.failure,
-        "reward": episode.reward,
-        "reward_parts": episode.reward_parts,
-        "reward_error": episode.reward_error,
-        "correct": episode.correct,
-        "info": episode.info,
-        "tools": [_tool_name(tool) for tool in episode.tools],
-        "nodes": [_node(episode, node) for node in episode.nodes],
-        "tool_calls": [vars(call) for call in episode.tool_calls],
-        "rows": [_turn_row(row, episode) for row in episode.rows()],
-    }
-
-
-def _node(episode: Episode, node: Node) -> dict[str, Any]:
-    shown = {
-        "node_id": node.node_id,
-        "parent": node.parent,
-        "kind": node.kind,
-        "messages": node.messages,
-        "token_ids": list(node.token_ids),
-    }
-    if node.cause:
-        shown["cause"] = node.cause
-    if node.is_sampled:
-        shown |= {
-            "turn": episode.turns.index(node),
-            "text": node.text,
-            "finish_reason": node.finish_reason,
-            "reward": node.reward,
-            "server_id": node.server_id,
-            "log_probs": list(node.log_probs),
-            "weight_versions": list(node.weight_versions),
-        }
-    return shown
-
-
-def _turn_row(row: Trajectory, episode: Episode) -> dict[str, Any]:
-    leaf = row.turn_nodes[-1] if row.turn_nodes else -1
-    return {
-        "trajectory_id": row.trajectory_id,
-        "nodes": [node.node_id for node in episode.path(leaf)],
-        "turn_nodes": row.turn_nodes,
-        "weight": row.weight,
-        "mask": [[value, count] for value, count in _runs(row.response_mask)],
-        "num_context_tokens": len(row.prompt.token_ids),
-        "advantage": row.advantage,
-        "turn_advantages": _turn_advantages(row),
-    }
-
-
-def _turn_advantages(row: Trajectory) -> list[float] | None:
-    if row.token_advantages is None:
-        return None
-    return [row.token_advantages[start] for start, _ in row.turns]
-
-
-def tree_text(shown: dict[str, Any]) -> list[str]:
-    """The lines of what `describe_episode` returned."""
-    turns = [node for node in shown["nodes"] if node["kind"] == "sampled"]
-    num_sampled = sum(len(turn["token_ids"]) for turn in turns)
-    lines = [f"--- {shown['episode_id']}"]
-    facts = [f"reward {_number(shown['reward'])}", _count(len(turns), "turn"), _count(num_sampled, "sampled token")]
-    if len(shown["rows"]) > 1:
-        facts.append(f"{len(shown['rows'])} rows")
-    if shown["correct"] is not None:
-        facts.append("correct" if shown["correct"] else "not correct")
-    if shown["tools"]:
-        facts.append("tools " + ", ".join(shown["tools"]))
-    lines += _wrapped("  ".join(facts), 4)
-    for name, what in (
-        ("failure", "not trained on, it failed"),
-        ("reward_error", "not trained on, its scoring failed"),
-    ):
-        if shown[name] is not None:
-            lines += _wrapped(f"{what}: {shown[name]}", 4)
-    if shown["info"]:
-        lines += _wrapped(f"info {json.dumps(shown['info'], ensure_ascii=False)}", 4)
-    calls = {turn: list(found) for turn, found in itertools.groupby(shown["tool_calls"], lambda call: call["turn"])}
-    lines += [line for call in calls.get(-1, ()) for line in _call_text(call)]
-    for node in shown["nodes"]:
-        lines += _node_text(node)
-        if node["kind"] == "sampled":
-            lines += [line for call in calls.get(node["turn"], ()) for line in _call_text(call)]
-    return lines + [line for number, row in enumerate(shown["rows"]) for line in _row_text(number, row)]
-
-
-def _node_text(node: dict[str, Any]) -> Iterator[str]:
-    number = f"#{node['node_id']}"
-    behind = (
-        "" if node["parent"] == node["node_id"] - 1 else f"  behind #{node['parent']}" if node["parent"] >= 0 else ""
-    )
-    branch = f"  branch: {node['cause']}" if node.get("cause") else ""
-    if node["kind"] == "context":
-        roles = ", ".join(str(message.get("role", "?")) for message in node["messages"]) or "template"
-        yield f"{number:<4}{roles}: {_count(len(node['token_ids']), 'token')}, mask 0{behind}{branch}"
-        for message in node["messages"]:
-            yield from _message_text(message)
-        return
-    mean = math.fsum(node["log_probs"]) / max(1, len(node["log_probs"]))
-    yield from _wrapped(
-        f"turn {node['turn']}: {_count(len(node['token_ids']), 'token')}, mask 1, {node['finish_reason']},"
-        f" {_turn_versions(node['weight_versions'])}, log-prob per token {mean:.4f} (lowest"
-        f" {min(node['log_probs'], default=0.0):.2f})"
-        + (f", reward {node['reward']:g}" if node["reward"] is not None else "")
-        + (f", {node['server_id']}" if node["server_id"] else "")
-        + behind
-        + branch,
-        4,
-        first=f"{number:<4}",
-    )
-    yield from _wrapped(node["text"], 4)
-
-
-def _message_text(message: dict[str, Any]) -> Iterator[str]:
-    content = message.get("content")
-    if content is not None:
-        yield from _wrapped(content if isinstance(content, str) else json.dumps(content, ensure_ascii=False), 4)
-    for call in message.get("tool_calls") or ():
-        yield from _wrapped(f"calls {json.dumps(call.get('function', call), ensure_ascii=False)}", 4)
-
-
-def _call_text(call: dict[str, Any]) -> Iterator[str]:
-    arguments = json.dumps(call["arguments"], ensure_ascii=False)
-    answer = f"error: {call['error']}" if call["error"] is not None else str(call["result"])
-    yield from _wrapped(f"tool {call['name']} {arguments} -> {answer} ({call['seconds']:.3g} s)", 4)
-
-
-def _row_text(number: int, row: dict[str, Any]) -> Iterator[str]:
-    mask = " ".join(f"{value}x{count}" for value, count in row["mask"])
-    advantage = f"advantage {_number(row['advantage'], '+.3f')}"
-    if row["turn_advantages"] is not None:
-        advantage = "advantages of its turns " + ", ".join(f"{value:+.3f}" for value in row["turn_advantages"])
-    path = " ".join(f"#{node}" for node in row["nodes"])
-    yield from _wrapped(
-        f"row {number}: {path}; {advantage}; weight {row['weight']:.3g}; mask behind the first"
-        f" {row['num_context_tokens']} tokens: {mask}",
-        4,
-    )
-
-
-def _runs(values: Sequence[int]) -> list[tuple[int, int]]:
-    return [(value, len(list(run))) for value, run in itertools.groupby(values)]
-
-
-def _turn_versions(versions: Sequence[int]) -> str:
-    runs = _runs(versions)
-    if len(runs) == 1:
-        return f"version {runs[0][0]}"
-    return "versions " + ", ".join(f"{version} ({_count(count, 'token')})" for version, count in runs)
-
-
-def _number(value: float | None, form: str = "g") -> str:
-    return "-" if value is None else format(value, form)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _tool_name(tool: dict[str, Any]) -> str:
-    return str(tool.get("function", tool).get("name", "?"))
-
-
-def _wrapped(text: str, indent: int, first: str = "") -> Iterator[str]:
-    """Lines of at most `WIDTH` columns."""
-    safe = printable(text)
-    margin = " " * indent
-    for number, line in enumerate(safe.split("\n")):
-        start = first if first and number == 0 else margin
-        yield from textwrap.wrap(
-            line, WIDTH, initial_indent=start, subsequent_indent=margin, break_on_hyphens=False
-        ) or [start.rstrip()]
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", nargs="?", help="run folder")
+    parser.add_argument("run", metavar="RUN", help="run folder")
     parser.add_argument("--step", type=int, metavar="N", help="show this step's episodes")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--kill-points", action="store_true", help="list the points at which tests kill a run")
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.kill_points:
-        width = max(map(len, failpoints.POINTS))
-        print(
-            json.dumps(failpoints.POINTS)
-            if args.json
-            else "\n".join(f"{name:<{width}}  {what}" for name, what in failpoints.POINTS.items())
-        )
-        return 0
-    if args.run is None:
-        raise JournalError("which run? gspo-mega inspect RUN [--step N]")
     folder = RunFolder(args.run)
     journal = Journal(folder.journal_dir)
     steps = journal.steps()
@@ -245,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         rows, lines = [], []
         for step in steps:
             with well_formed(journal.file(step)):
-                rows.append(_row(journal, step))
+                rows.append(_overview_of_step(journal, step))
                 lines.append(_overview_line(rows[-1]))
         print(json.dumps(rows) if args.json else "\n".join(lines))
         return JournalError.exit_code if any(row["damages"] for row in rows) else 0
@@ -258,13 +60,13 @@ def run(args: argparse.Namespace) -> int:
         raise JournalError(f"{journal.file(args.step - 1)}: was cut short before its first trajectory")
     with well_formed(journal.file(args.step - 1)):
         shown = describe(record, folder)
-        text = json.dumps(shown) if args.json else _text(shown)
+        text = json.dumps(shown) if args.json else _step_text(shown)
     print(text)
     return JournalError.exit_code if record.damages else 0
 
 
 def _record(journal: Journal, step: int) -> StepRecord | None:
-    """The record of a step; of a damaged one, what is intact. Raises as `Journal.read`."""
+    """The record of a step, or what is intact of a damaged one. Raises what `Journal.read` raises."""
     try:
         return journal.read(step)
     except JournalDamage:
@@ -275,8 +77,8 @@ def _record(journal: Journal, step: int) -> StepRecord | None:
 
 
 def describe(record: StepRecord, folder: RunFolder) -> dict[str, Any]:
-    """The step as JSON types. Where the step's batch is complete, it has the advantages that training computes from
-    these rewards.
+    """The step as JSON types. If its batch is complete, its trajectories have the advantages that training computes
+    from these rewards.
     """
     if record.batch is not None:
         # Imported here: it imports torch, which an unfinished step does not need.
@@ -306,12 +108,6 @@ def describe(record: StepRecord, folder: RunFolder) -> dict[str, Any]:
     }
 
 
-def _trees(group: Group) -> dict[str, Any]:
-    """The episodes of a group that are more than one response, under `episodes`; nothing where there is none."""
-    trees = [describe_episode(episode) for episode in group.episodes if not is_plain(episode)]
-    return {"episodes": trees} if trees else {}
-
-
 def _trajectory(trajectory: Trajectory) -> dict[str, Any]:
     sampled = [p for p, active in zip(trajectory.rollout_log_probs, trajectory.response_mask, strict=True) if active]
     return {
@@ -319,7 +115,7 @@ def _trajectory(trajectory: Trajectory) -> dict[str, Any]:
         "response": trajectory.response_text,
         "num_response_tokens": trajectory.num_response_tokens,
         "finish_reason": trajectory.finish_reason,
-        "weight_versions": _versions(trajectory),
+        "weight_versions": _sampled_versions(trajectory),
         "reward": trajectory.reward,
         "reward_parts": trajectory.reward_parts,
         "reward_error": trajectory.reward_error,
@@ -330,14 +126,90 @@ def _trajectory(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
-def _versions(trajectory: Trajectory) -> list[int]:
-    """Those that sampled its tokens, in order."""
+def _sampled_versions(trajectory: Trajectory) -> list[int]:
+    """The weight versions that sampled its tokens, in ascending order."""
     pairs = zip(trajectory.weight_versions, trajectory.response_mask, strict=True)
     return sorted({version for version, active in pairs if active})
 
 
-def _row(journal: Journal, step: int) -> dict[str, Any]:
-    """The overview of a step. Where its groups were sampled ahead, `journal.keep_last` may have removed some."""
+def _trees(group: Group) -> dict[str, Any]:
+    """The group's episodes that are more than one response, under the key `episodes`; empty if it has none."""
+    trees = [describe_episode(episode) for episode in group.episodes if not _is_one_response(episode)]
+    return {"episodes": trees} if trees else {}
+
+
+def _is_one_response(episode: Episode) -> bool:
+    """Whether the episode is one response to one prompt, so that it has no tree to show."""
+    return episode.failure is None and len(episode.nodes) == 2 and not episode.tool_calls
+
+
+def describe_episode(episode: Episode) -> dict[str, Any]:
+    """The episode as JSON types: its nodes with all tokens, its tool calls, and the rows that are trained on."""
+    return {
+        "episode_id": episode.episode_id,
+        "failure": episode.failure,
+        "reward": episode.reward,
+        "reward_parts": episode.reward_parts,
+        "reward_error": episode.reward_error,
+        "correct": episode.correct,
+        "info": episode.info,
+        "tools": [_tool_name(tool) for tool in episode.tools],
+        "nodes": [_describe_node(episode, node) for node in episode.nodes],
+        "tool_calls": [vars(call) for call in episode.tool_calls],
+        "rows": [_describe_row(row, episode) for row in episode.rows()],
+    }
+
+
+def _describe_node(episode: Episode, node: Node) -> dict[str, Any]:
+    shown = {
+        "node_id": node.node_id,
+        "parent": node.parent,
+        "kind": node.kind,
+        "messages": node.messages,
+        "token_ids": list(node.token_ids),
+    }
+    if node.cause:
+        shown["cause"] = node.cause
+    if node.is_sampled:
+        shown |= {
+            "turn": episode.turns.index(node),
+            "text": node.text,
+            "finish_reason": node.finish_reason,
+            "reward": node.reward,
+            "server_id": node.server_id,
+            "log_probs": list(node.log_probs),
+            "weight_versions": list(node.weight_versions),
+        }
+    return shown
+
+
+def _describe_row(row: Trajectory, episode: Episode) -> dict[str, Any]:
+    leaf = row.turn_nodes[-1] if row.turn_nodes else -1
+    return {
+        "trajectory_id": row.trajectory_id,
+        "nodes": [node.node_id for node in episode.path(leaf)],
+        "turn_nodes": row.turn_nodes,
+        "weight": row.weight,
+        "mask": [[value, count] for value, count in _runs(row.response_mask)],
+        "num_context_tokens": len(row.prompt.token_ids),
+        "advantage": row.advantage,
+        "turn_advantages": (
+            None if row.token_advantages is None else [row.token_advantages[start] for start, _ in row.turns]
+        ),
+    }
+
+
+def _runs(values: Sequence[int]) -> list[tuple[int, int]]:
+    """(value, count) of each run of equal values."""
+    return [(value, len(list(run))) for value, run in itertools.groupby(values)]
+
+
+def _tool_name(tool: dict[str, Any]) -> str:
+    return str(tool.get("function", tool).get("name", "?"))
+
+
+def _overview_of_step(journal: Journal, step: int) -> dict[str, Any]:
+    """The overview of a step. If its groups were sampled ahead, `journal.keep_last` may have removed some of them."""
     try:
         return _overview(_record(journal, step), step) | {"part_removed": False}
     except PartGoneError:
@@ -365,7 +237,7 @@ def _overview(record: StepRecord | None, step: int) -> dict[str, Any]:
         "num_trajectories": len(batch.episodes),
         "num_reward_failures": sum(not one.is_scored and one.failure is None for one in batch.episodes),
         "num_episode_failures": sum(one.failure is not None for one in batch.episodes),
-        # Of all groups that were sampled for the step, where its record says it.
+        # The mean over all groups that were sampled for the step, if the record has it; else over the groups shown.
         "reward_mean": batch.sampled.get("reward/mean", math.fsum(rewards) / len(rewards) if rewards else None),
         "damages": [str(damage) for damage in record.damages],
     }
@@ -376,7 +248,7 @@ def _overview_line(row: dict[str, Any]) -> str:
     state = f"  reward failures {row['num_reward_failures']}" if row["num_reward_failures"] else ""
     state += f"  failed episodes {row['num_episode_failures']}" if row["num_episode_failures"] else ""
     if row["part_removed"]:
-        state += "  what earlier files had of it is removed"
+        state += "  its groups in earlier files were removed"
     elif row["damages"]:
         state += f"  {'; '.join(row['damages'])}"
     elif not row["complete"]:
@@ -387,14 +259,15 @@ def _overview_line(row: dict[str, Any]) -> str:
     )
 
 
-def _text(shown: dict[str, Any]) -> str:
+def _step_text(shown: dict[str, Any]) -> str:
+    """The lines of what `describe` returned."""
     lines = [
         f"step {shown['step']}, sampled from weight version {shown['weight_version']}"
-        + ("" if shown["complete"] else "; what is intact" if shown["damages"] else "; cut short"),
+        + ("" if shown["complete"] else "; the intact part" if shown["damages"] else "; cut short"),
         *shown["damages"],
     ]
     if shown["lost"]:
-        lines.append(f"intact, but without their prompts or tools: {', '.join(shown['lost'])}")
+        lines.append(f"intact, but their prompts or tools are lost: {', '.join(shown['lost'])}")
     for group in shown["groups"]:
         lines += ["", f"=== {group['prompt_id']}   answer: {group['answer']!r}", group["prompt"]]
         trees = {tree["episode_id"]: tree for tree in group.get("episodes", ())}
@@ -410,7 +283,9 @@ def _text(shown: dict[str, Any]) -> str:
                 if one["log_prob_mean"] is None
                 else f"{one['log_prob_mean']:.4f} (lowest {one['log_prob_min']:.2f})"
             )
-            failed = f"  not trained on, its scoring failed: {one['reward_error']}" if one["reward_error"] else ""
+            failed = (
+                f"  not trained on, because its scoring failed: {one['reward_error']}" if one["reward_error"] else ""
+            )
             reward = "-" if one["reward"] is None else f"{one['reward']:g}"
             ahead = ""
             if one["weight_versions"] not in ([], [shown["weight_version"]]):
@@ -423,3 +298,112 @@ def _text(shown: dict[str, Any]) -> str:
                 one["response"],
             ]
     return "\n".join(lines)
+
+
+def tree_text(shown: dict[str, Any]) -> list[str]:
+    """The lines of what `describe_episode` returned."""
+    turns = [node for node in shown["nodes"] if node["kind"] == "sampled"]
+    num_sampled = sum(len(turn["token_ids"]) for turn in turns)
+    lines = [f"--- {shown['episode_id']}"]
+    facts = [f"reward {_number(shown['reward'])}", _count(len(turns), "turn"), _count(num_sampled, "sampled token")]
+    if len(shown["rows"]) > 1:
+        facts.append(f"{len(shown['rows'])} rows")
+    if shown["correct"] is not None:
+        facts.append("correct" if shown["correct"] else "not correct")
+    if shown["tools"]:
+        facts.append("tools " + ", ".join(shown["tools"]))
+    lines += _wrapped("  ".join(facts), 4)
+    for name, what in (
+        ("failure", "not trained on, because it failed"),
+        ("reward_error", "not trained on, because its scoring failed"),
+    ):
+        if shown[name] is not None:
+            lines += _wrapped(f"{what}: {shown[name]}", 4)
+    if shown["info"]:
+        lines += _wrapped(f"info {json.dumps(shown['info'], ensure_ascii=False)}", 4)
+    calls = {turn: list(found) for turn, found in itertools.groupby(shown["tool_calls"], lambda call: call["turn"])}
+    lines += [line for call in calls.get(-1, ()) for line in _call_text(call)]
+    for node in shown["nodes"]:
+        lines += _node_text(node)
+        if node["kind"] == "sampled":
+            lines += [line for call in calls.get(node["turn"], ()) for line in _call_text(call)]
+    return lines + [line for number, row in enumerate(shown["rows"]) for line in _row_text(number, row)]
+
+
+def _node_text(node: dict[str, Any]) -> Iterator[str]:
+    number = f"#{node['node_id']}"
+    is_successor = node["parent"] in (-1, node["node_id"] - 1)
+    after = "" if is_successor else f"  after #{node['parent']}"
+    branch = f"  branch: {node['cause']}" if node.get("cause") else ""
+    if node["kind"] == "context":
+        roles = ", ".join(str(message.get("role", "?")) for message in node["messages"]) or "template"
+        yield f"{number:<4}{roles}: {_count(len(node['token_ids']), 'token')}, mask 0{after}{branch}"
+        for message in node["messages"]:
+            yield from _message_text(message)
+        return
+    mean = math.fsum(node["log_probs"]) / max(1, len(node["log_probs"]))
+    yield from _wrapped(
+        f"turn {node['turn']}: {_count(len(node['token_ids']), 'token')}, mask 1, {node['finish_reason']},"
+        f" {_versions_text(node['weight_versions'])}, log-prob per token {mean:.4f} (lowest"
+        f" {min(node['log_probs'], default=0.0):.2f})"
+        + (f", reward {node['reward']:g}" if node["reward"] is not None else "")
+        + (f", {node['server_id']}" if node["server_id"] else "")
+        + after
+        + branch,
+        4,
+        first=f"{number:<4}",
+    )
+    yield from _wrapped(node["text"], 4)
+
+
+def _message_text(message: dict[str, Any]) -> Iterator[str]:
+    content = message.get("content")
+    if content is not None:
+        yield from _wrapped(content if isinstance(content, str) else json.dumps(content, ensure_ascii=False), 4)
+    for call in message.get("tool_calls") or ():
+        yield from _wrapped(f"calls {json.dumps(call.get('function', call), ensure_ascii=False)}", 4)
+
+
+def _call_text(call: dict[str, Any]) -> Iterator[str]:
+    arguments = json.dumps(call["arguments"], ensure_ascii=False)
+    answer = f"error: {call['error']}" if call["error"] is not None else str(call["result"])
+    yield from _wrapped(f"tool {call['name']} {arguments} -> {answer} ({call['seconds']:.3g} s)", 4)
+
+
+def _row_text(number: int, row: dict[str, Any]) -> Iterator[str]:
+    mask = " ".join(f"{value}x{count}" for value, count in row["mask"])
+    advantage = f"advantage {_number(row['advantage'], '+.3f')}"
+    if row["turn_advantages"] is not None:
+        advantage = "advantages of its turns " + ", ".join(f"{value:+.3f}" for value in row["turn_advantages"])
+    path = " ".join(f"#{node}" for node in row["nodes"])
+    yield from _wrapped(
+        f"row {number}: {path}; {advantage}; weight {row['weight']:.3g}; mask after the first"
+        f" {row['num_context_tokens']} tokens: {mask}",
+        4,
+    )
+
+
+def _versions_text(versions: Sequence[int]) -> str:
+    runs = _runs(versions)
+    if len(runs) == 1:
+        return f"version {runs[0][0]}"
+    return "versions " + ", ".join(f"{version} ({_count(count, 'token')})" for version, count in runs)
+
+
+def _number(value: float | None, form: str = "g") -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _wrapped(text: str, indent: int, first: str = "") -> Iterator[str]:
+    """The printable text in lines of at most `WIDTH` columns. `first` replaces the indentation of the first line."""
+    safe = printable(text)
+    margin = " " * indent
+    for number, line in enumerate(safe.split("\n")):
+        start = first if first and number == 0 else margin
+        yield from textwrap.wrap(
+            line, WIDTH, initial_indent=start, subsequent_indent=margin, break_on_hyphens=False
+        ) or [start.rstrip()]

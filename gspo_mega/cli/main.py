@@ -1,7 +1,8 @@
-"""The `gspo-mega` command line: choose the command, show its errors to the user.
+"""The `gspo-mega` command line: `main` chooses the command, runs it, and shows its errors to the user.
 
-Each command is a module of this package with `add_arguments(parser)` and `run(args) -> int`. Only the module of the
-command in use is imported, so `gspo-mega plan` does not wait for libraries it does not use.
+Each command is a module of this package with `add_arguments(parser)` and `run(args) -> int`; its docstring is its
+--help. Only the module of the command in use is imported, so `gspo-mega plan` does not wait for libraries that only
+other commands need.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ COMMANDS = {
     "eval": "sampled accuracy of a run or a Hugging Face folder",
     "serve": "one SGLang server",
     "inspect": "the recorded rollouts of a run's step",
-    "mismatch": "where the mismatch of trainer and servers comes from, and whether the clip range bears it",
+    "mismatch": "where the mismatch of trainer and servers comes from, and whether the clip range tolerates it",
     "certify": "show that layouts compute the same numbers",
     "compare": "what other objectives would do with a run's recorded rollouts",
     "simulate": "a week of a configuration on many machines, simulated: step times, failures, nodes",
     "report": "one HTML file of runs: summary, curves, trajectories",
-    "watch": "the report of a run that goes on, in a browser",
-    "diff": "where two runs part, since when, and why",
-    "status": "how a run is doing, from its folder alone",
+    "watch": "the report of a running run, live in a browser",
+    "diff": "where two runs differ, since which step, and why",
+    "status": "how a run is doing, from the files in its folder",
     "doctor": "what is wrong with this machine for a run",
-    "completion": "a script that completes this command line in a shell",
+    "completion": "a script for completing this command line in a shell",
 }
 # Commands that run something: output that cannot be written does not change their exit code.
 RUNS = ("train", "sft", "reward-model", "eval", "serve", "certify", "mismatch", "compare")
@@ -50,15 +51,18 @@ EXIT_BROKEN_PIPE = 141
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code. A GspoMegaError becomes its text on stderr and its `exit_code`."""
+    """Run one command and return its exit code. `arguments`: by default those of this process.
+
+    For a GspoMegaError, its text goes to standard error and its `exit_code` is returned.
+    """
     fill_standard_descriptors()
-    # A log line that cannot be written is lost; Python would show a traceback for each.
+    # A log line that cannot be written is lost. Otherwise Python would show a traceback for each.
     logging.raiseExceptions = False
     network.set_no_proxy()
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words and words[0] in RENAMED:
         new = RENAMED[words[0]]
-        show_error(f"gspo-mega {words[0]} is now gspo-mega {new}; the old name goes with the next release")
+        show_error(f"gspo-mega {words[0]} is now gspo-mega {new}; the next release no longer knows the old name")
         words[0] = new
     name = words[0] if words else ""
     try:
@@ -78,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return FolderError.exit_code
         if name in RUNS:
             raise
-        # A command that only prints: its reader (`| head`) has seen enough, or the disk behind `> file` is full.
+        # The command only prints: its reader (`| head`) has seen enough, or the disk of `> file` is full.
         drop_standard_output()
         if isinstance(error, BrokenPipeError):
             return EXIT_BROKEN_PIPE
@@ -117,16 +121,16 @@ def _run(words: list[str]) -> int:
         prog=f"gspo-mega {name}", description=command.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     command.add_arguments(parser)
-    # Intermixed: an override may stand before or after an option.
+    # Intermixed parsing accepts overrides before and after options.
     return command.run(parser.parse_intermixed_args(words[1:]))
 
 
 class Parser(argparse.ArgumentParser):
-    """One that says what is missing, and how an override is written, where argparse says neither."""
+    """An argument parser whose errors name the missing argument, the nearest option, and how to write an override."""
 
     def error(self, message: str) -> NoReturn:
         missing = message.removeprefix("the following arguments are required: ")
-        if missing != message:  # overrides may be none, though argparse counts them
+        if missing != message:  # argparse names the overrides too, although they are optional
             wanted = [name for name in missing.split(", ") if "=" not in name]
             usage = f"{self.prog} {' '.join(wanted)} ..."
             message = f"{' and '.join(wanted)} {'is' if len(wanted) == 1 else 'are'} missing; for example: {usage}"
@@ -144,12 +148,12 @@ class Parser(argparse.ArgumentParser):
                     said.append(f"{word} is no option")
             message = "\n".join(said)
         show_error("\n".join(f"{self.prog}: {line}" for line in message.splitlines()))
-        show_error(f"{self.prog} --help says what it takes")
+        show_error(f"{self.prog} --help lists its arguments")
         raise SystemExit(EXIT_USAGE)
 
 
 def module_of(command: str) -> str:
-    """The module that holds a command."""
+    """The name of the module that holds a command."""
     return f"gspo_mega.cli.{command.replace('-', '_')}"
 
 

@@ -6,9 +6,10 @@
     gspo-mega plan my_run.yaml --search 4x8          rank the layouts on 4 nodes of 8 GPUs, print the YAML block
     eval "$(gspo-mega plan my_run.yaml --shell)"     the numbers that a job script needs
 
-Starts no part of a run and imports no torch, so it answers at once on a login node; with --command or --read-weights a
-process of its own reads for some seconds, or as long as the weights take. Exit code 0: the configuration can run; 2:
-it cannot, with one line per reason; 10: it does not fit into a GPU's or a node's memory (see plan.over_memory).
+Starts no part of a run and imports no torch, so it answers at once on a login node. With --command, a separate process
+reads the inputs for some seconds; with --read-weights it reads for as long as the weights take. Exit code 0: the
+configuration can run; 2: it cannot run, with one line per reason; 10: it does not fit into a GPU's or a node's memory
+(see plan.over_memory).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", metavar="PATH", help="plan with this Hugging Face folder or config.json instead of model.path"
     )
-    parser.add_argument("--device", choices=("cpu", "gpu"), help="what the ranks will run on, where known")
+    parser.add_argument("--device", choices=("cpu", "gpu"), help="what the ranks will run on, if you know it")
     parser.add_argument(
         "--command",
         choices=("train", "sft", "eval", "certify", "mismatch", "budget"),
@@ -58,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.command == "mismatch":
-        args.command = "budget"  # the section of the configuration that it reads
+        args.command = "budget"  # that command reads the section `budget` of the configuration
     if args.json_schema:
         print(render_json_schema(), end="")
         return 0
@@ -102,8 +103,8 @@ def _weights_read(loaded: LoadedConfig, args: argparse.Namespace) -> list[str]:
 def _input_notices(
     loaded: LoadedConfig, command: Literal["train", "sft", "eval", "certify", "budget"] | None, *, is_elsewhere: bool
 ) -> list[str]:
-    """Notices on data and rewards. The checks take a moment, so they need a named command. `is_elsewhere`: the plan is
-    of another model than that of the configuration, which may not be here.
+    """Notices on data and rewards; none without a named command, because the checks take a moment. `is_elsewhere`: the
+    plan is for another model than model.path, which may not be on this machine.
     """
     if command is None:
         return []
@@ -112,6 +113,6 @@ def _input_notices(
     if is_elsewhere:
         return [
             *check_inputs(loaded, command),
-            "--model: the tokenizer and the weights of model.path were not looked at",
+            "--model: the tokenizer and the weights of model.path were not checked",
         ]
     return check_all_inputs(loaded, command)

@@ -1,6 +1,7 @@
 """Write a run's report: one HTML file that opens from disk, with a summary in words, curves and sampled trajectories.
 
-Reads the run's folder alone, while it runs or after. Several runs are shown over each other.
+Reads only the files in the run's folder, while the run goes on or afterwards. The curves of several runs are drawn over
+each other.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@
     gspo-mega reward-model MODEL DATA.jsonl --out FOLDER --loss pairwise    rows with prompt, chosen, rejected
     gspo-mega reward-model MODEL DATA.jsonl --out FOLDER --ranks my_run.yaml parallel.tensor=8
 
-MODEL is a Hugging Face folder. The result is one that transformers' AutoModelForSequenceClassification loads and SGLang
-serves (`--is-embedding`). One process, in fp32, with AdamW, for models that one device holds; with --ranks the ranks of
-that file on this machine, in its layout and precision, with its optimizer and packs; MODEL is then a policy's folder,
-and the head starts at zero. Exit code 0: written.
+MODEL is a Hugging Face folder. The command writes a folder that transformers' AutoModelForSequenceClassification loads
+and SGLang serves (`--is-embedding`). Without --ranks, one process fits in fp32 with AdamW a model that one device
+holds. With --ranks, the ranks of that file fit it on this machine, in the file's layout and precision, with its
+optimizer and packs; MODEL is then a policy's folder, and the head starts at zero. Exit code 0: written.
 """
 
 from __future__ import annotations
@@ -37,17 +37,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--text", default="{prompt}{response}", help="what the model reads, as in reward.model (default: %(default)s)"
     )
-    parser.add_argument("--train", choices=("head", "all"), default="all", help="which weights (default: all)")
+    parser.add_argument(
+        "--train", choices=("head", "all"), default="all", help="which weights are fitted (default: all)"
+    )
     parser.add_argument("--epochs", type=int, default=1, metavar="N", help="passes over the data (default: 1)")
     parser.add_argument(
         "--lr", type=float, metavar="LR", help="AdamW's learning rate (default: 1e-4; with --ranks optimizer.lr)"
     )
     parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="rows per step (default: 32)")
-    parser.add_argument("--max-tokens", type=int, default=4096, metavar="N", help="longer texts lose their beginning")
-    parser.add_argument("--held-out", type=float, default=0.1, metavar="SHARE", help="of the rows (default: 0.1)")
-    parser.add_argument("--seed", type=int, default=1, metavar="S", help="of the head and the order (default: 1)")
     parser.add_argument(
-        "--ranks", type=Path, metavar="CONFIG", help="fit with the ranks of a run's YAML file, whatever its model is"
+        "--max-tokens", type=int, default=4096, metavar="N", help="longer texts lose their beginning (default: 4096)"
+    )
+    parser.add_argument(
+        "--held-out", type=float, default=0.1, metavar="SHARE", help="share of the rows to test on (default: 0.1)"
+    )
+    parser.add_argument("--seed", type=int, default=1, metavar="S", help="seed of the head and the order (default: 1)")
+    parser.add_argument(
+        "--ranks", type=Path, metavar="CONFIG", help="fit with the ranks of a run's YAML file; its model is not used"
     )
 
 
@@ -78,7 +84,7 @@ _VALID = {"--held-out": "from 0 to below 1"}
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raises ConfigError for what cannot be fitted."""
+    """Raises ConfigError if an option's value cannot be used."""
     if "response" not in PLACEHOLDER.findall(args.text):
         raise ConfigError("gspo-mega reward-model: --text: has no {response}, so the model would see no response")
     for option, value, valid in (
@@ -103,13 +109,15 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _fit_by_ranks(args: argparse.Namespace, how: Fitting) -> tuple[int, Fitted | None]:
-    """(the exit code, what was fitted or None). Raises ConfigError or PlanError before anything starts."""
+    """Returns (exit code, the fit's result), the result being None if the ranks failed. Raises ConfigError or PlanError
+    before anything starts.
+    """
     from gspo_mega.launcher.local import launch
     from gspo_mega.rewards.fitting import Fitted
 
     out = args.out.absolute()
     own = [f"model.path={args.model.resolve()}", f"run.dir={out.parent}", f"run.name={out.name}-fit"]
-    # Policies alone have what these are for.
+    # These keys are for policies.
     own += ["model.weights=null", "lora=null", "cluster.colocated=false", "cluster.num_rollout_nodes=0"]
     own += [f"optimizer.lr={args.lr}"] if args.lr is not None else []
     loaded = load_config(args.ranks, [*args.overrides, *own], "reward_model")

@@ -1,8 +1,9 @@
 """Show a run's lines on the terminal of its command without ever holding up the run.
 
-Owns the standard descriptors and the handling of their loss. A reader that is gone (`| head`), a closed terminal, a
-full disk behind `> file` or a stopped pager loses lines and nothing else: the attempt's logs have them too. Used by
-commands that run something; a command that only prints, such as `inspect`, uses `print`.
+A reader that is gone (`| head`), a closed terminal, a full disk (`> file`) or a stopped pager loses lines and nothing
+else: the attempt's logs have them too. Commands that run something show their lines with `Screen`; a command that only
+prints, such as `inspect`, uses `print`. The functions after it open missing standard descriptors and drop a standard
+output that cannot be written.
 """
 
 from __future__ import annotations
@@ -18,20 +19,21 @@ from typing import Any, TextIO
 
 from gspo_mega.base.untrusted import printable
 
-# Its lines go to supervisor.log with the launcher's.
+# A logger below the launcher's, so that its lines go to supervisor.log too.
 logger = logging.getLogger("gspo_mega.launcher.screen")
 
-# Lines kept for a reader that stands still: more than a day of steps prints.
+# Lines that are kept for a reader that does not read: more than a day of steps prints.
 _MOST_LINES = 100_000
-# How long the end of a command waits for a reader that stands still.
+# How long a command waits at its end for a reader that does not read.
 _DRAIN_SECONDS = 10.0
 # Errors that mean that the reader is gone for good; a full disk may have room again.
 _GONE = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO, errno.ECONNRESET)
 
 
 class Screen:
-    """Show lines on a stream, in order, from a separate thread. A context manager; call it with a line. Never raises
-    OSError.
+    """Shows lines on a stream, in order, from a separate thread.
+
+    Use it as a context manager and call it with each line. A call never waits and never raises OSError.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -50,13 +52,13 @@ class Screen:
             self._lines.put(None, timeout=_DRAIN_SECONDS)
             self._thread.join(_DRAIN_SECONDS)
         except queue.Full:
-            logger.warning("the reader of the output stands still; the lines that it did not read are not shown")
+            logger.warning("the reader of the output does not read; the lines left for it are not shown")
 
     def __call__(self, line: str) -> None:
         try:
             self._lines.put_nowait(line)
         except queue.Full:
-            return  # the reader stands still; the attempt's logs have this line
+            return  # the reader does not read; the attempt's logs have this line
 
     def _show_all(self) -> None:
         while (line := self._lines.get()) is not None:
@@ -77,8 +79,8 @@ class Screen:
 
 
 def write_line(stream: TextIO | None, line: str) -> None:
-    """Write a line, made printable, past Python's buffer, which would keep a failed line and fail again at exit. Raises
-    OSError.
+    """Write a line, made printable, directly to the stream's file; nothing is written if `stream` is None. Python's
+    buffer would keep a line that failed, and fail again at exit. Raises OSError.
     """
     if stream is None:
         return
@@ -97,7 +99,7 @@ def write_line(stream: TextIO | None, line: str) -> None:
 
 
 def show_error(text: object) -> None:
-    """Write an error's text to standard error; where that is lost too, the exit code is all that is left."""
+    """Write an error's text to standard error. If that cannot be written either, only the exit code tells the user."""
     try:
         write_line(sys.stderr, str(text))
     except (OSError, ValueError):
@@ -105,9 +107,9 @@ def show_error(text: object) -> None:
 
 
 def fill_standard_descriptors() -> None:
-    """Open descriptors 0, 1 and 2 on /dev/null where they were closed (`>&-`).
+    """Open those of the descriptors 0, 1 and 2 on /dev/null that were closed (`>&-`).
 
-    Otherwise the next file to be opened, a lock or a record, would become standard output and receive the user's lines.
+    Otherwise the next file to be opened, such as a lock, would become standard output and receive the user's lines.
     """
     for descriptor in (0, 1, 2):
         try:
@@ -121,7 +123,7 @@ def fill_standard_descriptors() -> None:
 
 
 def drop_standard_output() -> None:
-    """Point standard output at /dev/null, so that Python does not write the failed rest again at exit."""
+    """Point standard output at /dev/null, so that Python does not try to write the rest again at exit."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.close(null)

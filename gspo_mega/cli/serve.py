@@ -2,8 +2,8 @@
 
 `gspo-mega train` starts `server.num_servers` of these. Started by hand on any machine that sees the run folder, this
 command adds a server to the running attempt, under the next free index; without a running attempt, the server gets an
-attempt of its own. A server over several nodes (`server.num_nodes`) has one of these on each. The command ends the
-server and all its processes when it receives a stop signal or when the process that started it is gone.
+attempt of its own. A server over several nodes (`server.num_nodes`) needs this command on each of them. The command
+ends the server and all its processes when it receives a stop signal or when the process that started it is gone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from gspo_mega.rollout.server.multinode import PartSupervisor
 from gspo_mega.rollout.server.reward_server import own_model, reward_config, reward_folder
 from gspo_mega.rollout.server.start_weights import StartCopy
 from gspo_mega.rollout.server.supervise import ServerSupervisor
-from gspo_mega.sync.servers import loaded_versions_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,22 +40,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--attempt", type=Path, metavar="DIR", help="attempt folder to register in (default: the running attempt)"
     )
     parser.add_argument("--index", type=int, metavar="K", help="index of this server in the attempt (server-K)")
-    parser.add_argument(
-        "--reward-model", metavar="NAME", help="a server of this entry of reward.model, in place of one of the policy"
-    )
+    parser.add_argument("--reward-model", metavar="NAME", help="serve this entry of reward.model instead of the policy")
     parser.add_argument(
         "--host", metavar="ADDRESS", help="this machine's address to bind and register, instead of server.host"
     )
     parser.add_argument(
         "--hosts",
         metavar="A,B",
-        help="in a Slurm step with one task per node of one server: the nodes' addresses in the order of the tasks",
+        help="addresses of one server's nodes, in the order of the Slurm step's tasks, one task per node",
     )
     parser.add_argument(
         "--part",
         type=int,
         metavar="N",
-        help="which node of a server over several this is, from 0, which registers it (default: the Slurm task)",
+        help="number of this node in a server over several nodes; node 0 registers it (default: the Slurm task)",
     )
 
 
@@ -79,33 +76,27 @@ def run(args: argparse.Namespace) -> int:
     if attempt is None and part > 0:
         raise ConfigError("gspo-mega serve: --part: no attempt runs; start part 0 first, or name --attempt")
     if attempt is None:
-        with hold(folder):  # unless a run is just starting
+        with hold(folder):  # refused if a run is just starting
             attempt = folder.new_attempt()
     if args.reward_model is not None:
         model = own_model(config, args.reward_model)
         config, attempt = reward_config(config, model), reward_folder(attempt, model.name)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    processes.raise_open_file_limit()  # the server's processes inherit it: each open request has a connection
+    processes.raise_open_file_limit()  # for the server's processes, which inherit it: each open request needs a connection
     if args.reward_model is not None:
         return ServerSupervisor(config, attempt, index, start=Path(config.model.path), classifies=True).run()
     if part > 0:
         return PartSupervisor(config, attempt, index, part).run()
     if config.publish.method == "distributed" and device_here() == "gpu":
-        # In parallel with the server's start, which takes longer.
+        # The server's start takes longer, so this does not delay it.
         asked = (attempt, index, preflight_seconds(config))
-        threading.Thread(target=_record_software, args=asked, daemon=True, name="software").start()
+        threading.Thread(target=_record_own_software, args=asked, daemon=True, name="software").start()
     return ServerSupervisor(config, attempt, index, start=_start(config, folder, index)).run()
 
 
-def _start(config: Config, folder: RunFolder, index: int) -> StartCopy | None:
-    """The copy of the model that the server starts from; None where it starts from `model.path`."""
-    copy = needed_copy(config, folder)
-    return None if copy is None else StartCopy(copy, partial(CopyMaker, config, copy) if index == 0 else None)
-
-
 def which_part(num_nodes: int, part: int | None, hosts: str | None, index: int | None, task: int | None) -> int:
-    """The part of its server that this command is: `part`, or with `hosts` the `task` of the Slurm step. Raises
-    ConfigError where they do not fit a server over `num_nodes` nodes.
+    """The number of the server's part that this command runs: `part`, or with `hosts` the `task` of the Slurm step.
+    Raises ConfigError if they do not fit a server over `num_nodes` nodes.
     """
     if hosts is not None:
         if len(hosts.split(",")) != num_nodes:
@@ -115,7 +106,10 @@ def which_part(num_nodes: int, part: int | None, hosts: str | None, index: int |
             )
         part = task if part is None else part
         if part is None:
-            raise ConfigError("gspo-mega serve: --hosts: no SLURM_PROCID says which is this machine; add --part")
+            raise ConfigError(
+                "gspo-mega serve: --hosts: SLURM_PROCID is not set, so that nothing says which of them this"
+                " machine is; add --part"
+            )
     if num_nodes > 1 and (part is None or index is None):
         raise ConfigError(
             f"gspo-mega serve: a server over {num_nodes} nodes (server.num_nodes) needs --part 0 to {num_nodes - 1},"
@@ -128,22 +122,8 @@ def which_part(num_nodes: int, part: int | None, hosts: str | None, index: int |
     return part or 0
 
 
-def record(folder: Path, server_id: str, software: Mapping[str, str | None]) -> None:
-    """Write the versions of a server's software where the trainer reads them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    atomic_write_json(folder / f"{server_id}.json", dict(software))
-
-
-def _record_software(attempt: Attempt, index: int, seconds: float) -> None:
-    """Record this Python's PyTorch and NCCL, which the trainer compares with its own before it publishes."""
-    try:
-        record(attempt.software_dir, f"server-{index}", loaded_versions_of(sys.executable, seconds))
-    except (PublishError, OSError) as error:
-        logging.warning("%s; it is not compared with the trainer's", error)
-
-
 def running_attempt(folder: RunFolder, now: float, patience_seconds: float) -> Attempt | None:
-    """The attempt whose supervisor shows signs of life, if there is one. `now`: unix seconds. A supervisor that is
+    """The newest attempt, if its supervisor shows signs of life; else None. `now`: unix seconds. A supervisor that is
     silent by this clock is watched for `patience_seconds`, because its machine's clock may differ.
     """
     latest = folder.latest_attempt()
@@ -154,8 +134,8 @@ def running_attempt(folder: RunFolder, now: float, patience_seconds: float) -> A
 
 
 def free_index(attempt: Attempt, num_servers: int) -> int:
-    """Reserve an index by creating its log file, so that two servers started at once get different ones. Indices below
-    `num_servers` belong to the supervisor.
+    """Reserve and return an index. Its log file is created here, so that two servers started at once get different
+    indices. Indices below `num_servers` belong to the supervisor.
     """
     index = num_servers
     while True:
@@ -165,3 +145,25 @@ def free_index(attempt: Attempt, num_servers: int) -> int:
             index += 1
             continue
         return index
+
+
+def _start(config: Config, folder: RunFolder, index: int) -> StartCopy | None:
+    """The copy of the model that the server starts from; None if it starts from `model.path`."""
+    copy = needed_copy(config, folder)
+    return None if copy is None else StartCopy(copy, partial(CopyMaker, config, copy) if index == 0 else None)
+
+
+def _record_own_software(attempt: Attempt, index: int, seconds: float) -> None:
+    """Record the versions of this Python's PyTorch and NCCL. The trainer compares them with its own before it
+    publishes.
+    """
+    try:
+        record_software(attempt.software_dir, f"server-{index}", loaded_versions_of(sys.executable, seconds))
+    except (PublishError, OSError) as error:
+        logging.warning("%s; this server's versions are not compared with the trainer's", error)
+
+
+def record_software(folder: Path, server_id: str, software: Mapping[str, str | None]) -> None:
+    """Write the versions of a server's software into `folder`, where the trainer reads them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    atomic_write_json(folder / f"{server_id}.json", dict(software))

@@ -1,9 +1,9 @@
 """Simulate a run on many machines, on the plan's cost model: step times, idle, staleness, failures, saves, nodes.
 
-    gspo-mega simulate my_run.yaml                          a week of it, without failures
+    gspo-mega simulate my_run.yaml                          a week of the run, without failures
     gspo-mega simulate my_run.yaml --mtbf 6000              a node fails every 6000 hours
     gspo-mega simulate my_run.yaml --nodes 128 --days 30    the best division of 128 nodes, for a month
-    gspo-mega simulate my_run.yaml --fit runs/my_run        as fast as that run was, in place of the estimates
+    gspo-mega simulate my_run.yaml --fit runs/my_run        as fast as that run was, instead of the estimates
 
 Starts nothing and imports no torch. The same seed prints the same figures. Exit code 0: simulated; 2: the
 configuration, the nodes or a file cannot be used, with the reason.
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nodes", type=int, metavar="N", help="divide this many nodes between trainer and servers, as fast as possible"
     )
-    parser.add_argument("--days", type=float, default=7.0, metavar="D", help="how long the run goes on (default: 7)")
+    parser.add_argument("--days", type=float, default=7.0, metavar="D", help="days to simulate (default: 7)")
     parser.add_argument(
         "--mtbf", type=float, metavar="HOURS", help="mean time between failures of one node (default: none fails)"
     )
@@ -40,19 +40,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--length-distribution",
         metavar="LENGTHS",
         help=(
-            "of responses: a run's folder (its journal), a file with one length per line, constant:TOKENS or"
+            "lengths of responses: a run's folder (its journal), a file with one length per line, constant:TOKENS or"
             " lognormal:MEAN[:SIGMA] (default: a log-normal with the plan's mean)"
         ),
     )
     parser.add_argument(
-        "--fit", metavar="RUN", help="the folder of a run without sampling ahead, or its metrics.jsonl: its two rates"
+        "--fit",
+        metavar="RUN",
+        help="use the two rates that this run measured: the folder of a run without sampling ahead, or its"
+        " metrics.jsonl",
     )
     parser.add_argument(
         "--shared-cores", action="store_true", help="servers and ranks share the cores of one machine, without GPUs"
     )
-    parser.add_argument("--seed", type=int, default=1, metavar="S", help="of lengths and failures (default: 1)")
+    parser.add_argument("--seed", type=int, default=1, metavar="S", help="seed of lengths and failures (default: 1)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--svg", metavar="FILE", help="also draw the figures here")
+    parser.add_argument("--svg", metavar="FILE", help="also draw the figures into this file")
 
 
 def run(args: argparse.Namespace) -> int:

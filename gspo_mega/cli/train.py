@@ -1,13 +1,14 @@
 """Train a policy on this machine with the servers and ranks that the configuration names.
 
-Checks and plans first, then starts `gspo-mega serve` and the ranks, shows one line per step, and ends all its processes
-however it ends. The run's folder is <run.dir>/<run.name>; the same command continues a stopped run. Ctrl-C stops the
-run after a checkpoint; a second Ctrl-C ends it at once. Closing the terminal also stops it after a checkpoint; under
-nohup the run continues. A lost reader (`| head`) or a full disk (`> file`) does not affect the run: the lines are also
-in the attempt's folder. A failed run restarts from its last checkpoint, up to train.max_restarts times.
+Checks and plans first, then starts `gspo-mega serve` and the ranks and shows one line per step. However the command
+ends, it ends all its processes. The run's folder is <run.dir>/<run.name>; the same command continues a stopped run.
+Ctrl-C stops the run after a checkpoint; a second Ctrl-C ends it at once. Closing the terminal also stops it after a
+checkpoint; under nohup the run continues. A lost reader (`| head`) or a full disk (`> file`) does not affect the run:
+the lines are also in the attempt's folder. A failed run restarts from its last checkpoint, up to train.max_restarts
+times.
 
-Exit code: 0 finished; 130 stopped by Ctrl-C, 143 by SIGTERM, 129 by a closed terminal; 2 the configuration, model,
-data or reward is wrong; other codes name what failed.
+Exit code 0: the run finished; 130: stopped by Ctrl-C, 143: by SIGTERM, 129: by a closed terminal; 2: the configuration,
+the model, the data or a reward is wrong; other codes say what failed.
 """
 
 from __future__ import annotations

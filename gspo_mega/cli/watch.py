@@ -1,6 +1,6 @@
-"""Show a run's report while it goes on: on a page of a local server, which new steps come to without a reload.
+"""Show the report of a running run on a page of a local server, to which new steps come without a reload.
 
-Read-only. The address has a token, without which nothing is shown.
+Only reads the run's folder. The address contains a token; the server answers no request without it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from gspo_mega.report.live_page import LiveReport, LiveServer
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="the folder of a run")
-    parser.add_argument("--port", type=int, default=0, help="default: a free one")
+    parser.add_argument("--port", type=int, default=0, help="port to listen on (default: a free one)")
     parser.add_argument(
-        "--address", default="127.0.0.1", help="where to listen; another than 127.0.0.1 lets other machines ask"
+        "--address",
+        default="127.0.0.1",
+        help="where to listen (default: 127.0.0.1); any other address lets other machines ask",
     )
 
 

@@ -1,7 +1,7 @@
 """The tool task of the small runs: a sum that is worked out with a calculator, one call after the other.
 
-Owns the problems, their demonstrations, the split into train and held-out, the tool and the chat template of its model.
-A row is
+This file has the problems, their demonstrations, the split into train and held-out, the tool, and the chat template of
+the model. A row is
 
     {"prompt": "47*86+39=", "answer": "4081", "response": [
         {"role": "assistant", "content": "[47*86]"}, {"role": "tool", "content": "4042"},
@@ -9,8 +9,8 @@ A row is
         {"role": "assistant", "content": "#4081"}]}
 
 A call is written in brackets; a third of the problems (`47*86=`) need one call, the others two. The tool does the
-arithmetic, so what has to be learned is to ask for the right thing and to copy what comes back. Judging the last turn
-is `reward/`'s, the loop of turns `agents/driver.py`'s.
+arithmetic, so the policy has to learn to ask for the right thing and to copy what comes back. A reward function judges
+the last turn (`rewards/`), and `agents/driver.py` runs the loop of turns.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _TERM = re.compile(r"([-+]?)([0-9]+(?:\*[0-9]+)*)")
 
 
 class Problem(NamedTuple):
-    """a * b, and then `sign` c where there is a sign."""
+    """a * b, followed by `sign` c if there is a sign."""
 
     a: int
     b: int
@@ -75,8 +75,8 @@ def calculator(expression: str) -> str:
 
 
 def split_of(problem: Problem) -> Split:
-    """The split that a problem belongs to, the same one with its factors exchanged. As `arithmetic.split_of`, it
-    depends on the problem alone.
+    """The split that a problem belongs to; the problem with its factors exchanged belongs to the same. As with
+    `quickstart.split_of`, it depends only on the problem.
     """
     low, high = sorted(problem[:2])
     digest = hashlib.blake2b(
@@ -86,7 +86,7 @@ def split_of(problem: Problem) -> Split:
 
 
 def demonstrate(problem: Problem) -> list[dict[str, str]]:
-    """The messages that solve a problem: a call for each operation, then the result behind `#`."""
+    """The messages that solve a problem: a call for each operation, then the result after `#`."""
     calls = [f"{problem.a}*{problem.b}"]
     if problem.sign:
         calls.append(f"{problem.a * problem.b}{problem.sign}{problem.c}")
@@ -105,11 +105,11 @@ def problems(split: Split, num_problems: int, seed: int) -> Iterator[Problem]:
     """Yield `num_problems` different problems of one split, every third with a single operation, in an order that
     `seed` decides. All numbers have two digits.
 
-    Raises ValueError: more than half of the split's problems with a single operation would be needed.
+    Raises ValueError if more than half of the split's problems with a single operation would be needed.
     """
     pairs = 90 * 91 // 2
     share = pairs // HELDOUT_EVERY if split == "heldout" else pairs - pairs // HELDOUT_EVERY
-    # Factors exchanged are another prompt, so there are about twice as many.
+    # Exchanging the factors gives another prompt, so there are about twice as many.
     if num_problems > 3 * share:
         raise ValueError(f"{num_problems} {split} problems requested; at most {3 * share} can be drawn")
     rng = random.Random(f"calculator/{split}/{seed}")

@@ -1,16 +1,15 @@
 """Turn a prompt's text or messages into token ids: chat template, special tokens, plain text.
 
-Owns the rule that no text of a row can act as a control token of the chat. A literal `<|im_end|>` in a user's
-text, encoded naively after the template was applied, becomes the token that ends the turn (and often the response).
-Here it is encoded as the characters it is made of, while the template's own control tokens stay what they are.
-An added token that is no special one (`<tool_call>` of Qwen) is left to the tokenizer: it ends no turn, and whoever
-serves the trained model encodes it so, too.
+`PromptEncoder` makes sure that no text of a row can act as a control token of the chat. A literal `<|im_end|>` in a
+user's text, encoded naively after the template was applied, becomes the token that ends the turn (and often the
+response). Here it is encoded as the characters that it consists of, while the template's own control tokens stay what
+they are. An added token that is not special (`<tool_call>` of Qwen) is left to the tokenizer: it ends no turn, and
+servers of the trained model encode it in the same way.
 
-The chat messages of data rows: what a message may hold, and how it is read.
-
-Arrow, and so Parquet and every data set that `datasets` wrote, gives all messages of a column the same keys: a key that
-only some messages have is null in the others. So null means that the key is absent, in JSONL as in Parquet. Only the
-role, and the text of a message that calls no tool, have to be there.
+`problem_of_message` and `read_message` read the chat messages of data rows. Arrow, and so Parquet and every data set
+that `datasets` wrote, gives all messages of a column the same keys: a key that only some messages have is null in the
+others. So null means that the key is absent, in JSONL as in Parquet. Only the role, and the text of a message that
+calls no tool, are required. `load_tokenizer` and `check_vocabulary` come last.
 """
 
 from __future__ import annotations
@@ -26,86 +25,26 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from gspo_mega.base.errors import DataError
-from gspo_mega.base.untrusted import find_unreadable_entry
 from gspo_mega.data.rows import read_plain, type_name
 from gspo_mega.data.template_process import ChatTemplate
 from gspo_mega.models.spec import ModelSpec
 
 Message: TypeAlias = dict[str, Any]
-
+Messages: TypeAlias = list[Message]
 _FORM = '{"role": "user", "content": "text"}'
 _CALL_FORM = '{"function": {"name": "text", "arguments": {...}}}'
-
-
-def problem_of_message(message: Any) -> str | None:
-    """What is wrong with one message of a row, or None: a phrase that goes on from "has message 3 that" and names the
-    key.
-    """
-    if not isinstance(message, dict):
-        return f"is {type_name(message)}, not of the form {_FORM}"
-    if (problem := _problem_of_text(message, "role")) is not None:
-        return problem
-    if (calls := message.get("tool_calls")) is not None and (problem := _problem_of_calls(message, calls)) is not None:
-        return problem
-    for key, value in message.items():
-        if key not in ("role", "content", "tool_calls") and not isinstance(value, str | None):
-            return f"has {key!r} that is {type_name(value)}, not a text"
-    if calls and message.get("content") is None:
-        return None
-    return _problem_of_text(message, "content")
-
-
-def read_message(message: Message) -> Message:
-    """A message without problem, without its keys that are null, and without an empty list of calls; content that is
-    null is empty. Nulls inside calls and their arguments are left out, too; arguments that are JSON text stay as they
-    are.
-    """
-    read = {key: value for key, value in message.items() if value is not None}
-    read.setdefault("content", "")
-    calls = read.pop("tool_calls", None)
-    return read | {"tool_calls": _without_nulls(calls)} if calls else read
-
-
-def _problem_of_text(message: Message, key: str) -> str | None:
-    if key not in message:
-        return f"has no {key!r}, so that it is not of the form {_FORM}"
-    return None if isinstance(message[key], str) else f"has {key!r} that is {type_name(message[key])}, not a text"
-
-
-def _problem_of_calls(message: Message, calls: Any) -> str | None:
-    if calls and message["role"] != "assistant":
-        return "calls tools, which only the assistant does"
-    if not isinstance(calls, list) or not all(map(_is_call, calls)):
-        return f"has tool_calls that are no list of {_CALL_FORM}"
-    return None
-
-
-def _is_call(call: Any) -> bool:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        return False
-    return isinstance(function.get("arguments"), dict | str | None)
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
-
-
-Messages: TypeAlias = list[Message]
-
-# A model's embedding is padded by a few rows; a tokenizer that knows fewer of them is likely another model's.
+# A model's embedding is padded by a few rows. A tokenizer that knows a smaller share of them likely belongs to another
+# model.
 _SHARE_WITH_TEXT = 0.9
-# A Hugging Face tokenizer keeps whether it splits special tokens from one call to the next. Encoders share tokenizers,
-# and threads encoders: one thread must not switch that while another one encodes.
+# Whether a Hugging Face tokenizer splits special tokens is a state that it keeps between calls. Encoders share
+# tokenizers, and threads share encoders, so one thread must not change that state while another encodes.
 _ENCODING = threading.Lock()
 
 
 @dataclass(frozen=True)
 class MaskedText:
-    """A rendered text in which unique words (`originals`: word -> special token) stand for the special tokens that the
-    messages had written out. All others are the template's.
+    """A rendered text in which unique words (`originals`: word -> special token) replace the special tokens that the
+    messages contained as text. All other special tokens are the template's.
     """
 
     text: str
@@ -123,18 +62,19 @@ class PromptEncoder:
     """Encodes the prompts and the demonstrated responses of one run, with one tokenizer.
 
     With `chat_template`, a prompt is a list of messages (a text is one user message), rendered up to where the
-    assistant's answer begins. Without, a text is taken as it is: no token is added, and a special token written
-    out in it counts, because a text that was rendered beforehand has to come through unchanged.
+    assistant's answer begins. Without it, a text is used as it is: no token is added, and a special token written out
+    in it counts as one, because a text that was rendered beforehand must come through unchanged.
     """
 
     def __init__(self, tokenizer: Any, *, chat_template: bool, system_prompt: str | None = None) -> None:
         """`tokenizer`: a Hugging Face tokenizer.
 
-        Raises DataError: there is no chat template to apply, or a system prompt without one.
+        Raises DataError if there is no chat template to apply, or a system prompt without a chat template.
         """
         if chat_template and not tokenizer.chat_template:
             raise DataError(
-                "the tokenizer has no chat template; add one (chat_template.jinja beside it) or set data.chat_template:"
+                "the tokenizer has no chat template; add one (chat_template.jinja in its folder) or set"
+                " data.chat_template:"
                 " false"
             )
         if system_prompt is not None and not chat_template:
@@ -143,11 +83,11 @@ class PromptEncoder:
         self._tokenizer = tokenizer
         self._template = _template_of(tokenizer) if chat_template else None
         self._system_prompt = system_prompt
-        self._arguments_are_text = False  # learnt from the first calls that the template refuses as objects
+        self._arguments_are_text = False  # learnt when the template first refuses calls as objects
         special = {
             token.content: token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
         }
-        # Longest first, so that a token that is part of another one does not hide it.
+        # Longest first, so that a token that is part of another does not hide that one.
         self._special = sorted(special, key=len, reverse=True)
         self._ids_by_special = special
         self._special_ids = frozenset(special.values())
@@ -172,7 +112,7 @@ class PromptEncoder:
         return None if (prompt[-1]["content"] or "").strip() else "ends with an empty message"
 
     def messages_of(self, prompt: str | Messages) -> Messages:
-        """A prompt that has no problem as messages of its own, the system prompt included."""
+        """A prompt without a problem as a new list of messages, the system prompt included."""
         messages = (
             [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [read_message(m) for m in prompt]
         )
@@ -183,10 +123,10 @@ class PromptEncoder:
     def encode_prompt(
         self, prompt: str | Messages, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> tuple[str, list[int]]:
-        """The rendered text of a prompt that has no problem, and its token ids. `tools`: schemas for the template.
+        """The rendered text of a prompt without a problem, and its token ids. `tools`: schemas for the template.
 
-        Raises DataError if the chat template refuses the messages, or the tokenizer cannot encode a special
-        token's characters as plain text.
+        Raises DataError if the chat template refuses the messages, or if the tokenizer cannot encode the characters of
+        a special token as plain text.
         """
         if not self.chat_template:
             assert isinstance(prompt, str)
@@ -197,21 +137,21 @@ class PromptEncoder:
     def render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, *, opened: bool = True
     ) -> MaskedText:
-        """The template's text of messages in OpenAI form, exactly these: no system prompt is added. It ends where the
+        """The template's text of exactly these messages, in OpenAI form; no system prompt is added. It ends where the
         assistant's answer begins; without that beginning if not `opened`.
 
-        Raises DataError: the template refuses the messages, or they hold half a surrogate pair, which is no text.
+        Raises DataError if the template refuses the messages, or if they hold half a surrogate pair, which is no text.
         """
         as_text = self._arguments_are_text
         try:
             return self._masked(messages, tools, opened, as_text)
         except DataError:
-            # Hugging Face's form has a call's arguments as an object. A few templates join them to text as they are.
+            # In Hugging Face's form a call's arguments are an object. A few templates need them as text.
             if as_text or not any(message.get("tool_calls") for message in messages):
                 raise
             with contextlib.suppress(DataError):
                 made = self._masked(messages, tools, opened, arguments_are_text=True)
-                self._arguments_are_text = True  # only now: other threads render meanwhile
+                self._arguments_are_text = True  # set only now, because other threads are rendering
                 return made
             raise
 
@@ -231,7 +171,7 @@ class PromptEncoder:
             raise DataError(
                 f"the messages hold U+{ord(written[error.start]):04X}, half a surrogate pair, which is no text"
             ) from None
-        # Words that no template treats in a special way and no text contains.
+        # Words that no text contains and no template treats in a special way.
         placeholders = {
             special: f"placeholder{secrets.token_hex(16)}" for special in self._special if special in written
         }
@@ -248,9 +188,9 @@ class PromptEncoder:
         return MaskedText(text, {placeholder: special for special, placeholder in placeholders.items()})
 
     def encode(self, rendered: MaskedText) -> list[int]:
-        """Token ids of a rendered text; written-out special tokens are the characters that they are made of.
+        """Token ids of a rendered text. Special tokens that messages contained become their characters.
 
-        Raises DataError: the tokenizer cannot encode a special token's characters as plain text.
+        Raises DataError if the tokenizer cannot encode the characters of a special token as plain text.
         """
         if not rendered.originals:
             return self._encode(rendered.text)
@@ -258,23 +198,23 @@ class PromptEncoder:
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
-        """The texts of the tokens that no text of a message becomes."""
+        """The texts of the special tokens, which no text of a message becomes."""
         return tuple(self._special)
 
     @property
     def added_tokens(self) -> tuple[str, ...]:
-        """The texts of the added tokens that a text of a message does become, because they are no special ones."""
+        """The texts of the added tokens that are not special, so that the text of a message can become them."""
         return tuple(sorted({one.content for one in self._tokenizer.added_tokens_decoder.values() if not one.special}))
 
     def token_text(self, token_id: int) -> str | None:
-        """The text of a token that templates can write and no text becomes: an added one; None for all others."""
+        """The text of an added token, which templates can write; None for all other tokens."""
         added = self._tokenizer.added_tokens_decoder.get(token_id)
         return None if added is None else added.content
 
     @functools.cached_property
     def turn_end_token_id(self) -> int | None:
-        """The special token that the chat template writes right after an assistant's last message; None where it
-        writes other text or nothing there, and without a template.
+        """The special token that the chat template writes right after an assistant's last message; None if it writes
+        other text or nothing there, or without a template.
         """
         if not self.chat_template:
             return None
@@ -284,14 +224,14 @@ class PromptEncoder:
                 [{"role": "user", "content": "x"}, {"role": "assistant", "content": mark}], opened=False
             ).text
         except DataError:
-            return None  # a template that takes no such conversation
+            return None  # the template does not accept such a conversation
         tail = text.rpartition(mark)[2].lstrip() if mark in text else ""
         return next((self._ids_by_special[special] for special in self._special if tail.startswith(special)), None)
 
     @functools.cached_property
     def call_end_token_id(self) -> int | None:
-        """The special token with which the chat template ends an assistant's last message that calls a tool; None where
-        there is none, or where the token stands between two calls, too.
+        """The special token with which the chat template ends an assistant's last message that calls a tool; None if
+        there is none, or if the token also stands between two calls.
         """
         if not self.chat_template:
             return None
@@ -308,7 +248,7 @@ class PromptEncoder:
             try:
                 return self.render([{"role": "user", "content": "x"}, message], [tool], opened=False).text
             except DataError:
-                return ""  # a template that takes no such conversation
+                return ""  # the template does not accept such a conversation
 
         _, is_there, tail = rendered(calls[0]).rpartition(marks[0])
         if not is_there:
@@ -321,8 +261,8 @@ class PromptEncoder:
 
     @property
     def end_token_id(self) -> int:
-        """What a demonstrated response ends with: as the chat template ends it, or else the tokenizer's end token.
-        Raises DataError where neither has one.
+        """The token that ends a demonstrated response: the one with which the chat template ends a turn, or else the
+        tokenizer's end token. Raises DataError if neither has one.
         """
         if self.turn_end_token_id is not None:
             return self.turn_end_token_id
@@ -339,8 +279,8 @@ class PromptEncoder:
         return self._tokenizer.convert_ids_to_tokens(self.end_token_id)
 
     def encode_response(self, response: str) -> list[int]:
-        """Token ids of a demonstrated response, all of it plain text, and the end token. Raises DataError as
-        `end_token_id`.
+        """Token ids of a demonstrated response, all of it encoded as plain text, and the end token. Raises DataError as
+        `end_token_id` does.
         """
         return [*self._encode_plain(response), self.end_token_id]
 
@@ -355,10 +295,10 @@ class PromptEncoder:
             raise DataError(f"the tokenizer's chat template refuses these messages: {error}") from error
 
     def _encode_masked(self, masked: str, originals: Mapping[str, str]) -> list[int]:
-        """Encode a rendered text in which placeholders stand for written-out special tokens.
+        """Encode a rendered text in which placeholders replace special tokens that messages contained.
 
-        The special tokens left in it are the template's. They cut the text into segments; a segment with a
-        placeholder gets its text back and is encoded as plain text, everything else as usual. Tokenizers
+        The special tokens that are left are the template's. They cut the text into segments. A segment with a
+        placeholder gets its text back and is encoded as plain text; everything else is encoded as usual. Tokenizers
         never merge across a special token, so the cuts change nothing.
         """
         ids: list[int] = []
@@ -406,73 +346,9 @@ class PromptEncoder:
         return ids
 
 
-def load_tokenizer(folder: str) -> Any:
-    """The Hugging Face tokenizer of a model's folder. Raises DataError where it cannot be read, or where it needs code
-    from the folder.
-    """
-    if not Path(folder).is_dir():  # transformers would ask the network for a model of that name
-        raise DataError(f"{folder}: no such folder; give a Hugging Face folder with a tokenizer and weights")
-    if (odd := find_unreadable_entry(Path(folder))) is not None:
-        raise DataError(f"{odd}; the tokenizer of the folder is not loaded")
-    from transformers import AutoTokenizer
-
-    try:
-        # Without this argument, transformers would ask at the terminal whether the code may run.
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except BaseException as error:  # a damaged tokenizer.json can raise anything, also what is no Exception (Rust's)
-        if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):
-            raise
-        reason, first = _in_words(error), error
-        while (earlier := first.__cause__ or first.__context__) is not None:
-            first = earlier
-        # transformers' own words may only be that some class could not be imported.
-        caused = "" if first is error or _in_words(first) in reason else f"; its cause: {_in_words(first)}"
-        raise DataError(f"{folder}: its tokenizer cannot be loaded: {reason}{caused}") from error
-
-
-def _in_words(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:500]
-
-
-def check_vocabulary(tokenizer: Any, spec: ModelSpec) -> list[str]:
-    """Compare a tokenizer with the model that reads its ids. Returns notices.
-
-    Raises DataError where a text or the chat template can become an id that the model has no embedding of.
-    """
-    size = spec.vocab_size
-    added = tokenizer.added_tokens_decoder
-    beyond = {token_id: token for token, token_id in tokenizer.get_vocab().items() if token_id >= size}
-    template = str(tokenizer.chat_template or "")
-    unreached = {
-        token_id
-        for token_id, token in beyond.items()
-        if token_id in added and added[token_id].special and token not in template
-    } - {tokenizer.eos_token_id}
-    reached = {token_id: token for token_id, token in beyond.items() if token_id not in unreached}
-    if reached:
-        first = min(reached)
-        raise DataError(
-            f"the tokenizer makes ids that the model has no embedding of: vocab_size in config.json is {size}, and"
-            f" {len(reached)} of its tokens have higher ids, from {reached[first]!r} (id {first}) on; give the model"
-            " its own tokenizer, or add rows to its embedding"
-        )
-    notices = []
-    if beyond:
-        notices.append(
-            f"{len(beyond)} special tokens of the tokenizer ({', '.join(map(repr, beyond.values()))}) have ids beyond"
-            f" the model's vocab_size {size}; no prompt reaches them"
-        )
-    if len(tokenizer) < _SHARE_WITH_TEXT * size:
-        notices.append(
-            f"the tokenizer knows {len(tokenizer)} tokens and the model {size} (vocab_size): those that it does not"
-            " know can be sampled, and are no text. Is it the model's own?"
-        )
-    return notices
-
-
 def _template_of(tokenizer: Any) -> ChatTemplate | None:
-    """The tokenizer's template, to be rendered in a process of its own; None for a tokenizer that renders chats with
-    its own code.
+    """The tokenizer's template, to be rendered in a separate process; None if the tokenizer renders chats with code of
+    its own.
     """
     if type(tokenizer).apply_chat_template.__module__ != "transformers.tokenization_utils_base":
         return None
@@ -490,8 +366,8 @@ def _template_of(tokenizer: Any) -> ChatTemplate | None:
 
 
 def for_template(message: Message, arguments_are_text: bool) -> Message:
-    """A message as templates read it: content that is not there is empty, and a call's arguments are no JSON text but
-    what it says, unless this template wants the text.
+    """A message in the form that templates read: missing content is empty, and a call's arguments are an object instead
+    of JSON text, unless this template needs the text.
     """
     given = {**message, "content": "" if message.get("content") is None else message["content"]}
     if given.get("tool_calls"):
@@ -506,7 +382,9 @@ def for_template(message: Message, arguments_are_text: bool) -> Message:
 
 
 def arguments_of(call: Mapping[str, Any]) -> Any:
-    """The arguments of a tool call in OpenAI form: what their JSON text says, or the text where it says no object."""
+    """The arguments of a tool call in OpenAI form: the object that their JSON text states, or the text if it states
+    none.
+    """
     written = call["function"].get("arguments") or {}
     if not isinstance(written, str):
         return written
@@ -540,3 +418,122 @@ def _replace(text: str, replacements: Mapping[str, str]) -> str:
     for old, new in replacements.items():
         text = text.replace(old, new)
     return text
+
+
+def problem_of_message(message: Any) -> str | None:
+    """What is wrong with one message of a row, or None: a phrase that continues "has message 3 that" and names the
+    key.
+    """
+    if not isinstance(message, dict):
+        return f"is {type_name(message)}, not of the form {_FORM}"
+    if (problem := _problem_of_text(message, "role")) is not None:
+        return problem
+    if (calls := message.get("tool_calls")) is not None and (problem := _problem_of_calls(message, calls)) is not None:
+        return problem
+    for key, value in message.items():
+        if key not in ("role", "content", "tool_calls") and not isinstance(value, str | None):
+            return f"has {key!r} that is {type_name(value)}, not a text"
+    if calls and message.get("content") is None:
+        return None
+    return _problem_of_text(message, "content")
+
+
+def read_message(message: Message) -> Message:
+    """A message without a problem, as it is used: null keys and an empty list of calls are left out, and null content
+    becomes empty. Nulls inside calls and their arguments are left out, too; arguments that are JSON text do not change.
+    """
+    read = {key: value for key, value in message.items() if value is not None}
+    read.setdefault("content", "")
+    calls = read.pop("tool_calls", None)
+    return read | {"tool_calls": _without_nulls(calls)} if calls else read
+
+
+def _problem_of_text(message: Message, key: str) -> str | None:
+    if key not in message:
+        return f"has no {key!r}, so that it is not of the form {_FORM}"
+    return None if isinstance(message[key], str) else f"has {key!r} that is {type_name(message[key])}, not a text"
+
+
+def _problem_of_calls(message: Message, calls: Any) -> str | None:
+    if calls and message["role"] != "assistant":
+        return "calls tools, which only the assistant does"
+    if not isinstance(calls, list) or not all(map(_is_call, calls)):
+        return f"has tool_calls that are no list of {_CALL_FORM}"
+    return None
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        return False
+    return isinstance(function.get("arguments"), dict | str | None)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+def load_tokenizer(folder: str) -> Any:
+    """The Hugging Face tokenizer of a model's folder. Raises DataError if it cannot be read or needs code from the
+    folder.
+    """
+    if not Path(folder).is_dir():  # transformers would ask the network for a model of that name
+        raise DataError(f"{folder}: no such folder; give a Hugging Face folder with a tokenizer and weights")
+    if (odd := find_unreadable_entry(Path(folder))) is not None:
+        raise DataError(f"{odd}; the tokenizer of the folder is not loaded")
+    from transformers import AutoTokenizer
+
+    try:
+        # Without this argument, transformers would ask at the terminal whether the code may run.
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except BaseException as error:  # a damaged tokenizer.json can raise anything, even what is no Exception (from Rust)
+        if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):
+            raise
+        reason, first = _in_words(error), error
+        while (earlier := first.__cause__ or first.__context__) is not None:
+            first = earlier
+        # transformers' own message may only say that some class could not be imported.
+        caused = "" if first is error or _in_words(first) in reason else f"; its cause: {_in_words(first)}"
+        raise DataError(f"{folder}: its tokenizer cannot be loaded: {reason}{caused}") from error
+
+
+def _in_words(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:500]
+
+
+def check_vocabulary(tokenizer: Any, spec: ModelSpec) -> list[str]:
+    """Compare a tokenizer with the model that reads its ids. Returns notices.
+
+    Raises DataError if a text or the chat template can become an id for which the model has no embedding.
+    """
+    size = spec.vocab_size
+    added = tokenizer.added_tokens_decoder
+    beyond = {token_id: token for token, token_id in tokenizer.get_vocab().items() if token_id >= size}
+    template = str(tokenizer.chat_template or "")
+    unreached = {
+        token_id
+        for token_id, token in beyond.items()
+        if token_id in added and added[token_id].special and token not in template
+    } - {tokenizer.eos_token_id}
+    reached = {token_id: token for token_id, token in beyond.items() if token_id not in unreached}
+    if reached:
+        first = min(reached)
+        raise DataError(
+            f"the tokenizer makes ids that the model has no embedding of: vocab_size in config.json is {size}, and"
+            f" {len(reached)} of its tokens have higher ids, from {reached[first]!r} (id {first}) on; give the model"
+            " its own tokenizer, or add rows to its embedding"
+        )
+    notices = []
+    if beyond:
+        notices.append(
+            f"{len(beyond)} special tokens of the tokenizer ({', '.join(map(repr, beyond.values()))}) have ids beyond"
+            f" the model's vocab_size {size}; no prompt reaches them"
+        )
+    if len(tokenizer) < _SHARE_WITH_TEXT * size:
+        notices.append(
+            f"the tokenizer knows {len(tokenizer)} tokens and the model {size} (vocab_size): those that it does not"
+            " know can be sampled, and are no text. Is it the model's own?"
+        )
+    return notices

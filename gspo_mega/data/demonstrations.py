@@ -1,8 +1,9 @@
-"""Demonstrations for the supervised start: a prompt and what to answer, as token ids and a mask.
+"""Demonstrations for the supervised start: a prompt and an answer to it, as token ids and a mask.
 
-Owns what `data.response_key` may hold, and the case of one turn: the prompt is read and encoded exactly as for rollouts
-(`prompts.py`), so that what is learnt here continues there. A conversation of several turns becomes tokens by the
-rules of episodes, which are handed in. The order is `stream.py`'s, as for prompts.
+`problem_of_response` says what `data.response_key` may hold. A demonstration of one turn is read and encoded exactly as
+prompts are for rollouts (`prompts.py`), so that rollouts continue where the demonstrations end. A conversation of
+several turns becomes tokens by the rules of episodes, which the caller hands in. `stream.py` orders them, as it does
+prompts.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from gspo_mega.data.chat import Message, PromptEncoder, problem_of_message, read
 from gspo_mega.data.prompts import RowSource, encoder_of, missing_key, problem_of_prompt
 from gspo_mega.data.rows import Enough, Row, type_name
 
-# A conversation is rendered several times, which takes milliseconds where a prompt takes a tenth of one.
+# Fewer than of prompts: a conversation is rendered several times, which takes milliseconds, a prompt a tenth of one.
 NUM_CONVERSATIONS_SURVEYED = 1_000
 _ROLES = ("assistant", "tool", "user")
 
 
 @dataclass(frozen=True)
 class DemonstratedRow:
-    """One sequence to learn from. `response_mask`, an entry per response token, is 1 on what the assistant says, its
-    end tokens included, and 0 on what others say.
+    """One sequence to learn from. `response_mask` has an entry per response token: 1 for what the assistant says, its
+    end tokens included, and 0 for what others say.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -44,8 +45,9 @@ class DemonstratedRow:
 
 @dataclass(frozen=True)
 class Demonstration:
-    """`demonstration_id` is `<source>:<zero-based row>`. There is one row, and one more for every branch: a place where
-    the chat template writes earlier turns in another way. Each token of the assistant's has mask 1 in one of them.
+    """The sequences of one row of the data. `demonstration_id` is `<source>:<row counted from 0>`. There is one
+    sequence, and one more for every branch: a place where the chat template writes earlier turns in another way. Each
+    of the assistant's tokens has mask 1 in one of the sequences.
     """
 
     demonstration_id: str
@@ -55,19 +57,20 @@ class Demonstration:
     def of_one_turn(
         cls, demonstration_id: str, prompt_token_ids: Sequence[int], response_token_ids: Sequence[int]
     ) -> Demonstration:
-        """A response of which every token is learned."""
+        """A demonstration of one response, every token of which is learned."""
         response = tuple(response_token_ids)
         return cls(demonstration_id, (DemonstratedRow(tuple(prompt_token_ids), response, (1,) * len(response)),))
 
 
 EncodeConversation: TypeAlias = Callable[[Sequence[Message], Sequence[Message]], tuple[DemonstratedRow, ...] | None]
-"""The rows of a prompt, as messages with the system prompt, and the messages behind it; None where they are longer than
-a rollout could be. Raises DataError: the chat template refuses them, or no rollout could bring them about."""
+"""Given a prompt as messages, the system prompt included, and the messages that follow it, returns the sequences of the
+conversation; None if they are longer than a rollout could be. Raises DataError if the chat template refuses them, or if
+no rollout could produce them."""
 
 
 class DemonstrationSource(RowSource[Demonstration]):
-    """Demonstrations of one file. Too long: a prompt over `data.max_prompt_tokens`, a turn (end token included) over
-    `max_response_tokens`, or a conversation that is too long for `conversation`: no rollout could produce it either.
+    """Demonstrations of one file. Too long is what no rollout could produce: a prompt over `data.max_prompt_tokens`, a
+    turn (end token included) over `max_response_tokens`, or a conversation that is too long for `conversation`.
     """
 
     def __init__(
@@ -181,8 +184,8 @@ def _messages_of(response: str | list[Message]) -> list[Message]:
 def load_demonstrations(
     data: Data, tokenizer: Any, *, max_response_tokens: int, conversation: EncodeConversation | None = None
 ) -> list[DemonstrationSource]:
-    """Open and check every source of `data` as demonstrations, in its order. `conversation`: how several turns become
-    tokens; None where the run's episode has one. Raises DataError as `load_prompts`.
+    """Open and check every source of `data` as demonstrations, in its order. `conversation`: makes tokens of several
+    turns; None if the run's episode has one turn. Raises DataError as `load_prompts`.
     """
     encoder = encoder_of(data, tokenizer)
     return [

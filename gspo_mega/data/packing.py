@@ -1,18 +1,14 @@
 """From trajectories to packed micro-batches: which mini-batch, which data-parallel rank, which forward pass.
 
-Owns the split of a rollout batch into mini-batches, the balanced packing of each under a token budget, and the
-arrays of one pack. Pure numpy; moving shards between ranks and slicing for context parallelism is the engine's.
-Everything is a function of its arguments: the same batch, seed and step give the same packs on every machine.
+First comes the split of a rollout batch into mini-batches and of each into packs under a token budget, then the arrays
+of one pack, then the arithmetic of filling bins of equal capacity so that none costs much more than the others (an item
+takes room, tokens, in one bin, a forward pass, and adds cost, FLOPs, to one rank). Last come the experts to which the
+rollout engine sent each token, in the layout of a pack; a pipeline stage gets those of its own layers with experts, and
+they are packed only when they are handed out, so that the whole batch's routes are in memory once.
 
-The experts that the rollout engine sent each token to, in the layout of a pack.
-
-Owns their check against the rows and the choice of layers: a pipeline stage gets those of its own layers with experts.
-They are packed when they are handed out and not before, so that the whole batch's are in memory once.
-
-Fill bins of equal capacity so that none costs much more than the others. The arithmetic behind `packing.py`.
-
-Knows sizes and costs, no trajectories: an item takes room (tokens) in one bin (a forward pass) and adds cost (FLOPs) to
-one rank. All functions are deterministic; ties go to the lower index.
+Pure numpy. Moving shards between ranks and slicing for context parallelism happens in the engine. Everything is a
+function of its arguments: the same batch, seed and step give the same packs on every machine; ties go to the lower
+index.
 """
 
 from __future__ import annotations
@@ -31,231 +27,14 @@ from gspo_mega.base.errors import PlanError, RolloutError
 from gspo_mega.base.records import MicroBatch, Trajectory, route_type
 from gspo_mega.models.spec import ModelSpec
 
-# Numbers that are compared at once: they stay in a core's cache.
-_BLOCK = 2**17
-
-
-class ExpertRoutes:
-    """The routes of a batch's rows for a model with experts; `of` makes one. `experts_per_token` is the model's."""
-
-    def __init__(self, rows: Sequence[Trajectory], spec: ModelSpec) -> None:
-        assert spec.moe is not None, "a model without experts has no routes"
-        self._rows, self._spec, self._moe = rows, spec, spec.moe
-
-    @classmethod
-    def of(cls, rows: Sequence[Trajectory], spec: ModelSpec, to_replay: bool) -> ExpertRoutes | None:
-        """None where no row has routes. Raises RolloutError naming the row whose routes have another shape than its
-        tokens and the model, or `to_replay`, where a token goes to one expert twice.
-        """
-        if spec.moe is None or all(row.routed_experts is None for row in rows):
-            return None
-        for row in rows:
-            wanted = (row.num_tokens - 1, spec.num_layers, spec.moe.experts_per_token)
-            given = row.routed_experts
-            if given is None or given.shape != wanted:
-                has = "no routed experts" if given is None else f"routed experts of shape {given.shape}"
-                raise RolloutError(
-                    f"trajectory {row.trajectory_id} has {has}; expected is {wanted} (tokens without the last, layers,"
-                    " experts per token)"
-                )
-            if to_replay and has_repeated(given, spec.moe.num_dense_layers):
-                raise RolloutError(f"trajectory {row.trajectory_id} has a token that goes to the same expert twice")
-        return cls(rows, spec)
-
-    def layers(self, chunks: Iterable[range]) -> list[int]:
-        """The layers with experts among those of a pipeline stage's model chunks."""
-        return [layer for chunk in chunks for layer in chunk if self._spec.has_experts(layer)]
-
-    def packed(self, micro_batch: MicroBatch, layers: Sequence[int]) -> np.ndarray:
-        """[T, len(layers), k] of `route_type` for a pack whose `trajectory_index` are places among the rows.
-
-        A position of which the engine returned nothing (a sequence's last token, padding, filler) influences no
-        log-prob and is spread over the experts by its place in its sequence: with one FP8 scale per tensor it may have
-        an expert's largest value, which then does not depend on the pack.
-        """
-        k, num_experts = self._moe.experts_per_token, self._moe.num_experts
-        routes = np.empty((micro_batch.num_tokens, len(layers), k), route_type(num_experts))
-        runs = list(_runs(layers))
-        for place, row in enumerate(micro_batch.trajectory_index.tolist()):
-            start, end = (int(one) for one in micro_batch.cu_seqlens[place : place + 2])
-            if row >= 0:
-                given = self._rows[row].routed_experts
-                assert given is not None
-                for column, run in runs:
-                    part = routes[start : start + len(given), column : column + len(run)]
-                    part[...] = given[:, run.start : run.stop]
-                _spread(routes, start + len(given), end, num_experts, start)
-            else:
-                _spread(routes, start, end, num_experts, start)
-        last = int(micro_batch.cu_seqlens[-1])
-        _spread(routes, last, micro_batch.num_tokens, num_experts, last)
-        return routes
-
-    def attach(self, micro_batches: Iterable[MicroBatch]) -> None:
-        """Give each pack the routes of all layers."""
-        for micro_batch in micro_batches:
-            micro_batch.routed_experts = self.packed(micro_batch, range(self._spec.num_layers))
-
-
-def has_repeated(routes: np.ndarray, num_dense_layers: int = 0) -> bool:
-    """Does a token go to one expert twice, in one layer behind the first `num_dense_layers`? routes: [tokens, layers,
-    k] integers. A few passes over contiguous memory, a tenth of the time of sorting.
-    """
-    num_tokens, num_layers, k = routes.shape
-    rows = max(1, _BLOCK // max(1, num_layers * k))
-    column = np.arange(rows * num_layers * k) % k
-    # Entry i and the one `apart` behind it belong to the same token and layer where this is True.
-    together = {apart: column < k - apart for apart in range(1, k)}
-    for start in range(0, num_tokens, rows):
-        flat = np.ascontiguousarray(routes[start : start + rows, num_dense_layers:]).reshape(-1)
-        for apart, same_token in together.items():
-            equal = flat[:-apart] == flat[apart:]
-            equal &= same_token[: len(equal)]
-            if equal.any():
-                return True
-    return False
-
-
-def _spread(routes: np.ndarray, start: int, end: int, num_experts: int, first: int) -> None:
-    """Positions `start` to `end` go to experts in turn, counted from `first`."""
-    k = routes.shape[2]
-    routes[start:end] = ((np.arange(start - first, end - first)[:, None] * k + np.arange(k)) % num_experts)[:, None]
-
-
-def _runs(layers: Sequence[int]) -> Iterator[tuple[int, range]]:
-    """(place in `layers`, range) of every stretch of adjacent layers."""
-    for _, run in itertools.groupby(enumerate(layers), lambda pair: pair[1] - pair[0]):
-        pairs = list(run)
-        yield pairs[0][0], range(pairs[0][1], pairs[-1][1] + 1)
-
-
-Bins = list[list[int]]
-
-
-def fewest_bins(order: Sequence[int], sizes: Sequence[int], room: int) -> Bins:
-    """Best fit: each item, in `order` (largest first), into the fullest bin that still holds it, or a new one."""
-    if not order:
-        return []
-    smallest = sizes[order[-1]]
-    bins: Bins = []
-    open_bins: list[tuple[int, int]] = []  # (room left, bin), ascending; bins that hold no further item are left out
-    for item in order:
-        size = sizes[item]
-        place = bisect_left(open_bins, (size, -1))
-        if place < len(open_bins):
-            left, target = open_bins.pop(place)
-        else:
-            left, target = room, len(bins)
-            bins.append([])
-        bins[target].append(item)
-        if left - size >= smallest:
-            insort(open_bins, (left - size, target))
-    return bins
-
-
-def spread(order: Sequence[int], sizes: Sequence[int], costs: Sequence[float], room: int, num_bins: int) -> Bins | None:
-    """Each item, in `order` (largest first), into the cheapest bin with room for it; None when one finds no bin."""
-    bins: Bins = [[] for _ in range(num_bins)]
-    left = [room] * num_bins
-    cheapest = [(0.0, target) for target in range(num_bins)]
-    # Bins that were too full for an item, the emptiest first: items only get smaller, so each may come back.
-    aside: list[tuple[int, float, int]] = []
-    for item in order:
-        size = sizes[item]
-        while aside and -aside[0][0] >= size:
-            _, cost, target = heappop(aside)
-            heappush(cheapest, (cost, target))
-        while cheapest and left[cheapest[0][1]] < size:
-            cost, target = heappop(cheapest)
-            heappush(aside, (-left[target], cost, target))
-        if not cheapest:
-            return None
-        cost, target = heappop(cheapest)
-        bins[target].append(item)
-        left[target] -= size
-        heappush(cheapest, (cost + costs[item], target))
-    return bins
-
-
-def balanced_packs(
-    sizes: Sequence[int], costs: Sequence[float], room: int, num_ranks: int, synchronised_packs: bool = False
-) -> list[Bins]:
-    """Pack items into bins of `room` and give every rank equally many: result[rank][k] lists the items of one bin.
-
-    `sizes` and `costs` of the items rise together; no size is above `room`. The number of bins per rank is the smallest
-    that best fit finds; missing bins are empty. Of several ways to fill them the one is taken whose dearest rank is
-    cheapest, which is what ranks wait for when they meet once, after their last bin; with `synchronised_packs`, when
-    they meet after every bin, the one with the smallest sum of dearest bins. A rank's bins come dearest first.
-    """
-    order = sorted(range(len(sizes)), key=lambda item: (-sizes[item], item))
-    fullest = fewest_bins(order, sizes, room)
-    num_packs = max(1, -(-len(fullest) // num_ranks))
-    plans = [_dealt(fullest, costs, num_ranks, num_packs)]
-    cheap = spread(order, sizes, costs, room, num_packs * num_ranks)
-    if cheap is not None:
-        plans += [_dealt(cheap, costs, num_ranks, num_packs), _in_turns(cheap, costs, num_ranks)]
-    by_rank = _ranks_first(order, sizes, costs, room, num_ranks, num_packs)
-    if by_rank is not None:
-        plans.append(by_rank)
-    plans = [_dearest_first(plan, costs) for plan in plans]
-
-    def waits(plan: list[Bins]) -> tuple[float, float]:
-        at_the_end, at_every_turn = waiting_costs(plan, costs)
-        return (at_every_turn, at_the_end) if synchronised_packs else (at_the_end, at_every_turn)
-
-    return min(plans, key=waits)
-
-
-def _dealt(packs: Bins, costs: Sequence[float], num_ranks: int, num_packs: int) -> list[Bins]:
-    """Whole packs to ranks: dearest first, each to the cheapest rank that has fewer than `num_packs`."""
-    pack_costs = [_cost(pack, costs) for pack in packs]
-    order = sorted(range(len(packs)), key=lambda pack: (-pack_costs[pack], pack))
-    ranks = spread(order, [1] * len(packs), pack_costs, num_packs, num_ranks)
-    assert ranks is not None, "there is a place for every pack"
-    return [[packs[pack] for pack in rank] + [[] for _ in range(num_packs - len(rank))] for rank in ranks]
-
-
-def _in_turns(packs: Bins, costs: Sequence[float], num_ranks: int) -> list[Bins]:
-    """Whole packs to ranks in order of cost, back and forth, so that packs of one turn cost alike."""
-    packs = sorted(packs, key=lambda pack: (-_cost(pack, costs), pack))
-    turns = [packs[start : start + num_ranks] for start in range(0, len(packs), num_ranks)]
-    return [list(rank) for rank in zip(*(turn[::-1] if k % 2 else turn for k, turn in enumerate(turns)), strict=True)]
-
-
-def _ranks_first(
-    order: Sequence[int], sizes: Sequence[int], costs: Sequence[float], room: int, num_ranks: int, num_packs: int
-) -> list[Bins] | None:
-    """Items to ranks by cost, then each rank's into its own packs; None when a rank's do not fit into them."""
-    ranks = spread(order, sizes, costs, room * num_packs, num_ranks)
-    if ranks is None:
-        return None
-    plan = []
-    for items in ranks:
-        packs = spread(items, sizes, costs, room, num_packs) or fewest_bins(items, sizes, room)
-        if len(packs) > num_packs:
-            return None
-        plan.append(packs + [[] for _ in range(num_packs - len(packs))])
-    return plan
-
-
-def _cost(pack: Sequence[int], costs: Sequence[float]) -> float:
-    return sum(costs[item] for item in pack)
-
-
-def _dearest_first(plan: list[Bins], costs: Sequence[float]) -> list[Bins]:
-    return [sorted(packs, key=lambda pack: (-_cost(pack, costs), pack)) for packs in plan]
-
-
-def waiting_costs(plan: list[Bins], costs: Sequence[float]) -> tuple[float, float]:
-    """How long the ranks take together, in units of cost: (the dearest rank, the sum over turns of the dearest
-    pack).
-    """
-    by_rank = [[_cost(pack, costs) for pack in packs] for packs in plan]
-    return max(sum(packs) for packs in by_rank), sum(max(turn) for turn in zip_longest(*by_rank, fillvalue=0.0))
-
-
-# For callers without a model; a run's own comes with its layout.
+# For callers without a model. A run's own value comes from its layout.
 ATTENTION_CROSSOVER_TOKENS = 8192
+TOKEN_ARRAYS = ("token_ids", "labels", "loss_mask", "rollout_log_probs")
+COUNTS = ("num_prompt_tokens", "num_response_tokens", "length")
+# The arrays that are in a pack only if they are asked for.
+_MORE_DTYPES = {"token_advantages": np.float64, "token_rewards": np.float64, "version_index": np.int64}
+# Numbers that are compared at once, few enough to stay in a core's cache.
+_BLOCK = 2**17
 
 
 @dataclass(frozen=True)
@@ -274,68 +53,6 @@ class RankPlan:
         return sorted(row for packs in self.mini_batches for pack in packs for row in pack)
 
 
-def split_mini_batches(num_trajectories: int, num_mini_batches: int, seed: int, step: int) -> list[list[int]]:
-    """Deal the trajectories 0..N-1 of a rollout batch to its mini-batches, shuffled by (`seed`, `step`).
-
-    Every index once; sizes differ by at most one. Raises PlanError when a mini-batch would be empty.
-    """
-    if not 1 <= num_mini_batches <= num_trajectories:
-        raise PlanError(
-            f"{num_trajectories} trajectories cannot be split into {num_mini_batches} mini-batches;"
-            f" batch.num_mini_batches must be 1 to {num_trajectories}"
-        )
-    order = np.random.default_rng((seed, step)).permutation(num_trajectories)
-    return [part.tolist() for part in np.array_split(order, num_mini_batches)]
-
-
-def padded_length(length: int, pad_multiple: int) -> int:
-    """The smallest multiple of `pad_multiple` that holds `length` tokens."""
-    return -(-length // pad_multiple) * pad_multiple
-
-
-def sequence_cost(length: int, attention_crossover_tokens: int = ATTENTION_CROSSOVER_TOKENS) -> float:
-    """Relative time of one sequence: linear layers plus causal attention, equal at `attention_crossover_tokens`."""
-    return length + length * length / attention_crossover_tokens
-
-
-def plan_packs(
-    lengths: Sequence[int],
-    budget_tokens: int,
-    pad_multiple: int,
-    num_data_parallel: int,
-    attention_crossover_tokens: int = ATTENTION_CROSSOVER_TOKENS,
-    *,
-    pack_multiple: int = 1,
-    synchronised_packs: bool = False,
-) -> list[list[list[int]]]:
-    """Pack the sequences of one mini-batch: packs[rank][k] lists the indices into `lengths` of one forward pass.
-
-    Sequences are never split; each takes its length padded to `pad_multiple`, a pack the sum of those padded to
-    `pack_multiple` (itself a multiple of the former), at most `budget_tokens`. All ranks get equally many packs, as few
-    as best fit finds; an empty pack is filler. Packs are filled and dealt so that the dearest rank is as cheap as found
-    (`data/packing.py`), because ranks wait for each other at the optimizer step; `synchronised_packs`: they do so in
-    every pack, as expert parallelism makes them. Within a pack the longest sequence comes first.
-
-    Raises PlanError for a sequence that does not fit alone.
-    """
-    budget = budget_tokens // pack_multiple * pack_multiple
-    tokens = np.asarray(lengths, dtype=np.int64)
-    padded = -(-tokens // pad_multiple) * pad_multiple
-    for index in np.flatnonzero((tokens < 1) | (padded > budget)).tolist():
-        if tokens[index] < 1:
-            raise PlanError(f"sequence {index} has no tokens")
-        multiple = max(pad_multiple, pack_multiple)
-        needed = padded_length(int(tokens[index]), multiple)
-        raise PlanError(
-            f"sequence {index} has {tokens[index]} tokens ({needed} padded to a multiple of {multiple}); "
-            f"batch.micro_batch_tokens is {budget_tokens} and must be at least {needed}"
-        )
-    sizes = padded.tolist()
-    costs = [sequence_cost(size, attention_crossover_tokens) for size in sizes]
-    packs = balanced_packs(sizes, costs, budget, num_data_parallel, synchronised_packs)
-    return [[sorted(pack, key=lambda i: (-sizes[i], i)) for pack in rank] for rank in packs]
-
-
 def plan_rollout_batch(
     lengths: Sequence[int],
     *,
@@ -352,10 +69,9 @@ def plan_rollout_batch(
 ) -> list[RankPlan]:
     """The plan of every data-parallel rank for a rollout batch whose rows have `lengths` tokens.
 
-    `episode_of`: the number of each row's episode, from 0 and ascending; None where each row is an episode. Episodes
-    are dealt to mini-batches, with all their rows; their rows may go to several ranks. The other arguments are those of
-    `split_mini_batches` and `plan_packs`. Raises PlanError as `split_mini_batches` and
-    `plan_packs` do.
+    `episode_of`: the number of each row's episode, from 0 and ascending; None if each row is an episode. Episodes are
+    dealt to mini-batches with all their rows, which may go to several ranks. The other arguments are those of
+    `split_mini_batches` and `plan_packs`, and so are the errors.
     """
     plans = [RankPlan([]) for _ in range(num_data_parallel)]
     rows_of: list[list[int]] = [[] for _ in range(episode_of[-1] + 1 if episode_of else 0)]
@@ -375,6 +91,68 @@ def plan_rollout_batch(
         for plan, packs in zip(plans, packed, strict=True):
             plan.mini_batches.append([[members[i] for i in pack] for pack in packs])
     return plans
+
+
+def split_mini_batches(num_trajectories: int, num_mini_batches: int, seed: int, step: int) -> list[list[int]]:
+    """Deal the trajectories 0..N-1 of a rollout batch to its mini-batches, shuffled by (`seed`, `step`).
+
+    Every index comes once; sizes differ by at most one. Raises PlanError if a mini-batch would be empty.
+    """
+    if not 1 <= num_mini_batches <= num_trajectories:
+        raise PlanError(
+            f"{num_trajectories} trajectories cannot be split into {num_mini_batches} mini-batches;"
+            f" batch.num_mini_batches must be 1 to {num_trajectories}"
+        )
+    order = np.random.default_rng((seed, step)).permutation(num_trajectories)
+    return [part.tolist() for part in np.array_split(order, num_mini_batches)]
+
+
+def plan_packs(
+    lengths: Sequence[int],
+    budget_tokens: int,
+    pad_multiple: int,
+    num_data_parallel: int,
+    attention_crossover_tokens: int = ATTENTION_CROSSOVER_TOKENS,
+    *,
+    pack_multiple: int = 1,
+    synchronised_packs: bool = False,
+) -> list[list[list[int]]]:
+    """Pack the sequences of one mini-batch: packs[rank][k] lists the indices into `lengths` of one forward pass.
+
+    Sequences are never split. Each takes its length padded to `pad_multiple`; a pack takes their sum padded to
+    `pack_multiple` (a multiple of `pad_multiple`), at most `budget_tokens`. All ranks get equally many packs, as few as
+    best fit finds; an empty pack is filler. `balanced_packs` fills and deals them so that the dearest rank is cheap,
+    because ranks wait for each other at the optimizer step; with `synchronised_packs` they wait in every pack, as under
+    expert parallelism. Within a pack the longest sequence comes first.
+
+    Raises PlanError for a sequence that does not fit into a pack by itself.
+    """
+    budget = budget_tokens // pack_multiple * pack_multiple
+    tokens = np.asarray(lengths, dtype=np.int64)
+    padded = -(-tokens // pad_multiple) * pad_multiple
+    for index in np.flatnonzero((tokens < 1) | (padded > budget)).tolist():
+        if tokens[index] < 1:
+            raise PlanError(f"sequence {index} has no tokens")
+        multiple = max(pad_multiple, pack_multiple)
+        needed = padded_length(int(tokens[index]), multiple)
+        raise PlanError(
+            f"sequence {index} has {tokens[index]} tokens ({needed} padded to a multiple of {multiple}); "
+            f"batch.micro_batch_tokens is {budget_tokens} and must be at least {needed}"
+        )
+    sizes = padded.tolist()
+    costs = [sequence_cost(size, attention_crossover_tokens) for size in sizes]
+    packs = balanced_packs(sizes, costs, budget, num_data_parallel, synchronised_packs)
+    return [[sorted(pack, key=lambda i: (-sizes[i], i)) for pack in rank] for rank in packs]
+
+
+def padded_length(length: int, pad_multiple: int) -> int:
+    """The smallest multiple of `pad_multiple` that holds `length` tokens."""
+    return -(-length // pad_multiple) * pad_multiple
+
+
+def sequence_cost(length: int, attention_crossover_tokens: int = ATTENTION_CROSSOVER_TOKENS) -> float:
+    """Relative time of one sequence: linear layers plus causal attention, equal at `attention_crossover_tokens`."""
+    return length + length * length / attention_crossover_tokens
 
 
 def build_micro_batch(
@@ -429,22 +207,6 @@ def build_micro_batch(
     )
 
 
-# Of the arrays that are in a pack only where they are asked for.
-_MORE_DTYPES = {"token_advantages": np.float64, "token_rewards": np.float64, "version_index": np.int64}
-TOKEN_ARRAYS = ("token_ids", "labels", "loss_mask", "rollout_log_probs")
-COUNTS = ("num_prompt_tokens", "num_response_tokens", "length")
-
-
-def _filler_arrays(size: int, token_keys: Sequence[str]) -> dict[str, Any]:
-    return {
-        "token_ids": np.zeros(size, np.int64),
-        "labels": np.zeros(size, np.int64),
-        "loss_mask": np.zeros(size, np.float32),
-        "rollout_log_probs": np.zeros(size, np.float32),
-        **{key: np.zeros(size, _MORE_DTYPES[key]) for key in token_keys},
-    } | dict.fromkeys(COUNTS, 0)
-
-
 def _sequence_arrays(
     trajectory: Mapping[str, Any], row: int, pad_multiple: int, token_keys: Sequence[str]
 ) -> dict[str, Any]:
@@ -476,9 +238,19 @@ def _sequence_arrays(
     }
 
 
+def _filler_arrays(size: int, token_keys: Sequence[str]) -> dict[str, Any]:
+    return {
+        "token_ids": np.zeros(size, np.int64),
+        "labels": np.zeros(size, np.int64),
+        "loss_mask": np.zeros(size, np.float32),
+        "rollout_log_probs": np.zeros(size, np.float32),
+        **{key: np.zeros(size, _MORE_DTYPES[key]) for key in token_keys},
+    } | dict.fromkeys(COUNTS, 0)
+
+
 def response_values(micro_batch: MicroBatch, values: np.ndarray) -> dict[int, np.ndarray]:
-    """Values aligned with `labels`, [T], by trajectory: {row of the rollout batch: [R], one entry per response token}.
-    Filler is left out.
+    """Split values aligned with `labels`, [T], by trajectory: {row of the rollout batch: [R], one entry per response
+    token}. Filler is left out.
     """
     result = {}
     for s, row in enumerate(micro_batch.trajectory_index.tolist()):
@@ -486,3 +258,226 @@ def response_values(micro_batch: MicroBatch, values: np.ndarray) -> dict[int, np
             start = int(micro_batch.cu_seqlens[s]) + int(micro_batch.sequence["num_prompt_tokens"][s]) - 1
             result[row] = values[start : start + int(micro_batch.sequence["num_response_tokens"][s])]
     return result
+
+
+Bins = list[list[int]]
+
+
+def balanced_packs(
+    sizes: Sequence[int], costs: Sequence[float], room: int, num_ranks: int, synchronised_packs: bool = False
+) -> list[Bins]:
+    """Pack items into bins of `room` and give every rank equally many: result[rank][k] lists the items of one bin.
+
+    `sizes` and `costs` of the items rise together; no size is above `room`. The number of bins per rank is the smallest
+    that best fit finds; missing bins are empty. Among several ways to fill them, this chooses the one whose dearest
+    rank is cheapest, because ranks that meet once, after their last bin, wait for that rank. With `synchronised_packs`
+    ranks meet after every bin, and it chooses the smallest sum of dearest bins. A rank's bins come dearest first.
+    """
+    order = sorted(range(len(sizes)), key=lambda item: (-sizes[item], item))
+    fullest = fewest_bins(order, sizes, room)
+    num_packs = max(1, -(-len(fullest) // num_ranks))
+    plans = [_dealt(fullest, costs, num_ranks, num_packs)]
+    cheap = fill_cheapest(order, sizes, costs, room, num_packs * num_ranks)
+    if cheap is not None:
+        plans += [_dealt(cheap, costs, num_ranks, num_packs), _in_turns(cheap, costs, num_ranks)]
+    by_rank = _ranks_first(order, sizes, costs, room, num_ranks, num_packs)
+    if by_rank is not None:
+        plans.append(by_rank)
+    plans = [_dearest_first(plan, costs) for plan in plans]
+
+    def waits(plan: list[Bins]) -> tuple[float, float]:
+        at_the_end, at_every_turn = waiting_costs(plan, costs)
+        return (at_every_turn, at_the_end) if synchronised_packs else (at_the_end, at_every_turn)
+
+    return min(plans, key=waits)
+
+
+def fewest_bins(order: Sequence[int], sizes: Sequence[int], room: int) -> Bins:
+    """Best fit: put each item, in `order` (largest first), into the fullest bin that still holds it, or a new one."""
+    if not order:
+        return []
+    smallest = sizes[order[-1]]
+    bins: Bins = []
+    open_bins: list[tuple[int, int]] = []  # (room left, bin), ascending; bins that hold no further item are left out
+    for item in order:
+        size = sizes[item]
+        place = bisect_left(open_bins, (size, -1))
+        if place < len(open_bins):
+            left, target = open_bins.pop(place)
+        else:
+            left, target = room, len(bins)
+            bins.append([])
+        bins[target].append(item)
+        if left - size >= smallest:
+            insort(open_bins, (left - size, target))
+    return bins
+
+
+def fill_cheapest(
+    order: Sequence[int], sizes: Sequence[int], costs: Sequence[float], room: int, num_bins: int
+) -> Bins | None:
+    """Put each item, in `order` (largest first), into the cheapest bin with room for it; None if an item finds no
+    bin.
+    """
+    bins: Bins = [[] for _ in range(num_bins)]
+    left = [room] * num_bins
+    cheapest = [(0.0, target) for target in range(num_bins)]
+    # Bins that were too full for an item, the emptiest first. Items only get smaller, so each bin may come back.
+    aside: list[tuple[int, float, int]] = []
+    for item in order:
+        size = sizes[item]
+        while aside and -aside[0][0] >= size:
+            _, cost, target = heappop(aside)
+            heappush(cheapest, (cost, target))
+        while cheapest and left[cheapest[0][1]] < size:
+            cost, target = heappop(cheapest)
+            heappush(aside, (-left[target], cost, target))
+        if not cheapest:
+            return None
+        cost, target = heappop(cheapest)
+        bins[target].append(item)
+        left[target] -= size
+        heappush(cheapest, (cost + costs[item], target))
+    return bins
+
+
+def _dealt(packs: Bins, costs: Sequence[float], num_ranks: int, num_packs: int) -> list[Bins]:
+    """Give whole packs to ranks: dearest first, each to the cheapest rank that has fewer than `num_packs`."""
+    pack_costs = [_cost(pack, costs) for pack in packs]
+    order = sorted(range(len(packs)), key=lambda pack: (-pack_costs[pack], pack))
+    ranks = fill_cheapest(order, [1] * len(packs), pack_costs, num_packs, num_ranks)
+    assert ranks is not None, "there is a place for every pack"
+    return [[packs[pack] for pack in rank] + [[] for _ in range(num_packs - len(rank))] for rank in ranks]
+
+
+def _in_turns(packs: Bins, costs: Sequence[float], num_ranks: int) -> list[Bins]:
+    """Give whole packs to ranks in order of cost, back and forth, so that the packs of one turn cost about the same."""
+    packs = sorted(packs, key=lambda pack: (-_cost(pack, costs), pack))
+    turns = [packs[start : start + num_ranks] for start in range(0, len(packs), num_ranks)]
+    return [list(rank) for rank in zip(*(turn[::-1] if k % 2 else turn for k, turn in enumerate(turns)), strict=True)]
+
+
+def _ranks_first(
+    order: Sequence[int], sizes: Sequence[int], costs: Sequence[float], room: int, num_ranks: int, num_packs: int
+) -> list[Bins] | None:
+    """Give items to ranks by cost, then fill each rank's own packs; None if a rank's items do not fit into them."""
+    ranks = fill_cheapest(order, sizes, costs, room * num_packs, num_ranks)
+    if ranks is None:
+        return None
+    plan = []
+    for items in ranks:
+        packs = fill_cheapest(items, sizes, costs, room, num_packs) or fewest_bins(items, sizes, room)
+        if len(packs) > num_packs:
+            return None
+        plan.append(packs + [[] for _ in range(num_packs - len(packs))])
+    return plan
+
+
+def _cost(pack: Sequence[int], costs: Sequence[float]) -> float:
+    return sum(costs[item] for item in pack)
+
+
+def _dearest_first(plan: list[Bins], costs: Sequence[float]) -> list[Bins]:
+    return [sorted(packs, key=lambda pack: (-_cost(pack, costs), pack)) for packs in plan]
+
+
+def waiting_costs(plan: list[Bins], costs: Sequence[float]) -> tuple[float, float]:
+    """How long the ranks take together, in units of cost: (the cost of the dearest rank, the sum over turns of the
+    dearest pack's cost).
+    """
+    by_rank = [[_cost(pack, costs) for pack in packs] for packs in plan]
+    return max(sum(packs) for packs in by_rank), sum(max(turn) for turn in zip_longest(*by_rank, fillvalue=0.0))
+
+
+class ExpertRoutes:
+    """The routes of a batch's rows for a model with experts; `of` makes one. `experts_per_token` is the model's."""
+
+    def __init__(self, rows: Sequence[Trajectory], spec: ModelSpec) -> None:
+        assert spec.moe is not None, "a model without experts has no routes"
+        self._rows, self._spec, self._moe = rows, spec, spec.moe
+
+    @classmethod
+    def of(cls, rows: Sequence[Trajectory], spec: ModelSpec, to_replay: bool) -> ExpertRoutes | None:
+        """The routes of `rows`; None if no row has any. Raises RolloutError that names a row whose routes do not have
+        the shape of its tokens and the model, or with `to_replay` a row with a token that goes to one expert twice.
+        """
+        if spec.moe is None or all(row.routed_experts is None for row in rows):
+            return None
+        for row in rows:
+            wanted = (row.num_tokens - 1, spec.num_layers, spec.moe.experts_per_token)
+            given = row.routed_experts
+            if given is None or given.shape != wanted:
+                has = "no routed experts" if given is None else f"routed experts of shape {given.shape}"
+                raise RolloutError(
+                    f"trajectory {row.trajectory_id} has {has}; expected is {wanted} (tokens without the last, layers,"
+                    " experts per token)"
+                )
+            if to_replay and has_repeated(given, spec.moe.num_dense_layers):
+                raise RolloutError(f"trajectory {row.trajectory_id} has a token that goes to the same expert twice")
+        return cls(rows, spec)
+
+    def layers(self, chunks: Iterable[range]) -> list[int]:
+        """The layers with experts among those of a pipeline stage's model chunks."""
+        return [layer for chunk in chunks for layer in chunk if self._spec.has_experts(layer)]
+
+    def packed(self, micro_batch: MicroBatch, layers: Sequence[int]) -> np.ndarray:
+        """The routes of a pack, [T, len(layers), k] of `route_type`. The pack's `trajectory_index` are indices of rows.
+
+        A position of which the engine returned nothing (a sequence's last token, padding, filler) influences no
+        log-prob. It goes to the experts in turn, by its place in its sequence: with one FP8 scale per tensor it may
+        have an expert's largest value, which then does not depend on the pack.
+        """
+        k, num_experts = self._moe.experts_per_token, self._moe.num_experts
+        routes = np.empty((micro_batch.num_tokens, len(layers), k), route_type(num_experts))
+        runs = list(_runs(layers))
+        for place, row in enumerate(micro_batch.trajectory_index.tolist()):
+            start, end = (int(one) for one in micro_batch.cu_seqlens[place : place + 2])
+            if row >= 0:
+                given = self._rows[row].routed_experts
+                assert given is not None
+                for column, run in runs:
+                    part = routes[start : start + len(given), column : column + len(run)]
+                    part[...] = given[:, run.start : run.stop]
+                _route_in_turn(routes, start + len(given), end, num_experts, start)
+            else:
+                _route_in_turn(routes, start, end, num_experts, start)
+        last = int(micro_batch.cu_seqlens[-1])
+        _route_in_turn(routes, last, micro_batch.num_tokens, num_experts, last)
+        return routes
+
+    def attach(self, micro_batches: Iterable[MicroBatch]) -> None:
+        """Give each pack the routes of all layers."""
+        for micro_batch in micro_batches:
+            micro_batch.routed_experts = self.packed(micro_batch, range(self._spec.num_layers))
+
+
+def has_repeated(routes: np.ndarray, num_dense_layers: int = 0) -> bool:
+    """Whether a token goes to one expert twice in a layer after the first `num_dense_layers`. `routes`: [tokens,
+    layers, k] integers. This takes a few passes over contiguous memory, a tenth of the time of sorting.
+    """
+    num_tokens, num_layers, k = routes.shape
+    rows = max(1, _BLOCK // max(1, num_layers * k))
+    column = np.arange(rows * num_layers * k) % k
+    # Where this is True, entry i and the entry `apart` places after it belong to the same token and layer.
+    together = {apart: column < k - apart for apart in range(1, k)}
+    for start in range(0, num_tokens, rows):
+        flat = np.ascontiguousarray(routes[start : start + rows, num_dense_layers:]).reshape(-1)
+        for apart, same_token in together.items():
+            equal = flat[:-apart] == flat[apart:]
+            equal &= same_token[: len(equal)]
+            if equal.any():
+                return True
+    return False
+
+
+def _route_in_turn(routes: np.ndarray, start: int, end: int, num_experts: int, first: int) -> None:
+    """Send the positions `start` to `end` to the experts in turn, counted from position `first`."""
+    k = routes.shape[2]
+    routes[start:end] = ((np.arange(start - first, end - first)[:, None] * k + np.arange(k)) % num_experts)[:, None]
+
+
+def _runs(layers: Sequence[int]) -> Iterator[tuple[int, range]]:
+    """(Index in `layers`, range) of every run of adjacent layers."""
+    for _, run in itertools.groupby(enumerate(layers), lambda pair: pair[1] - pair[0]):
+        pairs = list(run)
+        yield pairs[0][0], range(pairs[0][1], pairs[-1][1] + 1)

@@ -1,8 +1,8 @@
-"""The files of `data.reasoning_gym`: made once, by a Python that has the package, and the same ever after.
+"""Make the files of `data.reasoning_gym` once, with a Python that has the package; they stay the same afterwards.
 
-A train file for each task and one held-out file of all. The held-out items of a task come first, from seeds of their
-own; a train item whose question is among them is left out, and so is one that occurs twice, because small tasks repeat
-themselves. `made_by.json` beside the files says what they were made of.
+Each task gets a train file, and all tasks share one held-out file. The held-out items of a task are made first, from
+seeds of their own. A train item is left out if its question is among them or came before, because small tasks repeat
+themselves. `made_by.json` in the same folder records the settings.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from gspo_mega.config.schema.data import Data, ReasoningGymTask
 _WORKER = Path(__file__).parents[1] / "rewards" / "reasoning_gym_worker.py"
 _MADE_BY = "made_by.json"
 _AT_ONCE = 100
-# Where the held-out items of all seeds begin; `data.reasoning_gym.seed` is smaller.
+# Seeds of held-out items begin here; `data.reasoning_gym.seed` is smaller.
 _HELD_OUT_SEED = 2**30
-# A task may repeat itself so often before it is said to be too small.
+# A task is too small if this many times the wanted number of items do not suffice.
 _ATTEMPTS = 10
 
 
 def make_rows(data: Data) -> list[str]:
-    """Make the files of `data.reasoning_gym` where they aren't there yet; a line for a person if they were made.
+    """Make the files of `data.reasoning_gym` unless they exist. Returns a line for the user if they were made.
 
-    Raises DataError: no such Python, package, task or option; a task with too few different items; a folder with files
-    that were made of something else.
+    Raises DataError if the Python, the package, a task or an option does not exist, if a task has too few different
+    items, or if the folder has files that were made with other settings.
     """
     made = data.reasoning_gym
     if made is None:
@@ -65,7 +65,7 @@ def make_rows(data: Data) -> list[str]:
 
 
 class _Maker:
-    """The worker process of one Python."""
+    """The worker process, `reasoning_gym_worker.py` in the given Python."""
 
     def __init__(self, python: str) -> None:
         try:
@@ -94,7 +94,7 @@ class _Maker:
 
 
 def _lines(maker: _Maker, task: ReasoningGymTask, seed: int, number: int, seen: set[str]) -> list[str]:
-    """`number` items as JSON lines, whose questions are not in `seen`, to which they are added."""
+    """`number` items as JSON lines. Their questions are not in `seen`, and are added to it. Raises DataError."""
     lines: list[str] = []
     for row in _rows(maker, task, seed, number * _ATTEMPTS):
         if row["prompt"] not in seen:

@@ -1,7 +1,8 @@
 """Prompt sources: files of prompts and answers, encoded on demand.
 
-Owns what a prompt row must hold, how it becomes a `Prompt`, and which rows are too long. Order and mixing are
-`stream.py`'s, the chat template is `chat.py`'s, reading rows is `row_files.py`'s.
+`load_prompts` opens the sources of a run. `PromptSource` says what a prompt row must hold, how it becomes a `Prompt`,
+and which rows are too long; `RowSource` is what it shares with demonstrations. `stream.py` orders and mixes the rows,
+`chat.py` applies the chat template, `row_files.py` reads the rows.
 """
 
 from __future__ import annotations
@@ -24,25 +25,49 @@ from gspo_mega.data.chat import PromptEncoder
 from gspo_mega.data.row_files import open_rows
 from gspo_mega.data.rows import Enough, Row, type_name
 
-# Rows that are encoded at the start to count the over-long ones, which takes a few seconds. Later rows are counted as
-# they are drawn.
+# This many rows are encoded at the start to count those that are too long, which takes a few seconds. Later rows are
+# counted as they are drawn.
 NUM_ROWS_SURVEYED = 10_000
-
-_FITS, _TOO_LONG, _UNREADABLE = 1, 2, 3  # 0: not known yet
-_NUM_NAMED = 3  # rows left out for their answers that a message names
-
-# What stands for a row's prompt in a template.
+# What is known of a row; 0: nothing yet.
+_FITS, _TOO_LONG, _UNREADABLE = 1, 2, 3
+_NUM_NAMED = 3  # a message names this many of the rows that are left out for their answers
+# Stands for a row's prompt in a template.
 PROMPT_MARK = "{prompt}"
-
+# More than the longest token of every known vocabulary, by far.
+_MOST_TOKEN_CHARACTERS = 1024
 Item = TypeVar("Item")
 
 
+def load_prompts(
+    data: Data,
+    tokenizer: Any,
+    check_of: Callable[[Source], Callable[[Row], str | None]] = lambda source: lambda row: None,
+    needs_answers: bool = True,
+) -> list[PromptSource]:
+    """Open and check every source of `data`, in its order; `PromptStream(sources, weights, ...)` draws from them.
+
+    `check_of(source)(row)` says what else is wrong with a row of a source that has prompt and answer.
+    Raises DataError for a malformed file, or one without a single prompt that fits `data.max_prompt_tokens`.
+    """
+    encoder = encoder_of(data, tokenizer)
+    return [
+        PromptSource(source.name, source.path, data, encoder, check_of(source), needs_answers=needs_answers)
+        for source in sources_of(data)
+    ]
+
+
+def encoder_of(data: Data, tokenizer: Any) -> PromptEncoder:
+    """The encoder that `data` asks for. `tokenizer`: a Hugging Face tokenizer. Raises DataError as `PromptEncoder`."""
+    return PromptEncoder(tokenizer, chat_template=data.chat_template, system_prompt=data.system_prompt)
+
+
 class RowSource(ABC, Generic[Item]):
-    """The items of one file of rows, made from a row when asked for; rows that are too long are left out and counted.
+    """The items of one file of rows. An item is made from its row when it is asked for; rows that are too long are left
+    out and counted.
 
     Attributes:
-        name: of the source; part of every item's id.
-        path: of the file.
+        name: name of the source; part of every item's id.
+        path: path of the file.
         fingerprint: SHA-256 of the file.
         is_whole: whether all rows of the file were read.
     """
@@ -79,7 +104,7 @@ class RowSource(ABC, Generic[Item]):
 
     @abstractmethod
     def _make(self, row: int, values: Row) -> Item | None:
-        """The item of a row without problem, or None where it is too long."""
+        """The item of a row without a problem, or None if it is too long."""
 
     @abstractmethod
     def _limits(self) -> str:
@@ -94,26 +119,26 @@ class RowSource(ABC, Generic[Item]):
 
     @property
     def num_overlong(self) -> int:
-        """Rows found too long, and left out, so far."""
+        """The number of rows that so far were too long and left out."""
         return int(np.count_nonzero(self._length_class == _TOO_LONG))
 
     @property
     def num_examined(self) -> int:
-        """Rows whose length is known so far; the over-long ones are among these."""
+        """The number of rows whose length is known so far, those that are too long included."""
         return int(np.count_nonzero(self._length_class)) - self.num_unreadable
 
     @property
     def num_unreadable(self) -> int:
-        """Rows left out because no reward can read their answers (`data.unreadable_answers: drop`)."""
+        """The number of rows that are left out because no reward can read their answers (`data.unreadable_answers`)."""
         return len(self._unreadable)
 
     @property
     def unreadable_digest(self) -> str:
-        """SHA-256 of which rows these are; hexadecimal."""
+        """SHA-256 of the numbers of the rows that `num_unreadable` counts, hexadecimal."""
         return hashlib.sha256(",".join(str(row) for row, _ in self._unreadable).encode()).hexdigest()
 
     def unreadable_line(self) -> str | None:
-        """What is left out for its answers, in words, with the first of them; None where nothing is."""
+        """A line about the rows that are left out for their answers, which names the first; None if there are none."""
         if not self._unreadable:
             return None
         named = "; ".join(f"{self._file.line(row)}: {problem}" for row, problem in self._unreadable[:_NUM_NAMED])
@@ -124,9 +149,9 @@ class RowSource(ABC, Generic[Item]):
         )
 
     def item(self, row: int) -> Item | None:
-        """The item of a row, or None where it is too long.
+        """The item of a row, or None if the row is left out.
 
-        Raises DataError if the row cannot be encoded (a chat template that refuses it) or the file was written over.
+        Raises DataError if the row cannot be encoded (a chat template refuses it) or the file was written over.
         """
         if self._length_class[row] in (_TOO_LONG, _UNREADABLE):
             return None
@@ -149,7 +174,7 @@ class RowSource(ABC, Generic[Item]):
                 yield item
 
     def _survey(self, enough: Enough) -> None:
-        """Count the over-long ones among the first rows, going on until at least one row fits."""
+        """Count the rows that are too long among the first ones, and go on until at least one row fits."""
         any_fits = False
         for row in range(len(self)):
             if (row >= self._num_surveyed() and any_fits) or enough(row):
@@ -168,20 +193,8 @@ class RowSource(ABC, Generic[Item]):
             )
 
 
-# Of one token, in every known vocabulary, by far.
-_MOST_TOKEN_CHARACTERS = 1024
-
-
-def _num_characters(prompt: Any) -> int:
-    """Of a prompt's text, or of all texts of its messages."""
-    if isinstance(prompt, str):
-        return len(prompt)
-    inner = prompt.values() if isinstance(prompt, dict) else prompt if isinstance(prompt, list) else ()
-    return sum(map(_num_characters, inner))
-
-
 class PromptSource(RowSource[Prompt]):
-    """Prompts with their answers. One of more than `data.max_prompt_tokens` tokens is too long."""
+    """Prompts with their answers. A prompt of more than `data.max_prompt_tokens` tokens is too long."""
 
     def __init__(
         self,
@@ -195,10 +208,10 @@ class PromptSource(RowSource[Prompt]):
         enough: Enough = lambda num_rows: False,
         needs_answers: bool = True,
     ) -> None:
-        """As a `RowSource`. `check(row)` says why the rewards cannot use the answer of a row that has a prompt and an
-        answer; it is called once per row, in order. `data.unreadable_answers` says what becomes of such a row.
-        `template`: text in which `{prompt}` stands for a row's prompt, and `{key}` for its value of each of
-        `template_keys`. Without `needs_answers` a row may have none; it is None.
+        """The arguments of `RowSource`, and: `check(row)` says why the rewards cannot use the answer of a row that has
+        a prompt and an answer, or None; it is called once per row, in order, and `data.unreadable_answers` says what
+        happens to such a row. `template`: text in which `{prompt}` stands for a row's prompt, and `{key}` for its value
+        of each of `template_keys`. Without `needs_answers` rows need no answer, and every answer is None.
         """
         self._check = check
         self._num_checked = 0
@@ -245,8 +258,26 @@ class PromptSource(RowSource[Prompt]):
         return f"data.max_prompt_tokens: {self._data.max_prompt_tokens}"
 
 
+def _num_characters(prompt: Any) -> int:
+    """The number of characters of a prompt's text, or of all texts of its messages."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    inner = prompt.values() if isinstance(prompt, dict) else prompt if isinstance(prompt, list) else ()
+    return sum(map(_num_characters, inner))
+
+
+def _filled(template: str, prompt: str, further: Mapping[str, Any]) -> str:
+    """The template with its marks replaced. Marks inside the texts that replace them stay as they are."""
+    texts = {PROMPT_MARK: prompt} | {f"{{{key}}}": _as_text(value) for key, value in further.items()}
+    return re.sub("|".join(map(re.escape, texts)), lambda found: texts[found[0]], template)
+
+
+def _as_text(value: Any) -> str:
+    return "\n".join(map(str, value)) if isinstance(value, list) else "" if value is None else str(value)
+
+
 def missing_key(values: Row, key: str, setting: str) -> str | None:
-    """None where a row has the key, else a sentence with the keys that it has and the setting that chooses the key."""
+    """None if a row has the key; else a sentence with the keys that it has and the setting that chooses the key."""
     if key in values:
         return None
     near = difflib.get_close_matches(key, values, n=1)
@@ -258,26 +289,26 @@ def missing_key(values: Row, key: str, setting: str) -> str | None:
 
 
 def answer_keys(data: Data, place: str = "data") -> list[tuple[str, str]]:
-    """(setting, key) of everything in a row that its answer is made of. `place`: the section that names the keys."""
+    """(setting, key) of every key of a row that belongs to its answer. `place`: the section that names the keys."""
     if data.answer_keys:
         return [(f"{place}.answer_keys", key) for key in data.answer_keys]
     return [(f"{place}.answer_key", data.answer_key)]
 
 
 def answer_of(values: Row, data: Data) -> Any:
-    """The answer of a row that has the keys: a value, or the object of several by key."""
+    """The answer of a row that has the keys: one value, or with `data.answer_keys` an object of several by key."""
     if data.answer_keys:
         return {key: values[key] for key in data.answer_keys}
     return values[data.answer_key]
 
 
 def problem_of_keys(values: Row, keys: Iterable[tuple[str, str]]) -> str | None:
-    """What is wrong with a row in which (setting, key) are looked for, or None."""
+    """What is wrong with a row that must have the keys of `keys`, as (setting, key); None if nothing is."""
     return next((problem for setting, key in keys if (problem := missing_key(values, key, setting))), None)
 
 
 def problem_of_prompt(values: Row, data: Data, encoder: PromptEncoder) -> str | None:
-    """What is wrong with the prompt of a row: missing, of a wrong type, empty."""
+    """What is wrong with the prompt of a row (missing, of a wrong type, empty), or None."""
     missing = missing_key(values, data.prompt_key, "data.prompt_key")
     if missing is not None:
         return missing
@@ -286,42 +317,9 @@ def problem_of_prompt(values: Row, data: Data, encoder: PromptEncoder) -> str | 
 
 
 def problem_of_templated(values: Row, key: str, template: str | None, further: Sequence[str]) -> str | None:
-    """What is wrong with a row whose prompt, under `key`, a template is put around, or None."""
+    """What is wrong with a row for `template`, which is put around its prompt, under `key`; or None."""
     if template is None:
         return None
     if not isinstance(values[key], str):
         return f"{key!r} is {type_name(values[key])}; a template is put around a text only"
     return next((problem for one in further if (problem := missing_key(values, one, "template_keys"))), None)
-
-
-def _filled(template: str, prompt: str, further: Mapping[str, Any]) -> str:
-    """The template with what its marks stand for; marks inside of what is put in stay as they are."""
-    texts = {PROMPT_MARK: prompt} | {f"{{{key}}}": _as_text(value) for key, value in further.items()}
-    return re.sub("|".join(map(re.escape, texts)), lambda found: texts[found[0]], template)
-
-
-def _as_text(value: Any) -> str:
-    return "\n".join(map(str, value)) if isinstance(value, list) else "" if value is None else str(value)
-
-
-def encoder_of(data: Data, tokenizer: Any) -> PromptEncoder:
-    """The encoder that `data` asks for. `tokenizer`: a Hugging Face tokenizer. Raises DataError as `PromptEncoder`."""
-    return PromptEncoder(tokenizer, chat_template=data.chat_template, system_prompt=data.system_prompt)
-
-
-def load_prompts(
-    data: Data,
-    tokenizer: Any,
-    check_of: Callable[[Source], Callable[[Row], str | None]] = lambda source: lambda row: None,
-    needs_answers: bool = True,
-) -> list[PromptSource]:
-    """Open and check every source of `data`, in its order; `PromptStream(sources, weights, ...)` draws from them.
-
-    `check_of(source)(row)` says what else is wrong with a row of a source that has prompt and answer.
-    Raises DataError for a malformed file, or one without a single prompt that fits `data.max_prompt_tokens`.
-    """
-    encoder = encoder_of(data, tokenizer)
-    return [
-        PromptSource(source.name, source.path, data, encoder, check_of(source), needs_answers=needs_answers)
-        for source in sources_of(data)
-    ]

@@ -1,20 +1,17 @@
-"""The quickstart's task: adding two numbers on paper, column by column.
+"""The quickstart's task, adding two numbers on paper, column by column; and the tokenizer of its tiny models.
 
-Owns the problems, their worked solutions and the split into train and held-out. A row is
+A row is
 
     {"prompt": "4719+2386=", "answer": "7105", "response": "9+6=15,1+8+1=10,7+3+1=11,4+2+1=7#7105"}
 
-The solution works from the ones column to the left and carries a 1 along where there is one, so the final
-number after `#` can hardly be right unless the steps before it are. Judging a response is `reward/`'s.
+The solution works from the ones column to the left and carries a 1 where needed, so the final number after `#` can
+hardly be right unless the steps before it are. This file has the problems, their worked solutions, and the split into
+train and held-out. (A reward function judges responses: `rewards/`.)
 
-The chat template of the quickstart's tiny models: each message is a turn of its own. The calculator's begins with
-another turn.
-
-The tokenizer of the quickstart's tiny models: byte-level, so that any text goes through it.
-
-Owns its vocabulary (512 tokens: 3 control tokens, 256 bytes, some merges) and its files on disk; `quickstart.py`
-has its chat template. Every digit is a token of its own, as columns of an addition need it. The merges are learnt from
-a few lines below; they shorten English prompts to about half of their bytes, and touch no digit and no sign.
+The tokenizer is byte-level, so that any text goes through it, and has 512 tokens: 3 control tokens, 256 bytes, some
+merges. Every digit is a token of its own, as columns of an addition need it. The merges are learnt from a few lines
+below; they shorten English prompts to about half of their bytes, and touch no digit and no sign. The chat template
+makes each message a turn of its own; the calculator's template begins with another turn.
 """
 
 from __future__ import annotations
@@ -30,6 +27,14 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
+Split = Literal["train", "heldout"]
+NUM_DIGITS = 4
+# The lengths in a mixed set. Longer problems are harder, which a critic can see before the first token of an answer.
+MIXED_DIGITS = (3, 4, 5, 6)
+# One in this many problems belongs to the held-out split.
+HELDOUT_EVERY = 16
+VOCAB_SIZE = 512
+END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = """\
 {%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
@@ -38,11 +43,6 @@ CHAT_TEMPLATE = """\
     {{- '<|im_start|>assistant\\n' }}
 {%- endif %}
 """
-
-
-VOCAB_SIZE = 512
-END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-
 # What the merges are learnt from: the chat roles, and the words that sums in prose are made of.
 _TEXT = """\
 system user assistant user assistant user assistant user assistant
@@ -61,63 +61,9 @@ Let us think about it step by step and write down the final answer after the sol
 """
 
 
-def build_tokenizer() -> Tokenizer:
-    """The tokenizer, the same one in every process. Its size is exactly `VOCAB_SIZE`."""
-    # Imported late: episodes that compute with the calculator start without it.
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(r"\d"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        min_frequency=1,
-        special_tokens=[END_OF_TEXT, TURN_START, TURN_END],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([_TEXT], trainer)
-    return tokenizer
-
-
-def write_tokenizer(folder: Path, chat_template: str = CHAT_TEMPLATE) -> Tokenizer:
-    """Write `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja` into a folder, for AutoTokenizer."""
-    tokenizer = build_tokenizer()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {
-        # The class that transformers 4 and 5 both load; version 5 alone would write a name of its own.
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": TURN_END,
-        "pad_token": END_OF_TEXT,
-        "additional_special_tokens": [TURN_START],
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": 32768,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
-    return tokenizer
-
-
-Split = Literal["train", "heldout"]
-
-NUM_DIGITS = 4
-# Of problems of several lengths: longer ones are harder, which a critic can see before the first token of an answer.
-MIXED_DIGITS = (3, 4, 5, 6)
-# One in this many problems belongs to the held-out split.
-HELDOUT_EVERY = 16
-
-
-def split_of(a: int, b: int) -> Split:
-    """The split that the problem a + b (the same problem as b + a) belongs to.
-
-    It depends on the pair alone, not on a seed or an order, so no held-out problem is in any train set that is ever
-    generated.
-    """
-    pair = f"{min(a, b)}+{max(a, b)}".encode()
-    digest = hashlib.blake2b(pair, digest_size=8, person=b"gspo_mega split").digest()
-    return "heldout" if int.from_bytes(digest, "big") % HELDOUT_EVERY == 0 else "train"
+def row_of(a: int, b: int) -> dict[str, str]:
+    """The JSONL row of one problem: `prompt`, `answer` and the demonstration `response`."""
+    return {"prompt": f"{a}+{b}=", "answer": str(a + b), "response": solve(a, b)}
 
 
 def solve(a: int, b: int) -> str:
@@ -134,9 +80,15 @@ def solve(a: int, b: int) -> str:
     return ",".join(columns) + f"#{a + b}"
 
 
-def row_of(a: int, b: int) -> dict[str, str]:
-    """The JSONL row of one problem: `prompt`, `answer` and the demonstration `response`."""
-    return {"prompt": f"{a}+{b}=", "answer": str(a + b), "response": solve(a, b)}
+def split_of(a: int, b: int) -> Split:
+    """The split that the problem a + b (the same problem as b + a) belongs to.
+
+    It depends only on the pair, not on a seed or an order, so no held-out problem is in any train set that is ever
+    generated.
+    """
+    pair = f"{min(a, b)}+{max(a, b)}".encode()
+    digest = hashlib.blake2b(pair, digest_size=8, person=b"gspo_mega split").digest()
+    return "heldout" if int.from_bytes(digest, "big") % HELDOUT_EVERY == 0 else "train"
 
 
 def problems(split: Split, num_problems: int, seed: int, num_digits: int = NUM_DIGITS) -> Iterator[tuple[int, int]]:
@@ -169,8 +121,49 @@ def problems(split: Split, num_problems: int, seed: int, num_digits: int = NUM_D
 
 
 def mixed_problems(split: Split, num_problems: int, seed: int) -> Iterator[tuple[int, int]]:
-    """Yield problems as `problems` does, of each of `MIXED_DIGITS` in turn, equally many but for a rest."""
+    """Yield `num_problems` as `problems` does, with each number of digits of `MIXED_DIGITS` in turn."""
     each = -(-num_problems // len(MIXED_DIGITS))
     streams = [problems(split, each, seed, num_digits) for num_digits in MIXED_DIGITS]
     for number in range(num_problems):
         yield next(streams[number % len(streams)])
+
+
+def build_tokenizer() -> Tokenizer:
+    """Build the tokenizer, which is the same in every process and has exactly `VOCAB_SIZE` tokens."""
+    # Imported late: episodes that compute with the calculator start without it.
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(r"\d"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        min_frequency=1,
+        special_tokens=[END_OF_TEXT, TURN_START, TURN_END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([_TEXT], trainer)
+    return tokenizer
+
+
+def write_tokenizer(folder: Path, chat_template: str = CHAT_TEMPLATE) -> Tokenizer:
+    """Write `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja` into a folder, for AutoTokenizer.
+    Returns the tokenizer.
+    """
+    tokenizer = build_tokenizer()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        # transformers 4 and 5 both load this class. Version 5 itself would write another name.
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": TURN_END,
+        "pad_token": END_OF_TEXT,
+        "additional_special_tokens": [TURN_START],
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 32768,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
+    return tokenizer

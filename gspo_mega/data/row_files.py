@@ -1,12 +1,9 @@
-"""The rows of a data source, however they are kept: JSONL, Parquet, or a folder that `datasets` saved.
+"""The rows of a data source, however they are kept: JSONL, Parquet, or a folder that `datasets` saved (`save_to_disk`).
 
-Owns which reader a path gets. What the readers have in common is `RowFile`; `rows.py` and `row_files.py` read.
-
-Tables as files of rows: Parquet, and the folders of Arrow files that `datasets` saves (`save_to_disk`).
-
-Owns which files a path stands for, and that a row is what the same row of a JSONL file would be: JSON values alone.
-Rows are read when they are asked for: Parquet by row group, of which some stay in memory as Arrow arrays; Arrow files
-are mapped into memory. The package pyarrow is an optional extra (`parquet`).
+`open_rows` chooses the reader of a path; `RowFile` is what the readers have in common. `JsonlFile` is in `rows.py`;
+`TableFile` is here. A table's row is what the same row of a JSONL file would be: JSON values only. Rows are read when
+they are asked for: Parquet by row group, of which some stay in memory as Arrow arrays; Arrow files are mapped into
+memory. The package pyarrow is an optional extra (`parquet`).
 """
 
 from __future__ import annotations
@@ -23,14 +20,46 @@ from typing import Any, Protocol
 
 from gspo_mega.base.errors import DataError
 from gspo_mega.base.untrusted import open_regular, read_json_file
-from gspo_mega.data.rows import MAX_DEPTH, Enough, JsonlFile, Row, RowProblems, is_deep
+from gspo_mega.data.rows import MOST_LEVELS, Enough, JsonlFile, Row, RowProblems, nests_deeper
 from gspo_mega.data.rows import check_first_rows as check_first_lines
 
 PARQUET_SUFFIX = ".parquet"
-# Decoded row groups that stay in memory; the one that was read last always does.
+# Decoded row groups of this many bytes stay in memory, and the last one in any case.
 _KEPT_BYTES = 512 * 1024**2
 _ROWS_AT_ONCE = 1024
 _VALID = "valid: texts, numbers, booleans, and lists and structs of these"
+
+
+class RowFile(Protocol):
+    """The rows of a file. `file[k]` is row k, counted from 0. `fingerprint`: SHA-256 of the bytes of the file, or of
+    the folder's data files in order, hexadecimal. `is_whole`: whether it has all rows. Opening it checks every row;
+    from then on, replacing the file (rename) does no harm.
+    """
+
+    path: Path
+    fingerprint: str
+    is_whole: bool
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, row: int) -> Row:
+        """Raises DataError if the file was written over since it was opened."""
+        ...
+
+    def line(self, row: int) -> str:
+        """`file:line` of a row, or `file:row N`, for messages."""
+        ...
+
+
+def open_rows(path: str | Path, check: Callable[[Row], str | None], enough: Enough = lambda num_rows: False) -> RowFile:
+    """Open and check the rows of `path`. `check(row)` says in words what is wrong with a row, or None. `enough(n)`:
+    whether n rows suffice; the file ends there then, and `is_whole` is false. Raises DataError as `JsonlFile`.
+    """
+    return TableFile(path, check, enough) if is_table(Path(path)) else JsonlFile(path, check, enough)
+
+
+def check_first_rows(path: str | Path, check: Callable[[Row], str | None], num_rows: int) -> None:
+    """Check the file and its first `num_rows` rows as `open_rows` does, without reading further. Raises DataError."""
+    (check_first_table_rows if is_table(Path(path)) else check_first_lines)(path, check, num_rows)
 
 
 def is_table(path: Path) -> bool:
@@ -43,11 +72,11 @@ class TableFile:
 
     Attributes:
         path: as given.
-        fingerprint: SHA-256 of the data files' bytes, one after the other, hexadecimal.
-        is_whole: whether all rows were read, which `enough` may have cut short; the file then ends there.
+        fingerprint: SHA-256 of the bytes of all data files in order, hexadecimal; empty unless `is_whole`.
+        is_whole: whether all rows were read; `enough` may have ended the reading early, and the file ends there then.
 
-    Raises DataError: as `JsonlFile`, with `file:row N: what` per problem; pyarrow is missing; a column holds what JSON
-    cannot.
+    Raises DataError as `JsonlFile`, with `file:row N: what` per problem; also if pyarrow is missing or a column holds
+    what JSON cannot.
     """
 
     def __init__(
@@ -111,7 +140,38 @@ def check_first_table_rows(path: str | Path, check: Callable[[Row], str | None],
         raise DataError(f"{path}: no rows")
 
 
-# --- which files, and what is in them --------------------------------------------------------------------------
+def _rows(parts: list[_Part]) -> Iterator[tuple[str, Row]]:
+    """(`file:row N`, row) of every row, in order."""
+    for part in parts:
+        number = 0
+        batches = _opened(part.file, part.batches)
+        while (batch := _opened(part.file, lambda batches=batches: next(batches, None))) is not None:
+            for row in _opened(part.file, batch.to_pylist):
+                number += 1
+                yield f"{part.file}:row {number}", row
+
+
+def _problem_of(row: Row) -> str | None:
+    for name, value in row.items():
+        if _holds_nan_or_infinity(value):
+            return f"{name!r}: NaN or infinite is no JSON number; leave the value out (null)"
+    return f"nested more than {MOST_LEVELS} levels deep" if nests_deeper(row) else None
+
+
+def _holds_nan_or_infinity(value: Any) -> bool:
+    if isinstance(value, float):
+        return not math.isfinite(value)
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return any(_holds_nan_or_infinity(part) for part in inner)
+
+
+def _fingerprint(files: list[Path]) -> str:
+    digest = hashlib.sha256()
+    for path in files:
+        with open_regular(path) as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()
 
 
 class _Part(Protocol):
@@ -161,23 +221,6 @@ def _saved_files(path: Path) -> list[Path]:
     return files
 
 
-class _KeptRowGroups:
-    """Decoded row groups, the ones used last."""
-
-    def __init__(self) -> None:
-        self._tables: OrderedDict[tuple[Path, int], Any] = OrderedDict()
-        self._num_bytes = 0
-
-    def get(self, key: tuple[Path, int], read: Callable[[], Any]) -> Any:
-        if key not in self._tables:
-            self._tables[key] = table = read()
-            self._num_bytes += table.nbytes
-            while self._num_bytes > _KEPT_BYTES and len(self._tables) > 1:
-                self._num_bytes -= self._tables.popitem(last=False)[1].nbytes
-        self._tables.move_to_end(key)
-        return self._tables[key]
-
-
 class _ParquetPart:
     def __init__(self, file: Path, kept: _KeptRowGroups) -> None:
         self.file, self._kept = file, kept
@@ -195,6 +238,23 @@ class _ParquetPart:
         group = bisect.bisect_right(self._starts, number) - 1
         table = self._kept.get((self.file, group), lambda: self._parquet.read_row_group(group, use_threads=False))
         return table.slice(number - self._starts[group], 1).to_pylist()[0]
+
+
+class _KeptRowGroups:
+    """A cache of decoded row groups, which drops those that were not used for longest."""
+
+    def __init__(self) -> None:
+        self._tables: OrderedDict[tuple[Path, int], Any] = OrderedDict()
+        self._num_bytes = 0
+
+    def get(self, key: tuple[Path, int], read: Callable[[], Any]) -> Any:
+        if key not in self._tables:
+            self._tables[key] = table = read()
+            self._num_bytes += table.nbytes
+            while self._num_bytes > _KEPT_BYTES and len(self._tables) > 1:
+                self._num_bytes -= self._tables.popitem(last=False)[1].nbytes
+        self._tables.move_to_end(key)
+        return self._tables[key]
 
 
 class _ArrowPart:
@@ -241,7 +301,7 @@ def _opened(file: Path, opened: Callable[[], Any]) -> Any:
 def _check_columns(file: Path, schema: Any) -> None:
     types = _pyarrow(file, ".types")
     problems = [
-        f"{file}: column {field.name!r} is {field.type}, which no JSON value is; {_VALID}. Remove or cast it"
+        f"{file}: column {field.name!r} is {field.type}, which is not a JSON type; {_VALID}. Remove or cast it"
         for field in schema
         if not _is_json(field.type, types)
     ]
@@ -259,72 +319,3 @@ def _is_json(kind: Any, types: Any) -> bool:
         return all(_is_json(kind.field(number).type, types) for number in range(kind.num_fields))
     lists = ("is_list", "is_large_list", "is_fixed_size_list", "is_list_view", "is_large_list_view")
     return any(getattr(types, name)(kind) for name in lists) and _is_json(kind.value_type, types)
-
-
-# --- rows ------------------------------------------------------------------------------------------------------
-
-
-def _rows(parts: list[_Part]) -> Iterator[tuple[str, Row]]:
-    """(`file:row N`, row) of every row, in order."""
-    for part in parts:
-        number = 0
-        batches = _opened(part.file, part.batches)
-        while (batch := _opened(part.file, lambda batches=batches: next(batches, None))) is not None:
-            for row in _opened(part.file, batch.to_pylist):
-                number += 1
-                yield f"{part.file}:row {number}", row
-
-
-def _problem_of(row: Row) -> str | None:
-    for name, value in row.items():
-        if _has_no_number(value):
-            return f"{name!r}: NaN or infinite is no JSON number; leave the value out (null)"
-    return f"nested more than {MAX_DEPTH} levels deep" if is_deep(row, MAX_DEPTH) else None
-
-
-def _has_no_number(value: Any) -> bool:
-    if isinstance(value, float):
-        return not math.isfinite(value)
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return any(_has_no_number(part) for part in inner)
-
-
-def _fingerprint(files: list[Path]) -> str:
-    digest = hashlib.sha256()
-    for path in files:
-        with open_regular(path) as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
-    return digest.hexdigest()
-
-
-class RowFile(Protocol):
-    """`file[k]` is row k, zero-based. `fingerprint`: SHA-256 of the bytes of the file, or of the folder's data files in
-    their order, hexadecimal. Opened, it has checked every row that it has; replacing the file (rename) does no harm
-    from then on. `is_whole`: it has all rows of the file.
-    """
-
-    path: Path
-    fingerprint: str
-    is_whole: bool
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, row: int) -> Row:
-        """Raises DataError if the file was written over since it was opened."""
-        ...
-
-    def line(self, row: int) -> str:
-        """`file:line` of a row, or `file:row N`, for messages."""
-        ...
-
-
-def open_rows(path: str | Path, check: Callable[[Row], str | None], enough: Enough = lambda num_rows: False) -> RowFile:
-    """`check(row)` says in words what is wrong with a row, or None. `enough(n)`: whether n rows suffice, so that the
-    file ends there (`is_whole` is false then). Raises DataError as `JsonlFile`.
-    """
-    return TableFile(path, check, enough) if is_table(Path(path)) else JsonlFile(path, check, enough)
-
-
-def check_first_rows(path: str | Path, check: Callable[[Row], str | None], num_rows: int) -> None:
-    """Check the file and its first `num_rows` rows as `open_rows` does, without reading further. Raises DataError."""
-    (check_first_table_rows if is_table(Path(path)) else check_first_lines)(path, check, num_rows)

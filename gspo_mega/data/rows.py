@@ -1,15 +1,12 @@
-"""A JSONL file of rows, checked once and then read row by row.
+"""A JSONL file of rows, checked once and then read row by row; and the tests of JSON values that others use, too.
 
-Owns finding, counting and parsing lines, and naming what is wrong with them. What a row must hold is the
-caller's: it passes a check. Only the byte offsets stay in memory, so a million rows cost some megabytes.
+`JsonlFile` finds, counts and parses lines, and names what is wrong with them. The caller passes a check of what a row
+must hold. Only byte offsets stay in memory, so a million rows cost some megabytes. An accepted row can be written and
+read back unchanged: values that would make the tokenizer, the rollout journal or a scoring process fail much later
+(NaN, half of a surrogate pair, very deep nesting) are refused here.
 
-An accepted row can be written and read back unchanged: values that would make the tokenizer, the rollout journal or a
-scoring process fail much later (NaN, half of a surrogate pair, very deep nesting) are refused here.
-
-JSON that can be written as well as read: what a policy or an agent writes may nest deeper than a stack, hold half a
-character or infinity.
-
-Owns those three tests of a value that was read, and its copy.
+`is_plain`, `read_plain` and `nests_deeper` test the same of values that a policy or an agent writes, which may nest
+deeper than a stack, hold half a character, or hold infinity. `copied` copies such a value.
 """
 
 from __future__ import annotations
@@ -29,120 +26,28 @@ import numpy as np
 from gspo_mega.base.errors import DataError
 from gspo_mega.base.untrusted import NoRegularFileError, open_regular
 
-# Deeper values could be read here and not be written elsewhere, where the stack is higher.
-MOST_LEVELS = 64
-
-
-def nests_deeper(value: Any, levels: int = MOST_LEVELS) -> bool:
-    """Do lists and objects lie in each other more than `levels` times?"""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if not isinstance(value, (list, tuple)):
-        return False
-    return levels == 0 or any(nests_deeper(inner, levels - 1) for inner in value)
-
-
-def copied(value: Any) -> Any:
-    """What `copy.deepcopy` gives for a JSON value, at a tenth of its time; of other types it is `copy.deepcopy`."""
-    kind = type(value)
-    if kind is str or value is None or kind is int or kind is float or kind is bool:
-        return value
-    if kind is dict:
-        return {key: copied(inner) for key, inner in value.items()}
-    return [copied(inner) for inner in value] if kind is list else copy.deepcopy(value)
-
-
-def is_plain(value: Any) -> bool:
-    """Can the value be written as JSON, and that as UTF-8, and be read again?"""
-    return not nests_deeper(value) and _has_plain_leaves(value)
-
-
-def read_plain(text: str, at: int = 0) -> tuple[Any, int] | None:
-    """The JSON value that begins at `at`, and where it ends; None where there is none or it is not plain."""
-    try:
-        value, end = _DECODER.raw_decode(text, at)
-    except (ValueError, RecursionError):
-        return None
-    return (value, end) if is_plain(value) else None
-
-
-def _has_plain_leaves(value: Any) -> bool:
-    if isinstance(value, str):
-        return not any("\ud800" <= letter <= "\udfff" for letter in value)
-    if isinstance(value, float):
-        return math.isfinite(value)
-    if isinstance(value, dict):
-        return all(_has_plain_leaves(key) and _has_plain_leaves(inner) for key, inner in value.items())
-    if isinstance(value, (list, tuple)):
-        return all(map(_has_plain_leaves, value))
-    return True
-
-
-def _refuse(word: str) -> NoReturn:
-    raise ValueError(f"{word} is no JSON")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_refuse)
-
-
 Row = dict[str, Any]
-# Asked after each row with the number of rows read so far: is that enough?
+# Called after each row with the number of rows read so far. Returns whether to stop reading.
 Enough = Callable[[int], bool]
-
-# A systematic mistake is on every line; this many of them show it.
+# Python's JSON writer fails at some hundred levels, and at fewer if the call stack is deep already. So a deeper value
+# could be read here but not be written elsewhere.
+MOST_LEVELS = 64
+# A systematic mistake is on every line; this many kinds of problems show it.
 MAX_PROBLEMS_SHOWN = 10
 NO_ROWS = "no rows; expected is one JSON object per line"
-# Python's JSON writer fails at some hundred levels, and at fewer where the call stack is deep already.
-MAX_DEPTH = 64
-# Of a line. A file without line ends, such as a disk image, is no JSONL.
+# The longest line. A file without line ends, such as a disk image, is no JSONL.
 MOST_LINE_BYTES = 256 * 1024**2
 
 
-class RowProblems:
-    """What is wrong with the rows of a file. Rows with the same fault, as a wrong key gives each of them, are one line
-    with their number and the first of them.
-    """
-
-    def __init__(self, what: str = "lines") -> None:
-        self._what = what
-        self._places: dict[str, list[str]] = {}
-        self._num_not_shown = self._num = 0
-
-    def add(self, place: str, problem: str) -> None:
-        """`place`: `file:line`."""
-        self._num += 1
-        if problem in self._places or not self.are_enough:
-            self._places.setdefault(problem, []).append(place)
-        else:
-            self._num_not_shown += 1
-
-    @property
-    def are_enough(self) -> bool:
-        """Whether as many faults are known as are shown."""
-        return len(self._places) >= MAX_PROBLEMS_SHOWN
-
-    def lines(self, num_rows: int) -> list[str]:
-        """`num_rows`: that were looked at."""
-        shown = []
-        for problem, places in self._places.items():
-            also = [place.rpartition(":")[2].removeprefix("row ") for place in places[:5]]
-            more = f"{', '.join(also)}{', ...' if len(places) > len(also) else ''}"
-            equal = f" (so {len(places)} of {num_rows} {self._what}: {more})" if len(places) > 1 else ""
-            shown.append(f"{places[0]}: {problem}{equal}")
-        if self._num_not_shown:
-            shown.append(f"... and {self._num_not_shown} more of {num_rows} {self._what}")
-        return shown
-
-
 class JsonlFile:
-    """The rows of one JSONL file; blank lines are no rows. `file[k]` is row k, zero-based.
+    """The rows of one JSONL file; blank lines are no rows. `file[k]` is row k, counted from 0.
 
-    The file stays open, so replacing it (write beside, rename) while a run reads it does no harm.
+    The file stays open, so replacing it (write another file, rename it) while a run reads it does no harm.
 
     Attributes:
         path: as given.
-        fingerprint: SHA-256 of the file's bytes, hexadecimal; of those that were read.
-        is_whole: whether all of it was read, which `enough` may have cut short.
+        fingerprint: SHA-256 of the file's bytes that were read, hexadecimal.
+        is_whole: whether all rows were read; `enough` may have ended the reading early.
 
     Raises:
         DataError: the file is missing, unreadable or without rows, or lines are malformed: one line
@@ -236,7 +141,7 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _lines(path: str | Path, file: BinaryIO) -> Iterator[bytes]:
-    """Raises DataError at a line without end, which would fill the memory."""
+    """The lines of the file. Raises DataError at a line that is too long, which would fill the memory."""
     number = 1
     while line := file.readline(MOST_LINE_BYTES + 1):
         if len(line) > MOST_LINE_BYTES:
@@ -245,52 +150,6 @@ def _lines(path: str | Path, file: BinaryIO) -> Iterator[bytes]:
             )
         yield line
         number += 1
-
-
-def parse_row(line: bytes) -> Any:
-    """The JSON value of a line. A byte-order mark before it, which some editors write, is not data and is dropped.
-
-    Raises ValueError (of which UnicodeDecodeError and json.JSONDecodeError are kinds) for what is not strict JSON of
-    Unicode characters and finite numbers, at most `MAX_DEPTH` levels deep; RecursionError for what is far deeper.
-    """
-    value = json.loads(line.decode("utf-8-sig"), parse_constant=_no_constant, parse_float=_finite)
-    if line.count(b"{") + line.count(b"[") > MAX_DEPTH and is_deep(value, MAX_DEPTH):
-        raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
-    # UTF-8 itself has no surrogates: only an escape can bring one.
-    if b"\\u" in line:
-        _refuse_surrogates(value)
-    return value
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON number; leave the key out, or give null")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"the number {text[:20]} is larger than a 64-bit float can hold")
-    return value
-
-
-def is_deep(value: Any, levels: int) -> bool:
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    if isinstance(value, (dict, list)) and levels == 0:
-        return True
-    return any(is_deep(part, levels - 1) for part in inner if isinstance(part, (dict, list)))
-
-
-def _refuse_surrogates(value: Any) -> None:
-    if isinstance(value, str):
-        try:
-            value.encode("utf-8")
-        except UnicodeEncodeError as error:
-            found = f"\\u{ord(value[error.start]):04x}"
-            raise ValueError(f"a text has {found}, half of a surrogate pair without the other: no character") from None
-    for part in (
-        (*value.keys(), *value.values()) if isinstance(value, dict) else value if isinstance(value, list) else ()
-    ):
-        _refuse_surrogates(part)
 
 
 def _problem_of(line: bytes, check: Callable[[Row], str | None]) -> str | None:
@@ -311,8 +170,83 @@ def _problem_of(line: bytes, check: Callable[[Row], str | None]) -> str | None:
     return check(value)
 
 
+class RowProblems:
+    """Collects what is wrong with the rows of a file. Rows with the same fault, such as a wrong key, share one line,
+    which says how many they are and names the first of them.
+    """
+
+    def __init__(self, what: str = "lines") -> None:
+        self._what = what
+        self._places: dict[str, list[str]] = {}
+        self._num_not_shown = self._num = 0
+
+    def add(self, place: str, problem: str) -> None:
+        """Add a row's problem. `place`: `file:line`."""
+        self._num += 1
+        if problem in self._places or not self.are_enough:
+            self._places.setdefault(problem, []).append(place)
+        else:
+            self._num_not_shown += 1
+
+    @property
+    def are_enough(self) -> bool:
+        """Whether as many different faults are known as will be shown."""
+        return len(self._places) >= MAX_PROBLEMS_SHOWN
+
+    def lines(self, num_rows: int) -> list[str]:
+        """The lines to show. `num_rows`: the number of rows that were checked."""
+        shown = []
+        for problem, places in self._places.items():
+            also = [place.rpartition(":")[2].removeprefix("row ") for place in places[:5]]
+            more = f"{', '.join(also)}{', ...' if len(places) > len(also) else ''}"
+            equal = f" (so {len(places)} of {num_rows} {self._what}: {more})" if len(places) > 1 else ""
+            shown.append(f"{places[0]}: {problem}{equal}")
+        if self._num_not_shown:
+            shown.append(f"... and {self._num_not_shown} more of {num_rows} {self._what}")
+        return shown
+
+
+def parse_row(line: bytes) -> Any:
+    """The JSON value of a line. A byte-order mark before it, which some editors write, is not data and is dropped.
+
+    Raises ValueError (of which UnicodeDecodeError and json.JSONDecodeError are kinds) for what is not strict JSON of
+    Unicode characters and finite numbers, at most `MOST_LEVELS` levels deep; RecursionError for what is far deeper.
+    """
+    value = json.loads(line.decode("utf-8-sig"), parse_constant=_no_constant, parse_float=_finite)
+    if line.count(b"{") + line.count(b"[") > MOST_LEVELS and nests_deeper(value):
+        raise ValueError(f"nested more than {MOST_LEVELS} levels deep")
+    # UTF-8 itself has no surrogates: only an escape can bring one.
+    if b"\\u" in line:
+        _refuse_surrogates(value)
+    return value
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON number; leave the key out, or give null")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {text[:20]} is larger than a 64-bit float can hold")
+    return value
+
+
+def _refuse_surrogates(value: Any) -> None:
+    if isinstance(value, str):
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:
+            found = f"\\u{ord(value[error.start]):04x}"
+            raise ValueError(f"a text has {found}, half of a surrogate pair without the other: no character") from None
+    for part in (
+        (*value.keys(), *value.values()) if isinstance(value, dict) else value if isinstance(value, list) else ()
+    ):
+        _refuse_surrogates(part)
+
+
 def type_name(value: Any) -> str:
-    """What JSON calls the type of a parsed value, with its article."""
+    """JSON's name for the type of a parsed value, with its article."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -320,3 +254,57 @@ def type_name(value: Any) -> str:
     if isinstance(value, (int, float)):
         return "a number"
     return {str: "a string", list: "an array", dict: "an object"}[type(value)]
+
+
+def nests_deeper(value: Any, levels: int = MOST_LEVELS) -> bool:
+    """Whether lists and objects lie in each other more than `levels` times."""
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return False
+    return levels == 0 or any(
+        nests_deeper(inner, levels - 1) for inner in value if isinstance(inner, (dict, list, tuple))
+    )
+
+
+def is_plain(value: Any) -> bool:
+    """Whether the value can be written as JSON in UTF-8 and read again unchanged."""
+    return not nests_deeper(value) and _has_plain_leaves(value)
+
+
+def _has_plain_leaves(value: Any) -> bool:
+    if isinstance(value, str):
+        return not any("\ud800" <= letter <= "\udfff" for letter in value)
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, dict):
+        return all(_has_plain_leaves(key) and _has_plain_leaves(inner) for key, inner in value.items())
+    if isinstance(value, (list, tuple)):
+        return all(map(_has_plain_leaves, value))
+    return True
+
+
+def _refuse(word: str) -> NoReturn:
+    raise ValueError(f"{word} is no JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse)
+
+
+def read_plain(text: str, at: int = 0) -> tuple[Any, int] | None:
+    """(The JSON value that begins at `at`, where it ends); None if there is none or it is not plain."""
+    try:
+        value, end = _DECODER.raw_decode(text, at)
+    except (ValueError, RecursionError):
+        return None
+    return (value, end) if is_plain(value) else None
+
+
+def copied(value: Any) -> Any:
+    """A deep copy. Of a JSON value it takes a tenth of the time of `copy.deepcopy`, which copies other types."""
+    kind = type(value)
+    if kind is str or value is None or kind is int or kind is float or kind is bool:
+        return value
+    if kind is dict:
+        return {key: copied(inner) for key, inner in value.items()}
+    return [copied(inner) for inner in value] if kind is list else copy.deepcopy(value)

@@ -1,10 +1,8 @@
 """An endless, resumable order over the rows of several sources.
 
-Owns which row comes next. Reading and encoding a row is its source's; what the items are (prompts, or
-demonstrations) does not matter here.
-
-The order is a function of the seed, the source's name and the epoch alone, computed by a hash of our own, so it is
-the same on every machine and with every release of NumPy; the state of a stream is a few counters.
+`PromptStream` decides which row comes next; the items may be prompts or demonstrations, and each source reads and
+encodes its own rows. The order is a function of only the seed, the source's name and the epoch, computed by a hash of
+our own, so it is the same on every machine and with every release of NumPy. The state of a stream is a few counters.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ Item = TypeVar("Item")
 Item_co = TypeVar("Item_co", covariant=True)
 
 
-# What a saved state says of rows that are left out for their answers; absent where there are none.
+# What a saved state says of rows that are left out for their answers; absent if there are none.
 _LEFT_OUT = ("num_unreadable", "unreadable_digest")
 
 
@@ -34,7 +32,9 @@ def _left_out(source: Any) -> dict[str, Any]:
 
 
 class ItemSource(Protocol[Item_co]):
-    """What a stream draws from. `path` is for messages; `fingerprint` tells whether the content is the same."""
+    """A source that a stream draws from. `path` is for messages; `fingerprint` tells whether the content is the
+    same.
+    """
 
     name: str
     path: str
@@ -43,16 +43,16 @@ class ItemSource(Protocol[Item_co]):
     def __len__(self) -> int: ...
 
     def item(self, row: int) -> Item_co | None:
-        """The item of a row, or None where the row is left out."""
+        """The item of a row, or None if the row is left out."""
         ...
 
 
 def epoch_order(num_rows: int, *, seed: int, source: str, epoch: int) -> np.ndarray:
-    """The order of one epoch: a permutation of 0 to num_rows - 1, [num_rows] int64. Rows are sorted by a 64-bit hash
-    (splitmix64).
+    """The order of one epoch: a permutation of 0 to num_rows - 1, [num_rows] int64, sorted by a 64-bit hash of the
+    row's number (splitmix64).
     """
     key = hashlib.blake2b(f"{seed}/{epoch}/{source}".encode(), digest_size=8, person=b"gspo_mega order").digest()
-    # Unsigned arithmetic modulo 2^64 is what splitmix64 is defined on.
+    # splitmix64 is defined on unsigned arithmetic modulo 2^64.
     values = np.arange(1, num_rows + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(
         int.from_bytes(key, "big")
     )
@@ -63,7 +63,7 @@ def epoch_order(num_rows: int, *, seed: int, source: str, epoch: int) -> np.ndar
 
 @dataclass
 class _Cursor:
-    """Where a stream is in one source: `position` rows of epoch `epoch` are used up.
+    """The place of a stream in one source: `position` rows of epoch `epoch` are used up.
 
     `progress` grows by 1 / weight with each item delivered.
     """
@@ -76,9 +76,9 @@ class _Cursor:
 class PromptStream(Generic[Item]):
     """Draws items from sources for ever: every row once per epoch, a new order in each epoch, sources mixed by weight.
 
-    Each draw takes from the source that is furthest behind its share, so that after any number of draws a source's
-    count differs from its share by less than one item per source. Rows left out by their source are skipped and
-    use up no share.
+    Each draw takes from the source that lags furthest behind its share, so that after any number of draws a source's
+    count differs from its share by less than one item per source. Rows that their source leaves out are skipped and use
+    up no share.
     """
 
     def __init__(
@@ -91,9 +91,9 @@ class PromptStream(Generic[Item]):
         accept_changed: Sequence[str] = (),
     ) -> None:
         """`weights`: one positive number per source, relative to each other. `accept_changed`: beginnings of the
-        fingerprints of files that may take the place of those a saved state names (`data.accept_changed`).
+        fingerprints of files that may replace those that a saved state names (`data.accept_changed`).
 
-        Raises ValueError for no sources, weights that do not match them, or two sources of one name.
+        Raises ValueError if there are no sources, the weights do not match them, or two sources have one name.
         """
         if not sources or len(weights) != len(sources) or min(weights) <= 0:
             raise ValueError(f"{len(sources)} sources need as many positive weights, not {list(weights)}")
@@ -108,7 +108,7 @@ class PromptStream(Generic[Item]):
         self._orders: list[tuple[int, np.ndarray] | None] = [None] * len(self._sources)
 
     def next(self) -> Item:
-        """The next item. Raises DataError when its source leaves out every row."""
+        """The next item. Raises DataError if its source leaves out every row."""
         after = [cursor.progress + 1 / weight for cursor, weight in zip(self._cursors, self._weights)]
         chosen = after.index(min(after))
         item = self._draw(chosen)
@@ -116,7 +116,7 @@ class PromptStream(Generic[Item]):
         return item
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream is, and of which data; plain values for JSON."""
+        """The place of the stream and the data that it draws from, as plain values for JSON."""
         return {
             "seed": self._seed,
             "shuffle": self._shuffle,
@@ -136,12 +136,12 @@ class PromptStream(Generic[Item]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue exactly after the last item that was drawn before `state_dict()`.
 
-        Other weights than then are allowed and count from here on. So is a file that the user has accepted by its
-        fingerprint: which row comes next depends on how many rows there are, not on what they hold, so a repaired
-        row leaves the order as it was.
+        Other weights are allowed and count from here on. So is a changed file that the user has accepted by its
+        fingerprint: which row comes next depends on the number of rows and not on their content, so a repaired row
+        leaves the order as it was.
 
-        Raises DataError, and changes nothing, if the stream would not continue: other sources, a file whose
-        rows changed unaccepted or are more or fewer, another seed or shuffling.
+        Raises DataError, and changes nothing, if the stream cannot continue: there are other sources, a file changed
+        without being accepted or has more or fewer rows, or the seed or the shuffling is another.
         """
         for key, now in (("seed", self._seed), ("shuffle", self._shuffle)):
             if state[key] != now:
@@ -168,7 +168,7 @@ class PromptStream(Generic[Item]):
                     " not. If that is a repair, continue with"
                     f" 'data.accept_changed={json.dumps([*self._accept_changed, source.fingerprint[:12]])}'"
                 )
-            # Of the same file: a version that reads other answers would draw other rows.
+            # If the file is the same, a version that reads other answers would draw other rows.
             was = {key: value for key, value in then.items() if key in _LEFT_OUT}
             now = _left_out(source)
             if then["fingerprint"] == source.fingerprint and was != now:
@@ -184,7 +184,7 @@ class PromptStream(Generic[Item]):
 
     def _draw(self, index: int) -> Item:
         source, cursor = self._sources[index], self._cursors[index]
-        # From the middle of an epoch, only two consecutive orders are certain to contain every row.
+        # A draw may begin in the middle of an epoch, so only two epochs in a row are certain to contain every row.
         for _ in range(2 * len(source)):
             row = int(self._order(index)[cursor.position])
             cursor.position += 1

@@ -1,8 +1,7 @@
-"""Render a checkpoint's chat template in a process with bounds on time and memory; one process serves all prompts of a
-run.
+"""Render a checkpoint's chat template in a separate process with bounds on time and memory.
 
-Owns that process's life. `template_worker.py` owns the names that a template can use, and that its text is the one
-Hugging Face renders.
+`ChatTemplate` starts and ends that process, which serves all prompts of a run. `template_worker.py` is the process: it
+gives a template its names, and renders the text that Hugging Face would.
 """
 
 from __future__ import annotations
@@ -21,15 +20,13 @@ from typing import Any
 
 from gspo_mega.base.errors import DataError
 
-# Per prompt; ordinary templates take microseconds and a few megabytes.
+# Bounds for one prompt. Ordinary templates take microseconds and a few megabytes.
 CPU_SECONDS, MEMORY_BYTES = 10.0, 512 * 1024**2
 _WORKER = Path(__file__).with_name("template_worker.py")
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer. Its process starts with the first prompt, and again after a prompt that it
-    could not render.
-    """
+    """The chat template of a tokenizer. Its process starts with the first prompt, and again if a prompt ended it."""
 
     def __init__(
         self, template: str, values: dict[str, Any], cpu_seconds: float = CPU_SECONDS, memory_bytes: int = MEMORY_BYTES
@@ -38,7 +35,7 @@ class ChatTemplate:
         self._setup = {"template": template, "values": values, "cpu_seconds": cpu_seconds, "memory_bytes": memory_bytes}
         self._process: subprocess.Popen[bytes] | None = None
         self._end: weakref.finalize | None = None
-        self._lock = threading.Lock()  # one request at a time: answers come in the order of requests
+        self._lock = threading.Lock()  # one request at a time, because the process answers in order
 
     def render(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None, *, opened: bool = True
@@ -46,16 +43,16 @@ class ChatTemplate:
         """The text of the messages, up to where the assistant's answer begins; without that beginning if not `opened`.
         `tools`: schemas of what may be called, for a template that lists them.
 
-        Raises DataError: refused, or too much time or memory.
+        Raises DataError if the template refuses the messages, or takes too much time or memory.
         """
-        # A template asks whether there are tools by their truth; None is what Hugging Face gives it without any.
+        # A template tests whether `tools` is true. Without tools, Hugging Face gives it None.
         asked = {"messages": list(messages), "tools": list(tools) if tools else None, "open": opened}
         with self._lock:
             return self._render(asked)
 
     def _render(self, asked: dict[str, Any]) -> str:
         if self._process is not None and self._process.poll() is not None:
-            self.close()  # ended from outside since the last request
+            self.close()  # something outside ended it since the last request
         process = self._started()
         assert process.stdin is not None and process.stdout is not None
         line = b""
@@ -68,7 +65,7 @@ class ChatTemplate:
         if "text" in reply:
             return reply["text"]
         if reply["error"] is None:
-            self.close()  # the process may keep the memory it took
+            self.close()  # the process may not release the memory it took
             raise DataError(
                 f"the tokenizer's chat template takes more than {self._setup['memory_bytes'] / 2**20:.0f} MiB of memory"
                 " for these messages"
@@ -93,7 +90,7 @@ class ChatTemplate:
     def _why_ended(self, process: subprocess.Popen[bytes]) -> str:
         if process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
-                process.stdin.close()  # drops what the process did not read yet
+                process.stdin.close()  # drops what the process has not read yet
         code = process.wait()
         self.close()
         if code == -signal.SIGPROF:

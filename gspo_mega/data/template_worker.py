@@ -1,11 +1,14 @@
-"""The process that renders a chat template: `python -P template_worker.py PARENT`. Run as a file; it imports jinja2 and
-no module of gspo_mega.
+"""The process that renders a chat template.
 
-A template is a program that comes with the checkpoint. Jinja's sandbox keeps it from files and attributes, but not from
-taking all memory or time; this process has bounds on both, and its end harms nothing else. The first line of standard
-input is {"template", "values", "cpu_seconds", "memory_bytes"}. Each further line is {"messages", "tools", "open"}; with
-`open`, the assistant's answer is begun. The process writes one line for each: {"text"} or {"error"}. It ends with its
-input, and with PARENT.
+    python -P template_worker.py PARENT
+
+It runs as a file, and imports jinja2 but no module of gspo_mega. A template is a program that comes with the
+checkpoint. Jinja's sandbox keeps it from files and attributes, but not from taking all memory or time; this process has
+bounds on both, and its end harms nothing else.
+
+The first line of standard input is {"template", "values", "cpu_seconds", "memory_bytes"}. Each further line is
+{"messages", "tools", "open"}; with `open`, the text ends where the assistant's answer begins. The process answers each
+of these with one line, {"text"} or {"error"}. It ends when its input or the process PARENT ends.
 """
 
 import ctypes
@@ -25,7 +28,7 @@ PR_SET_PDEATHSIG = 1
 
 
 class Generation(Extension):
-    """`{% generation %}` marks what a model wrote, for training masks; here its content is rendered as it is."""
+    """`{% generation %}` marks what a model wrote, for training masks. Here its content is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012  jinja2 declares it so
 
@@ -39,7 +42,7 @@ class Generation(Extension):
 
 
 def environment():
-    """What Hugging Face tokenizers give a chat template, whose text follows from it."""
+    """The Jinja environment that Hugging Face tokenizers give a chat template, so that the text is the same."""
     made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
     made.filters["tojson"] = _to_json
     made.globals["raise_exception"] = _refuse
@@ -59,7 +62,7 @@ def main():
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != int(sys.argv[1]):
         return
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the run's to answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run handles Ctrl-C
     replies = sys.stdout.buffer
     setup = json.loads(sys.stdin.buffer.readline())
     with open("/proc/self/statm", encoding="ascii") as file:

@@ -1,18 +1,16 @@
 """Tell somebody when a run fails, collapses, stands still or leaves its mismatch budget: `alerts` of the configuration.
 
-Runs beside the supervisor: threads watch metrics.jsonl and make the calls, so neither ranks nor the supervisor wait for
-one. Each cause is told at most once per attempt. Owns when and what is told; a call is `alerts.py`'s, what a
-collapse is `metrics/trends.py`'s.
+`AlertSender` decides when to alert and about what. It uses threads of the supervisor's process, which read
+metrics.jsonl and make the calls, so neither ranks nor the supervisor wait. Each cause is told at most once per attempt:
 
     failure    the attempt failed; `restarts` says whether the supervisor starts it again
     stall      the watchdog found no progress, or no line of metrics came for alerts.stall_seconds
-    collapse   the reward lost a third of its highest mean, and of what had been learnt, by more than chance:
-               at most 1 % of runs of 2000 steps in which nothing happened are told so
+    collapse   the reward lost a third of its highest mean, and of what had been learnt, by more than chance
+               (`metrics/trends.py`): at most 1 % of runs of 2000 steps in which nothing happened get this alert
     budget     the engines' log-probs differ by more than mismatch.budget
 
-One call of an alert: a command that gets the JSON on its standard input, or a URL that it is posted to.
-
-Owns the deadline and the words of the outcome. When a call is made is `alerts.py`'s.
+`call_command` and `call_url` make one call: a command that gets the JSON on its standard input, or a URL to which it is
+posted. Each returns its outcome in words, within a deadline.
 """
 
 from __future__ import annotations
@@ -38,68 +36,15 @@ from gspo_mega.launcher.attempt_state import one_line
 from gspo_mega.metrics.trends import trend_of
 
 logger = logging.getLogger(__name__)
-
+Cause = Literal["failure", "stall", "collapse", "budget"]
+_POLL_SECONDS = 2.0
+# A collapse is judged by at most this many steps, so that a check stays cheap in a run of weeks.
+_MOST_STEPS = 1_000
 _MOST_OUTPUT = 2000
 
 
-def call_command(command: Sequence[str], body: Mapping[str, Any], seconds: float) -> str:
-    """Run it in a session of its own and return its end in words. After `seconds` it is killed with all in its session.
-    What it prints goes to supervisor.log.
-    """
-    try:
-        process = subprocess.Popen(
-            list(command),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    except OSError as error:
-        return f"{command[0]} could not be started: {error.strerror}"
-    late = False
-    try:
-        output, _ = process.communicate(json.dumps(body).encode() + b"\n", timeout=seconds)
-    except subprocess.TimeoutExpired:
-        late = True
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-    if output:
-        logger.info("%s printed: %s", command[0], output[-_MOST_OUTPUT:].decode("utf-8", errors="replace").rstrip())
-    if late:
-        return f"{command[0]} was killed after {seconds:g} s (alerts.deadline_seconds)"
-    code = process.returncode
-    return f"{command[0]} exited with code {code}" if code >= 0 else f"{command[0]} was killed by signal {-code}"
-
-
-def call_url(url: str, body: Mapping[str, Any], seconds: float) -> str:
-    """Post it and return the answer in words. Only the host is named: a path often holds a token."""
-    host = urlsplit(url).hostname or "its host"
-    request = urllib.request.Request(
-        url, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}, method="POST"
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=seconds) as answer:
-            return f"{host} answered {answer.status}"
-    except urllib.error.HTTPError as error:
-        return f"{host} answered {error.code}"
-    except (OSError, ValueError) as error:  # URLError is an OSError
-        return f"{host} could not be reached: {getattr(error, 'reason', None) or error}"
-
-
-def resolved_url(url: str, environment: Mapping[str, str]) -> str | None:
-    """`url`, or the value of the variable that `$NAME` stands for; None where there is no such variable."""
-    return environment.get(url[1:]) if url.startswith("$") else url
-
-
-Cause = Literal["failure", "stall", "collapse", "budget"]
-
-_POLL_SECONDS = 2.0
-# A collapse is judged by this many steps at most, so that a look stays cheap in a run of weeks.
-_MOST_STEPS = 1_000
-
-
 class AlertSender:
-    """The alerts of one attempt, from when it begins until `close`. `say` shows the user a line."""
+    """The alerts of one attempt, from its beginning until `close`. `say` shows the user a line."""
 
     def __init__(
         self, config: Config, attempt: Attempt, say: Callable[[str], None], poll_seconds: float = _POLL_SECONDS
@@ -115,31 +60,33 @@ class AlertSender:
         if url is not None and resolved_url(url, os.environ) is None:
             say(f"warning  alerts.url: {url}: the environment has no such variable; no alert will be sent there")
         if (self._settings.command or url) and not {"stall", "collapse", "budget"}.isdisjoint(self._settings.on):
-            self._watch = threading.Thread(target=self._look_often, name="alerts", daemon=True)
+            self._watch = threading.Thread(target=self._check_often, name="alerts", daemon=True)
             self._watch.start()
 
     def failed(self, error: GspoMegaError, restarts: bool, why: str | None = None) -> None:
-        """The attempt ended with `error`; `restarts`: another attempt begins, `why` or why not."""
+        """Alert that the attempt ended with `error`. `restarts`: whether another attempt begins, and `why` or why
+        not.
+        """
         stuck = isinstance(error, StuckError) or isinstance(error.__cause__, StuckError)
         more = {"restarts": restarts} | ({} if why is None else {"decision": why})
         self._tell("stall" if stuck else "failure", one_line(error), **more)
 
     def close(self) -> None:
-        """Wait for calls that go on; each has its deadline."""
+        """Stop watching, and wait for the calls in progress; each has its deadline."""
         self._over.set()
         if self._watch is not None:
             self._watch.join()
         for call in self._calls:
             call.join()
 
-    # --- what happens meanwhile --------------------------------------------------------------------------------
+    # --- while the attempt runs --------------------------------------------------------------------------------
 
-    def _look_often(self) -> None:
+    def _check_often(self) -> None:
         while not self._over.wait(self._poll_seconds):
-            self.look()
+            self.check_metrics()
 
-    def look(self) -> None:
-        """Read what is new in metrics.jsonl and tell what follows from it."""
+    def check_metrics(self) -> None:
+        """Read the new lines of metrics.jsonl and send the alerts that follow from them."""
         new = self._metrics.read()
         rewards = self._metrics.rewards
         for line in new:
@@ -193,8 +140,8 @@ class AlertSender:
 
 
 class _NewLines:
-    """The lines of metrics.jsonl as they come. `rewards`: (step, reward, its standard error where known) of the last
-    steps, those of earlier attempts too. `last_news`: when something was new, by the monotonic clock.
+    """Reads the lines of metrics.jsonl as they come. `rewards`: (step, reward, its standard error if known) of the last
+    steps, including those of earlier attempts. `last_news`: when the last line came, by the monotonic clock.
     """
 
     def __init__(self, attempt: Attempt) -> None:
@@ -206,8 +153,8 @@ class _NewLines:
         self.last_news = time.monotonic()
 
     def read(self) -> list[dict[str, Any]]:
-        """What was written since the last call; of the first call, nothing is new. A file that became shorter, by a
-        start from an older checkpoint, is read again.
+        """The lines written since the last call; none on the first call. A file that became shorter, because the run
+        started from an older checkpoint, is read again from its beginning.
         """
         try:
             if self._path.stat().st_size < self._offset:
@@ -216,7 +163,7 @@ class _NewLines:
                 file.seek(self._offset)
                 whole, newline, _ = file.read().rpartition(b"\n")
         except OSError:
-            self._is_first = False  # no file yet: whatever comes is new
+            self._is_first = False  # there is no file yet, so every line that comes is new
             return []
         self._offset += len(whole) + len(newline)
         lines = [line for text in whole.splitlines() if (line := _line(text)) is not None]
@@ -232,9 +179,60 @@ class _NewLines:
 
 
 def _line(text: bytes) -> dict[str, Any] | None:
-    """One line of metrics; None for a damaged one, which the run's report names."""
+    """One line of metrics; None if it is damaged (the run's report names such lines)."""
     try:
         found = parse_json(text)
     except ValueError:
         return None
     return found if isinstance(found, dict) and type(found.get("step")) is int else None
+
+
+def call_command(command: Sequence[str], body: Mapping[str, Any], seconds: float) -> str:
+    """Run `command` in a session of its own and return in words how it ended. After `seconds` it is killed with all
+    processes of its session. What it prints goes to supervisor.log.
+    """
+    try:
+        process = subprocess.Popen(
+            list(command),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    except OSError as error:
+        return f"{command[0]} could not be started: {error.strerror}"
+    late = False
+    try:
+        output, _ = process.communicate(json.dumps(body).encode() + b"\n", timeout=seconds)
+    except subprocess.TimeoutExpired:
+        late = True
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+    if output:
+        logger.info("%s printed: %s", command[0], output[-_MOST_OUTPUT:].decode("utf-8", errors="replace").rstrip())
+    if late:
+        return f"{command[0]} was killed after {seconds:g} s (alerts.deadline_seconds)"
+    code = process.returncode
+    return f"{command[0]} exited with code {code}" if code >= 0 else f"{command[0]} was killed by signal {-code}"
+
+
+def call_url(url: str, body: Mapping[str, Any], seconds: float) -> str:
+    """Post `body` to `url` and return the answer in words. They name only the host, because a path often has a
+    token.
+    """
+    host = urlsplit(url).hostname or "its host"
+    request = urllib.request.Request(
+        url, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}, method="POST"
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=seconds) as answer:
+            return f"{host} answered {answer.status}"
+    except urllib.error.HTTPError as error:
+        return f"{host} answered {error.code}"
+    except (OSError, ValueError) as error:  # URLError is an OSError
+        return f"{host} could not be reached: {getattr(error, 'reason', None) or error}"
+
+
+def resolved_url(url: str, environment: Mapping[str, str]) -> str | None:
+    """`url`, or the value of the variable if `url` is `$NAME`; None if there is no such variable."""
+    return environment.get(url[1:]) if url.startswith("$") else url

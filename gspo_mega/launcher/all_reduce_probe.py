@@ -1,9 +1,9 @@
-"""An all-reduce between machines and nothing else, started by `gspo-mega doctor` once on each machine.
+"""One all-reduce between machines, for `gspo-mega doctor`, which starts this program once on each machine.
 
     python -m gspo_mega.launcher.all_reduce_probe --rank R --world N --address A --port P
 
-Uses the rendezvous of the ranks and is the one file of the doctor that imports torch. Exit code 0 and a line that names
-what worked; otherwise the text of an error.
+It uses the rendezvous of the ranks, and is the only file of the doctor that imports torch. If all went well, it prints
+a line that names what worked and exits with 0; otherwise it ends with an error's text.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="gspo_mega.launcher.all_reduce_probe")
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--world", type=int, required=True)
-    parser.add_argument("--address", required=True, help="of rank 0")
+    parser.add_argument("--address", required=True, help="address of rank 0")
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--gpu", action="store_true", help="with NCCL on the first GPU, too")
+    parser.add_argument("--gpu", action="store_true", help="also test NCCL, on the first GPU")
     parser.add_argument("--seconds", type=float, default=600.0, help="longest wait for the other machines")
     args = parser.parse_args()
     timeout = timedelta(seconds=args.seconds)

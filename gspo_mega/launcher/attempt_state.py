@@ -1,12 +1,10 @@
-"""attempts/NNNN/state.json: the supervisor's record of its run, for readers who see only the folder.
+"""How an attempt stands, and why it failed.
 
-Owns the record and its heartbeat. `gspo-mega status` reads it; the progress of the ranks is in console.log and
-metrics.jsonl.
+`StateKeeper` writes attempts/NNNN/state.json with a heartbeat, for readers who see only the folder; `read_state` reads
+it, as `gspo-mega status` does. (The progress of the ranks is in console.log and metrics.jsonl.)
 
-Name the one cause of a failed run.
-
-Owns the choice of the cause among all failures (one failure breaks the collectives of every rank) and its text. Reads
-the ranks' error records and logs; ends nothing.
+`describe_failure` then names the one cause of a failed attempt: one failure breaks the collectives of every rank, so it
+chooses among all error records, logs and exit codes. It only reads files.
 """
 
 from __future__ import annotations
@@ -26,136 +24,7 @@ from gspo_mega.base.errors import GspoMegaError, RankError, RolloutError
 from gspo_mega.base.run_folder import Attempt, DamagedFileError, atomic_write_json, read_json
 from gspo_mega.launcher.children import Child
 
-_TAIL_LINES = 20
-_SIGKILL_HINT = ". The usual reason for a SIGKILL from outside is that the machine ran out of memory"
-# srun's lines about ended tasks, one or several (`task 3`, `tasks 0-1,4`), in the order in which they ended.
-_TASK_END = re.compile(r"^srun: error: (\S+): tasks? (\d+)\S*: (.+)$", re.MULTILINE)
-_KILLED = (
-    "Killed",
-    "Out Of Memory",
-    "Segmentation fault",
-    "Bus error",
-    "Aborted",
-    "Illegal instruction",
-    "Floating point exception",
-)
-
-
-def describe_failure(failed: Sequence[Child], attempt: Attempt) -> RankError:
-    """The error of the run.
-
-    `failed`: the children, at least one, that ended unexpectedly before anything was asked to end. The cause is, in
-    this order: a rank killed by a signal (it leaves no record, its peers' records are consequences), the earliest error
-    record, a rank without a record, a server that gave up. The returned error has the `exit_code` of the cause.
-    """
-    ranks = [child for child in failed if child.spec.kind == "rank"]
-    records = sorted(_records(attempt), key=lambda record: record["time"])
-    recorded = {record["rank"] for record in records}
-    silent = [child for child in ranks if child.spec.index not in recorded]
-    killed = [child for child in silent if (child.exit_code or 0) < 0]
-    if killed:
-        return _from_log(killed[0], attempt)
-    steps = [child for child in failed if child.spec.kind == "ranks"]
-    if steps and (killed_task := _killed_task(steps[0], recorded)) is not None:
-        return _error(killed_task + _tail(steps[0].spec.log), RankError.exit_code)
-    if records:
-        return _from_record(records[0], attempt)
-    if steps:
-        return _from_log(steps[0], attempt)
-    if silent:
-        return _from_log(silent[0], attempt)
-    return _from_server(failed[0], attempt)
-
-
-def one_line(error: GspoMegaError) -> str:
-    """A failure in one line: its first line, and with a traceback also the line that names the error.
-
-    That line has the indentation of "Traceback", which the end of a log shifts; the frames, and further lines of a
-    message, have more.
-    """
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    first = lines[0].strip().rstrip(":") if lines else type(error).__name__
-    begins = [number for number, line in enumerate(lines) if line.lstrip().startswith("Traceback")]
-    if not begins:
-        return first
-    margin = _margin(lines[begins[-1]])
-    after = [line.strip() for line in lines[begins[-1] + 1 :] if _margin(line) == margin]
-    named = [line for line in after if not line.startswith("(")]
-    return f"{first}: {named[-1]}" if named else first
-
-
-def _margin(line: str) -> int:
-    return len(line) - len(line.lstrip())
-
-
-def _records(attempt: Attempt) -> list[dict]:
-    return [
-        record for path in sorted(attempt.errors_dir.glob("rank_*.json")) if (record := read_json(path)) is not None
-    ]
-
-
-def _killed_task(step: Child, recorded: set[int]) -> str | None:
-    """The text about the first rank of a Slurm step to end, if a signal killed it; such a rank leaves no record."""
-    try:
-        output = step.spec.log.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return None
-    first = _TASK_END.search(output)
-    if first is None or int(first[2]) in recorded or not first[3].startswith(_KILLED):
-        return None
-    node, rank, how = first.groups()
-    text = f"rank {rank} on {node} ended without an error report: {how}"
-    if how.startswith("Killed"):
-        text += _SIGKILL_HINT
-    return text
-
-
-def _error(text: str, exit_code: int) -> RankError:
-    error = RankError(text)
-    error.exit_code = exit_code
-    return error
-
-
-def _from_record(record: dict, attempt: Attempt) -> RankError:
-    rank = record["rank"]
-    if record["is_user_error"]:
-        return _error(record["text"], record["exit_code"])
-    return _error(
-        f"rank {rank} failed:\n\n{record['traceback'].rstrip()}\n\n(all of its output: {attempt.rank_log(rank)})",
-        record["exit_code"],
-    )
-
-
-def _from_log(child: Child, attempt: Attempt) -> RankError:
-    text = f"{child.name} {child.end_described} without an error report"
-    if child.exit_code == -9:
-        text += _SIGKILL_HINT
-    return _error(text + _tail(child.spec.log), RankError.exit_code)
-
-
-def _from_server(child: Child, attempt: Attempt) -> RankError:
-    is_the_policys = child.spec.kind == "server"  # a reward model's says why at the end of its log
-    registration = (read_json(attempt.server_file(f"server-{child.spec.index}")) or {}) if is_the_policys else {}
-    reason = registration.get("error")
-    text = f"server {child.spec.index} gave up: {reason}" if reason else f"{child.name} {child.end_described}"
-    # A reason of several lines already contains the end of the log.
-    text += f"\n(all of its output: {child.spec.log})" if reason and "\n" in reason else _tail(child.spec.log)
-    code = child.exit_code
-    return _error(text, code if code is not None and code > 0 else RolloutError.exit_code)
-
-
-def _tail(log: Path) -> str:
-    try:
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
-        lines = []
-    if not lines:
-        return f"\n(its log {log} is empty)"
-    return f"\nend of {log}:\n  " + "\n  ".join(lines[-_TAIL_LINES:])
-
-
 logger = logging.getLogger(__name__)
-
 State = Literal["running", "stopping", "requeued", "stopped", "finished", "failed"]
 HEARTBEAT_SECONDS = 5.0
 # Shared folders show a change late, some by half a minute.
@@ -188,7 +57,7 @@ class RunState:
 
 
 def read_state(attempt: Attempt) -> RunState | None:
-    """The record of an attempt, or None before there is one. Raises DamagedFileError for another form."""
+    """The record of an attempt; None if it has none yet. Raises DamagedFileError if the file is not such a record."""
     record = read_json(attempt.state_file)
     if record is None:
         return None
@@ -204,13 +73,13 @@ def read_state(attempt: Attempt) -> RunState | None:
         or not isinstance(state.host, str)
         or type(state.pid) is not int
     ):
-        raise DamagedFileError(f"{attempt.state_file}: not the record of an attempt: a value is of another type")
+        raise DamagedFileError(f"{attempt.state_file}: not the record of an attempt: a value has the wrong type")
     return state
 
 
 def beats(attempt: Attempt, patience_seconds: float) -> bool:
-    """Whether the attempt's supervisor lives. Watches for a changing heartbeat up to `patience_seconds`, so no clock is
-    compared with another machine's.
+    """Whether the attempt's supervisor lives. Watches for up to `patience_seconds` whether the heartbeat changes, so
+    that no machine's clock is compared with another's.
     """
     before = read_state(attempt)
     deadline = time.monotonic() + patience_seconds
@@ -223,9 +92,10 @@ def beats(attempt: Attempt, patience_seconds: float) -> bool:
 
 
 class StateKeeper:
-    """Keep an attempt's record up to date while the `with` block runs.
+    """Keeps an attempt's record up to date while the `with` block runs.
 
-    The record shows how the block ended: `failed` with the text of an exception, else the last state given to `tell`.
+    Afterwards the record says how the block ended: `failed` with the text of an exception, else the last state that
+    `tell` recorded.
     """
 
     def __init__(self, attempt: Attempt, slurm_job: str | None = None) -> None:
@@ -246,7 +116,7 @@ class StateKeeper:
         self._over.set()
 
     def tell(self, state: State, **more: str | bool | None) -> None:
-        """Record a new state with, if given, its `error`, `note` or `without_progress`."""
+        """Record a new state. `more`: its `error`, `note` or `without_progress`."""
         with self._lock:
             self._state = replace(self._state, state=state, **more)
             self._write_locked()
@@ -265,5 +135,135 @@ class StateKeeper:
         try:
             atomic_write_json(self._attempt.state_file, asdict(self._state))
         except OSError as error:
-            # A lost record must not end the run. On a full disk, saving a checkpoint will.
+            # A lost record must not end the run. (If the disk is full, the next save of a checkpoint will.)
             logger.warning("%s cannot be written: %s", self._attempt.state_file, error.strerror)
+
+
+_TAIL_LINES = 20
+_SIGKILL_HINT = ". The usual reason for a SIGKILL from outside is that the machine ran out of memory"
+# srun's lines about ended tasks, one or several (`task 3`, `tasks 0-1,4`), in the order in which they ended.
+_TASK_END = re.compile(r"^srun: error: (\S+): tasks? (\d+)\S*: (.+)$", re.MULTILINE)
+_KILLED = (
+    "Killed",
+    "Out Of Memory",
+    "Segmentation fault",
+    "Bus error",
+    "Aborted",
+    "Illegal instruction",
+    "Floating point exception",
+)
+
+
+def describe_failure(failed: Sequence[Child], attempt: Attempt) -> RankError:
+    """The error of the run.
+
+    `failed`: the children, at least one, that ended unexpectedly before anything was asked to end. The cause is the
+    first of these that exists: a rank killed by a signal (it leaves no record, and its peers' records are
+    consequences), the earliest error record, a rank without a record, a server that gave up. The returned error has the
+    `exit_code` of the cause.
+    """
+    ranks = [child for child in failed if child.spec.kind == "rank"]
+    records = sorted(_error_records(attempt), key=lambda record: record["time"])
+    recorded = {record["rank"] for record in records}
+    silent = [child for child in ranks if child.spec.index not in recorded]
+    killed = [child for child in silent if (child.exit_code or 0) < 0]
+    if killed:
+        return _from_log(killed[0], attempt)
+    steps = [child for child in failed if child.spec.kind == "ranks"]
+    if steps and (killed_task := _killed_task(steps[0], recorded)) is not None:
+        return _rank_error(killed_task + _tail(steps[0].spec.log), RankError.exit_code)
+    if records:
+        return _from_record(records[0], attempt)
+    if steps:
+        return _from_log(steps[0], attempt)
+    if silent:
+        return _from_log(silent[0], attempt)
+    return _from_server(failed[0], attempt)
+
+
+def _error_records(attempt: Attempt) -> list[dict]:
+    return [
+        record for path in sorted(attempt.errors_dir.glob("rank_*.json")) if (record := read_json(path)) is not None
+    ]
+
+
+def _killed_task(step: Child, recorded: set[int]) -> str | None:
+    """The text about the rank of a Slurm step that ended first, if a signal killed it; such a rank leaves no record."""
+    try:
+        output = step.spec.log.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return None
+    first = _TASK_END.search(output)
+    if first is None or int(first[2]) in recorded or not first[3].startswith(_KILLED):
+        return None
+    node, rank, how = first.groups()
+    text = f"rank {rank} on {node} ended without an error report: {how}"
+    if how.startswith("Killed"):
+        text += _SIGKILL_HINT
+    return text
+
+
+def _from_record(record: dict, attempt: Attempt) -> RankError:
+    rank = record["rank"]
+    if record["is_user_error"]:
+        return _rank_error(record["text"], record["exit_code"])
+    return _rank_error(
+        f"rank {rank} failed:\n\n{record['traceback'].rstrip()}\n\n(all of its output: {attempt.rank_log(rank)})",
+        record["exit_code"],
+    )
+
+
+def _from_log(child: Child, attempt: Attempt) -> RankError:
+    text = f"{child.name} {child.end_described} without an error report"
+    if child.exit_code == -9:
+        text += _SIGKILL_HINT
+    return _rank_error(text + _tail(child.spec.log), RankError.exit_code)
+
+
+def _from_server(child: Child, attempt: Attempt) -> RankError:
+    # A reward model's server registers elsewhere; the end of its log says why it ended.
+    is_of_policy = child.spec.kind == "server"
+    registration = (read_json(attempt.server_file(f"server-{child.spec.index}")) or {}) if is_of_policy else {}
+    reason = registration.get("error")
+    text = f"server {child.spec.index} gave up: {reason}" if reason else f"{child.name} {child.end_described}"
+    # A reason of several lines already contains the end of the log.
+    text += f"\n(all of its output: {child.spec.log})" if reason and "\n" in reason else _tail(child.spec.log)
+    code = child.exit_code
+    return _rank_error(text, code if code is not None and code > 0 else RolloutError.exit_code)
+
+
+def _rank_error(text: str, exit_code: int) -> RankError:
+    error = RankError(text)
+    error.exit_code = exit_code
+    return error
+
+
+def _tail(log: Path) -> str:
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        lines = []
+    if not lines:
+        return f"\n(its log {log} is empty)"
+    return f"\nend of {log}:\n  " + "\n  ".join(lines[-_TAIL_LINES:])
+
+
+def one_line(error: GspoMegaError) -> str:
+    """A failure in one line: the first line of its text and, if that holds a traceback, the line that names the error.
+
+    The naming line is indented as far as "Traceback" itself (the end of a log is indented as a whole); frames and
+    further lines of a message are indented further.
+    """
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    first = lines[0].strip().rstrip(":") if lines else type(error).__name__
+    begins = [number for number, line in enumerate(lines) if line.lstrip().startswith("Traceback")]
+    if not begins:
+        return first
+    indentation = _indentation(lines[begins[-1]])
+    after = [line.strip() for line in lines[begins[-1] + 1 :] if _indentation(line) == indentation]
+    named = [line for line in after if not line.startswith("(")]
+    return f"{first}: {named[-1]}" if named else first
+
+
+def _indentation(line: str) -> int:
+    return len(line) - len(line.lstrip())

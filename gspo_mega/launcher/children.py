@@ -1,15 +1,10 @@
-"""Start the processes of one run on this machine, tied to this process, and end them with all that they started.
+"""The processes of one run on this machine, and the signals and the output of their supervisor.
 
-Owns processes, sessions and signals. Knows neither what a rank or server does nor why it must end.
-
-Collect the signals that a supervisor receives.
-
-Owns the handlers while they are installed. `local/supervisor.py` and `slurm/stop_request.py` decide what a signal
-means.
-
-The output of one attempt: rank 0's console.log goes to the user, the launcher's log lines to supervisor.log.
-
-Owns no process. `cli/screen.py` writes to the terminal.
+`ProcessFamily` starts processes that are tied to this one and ends them with all that they started; it knows neither
+what a rank or server does nor why it must end. `stop_signals` and `stack_signals` collect the signals that the
+supervisor receives; `local.py` and `slurm/stop.py` decide what a signal means. `ConsoleTail` passes rank 0's
+console.log on to the user (`cli/screen.py` writes to the terminal), and `log_to` sends the launcher's log lines to
+supervisor.log.
 """
 
 from __future__ import annotations
@@ -29,12 +24,127 @@ from typing import Literal
 from gspo_mega.base import processes
 from gspo_mega.base.untrusted import open_regular
 
+logger = logging.getLogger(__name__)
+_EXEC_TIED_TO_PARENT = Path(__file__).with_name("exec_tied_to_parent.py")
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_POLL_SECONDS = 0.02
+
+
+@dataclass(frozen=True)
+class ChildSpec:
+    """One process to start. `kind`, `index` and `of` name it, as in "rank 3" or "reward server 0 of NAME".
+    `environment` is added to this process's environment.
+
+    Under Slurm a process is an srun: `ranks` runs all ranks, `watch` watches the supervisor's node, `doctor` checks one
+    node.
+    """
+
+    kind: Literal["rank", "server", "reward server", "ranks", "watch", "doctor"]
+    index: int
+    command: Sequence[str]
+    log: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
+    of: str = ""
+
+
+class Child:
+    """A started process, the leader of its own session. Its standard output and error are appended to its log."""
+
+    def __init__(self, spec: ChildSpec) -> None:
+        """Start the process. Call from the main thread: to the kernel the parent is a thread, and the child ends when
+        that thread does.
+        """
+        self.spec = spec
+        # A server gets SIGTERM, because it must end its own children first. A rank gets SIGKILL, because in a
+        # collective it would not react to SIGTERM.
+        on_our_death = signal.SIGKILL if spec.kind in ("rank", "ranks") else signal.SIGTERM
+        tied = [sys.executable, "-I", "-S", str(_EXEC_TIED_TO_PARENT), str(os.getpid()), str(int(on_our_death))]
+        with spec.log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [*tied, *spec.command],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **spec.environment},
+                start_new_session=True,
+            )
+
+    @property
+    def name(self) -> str:
+        return f"{self.spec.kind} {self.spec.index}" + (f" of {self.spec.of}" if self.spec.of else "")
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to this process, not to its children, if it still runs."""
+        self._process.send_signal(number)
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while the process runs; -N if signal N ended it."""
+        return self._process.poll()
+
+    @property
+    def end_described(self) -> str:
+        code = self.exit_code
+        if code is None:
+            return "runs"
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+
+class ProcessFamily:
+    """All processes of one run: those started here, their descendants, and orphaned descendants.
+
+    While the family is open, this process adopts orphaned descendants (PR_SET_CHILD_SUBREAPER), so that a grandchild in
+    its own session is found even after its parent is gone. `close` returns when no process is left.
+    """
+
+    def __init__(self) -> None:
+        self.children: list[Child] = []
+        # Processes started before are not part of the run.
+        self._strangers = processes.children()
+        self._reaper = processes.Reaper()
+        processes.adopt_orphans()
+
+    def start(self, spec: ChildSpec) -> Child:
+        """Start one process. Call from the main thread. Raises OSError."""
+        child = Child(spec)
+        self.children.append(child)
+        return child
+
+    def reap(self) -> None:
+        """Collect adopted orphans that have ended. Call it regularly."""
+        self._reaper.collect_ended({*self._strangers, *self._own()})
+
+    def close(self, grace_seconds: float) -> None:
+        """Send SIGTERM to the running children, wait up to `grace_seconds`, then send SIGKILL to every process that is
+        left, in any session.
+        """
+        for child in self.children:
+            # Only to session leaders: a server ends its own processes, and a rank's processes end with it.
+            if child.exit_code is None:
+                processes.send_signal(child.pid, signal.SIGTERM)
+        deadline = time.monotonic() + grace_seconds
+        while time.monotonic() < deadline and any(child.exit_code is None for child in self.children):
+            time.sleep(_POLL_SECONDS)
+        left = processes.kill_below(self._strangers, self._own())
+        for pid in left:
+            logger.error("process %d cannot be killed: it waits for a device or a file server", pid)
+        while not left and any(child.exit_code is None for child in self.children):
+            time.sleep(_POLL_SECONDS)
+        processes.adopt_orphans(False)
+
+    def _own(self) -> list[int]:
+        return [child.pid for child in self.children]
 
 
 @contextmanager
-def signals_taken(numbers: Iterable[int], received: list[int]) -> Iterator[None]:
-    """Within this context each of these signals is only appended to `received`. Main thread only."""
+def collect_signals(numbers: Iterable[int], received: list[int]) -> Iterator[None]:
+    """Within this context, each of these signals is appended to `received` and has no other effect. Main thread
+    only.
+    """
     before = {number: signal.signal(number, lambda arrived, _: received.append(arrived)) for number in numbers}
     try:
         yield
@@ -44,25 +154,27 @@ def signals_taken(numbers: Iterable[int], received: list[int]) -> Iterator[None]
 
 
 @contextmanager
-def stack_signals() -> Iterator[list[int]]:
-    """The list of SIGUSR2, which asks for the stacks of all ranks, filled as by `stop_signals`."""
+def stop_signals() -> Iterator[list[int]]:
+    """A list to which stop signals are appended while the context lasts. Signals that were ignored before stay ignored,
+    as under `nohup` and in background jobs of a script. Main thread only.
+    """
     received: list[int] = []
-    with signals_taken([signal.SIGUSR2], received):
+    with collect_signals([number for number in _STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN], received):
         yield received
 
 
 @contextmanager
-def stop_signals() -> Iterator[list[int]]:
-    """The list of stop signals, filled while they arrive within this context. Signals that were ignored before stay
-    ignored: `nohup`, and background jobs of a script. Main thread only.
+def stack_signals() -> Iterator[list[int]]:
+    """A list to which SIGUSR2, the request for all ranks' stacks, is appended while the context lasts. Main thread
+    only.
     """
     received: list[int] = []
-    with signals_taken([number for number in _STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN], received):
+    with collect_signals([signal.SIGUSR2], received):
         yield received
 
 
 class ConsoleTail:
-    """Pass on the lines that rank 0 appends to console.log, each one once and whole."""
+    """Passes on each line that rank 0 appends to console.log, once and whole."""
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:
         self._path, self._say = path, say
@@ -96,119 +208,3 @@ def log_to(path: Path) -> Iterator[None]:
     finally:
         launcher.removeHandler(handler)
         handler.close()
-
-
-logger = logging.getLogger(__name__)
-
-_EXEC_TIED_TO_PARENT = Path(__file__).with_name("exec_tied_to_parent.py")
-_POLL_SECONDS = 0.02
-
-
-@dataclass(frozen=True)
-class ChildSpec:
-    """One process to start. `kind`, `index` and `of` name it: rank 3, reward server 0 of preference. `environment` is
-    added to this process's.
-
-    Under Slurm a process is an srun: `ranks` runs all ranks, `watch` watches the supervisor's node, `doctor` checks one
-    node.
-    """
-
-    kind: Literal["rank", "server", "reward server", "ranks", "watch", "doctor"]
-    index: int
-    command: Sequence[str]
-    log: Path
-    environment: Mapping[str, str] = field(default_factory=dict)
-    of: str = ""
-
-
-class Child:
-    """A started process, the leader of its own session. Its standard output and error are appended to its log."""
-
-    def __init__(self, spec: ChildSpec) -> None:
-        """Start the process. Call from the main thread: to the kernel the parent is a thread, and the child dies with
-        it.
-        """
-        self.spec = spec
-        # A server gets SIGTERM, because it must end its own children first; a rank in a collective would not react to
-        # it.
-        on_our_death = signal.SIGKILL if spec.kind in ("rank", "ranks") else signal.SIGTERM
-        tied = [sys.executable, "-I", "-S", str(_EXEC_TIED_TO_PARENT), str(os.getpid()), str(int(on_our_death))]
-        with spec.log.open("ab") as output:
-            self._process = subprocess.Popen(
-                [*tied, *spec.command],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env={**os.environ, **spec.environment},
-                start_new_session=True,
-            )
-
-    @property
-    def name(self) -> str:
-        return f"{self.spec.kind} {self.spec.index}" + (f" of {self.spec.of}" if self.spec.of else "")
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def send_signal(self, number: int) -> None:
-        """Send a signal to this process alone, if it still runs."""
-        self._process.send_signal(number)
-
-    @property
-    def exit_code(self) -> int | None:
-        """None while the process runs; -N if signal N ended it."""
-        return self._process.poll()
-
-    @property
-    def end_described(self) -> str:
-        code = self.exit_code
-        if code is None:
-            return "runs"
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-
-
-class ProcessFamily:
-    """All processes of one run: those started here, their descendants, and the orphans that these leave behind.
-
-    While the family is open, this process adopts orphaned descendants (PR_SET_CHILD_SUBREAPER), so that a grandchild in
-    its own session is found even after its parent is gone. `close` returns when no process is left.
-    """
-
-    def __init__(self) -> None:
-        self.children: list[Child] = []
-        # Processes started before are not part of the run.
-        self._strangers = processes.children()
-        self._reaper = processes.Reaper()
-        processes.adopt_orphans()
-
-    def start(self, spec: ChildSpec) -> Child:
-        """Start one process. Call from the main thread. Raises OSError."""
-        child = Child(spec)
-        self.children.append(child)
-        return child
-
-    def reap(self) -> None:
-        """Collect adopted orphans that have ended. Call it regularly."""
-        self._reaper.collect_ended({*self._strangers, *self._own()})
-
-    def close(self, grace_seconds: float) -> None:
-        """Send SIGTERM to the running children, wait up to `grace_seconds`, then SIGKILL whatever is left in any
-        session.
-        """
-        for child in self.children:
-            # Session leaders only: a server ends its own processes in order, those of a rank end with it.
-            if child.exit_code is None:
-                processes.send_signal(child.pid, signal.SIGTERM)
-        deadline = time.monotonic() + grace_seconds
-        while time.monotonic() < deadline and any(child.exit_code is None for child in self.children):
-            time.sleep(_POLL_SECONDS)
-        left = processes.kill_below(self._strangers, self._own())
-        for pid in left:
-            logger.error("process %d cannot be killed: it waits for a device or a file server", pid)
-        while not left and any(child.exit_code is None for child in self.children):
-            time.sleep(_POLL_SECONDS)
-        processes.adopt_orphans(False)
-
-    def _own(self) -> list[int]:
-        return [child.pid for child in self.children]

@@ -1,20 +1,17 @@
-"""Check one machine for ranks and servers. Standard library alone: a missing or broken package is a finding.
+"""Check one machine for ranks and servers, and what several machines share.
 
-Owns the list of checks. Heavy packages are imported in separate processes with a deadline, so an import that hangs or
-crashes does not end the doctor.
+`check_machine` lists the checks of one machine. `check_together` checks what several machines need: a folder that all
+of them see, and an all-reduce between them; one numbered process per machine takes part, and they meet in that folder
+and at the first machine's address. All checks of a machine share one deadline.
 
-One deadline for all checks of a machine. Standard library alone.
-
-Check what several machines share: a folder that all see, and an all-reduce between them. Standard library alone.
-
-One numbered process per machine. They meet in the folder and, for the all-reduce, at the first machine's address.
+Standard library only, so that a missing or broken package is a finding. Heavy packages are imported in separate
+processes with a deadline, so an import that hangs or crashes does not end the doctor.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import ipaddress
-import os
 import resource
 import shutil
 import socket
@@ -27,108 +24,15 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
-from gspo_mega.base import processes
-from gspo_mega.base import versions as sglang_release
-from gspo_mega.base import versions as two_pythons
+from gspo_mega.base import processes, versions
 from gspo_mega.base.versions import Finding
 
-# When many nodes import torch for the first time from one shared folder, it takes minutes. Ranks wait for each other
-# this long at their start.
+# The first import of torch takes minutes if many nodes import it from one shared folder. Ranks wait for each other this
+# long at their start.
 DEADLINE_SECONDS = 600.0
-# A slower import is reported, although nothing is wrong: every start of every rank and server takes as long.
+# A slower import is reported although nothing is wrong, because every start of a rank or server takes as long.
 SLOW_SECONDS = 60.0
 _LEAST_SECONDS = 1.0
-# The variable that names the servers' Python.
-SERVER_PYTHON = "GSPO_SERVER_PYTHON"
-
-
-def server_python_variable(environment: Mapping[str, str] = os.environ) -> str | None:
-    """The servers' Python as the variable names it; None if it is unset or empty."""
-    return environment.get(SERVER_PYTHON) or None
-
-
-class AnswerDeadline:
-    """One time limit for all checks of a machine, in order: each check gets the time that those before it left."""
-
-    def __init__(self, seconds: float = DEADLINE_SECONDS) -> None:
-        self.seconds = seconds
-        self._deadline = time.monotonic() + seconds
-
-    @property
-    def left(self) -> float:
-        """Seconds left, at least one: a quick check still runs after slow ones."""
-        return max(_LEAST_SECONDS, self._deadline - time.monotonic())
-
-
-@dataclass(frozen=True)
-class MachinePlace:
-    """This machine among `num_machines`. `master`: address and free port of the first machine."""
-
-    index: int
-    num_machines: int
-    master: tuple[str, int]
-
-
-def check_together(place: MachinePlace, folder: Path, gpus: int, deadline: AnswerDeadline) -> list[Finding]:
-    """`folder`: a new folder of this check, on the shared file system. `deadline`: the checks of this machine have used
-    part of it, and those of another machine may take longer.
-    """
-    shared = _shared_folder(place, folder, deadline)
-    # With a machine missing, an all-reduce would only wait for it.
-    return [shared] if shared.level == "wrong" else [shared, _all_reduce(place, gpus, deadline)]
-
-
-def _shared_folder(place: MachinePlace, folder: Path, deadline: AnswerDeadline) -> Finding:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"machine-{place.index}").touch()
-    until = time.monotonic() + deadline.left
-    missing = set(range(place.num_machines))
-    while missing and time.monotonic() < until:
-        missing -= {index for index in missing if (folder / f"machine-{index}").exists()}
-        time.sleep(0.1)
-    if missing:
-        return Finding(
-            "wrong",
-            "shared",
-            f"{folder} does not show the files of machine {', '.join(map(str, sorted(missing)))} of"
-            f" {place.num_machines}",
-        )
-    return Finding("ok", "shared", f"all {place.num_machines} machines see {folder.parent}")
-
-
-def _all_reduce(place: MachinePlace, gpus: int, deadline: AnswerDeadline) -> Finding:
-    address, port = place.master
-    seconds = deadline.left
-    command = [
-        sys.executable,
-        "-m",
-        "gspo_mega.launcher.all_reduce_probe",
-        "--rank",
-        str(place.index),
-        "--world",
-        str(place.num_machines),
-        "--address",
-        address,
-        "--port",
-        str(port),
-        "--seconds",
-        str(seconds),
-        *(["--gpu"] if gpus else []),
-    ]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
-    except subprocess.TimeoutExpired:
-        return Finding(
-            "wrong",
-            "network",
-            f"an all-reduce with {place.num_machines} machines at {address}:{port} did not end within {seconds:.0f} s",
-        )
-    if done.returncode != 0:
-        lines = done.stderr.strip().splitlines()
-        return Finding("wrong", "network", f"all-reduce: {lines[-1] if lines else f'ended with {done.returncode}'}")
-    return Finding("ok", "network", done.stdout.strip().splitlines()[-1])
-
-
 _NEEDED = {
     "trainer": ("torch", "megatron-core", "pydantic", "pyyaml", "safetensors", "transformers", "aiohttp"),
     "server": ("torch", "sglang", "pydantic", "pyyaml", "safetensors"),
@@ -152,6 +56,19 @@ _LEAST_FREE_BYTES = 1024**3
 _FEW_FREE_BYTES = 50 * 1024**3
 
 
+class AnswerDeadline:
+    """One time limit for all checks of a machine: each check gets the time that the checks before it left."""
+
+    def __init__(self, seconds: float = DEADLINE_SECONDS) -> None:
+        self.seconds = seconds
+        self._deadline = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds left, but at least one, so that a quick check still runs after slow ones."""
+        return max(_LEAST_SECONDS, self._deadline - time.monotonic())
+
+
 def check_machine(
     roles: tuple[str, ...],
     folder: Path,
@@ -160,16 +77,16 @@ def check_machine(
     address: str | None,
     deadline: AnswerDeadline,
     requests: int = 1024,
-    software: Mapping[str, two_pythons.Versions] | None = None,
+    software: Mapping[str, versions.Versions] | None = None,
 ) -> Iterator[Finding]:
-    """`roles`: trainer, server. `gpus`: expected number on this machine, 0 where none are used. `fp8`: the run uses FP8
-    layers. `address`: this machine's own, which servers and rank 0 bind. `deadline`: of these checks and those after
-    them. `requests`: concurrent requests to all servers together. `software`: versions of each role's Python, this
-    one's where absent.
+    """Check this machine, one finding per check. `roles`: "trainer", "server" or both. `gpus`: the expected number on
+    this machine, 0 if none are used. `fp8`: the run uses FP8 layers. `address`: this machine's own, which servers and
+    rank 0 bind. `deadline`: the one of these checks and of those that follow. `requests`: concurrent requests to all
+    servers together. `software`: the versions in each role's Python; by default those in this Python.
     """
     yield _python()
     if software is None:
-        software = dict.fromkeys(roles, two_pythons.own_versions())
+        software = dict.fromkeys(roles, versions.own_versions())
     for role in roles:
         yield from _packages(role, software[role])
     yield _imports("torch", _TORCH, deadline)
@@ -196,23 +113,23 @@ def _python() -> Finding:
     return Finding("ok", "python", f"{found} at {sys.executable}")
 
 
-def _packages(role: str, software: two_pythons.Versions) -> Iterator[Finding]:
-    versions = {name: software.get(name) for name in _NEEDED[role]}
-    missing = [name for name, version in versions.items() if version is None]
+def _packages(role: str, software: versions.Versions) -> Iterator[Finding]:
+    installed = {name: software.get(name) for name in _NEEDED[role]}
+    missing = [name for name, version in installed.items() if version is None]
     if missing:
         yield Finding(
             "wrong", "packages", f"a {role} needs {', '.join(missing)}; not installed for {software.get('executable')}"
         )
     else:
         yield Finding(
-            "ok", "packages", f"{role}: " + ", ".join(f"{name} {version}" for name, version in versions.items())
+            "ok", "packages", f"{role}: " + ", ".join(f"{name} {version}" for name, version in installed.items())
         )
-    sglang = versions.get("sglang")
-    if (too_old := sglang_release.sglang_problem(sglang)) is not None:
+    sglang = installed.get("sglang")
+    if (too_old := versions.sglang_problem(sglang)) is not None:
         yield Finding("wrong", "sglang", too_old)
-    elif sglang not in (None, sglang_release.TESTED_SGLANG):
+    elif sglang not in (None, versions.TESTED_SGLANG):
         yield Finding(
-            "note", "sglang", f"version {sglang}; {sglang_release.TESTED_SGLANG} is what this release is tested with"
+            "note", "sglang", f"version {sglang}; {versions.TESTED_SGLANG} is what this release is tested with"
         )
 
 
@@ -224,8 +141,8 @@ def _version(package: str) -> str | None:
 
 
 def _imports(what: str, code: str, deadline: AnswerDeadline, python: str = sys.executable) -> Finding:
-    """The output of a fresh interpreter that runs `code`; a finding of level `wrong` where it fails. Another Python
-    than this process's is named.
+    """A finding with the output of a fresh interpreter that runs `code`; its level is `wrong` if that fails. Any other
+    Python than this process's is named.
     """
     found = _imported(what, code, deadline, python)
     return found if python == sys.executable else replace(found, text=f"{found.text} ({python})")
@@ -278,14 +195,14 @@ def _transformer_engine(fp8: bool, deadline: AnswerDeadline) -> Iterator[Finding
     )
     found = _imports("TE", code, deadline)
     lacking = found.level == "wrong" or "no FP8" in found.text
-    # Without Transformer Engine Megatron runs other layers, and silently BF16 where FP8 is configured.
+    # Without Transformer Engine, Megatron runs other layers, and silently BF16 although FP8 is configured.
     yield Finding("wrong", "TE", f"precision is fp8: {found.text}") if fp8 and lacking else found
     apex = _version("apex")
     yield Finding("ok", "apex", apex) if apex else Finding("note", "apex", "not installed; Megatron works without it")
 
 
 def _descriptors(requests: int) -> Finding:
-    """A run raises the soft limit itself; only an administrator can raise the hard limit."""
+    """The hard limit of open files, which only an administrator can raise. (A run raises the soft limit itself.)"""
     limit = processes.open_file_limit()
     text = (
         f"one process may open {limit} files (ulimit -Hn)"
@@ -322,8 +239,8 @@ def _address(address: str) -> Finding:
 
 
 def _network(address: str) -> Finding:
-    """Whether strangers may reach the ports that a run opens at `address`: torch's stores, gloo and NCCL have no
-    password, so the network must keep others out.
+    """Whether others may reach the ports that a run opens at `address`. Torch's stores, gloo and NCCL have no password,
+    so the network must keep others out.
     """
     try:
         ip = ipaddress.ip_address(address)
@@ -336,9 +253,78 @@ def _network(address: str) -> Finding:
             f"{address}: reachable on this machine only, also by its other users (docs/security.md)",
         )
     unprotected = (
-        f"whoever reaches {address} can disturb or steer the ranks: their store, gloo and NCCL have no password"
+        f"anyone who reaches {address} can disturb or steer the ranks: their store, gloo and NCCL have no password"
         " (docs/security.md)"
     )
     if ip is not None and ip.is_global:
         return Finding("note", "network", f"{address} is a public address; {unprotected}")
     return Finding("ok", "network", unprotected)
+
+
+@dataclass(frozen=True)
+class MachinePlace:
+    """This machine among `num_machines`. `master`: address and free port of the first machine."""
+
+    index: int
+    num_machines: int
+    master: tuple[str, int]
+
+
+def check_together(place: MachinePlace, folder: Path, gpus: int, deadline: AnswerDeadline) -> list[Finding]:
+    """Check the shared folder, and then an all-reduce. `folder`: a new folder for this check, on the shared file
+    system. `deadline`: the checks of this machine have used part of it; those of another machine may take longer.
+    """
+    shared = _shared_folder(place, folder, deadline)
+    # If a machine is missing, an all-reduce would only wait for it.
+    return [shared] if shared.level == "wrong" else [shared, _all_reduce(place, gpus, deadline)]
+
+
+def _shared_folder(place: MachinePlace, folder: Path, deadline: AnswerDeadline) -> Finding:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"machine-{place.index}").touch()
+    until = time.monotonic() + deadline.left
+    missing = set(range(place.num_machines))
+    while missing and time.monotonic() < until:
+        missing -= {index for index in missing if (folder / f"machine-{index}").exists()}
+        time.sleep(0.1)
+    if missing:
+        return Finding(
+            "wrong",
+            "shared",
+            f"{folder} does not show the files of machine {', '.join(map(str, sorted(missing)))} of"
+            f" {place.num_machines}",
+        )
+    return Finding("ok", "shared", f"all {place.num_machines} machines see {folder.parent}")
+
+
+def _all_reduce(place: MachinePlace, gpus: int, deadline: AnswerDeadline) -> Finding:
+    address, port = place.master
+    seconds = deadline.left
+    command = [
+        sys.executable,
+        "-m",
+        "gspo_mega.launcher.all_reduce_probe",
+        "--rank",
+        str(place.index),
+        "--world",
+        str(place.num_machines),
+        "--address",
+        address,
+        "--port",
+        str(port),
+        "--seconds",
+        str(seconds),
+        *(["--gpu"] if gpus else []),
+    ]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return Finding(
+            "wrong",
+            "network",
+            f"an all-reduce with {place.num_machines} machines at {address}:{port} did not end within {seconds:.0f} s",
+        )
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines()
+        return Finding("wrong", "network", f"all-reduce: {lines[-1] if lines else f'ended with {done.returncode}'}")
+    return Finding("ok", "network", done.stdout.strip().splitlines()[-1])

@@ -1,9 +1,10 @@
-"""Run a command that the kernel signals when the process that started it ends.
+"""Run a command to which the kernel sends a signal when the process that started it ends.
 
     python -I -S exec_tied_to_parent.py PARENT SIGNAL COMMAND...
 
 Asks the kernel to send this process SIGNAL when its parent ends, however it ends, and becomes COMMAND; the request
-survives exec. Runs as a file, without site packages: it costs some 15 ms and imports nothing of the project.
+survives exec. This module runs as a file, without site packages, so that it costs some 15 ms; it imports nothing of the
+project.
 """
 
 import ctypes
@@ -19,7 +20,7 @@ def main() -> None:
     if libc.prctl(PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:
-        sys.exit("exec_tied_to_parent: the starting process was gone already")
+        sys.exit("exec_tied_to_parent: the process that started this one has already ended")
     os.execvp(command[0], command)
 
 

@@ -1,11 +1,11 @@
-"""What the ranks of a run read before they work, read once by their own functions, in a process of its own.
+"""Read once, with the ranks' own functions, what the ranks of a run read before they work.
 
-    python -m gspo_mega.launcher.input_trial        asked in one line of JSON, answers in one
+    python -m gspo_mega.launcher.input_trial        gets one line of JSON on standard input, answers with one
 
-The tokenizer, the chat template, the stored tensors' names and shapes, the prompts, demonstrations and held-out sets
-with their answers, the tools' format. `CHECKS` is the list: each thing that a rank would refuse in what it reads has
-an entry there that calls the rank's function. The process imports transformers and torch, so that commands need not;
-`trial_process.py` starts it.
+It reads the tokenizer, the chat template, the stored tensors' names and shapes, the prompts, demonstrations and
+held-out sets with their answers, and the tools' format. `CHECKS` is the list: everything that a rank would refuse in
+its inputs has an entry there that calls the rank's function. The process imports transformers and torch, so that
+commands need not; `trial_process.py` starts it.
 """
 
 from __future__ import annotations
@@ -37,18 +37,19 @@ from gspo_mega.rollout.server.spec import argument_names, check_options_sglang
 from gspo_mega.train.held_out import LoadedSet, row_check
 from gspo_mega.train.rollouts import episode_driver
 
-# All files together are read for so many seconds, and each to so many rows at least.
+# All files together are read for this many seconds, and of each file at least this many rows.
 READING_SECONDS = 8.0
 FEWEST_ROWS = 1_000
 
 
 @dataclass
 class Trial:
-    """What has been read so far. `command`: whose ranks read, or "replay" for a `train` on recorded rollouts. `tools`:
-    schemas of the run's tools. `keeps_weights`: the run goes on from a checkpoint, so that the weights of model.path
-    are not read. `problems`: {"key", "kind", "text"} each, `kind` the name of a class of `base/errors.py`. `tokenizer`:
-    None where it cannot be loaded; `can_encode`: whether prompts can be encoded with it; `end_token_ids`: every one
-    ends a response.
+    """What has been read so far.
+
+    `command`: the command whose ranks read this, or "replay" for a `train` on recorded rollouts. `tools`: schemas of
+    the run's tools. `keeps_weights`: the run goes on from a checkpoint, so the weights of model.path are not read.
+    `problems`: each a dict of "key", "kind" (the name of a class of `base/errors.py`) and "text". `tokenizer`: None if
+    it cannot be loaded; `can_encode`: whether it can encode prompts; `end_token_ids`: the tokens that end a response.
     """
 
     config: Config
@@ -64,7 +65,7 @@ class Trial:
 
     @contextlib.contextmanager
     def at(self, key: str) -> Iterator[None]:
-        """What the block refuses is a problem of `key`; the trial goes on."""
+        """Record an error of the block as a problem of `key`, and go on."""
         try:
             yield
         except GspoMegaError as error:
@@ -73,7 +74,7 @@ class Trial:
             self.problems.append({"key": key, "kind": "DataError", "text": str(error)})
 
     def enough(self) -> Callable[[int], bool]:
-        """When to stop reading one file."""
+        """A function that says, given the number of rows read, when to stop reading one file."""
         end = time.monotonic() + self.seconds_per_file
         return lambda num_rows: num_rows >= FEWEST_ROWS and time.monotonic() > end
 
@@ -88,12 +89,12 @@ class Trial:
 
 
 def _kind_of(error: GspoMegaError) -> str:
-    """The class of `base/errors.py` that an error is of, or derives from."""
+    """The name of the error's class in `base/errors.py`, or of the class there from which it derives."""
     return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
 
 
 class Check(NamedTuple):
-    """`commands`: those whose ranks read it."""
+    """One check. `commands`: the commands whose ranks read what it checks."""
 
     name: str
     commands: tuple[str, ...]
@@ -218,8 +219,8 @@ def folders_of(trial: Trial) -> list[tuple[str, str, bool]]:
 
 
 def tensors_of(folder: str, *, is_critic: bool) -> tuple[Any, Any, Any]:
-    """The model of a folder, its tensors given those that it holds, and whether it may hold another name, as
-    `check_folder` takes them.
+    """The arguments of `check_folder` for a folder: its model, a function from what the folder holds to the tensors
+    that it must hold, and one that says whether it may hold another name.
     """
     from gspo_mega.models.tensors import hf_tensors, is_ignored_tensor
 
@@ -257,7 +258,7 @@ CHECKS: tuple[Check, ...] = (
 
 
 def run_checks(trial: Trial) -> dict[str, Any]:
-    """The answer: {"problems", "notices"}."""
+    """Run all checks of the trial's command. Returns {"problems": ..., "notices": ...}."""
     config = trial.config
     num_files = len(eval_sets(config)) + (len(sources_of(config.data)) if names_prompts(config.data) else 0)
     trial.seconds_per_file = READING_SECONDS / max(1, num_files)
@@ -268,7 +269,9 @@ def run_checks(trial: Trial) -> dict[str, Any]:
 
 
 def read_weights(trial: Trial) -> dict[str, Any]:
-    """The answer to a question about weights: every value of every folder is read. `notices` says how much."""
+    """Read every value of the weights of every folder. Returns {"problems": ..., "notices": ...}; the notices say how
+    much was read.
+    """
     from gspo_mega.checkpoint.hf_import import check_folder
 
     for key, folder, is_critic in folders_of(trial):
@@ -282,7 +285,7 @@ def main() -> None:
     command = asked["command"]
     loaded = load_config(asked["config"], command="train" if command == "replay" else command)
     answer_to = sys.stdout
-    sys.stdout = sys.stderr  # libraries and tokenizers print
+    sys.stdout = sys.stderr  # libraries and tokenizers may print
     trial = Trial(loaded.config, command or "train", asked["tools"], asked["keeps_weights"])
     answer = read_weights(trial) if asked["read_weights"] else run_checks(trial)
     answer_to.write(json.dumps(answer) + "\n")

@@ -1,13 +1,12 @@
 """Check the inputs of a command before anything starts: data, rewards, episodes and tools, recorded rollouts.
 
-What needs no tokenizer is checked here, on the first rows of data, and is said at once on a login node. Then a process
-of its own reads everything as the ranks will (`trial_process.py`).
+`check_all_inputs`, `check_inputs`, `check_before_job` and `check_what_is_read` are for `gspo-mega plan --command`, a
+job's submission and the start of a run. They check here what needs no tokenizer, on the first rows of the data, so that
+a login node answers at once. Then `try_rewards` calls the users' reward functions on one row, in a scoring process as
+in the run, and a separate process reads everything as the ranks will (`trial_process.py`).
 
-Users' reward functions, tried on a row of the data before a run starts anything.
-
-`gspo-mega plan --command train` and the start of `train` call `try_rewards`. A scoring process runs the functions, as
-in the run. Services, judges and reward models are not asked, because their servers may not be up yet; nor is a function
-of the user's own, where `reward.try_first` is false.
+`try_rewards` does not ask services, judges and reward models, because their servers may not be up yet, nor with
+`reward.try_first: false` any function of the user.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ from gspo_mega.config.prompt_sources import (
 )
 from gspo_mega.config.schema import Config, Data, OwnReward
 from gspo_mega.config.validate_episodes import program_problem
-from gspo_mega.config.validate_rewards import services_by_name
 from gspo_mega.data.demonstrations import problem_of_response
 from gspo_mega.data.journal.journal import Journal
 from gspo_mega.data.procedural_rows import make_rows
@@ -53,218 +51,35 @@ from gspo_mega.rewards.guarded_process import GuardedProcess
 from gspo_mega.rewards.pool import check_reward, scoring_process
 from gspo_mega.rewards.weighted_sum import table_of
 
-# A first call may load what later ones have: more than a scoring may take, which is then said.
-_LEAST_SECONDS = 60.0
-
-
-@dataclass(frozen=True)
-class _Sample:
-    """The first row of a file. `source`: its name among sources."""
-
-    source: str
-    path: str
-    prompt: str
-    answer: Any
-    metadata: dict[str, Any]
-
-    def responses(self) -> list[tuple[str, str]]:
-        """(what it is, the text)."""
-        answer = self.answer if isinstance(self.answer, str) else json.dumps(self.answer, default=str)
-        return [("an empty response", ""), ("the row's answer as the response", answer)]
-
-
-def try_rewards(loaded: LoadedConfig, command: str) -> list[str]:
-    """Call each of the users' functions that `command` scores with, on the first row of a file, with an empty response
-    and with the row's answer. Returns notices: what could not be tried, and what took longer than a scoring may.
-
-    A prompt is given as the file has it, not rendered: that needs the tokenizer. Rows that cannot be read are not tried
-    here; the check of the data refuses them. Not to be called inside an event loop. Raises RewardError, with the key,
-    the row, and the line of the user's file that raised.
-    """
-    config = loaded.config
-    if command not in ("train", "sft", "eval") or (config.train is not None and config.train.from_rollouts is not None):
-        return []
-    samples = list(_samples(config, command))
-    names = {name for source in samples for name in _names_of(config, source.source)}
-    services = services_by_name(config.reward)
-    notices = []
-    if asked := sorted(names & services.keys()):
-        notices.append(
-            f"rewards {', '.join(asked)} are services, judges or reward models: they are not tried before a run"
-        )
-    own = sorted(names - services.keys() - BUILTINS.keys())
-    if own and not config.reward.try_first:
-        notices.append(f"rewards {', '.join(own)} are not tried before a run (reward.try_first: false)")
-    elif own:
-        notices += asyncio.run(_reward_tried(loaded, samples))
-    return notices
-
-
-async def _reward_tried(loaded: LoadedConfig, samples: list[_Sample]) -> list[str]:
-    config = loaded.config
-    setup, _, entries, of_source = table_of(config.reward, source_rewards(config))
-    process = await scoring_process(setup, config.reward)
-    notices, done = [], set[str]()
-    try:
-        for sample in samples:
-            for entry in of_source.get(sample.source, entries):
-                asked = setup["functions"].get(entry.label)
-                if asked is None or asked["function"] in BUILTINS or entry.label in done:
-                    continue
-                done.add(entry.label)
-                key = _key_of(config, sample.source, asked["function"])
-                where = f"{loaded.where(key)}: {key}: {asked['function']}"
-                for what, response in sample.responses():
-                    seconds = await _call(process, config, entry.label, sample, response, f"{where}: tried on {what}")
-                    if seconds > config.reward.deadline_seconds:
-                        notices.append(
-                            f"{where}: its call on {what} took {seconds:.1f} s, and reward.deadline_seconds is"
-                            f" {config.reward.deadline_seconds:g}: a scoring that takes so long fails"
-                        )
-    finally:
-        await process.end()
-    return notices
-
-
-async def _call(
-    process: GuardedProcess, config: Config, label: str, sample: _Sample, response: str, what: str
-) -> float:
-    """The seconds that one call took. Raises RewardError."""
-    row = f"row 1 of {sample.path}"
-    began = time.monotonic()
-    process.send(
-        {
-            "id": 0,
-            "label": label,
-            "prompt": sample.prompt,
-            "response": response,
-            "answer": sample.answer,
-            "metadata": sample.metadata,
-            "num_response_tokens": len(response.split()),
-        }
-    )
-    most = max(_LEAST_SECONDS, config.reward.deadline_seconds)
-    hint = (
-        " It has to score any response. If it needs something that exists only in the run, such as a service, set"
-        " reward.try_first: false"
-    )
-    try:
-        reply = await process.receive(most)
-    except TimeoutError:
-        raise RewardError(f"{what} ({row}): no result within {most:g} s.{hint}") from None
-    if reply is None:
-        raise RewardError(f"{what} ({row}): its process ended ({await process.exit_text()}).{hint}")
-    if "failure" in reply:
-        raise RewardError(f"{what} ({row}): {reply['why']}.{hint}")
-    return time.monotonic() - began
-
-
-def _samples(config: Config, command: str) -> Iterator[_Sample]:
-    """The first row of each file that is scored. Files and rows that cannot be read are left out."""
-    if command == "train" and names_prompts(config.data):
-        for source in data_sources(config):
-            yield from _first(source.name, source.path, config.data)
-    for one in eval_sets(config):
-        yield from _first(one.source, one.path, one.data)
-
-
-def _first(source: str, path: str, data: Data) -> Iterator[_Sample]:
-    rows: list[Row] = []
-
-    def take(row: Row) -> str | None:
-        rows.append(row)
-        return None
-
-    keys = [data.prompt_key, *(key for _, key in answer_keys(data))]
-    try:
-        check_first_rows(path, take, 1)
-    except DataError:
-        return
-    if rows and all(key in rows[0] for key in keys):
-        used = {*keys, data.response_key}
-        metadata = {key: value for key, value in rows[0].items() if key not in used}
-        yield _Sample(source, path, _text_of(rows[0][data.prompt_key]), answer_of(rows[0], data), metadata)
-
-
-def _text_of(prompt: Any) -> str:
-    """A prompt's text without a tokenizer: of messages, what they say."""
-    if isinstance(prompt, list):
-        said = [message.get("content") for message in prompt if isinstance(message, dict)]
-        return "\n".join(one for one in said if isinstance(one, str))
-    return str(prompt)
-
-
-def _names_of(config: Config, source: str) -> tuple[str, ...]:
-    return reward_names(config, source_rewards(config).get(source))
-
-
-def _key_of(config: Config, source: str, function: str) -> str:
-    """The key by which a source's function is named."""
-    for number, one in enumerate(config.data.sources):
-        if one.name == source and one.reward is not None:
-            return f"data.sources.{number}.reward"
-    for one in eval_sets(config):
-        if one.source == source and config.eval is not None:
-            if one.place != "eval" and config.eval.sets[int(one.place.rpartition(".")[2])].reward is not None:
-                return f"{one.place}.reward"
-            if config.eval.reward is not None:
-                return "eval.reward"
-    numbers = [number for number, one in enumerate(config.reward.functions) if one.function == function]
-    return f"reward.functions.{numbers[0]}" if numbers else "reward"
-
-
-NUM_ROWS_CHECKED = 100
-
-
 Command = Literal["train", "sft", "eval", "certify", "budget"]
+NUM_ROWS_CHECKED = 100
+_MOST_CHECKED_BYTES = 2**30
+# A first call may load what later calls already have, so it gets at least this long. If it takes longer than a scoring
+# may, a notice says so.
+_LEAST_CALL_SECONDS = 60.0
 
 
 def check_inputs(loaded: LoadedConfig, command: Command) -> list[str]:
     """Check what needs no tokenizer. Returns notices, such as where the command must run. Raises DataError,
     JournalError, EpisodeError or FolderError with the place of the key, or RewardError.
     """
-    notices, _, left_out = _checked(loaded, command)
+    notices, _, left_out = _check_without_tokenizer(loaded, command)
     return [*notices, *left_out]
 
 
 def check_all_inputs(loaded: LoadedConfig, command: Command) -> list[str]:
-    """As `check_inputs`, and then have a process read all that the ranks read. Raises ModelError, too."""
-    notices, tools, _ = _checked(loaded, command)
+    """As `check_inputs`; then a process reads all that the ranks read. Raises also ModelError."""
+    notices, tools, _ = _check_without_tokenizer(loaded, command)
     if command == "certify":
         return notices
-    return [*notices, *_tried(loaded, command, tools, replays=is_replay(loaded, command))]
-
-
-def _tried(loaded: LoadedConfig, command: Command, tools: Sequence[dict[str, Any]], *, replays: bool) -> list[str]:
-    """Try the rewards and have a process read what the ranks read; of a replay, what remains of that. Notices."""
-    if replays:
-        return try_inputs(loaded, "replay", tools)
-    return [*try_rewards(loaded, command), *try_inputs(loaded, command, tools)]
-
-
-def _checked(loaded: LoadedConfig, command: Command) -> tuple[list[str], list[dict[str, Any]], list[str]]:
-    """(notices, schemas of the tools, notices of rows left out among the first ones)"""
-    if command == "certify":  # it makes its own batch, and neither samples nor scores
-        return [], [], []
-    check_run_folder(loaded)
-    tools = check_users_functions(loaded)
-    notices, left_out = [], []
-    if not is_replay(loaded, command):
-        notices = make_rows(loaded.config.data)
-        left_out = _check_data(loaded, command)
-    nodes = loaded.config.cluster.num_nodes
-    if nodes > 1 and command != "eval":
-        notices += [
-            f"{nodes} trainer nodes: `gspo-mega {command}` alone runs on one machine; submit launch/slurm/train.sbatch"
-        ]
-    return notices, tools, left_out
+    return [*notices, *_try_all(loaded, command, tools, replays=is_replay(loaded, command))]
 
 
 def check_before_job(
     loaded: LoadedConfig, command: Literal["train", "sft"], *, in_ranks_python: bool = True
 ) -> list[str]:
-    """As `check_inputs`, for a run whose processes Slurm starts. Without `in_ranks_python`, what ranks import and read
-    is not tried, which is one of the notices.
+    """Check the inputs of a run whose processes Slurm starts. Returns notices; raises as `check_what_is_read`. Without
+    `in_ranks_python`, nothing is checked that ranks import or read, and a notice says so.
     """
     check_run_folder(loaded)
     if not in_ranks_python:
@@ -292,11 +107,40 @@ def check_what_is_read(
     if not replays:
         notices = make_rows(loaded.config.data)
         _check_data(loaded, command)
-    return [*notices, *_tried(loaded, command, tools, replays=replays)]
+    return [*notices, *_try_all(loaded, command, tools, replays=replays)]
+
+
+def _check_without_tokenizer(
+    loaded: LoadedConfig, command: Command
+) -> tuple[list[str], list[dict[str, Any]], list[str]]:
+    """Returns (notices, schemas of the tools, notices of rows that are left out among the first rows)."""
+    if command == "certify":  # it makes its own batch; it neither samples nor scores
+        return [], [], []
+    check_run_folder(loaded)
+    tools = check_users_functions(loaded)
+    notices, left_out = [], []
+    if not is_replay(loaded, command):
+        notices = make_rows(loaded.config.data)
+        left_out = _check_data(loaded, command)
+    nodes = loaded.config.cluster.num_nodes
+    if nodes > 1 and command != "eval":
+        notices += [
+            f"{nodes} trainer nodes: `gspo-mega {command}` itself runs on one machine; submit launch/slurm/train.sbatch"
+        ]
+    return notices, tools, left_out
+
+
+def _try_all(loaded: LoadedConfig, command: Command, tools: Sequence[dict[str, Any]], *, replays: bool) -> list[str]:
+    """Try the rewards, and have a process read what the ranks read; a replay only reads what it needs. Returns
+    notices.
+    """
+    if replays:
+        return try_inputs(loaded, "replay", tools)
+    return [*try_rewards(loaded, command), *try_inputs(loaded, command, tools)]
 
 
 def check_run_folder(loaded: LoadedConfig) -> None:
-    """Raises FolderError, with the place, where the run's folder cannot be made or written."""
+    """Raises FolderError, with the place of the key, if the run's folder cannot be made or written."""
     run = loaded.config.run
     wanted = Path(run.dir) / run.name
     there = next(path for path in (wanted, *wanted.absolute().parents) if os.path.lexists(path))
@@ -308,8 +152,8 @@ def check_run_folder(loaded: LoadedConfig) -> None:
 
 
 def check_users_functions(loaded: LoadedConfig) -> list[dict[str, Any]]:
-    """Load every reward function, the episode and its tools, and the sinks of metrics once; look for the alerts'
-    program. Returns the schemas of the tools. Raises RewardError; EpisodeError and ConfigError with the place.
+    """Load every reward function, the episode and its tools, and the metric sinks once, and find the alerts' program.
+    Returns the schemas of the tools. Raises RewardError; EpisodeError and ConfigError with the place of the key.
     """
     config = loaded.config
     try:
@@ -336,9 +180,6 @@ def check_users_functions(loaded: LoadedConfig) -> list[dict[str, Any]]:
     return []
 
 
-_MOST_CHECKED_BYTES = 2**30
-
-
 def is_replay(loaded: LoadedConfig, command: str) -> bool:
     """Whether the run trains on recorded rollouts and so has no servers.
 
@@ -354,7 +195,7 @@ def is_replay(loaded: LoadedConfig, command: str) -> bool:
         )
     journal = Journal(RunFolder(train.from_rollouts).journal_dir)
     present = journal.steps()
-    # The first that is missing, without counting to a number of any size.
+    # The first missing step. num_steps may be huge, so this does not count up to it.
     known = set(present)
     missing = [step for step in range(min(train.num_steps, len(known) + 1)) if step not in known][:1]
     if missing:
@@ -362,7 +203,7 @@ def is_replay(loaded: LoadedConfig, command: str) -> bool:
             f"{loaded.where('train.from_rollouts')}: train.from_rollouts: {train.from_rollouts} has no rollouts of step"
             f" {missing[0] + 1}; train.num_steps asks for {train.num_steps}, {len(present)} are recorded"
         )
-    # A rank reads them all, one by one; what it would refuse is refused now, where that takes seconds.
+    # A rank reads all of them, one by one. What it would refuse is refused now if reading takes only seconds.
     journal.check(range(train.num_steps), _MOST_CHECKED_BYTES)
     pruned = (
         [step for step in range(train.num_steps) if journal.has_pruned_routes(step)]
@@ -379,7 +220,7 @@ def is_replay(loaded: LoadedConfig, command: str) -> bool:
 
 
 def _check_data(loaded: LoadedConfig, command: str) -> list[str]:
-    """Check the first rows of each file. Returns notices of those that are left out. Raises DataError."""
+    """Check the first rows of each file. Returns notices of rows that are left out. Raises DataError."""
     problems, notices = [], []
     for key, path, check, left_out in _files(loaded, command):
         try:
@@ -397,8 +238,8 @@ def _check_data(loaded: LoadedConfig, command: str) -> list[str]:
 
 
 def _files(loaded: LoadedConfig, command: str) -> Iterator[tuple[str, str, Callable[[Row], str | None], list[str]]]:
-    """(its key, the file, a check that returns what is wrong with a row, what that check has left out) of each file
-    that the command reads.
+    """For each file that the command reads: (its key, its path, a function that returns what is wrong with a row, a
+    list to which that function appends the rows that are left out).
     """
     config = loaded.config
     data = config.data
@@ -451,3 +292,159 @@ def _files(loaded: LoadedConfig, command: str) -> Iterator[tuple[str, str, Calla
     for one in eval_sets(config):
         left_out = []
         yield f"{one.place}.path", one.path, prompts(one.reward, left_out, one), left_out
+
+
+def try_rewards(loaded: LoadedConfig, command: str) -> list[str]:
+    """Call each of the users' functions with which `command` scores, on the first row of a file, with an empty response
+    and with the row's answer. Returns notices: what could not be tried, and what took longer than a scoring may.
+
+    A prompt is given as the file has it, because rendering it needs the tokenizer. Rows that cannot be read are not
+    tried; the check of the data refuses them. Do not call this inside an event loop. Raises RewardError, with the key,
+    the row, and the line of the user's file that raised.
+    """
+    config = loaded.config
+    if command not in ("train", "sft", "eval") or (config.train is not None and config.train.from_rollouts is not None):
+        return []
+    samples = list(_samples(config, command))
+    names = {name for source in samples for name in _names_of(config, source.source)}
+    services = services_by_name(config.reward)
+    notices = []
+    if asked := sorted(names & services.keys()):
+        notices.append(
+            f"rewards {', '.join(asked)} are services, judges or reward models: they are not tried before a run"
+        )
+    own = sorted(names - services.keys() - BUILTINS.keys())
+    if own and not config.reward.try_first:
+        notices.append(f"rewards {', '.join(own)} are not tried before a run (reward.try_first: false)")
+    elif own:
+        notices += asyncio.run(_try_own_rewards(loaded, samples))
+    return notices
+
+
+async def _try_own_rewards(loaded: LoadedConfig, samples: list[_Sample]) -> list[str]:
+    config = loaded.config
+    setup, _, entries, of_source = table_of(config.reward, source_rewards(config))
+    process = await scoring_process(setup, config.reward)
+    notices, done = [], set[str]()
+    try:
+        for sample in samples:
+            for entry in of_source.get(sample.source, entries):
+                asked = setup["functions"].get(entry.label)
+                if asked is None or asked["function"] in BUILTINS or entry.label in done:
+                    continue
+                done.add(entry.label)
+                key = _key_of(config, sample.source, asked["function"])
+                where = f"{loaded.where(key)}: {key}: {asked['function']}"
+                for what, response in sample.responses():
+                    seconds = await _call(process, config, entry.label, sample, response, f"{where}: tried on {what}")
+                    if seconds > config.reward.deadline_seconds:
+                        notices.append(
+                            f"{where}: its call on {what} took {seconds:.1f} s, and reward.deadline_seconds is"
+                            f" {config.reward.deadline_seconds:g}: a scoring that takes so long fails"
+                        )
+    finally:
+        await process.end()
+    return notices
+
+
+async def _call(
+    process: GuardedProcess, config: Config, label: str, sample: _Sample, response: str, what: str
+) -> float:
+    """Call one function once. Returns the seconds that it took. Raises RewardError if it gives no reward."""
+    row = f"row 1 of {sample.path}"
+    began = time.monotonic()
+    process.send(
+        {
+            "id": 0,
+            "label": label,
+            "prompt": sample.prompt,
+            "response": response,
+            "answer": sample.answer,
+            "metadata": sample.metadata,
+            "num_response_tokens": len(response.split()),
+        }
+    )
+    most = max(_LEAST_CALL_SECONDS, config.reward.deadline_seconds)
+    hint = (
+        " It has to score any response. If it needs something that exists only in the run, such as a service, set"
+        " reward.try_first: false"
+    )
+    try:
+        reply = await process.receive(most)
+    except TimeoutError:
+        raise RewardError(f"{what} ({row}): no result within {most:g} s.{hint}") from None
+    if reply is None:
+        raise RewardError(f"{what} ({row}): its process ended ({await process.exit_text()}).{hint}")
+    if "failure" in reply:
+        raise RewardError(f"{what} ({row}): {reply['why']}.{hint}")
+    return time.monotonic() - began
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """The first row of a file. `source`: the name of the source that the file is."""
+
+    source: str
+    path: str
+    prompt: str
+    answer: Any
+    metadata: dict[str, Any]
+
+    def responses(self) -> list[tuple[str, str]]:
+        """The responses to try, as (what it is, its text)."""
+        answer = self.answer if isinstance(self.answer, str) else json.dumps(self.answer, default=str)
+        return [("an empty response", ""), ("the row's answer as the response", answer)]
+
+
+def _samples(config: Config, command: str) -> Iterator[_Sample]:
+    """The first row of each file whose responses are scored. Files and rows that cannot be read are left out."""
+    if command == "train" and names_prompts(config.data):
+        for source in data_sources(config):
+            yield from _first(source.name, source.path, config.data)
+    for one in eval_sets(config):
+        yield from _first(one.source, one.path, one.data)
+
+
+def _first(source: str, path: str, data: Data) -> Iterator[_Sample]:
+    rows: list[Row] = []
+
+    def take(row: Row) -> str | None:
+        rows.append(row)
+        return None
+
+    keys = [data.prompt_key, *(key for _, key in answer_keys(data))]
+    try:
+        check_first_rows(path, take, 1)
+    except DataError:
+        return
+    if rows and all(key in rows[0] for key in keys):
+        used = {*keys, data.response_key}
+        metadata = {key: value for key, value in rows[0].items() if key not in used}
+        yield _Sample(source, path, _text_of(rows[0][data.prompt_key]), answer_of(rows[0], data), metadata)
+
+
+def _text_of(prompt: Any) -> str:
+    """A prompt's text without a chat template: the contents of its messages."""
+    if isinstance(prompt, list):
+        said = [message.get("content") for message in prompt if isinstance(message, dict)]
+        return "\n".join(one for one in said if isinstance(one, str))
+    return str(prompt)
+
+
+def _names_of(config: Config, source: str) -> tuple[str, ...]:
+    return reward_names(config, source_rewards(config).get(source))
+
+
+def _key_of(config: Config, source: str, function: str) -> str:
+    """The configuration key that names a source's reward function."""
+    for number, one in enumerate(config.data.sources):
+        if one.name == source and one.reward is not None:
+            return f"data.sources.{number}.reward"
+    for one in eval_sets(config):
+        if one.source == source and config.eval is not None:
+            if one.place != "eval" and config.eval.sets[int(one.place.rpartition(".")[2])].reward is not None:
+                return f"{one.place}.reward"
+            if config.eval.reward is not None:
+                return "eval.reward"
+    numbers = [number for number, one in enumerate(config.reward.functions) if one.function == function]
+    return f"reward.functions.{numbers[0]}" if numbers else "reward"

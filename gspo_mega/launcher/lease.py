@@ -1,15 +1,16 @@
 """Make sure that only one supervisor uses a run folder, on any file system and from any machine.
 
-Two fences. The first is an flock, which the kernel releases however its holder ends; it does nothing between machines
-where locks are local to a node, and fails on file systems without locks. The second is a lease, made of files alone:
+Two fences keep others out. The first is an flock, which the kernel releases however its holder ends. It has no effect
+between machines if locks are local to a node, and fails on file systems without locks. The second is a lease that
+consists only of files:
 
     lease/<8 digits>    a holder's record: host, boot, process, and a heartbeat that it changes every few seconds
 
 The record with the highest number is the holder's. A process takes the folder by creating the next number, which only
-one process can do (`link` refuses an existing name). It may do so once the holder has released the folder, its process
-on this machine is dead, or this process has seen no change of the heartbeat for `LEASE_SECONDS`: no clock is compared
-with another machine's. Numbers only grow, so a late taker cannot displace a new holder. A supervisor that finds a
-higher number than its own has lost the folder and stops.
+one process can do (`link` refuses an existing name). It may do so once the holder has released the folder, once the
+holder's process on this machine is dead, or once it has itself seen no change of the heartbeat for `LEASE_SECONDS`; so
+no clock is compared with another machine's. Numbers only grow, so a slow process cannot displace a newer holder. A
+supervisor that finds a higher number than its own has lost the folder and stops.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ logger = logging.getLogger(__name__)
 BEAT_SECONDS = 5.0
 # Shared folders show a change late, some by half a minute.
 LEASE_SECONDS = 60.0
-_LOOK_SECONDS = 0.5
-# Fixed length, so that a record is rewritten in place, also on a full disk.
+_POLL_SECONDS = 0.5
+# Records have a fixed length, so that one can be rewritten in place, even on a full disk.
 _RECORD_BYTES = 1024
 _NUMBER = re.compile(r"\d{8}")
 
@@ -68,7 +69,7 @@ class Holder:
         return f"process {self.pid} on {self.host}"
 
     def is_alive(self) -> bool | None:
-        """Whether the process lives; None where it cannot be seen from this machine or container."""
+        """Whether the process lives; None if it cannot be seen from this machine or container."""
         here = Holder.this_process()
         if (self.boot, self.pid_space) != (here.boot, here.pid_space):
             return None
@@ -76,7 +77,7 @@ class Holder:
 
 
 class Lease:
-    """The lease of a folder in its holder, with the thread that renews it."""
+    """The holder's lease of a folder, with the thread that renews it."""
 
     def __init__(self, folder: Path, number: int, holder: Holder, beat_seconds: float) -> None:
         self._folder, self._number, self._holder, self._beat_seconds = folder, number, holder, beat_seconds
@@ -86,7 +87,7 @@ class Lease:
         self._thread.start()
 
     def raise_if_lost(self) -> None:
-        """Raises FolderError once another supervisor holds the folder: this one may not write to it any more."""
+        """Raises FolderError once another supervisor holds the folder. This one may then write nothing more to it."""
         if self._lost is not None:
             raise FolderError(self._lost)
 
@@ -128,9 +129,10 @@ def hold(
     lease_seconds: float = LEASE_SECONDS,
     beat_seconds: float = BEAT_SECONDS,
 ) -> Iterator[Lease]:
-    """Hold the run folder for this process; creates the folder where it is missing. `say` announces a long wait.
+    """Hold the run folder for this process while the context lasts; makes the folder if it is missing. `say` announces
+    a long wait.
 
-    Raises ConfigError while another process holds the folder, FolderError where it cannot be written.
+    Raises ConfigError if another process holds the folder or it cannot be made, FolderError if it cannot be written.
     """
     try:
         atomic_io.make_folder(folder.path)
@@ -144,7 +146,7 @@ def hold(
             newest = _newest(folder.lease_dir)
             raise _in_use(folder, None if newest is None else _read(folder.lease_dir, newest)) from None
         except OSError as error:
-            # The file system has no locks, or no room for another: the lease is enough.
+            # The file system has no locks, or no room for another one. The lease is enough.
             logger.warning("%s: no lock: %s; only the lease keeps others out", folder.lock_file, error.strerror)
         lease = _take(folder, say, lease_seconds, beat_seconds)
         try:
@@ -173,7 +175,7 @@ def _take(folder: RunFolder, say: Callable[[str], None], lease_seconds: float, b
 
 
 def _wait_until_free(folder: RunFolder, number: int, say: Callable[[str], None], lease_seconds: float) -> None:
-    """Return once the holder of record `number` is certain to be gone. Raises ConfigError when it lives."""
+    """Return once the holder of record `number` is certain to be gone. Raises ConfigError if it lives."""
     first, since, is_announced = _read(folder.lease_dir, number), time.monotonic(), False
     while True:
         now = _read(folder.lease_dir, number)
@@ -192,7 +194,7 @@ def _wait_until_free(folder: RunFolder, number: int, say: Callable[[str], None],
             who = now.described if now is not None else "an unknown process"
             say(f"run folder {folder.path} was held by {who}; waiting {lease_seconds:.0f} s for a sign of life")
             is_announced = True
-        time.sleep(min(_LOOK_SECONDS, lease_seconds / 10))
+        time.sleep(min(_POLL_SECONDS, lease_seconds / 10))
 
 
 def _in_use(folder: RunFolder, holder: Holder | None) -> ConfigError:
@@ -210,7 +212,7 @@ def _newest(folder: Path) -> int | None:
 
 
 def _read(folder: Path, number: int) -> Holder | None:
-    """None where the record is gone or is just being written."""
+    """The record of that number; None if it is gone or just being written."""
     try:
         return Holder(**parse_json(read_bytes(folder / f"{number:08d}")))
     except (FileNotFoundError, ValueError, TypeError):
@@ -218,18 +220,18 @@ def _read(folder: Path, number: int) -> Holder | None:
 
 
 def _make(folder: Path, number: int, holder: Holder) -> bool:
-    """Create the record of that number; False where it exists already. Raises OSError."""
+    """Create the record of that number. Returns False if it exists already. Raises OSError."""
     final = folder / f"{number:08d}"
-    beside = folder / f".{number:08d}.{holder.host}.{holder.pid}"
+    draft = folder / f".{number:08d}.{holder.host}.{holder.pid}"
     try:
-        _write(beside, holder, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        atomic_io.sync(beside)
+        _write(draft, holder, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        atomic_io.sync(draft)
         try:
-            os.link(beside, final)
+            os.link(draft, final)
         except FileExistsError:
             return False
         except OSError:
-            # A file system without links: the process that creates the file holds it, and its record follows.
+            # The file system has no links. The process that creates the file holds the folder; its record follows.
             try:
                 _write(final, holder, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             except FileExistsError:
@@ -237,11 +239,11 @@ def _make(folder: Path, number: int, holder: Holder) -> bool:
         atomic_io.sync(folder)
         return True
     finally:
-        beside.unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)
 
 
 def _write(path: Path, holder: Holder, flags: int) -> None:
-    # Opened anew each time: a shared file system shows the change elsewhere after a close.
+    # Opened anew each time, because a shared file system shows a change to others only after a close.
     descriptor = os.open(path, flags, 0o644)
     try:
         os.pwrite(descriptor, json.dumps(asdict(holder)).encode().ljust(_RECORD_BYTES - 1) + b"\n", 0)
@@ -250,7 +252,7 @@ def _write(path: Path, holder: Holder, flags: int) -> None:
 
 
 def _process_start(pid: int) -> int | None:
-    """Clock ticks from boot to the start of the process; None where it is gone or a zombie."""
+    """Clock ticks from boot to the start of the process; None if it is gone or a zombie."""
     try:
         fields = (
             Path("/proc", str(pid), "stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()

@@ -1,27 +1,14 @@
-"""From a loaded configuration to a supervised attempt on this machine: plan, run folder, servers, ranks.
+"""Run a command on one machine: from a loaded configuration to a supervised attempt.
 
-Owns the list of processes that a command needs and their command lines. Under Slurm, srun starts the same two commands.
+`launch` plans, checks, takes the run folder and starts the servers and the ranks. `Supervisor` then watches these
+processes until they finish, fail or are asked to stop, and ends all of them. `RemainingServers` tells it which servers
+are gone. Under Slurm, srun starts the same two commands (`slurm/steps.py`).
 
-Track the launcher's own servers in an attempt: which have left or are lost, and whether all servers have failed.
-The policy's servers are one such set, those of each reward model another.
-
-Owns the report of each such server, once: to the user, and to the pool through the server's registration where the
-server did not write it itself. `gspo-mega serve` restarts servers; when its process ends or registers `failed`, it has
-given up. A server that was asked to end registers `stopped` and exits with 0: it has left, and nothing failed.
-
-Only where every server of the attempt has failed, joined ones included, does the launcher end the run. Otherwise one
-serves, or may join: the pool decides, by `rollout.no_server_deadline_seconds`.
-
-Watch the processes of one attempt until they finish, fail, or are asked to stop; then end all of them.
-
-Owns the life of the children and the meaning of signals. `local.py` chooses the children, `children.py` ends
-them, `attempt_state.py` names a failure.
-
-Signals. The first SIGINT (Ctrl-C), SIGTERM, SIGHUP (a closed terminal) or SIGUSR1 becomes a stop request: the ranks
+Signals: the first SIGINT (Ctrl-C), SIGTERM, SIGHUP (a closed terminal) or SIGUSR1 becomes a stop request: the ranks
 finish their current work, save a checkpoint and end. A second SIGINT or SIGTERM, or the end of the grace period, ends
-everything at once. SIGHUP and SIGUSR1 do not count for that, because a closed terminal sends several signals. SIGUSR2
-changes nothing: it asks all ranks for their stacks. Exit code
-128 + the number of the first signal: 130 for Ctrl-C, 143 for SIGTERM. The same command continues the run.
+everything at once. SIGHUP and SIGUSR1 do not count as a second signal, because a closed terminal sends several. SIGUSR2
+only asks all ranks for their stacks. The exit code after a stop is 128 + the number of the first signal: 130 for
+Ctrl-C, 143 for SIGTERM. The same command continues the run.
 """
 
 from __future__ import annotations
@@ -65,236 +52,14 @@ from gspo_mega.rollout.registration import Registration
 from gspo_mega.rollout.server.reward_server import make_reward_folder, reward_folder
 
 logger = logging.getLogger(__name__)
-
-
-class RemainingServers:
-    """`children`: the processes of an attempt; only those of the kind `server` count, or the servers of the reward
-    model `of`, which register in a folder of their own.
-    """
-
-    def __init__(
-        self, attempt: Attempt, children: Iterable[Child], say: Callable[[str], None], of: str | None = None
-    ) -> None:
-        self._attempt, self._say = attempt if of is None else reward_folder(attempt, of), say
-        wanted = ("server", "") if of is None else ("reward server", of)
-        self._servers = [child for child in children if (child.spec.kind, child.spec.of) == wanted]
-        self._failed: list[Child] = []
-        self._left: list[Child] = []
-        self._all_failed = False
-
-    def lost(self) -> list[Child]:
-        """Report each server that is gone since the last call. Once all servers have failed, those that joined too,
-        returns the launcher's own in the order of their loss; before that, and without own servers, an empty list.
-        """
-        for child in self._servers:
-            if child in self._failed or child in self._left:
-                continue
-            if self._has_left(child):
-                self._left.append(child)
-                self._report(child, f"{child.name} has left, as it was asked to")
-            elif (why := self._end_of(child)) is not None:
-                self._failed.append(child)
-                self._report(child, f"{child.name} is given up: {why.strip().splitlines()[0]}", logging.WARNING)
-        if self._failed and len(self._failed) == len(self._servers) and not self._all_failed:
-            self._all_failed = not self._others_may_serve()
-        # It stays so: the run is ending, and a server that joins now is too late.
-        return list(self._failed) if self._all_failed else []
-
-    def _others_may_serve(self) -> bool:
-        """Has a server joined whose registration does not say `failed`? One without a state may serve."""
-        own = {self._attempt.server_file(f"server-{child.spec.index}") for child in self._servers}
-        joined = [path for path in self._attempt.servers_dir.glob("[!.]*.json") if path not in own]
-        return any((read_json(path) or {}).get("state") != "failed" for path in joined)
-
-    def _has_left(self, child: Child) -> bool:
-        return child.exit_code == 0 and self._record(child).get("state") == "stopped"
-
-    def _end_of(self, child: Child) -> str | None:
-        """Why this server has ended for good, or None while it has not."""
-        record = self._record(child)
-        if record.get("state") == "failed":
-            return str(record.get("error"))
-        if child.exit_code is None:
-            return None
-        # Whatever its exit code: it did not end in order. Nothing else writes its registration, and the pool would
-        # wait for it.
-        why = f"its process {child.end_described}"
-        server_id = f"server-{child.spec.index}"
-        Registration(
-            server_id,
-            record.get("address", ""),
-            child.pid,
-            "failed",
-            record.get("generation", 0),
-            None,
-            time.time(),
-            error=why,
-        ).write(self._attempt.servers_dir)
-        return why
-
-    def _record(self, child: Child) -> dict:
-        return read_json(self._attempt.server_file(f"server-{child.spec.index}")) or {}
-
-    def _report(self, child: Child, what: str, level: int = logging.INFO) -> None:
-        num_left, total = len(self._servers) - len(self._failed) - len(self._left), len(self._servers)
-        left = {0: f"no server of {total} is left", 1: f"1 of {total} servers is left"}.get(
-            num_left, f"{num_left} of {total} servers are left"
-        )
-        text = f"{what}; {left} (log: {child.spec.log})"
-        logger.log(level, "%s", text)
-        self._say(f"warning  {text}" if level == logging.WARNING else text)
-
-
 STOP_GRACE_SECONDS = 300.0
-# A second one of these ends everything at once.
+# A second signal of these ends everything at once.
 _INSISTING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _POLL_SECONDS = 0.1
-# Time after a first failure in which the rank that caused it writes its record, if another rank was seen first.
+# After the first failure seen, the rank that caused it gets this long to write its record.
 _SETTLE_SECONDS = 0.7
-# A server ends its process group within 2 s. Together with the settling the whole run ends well within 10 s.
+# A server ends its process group within 2 s. With _SETTLE_SECONDS the whole run ends well within 10 s.
 _END_GRACE_SECONDS = 3.0
-
-
-class Supervisor:
-    """The supervisor of one attempt's processes. `say` shows a line to the user."""
-
-    def __init__(
-        self,
-        attempt: Attempt,
-        specs: Sequence[ChildSpec],
-        say: Callable[[str], None],
-        stop_grace_seconds: float = STOP_GRACE_SECONDS,
-        patience: Patience | None = None,
-        signals: list[int] | None = None,
-        check: Callable[[], None] = lambda: None,
-        stack_signals: list[int] | None = None,
-    ) -> None:
-        """`patience`: how long ranks may be stuck; None disables the watchdog. `signals`: the list of the caller's
-        `stop_signals`. `check` is called repeatedly; an exception from it ends the run. `stack_signals`: the same of
-        the caller's `stack_signals`.
-        """
-        self._attempt, self._specs, self._say, self._patience = attempt, specs, say, patience
-        self._stop_grace_seconds = stop_grace_seconds
-        self._console = ConsoleTail(attempt.console_log, say)
-        self._children: list[Child] = []
-        self._signals: list[int] = [] if signals is None else signals
-        self._check = check
-        self._stack_signals: list[int] = [] if stack_signals is None else stack_signals
-        self._stop_deadline: float | None = None
-        self._stop_is_requested = False
-
-    def run(self) -> int:
-        """Start everything, watch, end everything. Returns 0, or 128 + signal after a stop (75 when nobody signalled).
-
-        Call from the main thread, inside `stop_signals`. Raises RankError with the text for the user and the exit code
-        when something failed. However it ends, no process and no descendant is left.
-        """
-        family = ProcessFamily()
-        self._children = family.children
-        try:
-            for spec in self._specs:
-                child = family.start(spec)
-                logger.info("%s started as process %d: %s", child.name, child.pid, " ".join(spec.command))
-            return self._watch(family)
-        finally:
-            family.close(_END_GRACE_SECONDS)
-            for child in family.children:
-                logger.info("%s %s", child.name, child.end_described)
-            self._console.pump()
-
-    def _watch(self, family: ProcessFamily) -> int:
-        ranks = [child for child in self._children if child.spec.kind == "rank"]
-        pids = {child.spec.index: child.pid for child in ranks}
-        watchdog = RankWatchdog(self._attempt, len(ranks), self._patience, pids) if self._patience is not None else None
-        stacks = StacksOnSignal(self._attempt, len(ranks), self._stack_signals, self._say)
-        models = dict.fromkeys(child.spec.of for child in self._children if child.spec.kind == "reward server")
-        self._remaining_servers = [
-            RemainingServers(self._attempt, self._children, self._say, of) for of in (None, *models)
-        ]
-        scorers = [(reward_folder(self._attempt, of), f" of reward model {of}") for of in models]
-        failures = ServerFailures([(self._attempt, ""), *scorers], self._say)
-        while True:
-            self._console.pump()
-            failures.look()
-            family.reap()
-            self._check()
-            stacks.look()
-            if self._must_end_now():
-                return self._stop_code()
-            if self._failed():
-                self._settle()
-                raise self._failure()
-            if all(child.exit_code is not None for child in ranks):
-                stopped = any(child.exit_code == EXIT_STOPPED for child in ranks)
-                if stopped:
-                    self._say("Stopped in order. The same command continues the run.")
-                return self._stop_code() if stopped else 0
-            if watchdog is not None and (stuck := watchdog.look()) is not None:
-                logger.error("%s", stuck)
-                raise StuckError(f"{stuck}\n\n{stacks.now()}")
-            time.sleep(_POLL_SECONDS)
-
-    # --- failure -------------------------------------------------------------------------------------------
-
-    def _failed(self) -> list[Child]:
-        """Ranks that ended unexpectedly, and all servers of the policy, or of a reward model, once none is left."""
-        ranks = [
-            child
-            for child in self._children
-            if child.spec.kind == "rank" and child.exit_code not in (None, 0, EXIT_STOPPED)
-        ]
-        # `gspo-mega serve` restarts a server; when it ends itself, it has given up.
-        return [*ranks, *(child for servers in self._remaining_servers for child in servers.lost())]
-
-    def _settle(self) -> None:
-        deadline = time.monotonic() + _SETTLE_SECONDS
-        while time.monotonic() < deadline and any(child.exit_code is None for child in self._children):
-            time.sleep(_POLL_SECONDS)
-
-    def _failure(self) -> RankError:
-        failed = self._failed()
-        logger.error("failed: %s", ", ".join(f"{child.name} {child.end_described}" for child in failed))
-        return describe_failure(failed, self._attempt)
-
-    # --- stop ----------------------------------------------------------------------------------------------
-
-    def _must_end_now(self) -> bool:
-        """Turn the first signal into a stop request; True on the second, or when the grace period is over."""
-        if not self._signals:
-            return False
-        name = signal.Signals(self._signals[0]).name
-        if self._stop_deadline is None:
-            logger.info("%s: stop requested", name)
-            self._stop_deadline = time.monotonic() + self._stop_grace_seconds
-            self._say(
-                f"{name}: stopping after a checkpoint, within {self._stop_grace_seconds:.0f} s. A second signal ends"
-                " the run now and loses the steps since the last checkpoint."
-            )
-        self._request_stop(name)
-        if sum(number in _INSISTING_SIGNALS for number in self._signals) > 1:
-            self._say("Ended at once. The same command continues the run from its last checkpoint.")
-            return True
-        if time.monotonic() > self._stop_deadline:
-            self._say(
-                f"The ranks did not stop within {self._stop_grace_seconds:.0f} s: ended."
-                " The same command continues the run from its last checkpoint."
-            )
-            return True
-        return False
-
-    def _request_stop(self, name: str) -> None:
-        """Write the stop request, again on each call until it succeeds: a full disk may have room again later."""
-        if not self._stop_is_requested:
-            try:
-                self._attempt.request_stop(name)
-                self._stop_is_requested = True
-            except OSError as error:
-                logger.warning("%s cannot be written: %s", self._attempt.stop_file, error.strerror)
-
-    def _stop_code(self) -> int:
-        return 128 + self._signals[0] if self._signals else EXIT_STOPPED
-
-
 Command = Literal["train", "sft", "eval", "certify", "budget", "compare", "reward_model"]
 WORKER_COMMAND = (sys.executable, "-m", "gspo_mega.train.worker")
 
@@ -313,9 +78,10 @@ def launch(
     """Run `command` with the ranks and servers of the configuration; returns the exit code.
 
     `say` shows a line to the user. `worker_command`, `serve_command`: the commands of a rank and of a server without
-    their arguments; the default server is `gspo-mega serve` in the Python of `server.python`. `work`: what the ranks
-    find as JSON in the attempt's `work_file`. Call from the main thread. Raises a GspoMegaError with its exit code:
-    ConfigError, ModelError, PlanError before anything starts, RankError for a later failure.
+    their arguments; the default server is `gspo-mega serve` in the Python of `server.python`. `work` is written as JSON
+    to the attempt's `work_file`, for the ranks. Without `with_servers` no server starts. Call from the main thread.
+    Raises a GspoMegaError with its exit code: ConfigError, ModelError, PlanError before anything starts, RankError for
+    a later failure.
     """
     config = loaded.config
     for key, value, here in (
@@ -338,9 +104,9 @@ def launch(
     samples = with_servers and command != "certify" and not replays
     num_servers = config.server.num_servers if samples else 0
     scorers = reward_servers(config) if samples else []
-    rest, scorer_gpus = reward_gpus(gpus, [model.tensor for model, _ in scorers])
+    other_gpus, scorer_gpus = reward_gpus(gpus, [model.tensor for model, _ in scorers])
     rank_gpus, server_gpus = share_gpus(
-        rest, config.cluster.ranks_per_node, num_servers, config.server.tensor, config.cluster.colocated
+        other_gpus, config.cluster.ranks_per_node, num_servers, config.server.tensor, config.cluster.colocated
     )
     serve, serve_variables = (
         (list(serve_command or ()), {})
@@ -353,7 +119,8 @@ def launch(
     say(render_report(plan, figures))
     if command in ("train", "sft"):
         refuse_what_does_not_fit(plan, figures, loaded.where)
-    if command in ("train", "sft", "eval") and worker_command is WORKER_COMMAND:  # the ranks that read it
+    if command in ("train", "sft", "eval") and worker_command is WORKER_COMMAND:
+        # Only the product's own ranks read these inputs.
         check_run_folder(loaded)
         for notice in check_what_is_read(loaded, command, tools, replays=replays):
             say(f"notice   {notice}")
@@ -363,7 +130,7 @@ def launch(
         say(f"\nrun      {folder.path}, attempt {attempt.number}; logs in {attempt.logs_dir}")
         ranks = _ranks(config.cluster.ranks_per_node, rank_gpus, attempt, command, worker_command)
         servers = _servers(server_gpus, attempt, serve, serve_variables)
-        servers += _scorers(scorers, scorer_gpus, attempt, serve, serve_variables)
+        servers += _reward_servers(scorers, scorer_gpus, attempt, serve, serve_variables)
         grace_seconds = max(stop_grace_seconds, MARGIN * figures.stop_seconds)
         return Supervisor(
             attempt,
@@ -373,10 +140,10 @@ def launch(
             patience(config, figures),
             signals,
             lease.raise_if_lost,
-            for_stacks,
+            stack_requests,
         ).run()
 
-    with hold(folder, say) as lease, stop_signals() as signals, stack_signals() as for_stacks:
+    with hold(folder, say) as lease, stop_signals() as signals, stack_signals() as stack_requests:
         restarts = Restarts.begin(folder, Restarts.allowed(command, config.train))
         while True:
             attempt = new_attempt(folder, loaded, command, say)
@@ -390,7 +157,7 @@ def launch(
                         code = run_attempt(attempt, signals, lease)
                     except GspoMegaError as error:
                         if not signals and attempt.stop_reason() is None:
-                            decision = restarts.settle(attempt, error)
+                            decision = restarts.decide_and_record(attempt, error)
                         raise
                     state.tell("finished" if code == 0 else "stopped")
                     return code
@@ -425,19 +192,250 @@ def _servers(
     return specs
 
 
-def _scorers(
+def _reward_servers(
     scorers: Sequence[tuple[ModelReward, int]],
     gpus: list[list[str]],
     attempt: Attempt,
     serve_command: Sequence[str],
     variables: Mapping[str, str],
 ) -> list[ChildSpec]:
-    """The servers of reward models: (entry, number in it) and GPUs of each."""
+    """The servers of reward models. `scorers`: (the model's entry, the server's index in it); `gpus`: those of each."""
     specs = []
     for (model, index), share in zip(scorers, gpus, strict=True):
-        mine = make_reward_folder(attempt, model.name)
+        folder = make_reward_folder(attempt, model.name)
         arguments = [str(attempt.run_folder.config_file), "--attempt", str(attempt.path), "--index", str(index)]
         command = [*serve_command, *arguments, "--reward-model", model.name]
         environment = {**variables, **({"CUDA_VISIBLE_DEVICES": ",".join(share)} if share else {})}
-        specs.append(ChildSpec("reward server", index, command, mine.server_log(index), environment, of=model.name))
+        specs.append(ChildSpec("reward server", index, command, folder.server_log(index), environment, of=model.name))
     return specs
+
+
+class Supervisor:
+    """Starts the processes of one attempt, watches them, and ends them. `say` shows a line to the user."""
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        specs: Sequence[ChildSpec],
+        say: Callable[[str], None],
+        stop_grace_seconds: float = STOP_GRACE_SECONDS,
+        patience: Patience | None = None,
+        signals: list[int] | None = None,
+        check: Callable[[], None] = lambda: None,
+        stack_signals: list[int] | None = None,
+    ) -> None:
+        """`patience`: how long ranks may be stuck; None disables the watchdog. `signals`, `stack_signals`: the lists
+        that the caller's contexts of these names fill. `check` is called repeatedly; an exception from it ends the run.
+        """
+        self._attempt, self._specs, self._say, self._patience = attempt, specs, say, patience
+        self._stop_grace_seconds = stop_grace_seconds
+        self._console = ConsoleTail(attempt.console_log, say)
+        self._children: list[Child] = []
+        self._signals: list[int] = [] if signals is None else signals
+        self._check = check
+        self._stack_signals: list[int] = [] if stack_signals is None else stack_signals
+        self._stop_deadline: float | None = None
+        self._stop_is_requested = False
+
+    def run(self) -> int:
+        """Start everything, watch, end everything. Returns 0, or after a stop 128 + the signal (75 without a signal).
+
+        Call from the main thread, inside `stop_signals`. If something failed, raises RankError with the text for the
+        user and the exit code. However this returns, no process and no descendant is left.
+        """
+        family = ProcessFamily()
+        self._children = family.children
+        try:
+            for spec in self._specs:
+                child = family.start(spec)
+                logger.info("%s started as process %d: %s", child.name, child.pid, " ".join(spec.command))
+            return self._watch(family)
+        finally:
+            family.close(_END_GRACE_SECONDS)
+            for child in family.children:
+                logger.info("%s %s", child.name, child.end_described)
+            self._console.pump()
+
+    def _watch(self, family: ProcessFamily) -> int:
+        ranks = [child for child in self._children if child.spec.kind == "rank"]
+        pids = {child.spec.index: child.pid for child in ranks}
+        watchdog = RankWatchdog(self._attempt, len(ranks), self._patience, pids) if self._patience is not None else None
+        stacks = StacksOnSignal(self._attempt, len(ranks), self._stack_signals, self._say)
+        models = dict.fromkeys(child.spec.of for child in self._children if child.spec.kind == "reward server")
+        self._remaining_servers = [
+            RemainingServers(self._attempt, self._children, self._say, of) for of in (None, *models)
+        ]
+        scorers = [(reward_folder(self._attempt, of), f" of reward model {of}") for of in models]
+        failures = ServerFailures([(self._attempt, ""), *scorers], self._say)
+        while True:
+            self._console.pump()
+            failures.show_new()
+            family.reap()
+            self._check()
+            stacks.poll()
+            if self._must_end_now():
+                return self._stop_code()
+            if self._failed():
+                self._wait_for_other_ends()
+                raise self._failure()
+            if all(child.exit_code is not None for child in ranks):
+                stopped = any(child.exit_code == EXIT_STOPPED for child in ranks)
+                if stopped:
+                    self._say("Stopped in order. The same command continues the run.")
+                return self._stop_code() if stopped else 0
+            if watchdog is not None and (stuck := watchdog.check()) is not None:
+                logger.error("%s", stuck)
+                raise StuckError(f"{stuck}\n\n{stacks.request_and_wait()}")
+            time.sleep(_POLL_SECONDS)
+
+    # --- failure -------------------------------------------------------------------------------------------
+
+    def _failed(self) -> list[Child]:
+        """Ranks that ended unexpectedly, and the servers of the policy or of a reward model once none of them is
+        left.
+        """
+        ranks = [
+            child
+            for child in self._children
+            if child.spec.kind == "rank" and child.exit_code not in (None, 0, EXIT_STOPPED)
+        ]
+        # `gspo-mega serve` restarts a server; when it ends itself, it has given up.
+        return [*ranks, *(child for servers in self._remaining_servers for child in servers.lost())]
+
+    def _wait_for_other_ends(self) -> None:
+        """Let other processes end for a moment, so that the one that caused the failure has written its record."""
+        deadline = time.monotonic() + _SETTLE_SECONDS
+        while time.monotonic() < deadline and any(child.exit_code is None for child in self._children):
+            time.sleep(_POLL_SECONDS)
+
+    def _failure(self) -> RankError:
+        failed = self._failed()
+        logger.error("failed: %s", ", ".join(f"{child.name} {child.end_described}" for child in failed))
+        return describe_failure(failed, self._attempt)
+
+    # --- stop ----------------------------------------------------------------------------------------------
+
+    def _must_end_now(self) -> bool:
+        """Turn the first signal into a stop request. Returns True after a second signal or the grace period."""
+        if not self._signals:
+            return False
+        name = signal.Signals(self._signals[0]).name
+        if self._stop_deadline is None:
+            logger.info("%s: stop requested", name)
+            self._stop_deadline = time.monotonic() + self._stop_grace_seconds
+            self._say(
+                f"{name}: stopping after a checkpoint, within {self._stop_grace_seconds:.0f} s. A second signal ends"
+                " the run now and loses the steps since the last checkpoint."
+            )
+        self._request_stop(name)
+        if sum(number in _INSISTING_SIGNALS for number in self._signals) > 1:
+            self._say("Ended at once. The same command continues the run from its last checkpoint.")
+            return True
+        if time.monotonic() > self._stop_deadline:
+            self._say(
+                f"The ranks did not stop within {self._stop_grace_seconds:.0f} s: ended."
+                " The same command continues the run from its last checkpoint."
+            )
+            return True
+        return False
+
+    def _request_stop(self, name: str) -> None:
+        """Write the stop request. Each call tries until one succeeds, because a full disk may get room again."""
+        if not self._stop_is_requested:
+            try:
+                self._attempt.request_stop(name)
+                self._stop_is_requested = True
+            except OSError as error:
+                logger.warning("%s cannot be written: %s", self._attempt.stop_file, error.strerror)
+
+    def _stop_code(self) -> int:
+        return 128 + self._signals[0] if self._signals else EXIT_STOPPED
+
+
+class RemainingServers:
+    """The launcher's own servers in one attempt: which have left or are lost, and whether all servers have failed.
+
+    The policy's servers are one such set; those of each reward model are another. `gspo-mega serve` restarts its
+    server; once its process ends or registers `failed`, it has given up. A server that was asked to end registers
+    `stopped` and exits with 0: it has left, and nothing failed. Each server is reported once: to the user, and through
+    its registration to the pool if the server did not register its failure itself.
+
+    The launcher ends the run only when every server of the attempt has failed, including those that joined. Otherwise
+    one serves or may join, and the pool decides by `rollout.no_server_deadline_seconds`.
+    """
+
+    def __init__(
+        self, attempt: Attempt, children: Iterable[Child], say: Callable[[str], None], of: str | None = None
+    ) -> None:
+        """`children`: the processes of the attempt, of which the policy's servers count; with `of`, the servers of the
+        reward model of that name, which register in a folder of their own.
+        """
+        self._attempt, self._say = attempt if of is None else reward_folder(attempt, of), say
+        wanted = ("server", "") if of is None else ("reward server", of)
+        self._servers = [child for child in children if (child.spec.kind, child.spec.of) == wanted]
+        self._failed: list[Child] = []
+        self._left: list[Child] = []
+        self._all_failed = False
+
+    def lost(self) -> list[Child]:
+        """Report each server that is gone since the last call. Once all servers have failed, including those that
+        joined, returns the launcher's own in the order of their loss; before that, or without own servers, an empty
+        list.
+        """
+        for child in self._servers:
+            if child in self._failed or child in self._left:
+                continue
+            if self._has_left(child):
+                self._left.append(child)
+                self._report(child, f"{child.name} has left, as it was asked to")
+            elif (why := self._end_of(child)) is not None:
+                self._failed.append(child)
+                self._report(child, f"{child.name} is given up: {why.strip().splitlines()[0]}", logging.WARNING)
+        if self._failed and len(self._failed) == len(self._servers) and not self._all_failed:
+            self._all_failed = not self._others_may_serve()
+        # This is final: the run is ending, and a server that joins now is too late.
+        return list(self._failed) if self._all_failed else []
+
+    def _others_may_serve(self) -> bool:
+        """Whether a server has joined that is not registered as `failed`. A server without a state may serve."""
+        own = {self._attempt.server_file(f"server-{child.spec.index}") for child in self._servers}
+        joined = [path for path in self._attempt.servers_dir.glob("[!.]*.json") if path not in own]
+        return any((read_json(path) or {}).get("state") != "failed" for path in joined)
+
+    def _has_left(self, child: Child) -> bool:
+        return child.exit_code == 0 and self._record(child).get("state") == "stopped"
+
+    def _end_of(self, child: Child) -> str | None:
+        """Why this server has ended for good; None while it has not."""
+        record = self._record(child)
+        if record.get("state") == "failed":
+            return str(record.get("error"))
+        if child.exit_code is None:
+            return None
+        # It did not end as asked, whatever its exit code. It wrote no registration of its failure, and the pool would
+        # wait for it; so this process writes one.
+        why = f"its process {child.end_described}"
+        server_id = f"server-{child.spec.index}"
+        Registration(
+            server_id,
+            record.get("address", ""),
+            child.pid,
+            "failed",
+            record.get("generation", 0),
+            None,
+            time.time(),
+            error=why,
+        ).write(self._attempt.servers_dir)
+        return why
+
+    def _record(self, child: Child) -> dict:
+        return read_json(self._attempt.server_file(f"server-{child.spec.index}")) or {}
+
+    def _report(self, child: Child, what: str, level: int = logging.INFO) -> None:
+        num_left, total = len(self._servers) - len(self._failed) - len(self._left), len(self._servers)
+        left = {0: f"no server of {total} is left", 1: f"1 of {total} servers is left"}.get(
+            num_left, f"{num_left} of {total} servers are left"
+        )
+        text = f"{what}; {left} (log: {child.spec.log})"
+        logger.log(level, "%s", text)
+        self._say(f"warning  {text}" if level == logging.WARNING else text)

@@ -1,13 +1,9 @@
-"""Prepare the run folder before a process starts: check its configuration, create a new attempt.
+"""Prepare an attempt before a process starts: its run folder, its record of software, its GPUs, ports and variables.
 
-Owns the decision whether a folder may be continued with a configuration, and moves aside what an earlier start recorded
-there. Starts nothing and deletes no record of a run. Exclusive use of the folder is the business of `lease.py`.
-
-The software of a run: the project's commit and the versions of the packages that it uses.
-
-The GPUs, ports and environment variables of the ranks and servers of one machine.
-
-Owns the variables that srun or torchrun would set for a rank, and the choice of a free port. Starts nothing.
+`new_attempt` decides whether a run folder may be continued with a configuration, moves aside what an earlier start of
+another configuration recorded there, and makes the attempt. It deletes no record of a run; `lease.py` keeps other
+supervisors out. `versions_text` and `commit` describe the software of the run. The last part finds GPUs and free ports,
+and sets for a rank the variables that torchrun or srun would set. Nothing here starts a process of the run.
 """
 
 from __future__ import annotations
@@ -51,169 +47,22 @@ PACKAGES = (
     "aiohttp",
 )
 _GIT_SECONDS = 30.0
-
-
-def versions_text() -> str:
-    """One line per package of this process's environment, with `-` for a missing one."""
-    lines = [f"python {platform.python_version()}", f"commit {commit() or '-'}"]
-    return "\n".join([*lines, *(f"{package} {version or '-'}" for package, version in versions().items())]) + "\n"
-
-
-def versions() -> dict[str, str | None]:
-    """The version of each package in this process's environment; None where it is missing."""
-    return {package: _version(package) for package in PACKAGES}
-
-
-def commit(folder: Path | None = None) -> str | None:
-    """The commit of this process's sources, `-dirty` behind it where they differ from it; None where they are no part
-    of a repository, as an installed package is. `folder`: another package's, with an `__init__.py`.
-    """
-    folder = folder or Path(__file__).parents[1]
-    # An environment may lie inside somebody's repository, whose commit says nothing of what is installed there.
-    if _git(folder, "ls-files", "--error-unmatch", "__init__.py") is None:
-        return None
-    return _git(folder, "describe", "--always", "--dirty", "--abbrev=40")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        pass
-    if package == "transformer-engine":  # without a GPU it lies where no import path leads
-        for found in metadata.distributions(name=package, path=[str(wheel_folder())]):
-            return found.version
-    return None
-
-
-def _git(folder: Path, *words: str) -> str | None:
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=_GIT_SECONDS, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip() or None
-
-
-# Below the kernel's range for outgoing connections, and apart from the range of the servers.
+# Below the kernel's range for outgoing connections, and outside the servers' range.
 _PORTS = range(14_000, 20_000)
-
-
-def visible_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
-    """The GPUs that children may use, as values for CUDA_VISIBLE_DEVICES. Does not ask the driver."""
-    chosen = environment.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        return [name.strip() for name in chosen.split(",") if name.strip() not in ("", "-1")]
-    found = (re.fullmatch(r"nvidia(\d+)", entry.name) for entry in devices.iterdir())
-    return [str(number) for number in sorted(int(match.group(1)) for match in found if match)]
-
-
-def device_here() -> Literal["cpu", "gpu"]:
-    """The kind of device that ranks on this machine use."""
-    return "gpu" if visible_gpus(os.environ) else "cpu"
-
-
-def task_of_step(environment: Mapping[str, str] | None = None) -> int | None:
-    """The number of this process in its Slurm step; None outside of one."""
-    number = (os.environ if environment is None else environment).get("SLURM_PROCID", "")
-    return int(number) if number.isdigit() else None
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port of `host` that is free now. Raises PlanError without one."""
-    candidates = random.Random(os.urandom(8)).sample(_PORTS, len(_PORTS))
-    for port in candidates:
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            try:
-                probe.bind((host, port))
-            except OSError:
-                continue
-        return port
-    raise PlanError(f"no free port of {host} between {_PORTS.start} and {_PORTS.stop}")
-
-
-def rank_environments(num_ranks: int, gpus: list[str], threads: int = 1) -> list[dict[str, str]]:
-    """One environment per rank of a single machine, as torchrun or srun would set it.
-
-    `gpus`: one per rank, or empty on a machine without GPUs. `threads`: OMP_NUM_THREADS on such a machine, where ranks
-    that each use all cores slow each other down.
-    """
-    port = free_port()
-    common = {
-        "WORLD_SIZE": str(num_ranks),
-        "LOCAL_WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "PYTHONUNBUFFERED": "1",
-    }
-    if gpus:
-        common["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-    else:
-        common["OMP_NUM_THREADS"] = str(threads)
-    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
-
-
-def reward_gpus(gpus: list[str], needs: list[int]) -> tuple[list[str], list[list[str]]]:
-    """What is left for the others, and the last GPUs, for the servers of reward models, which need so many each.
-    Without GPUs both are empty. Raises PlanError where there are not as many.
-    """
-    if not gpus:
-        return [], [[] for _ in needs]
-    rest = len(gpus) - sum(needs)
-    if rest < 0:
-        raise PlanError(
-            f"the servers of reward.model need {sum(needs)} GPUs, and {len(gpus)} are visible. Lower num_servers or"
-            " tensor there"
-        )
-    shares, first = [], rest
-    for need in needs:
-        shares.append(gpus[first : first + need])
-        first += need
-    return gpus[:rest], shares
-
-
-def share_gpus(
-    gpus: list[str], num_ranks: int, num_servers: int, tensor: int, colocated: bool = False
-) -> tuple[list[str], list[list[str]]]:
-    """GPUs for the ranks and for each server (`tensor` per server), in the order of `gpus`: distinct ones, or with
-    `colocated` the ranks' for the servers as well. Without GPUs both are empty.
-
-    Raises PlanError when there are GPUs but fewer than ranks and servers need.
-    """
-    servers = [[] for _ in range(num_servers)]
-    if not gpus:
-        return [], servers
-    first = 0 if colocated else num_ranks
-    needed = max(num_ranks, first + num_servers * tensor)
-    if needed > len(gpus):
-        raise PlanError(
-            f"{num_ranks} ranks and {num_servers} servers of server.tensor {tensor} need {needed} GPUs,"
-            f" and {len(gpus)} are visible. Lower cluster.ranks_per_node, server.num_servers or server.tensor"
-        )
-    shares = [gpus[first + k * tensor : first + (k + 1) * tensor] for k in range(num_servers)]
-    return gpus[:num_ranks], shares
-
-
-@contextlib.contextmanager
-def _disk_errors_named(folder: RunFolder) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise FolderError(f"run folder {folder.path} cannot be written: {error.strerror}") from error
+_ABSENT: Any = object()
 
 
 def new_attempt(
     folder: RunFolder, loaded: LoadedConfig, command: str, say: Callable[[str], None] = lambda line: None
 ) -> Attempt:
-    """A new attempt of `command` in `folder`, which the caller holds, with config.resolved.yaml in place.
+    """Make a new attempt of `command` in `folder`, which the caller holds, and write config.resolved.yaml there.
 
     A folder with a checkpoint is continued. It must be of the same command, and its configuration may differ only in
     keys that the schema marks `may_change`; ConfigError names every other key that differs. A folder without a
-    checkpoint has nothing to continue: its run starts over, and what it published is withdrawn, so that no server
-    starts with it. Recorded rollouts stay where the configuration is the same. Otherwise they move to a folder
-    `old-NNNN` beside it, which `--from-rollouts` and `gspo-mega inspect` take, and `say` names it. Raises
-    FolderError where the disk refuses.
+    checkpoint has nothing to continue: its run starts over, and its published weights are withdrawn, so that no server
+    starts with them. Recorded rollouts stay if the configuration is the same. Otherwise they move to a subfolder
+    `old-NNNN`, which `--from-rollouts` and `gspo-mega inspect` accept, and `say` names it. Raises FolderError if the
+    folder cannot be written.
     """
     with _disk_errors_named(folder):
         return _new_attempt(folder, loaded, command, say)
@@ -234,9 +83,17 @@ def _new_attempt(folder: RunFolder, loaded: LoadedConfig, command: str, say: Cal
     return attempt
 
 
+@contextlib.contextmanager
+def _disk_errors_named(folder: RunFolder) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise FolderError(f"run folder {folder.path} cannot be written: {error.strerror}") from error
+
+
 def _move_aside(folder: RunFolder, say: Callable[[str], None]) -> None:
-    """Move the records of another configuration to a separate folder. If this process dies during the move, the next
-    start moves the rest.
+    """Move the records of another configuration to a subfolder. If this process dies during the move, the next start
+    moves the rest.
     """
     recorded = [
         folder.journal_dir,
@@ -276,8 +133,8 @@ def _is_same_start(folder: RunFolder, loaded: LoadedConfig, command: str) -> boo
 
 
 def _last_command(folder: RunFolder) -> str | None:
-    """The last command started in this folder. The attempt of a server started by hand has no command and does not
-    count.
+    """The last command that was started in this folder; None if there is none. (An attempt that `gspo-mega serve` made
+    by hand has no command.)
     """
     files = [attempt.command_file for attempt in folder.attempts() if attempt.command_file.exists()]
     return read_text(files[-1]).strip() if files else None
@@ -307,7 +164,7 @@ def _check_same_run(folder: RunFolder, loaded: LoadedConfig, command: str) -> No
         for key, (before, now) in differing.items():
             lines += [
                 f"{loaded.where(key)}: {inner}: now {_yaml(one)}, the run has {_yaml(two)}"
-                for inner, (one, two) in _parts(key, now, before).items()
+                for inner, (one, two) in _differences(key, now, before).items()
             ]
         lines.append("choose another run.name, or continue this run with its values of these keys")
         raise ConfigError("\n".join(lines))
@@ -324,31 +181,30 @@ def differing_keys(before: Config, now: Config) -> dict[str, tuple[Any, Any]]:
     }
 
 
-def _parts(key: str, now: Any, before: Any) -> dict[str, tuple[Any, Any]]:
-    """(now, before) of what differs in two values, by key: of lists and sections, only their entries that do."""
+def _differences(key: str, now: Any, before: Any) -> dict[str, tuple[Any, Any]]:
+    """(now, before) of each difference between two values, by key; of lists and sections, only the differing
+    entries.
+    """
     if isinstance(now, (list, tuple)) and isinstance(before, (list, tuple)):
         found = {}
-        for place in range(max(len(now), len(before))):
-            one, two = (value[place] if place < len(value) else _ABSENT for value in (now, before))
+        for index in range(max(len(now), len(before))):
+            one, two = (value[index] if index < len(value) else _ABSENT for value in (now, before))
             if one != two:
-                found |= _parts(f"{key}.{place}", one, two)
+                found |= _differences(f"{key}.{index}", one, two)
         return found
     if isinstance(now, dict) and isinstance(before, dict):
         keys = [name for name in {**now, **before} if now.get(name, _ABSENT) != before.get(name, _ABSENT)]
-        parts = [_parts(f"{key}.{name}", now.get(name, _ABSENT), before.get(name, _ABSENT)) for name in keys]
+        parts = [_differences(f"{key}.{name}", now.get(name, _ABSENT), before.get(name, _ABSENT)) for name in keys]
         return {name: both for part in parts for name, both in part.items()}
     return {key: (now, before)}
 
 
-_ABSENT: Any = object()
-
-
 def _yaml(value: Any) -> str:
-    """A value as a configuration has it, in one line."""
+    """A value as a configuration has it, on one line."""
     if value is _ABSENT:
         return "nothing"
     plain = json.loads(json.dumps(value, default=str))  # tuples are lists there
-    if isinstance(plain, dict) and "function" in plain:  # of a reward, what is not at its default
+    if isinstance(plain, dict) and "function" in plain:  # a reward: leave out the fields at their defaults
         plain = {name: one for name, one in plain.items() if one not in (None, [], {}, 1.0)}
     text = yaml.safe_dump(plain, default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False)
     return text.removesuffix("\n").removesuffix("\n...").strip()
@@ -362,3 +218,145 @@ def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = value
     return flat
+
+
+def versions_text() -> str:
+    """One line per package of this process's environment, with `-` for a missing package."""
+    lines = [f"python {platform.python_version()}", f"commit {commit() or '-'}"]
+    return "\n".join([*lines, *(f"{package} {version or '-'}" for package, version in versions().items())]) + "\n"
+
+
+def versions() -> dict[str, str | None]:
+    """The version of each package in this process's environment; None where it is missing."""
+    return {package: _version(package) for package in PACKAGES}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        pass
+    if package == "transformer-engine":  # on a machine without a GPU it is on no import path
+        for found in metadata.distributions(name=package, path=[str(wheel_folder())]):
+            return found.version
+    return None
+
+
+def commit(folder: Path | None = None) -> str | None:
+    """The commit of this process's sources, with `-dirty` appended if they differ from it; None if they are not part of
+    a repository, as in an installed package. `folder`: that of another package, with an `__init__.py`.
+    """
+    folder = folder or Path(__file__).parents[1]
+    # An environment may lie inside somebody's repository, whose commit says nothing about the installed packages.
+    if _git(folder, "ls-files", "--error-unmatch", "__init__.py") is None:
+        return None
+    return _git(folder, "describe", "--always", "--dirty", "--abbrev=40")
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=_GIT_SECONDS, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
+
+
+def visible_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
+    """The GPUs that children may use, as values for CUDA_VISIBLE_DEVICES. Does not ask the driver."""
+    chosen = environment.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [name.strip() for name in chosen.split(",") if name.strip() not in ("", "-1")]
+    found = (re.fullmatch(r"nvidia(\d+)", entry.name) for entry in devices.iterdir())
+    return [str(number) for number in sorted(int(match.group(1)) for match in found if match)]
+
+
+def device_here() -> Literal["cpu", "gpu"]:
+    """The kind of device that ranks on this machine use."""
+    return "gpu" if visible_gpus(os.environ) else "cpu"
+
+
+def task_of_step(environment: Mapping[str, str] | None = None) -> int | None:
+    """The number of this process in its Slurm step; None outside of a step."""
+    number = (os.environ if environment is None else environment).get("SLURM_PROCID", "")
+    return int(number) if number.isdigit() else None
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port of `host` that is free now. Raises PlanError if there is none."""
+    candidates = random.Random(os.urandom(8)).sample(_PORTS, len(_PORTS))
+    for port in candidates:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            try:
+                probe.bind((host, port))
+            except OSError:
+                continue
+        return port
+    raise PlanError(f"no free port of {host} between {_PORTS.start} and {_PORTS.stop}")
+
+
+def rank_environments(num_ranks: int, gpus: list[str], threads: int = 1) -> list[dict[str, str]]:
+    """One environment per rank of a single machine, as torchrun or srun would set it.
+
+    `gpus`: one per rank, or empty on a machine without GPUs. `threads`: OMP_NUM_THREADS on such a machine, where ranks
+    that each use all cores slow each other down.
+    """
+    port = free_port()
+    common = {
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "PYTHONUNBUFFERED": "1",
+    }
+    if gpus:
+        common["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    else:
+        common["OMP_NUM_THREADS"] = str(threads)
+    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
+
+
+def reward_gpus(gpus: list[str], needs: list[int]) -> tuple[list[str], list[list[str]]]:
+    """Divide `gpus` between ranks and policy servers, which get the first, and the servers of reward models. `needs`:
+    the number of GPUs that each of the latter needs.
+
+    Returns (the GPUs of ranks and policy servers, the GPUs of each reward server), which are empty without GPUs. Raises
+    PlanError if there are too few.
+    """
+    if not gpus:
+        return [], [[] for _ in needs]
+    rest = len(gpus) - sum(needs)
+    if rest < 0:
+        raise PlanError(
+            f"the servers of reward.model need {sum(needs)} GPUs, and {len(gpus)} are visible. Lower num_servers or"
+            " tensor there"
+        )
+    shares, first = [], rest
+    for need in needs:
+        shares.append(gpus[first : first + need])
+        first += need
+    return gpus[:rest], shares
+
+
+def share_gpus(
+    gpus: list[str], num_ranks: int, num_servers: int, tensor: int, colocated: bool = False
+) -> tuple[list[str], list[list[str]]]:
+    """Divide `gpus`, in their order, between the ranks and the servers (`tensor` GPUs each). With `colocated` the
+    servers use the ranks' GPUs.
+
+    Returns (the GPUs of the ranks, the GPUs of each server), which are empty without GPUs. Raises PlanError if there
+    are GPUs but too few.
+    """
+    servers = [[] for _ in range(num_servers)]
+    if not gpus:
+        return [], servers
+    first = 0 if colocated else num_ranks
+    needed = max(num_ranks, first + num_servers * tensor)
+    if needed > len(gpus):
+        raise PlanError(
+            f"{num_ranks} ranks and {num_servers} servers of server.tensor {tensor} need {needed} GPUs,"
+            f" and {len(gpus)} are visible. Lower cluster.ranks_per_node, server.num_servers or server.tensor"
+        )
+    shares = [gpus[first + k * tensor : first + (k + 1) * tensor] for k in range(num_servers)]
+    return gpus[:num_ranks], shares

@@ -1,15 +1,15 @@
-"""Decide whether a failed run restarts by itself, and record the decision; on one machine and under Slurm.
+"""Decide whether a failed run restarts by itself, on one machine and under Slurm.
 
-Owns the decision and `attempts/NNNN/restart.json`. The caller starts the next attempt:
+The decision is recorded in `attempts/NNNN/restart.json`. The caller starts the next attempt:
 
     restarts = Restarts.begin(folder, max_restarts)     # a command on one machine: a new budget
     restarts = Restarts.carry_on(folder, max_restarts)  # a requeued job: the budget of earlier attempts
     ...                                                 # the attempt fails, and nobody asked for a stop
-    decision = restarts.settle(attempt, error)          # before the attempt's state says `failed`
+    decision = restarts.decide_and_record(attempt, error)   # before the attempt's state says `failed`
     if decision.again: ...                              # a new attempt; else raise `error`
 
-Readers of a run's folder find the decision on every attempt that they find failed. A restart is a new attempt. It
-continues from the last checkpoint, or from the start without one, and takes earlier rollouts from the journal.
+Whoever reads an attempt's state as `failed` finds the decision there too. A restart is a new attempt. It continues from
+the last checkpoint, or from the start without one, and takes earlier rollouts from the journal.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from gspo_mega.base.untrusted import NoRegularFileError, open_regular, parse_jso
 from gspo_mega.config.schema import Train
 from gspo_mega.launcher.attempt_state import one_line
 
-# Older restarts do not count: a run of weeks may fail now and then.
+# Older restarts do not count, because a run of weeks may fail now and then.
 WINDOW_SECONDS = 24 * 3600.0
-# Failures that come back until a person changes something. Several share exit code 2.
+# Failures that would repeat until a person changes something. Several of them share exit code 2.
 _LASTING = (
     ConfigError,
     PlanError,
@@ -72,7 +72,7 @@ class Furthest:
         return self.saved > other.saved or self.trained > other.trained or self.sampled > other.sampled
 
     def joined(self, other: Furthest) -> Furthest:
-        """The larger of each value: a start from an older checkpoint removes lines of metrics."""
+        """The larger of each value. (They may fall: a start from an older checkpoint removes lines of metrics.)"""
         return Furthest(
             max(self.saved, other.saved), max(self.trained, other.trained), max(self.sampled, other.sampled)
         )
@@ -101,8 +101,8 @@ class RestartRecord:
 
 
 class Restarts:
-    """The restart budget of one run: `max_restarts` within `WINDOW_SECONDS`, and none after an attempt that came no
-    further than the one before.
+    """The restart budget of one run: `max_restarts` within `WINDOW_SECONDS`, and no restart after an attempt that came
+    no further than the one before it.
     """
 
     def __init__(self, max_restarts: int, furthest: Furthest, restarted_at: Sequence[float] = ()) -> None:
@@ -111,7 +111,7 @@ class Restarts:
 
     @staticmethod
     def allowed(command: str, train: Train | None) -> int:
-        """The `max_restarts` of a command: only `train` restarts by itself."""
+        """The `max_restarts` of a command; 0 except for `train`, the only command that restarts by itself."""
         return train.max_restarts if command == "train" and train is not None else 0
 
     @classmethod
@@ -129,12 +129,12 @@ class Restarts:
 
     @property
     def count(self) -> int:
-        """Restarts that count, including the last decision."""
+        """The number of restarts that count, including the last decision."""
         return len(self._restarted_at)
 
-    def settle(self, attempt: Attempt, error: GspoMegaError) -> Decision:
-        """Decide on the failure of `attempt`, and record the decision in its folder: without a record, as on a full
-        disk, there is no restart.
+    def decide_and_record(self, attempt: Attempt, error: GspoMegaError) -> Decision:
+        """Decide on the failure of `attempt` and record the decision in its folder. If that is not possible, as on a
+        full disk, there is no restart.
         """
         decision = self.decide(error, furthest(attempt.run_folder), time.time())
         record = RestartRecord(decision.again, decision.why, decision.cause, self._restarted_at, self._furthest)
@@ -197,7 +197,7 @@ def starts_again(attempt: Attempt) -> bool:
 
 
 def last_restart(folder: RunFolder) -> RestartRecord | None:
-    """The decision on the newest failed attempt that has a record."""
+    """The decision on the newest failed attempt that has a record; None without one. Raises DamagedFileError."""
     for attempt in reversed(folder.attempts()):
         value = read_json(attempt.restart_file)
         if value is not None:
@@ -209,7 +209,7 @@ def last_restart(folder: RunFolder) -> RestartRecord | None:
 
 
 def last_line(path: Path) -> dict[str, Any] | None:
-    """The last whole line of a file of JSON lines, read from its end."""
+    """The last complete line of a file of metrics, read from its end; None without one. Raises DamagedFileError."""
     try:
         with open_regular(path) as file:
             file.seek(max(0, path.stat().st_size - _TAIL_BYTES))

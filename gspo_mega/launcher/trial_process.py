@@ -1,6 +1,7 @@
-"""The process that reads a run's inputs once before the run starts (`input_trial.py`): asked, awaited, its answer told.
+"""Have a separate process read a run's inputs before the run starts: ask it, await it, and tell its answer.
 
-Owns the deadline and what a Python without transformers means. No torch here.
+`input_trial.py` is that process. This side has the deadline, and needs no torch; in a Python without transformers it
+returns a notice instead.
 """
 
 from __future__ import annotations
@@ -26,17 +27,18 @@ _NEEDED = ("torch", "transformers", "safetensors")
 
 
 def try_inputs(loaded: LoadedConfig, command: str, tools: Sequence[dict[str, Any]] = ()) -> list[str]:
-    """Have everything that the ranks of `command` read refused that they would refuse; `tools`: schemas of the run's
-    tools. Returns notices. Raises the first problem's class of error, with all problems and their keys' places.
+    """Have a process read what the ranks of `command` read, to find what they would refuse. `tools`: schemas of the
+    run's tools. Returns notices. If there are problems, raises the first one's class of error, with the text of all
+    problems and the places of their keys.
     """
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         return [
             f"{', '.join(missing)} cannot be imported here: tokenizer, template, rows and stored tensors were not"
-            f" tried; `{command}` does that when it starts"
+            f" checked; `{command}` checks them when it starts"
         ]
     folder = RunFolder(Path(loaded.config.run.dir) / loaded.config.run.name)
-    answer = _ask(
+    answer = _run_trial(
         loaded,
         {"command": command, "tools": list(tools), "keeps_weights": folder.latest_checkpoint_file.exists()},
         DEADLINE_SECONDS,
@@ -46,20 +48,20 @@ def try_inputs(loaded: LoadedConfig, command: str, tools: Sequence[dict[str, Any
             f"the inputs were not read within {DEADLINE_SECONDS:g} s; the run reads them when it starts, and then says"
             " what is wrong with them"
         ]
-    return _told(loaded, answer)
+    return _notices_or_error(loaded, answer)
 
 
 def read_weights(loaded: LoadedConfig, command: str | None) -> list[str]:
-    """Have every value of the folders' weights read. Returns what was read. Raises ModelError with the tensors that are
-    missing, misshaped, mistyped or not finite.
+    """Have a process read every value of the folders' weights. Returns lines that say what was read. Raises ModelError
+    with the tensors that are missing, misshaped, mistyped or not finite.
     """
-    answer = _ask(loaded, {"command": command, "tools": [], "keeps_weights": False, "read_weights": True}, None)
+    answer = _run_trial(loaded, {"command": command, "tools": [], "keeps_weights": False, "read_weights": True}, None)
     assert answer is not None
-    return _told(loaded, answer)
+    return _notices_or_error(loaded, answer)
 
 
-def _ask(loaded: LoadedConfig, question: dict[str, Any], deadline: float | None) -> dict[str, Any] | None:
-    """The answer; None past the deadline. Raises RankError where the process ended without one."""
+def _run_trial(loaded: LoadedConfig, question: dict[str, Any], deadline: float | None) -> dict[str, Any] | None:
+    """The process's answer; None after the deadline. Raises RankError if the process ended without an answer."""
     with tempfile.TemporaryDirectory(prefix="gspo-mega-trial-") as scratch:
         file = Path(scratch) / "config.yaml"
         file.write_text(render_config(loaded.config), encoding="utf-8")
@@ -79,7 +81,8 @@ def _ask(loaded: LoadedConfig, question: dict[str, Any], deadline: float | None)
         ) from None
 
 
-def _told(loaded: LoadedConfig, answer: dict[str, Any]) -> list[str]:
+def _notices_or_error(loaded: LoadedConfig, answer: dict[str, Any]) -> list[str]:
+    """The notices of an answer without problems. Otherwise raises the first problem's class of error."""
     problems = answer["problems"]
     if not problems:
         return answer["notices"]
@@ -93,5 +96,5 @@ def _told(loaded: LoadedConfig, answer: dict[str, Any]) -> list[str]:
 
 
 def _placed(place: str, text: str) -> list[str]:
-    """The lines of a text, each after its place; an indented one belongs to the line before it."""
+    """The lines of a text, each with its place; an indented line belongs to the line before it and gets none."""
     return [line if line.startswith(" ") else place + line for line in text.splitlines()]

@@ -1,21 +1,19 @@
-"""Notice ranks that are stuck, and name them and their place in the code; on one machine and under Slurm.
+"""Watch the ranks and servers of one attempt, on one machine and under Slurm: stuck ranks, their stacks, failed starts.
 
-Owns the verdict. The time limits come from `plan/watchdog_bounds.py`, the signs of life from
-`train/signals.py`. Reads only the attempt's files, and /proc for ranks on this machine; ends nothing.
+`RankWatchdog` notices ranks that are stuck, and names them and their place in the code. The time limits come from
+`plan/watchdog_bounds.py`, the signs of life from `train/signals.py`. It reads only the attempt's files, and /proc for
+ranks on this machine; it ends nothing.
 
-    watchdog = Watchdog(attempt, num_ranks, patience(config, figures))
-    while ...: if (error := watchdog.look()) is not None: the run failed with `error`
+    watchdog = RankWatchdog(attempt, num_ranks, patience(config, figures))
+    while ...: if (error := watchdog.check()) is not None: the run failed with `error`
 
-Ask all ranks of an attempt for their Python stacks: on SIGUSR2, when the watchdog gives up, by `gspo-mega status`.
+`StackRequest` asks all ranks of an attempt for their Python stacks: on SIGUSR2 (`StacksOnSignal`), when the watchdog
+gives up, and for `gspo-mega status --stacks`. The ranks answer in a thread of `train/signals.py`, so a busy main thread
+does not matter. A rank that does not answer is stopped, gone, or in a call that holds the interpreter; SIGUSR2 to that
+process itself writes its main thread's stack to its log even then.
 
-Owns the request and the wait for the answers. The ranks answer by `train/signals.py`, whatever their main threads
-do. A rank that does not answer is stopped, gone, or in a call that holds the interpreter: SIGUSR2 to that process
-itself writes its main thread's stack to its log even then.
-
-Shows each failed start of a server to the user when it happens, once: the cause, its log, and how many are left.
-
-Owns the words. `gspo-mega serve` starts a server again by itself, and nobody looks into its log meanwhile. Servers that
-joined are shown as the launcher's own.
+`ServerFailures` shows each failed start of a server to the user once, because nobody reads its log while
+`gspo-mega serve` starts it again.
 """
 
 from __future__ import annotations
@@ -37,135 +35,8 @@ from gspo_mega.rollout.registration import Registration, read_registrations
 from gspo_mega.train.signals import poll_seconds
 
 logger = logging.getLogger(__name__)
-
-# Above the time until the ranks look: reading stacks, writing a file to a shared folder.
-_MARGIN_SECONDS = 3.0
 _POLL_SECONDS = 0.05
 _FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
-_MOST_NAMED = 16
-
-
-class StackRequest:
-    """One request to the `num_ranks` ranks of an attempt. Raises OSError where it cannot be written."""
-
-    def __init__(self, attempt: Attempt, num_ranks: int) -> None:
-        number = attempt.last_stacks_request() + 1
-        self.folder = attempt.stacks_dir(number)
-        self._files = [self.folder / f"rank_{rank}.txt" for rank in range(num_ranks)]
-        self._deadline = time.monotonic() + 2 * poll_seconds(num_ranks) + _MARGIN_SECONDS
-        atomic_write_text(attempt.stacks_request_file, f"{number}\n")
-
-    @property
-    def missing(self) -> list[int]:
-        """Ranks that have not answered."""
-        return [rank for rank, file in enumerate(self._files) if not file.exists()]
-
-    @property
-    def is_over(self) -> bool:
-        """Whether all answered, or had the time to."""
-        return time.monotonic() > self._deadline or not self.missing
-
-    def wait(self) -> None:
-        while not self.is_over:
-            time.sleep(_POLL_SECONDS)
-
-    def text(self) -> str:
-        """What came of it, in one line."""
-        silent, total = self.missing, len(self._files)
-        text = f"stacks of {'all ' * (not silent)}{total - len(silent)}{f' of {total}' if silent else ''} ranks:"
-        text += f" {self.folder}"
-        if silent:
-            named = f"{', '.join(map(str, silent[:_MOST_NAMED]))}{' ...' * (len(silent) > _MOST_NAMED)}"
-            text += f"; no answer from rank{'s' * (len(silent) > 1)} {named}"
-        return text
-
-    def places(self) -> list[str]:
-        """A line per rank that answered: its phase, and where its main thread is."""
-        return [f"{_title(file)}; at {_innermost(file)}" for file in self._files if file.exists()]
-
-
-def _title(file: Path) -> str:
-    """ "rank 3, phase train" """
-    return ",".join(read_text(file).split(",", 2)[:2])
-
-
-def _innermost(file: Path) -> str:
-    """ "file:line in function" of the main thread, whose stack is the last."""
-    found = _FRAME.search(read_text(file).rpartition("Thread 0x")[2])
-    return "an unknown place" if found is None else f"{found[1]}:{found[2]} in {found[3]}"
-
-
-class StacksOnSignal:
-    """What a supervisor does on SIGUSR2: `signals` is filled by `signals_taken` while they arrive. `say` shows the user
-    a line.
-    """
-
-    def __init__(self, attempt: Attempt, num_ranks: int, signals: list[int], say: Callable[[str], None]) -> None:
-        self._attempt, self._num_ranks, self._signals, self._say = attempt, num_ranks, signals, say
-        self._open: StackRequest | None = None
-
-    def look(self) -> None:
-        """Begin what a signal asks for, and tell what came of it. Call it at any rate; it returns at once."""
-        if self._signals and self._open is None:
-            self._signals.clear()
-            self._open = self._ask()
-        if self._open is not None and self._open.is_over:
-            self._say(f"SIGUSR2: {self._open.text()}")
-            self._open = None
-
-    def now(self) -> str:
-        """Ask and wait a few seconds, for ranks that are about to be ended. Returns the line about it."""
-        request = self._ask()
-        if request is None:
-            return "their stacks could not be asked for"
-        request.wait()
-        return request.text()
-
-    def _ask(self) -> StackRequest | None:
-        try:
-            return StackRequest(self._attempt, self._num_ranks)
-        except OSError as error:
-            logger.warning("%s cannot be written: %s", self._attempt.stacks_request_file, error.strerror)
-            return None
-
-
-_LOOK_SECONDS = 1.0
-
-
-class ServerFailures:
-    """`folders`: in each of which servers register, with their common name in words; empty for the policy's."""
-
-    def __init__(self, folders: Iterable[tuple[Attempt, str]], say: Callable[[str], None]) -> None:
-        self._folders, self._say = list(folders), say
-        self._seen: dict[tuple[str, str], tuple[int, int]] = {}
-        self._look_again = 0.0
-
-    def look(self) -> None:
-        """Show what has failed since the last call; costs little to call often."""
-        if time.monotonic() < self._look_again:
-            return
-        self._look_again = time.monotonic() + _LOOK_SECONDS
-        for attempt, of in self._folders:
-            # A file that cannot be read now is read later, or its readers say what is wrong with it.
-            with contextlib.suppress(RolloutError, OSError):
-                for server in read_registrations(attempt.servers_dir, on_error=lambda path, error: None):
-                    self._look_at(server, attempt, of)
-
-    def _look_at(self, server: Registration, attempt: Attempt, of: str) -> None:
-        pid, seen = self._seen.get((of, server.server_id), (server.pid, 0))
-        seen = seen if pid == server.pid else 0  # another `serve` counts anew
-        self._seen[of, server.server_id] = server.pid, server.num_failures
-        number = server.server_id.rpartition("-")[2]
-        log = attempt.server_log(int(number)) if number.isdecimal() else attempt.logs_dir
-        new = min(server.num_failures - seen, len(server.recent_failures))
-        for before, cause in zip(range(new - 1, -1, -1), server.recent_failures[len(server.recent_failures) - new :]):
-            where = "" if str(log) in cause else f" (log: {log})"
-            attempts = f"attempt {max(1, server.failed_starts - before)} of {server.most_starts}"
-            text = f"{server.server_id}{of} failed ({attempts}): {cause}; it is started again{where}"
-            logger.warning("%s", text)
-            self._say(f"warning  {text}")
-
-
 _STATES = {
     "T": "stopped (T)",
     "t": "stopped by a debugger (t)",
@@ -175,13 +46,12 @@ _STATES = {
     "S": "sleeps (S)",
 }
 _STOPPED = ("T", "t")
-# A gap between two checks counts as at most this many intervals: a supervisor that was stopped together with its ranks
-# saw nothing.
+# A gap between two checks counts as at most this many intervals, because a supervisor that was stopped together with
+# its ranks saw nothing in the meantime.
 _GAP_INTERVALS = 4
 # A rank whose main thread is in one of these files waits for another rank.
 _WAITING = (
     "torch/distributed/",
-    "gspo_mega/train/scatter.py",
     "gspo_mega/train/scatter.py",
     "megatron/core/pipeline_parallel/p2p_communication.py",
 )
@@ -191,8 +61,8 @@ _MOST_SHOWN = 3
 
 @dataclass
 class _Rank:
-    """The observations of a rank. `still`: seconds of watching since its last progress; `silent`: since its last sign
-    of life.
+    """What was observed of a rank. `still`: seconds of watching since its last progress; `silent`: seconds since its
+    last sign of life.
     """
 
     phase: str = progress.START
@@ -209,9 +79,10 @@ class _Rank:
 
 
 class RankWatchdog:
-    """The watchdog of all ranks of one attempt. Every working rank sooner or later waits for the others. So the ranks
-    are stuck when none makes progress for the longest time that any of their phases allows, or when one shows no sign
-    of life.
+    """The watchdog of all ranks of one attempt.
+
+    Every working rank sooner or later waits for the others. So the ranks are stuck if none makes progress for the
+    longest time that any of their phases allows, or if one shows no sign of life.
     """
 
     def __init__(
@@ -229,14 +100,14 @@ class RankWatchdog:
         self._ranks = {rank: _Rank() for rank in range(num_ranks)}
         self._last = clock()
 
-    def look(self) -> StuckError | None:
-        """The error of the run once ranks are stuck, else None. Call it at any rate; most calls return at once."""
+    def check(self) -> StuckError | None:
+        """The error of the run once ranks are stuck, else None. Call it often; most calls return at once."""
         now = self._clock()
         if now - self._last < self._interval:
             return None
         passed, self._last = min(now - self._last, _GAP_INTERVALS * self._interval), now
         for number, rank in self._ranks.items():
-            self._see(number, rank, passed)
+            self._observe(number, rank, passed)
         at_work = {number: rank for number, rank in self._ranks.items() if not rank.is_done}
         silent = [number for number, rank in at_work.items() if rank.silent > self._patience.silence]
         if silent:
@@ -245,13 +116,13 @@ class RankWatchdog:
             return StuckError(self._still_text(at_work))
         return None
 
-    def _see(self, number: int, rank: _Rank, passed: float) -> None:
+    def _observe(self, number: int, rank: _Rank, passed: float) -> None:
         record = self._read(number)
         rank.still += passed
         rank.silent += passed
         state = _state(self._pids[number]) if number in self._pids else None
         if number in self._pids and state in (None, "Z"):
-            rank.phase = progress.DONE  # its exit code says the rest
+            rank.phase = progress.DONE  # its exit code says how it ended
         elif record is None:
             # Python is starting, perhaps from a slow disk; the time limit of the start phase covers that.
             if state not in _STOPPED:
@@ -282,8 +153,8 @@ class RankWatchdog:
             f" (watchdog.silence_seconds); {self._state_text(number)}, in phase {self._ranks[number].phase}"
             for number in silent[:_MOST_SHOWN]
         ]
-        # A stopped rank may have left old stacks. A rank with a blocked interpreter writes them after its last sign of
-        # life.
+        # Only stacks that were written after the last sign of life are of the present: a stopped rank may have left old
+        # ones, while a rank with a blocked interpreter writes them after that.
         recent = [
             number
             for number in silent[:_MOST_SHOWN]
@@ -380,3 +251,132 @@ def _main_stack(file: Path) -> list[str]:
 
 def _is_waiting(stack: list[str]) -> bool:
     return any(place in frame for frame in stack[:_NEAR_FRAMES] for place in _WAITING)
+
+
+# Time to read the stacks and write a file to a shared folder, beyond the time until the ranks see the request.
+_MARGIN_SECONDS = 3.0
+_MOST_NAMED = 16
+
+
+class StackRequest:
+    """One request for stacks to the `num_ranks` ranks of an attempt. Raises OSError if it cannot be written."""
+
+    def __init__(self, attempt: Attempt, num_ranks: int) -> None:
+        number = attempt.last_stacks_request() + 1
+        self.folder = attempt.stacks_dir(number)
+        self._files = [self.folder / f"rank_{rank}.txt" for rank in range(num_ranks)]
+        self._deadline = time.monotonic() + 2 * poll_seconds(num_ranks) + _MARGIN_SECONDS
+        atomic_write_text(attempt.stacks_request_file, f"{number}\n")
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that have not answered."""
+        return [rank for rank, file in enumerate(self._files) if not file.exists()]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all ranks have answered, or have had the time to."""
+        return time.monotonic() > self._deadline or not self.missing
+
+    def wait(self) -> None:
+        while not self.is_over:
+            time.sleep(_POLL_SECONDS)
+
+    def text(self) -> str:
+        """One line: how many ranks answered, where their stacks are, and which ranks did not answer."""
+        silent, total = self.missing, len(self._files)
+        text = f"stacks of {'all ' * (not silent)}{total - len(silent)}{f' of {total}' if silent else ''} ranks:"
+        text += f" {self.folder}"
+        if silent:
+            named = f"{', '.join(map(str, silent[:_MOST_NAMED]))}{' ...' * (len(silent) > _MOST_NAMED)}"
+            text += f"; no answer from rank{'s' * (len(silent) > 1)} {named}"
+        return text
+
+    def places(self) -> list[str]:
+        """A line per rank that answered: its phase, and where its main thread is."""
+        return [f"{_title(file)}; at {_innermost(file)}" for file in self._files if file.exists()]
+
+
+def _title(file: Path) -> str:
+    """ "rank 3, phase train" """
+    return ",".join(read_text(file).split(",", 2)[:2])
+
+
+def _innermost(file: Path) -> str:
+    """ "file:line in function" of the main thread, whose stack is the last."""
+    found = _FRAME.search(read_text(file).rpartition("Thread 0x")[2])
+    return "an unknown place" if found is None else f"{found[1]}:{found[2]} in {found[3]}"
+
+
+class StacksOnSignal:
+    """Requests the ranks' stacks when a supervisor receives SIGUSR2. `signals`: the list that `stack_signals` fills;
+    `say` shows the user a line.
+    """
+
+    def __init__(self, attempt: Attempt, num_ranks: int, signals: list[int], say: Callable[[str], None]) -> None:
+        self._attempt, self._num_ranks, self._signals, self._say = attempt, num_ranks, signals, say
+        self._open: StackRequest | None = None
+
+    def poll(self) -> None:
+        """Begin a request after a signal, and show its outcome once it is over. Call it often; it returns at once."""
+        if self._signals and self._open is None:
+            self._signals.clear()
+            self._open = self._request()
+        if self._open is not None and self._open.is_over:
+            self._say(f"SIGUSR2: {self._open.text()}")
+            self._open = None
+
+    def request_and_wait(self) -> str:
+        """Request the stacks of ranks that are about to be ended, and wait a few seconds. Returns the line to show."""
+        request = self._request()
+        if request is None:
+            return "their stacks could not be requested"
+        request.wait()
+        return request.text()
+
+    def _request(self) -> StackRequest | None:
+        try:
+            return StackRequest(self._attempt, self._num_ranks)
+        except OSError as error:
+            logger.warning("%s cannot be written: %s", self._attempt.stacks_request_file, error.strerror)
+            return None
+
+
+_READING_SECONDS = 1.0
+
+
+class ServerFailures:
+    """Shows each failed start of a server once: its cause, its log, and how many starts are left. Servers that joined
+    are shown like the launcher's own.
+    """
+
+    def __init__(self, folders: Iterable[tuple[Attempt, str]], say: Callable[[str], None]) -> None:
+        """`folders`: each folder in which servers register, with a suffix for their names, empty for the policy's."""
+        self._folders, self._say = list(folders), say
+        self._seen: dict[tuple[str, str], tuple[int, int]] = {}
+        self._next_reading = 0.0
+
+    def show_new(self) -> None:
+        """Show what has failed since the last call. Call it often; it reads the files once per second."""
+        if time.monotonic() < self._next_reading:
+            return
+        self._next_reading = time.monotonic() + _READING_SECONDS
+        for attempt, of in self._folders:
+            # A file that cannot be read now is read later, or those who need it say what is wrong with it.
+            with contextlib.suppress(RolloutError, OSError):
+                for server in read_registrations(attempt.servers_dir, on_error=lambda path, error: None):
+                    self._show(server, attempt, of)
+
+    def _show(self, server: Registration, attempt: Attempt, of: str) -> None:
+        pid, seen = self._seen.get((of, server.server_id), (server.pid, 0))
+        seen = seen if pid == server.pid else 0  # another `serve` process counts from 0
+        self._seen[of, server.server_id] = server.pid, server.num_failures
+        number = server.server_id.rpartition("-")[2]
+        log = attempt.server_log(int(number)) if number.isdecimal() else attempt.logs_dir
+        new = min(server.num_failures - seen, len(server.recent_failures))
+        for before, cause in zip(range(new - 1, -1, -1), server.recent_failures[len(server.recent_failures) - new :]):
+            where = "" if str(log) in cause else f" (log: {log})"
+            attempts = f"attempt {max(1, server.failed_starts - before)} of {server.most_starts}"
+            text = f"{server.server_id}{of} failed ({attempts}): {cause}; it is started again{where}"
+            logger.warning("%s", text)
+            self._say(f"warning  {text}")

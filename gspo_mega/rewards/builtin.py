@@ -1,25 +1,13 @@
-"""The built-in rewards: is the final answer right?
+"""The built-in rewards, except `math`, `code` and `json_schema`, which have files of their own.
 
-Owns comparing a final answer; `numerals.py` finds numbers in a text. The rewards are ordinary reward functions
-(`functions.py` has the protocol) and run in scoring processes as users' functions do. No text is evaluated as code.
+`arithmetic`, `exact_match` and `gsm8k` compare a final answer; `choice` compares the letter of a choice; `format` and
+`length` judge how a response is written and not whether it is right; `regex` looks for a pattern; `reasoning_gym` asks
+the package's own scorer. They are ordinary reward functions (`functions.py` has the protocol) and run in scoring
+processes as users' functions do. No text is evaluated as code.
 
-The built-in reward `choice`: which of several lettered choices a response names.
-
-Owns reading a letter out of a response and out of a row.
-
-The built-in rewards `format` and `length`: how a response is written, whatever it says.
-
-Owns both rules. Neither says whether a response is right.
-
-The built-in reward `regex`, and patterns in linear time.
-
-Owns the engine: RE2, whose matching takes time linear in the text, so that no response makes a pattern slow. Python's
-own `re` takes exponential time for some pairs of pattern and text.
-
-The built-in reward `reasoning_gym`: what the package's own scorer gives for an answer.
-
-Owns the process that asks the package (`reasoning_gym_worker.py`). It belongs to the scoring process, which is ended
-with everything that it started.
+Patterns are matched by RE2, which takes time linear in the text, so that no response makes a pattern slow; Python's own
+`re` takes exponential time for some pairs of pattern and text. The worker process that asks reasoning-gym
+(`reasoning_gym_worker.py`) belongs to the scoring process, which is ended with everything that it started.
 """
 
 from __future__ import annotations
@@ -37,6 +25,41 @@ from gspo_mega.base.processes import LineProcess
 from gspo_mega.rewards.blame import is_own_end
 from gspo_mega.rewards.numerals import final_number, gold_number, last_box
 
+
+def arithmetic(*, prompt: str, response: str, answer: Any, metadata: dict[str, Any]) -> float:
+    """1 if the text after the last `#` of the response is the answer, digit for digit; else 0. For the quickstart."""
+    _, mark, result = response.rpartition("#")
+    return float(bool(mark) and result.strip() == str(answer))
+
+
+def exact_match(
+    *, prompt: str, response: str, answer: Any, metadata: dict[str, Any], ignore_case: bool = False
+) -> float:
+    """1 if the response is the answer, apart from white space around it (and case, with `ignore_case`); else 0."""
+    given, expected = response.strip(), str(answer).strip()
+    return float(given.casefold() == expected.casefold() if ignore_case else given == expected)
+
+
+def gsm8k(*, prompt: str, response: str, answer: Any, metadata: dict[str, Any]) -> float:
+    """1 if the response's final number equals the answer as a number (`1,200.0` is `1200`, `3/4` is `0.75`); else 0.
+
+    `numerals.final_number` says which number is the final one, and `numerals.gold_number` what the answer may be;
+    nothing is evaluated. Raises ValueError if the answer is not exactly one number. The data check refuses such a row
+    before a run.
+    """
+    expected = gold_number(str(answer))
+    return float(final_number(response) == expected)
+
+
+def problem_of_gsm8k_answer(answer: Any) -> str | None:
+    """Why `gsm8k` cannot compare anything with an answer of a data file, or None."""
+    try:
+        gold_number(str(answer))
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 # What people and models put around a letter: (B)  B.  **B**  $B$  \\text{B}  B) Paris
 _DECORATION = re.compile(r"\\(?:text|textbf|mathrm|mathbf|boxed|fbox|mbox|textrm)\s?\{|[*_$`{}]|\\[()\[\]]")
@@ -52,18 +75,18 @@ _SAID = (
     r"|\n)\s{0,3}"
 )
 _MARK = re.compile(_SAID)
-# A second letter beside the first: `B or C`.
+# A second letter after the first: `B or C`.
 _SEVERAL = re.compile(
     r"[)\]\"\u201d]?(?:,?[ ](?:or|and|nor|and/or)[ ]|[ ]?[,/&+][ ]?)(?i:option[ ]|choice[ ])?"
     r"[(\[]?[A-Z](?![A-Za-z0-9'\u2019])"
 )
-# `A` and `I` are words where one in small letters follows that begins no reason.
+# `A` and `I` are words, not letters of choices, if a word in small letters follows that does not begin a reason.
 _PROSE = re.compile(
     r"[ ](?!(?:because|since|as|for|which|that|with|due|not|instead|rather|given|when|where|and|but|so|by|in|is|or|"
     r"here|from|if)\b)[a-z]"
 )
-_MOST = 2000  # characters of what is a letter or a choice
-_LINE = 1000  # characters after `answer is` in which a choice's text is looked for
+_MOST_CHARACTERS = 2000  # longest text, in characters, that is read as a letter or a choice
+_LINE = 1000  # a choice's text is looked for in this many characters after `answer is`
 # It begins with a word and repeats nothing, so that a search takes time linear in the text.
 _NAMED = re.compile(
     _SAID + r"(?i:option[ ]|choice[ ])?[\"'\u201c\u2018]?[(\[]?([A-Z])(?![A-Za-z0-9]|['\u2019][A-Za-z])"
@@ -71,13 +94,13 @@ _NAMED = re.compile(
 
 
 def choice(*, prompt: str, response: str, answer: Any, metadata: dict[str, Any]) -> float:
-    """1 where the response names the answer's letter; else 0.
+    """1 if the response names the answer's letter; else 0.
 
-    The letter is in the last `\\boxed{...}`; else in the last `<answer>` tags; else behind the last `answer is` or
-    `Answer:`; else the response is nothing but the letter. With a list `choices` in the row, the text of a choice is
-    read as its letter there, too. `answer`: a letter, or a position from 0.
+    The letter is read from the last `\\boxed{...}`; else from the last `<answer>` tags; else after the last `answer is`
+    or `Answer:`; else the response must be only the letter. If the row has a list `choices`, the text of a choice
+    counts as its letter in all these places. `answer`: a letter, or a position from 0.
 
-    Raises ValueError: the answer is neither. The data check refuses such a row before a run.
+    Raises ValueError if the answer is neither. The data check refuses such a row before a run.
     """
     expected = _gold(answer)
     texts = metadata.get("choices")
@@ -131,7 +154,7 @@ def _bare(text: str) -> str:
 
 
 def _begins(segment: str, texts: list[Any]) -> str | None:
-    """The letter of the longest choice's text with which a text begins; None where it begins with none."""
+    """The letter of the longest choice whose text `segment` begins with; None if it begins with none."""
     words = _plain(segment)
     found = [
         (len(wanted), letter)
@@ -148,8 +171,8 @@ def _plain(text: str) -> str:
 
 
 def _letter(segment: str, texts: list[Any]) -> str | None:
-    """The letter that a short text is: alone, before the choice's text, or as the choice's text."""
-    plain = unicodedata.normalize("NFKC", _bare(segment)) if len(segment) <= _MOST else segment
+    """The letter that a short text names: the letter itself, a letter before the choice's text, or only that text."""
+    plain = unicodedata.normalize("NFKC", _bare(segment)) if len(segment) <= _MOST_CHARACTERS else segment
     if (label := _LABEL.match(plain)) is not None and label.end() < len(plain):
         plain = plain[label.end() :]
     if (found := _ALONE.fullmatch(plain)) is not None:
@@ -163,14 +186,6 @@ def _letter(segment: str, texts: list[Any]) -> str | None:
     return None
 
 
-def check_format(tags: Sequence[str] = ("think", "answer"), opened: bool = False) -> None:
-    """Raises RewardError: the options of `format` are not what it reads."""
-    if isinstance(tags, str) or not tags or not all(isinstance(tag, str) and tag.isidentifier() for tag in tags):
-        raise RewardError(f"reward 'format': tags is {tags!r}; a list of names is expected, such as [think, answer]")
-    if len(set(tags)) < len(tags):
-        raise RewardError(f"reward 'format': tags names one twice: {', '.join(tags)}")
-
-
 def format(
     *,
     prompt: str,
@@ -180,10 +195,11 @@ def format(
     tags: Sequence[str] = ("think", "answer"),
     opened: bool = False,
 ) -> float:
-    """1 where the response is `<think>...</think><answer>...</answer>`, each tag once and in this order, with something
-    in each and nothing but white space around them; else 0.
+    """1 if the response is `<think>...</think><answer>...</answer>`, each tag once and in this order, with something in
+    each and only white space around them; else 0.
 
-    `opened`: the prompt ends with the first tag's opening, as many chat templates do, so the response begins behind it.
+    `opened`: the prompt ends with the opening of the first tag, as many chat templates do, so the response begins after
+    it.
     """
     text = f"<{tags[0]}>{response}" if opened else response
     place = 0
@@ -198,13 +214,12 @@ def format(
     return float(not text[place:].strip())
 
 
-def check_length(longest: int, soft: int) -> None:
-    """Raises RewardError: the options of `length` are not what it reads."""
-    for name, value in (("longest", longest), ("soft", soft)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise RewardError(f"reward 'length': {name} is {value!r}; a number of tokens is expected")
-    if soft > longest:
-        raise RewardError(f"reward 'length': soft is {soft}; at most longest, {longest}")
+def check_format(tags: Sequence[str] = ("think", "answer"), opened: bool = False) -> None:
+    """Raises RewardError if the options of `format` are not valid."""
+    if isinstance(tags, str) or not tags or not all(isinstance(tag, str) and tag.isidentifier() for tag in tags):
+        raise RewardError(f"reward 'format': tags is {tags!r}; a list of names is expected, such as [think, answer]")
+    if len(set(tags)) < len(tags):
+        raise RewardError(f"reward 'format': tags names one twice: {', '.join(tags)}")
 
 
 def length(
@@ -224,12 +239,61 @@ def length(
     return -min(over / soft, 1.0) if over > 0 else 0.0
 
 
+def check_length(longest: int, soft: int) -> None:
+    """Raises RewardError if the options of `length` are not valid."""
+    for name, value in (("longest", longest), ("soft", soft)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise RewardError(f"reward 'length': {name} is {value!r}; a number of tokens is expected")
+    if soft > longest:
+        raise RewardError(f"reward 'length': soft is {soft}; at most longest, {longest}")
+
+
 ANSWER_GROUP = "answer"
+
+
+def regex(
+    *,
+    prompt: str,
+    response: str,
+    answer: Any,
+    metadata: dict[str, Any],
+    pattern: str,
+    full: bool = False,
+    absent: bool = False,
+    ignore_case: bool = False,
+) -> float | dict[str, float | bool]:
+    """1 if the pattern is found in the response (`full`: if it matches the whole response; `absent`: if it is not
+    found); else 0.
+
+    If the pattern has a group `(?P<answer>...)`: 1 if the group's text in the first match is the answer, apart from
+    white space around both. The response then counts as right or wrong accordingly.
+    """
+    engine = compiled(pattern, ignore_case)
+    found = engine.fullmatch(response) if full else engine.search(response)
+    if ANSWER_GROUP not in engine.groupindex:
+        return float((found is None) == absent)
+    given, expected = (found and found.group(ANSWER_GROUP)) or "", str(answer).strip()
+    if ignore_case:
+        given, expected = given.casefold(), expected.casefold()
+    right = found is not None and given.strip() == expected
+    return {"reward": float(right), "correct": right}
+
+
+def check_regex(pattern: str, full: bool = False, absent: bool = False, ignore_case: bool = False) -> None:
+    """Raises RewardError if the options of `regex` are not valid."""
+    if not isinstance(pattern, str):
+        raise RewardError(f"reward 'regex': pattern is {pattern!r}; a text is expected")
+    try:
+        groups = compiled(pattern, ignore_case).groupindex
+    except RewardError as error:
+        raise RewardError(f"reward 'regex': {error}") from error
+    if absent and ANSWER_GROUP in groups:
+        raise RewardError("reward 'regex': absent contradicts the pattern's group `answer`; keep one of them")
 
 
 @functools.lru_cache(maxsize=256)
 def compiled(pattern: str, ignore_case: bool = False) -> Any:
-    """A pattern of RE2. Raises RewardError: it is none, or google-re2 is not installed."""
+    """A compiled pattern of RE2. Raises RewardError if it is no pattern, or if google-re2 is not installed."""
     try:
         import re2
     except ModuleNotFoundError as error:
@@ -247,56 +311,44 @@ def compiled(pattern: str, ignore_case: bool = False) -> Any:
         ) from error
 
 
-def check_regex(pattern: str, full: bool = False, absent: bool = False, ignore_case: bool = False) -> None:
-    """Raises RewardError: the options of `regex` are not what it reads."""
-    if not isinstance(pattern, str):
-        raise RewardError(f"reward 'regex': pattern is {pattern!r}; a text is expected")
-    try:
-        groups = compiled(pattern, ignore_case).groupindex
-    except RewardError as error:
-        raise RewardError(f"reward 'regex': {error}") from error
-    if absent and ANSWER_GROUP in groups:
-        raise RewardError("reward 'regex': absent contradicts the pattern's group `answer`; keep one of them")
-
-
-def regex(
-    *,
-    prompt: str,
-    response: str,
-    answer: Any,
-    metadata: dict[str, Any],
-    pattern: str,
-    full: bool = False,
-    absent: bool = False,
-    ignore_case: bool = False,
-) -> float | dict[str, float | bool]:
-    """1 where the pattern is found in the response (`full`: where it is the whole of it; `absent`: where it is not
-    found); else 0.
-
-    With a group `(?P<answer>...)` in the pattern: 1 where what the group holds in the first match is the answer, apart
-    from white space around both, and this says whether the response is right.
-    """
-    engine = compiled(pattern, ignore_case)
-    found = engine.fullmatch(response) if full else engine.search(response)
-    if ANSWER_GROUP not in engine.groupindex:
-        return float((found is None) == absent)
-    given, expected = (found and found.group(ANSWER_GROUP)) or "", str(answer).strip()
-    if ignore_case:
-        given, expected = given.casefold(), expected.casefold()
-    right = found is not None and given.strip() == expected
-    return {"reward": float(right), "correct": right}
-
-
 _WORKER = Path(__file__).with_name("reasoning_gym_worker.py")
 _ANSWERS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _SCORERS: dict[str, Scorer] = {}
 
 
+def reasoning_gym(
+    *, prompt: str, response: str, answer: Any, metadata: dict[str, Any], python: str | None = None
+) -> dict[str, float | bool]:
+    """The score of reasoning-gym's own scorer, from 0 to 1. The response is right if it is 1.
+
+    The answer is the text in the last <answer> tags of the response, or else the whole response, without white space
+    around it. `metadata` names the item, as rows of `data.reasoning_gym` do. `python`: the Python that has the package,
+    by default this one.
+
+    Raises ValueError if the row is not from `data.reasoning_gym` or the package's scorer failed, RuntimeError if its
+    process ended for another reason.
+    """
+    place = metadata.get("reasoning_gym")
+    if not isinstance(place, dict):
+        raise ValueError("the row has no `reasoning_gym`; the reward of that name is for prompts of data.reasoning_gym")
+    start(python)
+    tagged = _ANSWERS.findall(response)
+    score = _SCORERS[python or sys.executable].score(place, (tagged[-1] if tagged else response).strip())
+    return {"reward": score, "correct": score == 1.0}
+
+
+def start(python: str | None = None, **options: Any) -> None:
+    """Start the worker of a Python before the first scoring has a deadline. Raises RewardError."""
+    python = python or sys.executable
+    if python not in _SCORERS:
+        _SCORERS[python] = Scorer(python)
+
+
 class Scorer:
-    """A running worker of one Python."""
+    """The running worker process of one Python."""
 
     def __init__(self, python: str) -> None:
-        """Raises RewardError: the Python cannot be started, or lacks the package."""
+        """Raises RewardError if the Python cannot be started or lacks the package."""
         self._python = python
         try:
             self.process = LineProcess([python, "-P", str(_WORKER)])
@@ -309,8 +361,10 @@ class Scorer:
             )
 
     def score(self, place: dict[str, Any], answer: str) -> float:
-        """Raises ValueError: the package's scorer failed, or made its process crash; RuntimeError: the process ended
-        otherwise. Where it has ended it is started again the next time.
+        """The package's score of an answer to the item `place`. If the process has ended, the next call starts another.
+
+        Raises ValueError if the package's scorer failed or made its process crash, RuntimeError if the process ended
+        for another reason.
         """
         reply = self.process.ask({"score": place, "answer": answer})
         code = self.process.exit_code
@@ -323,66 +377,3 @@ class Scorer:
                 else ValueError(reply["error"])
             )
         return reply["score"]
-
-
-def start(python: str | None = None, **options: Any) -> None:
-    """Start the worker of a Python before the first scoring has a deadline. Raises RewardError."""
-    python = python or sys.executable
-    if python not in _SCORERS:
-        _SCORERS[python] = Scorer(python)
-
-
-def reasoning_gym(
-    *, prompt: str, response: str, answer: Any, metadata: dict[str, Any], python: str | None = None
-) -> dict[str, float | bool]:
-    """The score of reasoning-gym's own scorer, from 0 to 1; right where it is 1.
-
-    The answer is what stands in the last <answer> tags of the response, or else the whole response without the white
-    space around it. `metadata` names the item, as rows of `data.reasoning_gym` do. `python`: the one that has the
-    package; this one when absent.
-
-    Raises ValueError: the row is none of `data.reasoning_gym`, or the package's scorer failed; RuntimeError: its
-    process ended for another reason.
-    """
-    place = metadata.get("reasoning_gym")
-    if not isinstance(place, dict):
-        raise ValueError("the row has no `reasoning_gym`; the reward of that name is for prompts of data.reasoning_gym")
-    start(python)
-    tagged = _ANSWERS.findall(response)
-    score = _SCORERS[python or sys.executable].score(place, (tagged[-1] if tagged else response).strip())
-    return {"reward": score, "correct": score == 1.0}
-
-
-def arithmetic(*, prompt: str, response: str, answer: Any, metadata: dict[str, Any]) -> float:
-    """1 where what follows the last `#` of the response is the answer, digit for digit; else 0. The quickstart's."""
-    _, mark, result = response.rpartition("#")
-    return float(bool(mark) and result.strip() == str(answer))
-
-
-def exact_match(
-    *, prompt: str, response: str, answer: Any, metadata: dict[str, Any], ignore_case: bool = False
-) -> float:
-    """1 where the response is the answer, apart from white space around it (and case, with `ignore_case`); else 0."""
-    given, expected = response.strip(), str(answer).strip()
-    return float(given.casefold() == expected.casefold() if ignore_case else given == expected)
-
-
-def gsm8k(*, prompt: str, response: str, answer: Any, metadata: dict[str, Any]) -> float:
-    """1 where the response's final number equals the answer's as a number (`1,200.0` is `1200`, `3/4` is `0.75`); else
-    0.
-
-    `numerals.final_number` says which number is the final one, `numerals.gold_number` what the answer may be; nothing
-    is evaluated. Raises ValueError: the answer is not exactly one number. The data check refuses such a row before a
-    run.
-    """
-    expected = gold_number(str(answer))
-    return float(final_number(response) == expected)
-
-
-def problem_of_gsm8k_answer(answer: Any) -> str | None:
-    """Why `gsm8k` cannot compare anything with an answer of a data file, or None."""
-    try:
-        gold_number(str(answer))
-    except ValueError as error:
-        return str(error)
-    return None

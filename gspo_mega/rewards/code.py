@@ -1,15 +1,11 @@
 """The built-in reward `code`: which of a row's tests does the program in a response pass?
 
-Owns finding the program, the process that runs it (`sandbox/sandbox_server.py`), and its time. What the tests expect
-never reaches that process: outputs and results are compared here.
+`code` finds the program, runs it against the tests in a process of the sandbox (`sandbox/sandbox_server.py`), and
+counts its time. What the tests expect never reaches that process: outputs and results are compared here.
 
-The tests of LiveCodeBench's rows: texts of JSON, or compressed ones, and the function that starter code names.
-
-Owns how such texts are read: compressed tests are a pickled text, which is read without running anything.
-
-The tests of a program that a row of data holds, and whether what the program gave is what they expect.
-
-Owns the forms of tests that are read, and the comparison. Running them is `code.py`'s.
+Tests are read in several forms (`listed_tests`), among them those of LiveCodeBench's rows (`unpacked`): texts of JSON,
+or compressed texts, and the function that starter code names. A compressed text is pickled, and is read without running
+anything.
 """
 
 from __future__ import annotations
@@ -38,8 +34,8 @@ from gspo_mega.rewards.blame import HeldUp
 from gspo_mega.rewards.fenced_code import program_of
 
 KEYS = ("public_test_cases", "private_test_cases")
-# What LiveCodeBench's own harness runs before a program: the names of these modules, their functions and classes, and a
-# higher bound on recursion. Its starter code uses `List` without importing it.
+# LiveCodeBench's own harness runs this before a program: it imports these modules and the names in them, and raises the
+# bound on recursion. Its starter code uses `List` without importing it.
 _MODULES = (
     "string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys json"
 )
@@ -49,7 +45,7 @@ PRELUDE = (
     + "sys.setrecursionlimit(50000)\n"
 )
 _MOST_BYTES = 1024**3
-# What a pickle of one text is made of, beside the text.
+# The operations of a pickle of one text, except the text itself.
 _AROUND = {"PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT", "STOP"}
 
 
@@ -74,7 +70,7 @@ def _tests(key: str, value: Any) -> list[Any]:
 
 
 def _decompressed(key: str, packed: str) -> str:
-    """base64 of zlib of a pickled text."""
+    """The text in `packed`, which is base64 of zlib of a pickled text. Raises ValueError."""
     try:
         stream = zlib.decompressobj()
         content = stream.decompress(base64.b64decode(packed, validate=True), _MOST_BYTES)
@@ -97,7 +93,7 @@ def _decompressed(key: str, packed: str) -> str:
 
 
 def _function_of(metadata: Any, starter: Any) -> str | None:
-    """The name that `metadata` gives (func_name), or that of the last function which the starter code begins."""
+    """The function name that `metadata` gives (func_name), or that of the last function in the starter code."""
     if isinstance(metadata, str):
         try:
             metadata = json.loads(metadata)
@@ -107,7 +103,7 @@ def _function_of(metadata: Any, starter: Any) -> str | None:
         return metadata["func_name"]
     if not isinstance(starter, str):
         return None
-    for body in ("pass", "    pass", "        pass"):  # its last function has none
+    for body in ("pass", "    pass", "        pass"):  # the last function of the starter code has no body
         try:
             tree = ast.parse(f"{starter.rstrip()}\n{body}\n")
         except (SyntaxError, ValueError):

@@ -1,15 +1,11 @@
-"""Fit a reward model, a sequence classifier with one output, in one process: in fp32, with AdamW.
-
-For models that one device holds; ranks in a layout are `train/fit_scores.py`'s. The result is a Hugging Face folder
-that AutoModelForSequenceClassification loads. Owns that folder.
-
-What a reward model is fitted on: rows of a file as texts, the order of their batches, and the loss of their scores.
+"""Fit a reward model, a sequence classifier with one output, on examples with one of two losses of its scores:
 
     pointwise   binary cross-entropy of sigmoid(score) with a label from 0 to 1
     pairwise    -log sigmoid(score of the chosen - score of the rejected), Bradley and Terry's
 
-One place for both ways of fitting: one process with transformers (`fitting.py`), and ranks in a layout
-(`train/fit_scores.py`). Moves no weights.
+`fit` does it in one process, in fp32, with AdamW, for models that one device holds, and writes a Hugging Face folder
+that AutoModelForSequenceClassification loads. Ranks in a layout do it in `train/fit_scores.py`. Both use the functions
+before `fit`: rows of a file as texts, the order of their batches, and the loss.
 """
 
 from __future__ import annotations
@@ -36,8 +32,8 @@ _LABELLED, _PAIRED = ("prompt", "response", "label"), ("prompt", "chosen", "reje
 
 @dataclass(frozen=True)
 class Fitting:
-    """How a model is fitted. `trained`: only the head, or all weights. `held_out`: share of the examples that are not
-    trained on and say how good the model is.
+    """How a model is fitted. `trained`: only the head, or all weights. `held_out`: the share of the examples that are
+    not trained on and measure how good the model is.
     """
 
     loss: Loss = "pointwise"
@@ -52,7 +48,7 @@ class Fitting:
 
 @dataclass(frozen=True)
 class Example:
-    """Texts as the model reads them: one with its label, or the chosen and the rejected."""
+    """Texts as the model reads them: one text with its label, or the chosen and the rejected."""
 
     texts: tuple[str, ...]
     label: float = 1.0
@@ -60,8 +56,8 @@ class Example:
 
 @dataclass(frozen=True)
 class Fitted:
-    """`accuracy`: of held-out examples: a score on its label's side of 0, or a chosen above its rejected; None without
-    any. `losses`: the mean of each epoch, nats per example.
+    """The result. `accuracy`: the share of held-out examples whose score is on its label's side of 0, or whose chosen
+    text scores above the rejected; None without held-out examples. `losses`: the mean of each epoch, nats per example.
     """
 
     losses: list[float]
@@ -71,7 +67,7 @@ class Fitted:
 
 
 def examples_of(rows: Iterable[dict[str, Any]], loss: Loss, text: str) -> list[Example]:
-    """Rows that have no `problem_of_row`, as `text` puts their keys together."""
+    """The examples of rows without a `problem_of_row`. `text`: the form that puts a row's values together."""
 
     def words(row: dict[str, Any], key: str) -> str:
         known = {"answer": row.get("answer"), "metadata": row, "options": {}, "num_response_tokens": 0}
@@ -97,7 +93,7 @@ def problem_of_row(row: dict[str, Any], loss: Loss) -> str | None:
 
 
 def split_rows(num_rows: int, how: Fitting) -> tuple[list[int], list[int]]:
-    """(rows that are held out, rows that are trained on); at least one is trained on."""
+    """(Rows that are held out, rows that are trained on); at least one row is trained on."""
     order = list(range(num_rows))
     random.Random(how.seed).shuffle(order)
     num_held_out = min(len(order) - 1, round(how.held_out * len(order)))
@@ -105,7 +101,7 @@ def split_rows(num_rows: int, how: Fitting) -> tuple[list[int], list[int]]:
 
 
 def batches_of(trained: list[int], epoch: int, how: Fitting) -> Iterator[list[int]]:
-    """The batches of one epoch; `trained` is put into its order, which the next one starts from."""
+    """The batches of one epoch. Shuffles `trained` in place; the next epoch shuffles the result."""
     random.Random(how.seed * 1000 + epoch).shuffle(trained)
     return in_batches(trained, how.batch_size)
 
@@ -115,7 +111,7 @@ def in_batches(rows: list[int], size: int) -> Iterator[list[int]]:
 
 
 def token_ids(tokenizer: Any, text: str, most: int) -> list[int]:
-    """The last `most` tokens: a judgement is about the end."""
+    """The last `most` tokens of a text, because a judgement is about the end. Raises ModelError if there is none."""
     ids = tokenizer(text)["input_ids"][-most:]
     if not ids:
         raise ModelError(f"an example without a token: {text!r}")
@@ -132,18 +128,20 @@ def loss_of(scores: Tensor, labels: Tensor, loss: Loss) -> Tensor:
 
 
 def num_right(scores: Tensor, labels: Tensor, loss: Loss) -> int:
-    """How many of the examples the scores judge rightly; shapes as of `loss_of`."""
+    """The number of examples that the scores judge rightly. Shapes as in `loss_of`."""
     margins = scores[:, 0] * (2 * labels - 1) if loss == "pointwise" else scores[:, 0] - scores[:, 1]
     return int((margins > 0).sum())
 
 
-# SGLang 0.5.23 gives the head of these a bias. Transformers has none, so a checkpoint has no value for it, and SGLang
-# then adds an uninitialized one to every score: another one with each start of a server.
+# SGLang 0.5.23 gives the heads of these models a bias. Transformers has none, so a checkpoint has no value for it, and
+# SGLang then adds an uninitialized value to every score, another one with each start of a server.
 _WITH_SERVED_BIAS = ("Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification")
 
 
 def fit(model: Path, examples: Sequence[Example], out: Path, how: Fitting, say: Callable[[str], None]) -> Fitted:
-    """Fit a model on `examples` and write it to `out`. Raises ModelError: no such model, or one that is too long."""
+    """Fit a model on `examples` and write it to `out`. Raises ModelError if transformers makes no sequence classifier
+    of it, or an example has no token.
+    """
     import transformers
 
     torch.manual_seed(how.seed)
@@ -200,7 +198,7 @@ def fit(model: Path, examples: Sequence[Example], out: Path, how: Fitting, say: 
 
 
 def give_served_bias(folder: Path) -> None:
-    """Add a bias of 0 to a head for which SGLang would make one up."""
+    """Add a bias of 0 to a head to which SGLang would add an uninitialized one."""
     architectures = read_json_file(folder / "config.json").get("architectures") or []
     weights = folder / "model.safetensors"
     if not any(name in _WITH_SERVED_BIAS for name in architectures):

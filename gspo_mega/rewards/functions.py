@@ -4,25 +4,18 @@ A reward is a function
 
     def score(*, prompt: str, response: str, answer, metadata: dict, **options) -> float | dict[str, float]
 
-`prompt` is the rendered prompt, `response` the response as text (its last 64 Ki characters), `answer` and `metadata`
+`prompt` is the rendered prompt, `response` the response as text (its last 64 Ki characters); `answer` and `metadata`
 come from the prompt's row of the data file, `options` from the configuration. The result is a finite number, or a
-dictionary of finite numbers: its entry `reward` is the reward, and the others are recorded beside it. The entry
-`correct` (True or False) says whether the response is right; held-out accuracy counts it. A built-in verifier's
-response is right where its reward is 1. A function with an argument of the name `num_response_tokens` is told how many
-tokens the policy sampled, too.
+dictionary of finite numbers: its entry `reward` is the reward, and the others are recorded with it. The entry `correct`
+(True or False) says whether the response is right; held-out accuracy counts it. A built-in verifier's response is right
+if its reward is 1. A function with an argument named `num_response_tokens` also gets the number of tokens that the
+policy sampled.
 
-The function runs in a process of its own: it may be slow, raise, print or crash, and only that response is lost, that
-is, not trained on. It may be called again for a response whose scoring was interrupted, so it should have no side
-effects.
+The function runs in a separate process: it may be slow, raise, print or crash, and only that response is lost, that is,
+not trained on. It may be called again for a response whose scoring was interrupted, so it should have no side effects.
 
-Owns the names and the checks before a run; `scoring_worker.py` runs the functions.
-
-What a user's function may return as a reward, and what is wrong with anything else.
-
-Finding a function that a user names as `package.module:function`, and an exception in one line.
-
-Owns the import and its refusals, for rewards, episodes and tools. What such a function must take and return is the
-caller's.
+`load_function` finds and checks a function before a run; `scoring_worker.py` calls it. `result_of` reads what a
+function returned. `import_function` and `describe` serve episodes and tools, too.
 """
 
 from __future__ import annotations
@@ -40,13 +33,113 @@ from typing import Any
 
 from gspo_mega.base.errors import GspoMegaError, RewardError
 from gspo_mega.rewards import builtin, code, json_responses, mathematics
-from gspo_mega.rewards import builtin as choices
-from gspo_mega.rewards import builtin as patterns
-from gspo_mega.rewards import builtin as procedural
-from gspo_mega.rewards import builtin as shapes
 
-# Kinds of NumPy's types that are numbers: truth values, whole numbers with and without sign, floats.
+RewardFunction = Callable[..., Any]
+BUILTINS: dict[str, RewardFunction] = {
+    "arithmetic": builtin.arithmetic,
+    "choice": builtin.choice,
+    "code": code.code,
+    "exact_match": builtin.exact_match,
+    "format": builtin.format,
+    "gsm8k": builtin.gsm8k,
+    "json_schema": json_responses.json_schema,
+    "length": builtin.length,
+    "math": mathematics.math,
+    "reasoning_gym": builtin.reasoning_gym,
+    "regex": builtin.regex,
+}
+# The built-ins that compare with the row's answer: 1 says that the response is right. The others judge its form.
+VERIFIERS = frozenset({"arithmetic", "choice", "code", "exact_match", "gsm8k", "math", "reasoning_gym"})
+# Called with a built-in's options when it is loaded: checks them, or starts what the built-in needs.
+_PREPARATIONS: dict[str, Callable[..., None]] = {
+    "code": code.check_code,
+    "format": builtin.check_format,
+    "json_schema": json_responses.check_json_schema,
+    "length": builtin.check_length,
+    "math": mathematics.check_math,
+    "reasoning_gym": builtin.start,
+    "regex": builtin.check_regex,
+}
+# A function also gets these values if it has arguments of these names.
+MEASURED = ("num_response_tokens",)
+# Finds answers of a data file that a built-in cannot use. A built-in that is not named here takes all answers.
+_ANSWER_PROBLEMS: dict[str, Callable[[Any], str | None]] = {
+    "choice": builtin.problem_of_choice_answer,
+    "code": code.problem_of_code_answer,
+    "gsm8k": builtin.problem_of_gsm8k_answer,
+    "math": mathematics.problem_of_math_answer,
+}
+# The kinds of NumPy's types that are numbers: truth values, integers with and without sign, floats.
 _NUMBER_KINDS = "biuf"
+
+
+def load_function(name: str, options: dict[str, Any]) -> RewardFunction:
+    """The function that a configuration's `function` names: a built-in, or `package.module:function`.
+
+    Raises RewardError if there is no such built-in, module or function, if the import fails, or if the function cannot
+    be called with the protocol's arguments and these options.
+    """
+    if ":" in name:
+        function = import_function(name, "reward", RewardError)
+    elif name in BUILTINS:
+        function = BUILTINS[name]
+    else:
+        near = difflib.get_close_matches(name, BUILTINS, n=1)
+        guess = f"did you mean {near[0]!r}? " if near else ""
+        raise RewardError(f"reward {name!r}: {guess}valid: {', '.join(BUILTINS)}, or package.module:function")
+    _check_call(name, function, options)
+    if name in _PREPARATIONS:
+        _PREPARATIONS[name](**options)
+    return function
+
+
+def _check_call(name: str, function: RewardFunction, options: dict[str, Any]) -> None:
+    if inspect.iscoroutinefunction(function):
+        raise RewardError(f"reward {name!r}: it is an async function; a plain one is expected")
+    own: dict[str, Any] = {"prompt": "", "response": "", "answer": None, "metadata": {}}
+    try:
+        own |= dict.fromkeys(measured_by(function), 0)
+    except (TypeError, ValueError) as error:  # a callable that does not say what it takes
+        raise RewardError(f"reward {name!r}: {error}") from error
+    taken = own.keys() & options.keys()
+    if taken:
+        raise RewardError(
+            f"reward {name!r}: option {sorted(taken)[0]!r} is an argument that every reward gets; give it another name"
+        )
+    try:
+        inspect.signature(function).bind(**own, **options)
+    except TypeError as error:
+        raise RewardError(
+            f"reward {name!r}: cannot be called with prompt, response, answer,"
+            f" metadata{''.join(f', {key}' for key in options)} as keywords: {error}"
+        ) from error
+
+
+def measured_by(function: RewardFunction) -> tuple[str, ...]:
+    """The names in `MEASURED` that a function has as arguments of its own."""
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(function).parameters
+    return tuple(name for name in MEASURED if name in parameters and parameters[name].kind in kinds)
+
+
+def problem_of_answer(answer: Any, names: Iterable[str]) -> str | None:
+    """Why one of the functions in `names` cannot score with an answer, or None. Users' functions are not checked."""
+    for name in names:
+        problem_of = _ANSWER_PROBLEMS.get(name)
+        if problem_of is not None and (problem := problem_of(answer)) is not None:
+            return f"{problem} (reward {name})"
+    return None
+
+
+def zero_for(cause: str, name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The reply of a built-in to a response that made it fail, as `scoring_worker` sends it: a reward of 0. `cause`:
+    one of `blame.CAUSES`.
+    """
+    declares = name in VERIFIERS or (
+        (name == "json_schema" and bool(options.get("compare")))
+        or (name == "regex" and f"(?P<{builtin.ANSWER_GROUP}>" in str(options.get("pattern")))
+    )
+    return {"value": 0.0, "parts": {}, "correct": False if declares else None, "cause": cause}
 
 
 class BadResult(Exception):
@@ -58,7 +151,7 @@ class BadResult(Exception):
 
 
 def result_of(returned: Any) -> tuple[float, dict[str, float], bool | None]:
-    """The reward, the further parts and the verdict in what a function returned. Raises BadResult."""
+    """(reward, further parts, `correct` or None) of what a function returned. Raises BadResult."""
     if not isinstance(returned, dict):
         return number_of(returned, "the result"), {}, None
     if "reward" not in returned:
@@ -72,7 +165,7 @@ def result_of(returned: Any) -> tuple[float, dict[str, float], bool | None]:
 
 
 def verdict_of(value: Any, what: str) -> bool:
-    """A truth value: True or False, or 1 or 0, of Python's, NumPy's or a tensor's types. Raises BadResult."""
+    """The truth value of True, False, 1 or 0 of Python's, NumPy's or a tensor's types. Raises BadResult."""
     number = number_of(value, what)
     if number not in (0.0, 1.0):
         raise BadResult("wrong_type", f"{what} is {number:g}; True or False (1 or 0) was expected")
@@ -80,7 +173,7 @@ def verdict_of(value: Any, what: str) -> bool:
 
 
 def number_of(value: Any, what: str) -> float:
-    """A finite float of a truth value or real number: Python's, a scalar of NumPy's, or an array or tensor without
+    """The finite float of a truth value or real number: Python's, a scalar of NumPy's, or an array or tensor without
     dimensions. Raises BadResult.
     """
     plain = _plain(value)
@@ -98,7 +191,7 @@ def number_of(value: Any, what: str) -> float:
 
 
 def _plain(value: Any) -> Any:
-    """What Python has for a scalar, array or tensor of one number; None where it is another kind of value."""
+    """A scalar, array or tensor of one number as a Python number; None if it is another kind of value."""
     if not hasattr(value, "dtype"):
         return value
     if getattr(value.dtype, "kind", "f") not in (*_NUMBER_KINDS, "V") or getattr(value, "shape", None) != ():
@@ -107,7 +200,7 @@ def _plain(value: Any) -> Any:
         if getattr(value, "mask", False):  # of NumPy's masked arrays: there is no number
             return None
         return value if isinstance(value, numbers.Real) else value.item()
-    except Exception:  # whatever a library raises for what it cannot give
+    except Exception:  # a library may raise anything
         return None
 
 
@@ -122,9 +215,10 @@ def _shown(value: Any) -> str:
 
 
 def import_function(name: str, what: str, error: type[GspoMegaError]) -> Callable[..., Any]:
-    """The callable that `name` stands for; `what` is what a refusal calls it (`reward`, `episode`, `tool`).
+    """The callable that `name`, `package.module:function`, stands for. `what`: its word in errors (`reward`, `episode`,
+    `tool`).
 
-    Raises `error`: the name has another form; no such module or function; or an import that fails.
+    Raises `error` if the name has another form, there is no such module or function, or the import fails.
     """
     module_name, _, path = name.partition(":")
     if not all(part.isidentifier() for part in [*module_name.split("."), *path.split(".")]):
@@ -162,7 +256,7 @@ def _offer(module: ModuleType, wanted: str) -> str:
 def describe(error: BaseException, own_file: str | None = None) -> str:
     """An exception in one line of at most 500 characters: type, message, and the file and line that raised it.
 
-    `own_file`: the user's, whose line is named, too, where something that it called raised.
+    `own_file`: the user's file, whose line is named, too, if something that it called raised.
     """
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
     where = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
@@ -177,13 +271,13 @@ def describe(error: BaseException, own_file: str | None = None) -> str:
 
 
 def file_of(function: Callable[..., Any]) -> str | None:
-    """The file in which a function is defined; None where Python does not know."""
+    """The file in which a function is defined; None if Python does not know it."""
     code = _code_of(function)
     return None if code is None else code.co_filename
 
 
 def place_of(function: Callable[..., Any]) -> str:
-    """` (file.py:12)`, where a function is defined; empty where Python does not know."""
+    """The place where a function is defined, as ` (file.py:12)`; empty if Python does not know it."""
     code = _code_of(function)
     return "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
 
@@ -191,110 +285,3 @@ def place_of(function: Callable[..., Any]) -> str:
 def _code_of(function: Callable[..., Any]) -> CodeType | None:
     inner = inspect.unwrap(getattr(function, "func", function))  # of a functools.partial, its function
     return getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
-
-
-RewardFunction = Callable[..., Any]
-
-BUILTINS: dict[str, RewardFunction] = {
-    "arithmetic": builtin.arithmetic,
-    "choice": choices.choice,
-    "code": code.code,
-    "exact_match": builtin.exact_match,
-    "format": shapes.format,
-    "gsm8k": builtin.gsm8k,
-    "json_schema": json_responses.json_schema,
-    "length": shapes.length,
-    "math": mathematics.math,
-    "reasoning_gym": procedural.reasoning_gym,
-    "regex": patterns.regex,
-}
-# Those that compare with the row's answer: 1 says that the response is right. The others look at its shape.
-VERIFIERS = frozenset({"arithmetic", "choice", "code", "exact_match", "gsm8k", "math", "reasoning_gym"})
-# What a built-in does when it is loaded, with its options: it checks them, or starts what it needs.
-_PREPARATIONS: dict[str, Callable[..., None]] = {
-    "code": code.check_code,
-    "format": shapes.check_format,
-    "json_schema": json_responses.check_json_schema,
-    "length": shapes.check_length,
-    "math": mathematics.check_math,
-    "reasoning_gym": procedural.start,
-    "regex": patterns.check_regex,
-}
-# What a function is given besides if it has an argument of that name.
-MEASURED = ("num_response_tokens",)
-# The answers of a data file that a built-in cannot use; a built-in that is not named here takes all answers.
-_ANSWER_PROBLEMS: dict[str, Callable[[Any], str | None]] = {
-    "choice": choices.problem_of_choice_answer,
-    "code": code.problem_of_code_answer,
-    "gsm8k": builtin.problem_of_gsm8k_answer,
-    "math": mathematics.problem_of_math_answer,
-}
-
-
-def problem_of_answer(answer: Any, names: Iterable[str]) -> str | None:
-    """Why one of the functions in `names` cannot score with an answer, or None. Users' functions are not checked."""
-    for name in names:
-        problem_of = _ANSWER_PROBLEMS.get(name)
-        if problem_of is not None and (problem := problem_of(answer)) is not None:
-            return f"{problem} (reward {name})"
-    return None
-
-
-def zero_for(cause: str, name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The reply of a built-in to a response that made it fail, as `scoring_worker` sends it. `cause`: of
-    `blame.CAUSES`.
-    """
-    declares = name in VERIFIERS or (
-        (name == "json_schema" and bool(options.get("compare")))
-        or (name == "regex" and f"(?P<{patterns.ANSWER_GROUP}>" in str(options.get("pattern")))
-    )
-    return {"value": 0.0, "parts": {}, "correct": False if declares else None, "cause": cause}
-
-
-def load_function(name: str, options: dict[str, Any]) -> RewardFunction:
-    """The function that a configuration's `function` names: a built-in, or `package.module:function`.
-
-    Raises RewardError: no such built-in, module or function; an import that fails; or a function that cannot be
-    called with the protocol's arguments and these options.
-    """
-    if ":" in name:
-        function = import_function(name, "reward", RewardError)
-    elif name in BUILTINS:
-        function = BUILTINS[name]
-    else:
-        near = difflib.get_close_matches(name, BUILTINS, n=1)
-        guess = f"did you mean {near[0]!r}? " if near else ""
-        raise RewardError(f"reward {name!r}: {guess}valid: {', '.join(BUILTINS)}, or package.module:function")
-    _check_call(name, function, options)
-    if name in _PREPARATIONS:
-        _PREPARATIONS[name](**options)
-    return function
-
-
-def measured_by(function: RewardFunction) -> tuple[str, ...]:
-    """The names in `MEASURED` that a function has as arguments of its own."""
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    parameters = inspect.signature(function).parameters
-    return tuple(name for name in MEASURED if name in parameters and parameters[name].kind in kinds)
-
-
-def _check_call(name: str, function: RewardFunction, options: dict[str, Any]) -> None:
-    if inspect.iscoroutinefunction(function):
-        raise RewardError(f"reward {name!r}: it is an async function; a plain one is expected")
-    own: dict[str, Any] = {"prompt": "", "response": "", "answer": None, "metadata": {}}
-    try:
-        own |= dict.fromkeys(measured_by(function), 0)
-    except (TypeError, ValueError) as error:  # a callable that does not say what it takes
-        raise RewardError(f"reward {name!r}: {error}") from error
-    taken = own.keys() & options.keys()
-    if taken:
-        raise RewardError(
-            f"reward {name!r}: option {sorted(taken)[0]!r} is an argument that every reward gets; give it another name"
-        )
-    try:
-        inspect.signature(function).bind(**own, **options)
-    except TypeError as error:
-        raise RewardError(
-            f"reward {name!r}: cannot be called with prompt, response, answer,"
-            f" metadata{''.join(f', {key}' for key in options)} as keywords: {error}"
-        ) from error

@@ -1,16 +1,12 @@
-"""What a process with users' code does to itself before it calls any: how it begins (its guard, private pipes), limits,
-and how it leaves.
+"""What a process with users' code does to itself before it calls any.
 
-The guard around it is `guard.py`'s, deadlines are its parent's.
+`begin` starts it: the process goes on in a child, and stays behind as the child's guard. A function may start children
+in sessions of their own, which no signal to a process group reaches. The guard is their subreaper in the kernel: a
+process whose parent ends becomes the guard's child, so none is lost, and the guard exits once none lives. It runs no
+user code. The pool ends it with SIGTERM, and so does the kernel when the pool's thread dies.
 
-The guard of a process with users' code: its parent, which ends it together with everything that it ever started.
-
-A function may start children in sessions of their own, which no signal to a process group reaches. The guard is
-their subreaper in the kernel: a process whose parent ends becomes the guard's child, so none is lost, and the guard
-exits once none lives. It runs no user code. The pool ends it with SIGTERM, and so does the kernel when the pool's
-thread dies.
-
-Also here: giving up the network, with a network name space of the process's own.
+The child keeps its pipes private, limits its memory and files (`limit`), and may give up the network (`leave_network`).
+Its parent enforces deadlines.
 """
 
 from __future__ import annotations
@@ -33,11 +29,22 @@ _CLONE_NEWNET = 0x40000000
 _AWAITED = {signal.SIGTERM, signal.SIGCHLD}
 
 
-def go_on_guarded(parent_pid: int) -> None:
-    """Return in a child of this process; this process stays behind as its guard and does not return.
+def begin() -> tuple[Any, Any, dict[str, Any]]:
+    """Go on in a child of this process, which was started as `python -m module PARENT_PID` and becomes the guard.
+    Users' modules are found in the working folder. Returns the pipes of requests and replies, and the first request.
+    """
+    go_on_guarded(int(sys.argv[1]))
+    requests, replies = _take_over_pipes()
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    return requests, replies, json.loads(requests.readline())
 
-    The guard ends as the child did (exit code or signal), after whatever the child left running. Call it before any
-    thread.
+
+def go_on_guarded(parent_pid: int) -> None:
+    """Return in a child of this process; this process becomes the child's guard and does not return.
+
+    The guard ends everything that the child left running, and then ends as the child did (exit code or signal). Call
+    this before any thread is started.
     """
     adopt_orphans()
     signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
@@ -51,32 +58,10 @@ def go_on_guarded(parent_pid: int) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
 
 
-def leave_network(section: str, refusal: type[GspoMegaError]) -> None:
-    """Enter a new network name space, in which no interface is up. Call it before any thread is started.
-
-    `section`: of the configuration that asks for it. Raises `refusal` where the kernel does not let this user do so.
-    """
-    user, group = os.getuid(), os.getgid()
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) != 0:
-        raise refusal(
-            f"{section}.network: false: the kernel refuses this user a network name space"
-            f" ({os.strerror(ctypes.get_errno())}); allow unprivileged user name spaces on this machine, or set"
-            f" {section}.network: true and isolate the run from outside"
-        )
-    try:
-        Path("/proc/self/setgroups").write_text("deny", encoding="ascii")
-        Path("/proc/self/uid_map").write_text(f"{user} {user} 1", encoding="ascii")
-        Path("/proc/self/gid_map").write_text(f"{group} {group} 1", encoding="ascii")
-    except OSError as error:
-        raise refusal(f"{section}.network: false: the user name space cannot be set up: {error}") from error
-    die_with_parent(os.getppid())  # new credentials may have cleared it
-
-
 def _guard(child_pid: int) -> None:
     """Wait for the child's end or for SIGTERM, end what is left, and exit as the child did."""
     nothing = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nothing, 0)  # the pipes belong to the child and have to end with it
+    os.dup2(nothing, 0)  # the pipes belong to the child and must end with it
     os.dup2(nothing, 1)
     os.close(nothing)
     status = None
@@ -107,25 +92,14 @@ def _reap(child_pid: int) -> int | None:
             status = ended
 
 
-def begin() -> tuple[Any, Any, dict[str, Any]]:
-    """Go on in a child of this process, which `python -m module PARENT_PID` started and which becomes its guard, with
-    users' modules found in the working folder. Returns the pipes of requests and replies, and the first request.
-    """
-    go_on_guarded(int(sys.argv[1]))
-    requests, replies = _take_over_pipes()
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    return requests, replies, json.loads(requests.readline())
-
-
 def _take_over_pipes() -> tuple[Any, Any]:
-    """Keep stdin and stdout as private channels; give functions an empty stdin, and stderr for what they print."""
+    """Keep stdin and stdout as private channels. Functions get an empty stdin, and print to stderr."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
     os.dup2(2, 1)
-    # Line by line, as in a terminal: the output of a process that is killed later is not lost.
+    # Line by line, as in a terminal, so that the output of a process that is killed later is not lost.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
     return requests, replies
@@ -142,8 +116,30 @@ def limit(memory_bytes: int, file_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
+def leave_network(section: str, refusal: type[GspoMegaError]) -> None:
+    """Enter a new network name space, in which no interface is up. Call it before any thread is started.
+
+    `section`: the section of the configuration that asks for it. Raises `refusal` if the kernel does not allow it.
+    """
+    user, group = os.getuid(), os.getgid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) != 0:
+        raise refusal(
+            f"{section}.network: false: the kernel refuses this user a network name space"
+            f" ({os.strerror(ctypes.get_errno())}); allow unprivileged user name spaces on this machine, or set"
+            f" {section}.network: true and isolate the run from outside"
+        )
+    try:
+        Path("/proc/self/setgroups").write_text("deny", encoding="ascii")
+        Path("/proc/self/uid_map").write_text(f"{user} {user} 1", encoding="ascii")
+        Path("/proc/self/gid_map").write_text(f"{group} {group} 1", encoding="ascii")
+    except OSError as error:
+        raise refusal(f"{section}.network: false: the user name space cannot be set up: {error}") from error
+    die_with_parent(os.getppid())  # new credentials may have cleared it
+
+
 def leave() -> NoReturn:
-    """End at once: a thread that a function left behind must not keep the process alive."""
+    """End at once, because a thread that a function left running must not keep the process alive."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -1,8 +1,8 @@
 """A guarded process that runs users' code, as its parent sees it: start, send, receive, end.
 
-Owns the process, its pipes and its environment. What it is told, and what a missing reply means, is decided by
-`pool.py` for reward functions and `episodes.episode_pool` for episodes; `scoring_worker.py` and
-`episodes.episode_worker` are what runs inside.
+This module has the process, its pipes and its environment. What to tell a process, and what a missing reply means, is
+decided by `pool.py` for reward functions, `agents/pooled_worker.py` for episodes and `agents/external_agent.py` for
+foreign agents; `scoring_worker.py`, `agents/episode_worker.py` and `agents/agent_worker.py` run inside.
 """
 
 from __future__ import annotations

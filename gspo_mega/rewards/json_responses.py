@@ -1,6 +1,7 @@
-"""The built-in reward `json_schema`: is the response JSON, and of a schema?
+"""The built-in reward `json_schema`: is the response JSON, and does it fit a schema?
 
-Owns reading JSON out of a response. The package jsonschema validates, with RE2 for `pattern`, and fetches nothing.
+This module reads the JSON out of a response. The package jsonschema validates it, with RE2 for `pattern`, and fetches
+nothing.
 """
 
 from __future__ import annotations

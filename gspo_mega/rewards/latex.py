@@ -1,12 +1,11 @@
-"""Reads one formula of LaTeX as objects of SymPy: numbers, expressions, sets, tuples, intervals, matrices, relations.
+"""Read one formula of LaTeX as objects of SymPy: numbers, expressions, sets, tuples, intervals, matrices, relations.
 
-Owns what is rewritten before the package `latex2sympy2_extended` (a part of math-verify) reads it: other names of the
-same thing, and forms that it does not read. Words and units are `quantities.py`'s.
+`read` rewrites what the package `latex2sympy2_extended` (a part of math-verify) does not read, such as other names of
+the same thing, and has the package read the rest. Words and units are read by `quantities.py`.
 
-Reads Unicode's mathematics as LaTeX: `√5` is `\\sqrt{5}`, `x²` is `x^{2}`, `½` is `\frac{1}{2}`, `∞` is `\\infty`.
-
-Most characters are read from Unicode's own data (names, decompositions, decimal values), so that a whole block is read
-and not a few of its characters. The tables below hold what that data does not say.
+`latex_of` first turns Unicode's mathematics into LaTeX: `√5` is `\\sqrt{5}`, `x²` is `x^{2}`, `½` is `\\frac{1}{2}`,
+`∞` is `\\infty`. Most characters are read from Unicode's own data (names, decompositions, decimal values), so that
+whole blocks are covered; the tables below hold what that data does not say.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
 """The built-in reward `math`: is the final answer of a response the same mathematical object as the row's?
 
-Owns the order in which answers are compared (as texts, times, words, quantities, formulas), and what is refused before
-it is computed with. `mathematics.py` finds the answer, `quantities.py` and `latex.py` read it, `equality.py`
-compares. There are no deadlines here: the scoring pool's deadline ends a comparison that takes too long, together with
-its process.
-
-Where the final answer stands in a response in mathematics, and how its LaTeX is cleaned before it is read.
-
-Owns finding and cleaning. Every search takes time linear in the text. Reading is `mathematics.py`'s.
+`final_answer` finds the answer in a response, and `cleaned` prepares its LaTeX; every search takes time linear in the
+text. `math` then compares answers in order as texts, times, words, quantities and formulas, and refuses what would take
+too long to compute with. `quantities.py` and `latex.py` read answers, `equality.py` compares them. There are no
+deadlines here: the scoring pool's deadline ends a comparison that takes too long, together with its process.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Read numbers as people and models write them, as exact rationals. No expression is evaluated: it is no number.
+"""Read numbers as people and models write them, as exact rationals; and the units of measurement after them.
 
-Owns the notations of one number, and the place of the final number in a text:
+The notations of one number are
 
-    18   -3   - 3   +3   1,200   1 200   1.5   .5   $1,200.50   -$5   50% (fifty)   1e3   3/4   1 1/2   \frac{3}{4}
+    18   -3   - 3   +3   1,200   1 200   1.5   .5   $1,200.50   -$5   50% (fifty)   1e3   3/4   1 1/2   \\frac{3}{4}
 
 with Unicode's minus signs and dashes for a sign, its thin and no-break spaces between thousands, full-width digits, and
 LaTeX's spacing. Numbers joined by an operator (2^10, 3*4, 10-3, 3:45, a decimal comma) are no number, and neither is
-one of more than 400 digits. Every pattern takes time linear in its input.
+one of more than 400 digits; no expression is evaluated. `final_number` finds the final number of a text. Every pattern
+takes time linear in its input.
 
-Units of measurement: what a unit is a multiple of, and of which dimension.
-
-Owns the table of units and the reading of one unit expression (`km/h`, `square feet`, `m s^{-2}`).
+The first part is the table of units, which says of what a unit is a multiple and which dimension it has, and the
+reading of one unit expression (`km/h`, `square feet`, `m s^{-2}`).
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
 """The scoring pool: rewards for trajectories, from isolated processes, with a deadline.
 
-Owns which process scores what, and what follows a scoring that does not end as it should. Where the response is the
-cause (`blame.py`) it has 0, and the cause is counted. Where the machine is, the scoring is tried again. What is left is
-a failed scoring: the episode has no reward, and the failure is recorded and counted. A function that can no longer be
-loaded stops the run; the collector decides how many failures stop it.
-
     score(episode) -> one job per function -> a process takes jobs -> replies, in order -> the episode's reward
 
-How a process and everything below it spends its time: computing, asleep, or held up by the machine.
+`ScoringPool` decides which process scores what, and what follows a scoring that does not end as it should. If the
+response is the cause (`blame.py`), its reward is 0 and the cause is counted. If the machine is the cause, the scoring
+is tried again. Any other is a failed scoring: the episode has no reward, and the failure is recorded and counted. A
+function that can no longer be loaded stops the run; the collector decides how many failures stop it.
 
-Owns reading it from /proc while a scoring takes long. What follows from it is the scoring pool's.
+While a scoring takes long, `TreeTime` reads from /proc how its process and everything below it spends the time:
+computing, asleep, or held up by the machine.
 """
 
 from __future__ import annotations
@@ -36,86 +35,30 @@ from gspo_mega.rewards.remote import OwnServers
 from gspo_mega.rewards.services import Service, check_service
 from gspo_mega.rewards.weighted_sum import Reply, WeightedFunction, sum_of, table_of, tally
 
-_TICKS = os.sysconf("SC_CLK_TCK")
-_MOST_THREADS = 64
-
-
-class TreeTime:
-    """The time of a process tree since this object was made.
-
-    Attributes:
-        computed_seconds: processor time of all its processes, those that have ended included.
-        held_up_seconds: in which one of them wanted a processor or a disk's page and did not get it, or was stopped by
-            somebody.
-        seen_seconds: all of it.
-        is_stopped: whether one of them was stopped at the last look.
-    """
-
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-        self.computed_seconds = self.held_up_seconds = self.seen_seconds = 0.0
-        self.is_stopped = False
-        self._last = time.monotonic()
-        self._before, _ = _now(pid)
-
-    def look(self, expected_seconds: float) -> None:
-        """Add what has passed since the last look. `expected_seconds`: that it should be; where it is much more, this
-        process was held up, and that one, too.
-        """
-        passed = time.monotonic() - self._last
-        self._last += passed
-        ticks, states = _now(self._pid)
-        computed = max(0.0, (ticks - self._before) / _TICKS)
-        self._before = max(ticks, self._before)
-        self.is_stopped = bool(states & set("Tt"))
-        if states & set("RDTt") or passed > 2 * expected_seconds + 0.5:
-            self.held_up_seconds += max(0.0, passed - computed)
-        self.computed_seconds += computed
-        self.seen_seconds += passed
-
-
-def _now(pid: int) -> tuple[int, set[str]]:
-    """Processor time so far in ticks, and the states of all threads."""
-    ticks, states = 0, set[str]()
-    left = [pid]
-    while left:
-        one = Path("/proc", str(left.pop()))
-        with contextlib.suppress(OSError, ValueError):
-            fields = _stat(one / "stat")
-            ticks += sum(map(int, fields[11:15]))  # utime, stime, and those of children that have ended
-            for task in list((one / "task").iterdir())[:_MOST_THREADS]:
-                states.add(_stat(task / "stat")[0])
-                left += map(int, (task / "children").read_text(encoding="ascii").split())
-    return ticks, states
-
-
-def _stat(path: Path) -> list[str]:
-    """The fields after "pid (command)", of which the command may hold anything."""
-    return path.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
-
-
-# Only the end of a longer response is judged: final answers are there, and a hostile response stays affordable.
+# Only the end of a longer response is judged: the final answer is there, and a hostile response stays affordable.
 MAX_RESPONSE_CHARACTERS = 64 * 1024
 # Every kind of failure that is counted.
 FAILURE_KINDS = (
     *("exception", "wrong_type", "not_finite", "deadline", "crash", "memory"),
     *("connection", "status", "malformed"),  # of services
 )
-
-# Fast functions get several requests ahead, which saves a round trip for each; slow ones get one, so that no process
-# idles while requests wait behind another's. A process gets as many as take about this time, by its last ones.
+# Fast functions get several requests ahead, which saves a round trip for each. Slow ones get one, so that no process
+# idles while requests wait for another. A process gets as many as take about this time, judging by its last ones.
 _AHEAD_SECONDS = 0.02
 _MOST_AHEAD = 32
 _START_ATTEMPTS = 3
-# A scoring is looked at after this share of its deadline, and then as often as this, or every so many seconds.
-_FIRST_LOOK, _LOOK = 1 / 8, 1 / 32
-_LEAST_LOOK_SECONDS = 0.1
+# The time of a scoring is first examined after this share of its deadline, and then at intervals of another share, or
+# of this many seconds if that is longer.
+_FIRST_CHECK, _CHECK_INTERVAL = 1 / 8, 1 / 32
+_LEAST_INTERVAL_SECONDS = 0.1
+_TICKS = os.sysconf("SC_CLK_TCK")
+_MOST_THREADS = 64
 _KIND = ProcessKind("gspo_mega.rewards.scoring_worker", "scoring process", "reward", RewardError)
 
 
 @dataclass
 class _ScoringJob:
-    """`num_lost`: attempts that were lost so far."""
+    """One call of one function. `num_lost`: the number of attempts that were lost so far."""
 
     request: dict[str, Any]
     reply: asyncio.Future[dict[str, Any]]
@@ -123,7 +66,9 @@ class _ScoringJob:
 
 
 class _Overdue(Exception):
-    """A scoring is over its deadline. `held_up`: it was not given that time; `computing`: it computed all the time."""
+    """A scoring is over its deadline. `held_up`: the machine did not give it that time; `computing`: it computed most
+    of its own time.
+    """
 
     def __init__(self, held_up: bool, computing: bool) -> None:
         super().__init__()
@@ -132,7 +77,7 @@ class _Overdue(Exception):
 
 @dataclass
 class _Slot:
-    """One place for a process. `sent`: the jobs that the process has, oldest first; it works on the first."""
+    """A place for one process. `sent`: the jobs that the process has, oldest first; it works on the first."""
 
     process: GuardedProcess
     sent: deque[_ScoringJob] = field(default_factory=deque)
@@ -165,8 +110,8 @@ class ScoringPool:
         source_rewards: Mapping[str, OwnReward] | None = None,
         own_servers: Callable[[str], OwnServers] | None = None,
     ) -> None:
-        """`source_rewards`: for each source with a reward of its own, the functions of that. `own_servers`: those of an
-        entry of `reward.model` with a `path`.
+        """`source_rewards`: the functions of each source that has a reward of its own. `own_servers`: gives the servers
+        of an entry of `reward.model` that has a `path`.
         """
         self._own_servers = own_servers
         self.num_scored = 0
@@ -219,15 +164,15 @@ class ScoringPool:
         await self.close()
 
     async def score(self, episode: Episode) -> None:
-        """Fill `reward`, `reward_parts`, `reward_error` and `correct` of an episode, and count in its `counts` what the
-        response made fail.
+        """Fill `reward`, `reward_parts`, `reward_error` and `correct` of an episode, and count in its `counts` the
+        failures that the response caused.
 
-        The reward is the episode's own, plus its turns', plus the weighted sum of the functions: in float64, rounded
-        once; 0 where its terms cancel but for rounding. A function whose `only_if` does not hold is not asked and adds
-        0. If any function fails, the reward is None and `reward_error` names function and reason; the parts of the
-        others are kept. An episode that a limit ended has 0 where nothing else gives a reward; any other one fails.
+        The reward is the sum of the episode's own reward, its turns' rewards and the weighted functions: in float64,
+        rounded once, and 0 if the terms cancel except for rounding. A function whose `only_if` does not hold is not
+        asked and adds 0. If any function fails, the reward is None and `reward_error` names function and reason; the
+        parts of the others are kept. If nothing gives a reward, an episode that a limit ended has 0; any other fails.
 
-        Raises RewardError: the pool is closed or was never started, or its functions cannot be loaded any more.
+        Raises RewardError if the pool is closed or was never started, or if its functions can no longer be loaded.
         """
         entries = self._entries_of_source.get(episode.prompt.source, self._entries)
         found = tally(entries, await self._ask(entries, episode))
@@ -260,7 +205,7 @@ class ScoringPool:
         self.num_scored += 1
 
     async def _ask(self, entries: tuple[WeightedFunction, ...], episode: Episode) -> dict[str, Reply]:
-        """The replies of all functions, by label. Those that depend on others (`only_if`) are asked after them."""
+        """Ask all functions, those that depend on others (`only_if`) after those. Returns the replies by label."""
         replies: dict[str, Reply] = {}
         waiting = list(entries)
         while waiting:
@@ -295,7 +240,7 @@ class ScoringPool:
         return job.reply
 
     async def _serve(self, slot: _Slot) -> None:
-        """Keep one slot's process supplied until the pool is closed; any error fails the jobs that wait."""
+        """Keep one slot's process supplied until the pool is closed. An error fails the jobs that wait."""
         try:
             while True:
                 if slot.num_scored >= self._settings.recycle_after and not slot.sent:
@@ -315,7 +260,7 @@ class ScoringPool:
     def _supply(self, slot: _Slot) -> None:
         """Hand waiting jobs to a process, as many as it takes ahead; none once it is due for replacement.
 
-        Never more than its share of the waiting jobs, because they may be slower than the last ones.
+        It never gets more than its share of the waiting jobs, because they may be slower than the last ones.
         """
         share = math.ceil(len(self._waiting) / len(self._slots))
         while self._waiting and len(slot.sent) < min(slot.num_ahead, share):
@@ -363,22 +308,22 @@ class ScoringPool:
         self._answered(job, reply)
 
     async def _reply(self, slot: _Slot) -> dict[str, Any] | None:
-        """The next reply, None as of `GuardedProcess.receive`. Time in which the machine holds the process up does not
-        count, up to `MOST_DEADLINES` deadlines. Raises _Overdue.
+        """The next reply; None as `GuardedProcess.receive` returns it. Time in which the machine holds the process up
+        does not count, up to `MOST_DEADLINES` deadlines. Raises _Overdue.
         """
         deadline = self._settings.deadline_seconds
-        wait, clock = _FIRST_LOOK * deadline, None
+        wait, clock = _FIRST_CHECK * deadline, None
         while True:
             try:
                 return await slot.process.receive(slot.head_since + wait - time.monotonic())
             except TimeoutError:
                 if slot.process.is_gone:
                     raise _Overdue(held_up=False, computing=False) from None
-            step = max(_LEAST_LOOK_SECONDS, _LOOK * deadline)
+            step = max(_LEAST_INTERVAL_SECONDS, _CHECK_INTERVAL * deadline)
             if clock is None:
                 clock = TreeTime(slot.process.pid)
             else:
-                clock.look(step)
+                clock.update(step)
             passed = time.monotonic() - slot.head_since
             own = passed - clock.held_up_seconds
             if own >= deadline:
@@ -389,14 +334,14 @@ class ScoringPool:
             wait = passed + min(step, deadline - own)
 
     def _is_own(self, slot: _Slot) -> bool:
-        """Whether a process works for one of our own functions."""
+        """Whether a process works for a built-in function."""
         return self._function_of(slot.sent[0])["function"] in BUILTINS
 
     def _function_of(self, job: _ScoringJob) -> dict[str, Any]:
         return self._setup["functions"][job.request["label"]]
 
     def _answered(self, job: _ScoringJob, reply: dict[str, Any]) -> None:
-        """Hand a reply on, or try again what the machine was the cause of."""
+        """Pass a reply on, or queue the job again if the machine was the cause of its failure."""
         job.num_lost += 1
         if reply.get("again") and job.num_lost < MOST_ATTEMPTS:
             self._waiting.append(job)
@@ -407,9 +352,9 @@ class ScoringPool:
         _resolve(job, reply)
 
     async def _give_up(self, slot: _Slot, kind: str, why: str, cause: str | None = None, again: bool = False) -> None:
-        """End what a process was working on, queue the jobs after it again, and replace the process.
+        """End the job that a process was working on, queue the jobs after it again, and replace the process.
 
-        `cause`: of a response's own making, for which one of our functions gives 0. `again`: to be tried again.
+        `cause`: what the response caused, for which a built-in function gives 0. `again`: whether to try the job again.
         """
         job = slot.sent.popleft()
         own = self._function_of(job)
@@ -445,11 +390,16 @@ class ScoringPool:
             slot.sent.clear()
 
 
-def check_reward(settings: Reward, source_rewards: Mapping[str, OwnReward] | None = None) -> None:
-    """Load every function of a configuration once, in a scoring process, before a run needs it. Services are not asked;
-    the environment variables that they need must be set.
+def _resolve(job: _ScoringJob, reply: dict[str, Any]) -> None:
+    if not job.reply.done():
+        job.reply.set_result(reply)
 
-    Not to be called inside an event loop. Raises RewardError with what is missing.
+
+def check_reward(settings: Reward, source_rewards: Mapping[str, OwnReward] | None = None) -> None:
+    """Load every function of a configuration once, in a scoring process, before a run needs it. Services are not asked,
+    but the environment variables that they need must be set.
+
+    Do not call this inside an event loop. Raises RewardError with what is missing.
     """
     setup, *_ = table_of(settings, source_rewards or {})
     for service in services_by_name(settings).values():
@@ -468,6 +418,55 @@ async def scoring_process(setup: dict[str, Any], settings: Reward) -> GuardedPro
     return await GuardedProcess.start(_KIND, setup, f"rewards {names}", settings.environment)
 
 
-def _resolve(job: _ScoringJob, reply: dict[str, Any]) -> None:
-    if not job.reply.done():
-        job.reply.set_result(reply)
+class TreeTime:
+    """The time of a process tree since this object was made.
+
+    Attributes:
+        computed_seconds: processor time of all its processes, those that have ended included.
+        held_up_seconds: time in which one of them wanted a processor or a page from disk and did not get it, or was
+            stopped by somebody.
+        seen_seconds: all of the time.
+        is_stopped: whether one of them was stopped at the last `update`.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self.computed_seconds = self.held_up_seconds = self.seen_seconds = 0.0
+        self.is_stopped = False
+        self._last = time.monotonic()
+        self._before, _ = _ticks_and_states(pid)
+
+    def update(self, expected_seconds: float) -> None:
+        """Add the time since the last call. `expected_seconds`: how long that should be; if it is much longer, this
+        process was held up, and so were those of the tree.
+        """
+        passed = time.monotonic() - self._last
+        self._last += passed
+        ticks, states = _ticks_and_states(self._pid)
+        computed = max(0.0, (ticks - self._before) / _TICKS)
+        self._before = max(ticks, self._before)
+        self.is_stopped = bool(states & set("Tt"))
+        if states & set("RDTt") or passed > 2 * expected_seconds + 0.5:
+            self.held_up_seconds += max(0.0, passed - computed)
+        self.computed_seconds += computed
+        self.seen_seconds += passed
+
+
+def _ticks_and_states(pid: int) -> tuple[int, set[str]]:
+    """(Processor time so far in ticks, the states of all threads) of a process tree."""
+    ticks, states = 0, set[str]()
+    left = [pid]
+    while left:
+        one = Path("/proc", str(left.pop()))
+        with contextlib.suppress(OSError, ValueError):
+            fields = _stat(one / "stat")
+            ticks += sum(map(int, fields[11:15]))  # utime, stime, and those of children that have ended
+            for task in list((one / "task").iterdir())[:_MOST_THREADS]:
+                states.add(_stat(task / "stat")[0])
+                left += map(int, (task / "children").read_text(encoding="ascii").split())
+    return ticks, states
+
+
+def _stat(path: Path) -> list[str]:
+    """The fields of a stat file after "pid (command)"; the command may contain anything."""
+    return path.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()

@@ -1,6 +1,6 @@
 """Answers with words in them: quantities with units, compound ones (5 hours 30 min), times of a day, and plain words.
 
-Owns what the words around numbers mean, so that none of them is dropped unread: a unit, a count of something, a
+This module reads the words around numbers, so that none of them is dropped unread: a unit, a count of something, a
 condition, or a word that changes what is said (`at least`, `not`). The values between the words are LaTeX, which the
 caller reads.
 """

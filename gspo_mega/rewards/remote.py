@@ -1,8 +1,8 @@
 """Requests to a service outside the run: JSON over HTTP, with a deadline, a few retries and the service's key.
 
-Owns what is sent where, when it is sent again, and what a failed request is. What a request asks and what its answer
-means is `services.py`'s. The address and the key come from environment variables; neither is in any text that this
-module makes.
+This module decides what is sent where, when it is sent again, and what counts as a failed request; `services.py` makes
+the requests and reads the answers. The address and the key come from environment variables; no text that this module
+makes contains either.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """A scoring process: `python -m gspo_mega.rewards.scoring_worker PARENT_PID`, started by `guarded_process.py`.
 
-Owns calling reward functions, one request at a time, and judging what they return. It speaks JSON lines over the pipes
-that it was started with as stdin and stdout:
+It calls reward functions, one request at a time, and judges what they return. It speaks JSON lines over the pipes that
+it was started with as stdin and stdout:
 
     in   once: {"functions": {label: {"function": name, "options": {...}}}, "memory_bytes": n, "file_bytes": n,
          "network": bool}
     out  {"ready": true}  or  {"load_error": text}
     in   {"id": n, "label": label, "prompt": ..., "response": ..., "answer": ..., "metadata": ...,
          "num_response_tokens": n}
-    out  {"id": n, "value": x, "parts": {name: x}, "correct": true, false or null}; where one of our own functions
-         could not score, and the response is the cause, with "value": 0 and "cause": one of `blame.CAUSES`; or
-         {"id": n, "failure": kind, "why": text}, with "again": true where the machine is the cause
+    out  {"id": n, "value": x, "parts": {name: x}, "correct": true, false or null}; if a built-in function could not
+         score because of the response, with "value": 0 and "cause": one of `blame.CAUSES`; or
+         {"id": n, "failure": kind, "why": text}, with "again": true if the machine is the cause
 
 What functions print goes to stderr and cannot disturb this. The process ends with its stdin, or with its guard
 (`guard.py`), which ends on SIGTERM or with its parent. Deadlines are enforced from outside.

@@ -1,24 +1,20 @@
-"""Rewards from an endpoint of the user's: batches of responses as JSON, a number for each.
+"""Rewards from services: an endpoint of the user's, a language model as a judge, a sequence classifier.
+
+`Service` collects the responses that share a request; `RemoteCalls` (`remote.py`) sends it. The endpoint
+(`_HttpExchange`) gets batches of responses as JSON and answers with a reward for each, as many and in the same order:
 
     request   {"responses": [{"prompt": text, "response": text, "answer": ..., "metadata": {...}, "options": {...},
               "num_response_tokens": n}, ...]}
-    answer    {"rewards": [0.5, {"reward": 0.5, "correct": true, "fluency": 0.7}, {"error": "why"}, ...]}, as many, in
-              the same order
+    answer    {"rewards": [0.5, {"reward": 0.5, "correct": true, "fluency": 0.7}, {"error": "why"}, ...]}
 
-Owns this format, and which responses share a request. A request that fails fails each of its responses; so does an
-answer that is no such object or has another number of rewards. One entry that is no reward fails its response alone.
+A request that fails fails each of its responses; so does an answer that is not such an object or has another number of
+rewards. An entry that is no reward fails only its own response.
 
-The text that a judge or a reward model reads: a form with placeholders for the response and what belongs to it.
-
-Rewards from a language model as a judge, behind the OpenAI-compatible route of a server.
-
-Owns what the judge is asked, and what its answer says: a number that a pattern or a key of its JSON
-finds. An answer in which neither finds one is a failure, as is a number outside the judge's bounds; it is never 0.
-
-Rewards from a sequence classifier behind a server of SGLang: its route `/classify`, which takes texts and answers
-with the outputs of the model's head.
-
-Owns that format. A response that the server refuses, because it is longer than the model's context, fails alone.
+`Judge` asks one response at a time over a server's OpenAI-compatible route, and finds a number in the answer with a
+pattern or a key of its JSON. An answer without that number, or with one outside the judge's bounds, is a failure and
+never 0. `Classifier` asks SGLang's route `/classify`, which takes texts and answers with the outputs of the model's
+head; a response that is longer than the model's context fails by itself. Both read a form whose placeholders `filled`
+replaces by the response and what belongs to it.
 """
 
 from __future__ import annotations
@@ -38,30 +34,133 @@ from gspo_mega.rewards.builtin import compiled
 from gspo_mega.rewards.functions import BadResult, number_of, result_of
 from gspo_mega.rewards.remote import OwnServers, RemoteCalls, RemoteFailure
 
-
-def filled(form: str, request: dict[str, Any]) -> str:
-    """A form with its placeholders replaced, all at once: braces in what replaces them stand for themselves.
-
-    Raises RemoteFailure: the row or the entry's options have no such key.
-    """
-
-    def value(found: re.Match[str]) -> str:
-        name, _, key = found[1].partition(".")
-        given = request[name]
-        if key:
-            if key not in given:
-                raise RemoteFailure("exception", f"there is no {found[1]} to fill in")
-            given = given[key]
-        return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-
-    return PLACEHOLDER.sub(value, form)
-
-
+Reply = dict[str, Any]
 REWARD_GROUP = "reward"
 # Only the end of a longer answer is read.
 _MOST_CHARACTERS = 64 * 1024
-# A closed block between three backticks, which begin their lines.
+# A closed block between three backticks, each at the beginning of a line.
 _BLOCK = r"(?ms)^[ \t]*```[A-Za-z]*[ \t]*\n(.*?)^[ \t]*```[ \t]*$"
+# A server answers with these if one of several texts is at fault.
+_TEXT_AT_FAULT = (400, 413, 422)
+
+
+@dataclass
+class _ServiceJob:
+    request: dict[str, Any]
+    reply: asyncio.Future[Reply]
+
+
+class Service:
+    """One service, as the scoring pool asks it. Use it in one event loop, and call `close()` in the end."""
+
+    def __init__(self, settings: RemoteReward, own: OwnServers | None = None) -> None:
+        """`own` and RewardError: see `RemoteCalls`."""
+        self._calls = RemoteCalls(settings, own)
+        self._exchange = _exchange_of(settings, self._calls)
+        self._concurrency = settings.concurrency
+        self._waiting: deque[_ServiceJob] = deque()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def ask(self, request: dict[str, Any]) -> asyncio.Future[Reply]:
+        """The reply to one response, in the form of a scoring process's. `request`: the pool's, with `options`."""
+        job = _ServiceJob(request, asyncio.get_running_loop().create_future())
+        self._waiting.append(job)
+        if len(self._tasks) < self._concurrency:
+            task = asyncio.create_task(self._work())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return job.reply
+
+    async def close(self, error: RewardError) -> None:
+        """End the requests in progress; everything that waits for a reply gets `error`."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._calls.close()
+        for job in self._waiting:
+            if not job.reply.done():
+                job.reply.set_exception(error)
+        self._waiting.clear()
+
+    async def _work(self) -> None:
+        while self._waiting:
+            batch: list[_ServiceJob] = []
+            while self._waiting and len(batch) < self._exchange.batch_size:
+                job = self._waiting.popleft()
+                if not job.reply.done():  # else its caller was cancelled
+                    batch.append(job)
+            if batch:
+                await self._serve(batch)
+
+    async def _serve(self, batch: list[_ServiceJob]) -> None:
+        try:
+            replies = await self._exchange([job.request for job in batch])
+        except RemoteFailure as failure:
+            replies = [_failed(failure.kind, str(failure))] * len(batch)
+        except asyncio.CancelledError:
+            self._waiting.extendleft(reversed(batch))
+            raise
+        except Exception as error:  # of this package's own, or a request that is no JSON
+            replies = [_failed("exception", f"{type(error).__name__}: {error}")] * len(batch)
+        for job, reply in zip(batch, replies, strict=True):
+            if not job.reply.done():
+                job.reply.set_result(reply)
+
+
+def check_service(settings: RemoteReward) -> None:
+    """Raises RewardError if a variable that the service needs is not set, or its settings cannot be used. Asks
+    nothing.
+    """
+    RemoteCalls(settings)
+    if isinstance(settings, JudgeReward):
+        check_judge(settings)
+
+
+class _Exchange(Protocol):
+    """How one kind of service answers requests: one reply for each. Raises RemoteFailure, which fails all of them."""
+
+    batch_size: int
+
+    async def __call__(self, requests: list[dict[str, Any]]) -> list[Reply]: ...
+
+
+def _exchange_of(settings: RemoteReward, calls: RemoteCalls) -> _Exchange:
+    if isinstance(settings, JudgeReward):
+        return Judge(settings, calls)
+    if isinstance(settings, ModelReward):
+        return Classifier(settings, calls)
+    assert isinstance(settings, HttpReward)
+    return _HttpExchange(settings, calls)
+
+
+def _failed(kind: str, why: str) -> Reply:
+    return {"failure": kind, "why": why}
+
+
+class _HttpExchange:
+    def __init__(self, settings: HttpReward, calls: RemoteCalls) -> None:
+        self.batch_size = settings.batch_size
+        self._calls = calls
+
+    async def __call__(self, requests: list[dict[str, Any]]) -> list[Reply]:
+        sent = ("prompt", "response", "answer", "metadata", "options", "num_response_tokens")
+        answer = await self._calls.post({"responses": [{key: one[key] for key in sent} for one in requests]})
+        rewards = answer.get("rewards") if isinstance(answer, dict) else None
+        if not isinstance(rewards, list):
+            raise RemoteFailure("malformed", f"no object with a list `rewards`: {self._calls.shown(answer)}")
+        if len(rewards) != len(requests):
+            raise RemoteFailure("malformed", f"{len(rewards)} rewards for {len(requests)} responses")
+        return [self._reply(reward) for reward in rewards]
+
+    def _reply(self, reward: Any) -> Reply:
+        if isinstance(reward, dict) and reward.get("error") is not None:
+            return _failed("exception", f"the service says: {self._calls.shown(reward['error'])}")
+        try:
+            value, parts, correct = result_of(reward)
+        except BadResult as error:
+            return _failed(error.kind, self._calls.hidden(str(error)))
+        return {"value": value, "parts": parts, "correct": correct}
 
 
 class Judge:
@@ -98,7 +197,7 @@ class Judge:
 
 
 def check_judge(judge: JudgeReward) -> None:
-    """Raises RewardError: its pattern is none of RE2, or has no group `reward`."""
+    """Raises RewardError if the judge's pattern is not one of RE2 or has no group `reward`."""
     if judge.regex is None:
         return
     try:
@@ -110,7 +209,9 @@ def check_judge(judge: JudgeReward) -> None:
 
 
 def number_in(text: str, judge: JudgeReward) -> float:
-    """The reward that an answer states. Raises ValueError, with the rest of a sentence about the answer."""
+    """The reward that an answer states. Raises ValueError with the end of a sentence that begins "the judge's
+    answer".
+    """
     found: Any
     if judge.regex is not None:
         matches = [match.group(REWARD_GROUP) for match in compiled(judge.regex).finditer(text)]
@@ -155,12 +256,6 @@ def _shown(text: str) -> str:
     return repr(" ".join(text.split())[-120:])
 
 
-# What a server answers where one of several texts is at fault.
-_OF_A_TEXT = (400, 413, 422)
-
-Reply = dict[str, Any]
-
-
 class Classifier:
     """Asks one model about several responses at a time."""
 
@@ -170,22 +265,22 @@ class Classifier:
         self._calls = calls
 
     async def __call__(self, requests: list[Reply]) -> list[Reply]:
-        """Replies in the form of a scoring process's. Raises RemoteFailure where all fail."""
+        """Replies in the form of a scoring process's. Raises RemoteFailure if all requests fail."""
         try:
             texts = [filled(self._settings.text, request) for request in requests]
             answer = await self._calls.post({"text": texts}, "/classify")
         except RemoteFailure as failure:
-            if len(requests) == 1 or not (failure.kind == "exception" or failure.status in _OF_A_TEXT):
+            if len(requests) == 1 or not (failure.kind == "exception" or failure.status in _TEXT_AT_FAULT):
                 raise
-            return await self._alone(requests)
+            return await self._one_by_one(requests)
         if not isinstance(answer, list):
             raise RemoteFailure("malformed", f"no list of embeddings: {self._calls.shown(answer)}")
         if len(answer) != len(requests):
             raise RemoteFailure("malformed", f"{len(answer)} scores for {len(requests)} responses")
         return [self._reply(one) for one in answer]
 
-    async def _alone(self, requests: list[Reply]) -> list[Reply]:
-        """One after the other: so they are as many requests at a time as before."""
+    async def _one_by_one(self, requests: list[Reply]) -> list[Reply]:
+        """Ask one after the other, so that there are not more requests at a time than before."""
         replies: list[Reply] = []
         for request in requests:
             try:
@@ -207,118 +302,19 @@ class Classifier:
             return {"failure": error.kind, "why": str(error)}
 
 
-@dataclass
-class _ServiceJob:
-    request: dict[str, Any]
-    reply: asyncio.Future[Reply]
+def filled(form: str, request: dict[str, Any]) -> str:
+    """A form with its placeholders replaced, all at once, so that braces in the inserted texts stay as they are.
 
+    Raises RemoteFailure if the row or the entry's options lack a key.
+    """
 
-class _Exchange(Protocol):
-    """What a kind of service makes of requests: one reply for each. Raises RemoteFailure, which fails them all."""
+    def value(found: re.Match[str]) -> str:
+        name, _, key = found[1].partition(".")
+        given = request[name]
+        if key:
+            if key not in given:
+                raise RemoteFailure("exception", f"there is no {found[1]} to fill in")
+            given = given[key]
+        return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
 
-    batch_size: int
-
-    async def __call__(self, requests: list[dict[str, Any]]) -> list[Reply]: ...
-
-
-class Service:
-    """One service, as the scoring pool asks it. Use it in one event loop, and call `close()` in the end."""
-
-    def __init__(self, settings: RemoteReward, own: OwnServers | None = None) -> None:
-        """`own`, and raises RewardError: as `RemoteCalls`."""
-        self._calls = RemoteCalls(settings, own)
-        self._exchange = _exchange_of(settings, self._calls)
-        self._concurrency = settings.concurrency
-        self._waiting: deque[_ServiceJob] = deque()
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def ask(self, request: dict[str, Any]) -> asyncio.Future[Reply]:
-        """The reply to one response, in the form of a scoring process's. `request`: the pool's, with `options`."""
-        job = _ServiceJob(request, asyncio.get_running_loop().create_future())
-        self._waiting.append(job)
-        if len(self._tasks) < self._concurrency:
-            task = asyncio.create_task(self._work())
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-        return job.reply
-
-    async def close(self, error: RewardError) -> None:
-        """End the requests under way; what waits for a reply gets `error`."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self._calls.close()
-        for job in self._waiting:
-            if not job.reply.done():
-                job.reply.set_exception(error)
-        self._waiting.clear()
-
-    async def _work(self) -> None:
-        while self._waiting:
-            batch: list[_ServiceJob] = []
-            while self._waiting and len(batch) < self._exchange.batch_size:
-                job = self._waiting.popleft()
-                if not job.reply.done():  # else its caller was cancelled
-                    batch.append(job)
-            if batch:
-                await self._serve(batch)
-
-    async def _serve(self, batch: list[_ServiceJob]) -> None:
-        try:
-            replies = await self._exchange([job.request for job in batch])
-        except RemoteFailure as failure:
-            replies = [_failed(failure.kind, str(failure))] * len(batch)
-        except asyncio.CancelledError:
-            self._waiting.extendleft(reversed(batch))
-            raise
-        except Exception as error:  # of this package's own, or a request that is no JSON
-            replies = [_failed("exception", f"{type(error).__name__}: {error}")] * len(batch)
-        for job, reply in zip(batch, replies, strict=True):
-            if not job.reply.done():
-                job.reply.set_result(reply)
-
-
-def check_service(settings: RemoteReward) -> None:
-    """Raises RewardError: a variable that it needs is not set, or what it should read cannot be meant. Asks nothing."""
-    RemoteCalls(settings)
-    if isinstance(settings, JudgeReward):
-        check_judge(settings)
-
-
-def _exchange_of(settings: RemoteReward, calls: RemoteCalls) -> _Exchange:
-    if isinstance(settings, JudgeReward):
-        return Judge(settings, calls)
-    if isinstance(settings, ModelReward):
-        return Classifier(settings, calls)
-    assert isinstance(settings, HttpReward)
-    return _HttpExchange(settings, calls)
-
-
-class _HttpExchange:
-    def __init__(self, settings: HttpReward, calls: RemoteCalls) -> None:
-        self.batch_size = settings.batch_size
-        self._calls = calls
-
-    async def __call__(self, requests: list[dict[str, Any]]) -> list[Reply]:
-        sent = ("prompt", "response", "answer", "metadata", "options", "num_response_tokens")
-        answer = await self._calls.post({"responses": [{key: one[key] for key in sent} for one in requests]})
-        rewards = answer.get("rewards") if isinstance(answer, dict) else None
-        if not isinstance(rewards, list):
-            raise RemoteFailure("malformed", f"no object with a list `rewards`: {self._calls.shown(answer)}")
-        if len(rewards) != len(requests):
-            raise RemoteFailure("malformed", f"{len(rewards)} rewards for {len(requests)} responses")
-        return [self._reply(reward) for reward in rewards]
-
-    def _reply(self, reward: Any) -> Reply:
-        if isinstance(reward, dict) and reward.get("error") is not None:
-            return _failed("exception", f"the service says: {self._calls.shown(reward['error'])}")
-        try:
-            value, parts, correct = result_of(reward)
-        except BadResult as error:
-            return _failed(error.kind, self._calls.hidden(str(error)))
-        return {"value": value, "parts": parts, "correct": correct}
-
-
-def _failed(kind: str, why: str) -> Reply:
-    return {"failure": kind, "why": why}
+    return PLACEHOLDER.sub(value, form)

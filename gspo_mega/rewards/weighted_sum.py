@@ -1,6 +1,7 @@
-"""What a reward is a sum of: its functions with weights and conditions, and what their replies add up to.
+"""The sum that a reward is: its functions with weights and conditions, and what their replies add up to.
 
-Owns the arithmetic. Asking the functions is the scoring pool's.
+`table_of` makes the functions of a configuration's sums, `tally` adds up the replies to one response. The scoring pool
+asks the functions.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from typing import Any
 from gspo_mega.base.errors import RewardError
 from gspo_mega.base.records import REWARD_TOLERANCE
 from gspo_mega.config.schema import OwnReward, Reward, RewardFunction
-from gspo_mega.config.validate_rewards import Condition, function_names, parse_condition, services_by_name
+from gspo_mega.config.validate_rewards import Condition, function_names, services_by_name
 from gspo_mega.rewards.functions import BUILTINS, VERIFIERS
 
-# What one function answers, or None where a condition of its `only_if` did not hold and it was not asked.
+# What one function answers; None if a condition of its `only_if` did not hold, so that it was not asked.
 Reply = dict[str, Any] | None
 
 
@@ -49,10 +50,10 @@ def table_of(
 ) -> tuple[
     dict[str, Any], dict[str, dict[str, Any]], tuple[WeightedFunction, ...], dict[str, tuple[WeightedFunction, ...]]
 ]:
-    """The processes' set-up message, what services are asked (`{label: {"function": service, "options": ...}}`), the
-    functions of the sum, and each source's own.
+    """Returns (the set-up message of the processes, the calls of services as `{label: {"function": service, "options":
+    ...}}`, the functions of the sum, the functions of each source with a sum of its own).
 
-    Where a name occurs twice it gets a number behind it. Raises RewardError: a service has a built-in's name.
+    A name that occurs twice gets a number appended. Raises RewardError if a service has the name of a built-in.
     """
     services = services_by_name(settings)
     for name in services:
@@ -69,7 +70,7 @@ def table_of(
         return label
 
     def entries_of(reward: OwnReward, shares: bool) -> tuple[WeightedFunction, ...]:
-        """`shares`: a function with the same options that another sum has already is asked under its label there."""
+        """`shares`: a function that another sum already has with the same options is asked under its label there."""
         labels: list[str] = []
         names = function_names(reward)
         for name, one in zip(names, reward, strict=True):
@@ -100,7 +101,7 @@ def table_of(
 
 
 def _entry(function: RewardFunction, label: str, labels: Mapping[str, str]) -> WeightedFunction:
-    """`labels`: of the sum's functions, by the names that conditions call them."""
+    """`labels`: the labels of the sum's functions, by the names that conditions use for them."""
     conditions = [_condition(text) for text in function.only_if]
     named = tuple(replace(one, name=labels.get(one.name, one.name)) for one in conditions)
     return WeightedFunction(label, function.weight, function.function in VERIFIERS, named)
@@ -108,7 +109,7 @@ def _entry(function: RewardFunction, label: str, labels: Mapping[str, str]) -> W
 
 def _condition(text: str) -> Condition:
     condition = parse_condition(text)
-    if condition is None:  # a configuration from a file was refused before
+    if condition is None:  # configurations that come from a file are refused earlier
         raise RewardError(f"reward: only_if: {text!r} is no condition")
     return condition
 
@@ -118,13 +119,13 @@ class Tally:
     """What the functions of a sum gave one response.
 
     Attributes:
-        parts: each function's value and the further numbers that it returned; `LABEL/counted` says of a function
-            with conditions whether they held (1 or 0).
-        terms: what is summed; 0 for a function whose conditions did not hold.
+        parts: each function's value and the further numbers that it returned; `LABEL/counted` says whether the
+            conditions of a function that has some held (1 or 0).
+        terms: the terms of the sum; 0 for a function whose conditions did not hold.
         failures: `(kind, text)` of each function that failed.
-        causes: what the response caused, of each function that gave it 0 for that (`blame.CAUSES`).
-        correct: whether the functions that declare it all call the response right; False where nothing declares and a
-            function was not asked; None where nothing declares.
+        causes: for each function that gave 0 because of a failure that the response caused, the cause (`blame.CAUSES`).
+        correct: whether all functions that declare it call the response right. If none declares: False if a function
+            was not asked, else None.
     """
 
     parts: dict[str, float]
@@ -135,7 +136,7 @@ class Tally:
 
 
 def tally(entries: tuple[WeightedFunction, ...], replies: Mapping[str, Reply]) -> Tally:
-    """Add up the replies to one response, by label."""
+    """Add up the replies to one response. `replies`: by label."""
     parts: dict[str, float] = {}
     terms: list[float] = []
     failures: list[tuple[str, str]] = []
@@ -164,7 +165,7 @@ def tally(entries: tuple[WeightedFunction, ...], replies: Mapping[str, Reply]) -
 
 
 def sum_of(terms: list[float]) -> float:
-    """The sum of the terms, in any order; exactly 0 where it is within the rounding of terms that cancel."""
+    """The sum of the terms, in any order; exactly 0 if it is within the rounding of terms that cancel."""
     try:
         total = math.fsum(terms)
     except (OverflowError, ValueError):  # finite terms with an infinite sum, or infinite terms of both signs

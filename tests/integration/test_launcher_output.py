@@ -165,7 +165,7 @@ def test_under_nohup_a_closed_terminal_is_nothing(start):
 
 
 def test_reading_commands_end_quietly_with_their_reader_and_say_that_the_disk_is_full(tmp_path):
-    command = [sys.executable, "-m", "gspo_mega", "inspect", "--kill-points"]
+    command = [sys.executable, "-m", "gspo_mega", "plan", "--json-schema"]
     reader, writer = os.pipe()
     os.close(reader)
     gone = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
@@ -175,5 +175,5 @@ def test_reading_commands_end_quietly_with_their_reader_and_say_that_the_disk_is
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (
         1,
-        "gspo-mega inspect: standard output cannot be written: No space left on device\n",
+        "gspo-mega plan: standard output cannot be written: No space left on device\n",
     )

@@ -1,10 +1,10 @@
 """The journal of a run that samples, as one log: which file is open, and where the records of each open group begin.
 
-A group has three marks: admitted, its episodes completed, consumed by a step. The first two come from the thread that
-samples, at any time; the third from the one that trains. Owns the order of the three in the files: a file's last record
-is the batch, and no later file is there before it. Marks that come while it is written wait in memory, and so are lost
-by a kill as they would be if their thread waited. What may be taken over from files of an earlier start is
-`batches.journalled`'s.
+A group has three marks: it is admitted, its episodes complete, a step consumes it. The first two come from the thread
+that samples, at any time; the third comes from the thread that trains. `EpisodeLog` keeps their order in the files: a
+file's last record is the batch, and no later file exists before that is written. Marks that come while it is written
+wait in memory; a kill loses them, as it would if their thread waited. What may be taken over from files of an earlier
+start is decided in `train/`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gspo_mega.data.journal.steps import StepWriter
 
 @dataclass(frozen=True)
 class FileBegin:
-    """What the file of `step` begins with: the weight version, and what makes its episodes."""
+    """The beginning of the file of `step`: the weight version, and what makes its episodes."""
 
     step: int
     weight_version: int
@@ -33,7 +33,7 @@ class FileBegin:
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of a step's file, which `write` makes. `since`: the first file with a part of the step's batch."""
+    """The end of a step's file, which `write` makes. `since`: the step of the first file with a part of the batch."""
 
     log: EpisodeLog
     writer: StepWriter
@@ -41,8 +41,8 @@ class Ended:
     since: int
 
     def write(self, batch: RolloutBatch, prompts: dict[str, Any]) -> None:
-        """Append what the step trains on, and the order's state behind it; have all of it reach the disk. Whoever
-        samples does not wait for that. Raises JournalError.
+        """Append the batch of the step and the prompt order's state after it, and have all of the file reach the disk.
+        The thread that samples does not wait for that. Raises JournalError.
         """
         more = {"since": self.since} if self.since < self.step else {}
         with self.writer:
@@ -52,11 +52,11 @@ class Ended:
 
 
 class EpisodeLog:
-    """Appends to the files of one run. Any thread. Every method raises JournalError as `Journal`.
+    """Appends to the files of one run, from any thread. Every method raises JournalError as `Journal`.
 
     Attributes:
-        lock: whoever holds it sees no mark come from another thread.
-        checksums: of the frame of every episode that is not consumed, by episode id.
+        lock: while a thread holds it, no other thread can add a mark.
+        checksums: by episode id, the checksum of the frame of every episode that is not consumed.
     """
 
     def __init__(self, journal: Journal, group_size: int) -> None:
@@ -71,7 +71,7 @@ class EpisodeLog:
         self._waiting: list[Callable[[], None]] | None = None  # marks that come while the end of a file is written
 
     def begin(self, begin: FileBegin, known: Mapping[int, Group], admitted: Mapping[int, int]) -> None:
-        """Write the file of a step anew with the groups `known`, which is where their records begin from here on."""
+        """Write the file of a step anew with the groups `known`, whose records begin in this file from now on."""
         with self.lock:
             self.close()
             self._since = dict.fromkeys(known, begin.step)
@@ -81,14 +81,14 @@ class EpisodeLog:
             self._open(known, admitted)
 
     def ready(self, begin: FileBegin) -> None:
-        """Have the file of this step open: its batch is asked for."""
+        """Open the file of this step, whose batch is wanted now, unless a file is open."""
         with self.lock:
             if self._writer is None:
                 self._next = begin
                 self._open({}, {})
 
     def admit(self, number: int, prompt: Prompt, weight_version: int) -> None:
-        """The sampling of group `number` begins under `weight_version`."""
+        """Record that the sampling of group `number` begins under `weight_version`."""
         with self.lock:
             if self._waiting is not None:
                 self._waiting.append(partial(self.admit, number, prompt, weight_version))
@@ -97,7 +97,7 @@ class EpisodeLog:
             self._since.setdefault(number, self._step)
 
     def complete(self, episode: Episode) -> None:
-        """An episode is scored, or has failed."""
+        """Record an episode that is scored or has failed."""
         with self.lock:
             if self._waiting is not None:
                 self._waiting.append(partial(self.complete, episode))
@@ -109,9 +109,9 @@ class EpisodeLog:
             self.checksums[name] = writer.checksums[name]
 
     def consume(self, batch: RolloutBatch, still_open: set[int], then: FileBegin) -> Ended:
-        """A step trains on `batch`: its groups may lie in earlier files. What follows goes to the file `then`, once the
-        caller has written the end of this one, without `lock`. `still_open`: the numbers of the groups that later steps
-        may consume.
+        """Record that a step trains on `batch`, whose groups may lie in earlier files. Returns the end of this file,
+        which the caller writes without holding `lock`; later marks then go to the file `then`. `still_open`: the
+        numbers of the groups that later steps may consume.
         """
         with self.lock:
             writer = self._file()
@@ -124,7 +124,7 @@ class EpisodeLog:
             return Ended(self, writer, self._step, since)
 
     def go_on(self) -> None:
-        """The end of the last file is written: write what came meanwhile to the next one."""
+        """After the end of the last file is written, write the marks that came in the meantime to the next file."""
         with self.lock:
             begin = self._next if self._waiting else None
         # A new file reaches the disk at once, which nobody waits for either.
@@ -137,17 +137,17 @@ class EpisodeLog:
                 write()
 
     def numbers(self) -> set[int]:
-        """The numbers of the groups that have a record and are not consumed."""
+        """The numbers of the groups that have a record and were not consumed."""
         with self.lock:
             return set(self._since)
 
     def oldest_open(self, still_open: set[int], otherwise: int) -> int:
-        """The first file that has a record of the groups `still_open`."""
+        """The step of the first file that has a record of one of the groups `still_open`; `otherwise` if none has."""
         with self.lock:
             return min((since for number, since in self._since.items() if number in still_open), default=otherwise)
 
     def close(self) -> None:
-        """Nothing more is written, until `begin`."""
+        """Close the file. Nothing can be written until `begin`."""
         with self.lock:
             if self._writer is not None:
                 self._writer.close()

@@ -1,23 +1,21 @@
-"""The records of format 1, whose episodes are one prompt and one response. They are read, and no longer written.
-
-The journal's file format: records with length and checksum, one after another; records are only appended.
+"""The journal's file format: records with length and checksum, one after another; records are only appended.
 
     file    8 bytes `GSPOJRN1`, then frames
     frame   length of the payload (uint32), CRC-32 of the payload (uint32), payload         all little-endian
     payload length of its JSON (uint32), JSON (UTF-8), then the raw bytes of its arrays, in order; the JSON's `arrays`
             has {name: [dtype, shape]}
 
-A killed process, or a full disk, leaves at most one torn frame, the last: it begins as a frame does and ends with the
-file before it is whole. A reader stops there, and says how many bytes it left unread. Everything else that is no frame
-is damage, which is an error with its place. Whoever only shows a file may read on past it, at the next place where a
-frame's checksum holds.
+A killed process, or a full disk, leaves at most one torn frame, the last: it begins as a frame does, and the file ends
+before it is whole. A reader stops there, and says how many bytes it left unread. Everything else that is no frame is
+damage, which is an error with its place. A reader that only shows a file may read on past it, at the next place where
+a frame's checksum holds.
 
-Encode prompts, episodes and batches as the journal's records, and decode them without loss.
-
-Owns how each field is kept. Token ids, log-probs (float64, as the server sent them) and weight versions of all nodes
-are arrays, one behind the other; routed experts are an array for each node, so that they can be taken out; the other
-fields are JSON. What follows from the prompt, or is empty, is left out. Advantages are not kept: they follow from the
-rewards of the group and the configuration.
+The second part encodes prompts, episodes and batches as records and decodes them without loss. Token ids, log-probs
+(float64, as the server sent them) and weight versions of all nodes are arrays, one node after the other; routed experts
+are an array for each node, so that they can be taken out; the other fields are JSON. What is empty or follows from the
+prompt is left out. Advantages are not kept, because they follow from the rewards of the group and the configuration.
+Records of format 1, whose episodes are one prompt and one response (`decode_trajectory`), are read and no longer
+written.
 """
 
 from __future__ import annotations
@@ -44,10 +42,10 @@ from gspo_mega.base.untrusted import open_regular
 MAGIC = b"GSPOJRN1"
 _FRAME = struct.Struct("<II")
 _LENGTH = struct.Struct("<I")
-# What a frame's JSON begins with, and how far into the frame that is.
+# The beginning of a frame's JSON, and below how far into the frame it is.
 _JSON_BEGIN = b'{"'
-_LARGE_FRAME = 2**30  # larger than any with which a crash leaves only a few bytes
-_LONGEST_WORD = 12  # of JSON outside of strings: the end of the text may cut an escape, a number or a name
+_LARGE_FRAME = 2**30  # larger than any frame of which a crash leaves only a few bytes
+_LONGEST_WORD = 12  # longest word of JSON outside of strings, of which the end of the text may cut off a part
 _JSON_PLACE = _FRAME.size + _LENGTH.size
 Frame = tuple[dict[str, Any], dict[str, np.ndarray]]
 
@@ -99,8 +97,9 @@ def checksum_of(frame: bytes) -> int:
 
 
 class FrameFile:
-    """Reads one file. `num_torn_bytes`: bytes at its end that are no whole frame, known once `frames()` is exhausted.
-    `checksum`: of the frame that `frames()` yielded last. `damages`: what was passed over.
+    """Reads one file. `num_torn_bytes`: the number of bytes at its end that are no whole frame, known once `frames()`
+    is exhausted. `checksum`: that of the frame that `frames()` yielded last. `damages`: the damage that was passed
+    over.
     """
 
     def __init__(self, path: Path, past_damage: bool = False) -> None:
@@ -111,8 +110,8 @@ class FrameFile:
         self.damages: list[Damage] = []
 
     def frames(self) -> Iterator[Frame]:
-        """(JSON values, arrays) of every whole frame; arrays have the shape and dtype they were written with, in
-        little-endian order. Raises JournalError for a file that is no journal's, or unreadable, and JournalDamage.
+        """(JSON values, arrays) of every whole frame; arrays have the shape and dtype with which they were written, in
+        little-endian order. Raises JournalError if the file is no journal's or unreadable, and JournalDamage.
         """
         try:
             with open_regular(self.path) as file:
@@ -161,8 +160,8 @@ class FrameFile:
 
 
 def _read_frame(file: BinaryIO, num_left: int) -> bytes | str | None:
-    """The payload of the frame here; what is wrong with it; or None where it is the beginning of a frame that was cut
-    off. `num_left`: bytes to the file's end.
+    """Read the frame at the file's position. Returns its payload; or a text that says what is wrong with it; or None if
+    it is the beginning of a frame that was cut off. `num_left`: the number of bytes to the file's end.
     """
     head = file.read(_FRAME.size)
     if len(head) < _FRAME.size:
@@ -176,11 +175,11 @@ def _read_frame(file: BinaryIO, num_left: int) -> bytes | str | None:
         return payload if zlib.crc32(payload) == checksum else "its checksum does not hold"
     if zlib.crc32(payload) == checksum:
         return f"it says that it has {length} bytes, and has {num_left}"
-    return _of_cut_frame(payload, length)
+    return _problem_of_cut_frame(payload, length)
 
 
-def _of_cut_frame(payload: bytes, length: int) -> str | None:
-    """What is wrong with the first bytes of a frame of `length` bytes; None where nothing is but that it ends early."""
+def _problem_of_cut_frame(payload: bytes, length: int) -> str | None:
+    """What is wrong with the first bytes of a frame of `length` bytes; None if it only ends early."""
     text = payload[_LENGTH.size :]
     if len(text) < len(_JSON_BEGIN) and length > _LARGE_FRAME:
         return f"it says that it has {length} bytes"
@@ -190,7 +189,7 @@ def _of_cut_frame(payload: bytes, length: int) -> str | None:
     if num_text > length - _LENGTH.size or not _JSON_BEGIN.startswith(text[: len(_JSON_BEGIN)]):
         return "it does not begin as a record"
     if len(text) < num_text:
-        return _of_cut_text(text)
+        return _problem_of_cut_text(text)
     try:
         layout = json.loads(text[:num_text])["arrays"]
         own = sum(np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in layout.values())
@@ -200,8 +199,8 @@ def _of_cut_frame(payload: bytes, length: int) -> str | None:
     return None if own == length else f"it says that it has {length} bytes, and its content needs {own}"
 
 
-def _of_cut_text(text: bytes) -> str | None:
-    """The same of the JSON's first bytes."""
+def _problem_of_cut_text(text: bytes) -> str | None:
+    """What is wrong with the first bytes of a frame's JSON; None if it only ends early."""
     try:
         json.loads(text)
     except json.JSONDecodeError as error:
@@ -213,7 +212,7 @@ def _of_cut_text(text: bytes) -> str | None:
 
 
 def _next_intact(file: BinaryIO, size: int, start: int) -> tuple[int, bool]:
-    """(the place of the first frame from byte `start` on whose checksum holds, True), or (`size`, False)."""
+    """(Place of the first frame from byte `start` on whose checksum holds, True); (`size`, False) if there is none."""
     if start >= size:
         return size, False
     with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as data:
@@ -275,8 +274,8 @@ def encode_tools(tools: Tools) -> bytes:
 
 
 def encode_episode(episode: Episode) -> bytes:
-    """The record of an episode; that of its tools, if it has any, is another one. Raises ValueError for a tree that no
-    recorder makes, and for a NaN outside the log-probs.
+    """The record of an episode; its tools, if it has any, have a record of their own. Raises ValueError for a tree that
+    no recorder makes, and for a NaN outside the log-probs.
     """
     check_episode(episode)
     turns = episode.turns
@@ -331,7 +330,9 @@ def decode_episode(
 
 
 def drop_routes(arrays: dict[str, np.ndarray]) -> bool:
-    """Take the routed experts of every node out of a record's arrays, of format 1, too. Whether there were any."""
+    """Remove the routed experts of every node from a record's arrays, also of format 1. Returns whether there were
+    any.
+    """
     routes = [name for name in arrays if name.startswith(_ROUTES) or name == "routed_experts"]
     for name in routes:
         del arrays[name]
@@ -339,7 +340,7 @@ def drop_routes(arrays: dict[str, np.ndarray]) -> bool:
 
 
 def encode_batch(batch: RolloutBatch, prompts: dict[str, Any], **more: Any) -> bytes:
-    """The record that ends a step: the groups of its batch. `prompts`: the prompt order's state behind the batch.
+    """The record that ends a step: the groups of its batch. `prompts`: the prompt order's state after the batch.
     `more`: further values for the record's reader.
     """
     group_ids = [group.group_id for group in batch.groups]
@@ -375,7 +376,7 @@ def _node_values(node: Node, prompt: Prompt) -> dict[str, Any]:
 
 
 def _only_message(is_sampled: bool, text: str, prompt: Prompt) -> dict[str, Any]:
-    """The message of a node that is left out where it is the only one."""
+    """The message that a node's record leaves out if it is the node's only message."""
     return {"role": "assistant", "content": text} if is_sampled else {"role": "user", "content": prompt.text}
 
 
@@ -384,7 +385,7 @@ def _is_prompt(node: Node, prompt: Prompt) -> bool:
 
 
 class _ArrayParts:
-    """The values of an array, one node's behind the other's. What is missing at its end is not there."""
+    """Reads the values of an array, one node after the other. Values that are missing at its end are missing here."""
 
     def __init__(self, array: np.ndarray) -> None:
         self._array, self._place = array, 0

@@ -1,21 +1,20 @@
-"""Takes routed experts out of the files of old steps while the run goes on.
-
-Owns the thread: rewriting a step's file reads every byte of it, tens of gigabytes for a large model, for which no step
-waits. Which routes are not needed any more is the caller's to know; the files are `journal.py`'s.
-
-The journal of one run: the sampled episodes, a file for each step, written as groups are admitted and complete.
+"""The journal of one run: the sampled episodes, a file for each step, written as groups are admitted and complete.
 
 Every episode is handed to the kernel as soon as it is scored, so a killed process loses none. It reaches the disk at
 the end of the batch, and every few seconds before, so a machine that loses power loses the last seconds of one step.
 
 The files follow each other as one log. The file of step N has what happened after the batch of step N - 1 was formed
 and until that of step N was: groups admitted, episodes completed, and as its last record the batch that step N
-consumes. A run that samples ahead of its training has groups whose records begin in an earlier file; the record of a
+consumes. In a run that samples ahead of its training, a group's records may begin in an earlier file; the record of a
 batch says in which. Without sampling ahead, a file has all of its step.
 
-A file begins with the step, the weight version that it begins with and what else made the episodes (`made_by`). Files
-of another history are moved aside, to `step_N.old-NNNN`, and only `journal.keep_last` deletes them. What a restarted
-step takes over is `batches.journalled`'s.
+A file begins with the step, the weight version that it begins with, and what else made the episodes (`made_by`). Files
+of another history are moved aside, to `step_N.old-NNNN`, and only `journal.keep_last` deletes them. `train/` decides
+what a restarted step takes over.
+
+`Journal` is the folder of these files. `RoutePruning` takes routed experts out of the files of old steps in a thread
+while the run goes on: rewriting a file reads every byte of it, tens of gigabytes for a large model, and no step waits
+for that. The caller knows which routes are no longer needed.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _OLD = re.compile(r"step_\d{8}\.old-\d{4,}")
 
 @contextlib.contextmanager
 def _missing_groups(file: Path) -> Iterator[None]:
-    """Raise that the batch's record names a group that no file has, or lacks a value."""
+    """Raise JournalError if the block's KeyError shows that the batch's record names a group that no file has."""
     try:
         yield
     except KeyError as error:
@@ -51,15 +50,15 @@ class PartGoneError(JournalError):
 
 
 class Journal:
-    """The folder of a run's step files. One process writes; others may read meanwhile. One thread of it may take routes
-    out of old files (`prune_routes`) while another does everything else.
+    """The folder of a run's step files. One process writes; others may read at the same time. One thread of the writer
+    may take routes out of old files (`prune_routes`) while another does everything else.
 
     Every method raises JournalError, with the path and the reason, when reading or writing fails.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
-        self._lock = threading.Lock()  # of the two that follow, and of removing a file
+        self._lock = threading.Lock()  # guards the next two, and the removal of a file
         self._rewritten: int | None = None
         self._unwanted: set[int] = set()
 
@@ -67,16 +66,16 @@ class Journal:
         return self.folder / f"step_{step:08d}"
 
     def steps(self) -> list[int]:
-        """Steps that have a file, in order."""
+        """The steps that have a file, in order."""
         if not self.folder.is_dir():
             return []
         found = (_NAME.fullmatch(entry.name) for entry in self.folder.iterdir())
         return sorted(int(match.group(1)) for match in found if match)
 
     def read(self, step: int, past_damage: bool = False) -> StepRecord | None:
-        """The record of a step, without a torn end; None where it has no file, or where even the file's beginning is
-        torn. Its groups are those of its file, and those of its batch from earlier files; where one of these is gone,
-        it raises PartGoneError. Where a file is damaged, it raises JournalDamage; with `past_damage`, to show it, the
+        """The record of a step, without a torn end; None if it has no file, or if even the file's beginning is torn.
+        Its groups are those of its file, and those of its batch from earlier files; if one of those files is gone, this
+        raises PartGoneError. If a file is damaged, this raises JournalDamage; with `past_damage`, for showing it, the
         record has what is intact, and no batch.
         """
         record = self.read_alone(step, past_damage)
@@ -86,7 +85,9 @@ class Journal:
         return record
 
     def _add_batch(self, step: int, record: StepRecord, past_damage: bool) -> None:
-        """Add the groups of earlier files of the record's batch, and make it unless something is damaged."""
+        """Add the groups of the record's batch that are in earlier files, and make the batch unless something is
+        damaged.
+        """
         consumed = record.consumed
         assert consumed is not None
         numbers = set(consumed["group_ids"])
@@ -104,12 +105,12 @@ class Journal:
                 record.make_batch()
 
     def read_alone(self, step: int, past_damage: bool = False) -> StepRecord | None:
-        """`read` of nothing but the step's own file: without its batch."""
+        """As `read`, but only from the step's own file, and without its batch."""
         return read_file(self.file(step), past_damage) if self.file(step).exists() else None
 
     def check(self, steps: Iterable[int], most_bytes: int) -> None:
-        """Raise JournalDamage for the first damaged file of `steps`; of large files those that come within `most_bytes`
-        in all are looked at.
+        """Raise JournalDamage for the first damaged file of `steps`. Stops before the files exceed `most_bytes`
+        together.
         """
         for step in steps:
             most_bytes -= self.file(step).stat().st_size
@@ -119,8 +120,10 @@ class Journal:
                 pass
 
     def has_pruned_routes(self, step: int) -> bool:
-        """Have the routed experts of a step been removed? Reads only the beginning of its file."""
-        values = next((values for values, _ in FrameFile(self.file(step)).frames()), {})  # damage further on: `read`
+        """Whether the routed experts of a step have been removed. Reads only the beginning of its file."""
+        values = next(
+            (values for values, _ in FrameFile(self.file(step)).frames()), {}
+        )  # `read` finds damage further on
         return bool(values.get("routes_pruned", False))
 
     def begin(
@@ -132,9 +135,8 @@ class Journal:
         made_by: Mapping[str, str] | None = None,
         admitted: Mapping[int, int] | None = None,
     ) -> StepWriter:
-        """Write the file of `step` anew with the groups `known`. Returns what appends to it, which the caller closes.
-
-        The files of later steps belong to another history from here on and are moved aside.
+        """Write the file of `step` anew with the groups `known`. Returns the writer that appends to it, which the
+        caller closes. The files of later steps belong to another history from now on and are moved aside.
         """
         with disk_errors(self.folder):
             atomic_io.make_folder(self.folder, at="journal.folder")
@@ -159,12 +161,12 @@ class Journal:
             return target
 
     def prune(self, before_step: int) -> None:
-        """Remove the files of the steps before `before_step`, and those moved aside of the same steps."""
+        """Remove the files of the steps before `before_step`, those that were moved aside included."""
         with disk_errors(self.folder):
             for step in (step for step in self.steps() if step < before_step):
                 with self._lock:
                     if step == self._rewritten:
-                        self._unwanted.add(step)  # or the file would be there once more
+                        self._unwanted.add(step)  # removed after the rewrite, which would bring the file back
                     else:
                         self._remove(step)
 
@@ -177,7 +179,7 @@ class Journal:
 
     @contextlib.contextmanager
     def _rewriting(self, step: int) -> Iterator[None]:
-        """Nobody removes the file in the block; behind it, it goes where it was to be removed meanwhile."""
+        """Keep the file from being removed during the block. If it was to be removed, it is removed afterwards."""
         with self._lock:
             self._rewritten = step
         try:
@@ -191,7 +193,7 @@ class Journal:
 
     def _remove(self, step: int) -> None:
         gaps = token_gaps_file(self.folder, step)
-        # The step's own file last: while it is there, the step's removal is tried again.
+        # The step's own file goes last: as long as it exists, the removal of the step is tried again.
         for file in (*([gaps] if gaps.exists() else []), *self._aside(step), self.file(step)):
             atomic_io.remove_file(file, at="journal.drop")
 
@@ -215,7 +217,7 @@ class Journal:
 
 
 class RoutePruning:
-    """One per run. Use it from one thread."""
+    """Takes old routes out of a journal's files in a background thread. One per run; use it from one thread."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
@@ -225,7 +227,7 @@ class RoutePruning:
         self._future: concurrent.futures.Future[None] | None = None
 
     def begin(self, before_step: int) -> None:
-        """Routes of the steps before this one go. Returns at once. Raises as `check`."""
+        """Begin to remove the routes of the steps before `before_step`. Returns at once. Raises as `check`."""
         self.check()
         with self._lock:
             self._before = max(self._before, before_step)
@@ -234,13 +236,13 @@ class RoutePruning:
                 self._future = processes.run_in_thread("journal.prune_routes", self._run)
 
     def check(self) -> None:
-        """Raise JournalError where a file could not be rewritten: it stays as it is."""
+        """Raise JournalError if a file could not be rewritten; that file is unchanged."""
         if self._future is not None and self._future.done():
             future, self._future = self._future, None
             future.result()
 
     def wait(self) -> None:
-        """Returns when all is done. Raises as `check`."""
+        """Return when everything is done. Raises as `check`."""
         if self._future is not None:
             concurrent.futures.wait([self._future])
         self.check()

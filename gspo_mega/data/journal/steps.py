@@ -1,15 +1,14 @@
-"""Beside the journal's file of a step, what the trainer's log-prob of each of its tokens was before any update.
+"""One file of the journal: reading it into a record, appending to it, and the trainer's log-prob differences next to
+it.
 
-Owns the file and how ranks' parts become an array per response. A row for a person to look at: nothing is trained on
-it, and a run without it continues. Values are trainer - server, nats, float16; NaN where nobody measured.
+`read_file` reads a file frame by frame and puts groups and episodes together as a `StepRecord`. `StepWriter` appends
+groups as they are admitted, episodes as they complete, and the batch of the step, and decides what is in the kernel and
+what on the disk at which time. Which files belong to a step is decided in `journal.py`, which file is open in
+`episode_log.py`.
 
-What one file of the journal says: read frame by frame, with groups and episodes put together.
-
-Owns the meaning of the records and their order in a file. Which files belong to a step is `journal.py`'s.
-
-Appends to one file of the journal: groups as they are admitted, episodes as they complete, the batch of the step.
-
-Owns what is in the kernel and on the disk when. Which file is open is `episode_log.py`'s.
+`write_token_gaps` and `TokenGaps` keep another file per step: for each sampled token, the trainer's log-prob before any
+update minus the server's, in nats, float16, NaN if nobody measured it. It is for people to look at: nothing is trained
+on it, and a run without it continues.
 """
 
 from __future__ import annotations
@@ -57,12 +56,12 @@ class StepRecord:
     """The content of one step's file. `batch` and `prompts` are None until the step's batch is complete.
 
     `groups`: every episode of the file by group, in sample order, incomplete groups too; the group that got an episode
-    last is last. `admitted`: the weight version that a group was admitted under, where the file says so. `prompts`: the
-    prompt order's state behind the batch. `made_by`: fingerprints of what made the episodes, by kind; none in a record
-    of an earlier release. `checksums`: of every episode's frame as it was first written, by episode id.
-    `routes_pruned`: the routed experts were recorded and have been removed. `consumed`: what the record of the batch
-    says, without its episodes. `damages`, `lost`: only of a file that was read past its damage; what is damaged, and
-    the episodes that are intact and whose prompt, tools or group is not.
+    last is last. `admitted`: the weight version under which a group was admitted, if the file says so. `prompts`: the
+    prompt order's state after the batch. `made_by`: fingerprints of what made the episodes, by kind; empty in a record
+    of an earlier release. `checksums`: by episode id, the checksum of the episode's frame as it was first written.
+    `routes_pruned`: the routed experts were recorded and have been removed. `consumed`: the content of the batch's
+    record, without its episodes. `damages`, `lost`: only of a file that was read past its damage: what is damaged, and
+    the episodes that are intact although their prompt, tools or group is not.
     """
 
     step: int
@@ -81,14 +80,14 @@ class StepRecord:
     lost: list[str] = field(default_factory=list)
 
     def add_episode(self, episode: Episode, checksum: int) -> None:
-        """A sample that was made once more takes the place of its first record."""
+        """Add an episode. If the same sample was recorded before, the new record replaces the first."""
         group = self.groups.pop(episode.group_id)
         self.groups[episode.group_id] = group
         _add(group, episode)
         self.checksums[episode.episode_id] = checksum
 
     def add_record(self, earlier: StepRecord, numbers: set[int]) -> None:
-        """Put what an earlier file has of the groups `numbers` before what this one has."""
+        """Put the episodes that an earlier file has of the groups `numbers` before those of this one."""
         before: dict[int, Group] = {}
         for number, group in earlier.groups.items():
             if number not in numbers:
@@ -110,7 +109,7 @@ class StepRecord:
         self.groups = {**before, **self.groups}
 
     def make_batch(self) -> None:
-        """The batch that the record says was trained on, from the groups that are here."""
+        """Make the batch that was trained on, as the record says, from the groups that are here."""
         if (consumed := self.consumed) is not None:
             groups = [self.groups[number] for number in consumed["group_ids"]]
             sampled = consumed.get("sampled", {})  # older records have none
@@ -131,15 +130,17 @@ def _sample_of(episode: Episode) -> tuple[int, str]:
 
 
 def _is_same_sample(one: Episode, other: Episode) -> bool:
-    """Of a run that samples ahead, a second attempt at a sample may bear the number of a later step in its id."""
+    """Whether two episodes are the same sample of their group. In a run that samples ahead, the id of a second attempt
+    at a sample may have the number of a later step.
+    """
     return one.episode_id == other.episode_id or _sample_of(one)[0] == _sample_of(other)[0] >= 0
 
 
 def read_file(path: Path, past_damage: bool = False) -> StepRecord | None:
-    """The record of one file, without a torn end and without its batch; None where even its beginning is torn.
+    """The record of one file, without a torn end and without its batch; None if even its beginning is torn.
 
-    Raises JournalDamage for a damaged file, and JournalError for one of a newer release. `past_damage`: what is intact
-    of a damaged file; only to be shown.
+    Raises JournalDamage for a damaged file, and JournalError for one of a newer release. With `past_damage`, returns
+    what is intact of a damaged file, only for showing it.
     """
     with well_formed(path):
         return _read_file(FrameFile(path, past_damage), past_damage)
@@ -147,7 +148,7 @@ def read_file(path: Path, past_damage: bool = False) -> StepRecord | None:
 
 @contextlib.contextmanager
 def well_formed(path: Path) -> Iterator[None]:
-    """Raises JournalError where the block fails because a record of the file holds other values than were written."""
+    """Raises JournalError if the block fails because a record of the file has other values than were written."""
     try:
         yield
     except GspoMegaError:
@@ -164,7 +165,7 @@ def _read_file(file: FrameFile, past_damage: bool) -> StepRecord | None:
         kind = values.get("kind")
         if past_damage and record is None and kind != "begin" and file.damages:
             step = int(path.name.rpartition("_")[2]) if path.name.rpartition("_")[2].isdecimal() else 0
-            record = StepRecord(step, -1, 0)  # what its first record said is not known
+            record = StepRecord(step, -1, 0)  # the content of its first record is not known
         if kind == "begin":
             if record is not None:
                 raise JournalError(f"{path}: a second first record, where byte for byte one was written")
@@ -211,14 +212,14 @@ def _read_file(file: FrameFile, past_damage: bool) -> StepRecord | None:
 
 
 def _is_whole(values: dict[str, Any], record: StepRecord, tools: dict[str, Tools]) -> bool:
-    """Whether the records that an episode's refers to are there."""
+    """Whether the records to which an episode's record refers are there."""
     name = values.get("tools_id")
     return values.get("group_id") in record.groups and (name is None or name in tools)
 
 
 @contextlib.contextmanager
 def _damage(path: Path, values: dict[str, Any]) -> Iterator[None]:
-    """Raise what is wrong with one record, whose checksum is right, as JournalError."""
+    """Raise JournalError if the block finds something wrong with one record, although its checksum is right."""
     try:
         yield
     except (KeyError, TypeError, ValueError) as error:
@@ -230,8 +231,8 @@ SYNC_SECONDS = 5.0
 
 
 class StepWriter:
-    """Writes a file anew, with `known` in it, and appends to it. Used by one thread at a time. A context manager that
-    closes it. `checksums`: of every episode's frame, by episode id.
+    """Writes a file anew, with the groups `known`, and appends to it. Used by one thread at a time; a context manager
+    that closes the file. `checksums`: by episode id, the checksum of the episode's frame.
     """
 
     def __init__(
@@ -241,7 +242,9 @@ class StepWriter:
         known: Mapping[int, Group],
         admitted: Mapping[int, int] | None = None,
     ) -> None:
-        """`begin`: what the file begins with. `admitted`: the weight versions that known groups were admitted under."""
+        """`begin`: the values of the first record. `admitted`: the weight versions under which known groups were
+        admitted.
+        """
         self._path, self._prompts, self._tools = path, set(known), set[str]()
         self.checksums: dict[str, int] = {}
         self._synced = time.monotonic()
@@ -260,7 +263,7 @@ class StepWriter:
             self._prompts.add(group_id)
 
     def add(self, episode: Episode) -> None:
-        """Append an episode that is scored or has failed. The kernel has it when this returns."""
+        """Append an episode that is scored or has failed. When this returns, the kernel has it."""
         data = self._encoded(episode)
         if episode.group_id not in self._prompts:
             data = self._named(episode.episode_id, episode.prompt, episode.group_id, {}) + data
@@ -268,19 +271,19 @@ class StepWriter:
         self._append(data)
 
     def finish(self, batch: RolloutBatch, prompts: dict[str, Any], **more: Any) -> None:
-        """Append the batch that the step trains on, and the order's state after it; `settle` is next. `more`: further
-        values for the record's reader.
+        """Append the batch that the step trains on, and the prompt order's state after it; call `settle` next. `more`:
+        further values for the record's reader.
         """
         with disk_errors(self._path):
             atomic_io.append(self._descriptor, encode_batch(batch, prompts, **more), at="journal.append")
 
     def settle(self) -> None:
-        """The end of the file: all of it is on disk when this returns, and closed in any case."""
+        """End the file: when this returns, all of it is on the disk. The file is closed in any case."""
         with self, disk_errors(self._path):
             self._sync()
 
     def close(self) -> None:
-        """Nothing more is written."""
+        """Close the file; nothing more can be written."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -302,7 +305,7 @@ class StepWriter:
         self._synced = time.monotonic()
 
     def _encoded(self, episode: Episode) -> bytes:
-        """The frames of an episode: of its tools, where the file has not got them, and its own."""
+        """The frames of an episode: one for its tools, unless the file has them, and its own."""
         with self._refusal(f"{episode.episode_id}, of prompt {episode.prompt.prompt_id},"):
             frame = encode_episode(episode)
             before = b""
@@ -318,7 +321,7 @@ class StepWriter:
 
     @contextlib.contextmanager
     def _refusal(self, name: str) -> Iterator[None]:
-        """Raise what a record cannot hold as JournalError."""
+        """Raise JournalError if the block meets a value that a record cannot hold."""
         try:
             yield
         except (TypeError, ValueError, RecursionError) as error:
@@ -345,9 +348,9 @@ def token_gaps_file(folder: Path, step: int) -> Path:
 
 
 def write_token_gaps(folder: Path, batch: RolloutBatch, parts: Iterable[Mapping[str, np.ndarray]]) -> None:
-    """Write what the ranks measured of a step's batch, counted from 0. `parts`: of every rank and mini-batch, of n
-    tokens: `rows` [n] in the batch's trajectories, `places` [n] in the row's prompt and response, `gaps` [n] nats.
-    Raises JournalError.
+    """Write what the ranks measured of a step's batch. `parts`: for every rank and mini-batch, arrays over its n
+    tokens: `rows` [n], indices of the batch's trajectories; `places` [n], positions in the row's prompt and response,
+    from 0; `gaps` [n], nats. Raises JournalError.
     """
     trajectories = batch.trajectories
     ends = np.cumsum([len(row.response_token_ids) for row in trajectories], dtype=np.int64)
@@ -380,7 +383,7 @@ def write_token_gaps(folder: Path, batch: RolloutBatch, parts: Iterable[Mapping[
 
 
 class TokenGaps:
-    """Of one step; empty where none are recorded. Raises JournalError for a file that cannot be read."""
+    """The differences of one step; empty if none are recorded. Raises JournalError if the file cannot be read."""
 
     def __init__(self, folder: Path, step: int) -> None:
         self._found: dict[str, tuple[int, np.ndarray]] = {}
@@ -392,8 +395,8 @@ class TokenGaps:
             self._found = dict(zip(values["episode_ids"], zip(arrays["checksums"].tolist(), parts), strict=True))
 
     def of(self, episode: Episode) -> dict[int, np.ndarray]:
-        """By sampled node, [tokens] float16 nats, NaN where not measured; {} for an episode that is not there, or whose
-        tokens were others: a step may have been sampled again.
+        """By sampled node, [tokens] float16 nats, NaN for tokens that were not measured. Empty if the episode is not
+        there, or had other tokens because the step was sampled again.
         """
         checksum, values = self._found.get(episode.episode_id, (None, np.zeros(0, np.float16)))
         if checksum is None or checksum != _checksum(episode):
@@ -403,7 +406,7 @@ class TokenGaps:
 
 
 def _checksum(episode: Episode) -> int:
-    """Of the sampled tokens."""
+    """The CRC-32 of an episode's sampled tokens."""
     checksum = 0
     for node in episode.turns:
         checksum = zlib.crc32(np.asarray(node.token_ids, "<i4").tobytes(), checksum)

@@ -1,10 +1,10 @@
-"""Watch the batch node of a job from another node of it.
+"""Watch the batch node of a job from another of its nodes.
 
     python -I batch_node_watch.py JOB BATCH_NODE STATE_FILE LOG
 
 A job that may go on without a node (--no-kill) also goes on without the node of its batch script, where the supervisor
-runs. When that node is lost, this process has Slurm queue the job again. It asks a Slurm that does not answer for ten
-minutes, as the supervisor does. Standard library alone: it runs as a file.
+runs. When that node is lost, this process makes Slurm queue the job again. If Slurm does not answer, it asks again for
+ten minutes, as the supervisor does. It runs as a file, so it uses only the standard library.
 """
 
 import os
@@ -30,8 +30,7 @@ def main() -> None:
         if now != seen:
             seen, since, unanswered = now, time.monotonic(), None
         elif time.monotonic() - since > _SILENCE_SECONDS:
-            # Only a silent supervisor is a reason to ask Slurm, and Slurm's answer decides: a slow folder is not a lost
-            # node.
+            # A silent supervisor is only a reason to ask Slurm, whose answer decides: the folder may just be slow.
             try:
                 if _requeued_if_lost(job, batch_node, log):
                     return
@@ -55,7 +54,9 @@ def main() -> None:
 
 
 def _requeued_if_lost(job: str, batch_node: str, log: str) -> bool:
-    """Whether the batch node has left the job; if so, requeues the job. Raises the errors of the calls of Slurm."""
+    """Requeue the job if the batch node has left it. Returns whether it has. Raises the errors of the calls of
+    Slurm.
+    """
     if batch_node in _nodes_of(job):
         return False
     # Log first: Slurm ends this process with the rest of the job.
@@ -65,7 +66,7 @@ def _requeued_if_lost(job: str, batch_node: str, log: str) -> bool:
 
 
 def _log(log: str, line: str) -> None:
-    """Append a line to the log unless it is there. Not standard output: srun on the lost node would write that."""
+    """Append a line to the log unless it is there. (Standard output would be written by srun on the lost node.)"""
     try:
         with open(log, "a+", encoding="utf-8") as file:
             file.seek(0)

@@ -1,12 +1,7 @@
-"""From a loaded configuration to the supervised steps of a Slurm job, in the process of its batch script.
+"""The supervisor of a Slurm job: from a loaded configuration to supervised steps, in the job's batch script.
 
-Does for a job what `launcher/local.py` does for one machine: plan, run folder, records of the attempt. The steps
-are run by `job.py`.
-
-The supervisor of a Slurm job: runs in its batch script on the first trainer node and watches one attempt's steps.
-
-Owns the reaction to ended steps and lost nodes. Signals are the business of `stop.py`, the set of servers of
-`steps.py`, the steps of `steps.py`, the calls of Slurm of `scontrol.py`.
+`launch_slurm` does for a job what `launcher/local.py` does for one machine: plan, run folder, attempts (`_Attempts`).
+`SlurmJob` runs on the first trainer node, watches the steps of one attempt, and reacts to ended steps and lost nodes:
 
     USR1 (time limit; preemption: see site.sh)     the ranks save a checkpoint and end; the job is requeued
     TERM, INT, HUP, a stop file                    the same without a requeue
@@ -14,8 +9,10 @@ Owns the reaction to ended steps and lost nodes. Signals are the business of `st
     a trainer node or all servers' nodes lost      the job is requeued and continues from the last checkpoint
     all servers' nodes of a reward model lost      the same
     some servers lost or given up                  the run continues with the others
-    a rank or the last server fails or hangs       the attempt fails: its first error is the log's last line, and
-                                                   `job.py` may begin another attempt on the same nodes
+    a rank or the last server fails or hangs       the attempt fails: the log ends with its first error, and another
+                                                   attempt may begin on the same nodes
+
+Signals are handled in `stop.py`, the steps and the servers in `steps.py`, the calls of Slurm in `scontrol.py`.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ from gspo_mega.base.versions import compare_records
 from gspo_mega.config import Config, LoadedConfig, render_config
 from gspo_mega.launcher.alerts import AlertSender
 from gspo_mega.launcher.attempt_state import StateKeeper, describe_failure, one_line
-from gspo_mega.launcher.children import Child, ChildSpec, ConsoleTail, ProcessFamily, log_to, signals_taken
+from gspo_mega.launcher.children import Child, ChildSpec, ConsoleTail, ProcessFamily, collect_signals, log_to
 from gspo_mega.launcher.lease import hold
 from gspo_mega.launcher.prepare import free_port, new_attempt, versions_text
 from gspo_mega.launcher.restarts import Decision, Restarts
@@ -58,259 +55,22 @@ from gspo_mega.plan.watchdog_bounds import Patience, patience
 from gspo_mega.rollout.server.reward_server import reward_folder
 
 logger = logging.getLogger(__name__)
-
 _POLL_SECONDS = 0.2
 _SETTLE_SECONDS = 1.0
-# Interval of the questions to Slurm about the job's nodes and time.
-_LOOK_SECONDS = 15.0
-# Slurm checks time limits twice a minute. A signal that is later than this was sent before the supervisor started.
+# Slurm is asked about the job's nodes and time at this interval.
+_ASK_SECONDS = 15.0
+# Slurm checks time limits twice a minute. If a signal is later than this, it was sent before the supervisor started.
 _LATE_SECONDS = 60.0
 _END_GRACE_SECONDS = 3.0
 # Shortest interval between two starts of the watch over the batch node.
 _WATCH_AGAIN_SECONDS = 5.0
 
 
-class AttemptError(RankError):
-    """An attempt's ranks or servers failed, and no lost node is the reason. One line: the first error."""
-
-
-@dataclass
-class JobContext:
-    """State that outlives an attempt: the nodes, which of them are lost, Slurm's silence, unprocessed signals.
-
-    `signal_seconds`: time from USR1 to the limit. `say` shows a line in the job's log. `preflight_seconds`: time limit
-    of a doctor. `patience`: how long ranks may be stuck; None disables the watchdog. `check_lease` raises FolderError
-    once another supervisor has the run folder. `by_nccl`: ranks publish to the servers through NCCL.
-    """
-
-    allocation: Allocation
-    signal_seconds: float
-    say: Callable[[str], None]
-    answers: Answers
-    preflight_seconds: float
-    patience: Patience | None = None
-    check_lease: Callable[[], None] = lambda: None
-    by_nccl: bool = False
-    signals: list[int] = field(default_factory=list)
-    stack_signals: list[int] = field(default_factory=list)
-    nodes: LostNodes = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.nodes = LostNodes(self.allocation, self.say)
-
-
-class SlurmJob:
-    """One attempt's steps. `seconds_left`: until the job's time limit, None without one."""
-
-    def __init__(
-        self, attempt: Attempt, context: JobContext, steps: AttemptSteps, state: StateKeeper, seconds_left: float | None
-    ) -> None:
-        self._attempt, self._steps, self._state, self._say = attempt, steps, state, context.say
-        self._allocation, self._answers, self._nodes = context.allocation, context.answers, context.nodes
-        self._signal_seconds, self._preflight_seconds = context.signal_seconds, context.preflight_seconds
-        self.stop = Stop(
-            attempt,
-            self._allocation.job_id,
-            state,
-            self._answers,
-            context.signals,
-            self._say,
-            self._signal_seconds,
-            seconds_left,
-        )
-        self._check_lease, self._by_nccl = context.check_lease, context.by_nccl
-        self._console = ConsoleTail(attempt.console_log, self._say)
-        self._watchdog = None if context.patience is None else RankWatchdog(attempt, steps.num_ranks, context.patience)
-        self._stacks = StacksOnSignal(attempt, steps.num_ranks, context.stack_signals, context.say)
-        self._failures: ServerFailures | None = None
-        self._watch: Child | None = None
-        self._watch_again = 0.0
-        self._look_again = time.monotonic() + _LOOK_SECONDS
-
-    def run(
-        self,
-        command: str,
-        servers: Sequence[int],
-        master_port: int,
-        doctors: Sequence[tuple[SlurmNode, ChildSpec]],
-        rewards: Mapping[str, Sequence[int]] | None = None,
-    ) -> int:
-        """Start the steps, the doctors first, and watch until they are over. `servers`: indices of servers to start;
-        `rewards`: those of each reward model.
-
-        Returns 0, or 75 when stopped; for a requeued job, as soon as Slurm ends it. Raises AttemptError for a failure,
-        RankError for one that another attempt would not mend, each with one line. Call from the main thread.
-        """
-        if self.stop.handle_signals():
-            return self._ended_by_slurm()
-        family = ProcessFamily()
-        starts = Starts(family, self._attempt, self._say)
-        fleets: list[StepServers] = []
-        try:
-            if doctors:
-                preflight(
-                    starts,
-                    self._answers,
-                    self._allocation.job_id,
-                    doctors,
-                    self._preflight_seconds,
-                    self._say,
-                    lambda: compare_records(self._attempt.software_dir, self._by_nccl),
-                )
-            fleets.append(StepServers(self._attempt, self._steps, self._nodes, starts, self._say, servers))
-            own = self._steps.reward_servers()
-            for name, indices in (rewards or {}).items():
-                folder, of = reward_folder(self._attempt, name), f" of reward model {name}"
-                fleets.append(StepServers(folder, own[name], self._nodes, starts, self._say, indices, of))
-                if not indices:
-                    self.stop.ask(f"all servers{of} are lost", again=True)
-            scorers = [(reward_folder(self._attempt, name), f" of reward model {name}") for name in rewards or {}]
-            self._failures = ServerFailures([(self._attempt, ""), *scorers], self._say)
-            ranks = starts.start(self._steps.ranks(command, master_port))
-            for child in (*(child for fleet in fleets for child in fleet.children), ranks):
-                logger.info("%s: %s", child.name, " ".join(child.spec.command))
-            code = self._until_over(ranks, fleets, starts)
-        finally:
-            end_all(fleets)
-            family.close(_END_GRACE_SECONDS)
-            self._console.pump()
-        if self.stop.queues_again and self.stop.still_runs():
-            return self.stop.queue_again()
-        self._state.tell("finished" if code == 0 else "stopped")
-        return code
-
-    def _until_over(self, ranks: Child, fleets: Sequence[StepServers], starts: Starts) -> int:
-        while True:
-            self._console.pump()
-            if self._failures is not None:
-                self._failures.look()
-            self._check_lease()
-            self._stacks.look()
-            self._keep_watch(starts)
-            if self.stop.handle_signals():
-                return self._ended_by_slurm()
-            if any(fleet.ended for fleet in fleets):
-                time.sleep(_SETTLE_SECONDS)
-                with self._answers.or_later():
-                    if not job_runs(self._allocation.job_id):
-                        return self._ended_by_slurm()
-                    for fleet in fleets:
-                        if fleet.ended:
-                            self._drop_ended(fleet)
-            if ranks.exit_code is not None:
-                with self._answers.or_later():
-                    if (code := self._ranks_over(ranks)) is not None:
-                        return code
-                    if (again := starts.again(ranks)) is None:
-                        self._fail([ranks, *(child for fleet in fleets for child in fleet.ended)])
-                    else:
-                        ranks = again
-            if self.look_for_lost_nodes() or self._are_stuck():
-                return EXIT_STOPPED
-            if self.stop.is_over:
-                self._say("The ranks did not stop in time; the steps since the last checkpoint are lost.")
-                return EXIT_STOPPED
-            time.sleep(_POLL_SECONDS)
-
-    def look_for_lost_nodes(self) -> bool:
-        """Ask Slurm at intervals. Returns whether it gave up a trainer node: the remaining ranks may wait for that node
-        in a collective for half an hour. Raises NoAnswerError once Slurm has been silent for too long.
-        """
-        if time.monotonic() < self._look_again:
-            return False
-        self._look_again = time.monotonic() + _LOOK_SECONDS
-        with self._answers.or_later():
-            return self._look()
-        return False
-
-    def _look(self) -> bool:
-        if not job_runs(self._allocation.job_id):
-            return False
-        left = seconds_left(self._allocation.job_id)
-        if left is not None and left < self._signal_seconds - min(_LATE_SECONDS, self._signal_seconds / 2):
-            self.stop.ask(f"{left:.0f} s are left and no signal arrived", again=True)
-        lost = self._nodes.trainers()
-        if lost:
-            self.stop.blame(lost)
-        return bool(lost)
-
-    # --- ends ----------------------------------------------------------------------------------------------
-
-    def _ranks_over(self, ranks: Child) -> int | None:
-        """The exit code where the ranks' end is not their failure; None where it is, or where they never began."""
-        if ranks.exit_code == 0:
-            self.stop.cancel_requeue()  # finished before it could be stopped
-            return 0
-        if ranks.exit_code == EXIT_STOPPED:
-            return EXIT_STOPPED
-        time.sleep(_SETTLE_SECONDS)
-        if not job_runs(self._allocation.job_id):
-            return self._ended_by_slurm()
-        if lost := self._nodes.behind_failure():
-            self.stop.blame(lost)
-            return EXIT_STOPPED
-        return EXIT_STOPPED if self.stop.queues_again else None
-
-    def _are_stuck(self) -> bool:
-        """Whether ranks are stuck for a reason that requeues the job: a stop, or a lost node that Slurm has not noticed
-        yet. Raises AttemptError for any other reason.
-        """
-        error = self._watchdog.look() if self._watchdog is not None else None
-        if error is not None:
-            with self._answers.or_later():
-                if lost := self._nodes.behind_failure():
-                    self.stop.blame(lost)
-                elif not self.stop.queues_again:
-                    self._fail_with(StuckError(f"{error}\n\n{self._stacks.now()}"))
-                return True
-        return False
-
-    def _ended_by_slurm(self) -> int:
-        self.stop.cancel_requeue()
-        self._say("Slurm ends this job.")
-        return EXIT_STOPPED
-
-    def _drop_ended(self, fleet: StepServers) -> None:
-        fleet.drop_ended()
-        if len(fleet) == 0 and not fleet.has_left:
-            if fleet.gave_up is not None and not self.stop.is_asked_for:
-                self._fail([fleet.gave_up])
-            self.stop.ask(f"all servers{fleet.of} are lost", again=True)
-
-    def _fail(self, failed: list[Child]) -> NoReturn:
-        """Raise the attempt's error. The log gets its full text, and ends with its first line."""
-        self._console.pump()
-        self._fail_with(describe_failure(failed, self._attempt))
-
-    def _fail_with(self, error: RankError) -> NoReturn:
-        self._say(str(error))
-        summary = AttemptError(f"error: {one_line(error)} (logs: {self._attempt.logs_dir})")
-        summary.exit_code = error.exit_code
-        raise summary from error
-
-    # --- the batch node ------------------------------------------------------------------------------------
-
-    def _keep_watch(self, starts: Starts) -> None:
-        """Keep a step on another node that watches this one; choose the next node when that one is lost."""
-        if (self._watch is not None and self._watch.exit_code is None) or time.monotonic() < self._watch_again:
-            return
-        self._watch_again = time.monotonic() + _WATCH_AGAIN_SECONDS
-        if self._watch is not None:
-            with self._answers.or_later():
-                self._nodes.learn()
-            if self._answers.are_missing:
-                return
-        here = self._allocation.trainer_nodes[0]
-        others = [node for node in reversed(self._allocation.nodes) if node != here and node not in self._nodes.known]
-        if others:
-            self._watch = starts.start(self._steps.watch(others[0]))
-
-
 def launch_slurm(loaded: LoadedConfig, command: Literal["train", "sft"], say: Callable[[str], None]) -> int:
     """Run `command` on the nodes of this Slurm job; returns the exit code.
 
     Call from the main thread of the batch script. Raises a GspoMegaError with its exit code: ConfigError, ModelError,
-    PlanError before anything starts, RankError for what failed after.
+    PlanError before anything starts, RankError for a later failure.
     """
     site = (
         Site.read(os.environ)
@@ -339,12 +99,25 @@ def launch_slurm(loaded: LoadedConfig, command: Literal["train", "sft"], say: Ca
             check_lease=lease.raise_if_lost,
             by_nccl=bool(site.gpus_per_node) and loaded.config.publish.method == "distributed",
         )
-        with signals_taken(SIGNALS, context.signals), signals_taken([signal.SIGUSR2], context.stack_signals):
+        with collect_signals(SIGNALS, context.signals), collect_signals([signal.SIGUSR2], context.stack_signals):
             return _Attempts(loaded, command, size, site, context, folder, report).run()
 
 
+def _check_time(job_id: str, site: Site, answers: Answers) -> None:
+    """Raises PlanError if the job would have to stop at once. (`Stop` finds out whether its time suffices for a
+    step.)
+    """
+    left = answers.demand(lambda: seconds_left(job_id))
+    if left is not None and left <= site.signal_seconds:
+        raise PlanError(
+            f"job {job_id} has {left:.0f} s left but must stop {site.signal_seconds} s before its time limit"
+            " (GSPO_SIGNAL_SECONDS), so it would never finish a step. Raise --time of GSPO_SBATCH in"
+            " launch/slurm/site.sh"
+        )
+
+
 class _Attempts:
-    """The attempts of one start of the job: the first attempt, and those after a failure on the same nodes."""
+    """The attempts of one start of the job: the first one, and after failures further ones on the same nodes."""
 
     def __init__(
         self,
@@ -409,7 +182,7 @@ class _Attempts:
                 f" {describe_nodes(allocation, self._size)}"
             )
             left = context.answers.demand(lambda: seconds_left(job_id))
-            # Before the first attempt only: a failed rank changes nothing that a doctor checks.
+            # Doctors run only before the first attempt: a failed rank changes nothing that they check.
             requests = self._size.num_servers * config.rollout.max_concurrent_requests
             doctors = (
                 steps.doctors(free_port(here), config.precision == "fp8", requests)
@@ -421,15 +194,15 @@ class _Attempts:
                 return job.run(self._command, servers, free_port(here), doctors, rewards)
             except AttemptError as error:
                 if attempt.stop_reason() is None:
-                    self._decision = self._restarts.settle(attempt, error)
+                    self._decision = self._restarts.decide_and_record(attempt, error)
                 raise
 
 
 def _in_job(config: Config, address: str, servers: Sequence[int]) -> Config:
-    """The configuration of the attempt's ranks and servers, with the number of servers that the remaining nodes hold.
+    """The configuration for the attempt's ranks and servers, with as many servers as the remaining nodes hold.
 
-    `server.host` becomes rank 0's own `address`, from which it finds the address that servers reach; each server gets
-    the address of its own node when it starts.
+    `server.host` becomes rank 0's own `address`, from which rank 0 finds the address that servers can reach. Each
+    server gets the address of its own node when it starts.
     """
     server, cluster = config.server, config.cluster
     if servers and len(servers) < server.num_servers:
@@ -438,17 +211,6 @@ def _in_job(config: Config, address: str, servers: Sequence[int]) -> Config:
             update={"num_rollout_nodes": min(cluster.num_rollout_nodes, len(servers) * server.num_nodes)}
         )
     return config.model_copy(update={"server": server.model_copy(update={"host": address}), "cluster": cluster})
-
-
-def _check_time(job_id: str, site: Site, answers: Answers) -> None:
-    """Raises PlanError where the job has no time before its limit; `Stop` finds out whether it suffices for a step."""
-    left = answers.demand(lambda: seconds_left(job_id))
-    if left is not None and left <= site.signal_seconds:
-        raise PlanError(
-            f"job {job_id} has {left:.0f} s left but must stop {site.signal_seconds} s before its time limit"
-            " (GSPO_SIGNAL_SECONDS), so it would never finish a step. Raise --time of GSPO_SBATCH in"
-            " launch/slurm/site.sh"
-        )
 
 
 def describe_nodes(allocation: Allocation, size: JobSize) -> str:
@@ -460,3 +222,242 @@ def describe_nodes(allocation: Allocation, size: JobSize) -> str:
     if trainers == rollouts:
         return f"ranks and servers on {' '.join(trainers)}"
     return f"ranks on {' '.join(trainers)}, servers on {' '.join(rollouts)}"
+
+
+class AttemptError(RankError):
+    """An attempt's ranks or servers failed, and no lost node is the reason. The text is one line, the first error."""
+
+
+@dataclass
+class JobContext:
+    """What outlives an attempt: the nodes and which of them are lost, Slurm's silence, signals not yet handled.
+
+    `signal_seconds`: time from USR1 to the limit. `say` shows a line in the job's log. `preflight_seconds`: time limit
+    of a doctor. `patience`: how long ranks may be stuck; None disables the watchdog. `check_lease` raises FolderError
+    once another supervisor has the run folder. `by_nccl`: ranks publish to the servers through NCCL.
+    """
+
+    allocation: Allocation
+    signal_seconds: float
+    say: Callable[[str], None]
+    answers: Answers
+    preflight_seconds: float
+    patience: Patience | None = None
+    check_lease: Callable[[], None] = lambda: None
+    by_nccl: bool = False
+    signals: list[int] = field(default_factory=list)
+    stack_signals: list[int] = field(default_factory=list)
+    nodes: LostNodes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.nodes = LostNodes(self.allocation, self.say)
+
+
+class SlurmJob:
+    """Runs and watches the steps of one attempt."""
+
+    def __init__(
+        self, attempt: Attempt, context: JobContext, steps: AttemptSteps, state: StateKeeper, seconds_left: float | None
+    ) -> None:
+        """`seconds_left`: seconds until the job's time limit, None without a limit."""
+        self._attempt, self._steps, self._state, self._say = attempt, steps, state, context.say
+        self._allocation, self._answers, self._nodes = context.allocation, context.answers, context.nodes
+        self._signal_seconds, self._preflight_seconds = context.signal_seconds, context.preflight_seconds
+        self.stop = Stop(
+            attempt,
+            self._allocation.job_id,
+            state,
+            self._answers,
+            context.signals,
+            self._say,
+            self._signal_seconds,
+            seconds_left,
+        )
+        self._check_lease, self._by_nccl = context.check_lease, context.by_nccl
+        self._console = ConsoleTail(attempt.console_log, self._say)
+        self._watchdog = None if context.patience is None else RankWatchdog(attempt, steps.num_ranks, context.patience)
+        self._stacks = StacksOnSignal(attempt, steps.num_ranks, context.stack_signals, context.say)
+        self._failures: ServerFailures | None = None
+        self._watch: Child | None = None
+        self._next_watch = 0.0
+        self._next_question = time.monotonic() + _ASK_SECONDS
+
+    def run(
+        self,
+        command: str,
+        servers: Sequence[int],
+        master_port: int,
+        doctors: Sequence[tuple[SlurmNode, ChildSpec]],
+        rewards: Mapping[str, Sequence[int]] | None = None,
+    ) -> int:
+        """Start the steps, the doctors first, and watch until they are over. `servers`: indices of the servers to
+        start; `rewards`: those of each reward model.
+
+        Returns 0, or 75 after a stop; for a requeued job it returns once Slurm ends the job. Raises AttemptError for a
+        failure, or RankError for one that another attempt would not mend, each with a text of one line. Call from the
+        main thread.
+        """
+        if self.stop.handle_signals():
+            return self._ended_by_slurm()
+        family = ProcessFamily()
+        starts = Starts(family, self._attempt, self._say)
+        fleets: list[StepServers] = []
+        try:
+            if doctors:
+                preflight(
+                    starts,
+                    self._answers,
+                    self._allocation.job_id,
+                    doctors,
+                    self._preflight_seconds,
+                    self._say,
+                    lambda: compare_records(self._attempt.software_dir, self._by_nccl),
+                )
+            fleets.append(StepServers(self._attempt, self._steps, self._nodes, starts, self._say, servers))
+            own = self._steps.reward_servers()
+            for name, indices in (rewards or {}).items():
+                folder, of = reward_folder(self._attempt, name), f" of reward model {name}"
+                fleets.append(StepServers(folder, own[name], self._nodes, starts, self._say, indices, of))
+                if not indices:
+                    self.stop.request(f"all servers{of} are lost", again=True)
+            scorers = [(reward_folder(self._attempt, name), f" of reward model {name}") for name in rewards or {}]
+            self._failures = ServerFailures([(self._attempt, ""), *scorers], self._say)
+            ranks = starts.start(self._steps.ranks(command, master_port))
+            for child in (*(child for fleet in fleets for child in fleet.children), ranks):
+                logger.info("%s: %s", child.name, " ".join(child.spec.command))
+            code = self._until_over(ranks, fleets, starts)
+        finally:
+            end_all(fleets)
+            family.close(_END_GRACE_SECONDS)
+            self._console.pump()
+        if self.stop.queues_again and self.stop.still_runs():
+            return self.stop.queue_again()
+        self._state.tell("finished" if code == 0 else "stopped")
+        return code
+
+    def _until_over(self, ranks: Child, fleets: Sequence[StepServers], starts: Starts) -> int:
+        while True:
+            self._console.pump()
+            if self._failures is not None:
+                self._failures.show_new()
+            self._check_lease()
+            self._stacks.poll()
+            self._keep_batch_node_watched(starts)
+            if self.stop.handle_signals():
+                return self._ended_by_slurm()
+            if any(fleet.ended for fleet in fleets):
+                time.sleep(_SETTLE_SECONDS)
+                with self._answers.or_later():
+                    if not job_runs(self._allocation.job_id):
+                        return self._ended_by_slurm()
+                    for fleet in fleets:
+                        if fleet.ended:
+                            self._drop_ended(fleet)
+            if ranks.exit_code is not None:
+                with self._answers.or_later():
+                    if (code := self._ranks_over(ranks)) is not None:
+                        return code
+                    if (again := starts.restart(ranks)) is None:
+                        self._fail([ranks, *(child for fleet in fleets for child in fleet.ended)])
+                    else:
+                        ranks = again
+            if self.check_nodes() or self._are_stuck():
+                return EXIT_STOPPED
+            if self.stop.is_over:
+                self._say("The ranks did not stop in time; the steps since the last checkpoint are lost.")
+                return EXIT_STOPPED
+            time.sleep(_POLL_SECONDS)
+
+    def check_nodes(self) -> bool:
+        """Ask Slurm, at intervals, about lost nodes and the time limit. Returns whether Slurm gave up a trainer node:
+        the remaining ranks may wait for it in a collective for half an hour. Raises NoAnswerError once Slurm has been
+        silent for too long.
+        """
+        if time.monotonic() < self._next_question:
+            return False
+        self._next_question = time.monotonic() + _ASK_SECONDS
+        with self._answers.or_later():
+            return self._has_lost_trainers()
+        return False
+
+    def _has_lost_trainers(self) -> bool:
+        if not job_runs(self._allocation.job_id):
+            return False
+        left = seconds_left(self._allocation.job_id)
+        if left is not None and left < self._signal_seconds - min(_LATE_SECONDS, self._signal_seconds / 2):
+            self.stop.request(f"{left:.0f} s are left and no signal arrived", again=True)
+        lost = self._nodes.lost_trainers()
+        if lost:
+            self.stop.blame(lost)
+        return bool(lost)
+
+    # --- ends ----------------------------------------------------------------------------------------------
+
+    def _ranks_over(self, ranks: Child) -> int | None:
+        """The exit code if the ranks ended without a failure of their own; None if they failed or never began."""
+        if ranks.exit_code == 0:
+            self.stop.cancel_requeue()  # the run finished before it could be stopped
+            return 0
+        if ranks.exit_code == EXIT_STOPPED:
+            return EXIT_STOPPED
+        time.sleep(_SETTLE_SECONDS)
+        if not job_runs(self._allocation.job_id):
+            return self._ended_by_slurm()
+        if lost := self._nodes.explain_failure():
+            self.stop.blame(lost)
+            return EXIT_STOPPED
+        return EXIT_STOPPED if self.stop.queues_again else None
+
+    def _are_stuck(self) -> bool:
+        """Whether ranks are stuck for a reason that requeues the job: a stop, or a lost node that Slurm had not noticed
+        yet. Raises AttemptError if they are stuck for any other reason.
+        """
+        error = self._watchdog.check() if self._watchdog is not None else None
+        if error is not None:
+            with self._answers.or_later():
+                if lost := self._nodes.explain_failure():
+                    self.stop.blame(lost)
+                elif not self.stop.queues_again:
+                    self._fail_with(StuckError(f"{error}\n\n{self._stacks.request_and_wait()}"))
+                return True
+        return False
+
+    def _ended_by_slurm(self) -> int:
+        self.stop.cancel_requeue()
+        self._say("Slurm ends this job.")
+        return EXIT_STOPPED
+
+    def _drop_ended(self, fleet: StepServers) -> None:
+        fleet.drop_ended()
+        if len(fleet) == 0 and not fleet.has_left:
+            if fleet.gave_up is not None and not self.stop.is_asked_for:
+                self._fail([fleet.gave_up])
+            self.stop.request(f"all servers{fleet.of} are lost", again=True)
+
+    def _fail(self, failed: list[Child]) -> NoReturn:
+        """Raise the attempt's error. The job's log gets its full text, and ends with its first line."""
+        self._console.pump()
+        self._fail_with(describe_failure(failed, self._attempt))
+
+    def _fail_with(self, error: RankError) -> NoReturn:
+        self._say(str(error))
+        summary = AttemptError(f"error: {one_line(error)} (logs: {self._attempt.logs_dir})")
+        summary.exit_code = error.exit_code
+        raise summary from error
+
+    # --- the batch node ------------------------------------------------------------------------------------
+
+    def _keep_batch_node_watched(self, starts: Starts) -> None:
+        """Keep a step running on another node that watches this node. If that node is lost, choose the next one."""
+        if (self._watch is not None and self._watch.exit_code is None) or time.monotonic() < self._next_watch:
+            return
+        self._next_watch = time.monotonic() + _WATCH_AGAIN_SECONDS
+        if self._watch is not None:
+            with self._answers.or_later():
+                self._nodes.update()
+            if self._answers.are_missing:
+                return
+        here = self._allocation.trainer_nodes[0]
+        others = [node for node in reversed(self._allocation.nodes) if node != here and node not in self._nodes.known]
+        if others:
+            self._watch = starts.start(self._steps.watch(others[0]))

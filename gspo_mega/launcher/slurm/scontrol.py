@@ -1,15 +1,9 @@
-"""Know which nodes of a job are lost, and whether a lost node explains a failure.
+"""What a job asks Slurm: its nodes and their addresses, lost nodes, the time left; and its requeue.
 
-Owns that knowledge, which outlives an attempt: a lost node does not return to its job. The reactions are in
-`job.py` and `steps.py`.
-
-A job's questions to Slurm: its nodes and their addresses, lost nodes, time left; and its requeue.
-
-Owns the calls of `scontrol` and `srun true`, and the reading of SLURM_* variables. Starts no rank or server.
-
-Bridge the time in which Slurm's controller does not answer: ranks and servers need it only to start and to end.
-
-Owns the time limit, one for all questions of a job. The questions themselves are in `scontrol.py`.
+The functions call `scontrol` and `srun true`, and `read_allocation` reads the SLURM_* variables. They start no rank or
+server. `Answers` bridges the time in which Slurm's controller does not answer, with one time limit for all questions of
+a job: ranks and servers need the controller only to start and to end. `LostNodes` knows which nodes are lost and
+whether a lost node explains a failure; it outlives an attempt, because a lost node does not return to its job.
 """
 
 from __future__ import annotations
@@ -27,16 +21,19 @@ from gspo_mega.base.errors import PlanError, RankError
 
 _ASK_SECONDS = 60.0
 _PROBE_SECONDS = 30.0
-
-
-class NoAnswerError(RankError):
-    """Slurm did not answer, or answered with an error. Running steps continue meanwhile."""
+# How long a run continues without an answer: the controller may be restarted or moved.
+NO_ANSWER_SECONDS = 600.0
+ASK_AGAIN_SECONDS = 5.0
+_POLL_SECONDS = 1.0
+# Slurm checks for silent nodes at intervals. A node that is still in the job this long after Slurm's own limit stays.
+_MARGIN_SECONDS = 30.0
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class SlurmNode:
-    """`address`: the one that other nodes use (NodeAddr). `het_group`: the node's component of a heterogeneous job,
-    else None.
+    """A node of the job. `address`: the one that other nodes use (NodeAddr). `het_group`: the node's component of a
+    heterogeneous job, None in any other job.
     """
 
     name: str
@@ -46,7 +43,7 @@ class SlurmNode:
 
 @dataclass(frozen=True)
 class Allocation:
-    """The nodes of a job by role. `rollout_nodes` are the trainer nodes where the job has no separate rollout nodes.
+    """The nodes of a job by role. `rollout_nodes` are the trainer nodes if the job has no separate rollout nodes.
 
     The batch script and rank 0 run on the first trainer node. `num_restarts`: how often the job was requeued.
     """
@@ -99,7 +96,7 @@ def read_allocation(environment: Mapping[str, str], num_trainer_nodes: int, num_
 def lost_nodes(job_id: str, nodes: Iterable[SlurmNode]) -> list[SlurmNode]:
     """Those of `nodes` that Slurm has removed from the job because they no longer answer.
 
-    A failed node leaves the job's list where the job may continue without it (--no-kill).
+    A failed node leaves the job's list if the job may continue without it (--no-kill).
     """
     # A heterogeneous job has one line per component.
     left = {
@@ -112,13 +109,13 @@ def lost_nodes(job_id: str, nodes: Iterable[SlurmNode]) -> list[SlurmNode]:
 
 
 def job_runs(job_id: str) -> bool:
-    """Whether the job runs; False once Slurm is ending it (cancelled, preempted), when its nodes leave one by one."""
+    """Whether the job runs. False once Slurm ends it (cancelled, preempted) and its nodes leave one by one."""
     return set(re.findall(r"\bJobState=(\w+)", _scontrol("show", "job", "-o", job_id))) == {"RUNNING"}
 
 
 def seconds_left(job_id: str) -> float | None:
-    """Seconds to the job's time limit, None without a limit; of a heterogeneous job, to the earliest limit."""
-    # Times have Slurm's own format, unless the user's shell asks for another one.
+    """Seconds until the job's time limit, of a heterogeneous job the earliest one; None without a limit."""
+    # Times have Slurm's own format unless the user's shell sets another one.
     shown = _output(["env", "-u", "SLURM_TIME_FORMAT", "scontrol", "show", "job", "-o", job_id])
     ends = re.findall(r"\bTimeLimit=(?!UNLIMITED)\S+.*?\bEndTime=(\d\S+)", shown)
     return min(datetime.fromisoformat(end).timestamp() for end in ends) - time.time() if ends else None
@@ -196,14 +193,12 @@ def _output(command: list[str]) -> str:
     return done.stdout
 
 
-_T = TypeVar("_T")
-# How long a run continues without an answer: the controller may be restarted or moved.
-NO_ANSWER_SECONDS = 600.0
-ASK_AGAIN_SECONDS = 5.0
+class NoAnswerError(RankError):
+    """Slurm did not answer, or answered with an error. Steps that run are not affected."""
 
 
 class Answers:
-    """The answers of Slurm's controller. `say` shows a line in the job's log."""
+    """Bridges the time in which Slurm's controller does not answer. `say` shows a line in the job's log."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -216,8 +211,8 @@ class Answers:
 
     @contextmanager
     def or_later(self) -> Iterator[None]:
-        """Wrap questions that are repeated later: without an answer the block ends, with one warning for all of them.
-        Raises NoAnswerError when Slurm has not answered for `NO_ANSWER_SECONDS`.
+        """A context for questions that the caller repeats later. Without an answer, the block ends; the first time, a
+        warning is shown. Raises NoAnswerError once Slurm has not answered for `NO_ANSWER_SECONDS`.
         """
         try:
             yield
@@ -237,14 +232,14 @@ class Answers:
                 self._say("Slurm answers again.")
 
     def demand(self, question: Callable[[], _T]) -> _T:
-        """Ask until there is an answer. Raises NoAnswerError as `or_later` does."""
+        """Ask until Slurm answers, and return the answer. Raises NoAnswerError as `or_later` does."""
         while True:
             with self.or_later():
                 return question()
             time.sleep(ASK_AGAIN_SECONDS)
 
     def insist(self, question: Callable[[], _T], unless: Callable[[], bool]) -> _T | None:
-        """As `demand`; None once `unless` is true. Raises NoAnswerError as `or_later` does."""
+        """As `demand`, but returns None once `unless()` is true."""
         while not unless():
             with self.or_later():
                 return question()
@@ -252,28 +247,24 @@ class Answers:
         return None
 
 
-_POLL_SECONDS = 1.0
-# Slurm checks for silent nodes at intervals. A node still in the job this long after Slurm's own limit stays in it.
-_MARGIN_SECONDS = 30.0
-
-
 class LostNodes:
-    """`known`: lost nodes whose loss is handled, or about to be. Questions to Slurm raise NoAnswerError."""
+    """The lost nodes of a job. `known`: those whose loss is handled or about to be. Methods raise NoAnswerError."""
 
     def __init__(self, allocation: Allocation, say: Callable[[str], None]) -> None:
         self._allocation, self._say = allocation, say
         self.known: set[SlurmNode] = set()
 
-    def learn(self) -> None:
+    def update(self) -> None:
+        """Add the nodes that are lost now to `known`."""
         self.known |= set(lost_nodes(self._allocation.job_id, self._allocation.nodes))
 
-    def trainers(self) -> list[SlurmNode]:
-        """Lost trainer nodes. The remaining ones may wait for them in a collective for half an hour."""
+    def lost_trainers(self) -> list[SlurmNode]:
+        """The trainer nodes that are lost. The ranks of the others may wait in a collective for half an hour."""
         return lost_nodes(self._allocation.job_id, self._allocation.trainer_nodes)
 
-    def behind_failure(self) -> list[SlurmNode]:
-        """Nodes whose loss explains that ranks failed just now. Ranks fail before Slurm notices the loss, so this waits
-        for Slurm.
+    def explain_failure(self) -> list[SlurmNode]:
+        """The nodes whose loss explains that ranks failed just now. Ranks fail before Slurm notices the loss, so this
+        waits for Slurm.
         """
         nodes = self._allocation.nodes
         lost = lost_nodes(self._allocation.job_id, nodes)
@@ -284,10 +275,10 @@ class LostNodes:
             while not (lost := lost_nodes(self._allocation.job_id, silent)) and time.monotonic() < deadline:
                 time.sleep(_POLL_SECONDS)
             lost = lost or self._silent(silent)
-        # Known lost nodes do not explain a new failure, except those of ranks.
+        # A node that was known to be lost does not explain a new failure, unless ranks ran on it.
         return lost if set(lost) - self.known or set(lost) & set(self._allocation.trainer_nodes) else []
 
     def _silent(self, nodes: Sequence[SlurmNode]) -> list[SlurmNode]:
-        """Nodes that are silent twice in a row: one failed step may be due to Slurm's controller or the network."""
+        """The nodes that are silent twice in a row: one failed step may be due to Slurm's controller or the network."""
         silent = silent_nodes([node for node in nodes if node not in self.known])
         return silent_nodes(silent) if silent else []

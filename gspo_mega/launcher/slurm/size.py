@@ -2,13 +2,11 @@
 
     python -m gspo_mega.launcher.slurm.size CONFIG [key=value ...]
 
-Owns which server runs on which node, how the GPUs of a node are divided, and the options. Writes shell assignments for
-launch/slurm/train.sbatch, and refuses on the login node what cannot run.
-
-The settings of a cluster that launch/slurm/site.sh exports: GPUs per node, containers, Pythons, network.
-
-Owns the names and meaning of these variables. A container is one line: options of srun if it begins with `--` (pyxis:
-`--container-image=... --container-mounts=...`), else words before the command (`apptainer exec --nv IMAGE`).
+Writes shell assignments for launch/slurm/train.sbatch, and refuses on the login node what cannot run. `Site` reads the
+variables that launch/slurm/site.sh exports: GPUs per node, containers, Pythons, network. A container is one line:
+options of srun if it begins with `--` (pyxis: `--container-image=... --container-mounts=...`), else words before the
+command (`apptainer exec --nv IMAGE`). `job_size` decides which server runs on which node and how the GPUs of a node are
+divided; `sbatch_options` makes the options.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ _NUMBERS = {"GSPO_GPUS_PER_NODE": 0, "GSPO_CPUS_PER_TASK": 1, "GSPO_SIGNAL_SECON
 
 @dataclass(frozen=True)
 class Environment:
-    """The environment of one kind of process: `container` as in the site's file, and the `python` inside it."""
+    """The environment of ranks or of servers: the words of its `container` in site.sh, and the `python` inside it."""
 
     container: tuple[str, ...]
     python: str
@@ -54,9 +52,11 @@ class Environment:
 
 @dataclass(frozen=True)
 class Site:
-    """`gpus_per_node`: 0 for none. `cpus_per_task`: for each rank and server. `network`: interfaces of gloo and NCCL,
-    or None for their own choice. `signal_seconds`: time from Slurm's signal to the time limit, 0 for the plan's value.
-    `preflight`: run the doctor on every node first; `preflight_seconds`: its time limit.
+    """The settings of a cluster.
+
+    `gpus_per_node`: 0 for none. `cpus_per_task`: CPUs of each rank and server. `network`: the interfaces of gloo and
+    NCCL, or None for their own choice. `signal_seconds`: time from Slurm's signal to the time limit, 0 for the plan's
+    value. `preflight`: whether the doctor runs on every node first; `preflight_seconds`: its time limit.
     """
 
     gpus_per_node: int
@@ -70,7 +70,7 @@ class Site:
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> Site:
-        """The settings in the environment. Raises ConfigError for a bad number or an open quote."""
+        """Read the settings from the environment. Raises ConfigError for a bad number or an open quote."""
         values = {name: environment.get(name) or str(default) for name, default in _NUMBERS.items()}
         wrong = [f"{name}={text}" for name, text in values.items() if not text.isdecimal()]
         if wrong:
@@ -89,15 +89,15 @@ class Site:
 
     @property
     def ranks_use_this_python(self) -> bool:
-        """Whether what this process can import is what ranks can: no container, and no Python of their own."""
+        """Whether ranks can import exactly what this process can: they have no container and no Python of their own."""
         return not self.trainer.container and Path(self.trainer.python).absolute() == Path(sys.executable).absolute()
 
     def with_server_python(self, python: str | None) -> Site:
-        """The site with the Python of `server.python` instead of GSPO_SERVER_PYTHON, where that key is set."""
+        """The site with the Python of `server.python` instead of GSPO_SERVER_PYTHON, if that key is set."""
         return self if python is None else replace(self, server=replace(self.server, python=python))
 
     def with_preflight_seconds(self, seconds: float | None) -> Site:
-        """The site with `cluster.preflight_seconds` instead of GSPO_PREFLIGHT_SECONDS, where that key is set."""
+        """The site with `cluster.preflight_seconds` instead of GSPO_PREFLIGHT_SECONDS, if that key is set."""
         return self if seconds is None else replace(self, preflight_seconds=math.ceil(seconds))
 
     def network_variables(self) -> dict[str, str]:
@@ -122,11 +122,13 @@ def words_of(environment: Mapping[str, str], name: str) -> list[str]:
 
 @dataclass(frozen=True)
 class JobSize:
-    """`servers_by_node[n]`: indices of the servers on the n-th rollout node, or on the n-th trainer node where
-    `num_rollout_nodes` is 0; all empty in a run on recorded rollouts. A server over several nodes is on each of them,
-    and they are neighbours. `trainer_gpus`, `rollout_gpus`: GPUs in use on
-    the fullest node of each kind. `colocated`: servers are on the ranks' GPUs. `rewards`: the servers of reward models,
-    on the same nodes behind the policy's.
+    """The nodes of a job, and what runs on each.
+
+    `servers_by_node[n]`: indices of the servers on the n-th rollout node, or on the n-th trainer node if
+    `num_rollout_nodes` is 0; all empty in a run on recorded rollouts. A server over several nodes is listed on each of
+    them; its nodes are neighbours. `trainer_gpus`, `rollout_gpus`: GPUs in use on the fullest node of each kind.
+    `colocated`: servers use the ranks' GPUs. `rewards`: the servers of reward models, which use the GPUs of the same
+    nodes after those of the policy's servers.
     """
 
     num_trainer_nodes: int
@@ -144,22 +146,23 @@ class JobSize:
 
     @property
     def most_servers(self) -> int:
-        """On one node, of the policy and of reward models."""
+        """The largest number of servers on one node, those of reward models included."""
         on_node = [len(servers) for servers in self.servers_by_node]
         for place in self.rewards:
             on_node[place.node] += 1
         return max(on_node)
 
     def nodes_of(self, server: int) -> tuple[list[int], int]:
-        """(indices of the server's nodes among the nodes with servers, number of servers before it on each)."""
+        """Returns (indices of the server's nodes in `servers_by_node`, number of servers before it on each of them)."""
         nodes = [node for node, servers in enumerate(self.servers_by_node) if server in servers]
         return nodes, self.servers_by_node[nodes[0]].index(server)
 
 
 def job_size(loaded: LoadedConfig, site: Site, command: str = "train") -> JobSize:
-    """Which server runs where (`place_servers`); a run on recorded rollouts has neither servers nor nodes for them.
+    """Decide which server runs where (`place_servers`). A run on recorded rollouts has neither servers nor nodes for
+    them.
 
-    Raises PlanError where a node has too few GPUs, JournalError where the record is too short.
+    Raises PlanError if a node has too few GPUs, JournalError if the record is too short.
     """
     config = loaded.config
     cluster, server = config.cluster, config.server
@@ -208,9 +211,9 @@ def _check_gpus(loaded: LoadedConfig, key: str, needed: int, there: int, node: s
 
 def sbatch_options(run_name: str, size: JobSize, site: Site, rollout_options: Sequence[str] = ()) -> list[str]:
     """The options of sbatch for a job of this size. With `rollout_options`, the site's options for nodes that hold only
-    servers, the job is heterogeneous: two components, the options of the second behind a `:`.
+    servers, the job is heterogeneous: it has two components, and the options of the second follow a `:`.
     """
-    # --export=ALL whatever the site's default is: without this environment the job would submit another job.
+    # --export=ALL overrides the site's default: without this environment the job would submit another job.
     common = [f"--job-name={run_name}", f"--signal=B:USR1@{site.signal_seconds}", "--export=ALL"]
     trainer_tasks = size.ranks_per_node + (size.most_servers if size.num_rollout_nodes == 0 else 0)
     rollout_tasks = size.most_servers if size.num_rollout_nodes else 0
@@ -232,9 +235,9 @@ def sbatch_options(run_name: str, size: JobSize, site: Site, rollout_options: Se
 
 
 def with_signal_time(site: Site, figures: Estimate) -> Site:
-    """`site` with its `signal_seconds`, which come from the plan where the site leaves them open.
+    """`site` with its `signal_seconds`, which come from the plan if the site leaves them open.
 
-    Raises PlanError where, by estimate, the ranks could not end their step and save in that time.
+    Raises PlanError if, by estimate, the ranks could not end their step and save in that time.
     """
     needed = signal_seconds(figures.stop_seconds)
     if site.signal_seconds and grace_seconds(site.signal_seconds) < figures.stop_seconds:

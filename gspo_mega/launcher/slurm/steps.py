@@ -1,24 +1,10 @@
-"""Run the doctor on every node of a job before anything else starts there.
+"""The steps of a Slurm job: their srun commands, their starts, the servers among them, and the doctors before them.
 
-Owns the wait for these steps and the report on them. The checks are in `gspo_mega/launcher`, and so is the comparison
-of the versions that they found in the trainer's Python and in the servers'.
-
-The steps of a Slurm job as srun commands: one of all ranks, one per server of the policy and of a reward model, one
-per doctor, one batch node watch.
-
-Owns the options of srun and the environment of a step. `job.py` watches the steps.
-
-Start the steps of a job, and start again those that srun could not start.
-
-Owns the question whether a step ever ran: a failed call of Slurm is not the failure of a rank or server. Those failures
-are handled by `job.py` and `steps.py`.
-
-The server steps of one attempt: start them, drop those that are lost or gave up, end them in order.
-
-Owns the set of servers that a run still has: the policy's, or those of one reward model. The run continues while there
-is one of each set. `gspo-mega serve` restarts its
-server; nothing restarts `serve`. A server that was asked to end registers `stopped` and exits with 0: it has left, and
-nothing failed.
+`AttemptSteps` makes the srun commands with their options and environments: one step of all ranks, one per server of the
+policy and of a reward model (`RewardSteps`), one per doctor, one batch node watch. `Starts` starts steps, and starts
+again those that srun could not start: a failed call of Slurm is not the failure of a rank or server. `StepServers` is
+the set of servers that a run still has, the policy's or those of one reward model. `preflight` runs the doctor on every
+node before anything else starts there. `job.py` watches the steps and handles failures.
 """
 
 from __future__ import annotations
@@ -44,18 +30,22 @@ from gspo_mega.rollout.registration import Registration, State
 from gspo_mega.rollout.server.reward_server import make_reward_folder
 
 _WATCH = Path(__file__).with_name("batch_node_watch.py")
-
-
-def _in_order(nodes: Sequence[SlurmNode]) -> list[str]:
-    """srun's options for a step on `nodes`, of one component of the job, whose tasks are numbered in their order."""
-    return [f"--nodelist={','.join(node.name for node in nodes)}", *at(nodes[0])[1:], "--distribution=block:block"]
+_POLL_SECONDS = 0.2
+# A server ends its process group within 2 s of the signal.
+_GRACE_SECONDS = 5.0
+# Most starts of one step in a row while Slurm answers, so that an option that srun never accepts is reported soon.
+_MOST_STARTS = 3
+# srun's lines about a task or its node, which show that the step had begun.
+_OF_A_TASK = re.compile(r"^srun: error: (\S+: tasks? \d|Node failure)", re.MULTILINE)
+# Time for srun and Python to start and end, beyond the doctor's own time limit.
+MARGIN_SECONDS = 120.0
 
 
 class AttemptSteps:
-    """The steps of one attempt."""
+    """The steps of one attempt, as srun commands."""
 
     def __init__(self, allocation: Allocation, size: JobSize, site: Site, attempt: Attempt, tensor: int) -> None:
-        """`tensor`: GPUs of one server on each of its nodes."""
+        """`tensor`: the number of GPUs of one server on each of its nodes."""
         self._allocation, self._size, self._site, self._attempt, self._tensor = allocation, size, site, attempt, tensor
 
     @property
@@ -91,7 +81,7 @@ class AttemptSteps:
             "--command",
             command,
         )
-        # A failed rank ends all ranks: the others would wait for it in a collective.
+        # A failed rank must end all ranks, because the others would wait for it in a collective.
         options = [*placement, "--kill-on-bad-exit=1", *site.trainer.srun_options]
         return ChildSpec(
             "ranks",
@@ -104,8 +94,8 @@ class AttemptSteps:
     def server(self, index: int) -> ChildSpec:
         """The step of one server, with one task on each of its nodes, which binds the node's address."""
         before, nodes = self._size.nodes_of(index)[1], self.server_nodes(index)
-        behind_ranks = self._size.num_rollout_nodes == 0 and not self._size.colocated
-        first_gpu = (self._size.ranks_per_node if behind_ranks else 0) + before * self._tensor
+        after_ranks = self._size.num_rollout_nodes == 0 and not self._size.colocated
+        first_gpu = (self._size.ranks_per_node if after_ranks else 0) + before * self._tensor
         serve = self._site.server.command(
             "-m",
             "gspo_mega",
@@ -120,7 +110,7 @@ class AttemptSteps:
         )
         placement = self._one_task(nodes[0])
         if len(nodes) > 1:
-            # The end of one `serve` ends the others: nothing would start it again, and they would wait for it.
+            # The end of one `serve` must end the others, which would wait for it: nothing starts it again.
             placement = [f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1"]
             placement += [*_in_order(nodes), "--kill-on-bad-exit=1"]
         options = [*placement, *self._site.server.srun_options]
@@ -133,11 +123,11 @@ class AttemptSteps:
         )
 
     def server_nodes(self, index: int) -> list[SlurmNode]:
-        """The nodes of one server, its head's first."""
+        """The nodes of one server, the head's node first."""
         return [self._allocation.rollout_nodes[number] for number in self._size.nodes_of(index)[0]]
 
     def reward_servers(self) -> dict[str, RewardSteps]:
-        """The steps of the servers of reward models, by the model's name."""
+        """The steps of the servers of each reward model, by the model's name."""
         places: dict[str, list[RewardPlace]] = {}
         for place in self._size.rewards:
             places.setdefault(place.name, []).append(place)
@@ -179,9 +169,9 @@ class AttemptSteps:
         return node in serving or node in map(self.reward_node, self._size.rewards)
 
     def doctors(self, master_port: int, fp8: bool, requests: int = 1024) -> list[tuple[SlurmNode, ChildSpec]]:
-        """One step per node, in the environment of the rank or server that will run there, and for a node that ranks
-        and servers share, one more in the servers' container, where that is another one. `requests`: concurrent
-        requests of the run.
+        """One step per node, in the environment of the rank or server that will run there. A node that ranks and
+        servers share gets another step in the servers' container if that differs from the ranks'. `requests`:
+        concurrent requests of the run.
         """
         allocation, site, attempt = self._allocation, self._site, self._attempt
         nodes, steps, more = allocation.nodes, [], []
@@ -192,8 +182,8 @@ class AttemptSteps:
                 if site.trainer.container == site.server.container:
                     words += ["--role", "server", "--server-python", site.server.python]
                 else:
-                    alone = ["--role", "server", "--index", str(index)]
-                    more.append((node, self._doctor(node, len(nodes) + index, alone, fp8, requests)))
+                    server_only = ["--role", "server", "--index", str(index)]
+                    more.append((node, self._doctor(node, len(nodes) + index, server_only, fp8, requests)))
             words += [
                 "--machines",
                 str(len(nodes)),
@@ -208,7 +198,7 @@ class AttemptSteps:
         return steps + more
 
     def _doctor(self, node: SlurmNode, number: int, words: list[str], fp8: bool, requests: int) -> ChildSpec:
-        """`words`: what this doctor checks, its first role first, in whose environment it runs."""
+        """`words`: the doctor's arguments, which begin with the role in whose environment it runs."""
         site, attempt = self._site, self._attempt
         environment = site.trainer if words[1] == "trainer" else site.server
         doctor = environment.command(
@@ -235,7 +225,7 @@ class AttemptSteps:
         return ChildSpec("doctor", number, srun, attempt.logs_dir / f"{name}.log", site.network_variables())
 
     def watch(self, node: SlurmNode) -> ChildSpec:
-        """The step on `node` that requeues the job when the batch node is lost, and the supervisor with it."""
+        """The step on `node` that requeues the job when the batch node is lost and the supervisor with it."""
         words = [
             sys.executable,
             "-I",
@@ -252,17 +242,17 @@ class AttemptSteps:
         return ["--nodes=1", "--ntasks=1", *at(node)]
 
     def _srun(self, options: list[str], command: list[str], first_gpu: int, num_gpus: int) -> list[str]:
-        """The whole srun command. Steps overlap: each sees all GPUs of its nodes, and a variable names its own."""
+        """The whole srun command. Steps overlap, so each sees all GPUs of its nodes; a variable names those it uses."""
         srun = ["srun", "--overlap", f"--cpus-per-task={self._site.cpus_per_task}", *options]
         if not self._site.gpus_per_node:
             return [*srun, *command]
         own = ",".join(str(gpu) for gpu in range(first_gpu, first_gpu + num_gpus))
-        # Set with `env`: in the step's environment Slurm would replace the list with its own.
+        # Set by `env` because Slurm would replace the variable in the step's environment.
         return [*srun, f"--gres=gpu:{self._site.gpus_per_node}", "env", f"CUDA_VISIBLE_DEVICES={own}", *command]
 
 
 class RewardSteps:
-    """The steps of the servers of one reward model, as `AttemptSteps` has them of the policy's."""
+    """The steps of the servers of one reward model."""
 
     def __init__(self, steps: AttemptSteps, places: Sequence[RewardPlace]) -> None:
         self._steps, self._places = steps, {place.index: place for place in places}
@@ -278,14 +268,15 @@ class RewardSteps:
         return [self._steps.reward_node(self._places[index])]
 
 
-# Consecutive starts of one step while Slurm answers. An option that srun never accepts is reported soon.
-_MOST_STARTS = 3
-# srun's lines about a task or its node: the step had begun.
-_OF_A_TASK = re.compile(r"^srun: error: (\S+: tasks? \d|Node failure)", re.MULTILINE)
+def _in_order(nodes: Sequence[SlurmNode]) -> list[str]:
+    """srun's options for a step on `nodes`, all of one component of the job, with tasks numbered in the nodes'
+    order.
+    """
+    return [f"--nodelist={','.join(node.name for node in nodes)}", *at(nodes[0])[1:], "--distribution=block:block"]
 
 
 class Starts:
-    """`family`: the processes of the attempt. `say` shows a line in the job's log."""
+    """Starts steps as processes of `family`. `say` shows a line in the job's log."""
 
     def __init__(self, family: ProcessFamily, attempt: Attempt, say: Callable[[str], None]) -> None:
         self._family, self._attempt, self._say = family, attempt, say
@@ -294,8 +285,8 @@ class Starts:
     def start(self, spec: ChildSpec) -> Child:
         return self._family.start(spec)
 
-    def again(self, child: Child) -> Child | None:
-        """Start the step again after a pause. None where it had begun, or failed to start too often."""
+    def restart(self, child: Child) -> Child | None:
+        """Start the step again after a pause, and return it. None if it had begun, or failed to start too often."""
         if not self.never_began(child):
             return None
         key = child.spec.log  # each step has one of its own
@@ -307,7 +298,7 @@ class Starts:
         return self.start(child.spec)
 
     def never_began(self, child: Child) -> bool:
-        """Whether srun failed before the step had a task: no task left a log, and srun mentions none."""
+        """Whether srun failed before the step had a task: no task left a log, and srun mentions no task."""
         if not child.exit_code or (child.spec.kind == "ranks" and any(self._attempt.logs_dir.glob("rank_*.log"))):
             return False
         output = _output(child)
@@ -329,13 +320,8 @@ def _last_line(child: Child) -> str:
     return next((line for line in reversed(lines) if line.strip()), child.end_described)
 
 
-_POLL_SECONDS = 0.2
-# A server ends its process group within 2 s of the signal.
-_GRACE_SECONDS = 5.0
-
-
 class ServerSteps(Protocol):
-    """The step of each server, and the nodes that it is on."""
+    """The step of each server, and the nodes on which it runs."""
 
     def server(self, index: int) -> ChildSpec: ...
 
@@ -343,10 +329,12 @@ class ServerSteps(Protocol):
 
 
 class StepServers:
-    """`attempt`: the folder in which they register, of a reward model its own. `indices`: servers to start. `of`:
-    whose they are, in words; empty for the policy's. `gave_up`: the step of the last server that ended without the
-    loss of its node. `has_left`: whether the last one left as it was asked to. Others may have joined, and those who
-    ask them decide then, by `rollout.no_server_deadline_seconds`.
+    """The servers of one attempt: the policy's, or those of one reward model. The run continues while each set has one.
+
+    `gspo-mega serve` restarts its server; nothing restarts `serve`. A server that was asked to end registers `stopped`
+    and exits with 0: it has left, and nothing failed. `gave_up`: the step of the last server that ended although its
+    node was not lost. `has_left`: whether the last server left as it was asked to; others may have joined then, and the
+    pool decides by `rollout.no_server_deadline_seconds`.
     """
 
     def __init__(
@@ -359,6 +347,9 @@ class StepServers:
         indices: Iterable[int],
         of: str = "",
     ) -> None:
+        """Start the servers `indices`. `attempt`: the folder in which they register (a reward model has its own). `of`:
+        a suffix for their names, empty for the policy's.
+        """
         self._attempt, self._steps, self._nodes, self._starts, self._say = attempt, steps, nodes, starts, say
         self.of = of
         self._children = {index: starts.start(steps.server(index)) for index in indices}
@@ -377,9 +368,9 @@ class StepServers:
         return [child for child in self._children.values() if child.exit_code is not None]
 
     def drop_ended(self) -> None:
-        """Drop the servers that ended; start those again that srun could not start. Raises NoAnswerError."""
+        """Drop the servers that ended, and start those again that srun could not start. Raises NoAnswerError."""
         ended = self.ended
-        self._nodes.learn()
+        self._nodes.update()
         for child in ended:
             index = child.spec.index
             lost = [node.name for node in self._steps.server_nodes(index) if node in self._nodes.known]
@@ -390,12 +381,12 @@ class StepServers:
                 self._say(f"server-{index}{self.of} {asked}; {self._left()}")
             elif lost:
                 del self._children[index]
-                # Ranks do not wait at their start for a failed server. The last one is only `stopped`: the ranks
-                # shall save a checkpoint and stop instead of failing.
+                # Ranks do not wait at their start for a failed server. The last one registers as `stopped`, so that the
+                # ranks save a checkpoint and stop instead of failing.
                 self._withdraw(index, "failed" if self._children else "stopped", f"node {lost[0]} is lost")
                 self._say(f"warning  node {lost[0]} is lost, and server-{index}{self.of} with it; {self._left()}")
                 self.gave_up = None
-            elif (again := self._starts.again(child)) is not None:
+            elif (again := self._starts.restart(child)) is not None:
                 self._children[index] = again
             else:
                 del self._children[index]
@@ -411,8 +402,8 @@ class StepServers:
         return f"{len(self._children)} servers{self.of} are left"
 
     def _withdraw(self, index: int, state: State, error: str) -> str:
-        """Write the registration of a server whose process is gone, unless it registered its failure itself. Returns
-        the reason for its end.
+        """Register the end of a server whose process is gone, unless it registered its failure itself. Returns why it
+        ended.
         """
         name = f"server-{index}"
         record = self._record(index)
@@ -427,7 +418,7 @@ class StepServers:
 
 
 def end_all(fleets: Iterable[StepServers]) -> None:
-    """Ask the servers of all sets to end, and wait a little for all of them at once."""
+    """Ask the servers of all sets to end, and wait up to `_GRACE_SECONDS` for all of them together."""
     children = [child for fleet in fleets for child in fleet.children]
     for child in children:
         if child.exit_code is None:
@@ -435,10 +426,6 @@ def end_all(fleets: Iterable[StepServers]) -> None:
     deadline = time.monotonic() + _GRACE_SECONDS
     while time.monotonic() < deadline and any(child.exit_code is None for child in children):
         time.sleep(_POLL_SECONDS)
-
-
-# Time for srun and Python to start and end, beyond the doctor's own time limit.
-MARGIN_SECONDS = 120.0
 
 
 def preflight(
@@ -450,8 +437,8 @@ def preflight(
     say: Callable[[str], None],
     compare: Callable[[], Iterable[Finding]] = tuple,
 ) -> None:
-    """Start all `doctors` and wait for them; `patience_seconds`: the time limit of each one's checks. `compare`: what
-    the versions say that they recorded. Shows their findings, then raises a RankError of one line when something is
+    """Start all `doctors`, wait for them, and show their findings. `patience_seconds`: the time limit of each one's
+    checks. `compare`: the findings on the versions that they recorded. Raises a RankError of one line if something is
     wrong.
     """
     children = [(node, starts.start(spec)) for node, spec in doctors]
@@ -463,7 +450,7 @@ def preflight(
                 continue
             if starts.never_began(child):
                 answers.demand(lambda: job_runs(job_id))  # while Slurm is silent, no step starts
-                if (again := starts.again(child)) is not None:
+                if (again := starts.restart(child)) is not None:
                     children[index] = (node, again)
                     continue
             over.add(index)

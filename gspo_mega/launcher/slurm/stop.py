@@ -1,7 +1,7 @@
 """The stop of an attempt in a Slurm job: its reason, its deadline, and whether the job is requeued after it.
 
-Owns the meaning of signals. The first stop request decides whether the job is requeued; later requests do not change
-that. Starts and ends no step.
+`Stop` decides what a signal means. The first stop request decides whether the job is requeued; later requests do not
+change that. This module starts and ends no step.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from gspo_mega.plan.estimate import grace_seconds
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _POLL_SECONDS = 0.2
-# A stop signal may belong to a cancellation, which Slurm's controller knows. Number of questions before giving up.
+# A stop signal may belong to a cancellation. Slurm's controller knows; it is asked this many times before giving up.
 _ENDED_QUESTIONS = 3
 _ENDED_PAUSE_SECONDS = 1.0
 _REQUEUE_SECONDS = 120.0
-# Slurm may send the signal of the time limit this much too early. An earlier one comes from a person or a preemption.
+# Slurm may send the signal of the time limit this much too early. An even earlier one comes from a person or a
+# preemption.
 _EARLY_SECONDS = 60.0
 
 
 class Stop:
-    """The stop of one attempt of job `job_id`. `signals`: filled by `signals_taken` while they arrive.
-    `signal_seconds`: from USR1 to the time limit; `seconds_left`: to the limit, None without one.
+    """The stop of one attempt of job `job_id`. `signals`: the list that `collect_signals` fills. `signal_seconds`: the
+    time from USR1 to the time limit; `seconds_left`: the time from now to the limit, None without a limit.
     """
 
     def __init__(
@@ -66,17 +67,17 @@ class Stop:
 
     @property
     def is_over(self) -> bool:
-        """Whether the ranks had their time to stop."""
+        """Whether the time that the ranks have to stop is over."""
         return self._deadline is not None and time.monotonic() > self._deadline
 
     @property
     def queues_again(self) -> bool:
         return self._again_because is not None
 
-    def ask(self, reason: str, again: bool) -> None:
-        """Ask the ranks to stop; `again`: requeue the job afterwards. Only the first request counts."""
+    def request(self, reason: str, again: bool) -> None:
+        """Request that the ranks stop; `again`: requeue the job afterwards. Only the first request counts."""
         if self._deadline is None:
-            # A stop file that exists already was created by a person or by the run.
+            # If a stop file exists already, a person or the run made it.
             self._again_because = reason if again and self._attempt.stop_reason() is None else None
             self._attempt.request_stop(reason)
             self._deadline = time.monotonic() + self._grace_seconds
@@ -87,7 +88,9 @@ class Stop:
             self._say(f"{reason}: stopping after a checkpoint, within {self._grace_seconds:.0f} s")
 
     def blame(self, lost: Sequence[SlurmNode]) -> None:
-        """Note lost nodes as the reason for the end of the ranks: the job is requeued, unless a stop was requested."""
+        """Record lost nodes as the reason for the ranks' end: the job is requeued, unless a stop was requested
+        before.
+        """
         reason = f"lost node {', '.join(node.name for node in lost)}"
         if self.is_asked_for:
             self._say(f"{reason} before the ranks had stopped; the steps since the last checkpoint are lost.")
@@ -99,21 +102,21 @@ class Stop:
         self._again_because = None
 
     def handle_signals(self) -> bool:
-        """Turn received signals into a stop request. Returns whether Slurm is ending the job, which leaves no time for
-        a stop.
+        """Turn received signals into a stop request. Returns whether Slurm is ending the job, so that there is no time
+        for a stop.
         """
         while self._signals:
             number = self._signals.pop(0)
             name = signal.Signals(number).name
             if number == signal.SIGUSR1:
-                self.ask(f"{name}: the time limit is near", again=True)
-            elif self._is_ended():
+                self.request(f"{name}: the time limit is near", again=True)
+            elif self._is_job_ended():
                 return True
             else:
-                self.ask(name, again=False)
+                self.request(name, again=False)
         return False
 
-    def _is_ended(self) -> bool:
+    def _is_job_ended(self) -> bool:
         for _ in range(_ENDED_QUESTIONS):
             with self._answers.or_later():
                 return not job_runs(self._job_id)
@@ -123,14 +126,16 @@ class Stop:
     # --- requeue -------------------------------------------------------------------------------------------
 
     def still_runs(self) -> bool:
-        """Whether the job may be requeued: it was not cancelled meanwhile."""
-        # Slurm's answer covers a cancellation before the question; a later one arrives as a signal.
+        """Whether the job may be requeued, because nobody has cancelled it."""
+        # Slurm's answer covers a cancellation before the question. A later one arrives as a signal.
         self._signals.clear()
         runs = self._answers.insist(lambda: job_runs(self._job_id), unless=self._is_terminated)
         return bool(runs) and not self._is_terminated()
 
     def queue_again(self) -> int:
-        """Requeue the job; returns when Slurm ends this process. Raises RankError where a requeue cannot help."""
+        """Requeue the job; returns the exit code once Slurm ends this process. Raises RankError if a requeue cannot
+        help or does not end the job.
+        """
         without_progress = self._time_is_up and self._latest_checkpoint() == self._began_with
         if without_progress and self._last_was_without_progress():
             raise RankError(
@@ -161,7 +166,7 @@ class Stop:
             return None
 
     def _last_was_without_progress(self) -> bool:
-        """Whether the attempt before was of this job and ended at its time limit without a new checkpoint."""
+        """Whether the previous attempt was of this job and ended at the time limit without a new checkpoint."""
         before = self._attempt.run_folder.attempt(self._attempt.number - 1) if self._attempt.number > 1 else None
         state = None if before is None else read_state(before)
         return state is not None and state.without_progress and state.slurm_job == self._job_id

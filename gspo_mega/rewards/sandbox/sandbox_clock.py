@@ -1,8 +1,8 @@
 """Whose time passes while a program of a response runs: its own, or the machine's. Imports no module of gspo_mega.
 
-A program's own time is what it computed, and what it slept of its own accord. Time in which it wanted a processor, or a
-page from a disk, and did not get it is the machine's, and so is time in which somebody stopped it. The kernel tells
-computing exactly; the rest is the state of its threads, looked at every tenth of a second.
+A program's own time is the time in which it computed or slept of its own accord. Time in which it wanted a processor or
+a page from a disk and did not get it is the machine's, and so is time in which somebody stopped it. The kernel measures
+computing exactly; the rest follows from the states of its threads, which are sampled every tenth of a second.
 """
 
 import os

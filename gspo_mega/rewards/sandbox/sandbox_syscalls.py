@@ -1,8 +1,8 @@
 """The system calls that a program of a response may make, as a seccomp filter. Imports no module of gspo_mega.
 
-Owns the list. Everything else answers EPERM: no process, no program, no socket, no signal to another process, no other
-process's memory, no mode or owner of a file, no mount, no key, no new name space. A thread is allowed; its memory
-counts.
+Every call that is not on the list fails with EPERM: no process, no program, no socket, no signal to another process, no
+access to another process's memory, no change of a file's mode or owner, no mount, no key, no new name space. A thread
+is allowed; its memory counts.
 """
 
 import ctypes

@@ -1,8 +1,8 @@
 """What a program of a response may see and reach: a root of its own in name spaces, or Landlock's rules. Imports no
 module of gspo_mega.
 
-Owns both walls. In name spaces there is no other process, no network, no /proc, and of the machine's files only the
-folders that Python needs, read-only. With Landlock the same folders may be read, everything else may not.
+In name spaces a program sees no other process, no network and no /proc, and of the machine's files only the folders
+that Python needs, read-only. With Landlock it may read the same folders and nothing else.
 """
 
 import ctypes

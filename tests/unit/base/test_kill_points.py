@@ -1,5 +1,7 @@
 """Faults are armed by name, count and rank; nothing happens where none is armed."""
 
+from pathlib import Path
+
 import pytest
 
 from gspo_mega.base import atomic_io, failpoints
@@ -32,6 +34,13 @@ def test_what_cannot_be_armed_is_refused(text):
 def test_a_point_must_be_declared():
     with pytest.raises(KeyError):
         failpoints.reached("save.everything")
+
+
+def test_the_page_on_verification_counts_the_points():
+    counts = f"each of the {len(failpoints.OPERATIONS)} file operations", f"at {len(failpoints.MOMENTS)} moments"
+    text = (Path(__file__).parents[3] / "docs/verification.md").read_text()
+    assert all(count in text for count in counts)
+    assert len(failpoints.POINTS) == 2 * len(failpoints.OPERATIONS) + len(failpoints.MOMENTS)
 
 
 def test_a_whole_file_or_the_old_one(tmp_path):

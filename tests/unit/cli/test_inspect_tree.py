@@ -71,17 +71,17 @@ def test_a_tree_is_shown_turn_by_turn(run, capsys):
         "#3  turn 1: 2 tokens, mask 1, length, versions 2 (1 token), 3 (1 token),",
         "    log-prob per token -3.0005 (lowest -3.00), server-0",
         "    t3",
-        "#4  user: 2 tokens, mask 0  behind #0  branch: edited",
+        "#4  user: 2 tokens, mask 0  after #0  branch: edited",
         "    m4",
         "#5  turn 2: 1 token, mask 1, stop, version 3, log-prob per token -5.0000 (lowest",
         "    -5.00), server-0",
         "    t5",
-        "    row 0: #0 #1 #2 #3; advantage +1.000; weight 0.8; mask behind the first 3",
+        "    row 0: #0 #1 #2 #3; advantage +1.000; weight 0.8; mask after the first 3",
         "    tokens: 1x2 0x1 1x2",
-        "    row 1: #0 #4 #5; advantage +1.000; weight 0.2; mask behind the first 5",
+        "    row 1: #0 #4 #5; advantage +1.000; weight 0.2; mask after the first 5",
         "    tokens: 1x1",
     ]
-    assert "    not trained on, it failed: crash: agent.py:7: KeyError: 'x'" in text
+    assert "    not trained on, because it failed: crash: agent.py:7: KeyError: 'x'" in text
 
 
 def test_an_episode_of_one_turn_looks_as_ever(run, capsys):

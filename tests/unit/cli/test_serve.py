@@ -114,7 +114,10 @@ def test_each_node_of_a_server_over_several_has_its_part(served, tmp_path, monke
             (*OVER_TWO, "--index", "0", "--hosts", "a"),
             "--hosts: 1 addresses for server.num_nodes 2; valid: one per node",
         ),
-        ((*OVER_TWO, "--index", "0", "--hosts", "a,b"), "no SLURM_PROCID says which is this machine; add --part"),
+        (
+            (*OVER_TWO, "--index", "0", "--hosts", "a,b"),
+            "SLURM_PROCID is not set, so that nothing says which of them this machine is; add --part",
+        ),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(served, capsys, monkeypatch, words, said):

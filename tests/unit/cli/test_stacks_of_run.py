@@ -14,7 +14,7 @@ from gspo_mega.launcher.attempt_state import StateKeeper
 
 def test_a_run_that_is_over_or_has_not_begun_is_named(tmp_path):
     folder = RunFolder(tmp_path)
-    with pytest.raises(ConfigError, match=r"has no attempt yet; only the ranks of a run that goes on answer"):
+    with pytest.raises(ConfigError, match=r"has no attempt yet; only the ranks of a running run answer"):
         ask_for_stacks(folder)
     with StateKeeper(folder.new_attempt()) as state:
         state.tell("finished")
@@ -29,5 +29,5 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     with StateKeeper(attempt):
         folder.config_file.write_text((Path(__file__).parents[3] / "configs/quickstart.yaml").read_text())
         attempt.stacks_request_file.mkdir()  # what no file can replace
-        with pytest.raises(ConfigError, match=r"stacks cannot be written: .*; who asks needs the right to write"):
+        with pytest.raises(ConfigError, match=r"stacks cannot be written: .*; --stacks needs the right to write"):
             ask_for_stacks(folder)

@@ -17,7 +17,7 @@ from waiting import until
 from gspo_mega.base.errors import RankError
 from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.cli import status
-from gspo_mega.cli.status import screen_of, shown_pairs, watch
+from gspo_mega.cli.status import screen_of, watch
 from gspo_mega.launcher.attempt_state import StateKeeper
 from gspo_mega.launcher.restarts import Furthest, Restarts
 
@@ -41,7 +41,7 @@ def test_the_screen_has_state_ranks_steps_and_log(tmp_path):
     folder, attempt = made(tmp_path)
     with StateKeeper(attempt):
         console = Console(file=io.StringIO(), width=100)
-        console.print(screen_of(folder, shown_pairs))
+        console.print(screen_of(folder))
     text = console.file.getvalue()
     shown = [row.split() for row in text.splitlines()]
     assert ["ranks", "2", "in", "wait,", "1", "in", "rollout"] in shown
@@ -54,7 +54,7 @@ def test_plain_lines_where_it_is_no_terminal(tmp_path):
     folder, attempt = made(tmp_path)
     output = io.StringIO()
     with StateKeeper(attempt) as state:
-        seen = threading.Thread(target=watch, args=(folder, shown_pairs, 0.01, output))
+        seen = threading.Thread(target=watch, args=(folder, 0.01, output))
         seen.start()
         until(lambda: "logs" in output.getvalue())
         folder.metrics_file.write_text("".join(line(step) for step in range(1, 23)))
@@ -75,10 +75,10 @@ def test_a_failed_attempt_after_which_another_begins_is_not_the_end(tmp_path, mo
     monkeypatch.setattr(status.time, "sleep", lambda seconds: looks.append(seconds) or sleep(0.01))
     with StateKeeper(attempt) as state:
         restarts = Restarts(1, Furthest())
-        decision = restarts.settle(attempt, RankError("rank 1 was killed"))
+        decision = restarts.decide_and_record(attempt, RankError("rank 1 was killed"))
         assert decision.again
         state.tell("failed", error="rank 1 was killed")
-    seen = threading.Thread(target=watch, args=(folder, shown_pairs, 0.01, output))
+    seen = threading.Thread(target=watch, args=(folder, 0.01, output))
     seen.start()
     until(lambda: len(looks) > 3)
     assert "failed 0 s ago; another attempt begins" in output.getvalue()
@@ -92,9 +92,9 @@ def test_a_supervisor_that_dies_between_two_attempts_ends_the_view(tmp_path, mon
     folder, attempt = made(tmp_path)
     monkeypatch.setattr(status, "SILENCE_SECONDS", -1.0)
     with StateKeeper(attempt) as state:
-        Restarts(1, Furthest()).settle(attempt, RankError("rank 1 was killed"))
+        Restarts(1, Furthest()).decide_and_record(attempt, RankError("rank 1 was killed"))
         state.tell("failed", error="rank 1 was killed")
-    assert watch(folder, shown_pairs, 0.01, io.StringIO()) == 0
+    assert watch(folder, 0.01, io.StringIO()) == 0
 
 
 def test_a_real_terminal_gets_a_screen_and_the_command_ends_with_the_run(tmp_path):

@@ -12,11 +12,11 @@ from gspo_mega.data.packing import (
     balanced_packs,
     build_micro_batch,
     fewest_bins,
+    fill_cheapest,
     padded_length,
     plan_packs,
     plan_rollout_batch,
     sequence_cost,
-    spread,
     waiting_costs,
 )
 
@@ -108,7 +108,7 @@ def test_spread_is_the_greedy_it_says(lengths, room, bins):
         left[target] -= lengths[item]
         spent[target] += costs[item]
         want[target].append(item)
-    assert spread(order, lengths, costs, room, bins) == want
+    assert fill_cheapest(order, lengths, costs, room, bins) == want
 
 
 def trajectory(num_tokens):

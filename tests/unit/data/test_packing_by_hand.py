@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gspo_mega.data.packing import balanced_packs, build_micro_batch, fewest_bins, spread, waiting_costs
+from gspo_mega.data.packing import balanced_packs, build_micro_batch, fewest_bins, fill_cheapest, waiting_costs
 
 
 def test_an_item_may_fill_the_room_that_is_left_exactly():
@@ -16,8 +16,8 @@ def test_an_item_may_fill_the_room_that_is_left_exactly():
 def test_a_bin_that_was_too_full_comes_back_for_an_item_that_fits_exactly():
     """Room 10. The cheaper bin has 2 left, the other 3: the item of 3 goes to the second, that of 2 to the first."""
     sizes, costs = [8, 7, 3, 2], [1.0, 9.0, 1.0, 1.0]
-    assert spread([0, 1, 2, 3], sizes, costs, 10, 2) == [[0, 3], [1, 2]]
-    assert spread([0, 1, 2], [8, 7, 4], costs, 10, 2) is None
+    assert fill_cheapest([0, 1, 2, 3], sizes, costs, 10, 2) == [[0, 3], [1, 2]]
+    assert fill_cheapest([0, 1, 2], [8, 7, 4], costs, 10, 2) is None
 
 
 def test_packs_of_unlike_cost_are_dealt_back_and_forth():

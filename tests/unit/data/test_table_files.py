@@ -143,9 +143,9 @@ def test_problems_are_named_by_file_and_row(tmp_path):
     [
         (
             {"when": datetime.datetime(2026, 1, 1)},
-            r"column 'when' is timestamp\[us\], which no JSON value is; valid: text",
+            r"column 'when' is timestamp\[us\], which is not a JSON type; valid: text",
         ),
-        ({"image": {"bytes": b"x"}}, "column 'image' is struct<bytes: binary>, which no JSON value is"),
+        ({"image": {"bytes": b"x"}}, "column 'image' is struct<bytes: binary>, which is not a JSON type"),
         ({"score": float("nan")}, "row 1: 'score': NaN or infinite is no JSON number"),
         ({"scores": [1.0, float("inf")]}, "row 1: 'scores': NaN or infinite is no JSON number"),
     ],

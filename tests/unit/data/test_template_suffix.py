@@ -273,9 +273,9 @@ def test_control_tokens_in_what_others_say_stay_characters(talk):
         (
             families.NO_TOOLS,
             TOOL,
-            "no place for a message of the role 'tool' behind the assistant's: it leaves its text",
+            "no place for a message of the role 'tool' after the assistant's: it leaves its text",
         ),
-        (families.ONE_LONG_TURN, TOOL, "goes on behind an assistant's turn without ending it; .* '<|im_end|>'"),
+        (families.ONE_LONG_TURN, TOOL, "goes on after an assistant's turn without ending it; .* '<|im_end|>'"),
         (families.TOOLS_INSIDE, TOOL, "writes it before the end of the turn .'<|im_end|>'"),
     ],
 )

@@ -30,7 +30,7 @@ class Run:
             "configs/quickstart.yaml", [f"alerts.command={json.dumps(command)}", "run.name=demo", *overrides]
         ).config
         self.alerts = AlertSender(config, self.folder.new_attempt(), self.said.append, poll_seconds=1000.0)
-        self.alerts.look()
+        self.alerts.check_metrics()
 
     def write(self, steps, **metrics):
         with self.folder.metrics_file.open("a") as file:
@@ -38,7 +38,7 @@ class Run:
                 values = {name.replace("__", "/"): value for name, value in metrics.items()}
                 values = {name: value(step) if callable(value) else value for name, value in values.items()}
                 file.write(json.dumps({"step": step, "time": 0.0, **values}) + "\n")
-        self.alerts.look()
+        self.alerts.check_metrics()
 
     def told(self):
         self.alerts.close()
@@ -116,7 +116,7 @@ def test_no_line_for_long_is_a_stall(tmp_path):
     run = Run(tmp_path, "alerts.stall_seconds=0.001")
     run.write([1], reward__mean=0.5)
     time.sleep(0.002)
-    run.alerts.look()
+    run.alerts.check_metrics()
     (body,) = run.told()
     assert body["cause"] == "stall" and body["text"].endswith("(alerts.stall_seconds 0.001)")
 

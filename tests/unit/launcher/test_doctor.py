@@ -99,7 +99,7 @@ def test_what_cannot_be_bound_or_locked_is_said():
     assert (doctor._network("127.0.0.1").level, doctor._network("::1").level) == ("ok", "ok")
     for private in ("10.1.2.3", "fd00::2", "node7"):
         found = doctor._network(private)
-        assert found.level == "ok" and f"whoever reaches {private} can disturb or steer the ranks" in found.text
+        assert found.level == "ok" and f"anyone who reaches {private} can disturb or steer the ranks" in found.text
     for public in ("8.8.8.8", "2606:4700::1"):
         assert doctor._network(public).level == "note" and "is a public address" in doctor._network(public).text
     said = [finding.what for finding in doctor.check_machine((), Path("."), 0, False, "127.0.0.1", AnswerDeadline())]

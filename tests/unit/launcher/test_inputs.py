@@ -148,7 +148,7 @@ def test_recorded_rollouts_take_the_place_of_data(files, tmp_path):
 
 def test_several_machines_are_slurms(files):
     (notice,) = check_inputs(files[0]("cluster.num_nodes=2"), "train")
-    assert "2 trainer nodes: `gspo-mega train` alone runs on one machine; submit launch/slurm/train.sbatch" in notice
+    assert "2 trainer nodes: `gspo-mega train` itself runs on one machine; submit launch/slurm/train.sbatch" in notice
 
 
 def test_plan_says_it(files, capsys):

@@ -59,7 +59,7 @@ def test_the_budget_goes_on_in_a_job_that_was_queued_again_and_not_for_a_person(
     restarts = Restarts.begin(folder, 1)
     (folder.path / "metrics.jsonl").write_text(json.dumps({"step": 7}) + '\n{"step": 8, "tor')
     monkeypatch.setattr(time, "time", lambda: 5.0)
-    restarts.settle(
+    restarts.decide_and_record(
         attempt,
         RankError("rank 1 failed:\n\nTraceback (most recent call last):\nKeyError: 3\n\n(all of its output: there)"),
     )
@@ -95,7 +95,7 @@ def test_without_a_record_there_is_no_restart(tmp_path):
     attempt = folder.new_attempt()
     folder.metrics_file.write_text(json.dumps({"step": 7}) + "\n")
     attempt.restart_file.mkdir()  # stands for a full disk
-    decision = Restarts(3, Furthest()).settle(attempt, RankError("x"))
+    decision = Restarts(3, Furthest()).decide_and_record(attempt, RankError("x"))
     assert not decision.again and decision.why.startswith(f"no automatic restart: {attempt.restart_file} cannot be")
 
 
@@ -118,5 +118,5 @@ def test_progress_of_each_kind_counts_and_none_is_forgotten_for_anothers_sake():
 def test_a_run_that_was_given_up_has_a_whole_budget_when_it_is_queued_again(tmp_path):
     folder = RunFolder(tmp_path / "run")
     used = Restarts(1, Furthest(), [time.time()])
-    assert not used.settle(folder.new_attempt(), RankError("x")).again
+    assert not used.decide_and_record(folder.new_attempt(), RankError("x")).again
     assert last_restart(folder).restarted_at and Restarts.carry_on(folder, 1).count == 0

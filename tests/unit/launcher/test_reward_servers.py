@@ -13,7 +13,7 @@ from gspo_mega.base.errors import ConfigError, GspoMegaError, PlanError
 from gspo_mega.base.run_folder import Attempt, RunFolder
 from gspo_mega.config.schema import ModelReward
 from gspo_mega.launcher.children import Child, ChildSpec, ProcessFamily
-from gspo_mega.launcher.local import Supervisor, _scorers
+from gspo_mega.launcher.local import Supervisor, _reward_servers
 from gspo_mega.launcher.slurm import scontrol as calls
 from gspo_mega.launcher.slurm import steps as step_starts
 from gspo_mega.launcher.slurm.size import job_size, sbatch_options
@@ -33,7 +33,7 @@ def test_each_server_has_its_gpus_its_log_and_its_model(tmp_path):
     attempt = Attempt(tmp_path / "run" / "attempts" / "0001")
     first, second = (ModelReward(name=name, path=name, num_servers=2, tensor=2) for name in ("sums", "style"))
     scorers, gpus = [(first, 0), (first, 1), (second, 0)], [["4", "5"], ["6", "7"], []]
-    specs = _scorers(scorers, gpus, attempt, ["serve"], {"PYTHONPATH": "x"})
+    specs = _reward_servers(scorers, gpus, attempt, ["serve"], {"PYTHONPATH": "x"})
     names = [(spec.kind, spec.index, spec.of) for spec in specs]
     assert names == [("reward server", 0, "sums"), ("reward server", 1, "sums"), ("reward server", 0, "style")]
     assert [spec.command[-4:] for spec in specs] == [
@@ -152,10 +152,10 @@ def test_starts_that_fail_count_for_each_server_by_itself(tmp_path, monkeypatch)
         for _ in range(2):
             for child in filter(None, children):
                 until(lambda child=child: child.exit_code is not None)
-            children = [starts.again(child) for child in filter(None, children)]
+            children = [starts.restart(child) for child in filter(None, children)]
         assert len(children) == 2 and None not in children, said
         until(lambda: all(child is not None and child.exit_code is not None for child in children))
-        assert [starts.again(child) for child in filter(None, children)] == [None, None]
+        assert [starts.restart(child) for child in filter(None, children)] == [None, None]
     finally:
         family.close(1.0)
     assert len(said) == 4 and "srun could not start reward server 0 of style; trying again" in said[1]

@@ -14,7 +14,7 @@ from gspo_mega.rollout.server.process import failure_line
 
 @pytest.fixture
 def attempt(tmp_path, monkeypatch):
-    monkeypatch.setattr(watchdog, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(watchdog, "_READING_SECONDS", 0.0)
     made = Attempt(tmp_path / "0001")
     made.servers_dir.mkdir(parents=True)
     return made
@@ -25,26 +25,26 @@ def test_each_failed_start_is_shown_once(attempt):
     failures = ServerFailures([(attempt, ""), (Attempt(attempt.path / "none"), " of reward model style")], said.append)
     one = Registration("server-0", "", 7, "starting", 1, None, time.time(), most_starts=6)
     one.write(attempt.servers_dir)
-    failures.look()
+    failures.show_new()
     assert said == []
     causes = [f"SGLang exited with code 1 (see log): ProxyError: {number}" for number in (1, 2, 3)]
     for number in (1, 3):  # the second and the third follow each other faster than anybody looks
         one = replace(one, num_failures=number, failed_starts=number, recent_failures=causes[:number])
         for state in ("restarting", "starting"):
             replace(one, state=state).write(attempt.servers_dir)
-            failures.look()
+            failures.show_new()
     assert said == [
         f"warning  server-0 failed (attempt {number} of 6): {cause}; it is started again (log: {attempt.server_log(0)})"
         for number, cause in enumerate(causes, 1)
     ]
     replace(one, state="failed").write(attempt.servers_dir)
     (attempt.servers_dir / "server-1.json").write_text("{}")
-    failures.look()
+    failures.show_new()
     assert len(said) == 3  # a server that is given up is reported as that
     again = replace(one, pid=8, num_failures=1, failed_starts=1, recent_failures=[f"see {attempt.server_log(0)}"])
     again.write(attempt.servers_dir)
     (attempt.servers_dir / "server-1.json").unlink()
-    failures.look()
+    failures.show_new()
     assert said[3] == f"warning  server-0 failed (attempt 1 of 6): see {attempt.server_log(0)}; it is started again"
 
 

@@ -76,7 +76,7 @@ def said(version: list[int], missing: list[str], sglang: str | None = "0.5.23") 
         (said([3, 10], []), "is Python 3.10; 3.11 or newer is needed"),
         (
             said([3, 12], ["sglang", "yaml"]),
-            "has no sglang, yaml; what a server needs there is in launch/env/gpu-server.txt",
+            "has no sglang, yaml; launch/env/gpu-server.txt lists what a server needs there",
         ),
         (
             said([3, 12], [], "0.5.17"),

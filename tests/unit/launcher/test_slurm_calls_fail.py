@@ -37,7 +37,7 @@ case "$*" in
     index=${*##*--index }; index=${index%% *}; role=${*##*--role }; role=${role%% *}
     mkdir -p "$attempt/software"
     [ ! -e "$JOB/$role" ] || cp "$JOB/$role" "$attempt/software/machine-$index-$role.json" ;;
-  *runtime.worker*)
+  *train.worker*)
     touch "$attempt/logs/rank_0.log"
     . "$JOB/ranks.$(basename "$attempt")" ;;
   *" serve "*)
@@ -108,7 +108,7 @@ def slurm(tmp_path_factory, monkeypatch):
         (steps, "ASK_AGAIN_SECONDS", 0.05),
         (job, "_POLL_SECONDS", 0.02),
         (job, "_SETTLE_SECONDS", 0.02),
-        (job, "_LOOK_SECONDS", 0.1),
+        (job, "_ASK_SECONDS", 0.1),
         (job, "_WATCH_AGAIN_SECONDS", 0.05),
         (stop, "_ENDED_PAUSE_SECONDS", 0.05),
         (stop, "_POLL_SECONDS", 0.02),
@@ -177,7 +177,7 @@ def test_a_rank_fails_then_a_node(slurm):
 
 
 def test_a_server_gives_up_then_the_time_limit_is_near(slurm, monkeypatch):
-    monkeypatch.setattr(job, "_LOOK_SECONDS", 30.0)
+    monkeypatch.setattr(job, "_ASK_SECONDS", 30.0)
 
     def scenario(made):
         monkeypatch.setenv("GSPO_PREFLIGHT", "0")
@@ -205,7 +205,7 @@ def test_servers_whose_nccl_is_another_end_the_job_before_a_rank_starts(slurm, m
         made.run("publish.method=distributed")
     (line,) = [line for line in made.said if "NCCL is 2.30.7" in line]
     assert line.startswith("doctor   wrong pythons") and "and 2.28.9 in the servers'" in line
-    assert "runtime.worker" not in "\n".join(made.calls.calls)
+    assert "train.worker" not in "\n".join(made.calls.calls)
 
 
 def test_the_last_server_that_gives_up_fails_the_attempt(slurm, monkeypatch):
@@ -321,7 +321,7 @@ def test_a_step_that_srun_always_refuses_is_told_soon(slurm):
     made = slurm(0)
     made.ranks(1, "exit 0\n")
     refuse = (
-        'case "$*" in *runtime.worker*) echo "srun: unrecognized option \'--container-image=x\'" >&2; exit 1;; esac\n'
+        'case "$*" in *train.worker*) echo "srun: unrecognized option \'--container-image=x\'" >&2; exit 1;; esac\n'
     )
     (made.folder / "bin/srun").write_text(SRUN.replace("case", refuse + "case", 1))
     with pytest.raises(RankError, match="error: ranks 0 exited with code 1"):

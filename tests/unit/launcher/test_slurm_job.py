@@ -18,7 +18,7 @@ from gspo_mega.base.errors import RankError
 from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.config import load_config
 from gspo_mega.launcher.attempt_state import StateKeeper, read_state
-from gspo_mega.launcher.children import signals_taken
+from gspo_mega.launcher.children import collect_signals
 from gspo_mega.launcher.slurm import scontrol
 from gspo_mega.launcher.slurm.job import JobContext, SlurmJob
 from gspo_mega.launcher.slurm.scontrol import Allocation, Answers, NoAnswerError, SlurmNode
@@ -42,7 +42,7 @@ esac
 # Ranks that end with 75 when asked to, after what `$RANKS` has them do; all else waits for its end.
 SRUN = """#!/bin/sh
 case "$*" in
-  *runtime.worker*)
+  *train.worker*)
     eval "$RANKS"
     until ls "$ATTEMPT/stop" 2>/dev/null; do sleep 0.05; done
     exit 75 ;;
@@ -113,7 +113,7 @@ class Here:
         os.environ |= {"RANKS": ranks, "ATTEMPT": str(attempt.path), "SUPERVISOR": str(os.getpid())}
         with StateKeeper(attempt, job_id) as state:
             job = self.job(state, attempt, job_id=job_id, seconds_left=seconds_left)
-            with signals_taken(SIGNALS, self.signals):
+            with collect_signals(SIGNALS, self.signals):
                 return job.run("train", [0], 14_000, [])
 
     def run_with_scorers(self, ranks: str, scorers: str, indices: Sequence[int] = (0, 1)) -> int:
@@ -123,12 +123,12 @@ class Here:
         with StateKeeper(attempt, "7") as state:
             job = self.job(state, attempt, overrides=MODELS)
             os.environ["SUPERVISOR"] = str(os.getpid())
-            with signals_taken(SIGNALS, self.signals):
+            with collect_signals(SIGNALS, self.signals):
                 return job.run("train", [0], 14_000, [], {"sums": indices})
 
     def look(self, job: SlurmJob) -> bool:
-        job._look_again = 0
-        return job.look_for_lost_nodes()
+        job._next_question = 0
+        return job.check_nodes()
 
 
 @pytest.fixture
@@ -206,7 +206,7 @@ def test_a_cancellation_just_before_the_job_is_queued_again(here, monkeypatch):
         job = here.job(state, attempt)
         here.program("scontrol", SCONTROL.replace("cat job ;;", 'cat job; kill -TERM "$SUPERVISOR" ;;'))
         monkeypatch.setenv("SUPERVISOR", str(os.getpid()))
-        with signals_taken([signal.SIGTERM], here.signals):
+        with collect_signals([signal.SIGTERM], here.signals):
             assert not job.stop.still_runs()
 
 

@@ -47,7 +47,7 @@ class Ranks:
                 phase, count = self.where[rank]
                 record = {"tick": self.ticks[rank], "pid": 100 + rank, "host": "n1", "phase": phase, "count": count}
                 self.attempt.beat_file(rank).write_text(json.dumps(record))
-            if (error := self.dog.look()) is not None:
+            if (error := self.dog.check()) is not None:
                 return error
         return None
 
@@ -126,7 +126,7 @@ def test_before_a_rank_writes_anything_the_bound_of_the_start_holds(tmp_path):
 
     def tick():
         ranks.now += INTERVAL
-        return ranks.dog.look()
+        return ranks.dog.check()
 
     assert ranks.go(3595) is None
     assert "in phase start (watchdog.start_seconds)" in str(ranks.go(50))
@@ -161,7 +161,7 @@ def test_most_looks_read_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("gspo_mega.launcher.watchdog.read_json", lambda path: read.append(path))
     for _ in range(40):
         ranks.now += interval / 4
-        assert ranks.dog.look() is None
+        assert ranks.dog.check() is None
     assert len(read) == 20, "two ranks at every fourth look"
 
 

@@ -10,7 +10,7 @@ from gspo_mega.base.errors import PublishError
 from gspo_mega.base.run_folder import RunFolder, read_json
 from gspo_mega.cli import main as command_line
 from gspo_mega.cli import serve
-from gspo_mega.cli.serve import record
+from gspo_mega.cli.serve import record_software
 from gspo_mega.sync import publish, servers
 from gspo_mega.sync.servers import check_same_versions, loaded_versions, loaded_versions_of
 
@@ -18,16 +18,16 @@ OURS = {"torch": "2.14.1+cu130", "NCCL": "2.30.7"}
 
 
 def test_the_same_release_passes_whatever_its_build(tmp_path):
-    check_same_versions(tmp_path, OURS)
-    record(tmp_path, "server-0", {"torch": "2.14.1", "NCCL": "2.30.7"})
-    record(tmp_path, "server-1", OURS)
-    check_same_versions(tmp_path, OURS)
+    check_same(tmp_path, OURS)
+    record_software(tmp_path, "server-0", {"torch": "2.14.1", "NCCL": "2.30.7"})
+    record_software(tmp_path, "server-1", OURS)
+    check_same(tmp_path, OURS)
 
 
 def test_each_server_that_differs_is_named_with_both_versions(tmp_path):
-    record(tmp_path, "server-0", OURS)
-    record(tmp_path, "server-1", {"torch": "2.11.0", "NCCL": "2.28.9"})
-    record(tmp_path, "server-2", {"torch": "2.14.1", "NCCL": None})
+    record_software(tmp_path, "server-0", OURS)
+    record_software(tmp_path, "server-1", {"torch": "2.11.0", "NCCL": "2.28.9"})
+    record_software(tmp_path, "server-2", {"torch": "2.14.1", "NCCL": None})
     with pytest.raises(PublishError) as caught:
         check_same_versions(tmp_path, OURS)
     lines = str(caught.value).splitlines()
@@ -61,8 +61,8 @@ def test_another_python_is_asked_and_one_that_cannot_answer_is_named(tmp_path):
     [("distributed", "nccl", True), ("distributed", "gloo", False), ("disk", "nccl", False)],
 )
 def test_the_publisher_compares_where_weights_go_through_nccl(tmp_path, monkeypatch, method, backend, refused):
-    monkeypatch.setattr(publish, "loaded_versions", lambda: OURS)
-    record(tmp_path, "server-0", {"torch": "2.14.1", "NCCL": "2.28.9"})
+    monkeypatch.setattr(publish, "here", lambda: OURS)
+    record_software(tmp_path, "server-0", {"torch": "2.14.1", "NCCL": "2.28.9"})
     publisher = publish.Publisher.__new__(publish.Publisher)
     publisher._settings, publisher._backend = SimpleNamespace(method=method), backend
     if not refused:

@@ -151,7 +151,7 @@ def test_inspect_shows_what_is_intact_and_ends_with_8(journal, capsys):
     assert place in overview and "trajectories      3" in overview and "cut short" not in overview
     assert main(["inspect", run, "--step", "5"]) == 8
     text = capsys.readouterr().out
-    assert text.splitlines()[:2] == ["step 5, sampled from weight version 4; what is intact", place]
+    assert text.splitlines()[:2] == ["step 5, sampled from weight version 4; the intact part", place]
     assert text.count("--- step000004") == 3
     assert main(["inspect", run, "--step", "5", "--json"]) == 8
     assert json.loads(capsys.readouterr().out)["damages"] == [place]
@@ -164,7 +164,7 @@ def test_intact_episodes_of_a_damaged_prompt_are_named(journal, capsys):
     journal.file(4).write_bytes(whole)
     assert main(["inspect", str(journal.folder.parent), "--step", "5"]) == 8
     text = capsys.readouterr().out
-    assert "intact, but without their prompts or tools: step000004-g00000-s001, step000004-g00000-s000" in text
+    assert "intact, but their prompts or tools are lost: step000004-g00000-s001, step000004-g00000-s000" in text
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["the file's name", "the first record"])
