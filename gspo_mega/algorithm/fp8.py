@@ -25,7 +25,7 @@ E5M2_MAX = 57344.0  # S.11110.11: exponent 15, mantissa 1.75; the next code is i
 _LARGEST = {torch.float8_e4m3fn: E4M3_MAX, torch.float8_e5m2: E5M2_MAX}
 _LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 _EXPONENT_BITS = -(1 << 23)  # 0xFF800000 as an int32: sign and exponent of a float32
-_NAN_BYTE = 0x7F  # the one NaN that the conversion instruction writes, whatever the sign of the input
+_NAN_BYTE = 0x7F  # the one NaN that the conversion instruction writes, for either sign of the input
 
 
 def largest_value(dtype: torch.dtype) -> float:

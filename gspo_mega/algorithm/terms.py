@@ -211,7 +211,7 @@ CORRECTION_CENTRE = SequenceColumn(
     "correction_centre", "same", "[S] nats: m of the rollout batch, the same for each sequence"
 )
 CORRECTION_SEGMENTS = SequenceColumn(
-    "correction_segments", "same", "[S, 2] version segments judged; 1 where a segment alone put the sequence outside"
+    "correction_segments", "same", "[S, 2] version segments judged; 1 where only a segment put the sequence outside"
 )
 STALENESS_SUMS = SequenceColumn(
     "staleness_sums", "sum", "[S, 2] nats over the tokens held here: old - own version's, and own version's - server's"

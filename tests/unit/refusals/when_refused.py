@@ -180,7 +180,7 @@ TABLE: dict[str, dict[str, tuple[int, str] | tuple[int, str, str]]] = {
     "cpu/te_loading.py": {"load_transformer_engine": (1, RUN, _HERE)},
     "engine/parameter_names.py": {"canonical_parameters": (3, RUN, _DEFECT)},
     "engine/precision.py": {
-        "choices": (1, RUN, _HERE),
+        "fusion_choices": (1, RUN, _HERE),
         "dispatcher_settings": (2, RUN, _HERE),
         "require_precision": (2, RUN, _HERE),
         "_require_block_scales": (2, RUN, _HERE),
