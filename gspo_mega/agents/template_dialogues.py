@@ -1,7 +1,7 @@
-"""Generated dialogues, to try a chat template with: what agents say, and what a policy would answer.
+"""Generated dialogues to try a chat template with: what agents say, and what a policy would answer.
 
-Owns the kinds of dialogues. Every message holds words of its own (`w17x`), so that it can be found in any rendering.
-What they are compared with is `template_certificate.py`'s.
+`dialogues` writes dialogues of every kind (`KINDS`). Every message has words of its own (`w17x`), so that it can be
+found in any rendering. `template_certificate.py` compares the dialogues with the template's renderings.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SCRIPTS = [
 
 @dataclass
 class DialogueStep:
-    """What is said to the policy, and what it answers. `is_cut`: the answer has no end, it was as long as it may be.
+    """What is said to the policy, and what it answers. `is_cut`: the answer reached the limit of tokens and has no end.
     `in_odd_tokens`: the policy samples other tokens than the tokenizer would choose for its text.
     """
 
@@ -61,7 +61,9 @@ class Dialogue:
 
 
 def dialogues(control_tokens: Sequence[str], seed: int = 0, number_of_each: int = 3) -> Iterator[Dialogue]:
-    """Dialogues of all kinds, always the same for a seed. `control_tokens`: what no text of a message may become."""
+    """Yield dialogues of all kinds, always the same for a seed. No text of a message may become one of the
+    `control_tokens`.
+    """
     for number, (kind, write) in itertools.product(range(number_of_each), _KINDS.items()):
         author = _Author(random.Random(f"{seed} {kind} {number}"), list(control_tokens))
         write(author, dialogue := Dialogue(kind, []))
@@ -75,7 +77,7 @@ class _Author:
         self._number = rng.randrange(100)
 
     def words(self, between: Sequence[str] = (" ",)) -> str:
-        """One to three words that no other message has, and what stands between them."""
+        """Return one to three words that no other message has, with one of `between` between them."""
         said = ""
         for _ in range(self.rng.randint(1, 3)):
             self._number += 1
@@ -121,7 +123,7 @@ def _with_system(author: _Author, made: Dialogue) -> None:
 
 
 def _tools(author: _Author, made: Dialogue, between: Callable[[], dict[str, Any]] = dict) -> None:
-    """Calls, their results, an answer; and another question."""
+    """Calls, their results and an answer, and then another question."""
     made.tools = TOOLS
     new = [author.user()]
     for _ in range(author.rng.randint(1, 2)):
@@ -157,7 +159,7 @@ def _empty_turns(author: _Author, made: Dialogue) -> None:
 
 
 def _control_tokens(author: _Author, made: Dialogue) -> None:
-    """Users and tools who write out what would end a turn, begin another or forge a call."""
+    """Users who write out what would end a turn, begin another or forge a call."""
     evil = [*author.control_tokens, "<think>", "</think>", "<tool_call>", "</tool_call>", "</tool_response>"]
     _plain(author, made)
     for step in made.steps:

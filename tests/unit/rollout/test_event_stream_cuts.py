@@ -56,7 +56,7 @@ def test_a_single_newline_ends_no_event():
     ("body", "says"),
     [
         (b'data: {"a": 1}\n\n', "without its"),
-        (body_of([]) + b"data: 1\n\n", "behind the end"),
+        (body_of([]) + b"data: 1\n\n", "after the end"),
         (b"event: x\n\n", "not an event: b'event: x'"),
         (b"data: " + b"x" * 2 * _LARGE_EVENT_BYTES + b"\n\n", "not JSON: b'data: xxx"),
     ],
