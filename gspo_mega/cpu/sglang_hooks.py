@@ -1,9 +1,10 @@
 """CPU support for SGLang: import hooks with which the unmodified package serves on a machine without a GPU.
 
-`activate()` must run before `sglang` is imported, in every process of a server. `entry.py` calls it at import, so
-spawned children call it too. It works only through import hooks, which change one module of SGLang each after its
-import. Nothing of SGLang is edited on disk, and with a usable GPU `activate()` does nothing. The batched attention is
-in `sglang_attention.py`, layers and sampling in `sglang_layers.py`, and quantized layers in `sglang_quantization.py`.
+`activate()` must run before `sglang` is imported, in every process of a server. `rollout/server/entry.py` calls it at
+import, so spawned children call it too. It works only through import hooks, which change one module of SGLang each
+after its import. Nothing of SGLang is edited on disk, and with a usable GPU `activate()` does nothing. The batched
+attention is in `sglang_attention.py`, layers and sampling in `sglang_layers.py`, and quantized layers in
+`sglang_quantization.py`.
 
 Two groups of changes are here, after `activate()`. Sinks of gpt-oss are kept in the server's dtype and used with this
 package's attention. Adapters (LoRA): SGLang's backend `torch_native` computes them with plain PyTorch, but its host
