@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gspo_mega.agents.messages import MessageParts, ToolFormat, format_of, parts_of
-from gspo_mega.agents.protocol import Limits, Turn
 from gspo_mega.agents.recorder import Recorder
+from gspo_mega.agents.turn import Limits, Turn
 from gspo_mega.base.episodes import Episode
 from gspo_mega.base.errors import DataError
 from gspo_mega.base.records import Prompt

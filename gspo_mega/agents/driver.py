@@ -14,8 +14,9 @@ import hashlib
 from dataclasses import replace
 from typing import Any, Protocol
 
-from gspo_mega.agents.protocol import Failure, Finished, Limits, Model, Outcome, Params, Task, Tools, TurnSampler
+from gspo_mega.agents.protocol import Model, Outcome, Task, Tools
 from gspo_mega.agents.session import Conversation, EpisodeSession, NotReplayable
+from gspo_mega.agents.turn import Failure, Finished, Limits, Params, TurnSampler
 from gspo_mega.base.episodes import ENDED_BY_LIMIT, OWN_REWARD, Episode
 from gspo_mega.base.records import Prompt
 from gspo_mega.data.rows import copied

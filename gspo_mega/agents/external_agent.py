@@ -37,14 +37,15 @@ from urllib.parse import urlsplit
 from gspo_mega.agents.endpoint import AgentEndpoint
 from gspo_mega.agents.endpoint_session import EndpointSession
 from gspo_mega.agents.messages import Decode
-from gspo_mega.agents.protocol import Failure, Finished, Outcome, Task, outcome_of
+from gspo_mega.agents.protocol import Outcome, Task, outcome_of
 from gspo_mega.agents.session import EpisodeSession
+from gspo_mega.agents.turn import Failure, Finished
 from gspo_mega.base.errors import EpisodeError
 from gspo_mega.base.network import no_proxy_variables
 from gspo_mega.config.schema import Config
 from gspo_mega.config.validate_episodes import ForeignOptions, program_problem
-from gspo_mega.rewards.functions import BadResult
 from gspo_mega.rewards.guarded_process import GuardedProcess, ProcessKind, environment_of
+from gspo_mega.rewards.user_code import BadResult
 
 _AGENT = ProcessKind(
     module="gspo_mega.agents.agent_worker", name="agent's process", section="episodes", error=EpisodeError

@@ -20,7 +20,8 @@ from collections import Counter, deque
 from typing import Any
 
 from gspo_mega.agents.pooled_worker import NO_BOUND, Loss, PooledSession, PooledWorker, PoolEntry
-from gspo_mega.agents.protocol import Finished, Task
+from gspo_mega.agents.protocol import Task
+from gspo_mega.agents.turn import Finished
 from gspo_mega.base.errors import EpisodeError
 from gspo_mega.config.schema import EpisodeFunction, Episodes
 

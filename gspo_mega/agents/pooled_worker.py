@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 from gspo_mega.agents.loop_watch import LoopWatch
 from gspo_mega.agents.owned_processes import NO_EPISODE
-from gspo_mega.agents.protocol import FAILURE_KINDS, Failure, Finished, Outcome, Task, TurnRefused
+from gspo_mega.agents.protocol import Outcome, Task, TurnRefused
+from gspo_mega.agents.turn import FAILURE_KINDS, Failure, Finished
 from gspo_mega.base.episodes import ToolRecord
 from gspo_mega.base.errors import DataError, EpisodeError
 from gspo_mega.config.schema import EpisodeFunction, Episodes

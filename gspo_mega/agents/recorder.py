@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from gspo_mega.agents.protocol import Turn
+from gspo_mega.agents.turn import Turn
 from gspo_mega.base.episodes import Node
 from gspo_mega.base.errors import DataError
 from gspo_mega.base.records import float_column, int_column

@@ -23,15 +23,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 from gspo_mega.agents.messages import MessageParts, ToolFormat, format_of, parts_of
-from gspo_mega.agents.protocol import ContextFull, Limits, OnTokens, Params, TooManyTurns, Turn, TurnSampler
+from gspo_mega.agents.protocol import ContextFull, TooManyTurns
 from gspo_mega.agents.recorder import Recorder
+from gspo_mega.agents.turn import Limits, OnTokens, Params, Turn, TurnSampler
 from gspo_mega.base import failpoints
 from gspo_mega.base.episodes import Episode, Node
 from gspo_mega.base.errors import DataError, EpisodeError
 from gspo_mega.base.records import Prompt
 from gspo_mega.data.rows import copied
 from gspo_mega.data.templates import HistoryMessage, Rendered, Rewritten, SuffixRule
-from gspo_mega.rewards.functions import BadResult, number_of
+from gspo_mega.rewards.user_code import BadResult, number_of
 
 Message = dict[str, Any]
 

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from gspo_mega.agents.messages import ToolFormat, format_of, parts_of
-from gspo_mega.agents.protocol import Turn
 from gspo_mega.agents.recorder import Recorder
 from gspo_mega.agents.template_dialogues import WORD, Dialogue, DialogueStep, Message, dialogues
+from gspo_mega.agents.turn import Turn
 from gspo_mega.base.errors import DataError
 from gspo_mega.data.chat import MaskedText, PromptEncoder, for_template
 from gspo_mega.data.templates import Rendered, Rewritten, SuffixRule, difference

@@ -19,7 +19,7 @@ from gspo_mega.agents.loop_watch import Owner, WatchedLoop
 from gspo_mega.agents.protocol import ContextFull, Message, Task, TooManyTurns, TurnRefused
 from gspo_mega.agents.tools import MAX_RESULT_CHARACTERS, Tool, ToolError, text_of
 from gspo_mega.base.errors import EpisodeError
-from gspo_mega.rewards.functions import number_of
+from gspo_mega.rewards.user_code import number_of
 
 MOST_TURNS_AT_ONCE = 64
 # A function that loops around a tool and never asks the policy would fill the record.

@@ -33,11 +33,11 @@ from torch import nn
 from gspo_mega.base import atomic_io
 from gspo_mega.base.errors import ModelError, PublishError
 from gspo_mega.base.untrusted import read_json_file
+from gspo_mega.checkpoint.collectives import raise_together
 from gspo_mega.checkpoint.gather import PolicyTensors
 from gspo_mega.config.schema import Lora
-from gspo_mega.engine.parameter_names import tensor_group
-from gspo_mega.engine.process_groups import raise_together
 from gspo_mega.models.low_rank import PREFIX, adapted, adapter_tensors, half_name, module_of
+from gspo_mega.models.parameter_names import tensor_group
 from gspo_mega.models.spec import ModelSpec
 from gspo_mega.models.tensors import TensorEntry, parameter_blocks
 

@@ -28,8 +28,8 @@ from gspo_mega.checkpoint.mtp_layers import carried_config, carried_modules
 from gspo_mega.checkpoint.quantized import PublishedForm
 from gspo_mega.checkpoint.tensor_sources import MEGATRON_FOLDER, TensorSource, write_safetensors
 from gspo_mega.checkpoint.torch_dist import write_chunks, write_index
-from gspo_mega.engine.parameter_names import by_parameter
 from gspo_mega.models.block_fp8 import quantization_config
+from gspo_mega.models.parameter_names import by_parameter
 from gspo_mega.models.tensors import TensorEntry, parameter_blocks, parameter_shape
 
 FILE_BYTES = 2 * 1024**3

@@ -18,7 +18,7 @@ from gspo_mega.checkpoint.hf_export import export_policy
 from gspo_mega.checkpoint.hf_folder import HuggingFaceFolder
 from gspo_mega.checkpoint.hf_import import fill_from
 from gspo_mega.checkpoint.quantized import plain_form
-from gspo_mega.engine.parameter_names import by_parameter, canonical_parameters
+from gspo_mega.models.parameter_names import by_parameter, canonical_parameters
 from gspo_mega.models.spec import ModelSpec
 from gspo_mega.models.tensors import TensorEntry
 from gspo_mega.models.value_models import (

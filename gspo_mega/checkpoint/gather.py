@@ -16,10 +16,10 @@ from torch import nn
 
 from gspo_mega.base import progress
 from gspo_mega.base.errors import ModelError
+from gspo_mega.checkpoint.collectives import all_gather_json, raise_together
 from gspo_mega.checkpoint.hf_folder import stacked
 from gspo_mega.checkpoint.quantized import plain_values
-from gspo_mega.engine.parameter_names import canonical_parameters, replica_group, table_by_parameter, tensor_group
-from gspo_mega.engine.process_groups import all_gather_json, raise_together
+from gspo_mega.models.parameter_names import canonical_parameters, replica_group, table_by_parameter, tensor_group
 from gspo_mega.models.spec import ModelSpec
 from gspo_mega.models.tensors import Stacking, TensorEntry, parameter_blocks, stackings
 

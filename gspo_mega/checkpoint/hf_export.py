@@ -18,11 +18,11 @@ from safetensors.torch import save_file
 from gspo_mega.base import atomic_io
 from gspo_mega.base.errors import ModelError, PublishError
 from gspo_mega.base.untrusted import read_json_file
+from gspo_mega.checkpoint.collectives import all_gather_json, raise_together
 from gspo_mega.checkpoint.gather import PolicyTensors
 from gspo_mega.checkpoint.hf_folder import INDEX_NAME, SINGLE_NAME
 from gspo_mega.checkpoint.mtp_layers import CarriedLayers
 from gspo_mega.checkpoint.quantized import PublishedForm, plain_form
-from gspo_mega.engine.process_groups import all_gather_json, raise_together
 from gspo_mega.models.block_fp8 import KEY as QUANTIZATION_KEY
 from gspo_mega.models.block_fp8 import quantization_config
 from gspo_mega.models.huggingface import description_files

@@ -16,10 +16,10 @@ import torch
 
 from gspo_mega.base import progress
 from gspo_mega.base.errors import ModelError
+from gspo_mega.checkpoint.collectives import raise_together
 from gspo_mega.checkpoint.hf_folder import HuggingFaceFolder, check_names_and_shapes, not_finite, open_folder
 from gspo_mega.checkpoint.quantized import filled
-from gspo_mega.engine.parameter_names import by_parameter, canonical_parameters, tensor_group
-from gspo_mega.engine.process_groups import raise_together
+from gspo_mega.models.parameter_names import by_parameter, canonical_parameters, tensor_group
 from gspo_mega.models.spec import ModelSpec
 from gspo_mega.models.tensors import TensorEntry, as_stored, hf_tensors, is_ignored_tensor, parameter_blocks
 

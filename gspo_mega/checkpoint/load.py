@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from gspo_mega.base.errors import CheckpointError
 from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.checkpoint import folders
+from gspo_mega.checkpoint.collectives import all_gather_json, broadcast_json, raise_together
 from gspo_mega.checkpoint.optimizer_shards import load_optimizer, optimizer_state, read_optimizer_state
 from gspo_mega.checkpoint.quantized import keep_exact
 from gspo_mega.checkpoint.safe_pickle import first_cause, refuse_code, write_tags_by_value
@@ -40,7 +41,7 @@ from gspo_mega.engine.adapters import load_trained, sharded_adapters
 from gspo_mega.engine.critic import CriticEngine
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.precision import without_extra_state
-from gspo_mega.engine.process_groups import ParallelGroups, all_gather_json, broadcast_json, raise_together
+from gspo_mega.engine.process_groups import ParallelGroups
 from gspo_mega.models.huggingface import content_stamp
 
 # The critic's folder, next to the policy's `MEGATRON_FOLDER` and in the same format.

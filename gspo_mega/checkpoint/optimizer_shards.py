@@ -27,8 +27,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from gspo_mega.checkpoint.collectives import all_gather_json
 from gspo_mega.cpu.backend import is_cpu_backend
-from gspo_mega.engine.process_groups import RankGroup, all_gather_json
+from gspo_mega.engine.process_groups import RankGroup
 
 # The bytes that a rank reads at a time, and the elements of one kind that ranks exchange at a time. It is always at
 # least one parameter.

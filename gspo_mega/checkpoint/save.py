@@ -29,6 +29,7 @@ from gspo_mega.base import atomic_io
 from gspo_mega.base.errors import CheckpointError
 from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.checkpoint import folders
+from gspo_mega.checkpoint.collectives import all_gather_json, broadcast_json, raise_together
 from gspo_mega.checkpoint.load import (
     CRITIC_FOLDER,
     TrainedModel,
@@ -48,7 +49,6 @@ from gspo_mega.config.schema import Checkpoint
 from gspo_mega.engine.critic import CriticEngine
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.precision import asynchronous_save
-from gspo_mega.engine.process_groups import all_gather_json, broadcast_json, raise_together
 
 # The space for metadata, random state, state.json and the rounding of a file system, in addition to the tensors.
 _SPACE_FACTOR, _SPACE_BYTES = 1.02, 16 * 1024**2

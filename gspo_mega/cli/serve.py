@@ -31,6 +31,7 @@ from gspo_mega.rollout.server.multinode import PartSupervisor
 from gspo_mega.rollout.server.reward_server import own_model, reward_config, reward_folder
 from gspo_mega.rollout.server.start_weights import StartCopy
 from gspo_mega.rollout.server.supervise import ServerSupervisor
+from gspo_mega.sync.servers import loaded_versions_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
         model = own_model(config, args.reward_model)
         config, attempt = reward_config(config, model), reward_folder(attempt, model.name)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    processes.raise_open_file_limit()  # for the server's processes, which inherit it: each open request needs a connection
+    # The server's processes inherit it: each open request needs a connection.
+    processes.raise_open_file_limit()
     if args.reward_model is not None:
         return ServerSupervisor(config, attempt, index, start=Path(config.model.path), classifies=True).run()
     if part > 0:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from gspo_mega.base.errors import DataError
+from gspo_mega.base.untrusted import find_unreadable_entry
 from gspo_mega.data.rows import read_plain, type_name
 from gspo_mega.data.template_process import ChatTemplate
 from gspo_mega.models.spec import ModelSpec

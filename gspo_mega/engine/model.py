@@ -38,7 +38,6 @@ from gspo_mega.cpu.backend import is_cpu_backend
 from gspo_mega.engine.adapters import Adapter
 from gspo_mega.engine.attention import PackedAttention, TorchNorm
 from gspo_mega.engine.invariant_layers import ACTIVATION, is_batch_invariant, use_invariant_parts
-from gspo_mega.engine.parameter_names import canonical_parameters, table_by_parameter
 from gspo_mega.engine.precision import (
     dispatcher_settings,
     fusion_settings,
@@ -51,6 +50,7 @@ from gspo_mega.engine.precision import (
 from gspo_mega.engine.process_groups import ParallelGroups, stage_flags
 from gspo_mega.engine.routing import megatron_coefficient
 from gspo_mega.models.hf_fields import LATENT_NORM_EPS
+from gspo_mega.models.parameter_names import canonical_parameters, table_by_parameter
 from gspo_mega.models.spec import LatentAttention, ModelSpec, MoeSpec, RopeScaling, YarnScaling
 from gspo_mega.models.tensors import TensorEntry, padded_vocab_size
 

@@ -38,6 +38,7 @@ from gspo_mega.config.prompt_sources import (
 )
 from gspo_mega.config.schema import Config, Data, OwnReward
 from gspo_mega.config.validate_episodes import program_problem
+from gspo_mega.config.validate_rewards import services_by_name
 from gspo_mega.data.demonstrations import problem_of_response
 from gspo_mega.data.journal.journal import Journal
 from gspo_mega.data.procedural_rows import make_rows

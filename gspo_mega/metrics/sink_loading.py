@@ -15,7 +15,7 @@ from gspo_mega.base.errors import ConfigError
 from gspo_mega.config.schema import Config, MetricsSink
 from gspo_mega.metrics import wandb_sink
 from gspo_mega.metrics.sinks import SinkMaker, SinkRun
-from gspo_mega.rewards.functions import import_function
+from gspo_mega.rewards.user_code import import_function
 
 
 def tensorboard_problem() -> str | None:

@@ -23,18 +23,9 @@ from typing import Any
 
 from gspo_mega.base.errors import RewardError
 from gspo_mega.rewards.blame import HeldUp, cause_of
-from gspo_mega.rewards.functions import (
-    BUILTINS,
-    BadResult,
-    RewardFunction,
-    describe,
-    file_of,
-    load_function,
-    measured_by,
-    result_of,
-    zero_for,
-)
+from gspo_mega.rewards.functions import BUILTINS, RewardFunction, load_function, measured_by, zero_for
 from gspo_mega.rewards.guard import begin, leave, leave_network, limit
+from gspo_mega.rewards.user_code import BadResult, describe, file_of, result_of
 
 
 def main() -> None:

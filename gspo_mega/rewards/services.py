@@ -31,8 +31,8 @@ from gspo_mega.base.errors import RewardError
 from gspo_mega.config.schema import HttpReward, JudgeReward, ModelReward, RemoteReward
 from gspo_mega.config.validate_rewards import PLACEHOLDER
 from gspo_mega.rewards.builtin import compiled
-from gspo_mega.rewards.functions import BadResult, number_of, result_of
 from gspo_mega.rewards.remote import OwnServers, RemoteCalls, RemoteFailure
+from gspo_mega.rewards.user_code import BadResult, number_of, result_of
 
 Reply = dict[str, Any]
 REWARD_GROUP = "reward"

@@ -14,7 +14,7 @@ from typing import Any
 from gspo_mega.base.errors import RewardError
 from gspo_mega.base.records import REWARD_TOLERANCE
 from gspo_mega.config.schema import OwnReward, Reward, RewardFunction
-from gspo_mega.config.validate_rewards import Condition, function_names, services_by_name
+from gspo_mega.config.validate_rewards import Condition, function_names, parse_condition, services_by_name
 from gspo_mega.rewards.functions import BUILTINS, VERIFIERS
 
 # What one function answers; None if a condition of its `only_if` did not hold, so that it was not asked.

@@ -16,8 +16,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from gspo_mega.agents.driver import EpisodeDriver
-from gspo_mega.agents.protocol import lost_by_infrastructure
 from gspo_mega.agents.session import EPISODE_COUNTS, counts_of
+from gspo_mega.agents.turn import lost_by_infrastructure
 from gspo_mega.base.episodes import Episode, Group
 from gspo_mega.base.errors import EpisodeError, GspoMegaError, RewardError
 from gspo_mega.base.records import Prompt

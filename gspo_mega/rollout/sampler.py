@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from gspo_mega.agents.protocol import OnTokens, Turn
+from gspo_mega.agents.turn import OnTokens, Turn
 from gspo_mega.base.errors import RolloutError
 from gspo_mega.base.records import distinct_values
 from gspo_mega.config.derived import on_publish

@@ -24,11 +24,11 @@ from gspo_mega.base import atomic_io, failpoints
 from gspo_mega.base.errors import GspoMegaError, PublishError
 from gspo_mega.base.run_folder import CURRENT_WEIGHTS_NAME, weight_version_folder
 from gspo_mega.base.untrusted import read_json_file
+from gspo_mega.checkpoint.collectives import all_gather_json, broadcast_json, raise_together
 from gspo_mega.checkpoint.gather import PolicyTensors
 from gspo_mega.checkpoint.hf_export import export_policy, policy_digests
 from gspo_mega.checkpoint.quantized import PublishedForm, published_form, quantised_on_load
 from gspo_mega.config.schema import Config
-from gspo_mega.engine.process_groups import all_gather_json, broadcast_json, raise_together
 from gspo_mega.models.spec import ModelSpec
 from gspo_mega.plan.gpus import resolve_verification
 from gspo_mega.sync.broadcast import GroupSender

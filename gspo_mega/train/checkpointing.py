@@ -14,6 +14,7 @@ from pathlib import Path
 from gspo_mega.base.errors import ModelError
 from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.checkpoint.adapters import export_adapters, init_adapters
+from gspo_mega.checkpoint.collectives import raise_together
 from gspo_mega.checkpoint.critic import export_critic, import_critic
 from gspo_mega.checkpoint.hf_export import export_huggingface
 from gspo_mega.checkpoint.hf_import import import_huggingface
@@ -32,7 +33,7 @@ from gspo_mega.config.schema import Checkpoint, Config
 from gspo_mega.engine.critic import CriticEngine
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.precision import DTYPES
-from gspo_mega.engine.process_groups import ParallelGroups, raise_together
+from gspo_mega.engine.process_groups import ParallelGroups
 from gspo_mega.models.low_rank import ADAPTER_FOLDER
 from gspo_mega.models.spec import ModelSpec
 from gspo_mega.train.phases import Phases

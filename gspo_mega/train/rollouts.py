@@ -19,8 +19,8 @@ from gspo_mega.agents.driver import EpisodeDriver, EpisodeRunner, OneTurn
 from gspo_mega.agents.external_agent import ForeignAgents
 from gspo_mega.agents.messages import FORMATS
 from gspo_mega.agents.pool import EpisodePool
-from gspo_mega.agents.protocol import Limits
 from gspo_mega.agents.session import Conversation
+from gspo_mega.agents.turn import Limits
 from gspo_mega.base import progress
 from gspo_mega.base.episodes import Episode, Group, RolloutBatch
 from gspo_mega.base.records import Prompt

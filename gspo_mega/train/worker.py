@@ -54,7 +54,7 @@ COLLECTIVE_TIMEOUT = timedelta(seconds=COLLECTIVE_SECONDS)
 ENTRY_POINTS = {
     "train": ("gspo_mega.train.loop", "run_train"),
     "sft": ("gspo_mega.train.sft_loop", "run_sft"),
-    "eval": ("gspo_mega.train.evaluation", "run_eval"),
+    "eval": ("gspo_mega.train.eval_rank", "run_eval"),
     "budget": ("gspo_mega.verify.mismatch.ranks", "run_budget"),
     "certify": ("gspo_mega.verify.certify.ranks", "run_certify"),
     "compare": ("gspo_mega.verify.compare.ranks", "run_compare"),

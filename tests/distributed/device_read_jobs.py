@@ -34,7 +34,10 @@ class Placed(DeviceReads):
         if len(self.names) > before:
             frames = [f for f in traceback.extract_stack()[:-1] if "/torch/" not in f.filename]
             # What PassReport.collect reads, it reads when the pass is over.
-            of_report = frames[-1].filename.endswith("engine/policy.py") and frames[-1].name in ("collect", "_token_gaps")
+            of_report = frames[-1].filename.endswith("engine/policy.py") and frames[-1].name in (
+                "collect",
+                "_token_gaps",
+            )
             if of_report or frames[-1].filename.endswith(tuple(_ELSEWHERE)):
                 self.names.pop()
             else:

@@ -34,11 +34,11 @@ from gspo_mega.base.records import MicroBatch
 from gspo_mega.checkpoint.quantized import filled
 from gspo_mega.config.schema import Config
 from gspo_mega.data.packing import build_micro_batch
-from gspo_mega.engine.parameter_names import canonical_parameters
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.precision import describe_backends, transformer_engine_version
 from gspo_mega.engine.process_groups import ParallelGroups, create_groups, destroy_groups
 from gspo_mega.launcher.prepare import free_port
+from gspo_mega.models.parameter_names import canonical_parameters
 from gspo_mega.models.spec import ModelSpec, MoeSpec
 from gspo_mega.plan.layout import alignment_tokens
 from gspo_mega.plan.validate_precision import precision_problem

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from agreement_rule import Sampled, Scored
 
 from gspo_mega.agents.driver import EpisodeDriver
-from gspo_mega.agents.protocol import Limits
 from gspo_mega.agents.session import Conversation
+from gspo_mega.agents.turn import Limits
 from gspo_mega.algorithm.terms import objective_settings
 from gspo_mega.base.episodes import Episode
 from gspo_mega.base.records import MicroBatch, Prompt, Trajectory

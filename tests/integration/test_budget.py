@@ -19,8 +19,8 @@ from gspo_mega.launcher.local import launch
 from gspo_mega.verify.mismatch.attribution import make_row
 from gspo_mega.verify.mismatch.causes import ENGINES, PREFIX_CACHE, SAMPLING
 from gspo_mega.verify.mismatch.findings import find
+from gspo_mega.verify.mismatch.fixed_tokens import FixedTokens
 from gspo_mega.verify.mismatch.run import Conduct
-from gspo_mega.verify.mismatch.scores import FixedTokens
 from gspo_mega.verify.mismatch.walks import make_plan
 
 CONFIG = "configs/quickstart.yaml"

@@ -14,8 +14,8 @@ from tiny_models import EOS_TOKEN_ID, byte_tokenizer, perturb
 from waiting import until
 
 from gspo_mega.agents.driver import EpisodeDriver
-from gspo_mega.agents.protocol import Limits
 from gspo_mega.agents.session import Conversation
+from gspo_mega.agents.turn import Limits
 from gspo_mega.base.records import Prompt
 from gspo_mega.base.run_folder import RunFolder, atomic_write_json
 from gspo_mega.config import load_config

@@ -12,8 +12,8 @@ from servers import trust
 from test_rollout_server import reference_log_probs
 from tiny_models import EOS_TOKEN_ID, byte_tokenizer
 
-from gspo_mega.agents.protocol import Limits
 from gspo_mega.agents.session import Conversation, EpisodeSession
+from gspo_mega.agents.turn import Limits
 from gspo_mega.base import processes
 from gspo_mega.base.episodes import Episode, check_episode
 from gspo_mega.base.records import Prompt

@@ -149,7 +149,9 @@ def check_imports(root: Path) -> list[Broken]:
             broken.append(Broken(where, 1, f"{room} is none of the rooms"))
             continue
         floor = floors.get(room, -1 if room == "" else len(ROOMS))
-        for name, line in _used_names(ast.parse(path.read_text(encoding="utf-8"))):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        types = _for_types_alone(tree)
+        for name, line in _used_names(tree):
             if name.startswith("."):
                 broken.append(Broken(where, line, "relative import; write the whole name"))
             elif name == "gspo_mega" or name.startswith("gspo_mega."):
@@ -162,7 +164,7 @@ def check_imports(root: Path) -> list[Broken]:
             for light, heavy_ones in WITHOUT.items():
                 if room == light or inside.startswith(light + "/"):
                     for heavy in heavy_ones:
-                        if _is_inside(name, heavy):
+                        if _is_inside(name, heavy) and not any(_is_inside(name, only) for only in types):
                             broken.append(Broken(where, line, f"{light} works without {heavy}"))
     return broken
 
@@ -268,6 +270,19 @@ def check_top_level(entries: set[str]) -> list[Broken]:
 
 def _is_inside(name: str, thing: str) -> bool:
     return name == thing or name.startswith(thing + ".")
+
+
+def _for_types_alone(tree: ast.Module) -> set[str]:
+    """Dotted names that are imported under `if TYPE_CHECKING:` only."""
+    found: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            for inner in ast.walk(node):
+                if isinstance(inner, ast.Import):
+                    found |= {alias.name for alias in inner.names}
+                elif isinstance(inner, ast.ImportFrom):
+                    found |= {f"{inner.module}.{alias.name}" for alias in inner.names}
+    return found
 
 
 def _used_names(tree: ast.Module) -> Iterator[tuple[str, int]]:

@@ -9,65 +9,17 @@ Recorded episodes of several turns and branches, for the certificate of a config
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from gspo_mega.base.episodes import Episode, Group, Node, RolloutBatch, one_turn_row
-from gspo_mega.base.errors import PlanError
+from gspo_mega.base.episodes import Episode, Group, RolloutBatch, one_turn_row
 from gspo_mega.base.records import Prompt
-from gspo_mega.config.derived import episode_lengths, is_one_turn
+from gspo_mega.config.derived import is_one_turn
 from gspo_mega.config.schema import Config
 from gspo_mega.train.batches import fill_advantages
-
-# The parent of each turn, -1 for the prompt; in turn: one turn, three in a row, a turn that was sampled again, and two
-# branches of which one branches once more.
-_SHAPES = ((-1,), (-1, 0, 1), (-1, 0, 0), (-1, -1, 0, 0))
-_CONTEXT_TOKENS = 2
-
-
-def recorded_tree(
-    episode_id: str, group_id: int, prompt: Prompt, place: int, length: int, tokens: Callable[[int], list[int]]
-) -> Episode:
-    """An episode of `length` sampled tokens over the turns of one of the shapes, which `place` chooses; fewer turns
-    where there are fewer tokens. Each turn but the first of a branch follows a message of two tokens. `tokens(n)`: n
-    token ids.
-    """
-    parents = _SHAPES[place % len(_SHAPES)][:length]
-    nodes = [Node(0, -1, "context", [{"role": "user", "content": ""}], list(prompt.token_ids))]
-    turns: list[int] = []
-    left = length
-    for number, parent in enumerate(parents):
-        above = 0
-        if parent >= 0:
-            above = len(nodes)
-            nodes.append(
-                Node(above, turns[parent], "context", [{"role": "tool", "content": ""}], tokens(_CONTEXT_TOKENS))
-            )
-        later = len(parents) - number - 1
-        count = min(left - left // 2, left - later) if later else left
-        left -= count
-        turns.append(len(nodes))
-        message = [{"role": "assistant", "content": ""}]
-        nodes.append(
-            Node(len(nodes), above, "sampled", message, tokens(count), [0.0] * count, [0] * count, None, "stop")
-        )
-        nodes[-1].reward = 0.25 * number if number % 2 else None
-    return Episode(episode_id, group_id, prompt, nodes)
-
-
-def require_room(config: Config) -> None:
-    """Raise PlanError where the recorded episodes are longer than the configuration's may be."""
-    longest_path = max(len(parents) for parents in _SHAPES)
-    needed = config.data.max_prompt_tokens + config.rollout.max_new_tokens + _CONTEXT_TOKENS * longest_path
-    if not is_one_turn(config) and episode_lengths(config).tokens < needed:
-        raise PlanError(
-            f"episodes.max_tokens: {episode_lengths(config).tokens}, but the recorded episodes of a certificate have up"
-            f" to {needed} tokens (max_prompt_tokens + max_new_tokens + {_CONTEXT_TOKENS * longest_path}); at least"
-            f" {needed}"
-        )
-
+from gspo_mega.verify.certify.trees import recorded_tree
 
 # log s_i of the recorded trajectories in turn, in clip widths: inside, above, inside, below.
 _INSIDE, _OUTSIDE = 0.4, 2.5

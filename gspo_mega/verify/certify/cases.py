@@ -20,7 +20,7 @@ from gspo_mega.config import LoadedConfig, load_config
 from gspo_mega.config.derived import has_block_scaled_products
 from gspo_mega.config.schema import CertifyCase, Config
 from gspo_mega.plan import plan_run
-from gspo_mega.verify.certify.batch import require_room
+from gspo_mega.verify.certify.trees import require_room
 
 # Of optimizer steps: see `steps.py`.
 STEP_KINDS = ("norm", "steps", "state")

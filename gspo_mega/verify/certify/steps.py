@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from gspo_mega.checkpoint.collectives import all_gather_json
 from gspo_mega.checkpoint.quantized import plain_values
 from gspo_mega.engine.critic import CriticEngine
 from gspo_mega.engine.optimizer import (
@@ -37,9 +38,8 @@ from gspo_mega.engine.optimizer import (
     overwrite_gradient_buffers,
     step_gradient,
 )
-from gspo_mega.engine.parameter_names import canonical_name, canonical_parameters, table_by_parameter, tensor_group
 from gspo_mega.engine.policy import PolicyEngine
-from gspo_mega.engine.process_groups import all_gather_json
+from gspo_mega.models.parameter_names import canonical_name, canonical_parameters, table_by_parameter, tensor_group
 from gspo_mega.verify.certify.cases import PARAMETER_KINDS, parameter_kind
 
 

@@ -50,7 +50,7 @@ from gspo_mega.verify.mismatch.causes import (
     units_of,
 )
 from gspo_mega.verify.mismatch.faults import UNITS, EngineFault, Sequences, fault_bounds, find_faults
-from gspo_mega.verify.mismatch.scores import FixedTokens
+from gspo_mega.verify.mismatch.fixed_tokens import FixedTokens
 from gspo_mega.verify.mismatch.walks import Point, Side, WalkPlan, contributions
 
 

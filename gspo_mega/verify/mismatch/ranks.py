@@ -24,10 +24,11 @@ from gspo_mega.engine.process_groups import destroy_groups
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.rollout.pool import ServerPool
 from gspo_mega.train.context import StopRequest, StopRequested, WorkerContext
-from gspo_mega.train.evaluation import wait_for_servers
+from gspo_mega.train.eval_rank import wait_for_servers
 from gspo_mega.train.rollouts import Rollouts
 from gspo_mega.verify.mismatch.causes import PACKING
-from gspo_mega.verify.mismatch.scores import FixedTokens, build_engine, sample_tokens, score_on_server, score_on_trainer
+from gspo_mega.verify.mismatch.fixed_tokens import FixedTokens
+from gspo_mega.verify.mismatch.scores import build_engine, sample_tokens, score_on_server, score_on_trainer
 from gspo_mega.verify.mismatch.walks import Point
 
 

@@ -31,7 +31,7 @@ from gspo_mega.plan import plan_run
 from gspo_mega.verify.mismatch.attribution import AttributionRow, PromptEstimate
 from gspo_mega.verify.mismatch.causes import ALTERNATIVES, CAUSES, ONE_RANK, Facts, Nothing, Settings, value_of
 from gspo_mega.verify.mismatch.findings import Advice, Findings, advise, find
-from gspo_mega.verify.mismatch.scores import FixedTokens
+from gspo_mega.verify.mismatch.fixed_tokens import FixedTokens
 from gspo_mega.verify.mismatch.served_folders import make_folder, remove_folders, start_folder
 from gspo_mega.verify.mismatch.walks import Point, WalkPlan, make_plan
 

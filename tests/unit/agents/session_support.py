@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from chat_templates import TOOLS, tokenizer_with
 
-from gspo_mega.agents.protocol import Limits, Turn
 from gspo_mega.agents.session import Conversation, EpisodeSession
+from gspo_mega.agents.turn import Limits, Turn
 from gspo_mega.base.episodes import Episode
 from gspo_mega.base.records import Prompt
 from gspo_mega.data.chat import PromptEncoder

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from gspo_mega.agents.demonstrated import DemonstrationEncoder
 from gspo_mega.agents.messages import format_of
-from gspo_mega.agents.protocol import Limits, Turn
 from gspo_mega.agents.session import Conversation, EpisodeSession
+from gspo_mega.agents.turn import Limits, Turn
 from gspo_mega.base.episodes import Episode
 from gspo_mega.base.errors import DataError
 from gspo_mega.base.records import Prompt

@@ -10,16 +10,9 @@ import pytest
 from session_support import USER, Params, in_loop, side_of
 
 from gspo_mega.agents.driver import EpisodeDriver, OneTurn
-from gspo_mega.agents.protocol import (
-    Failure,
-    Finished,
-    Limits,
-    Outcome,
-    TurnRefused,
-    lost_by_infrastructure,
-    outcome_of,
-)
+from gspo_mega.agents.protocol import Outcome, TurnRefused, outcome_of
 from gspo_mega.agents.session import counts_of
+from gspo_mega.agents.turn import Failure, Finished, Limits, lost_by_infrastructure
 from gspo_mega.base.episodes import ToolRecord, check_episode
 from gspo_mega.base.errors import DataError, RolloutError
 from gspo_mega.config.schema import Reward

@@ -9,8 +9,9 @@ import chat_templates as families
 import pytest
 from session_support import USER, Params, Said, in_loop, side_of
 
-from gspo_mega.agents.protocol import ContextFull, Limits, TooManyTurns
+from gspo_mega.agents.protocol import ContextFull, TooManyTurns
 from gspo_mega.agents.session import Conversation, EpisodeSession
+from gspo_mega.agents.turn import Limits
 from gspo_mega.base.episodes import check_episode
 from gspo_mega.base.errors import DataError, RolloutError
 

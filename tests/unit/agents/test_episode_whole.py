@@ -14,8 +14,8 @@ from session_support import Params, side_of
 
 from gspo_mega.agents.driver import EpisodeDriver
 from gspo_mega.agents.pool import EpisodePool
-from gspo_mega.agents.protocol import Limits, Turn
 from gspo_mega.agents.session import counts_of
+from gspo_mega.agents.turn import Limits, Turn
 from gspo_mega.base.episodes import check_episode
 from gspo_mega.config.schema import EpisodeFunction
 

@@ -16,7 +16,8 @@ from session_support import Params, Said, side_of
 
 from gspo_mega.agents.driver import EpisodeDriver
 from gspo_mega.agents.external_agent import ForeignAgents
-from gspo_mega.agents.protocol import ContextFull, Limits, Outcome, Task
+from gspo_mega.agents.protocol import ContextFull, Outcome, Task
+from gspo_mega.agents.turn import Limits
 from gspo_mega.base.errors import EpisodeError, RolloutError
 
 HEAD = "import json, os, pathlib, sys, time, urllib.request\n"

@@ -17,7 +17,7 @@ from gspo_mega.agents.protocol import (
     runs_in_worker,
 )
 from gspo_mega.base.errors import EpisodeError
-from gspo_mega.rewards.functions import BadResult
+from gspo_mega.rewards.user_code import BadResult
 
 SOURCE = """
 import functools

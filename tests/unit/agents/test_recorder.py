@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gspo_mega.agents.protocol import Turn
 from gspo_mega.agents.recorder import Recorder
+from gspo_mega.agents.turn import Turn
 from gspo_mega.base.episodes import Episode, check_episode
 from gspo_mega.base.errors import DataError
 from gspo_mega.base.records import Prompt

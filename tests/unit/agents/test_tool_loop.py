@@ -8,7 +8,8 @@ import pytest
 
 from gspo_mega.agents.demonstrated import demonstration_encoder
 from gspo_mega.agents.driver import tool_loop
-from gspo_mega.agents.protocol import Outcome, Task, TooManyTurns, Turn, load_episode, runs_in_worker
+from gspo_mega.agents.protocol import Outcome, Task, TooManyTurns, load_episode, runs_in_worker
+from gspo_mega.agents.turn import Turn
 from gspo_mega.base.records import Prompt
 from gspo_mega.config import load_config
 from gspo_mega.data.calculator import CHAT_TEMPLATE, Problem, demonstrate

@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from gspo_mega.cpu.sglang_hooks import experts_with_adapters
+from gspo_mega.cpu.sglang_adapters import experts_with_adapters
 
 # It changes torch for the whole process, as in a server's.
 CHECK = """

@@ -16,7 +16,9 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType
 
-PACKAGES = ("gspo_mega.config", "gspo_mega.plan", "gspo_mega.models")
+PACKAGES = ("gspo_mega.config", "gspo_mega.plan", "gspo_mega.models", "gspo_mega.base.network")
+# What ranks check of the model that they built; when_refused.py classifies it.
+_OF_RANKS = "gspo_mega.models.parameter_names"
 # Functions that return, or append, the text of a refusal that is raised elsewhere.
 TEXTS = {
     "precision_problem",
@@ -41,7 +43,10 @@ _FEWEST_LETTERS = 4
 def refusals(root: Path) -> Iterator[str]:
     """`file:line` of each refusal, below `root`."""
     for package in PACKAGES:
-        for path in sorted((root / package.replace(".", "/")).rglob("*.py")):
+        place = root / package.replace(".", "/")
+        for path in sorted(place.rglob("*.py")) if place.is_dir() else [place.with_suffix(".py")]:
+            if path == (root / _OF_RANKS.replace(".", "/")).with_suffix(".py"):
+                continue
             yield from sites(ast.parse(path.read_text(encoding="utf-8")), path.relative_to(root).as_posix())
 
 
@@ -135,7 +140,7 @@ class _Loader(SourceFileLoader):
 
 class _Finder(MetaPathFinder):
     def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
-        if not fullname.startswith(PACKAGES):
+        if not fullname.startswith(PACKAGES) or fullname == _OF_RANKS:
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.origin is not None and spec.origin.endswith(".py"):

@@ -62,7 +62,7 @@ TABLE: dict[str, dict[str, tuple[int, str] | tuple[int, str, str]]] = {
         "SuffixRule.__init__": (1, TRIED),
         "SuffixRule.sampled_text": (3, TRIED),
         "SuffixRule._end_before_next": (1, RUN, _SAMPLED),
-        "SuffixRule._behind_marks": (1, RUN, _SAMPLED),
+        "SuffixRule._text_after_marks": (1, RUN, _SAMPLED),
         "SuffixRule._end_of_turn": (1, TRIED),
         "SuffixRule._check_places": (1, RUN, _SAMPLED),
         "SuffixRule._ends_of_turns": (2, TRIED),
@@ -178,7 +178,7 @@ TABLE: dict[str, dict[str, tuple[int, str] | tuple[int, str, str]]] = {
     "rollout/eval_servers.py": {"EvalServers.load": (1, RUN, _SERVERS), "EvalServers.acquire": (1, RUN, _SERVERS)},
     "engine/model.py": {"_mark": (2, RUN, _DEFECT)},
     "cpu/te_loading.py": {"load_transformer_engine": (1, RUN, _HERE)},
-    "engine/parameter_names.py": {"canonical_parameters": (3, RUN, _DEFECT)},
+    "models/parameter_names.py": {"canonical_parameters": (3, RUN, _DEFECT)},
     "engine/precision.py": {
         "fusion_choices": (1, RUN, _HERE),
         "dispatcher_settings": (2, RUN, _HERE),

@@ -18,8 +18,8 @@ from chaos_server import EOS, ChaosServer, sample_of
 from collector_support import SPEC, Stream, collector_config
 
 from gspo_mega.agents.driver import EpisodeDriver
-from gspo_mega.agents.protocol import Limits
 from gspo_mega.agents.session import Conversation
+from gspo_mega.agents.turn import Limits
 from gspo_mega.base.errors import PublishError
 from gspo_mega.config.derived import on_publish
 from gspo_mega.config.schema import Train

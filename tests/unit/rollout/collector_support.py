@@ -10,8 +10,8 @@ from fake_answers import EOS, VOCAB
 from run_configs import make_config
 
 from gspo_mega.agents.driver import EpisodeDriver
-from gspo_mega.agents.protocol import Limits
 from gspo_mega.agents.session import Conversation
+from gspo_mega.agents.turn import Limits
 from gspo_mega.base.records import Prompt
 from gspo_mega.config.derived import episode_lengths
 from gspo_mega.config.schema import Config

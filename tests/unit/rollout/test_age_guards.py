@@ -14,8 +14,8 @@ from fake_answers import EOS
 from test_refilled_groups import Pool, Prompts
 
 from gspo_mega.agents.driver import EpisodeDriver
-from gspo_mega.agents.protocol import Limits
 from gspo_mega.agents.session import Conversation
+from gspo_mega.agents.turn import Limits
 from gspo_mega.base.episodes import Group, one_turn_episode
 from gspo_mega.base.errors import RolloutError
 from gspo_mega.base.records import Prompt

@@ -7,7 +7,8 @@ import collections
 import pytest
 from collector_support import Stream, collector_config, random_score
 
-from gspo_mega.agents.protocol import Failure, Finished, Outcome
+from gspo_mega.agents.protocol import Outcome
+from gspo_mega.agents.turn import Failure, Finished
 from gspo_mega.base.errors import EpisodeError
 from gspo_mega.data.journal.journal import Journal
 from gspo_mega.rollout.client.completion import SamplingParams

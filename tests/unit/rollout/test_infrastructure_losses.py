@@ -20,8 +20,9 @@ from collector_support import collector_config
 from fake_answers import EOS
 
 from gspo_mega.agents.driver import EpisodeDriver
-from gspo_mega.agents.protocol import Failure, Finished, Limits, Outcome
+from gspo_mega.agents.protocol import Outcome
 from gspo_mega.agents.session import Conversation
+from gspo_mega.agents.turn import Failure, Finished, Limits
 from gspo_mega.base.episodes import RolloutBatch
 from gspo_mega.base.records import Prompt
 from gspo_mega.rollout.client.completion import Completion, SamplingParams

@@ -11,8 +11,8 @@ from test_age_guards import known_group
 from test_refilled_groups import Pool, Prompts
 
 from gspo_mega.agents.driver import EpisodeDriver
-from gspo_mega.agents.protocol import Limits
 from gspo_mega.agents.session import Conversation
+from gspo_mega.agents.turn import Limits
 from gspo_mega.config.schema import Train
 from gspo_mega.rollout.admission import Admission
 from gspo_mega.rollout.arrival_order import Freshness

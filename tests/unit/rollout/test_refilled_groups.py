@@ -23,8 +23,8 @@ from collector_support import collector_config
 from fake_answers import EOS
 
 from gspo_mega.agents.driver import EpisodeDriver
-from gspo_mega.agents.protocol import Limits
 from gspo_mega.agents.session import Conversation
+from gspo_mega.agents.turn import Limits
 from gspo_mega.base.records import Prompt
 from gspo_mega.config.schema import Train
 from gspo_mega.rollout import scheduler

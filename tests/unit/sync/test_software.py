@@ -18,10 +18,10 @@ OURS = {"torch": "2.14.1+cu130", "NCCL": "2.30.7"}
 
 
 def test_the_same_release_passes_whatever_its_build(tmp_path):
-    check_same(tmp_path, OURS)
+    check_same_versions(tmp_path, OURS)
     record_software(tmp_path, "server-0", {"torch": "2.14.1", "NCCL": "2.30.7"})
     record_software(tmp_path, "server-1", OURS)
-    check_same(tmp_path, OURS)
+    check_same_versions(tmp_path, OURS)
 
 
 def test_each_server_that_differs_is_named_with_both_versions(tmp_path):

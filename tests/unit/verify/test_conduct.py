@@ -20,8 +20,8 @@ from gspo_mega.models.tensors import hf_tensors
 from gspo_mega.plan import plan_run
 from gspo_mega.verify.certify.program import make_random_folder
 from gspo_mega.verify.mismatch.causes import ONE_RANK, Nothing, formats
+from gspo_mega.verify.mismatch.fixed_tokens import FixedTokens, Sampled
 from gspo_mega.verify.mismatch.run import Conduct
-from gspo_mega.verify.mismatch.scores import FixedTokens, Sampled
 from gspo_mega.verify.mismatch.served_folders import folder_of, make_folder, remove_folders, start_folder
 from gspo_mega.verify.mismatch.walks import Point, make_plan
 

@@ -11,7 +11,7 @@ from run_configs import make_config
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.verify.mismatch.causes import Facts
 from gspo_mega.verify.mismatch.findings import find
-from gspo_mega.verify.mismatch.scores import FixedTokens, Sampled
+from gspo_mega.verify.mismatch.fixed_tokens import FixedTokens, Sampled
 from gspo_mega.verify.mismatch.walks import make_plan
 
 WIDE = "configs/models/quickstart_wide.json"

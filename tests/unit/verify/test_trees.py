@@ -14,7 +14,8 @@ from gspo_mega.base.errors import PlanError
 from gspo_mega.base.records import Prompt
 from gspo_mega.config import load_config
 from gspo_mega.train.batches import fill_advantages
-from gspo_mega.verify.certify.batch import Draws, recorded_batch, recorded_tree, redraw, require_room
+from gspo_mega.verify.certify.batch import Draws, recorded_batch, redraw
+from gspo_mega.verify.certify.trees import recorded_tree, require_room
 
 
 def config_of(*overrides):

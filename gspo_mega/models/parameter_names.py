@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from gspo_mega.base.errors import ModelError
 from gspo_mega.models.spec import ModelSpec
 from gspo_mega.models.tensors import TensorEntry, hf_tensors, parameter_shape
+
+if TYPE_CHECKING:
+    import torch
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _SEQUENTIAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))")
