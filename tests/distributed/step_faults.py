@@ -51,7 +51,7 @@ def marked(ends: tuple[str, ...], **marks: Any) -> Callable[[], Patch]:
     """Parameters whose canonical name ends so have these marks, whatever the table says."""
 
     def make() -> Patch:
-        from gspo_mega.engine import parameter_names as own
+        from gspo_mega.models import parameter_names as own
 
         model = engine("model")
 

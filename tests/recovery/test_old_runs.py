@@ -24,9 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from gspo_mega.commands.main import main
 from make_old_run import CHECKPOINT, READ_JOURNAL, RUNS, machine, tensor_digests
 from recovery_support import REPOSITORY
+
+from gspo_mega.cli.main import main
 
 ARCHIVE = Path(__file__).parent / "data/old_runs_201f4514.tar.xz"
 NEEDS_SGLANG = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")

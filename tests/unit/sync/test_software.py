@@ -61,7 +61,7 @@ def test_another_python_is_asked_and_one_that_cannot_answer_is_named(tmp_path):
     [("distributed", "nccl", True), ("distributed", "gloo", False), ("disk", "nccl", False)],
 )
 def test_the_publisher_compares_where_weights_go_through_nccl(tmp_path, monkeypatch, method, backend, refused):
-    monkeypatch.setattr(publish, "here", lambda: OURS)
+    monkeypatch.setattr(publish, "loaded_versions", lambda: OURS)
     record_software(tmp_path, "server-0", {"torch": "2.14.1", "NCCL": "2.28.9"})
     publisher = publish.Publisher.__new__(publish.Publisher)
     publisher._settings, publisher._backend = SimpleNamespace(method=method), backend
