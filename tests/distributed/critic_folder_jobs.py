@@ -50,7 +50,7 @@ def run(folder: str, parallel: dict, out: str | None = None) -> dict | str | Non
         for pack, one in zip(packs, values, strict=False):
             ids = pack.sequence_ids[pack.loss_mask > 0]
             for number, row in enumerate(pack.trajectory_index):
-                by_row[int(row)] = (one.before.numpy()[ids == number], float(one.behind[number]))
+                by_row[int(row)] = (one.before.numpy()[ids == number], float(one.after[number]))
         weights = whole_weights(critic, spec, groups)
         parts: list = [None] * groups.world.size
         torch.distributed.all_gather_object(parts, by_row, group=groups.host.group)

@@ -19,10 +19,11 @@ from gspo_mega.models.huggingface import read_model_spec
 # Of these lines' reads none makes a GPU wait between micro-batches.
 _ELSEWHERE = {
     "engine/device_batch.py": "of host arrays, before they are sent to the device",
-    "algorithm/terms.py": "called by it",
     "embeddings/rope_utils.py": "Megatron's plain rotary embedding; on a GPU it is fused",
     "cpu/packed_sdpa.py": "the attention of a CPU",
 }
+# Functions of other files: which rows a rank holds, of host arrays; the report, when the pass is over.
+_IN = [("algorithm/terms.py", ("local_rows", "local_positions")), ("engine/policy.py", ("collect", "_token_gaps"))]
 
 
 class Placed(DeviceReads):
@@ -33,12 +34,9 @@ class Placed(DeviceReads):
         result = super().__torch_function__(func, types, args, kwargs)
         if len(self.names) > before:
             frames = [f for f in traceback.extract_stack()[:-1] if "/torch/" not in f.filename]
-            # What PassReport.collect reads, it reads when the pass is over.
-            of_report = frames[-1].filename.endswith("engine/policy.py") and frames[-1].name in (
-                "collect",
-                "_token_gaps",
-            )
-            if of_report or frames[-1].filename.endswith(tuple(_ELSEWHERE)):
+            if any(f.filename.endswith(file) and f.name in names for f in frames[-3:] for file, names in _IN) or frames[
+                -1
+            ].filename.endswith(tuple(_ELSEWHERE)):
                 self.names.pop()
             else:
                 places = [f"{'/'.join(f.filename.split('/')[-2:])}:{f.lineno}" for f in frames[-3:]]

@@ -8,5 +8,5 @@ def test_reads_do_not_grow_with_the_micro_batches_and_what_is_not_finite_trains_
     for kind in ("old", "train"):
         for num in (1, 3):
             (read,) = found[num][kind]  # one per pass
-            assert read.startswith("tolist at algorithm/finite.py")
+            assert read.startswith("tolist at algorithm/terms.py")
     assert "old_log_probs is nan at active token 3, sequence 0" in found["error"] and found["same"]

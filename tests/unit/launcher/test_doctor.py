@@ -122,7 +122,7 @@ def test_a_process_takes_the_limit_it_may_have():
     code = (
         "import resource; from gspo_mega.base import processes;"
         "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1];"
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard)); processes.raise_limit();"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard)); processes.raise_open_file_limit();"
         "assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)
