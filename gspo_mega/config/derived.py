@@ -43,6 +43,11 @@ class SftConfig(Config):
 CommandConfig = TypeVar("CommandConfig", TrainConfig, SftConfig)
 
 
+def command_name(command: str) -> str:
+    """The name of a command as users write it: the one that reads the section `budget` is `mismatch`."""
+    return {"budget": "mismatch", "reward_model": "reward-model"}.get(command, command)
+
+
 def train_config(config: Config) -> TrainConfig:
     """Return `config` as that of `gspo-mega train`; the sections are shared. Raises ConfigError if
     `train` is absent.

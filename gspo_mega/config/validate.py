@@ -17,7 +17,7 @@ from typing import Any
 from gspo_mega.base.errors import Violation
 from gspo_mega.base.network import address_problem
 from gspo_mega.config.deadlines import RELATIONS
-from gspo_mega.config.derived import critic_config, critic_of, is_one_turn, penalises_kl
+from gspo_mega.config.derived import command_name, critic_config, critic_of, is_one_turn, penalises_kl
 from gspo_mega.config.notices import notices
 from gspo_mega.config.prompt_sources import eval_sets, names_prompts, own_rewards
 from gspo_mega.config.schema import Alerts, Config
@@ -534,7 +534,7 @@ def _validate_initial_weights(config: Config, command: str | None) -> Iterator[V
     if command in ("eval", "certify", "budget"):
         yield Violation(
             "model.weights",
-            f"`gspo-mega {command}` takes the weights of model.path; convert these with tools/megatron_to_hf.py and"
+            f"`gspo-mega {command_name(command)}` takes the weights of model.path; convert these with tools/megatron_to_hf.py and"
             " name that folder there",
         )
     if config.kl.coefficient > 0 and config.kl.reference_path is None and config.lora is None:
@@ -575,7 +575,7 @@ def _validate_command(config: Config, command: str | None) -> Iterator[Violation
     needs = {"train": ("train",), "sft": ("sft", "eval"), "eval": ("eval",)}.get(command or "", ())
     for section in needs:
         if getattr(config, section) is None:
-            yield Violation(section, f"missing; `gspo-mega {command}` needs this section")
+            yield Violation(section, f"missing; `gspo-mega {command_name(command)}` needs this section")
     if config.train is not None and config.train.from_rollouts is not None and config.train.rollouts_only:
         yield Violation(
             "train.rollouts_only",

@@ -26,7 +26,7 @@ from gspo_mega.agents.pool import check_functions
 from gspo_mega.agents.protocol import runs_in_worker
 from gspo_mega.base.errors import ConfigError, DataError, EpisodeError, FolderError, JournalError, RewardError
 from gspo_mega.base.run_folder import RunFolder
-from gspo_mega.config.derived import is_one_turn
+from gspo_mega.config.derived import command_name, is_one_turn
 from gspo_mega.config.loader import LoadedConfig
 from gspo_mega.config.prompt_sources import (
     HeldOutSet,
@@ -126,7 +126,7 @@ def _check_without_tokenizer(
     nodes = loaded.config.cluster.num_nodes
     if nodes > 1 and command != "eval":
         notices += [
-            f"{nodes} trainer nodes: `gspo-mega {command}` itself runs on one machine; submit launch/slurm/train.sbatch"
+            f"{nodes} trainer nodes: `gspo-mega {command_name(command)}` itself runs on one machine; submit launch/slurm/train.sbatch"
         ]
     return notices, tools, left_out
 

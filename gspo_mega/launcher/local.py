@@ -26,6 +26,7 @@ from gspo_mega.base import network
 from gspo_mega.base.errors import GspoMegaError, PlanError, RankError, StuckError
 from gspo_mega.base.run_folder import EXIT_STOPPED, Attempt, RunFolder, atomic_write_json, read_json
 from gspo_mega.config import LoadedConfig
+from gspo_mega.config.derived import command_name
 from gspo_mega.config.schema import ModelReward
 from gspo_mega.launcher import server_python
 from gspo_mega.launcher.alerts import AlertSender
@@ -91,7 +92,7 @@ def launch(
     ):
         if value != here:
             raise PlanError(
-                f"{loaded.where(key)}: {key}: {value}: `gspo-mega {command}` runs on one machine."
+                f"{loaded.where(key)}: {key}: {value}: `gspo-mega {command_name(command)}` runs on one machine."
                 " For several, submit a Slurm job: launch/slurm/train.sbatch CONFIG"
             )
     network.set_no_proxy([config.server.host])

@@ -28,7 +28,7 @@ from gspo_mega.base.errors import ConfigError, FolderError, PlanError
 from gspo_mega.base.run_folder import Attempt, RunFolder, atomic_write_text
 from gspo_mega.base.untrusted import read_text
 from gspo_mega.config import Config, LoadedConfig, load_config, render_config
-from gspo_mega.config.derived import wheel_folder
+from gspo_mega.config.derived import command_name, wheel_folder
 from gspo_mega.config.schema.section import may_change
 from gspo_mega.models.low_rank import ADAPTER_FOLDER
 from gspo_mega.rollout.registration import give_turn
@@ -144,7 +144,7 @@ def _check_same_run(folder: RunFolder, loaded: LoadedConfig, command: str) -> No
     before = _last_command(folder)
     if before not in (None, command):
         raise ConfigError(
-            f"run folder {folder.path} holds a `gspo-mega {before}` run. Choose another run.name for {command}"
+            f"run folder {folder.path} holds a `gspo-mega {command_name(before)}` run. Choose another run.name for {command_name(command)}"
         )
     if not folder.config_file.exists():
         raise ConfigError(

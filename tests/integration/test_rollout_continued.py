@@ -29,7 +29,11 @@ async def cut_after(entry, response: PartialResponse, num_tokens: int) -> None:
     flight._meter = type(
         "Meter",
         (),
-        {"note": lambda self, count, seconds, first: flight.num_tokens + count >= num_tokens and flight.end("moved")},
+        {
+            "add_report": lambda self, count, seconds, first: (
+                flight.num_tokens + count >= num_tokens and flight.end("moved")
+            )
+        },
     )()
     part = await entry.client.generate(
         [*PROMPT, *response.whole.token_ids],
