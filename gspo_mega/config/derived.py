@@ -43,9 +43,9 @@ class SftConfig(Config):
 CommandConfig = TypeVar("CommandConfig", TrainConfig, SftConfig)
 
 
-def command_name(command: str) -> str:
+def command_name(command: str | None) -> str | None:
     """The name of a command as users write it: the one that reads the section `budget` is `mismatch`."""
-    return {"budget": "mismatch", "reward_model": "reward-model"}.get(command, command)
+    return {"budget": "mismatch", "reward_model": "reward-model"}.get(command or "", command)
 
 
 def train_config(config: Config) -> TrainConfig:

@@ -534,8 +534,8 @@ def _validate_initial_weights(config: Config, command: str | None) -> Iterator[V
     if command in ("eval", "certify", "budget"):
         yield Violation(
             "model.weights",
-            f"`gspo-mega {command_name(command)}` takes the weights of model.path; convert these with tools/megatron_to_hf.py and"
-            " name that folder there",
+            f"`gspo-mega {command_name(command)}` takes the weights of model.path; convert these with"
+            " tools/megatron_to_hf.py and name that folder there",
         )
     if config.kl.coefficient > 0 and config.kl.reference_path is None and config.lora is None:
         yield Violation(

@@ -126,7 +126,8 @@ def _check_without_tokenizer(
     nodes = loaded.config.cluster.num_nodes
     if nodes > 1 and command != "eval":
         notices += [
-            f"{nodes} trainer nodes: `gspo-mega {command_name(command)}` itself runs on one machine; submit launch/slurm/train.sbatch"
+            f"{nodes} trainer nodes: `gspo-mega {command_name(command)}` itself runs on one machine; submit"
+            " launch/slurm/train.sbatch"
         ]
     return notices, tools, left_out
 

@@ -144,7 +144,8 @@ def _check_same_run(folder: RunFolder, loaded: LoadedConfig, command: str) -> No
     before = _last_command(folder)
     if before not in (None, command):
         raise ConfigError(
-            f"run folder {folder.path} holds a `gspo-mega {command_name(before)}` run. Choose another run.name for {command_name(command)}"
+            f"run folder {folder.path} holds a `gspo-mega {command_name(before)}` run. Choose another run.name for"
+            f" {command_name(command)}"
         )
     if not folder.config_file.exists():
         raise ConfigError(

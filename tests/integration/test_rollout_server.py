@@ -257,7 +257,7 @@ def test_a_cache_is_flushed_as_soon_as_what_runs_has_ended(dense_server):
         pool.wait_ready(1, 60)
         (control,) = pool.controls()
         started = threading.Event()
-        meter = types.SimpleNamespace(note=lambda num_tokens, seconds, first: started.set())
+        meter = types.SimpleNamespace(add_report=lambda num_tokens, seconds, first: started.set())
 
         async def one():
             entry, flight = await pool.acquire(), InFlightRequest(60.0, meter)

@@ -190,7 +190,7 @@ class Conduct:
         if config.cluster.num_nodes != 1:
             raise PlanError(
                 f"{self.loaded.where('cluster.num_nodes')}: cluster.num_nodes: {config.cluster.num_nodes}: `gspo-mega"
-                " budget` runs on one machine. Override cluster.num_nodes=1 and cluster.num_rollout_nodes=0, and give"
+                " mismatch` runs on one machine. Override cluster.num_nodes=1 and cluster.num_rollout_nodes=0, and give"
                 " `parallel` a layout that fits it"
             )
         known = sorted({cause.name for cause in CAUSES})
