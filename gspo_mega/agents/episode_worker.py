@@ -183,7 +183,10 @@ class _Worker:
 
     def _ended(self, episode: WorkerEpisode, run: asyncio.Task[dict[str, Any]]) -> None:
         """Clean up what an episode left behind, and then report how it ended."""
-        said = {"failure": "exception", "why": "it was cancelled before it began"} if run.cancelled() else run.result()
+        if run.cancelled():  # before its first step, or by itself: a task that cancels itself and ends without waiting
+            said: dict[str, Any] = {"failure": "exception", "why": "CancelledError: it was cancelled"}
+        else:
+            said = run.result()
         if episode.ended_by is not None:  # no matter how its function reacted to that
             said = {"failure": episode.ended_by[0], "why": episode.ended_by[1]}
         self._loop.create_task(self._clean(episode, run, said))
