@@ -171,7 +171,8 @@ def test_an_old_journal_replays_to_the_same_numbers(ended, expected, run):
 @pytest.mark.parametrize("run", RUNS)
 def test_today_reads_in_an_old_journal_what_was_read_then(then, expected, run, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["", str(then / "runs" / run / "journal")])
-    exec(compile(READ_JOURNAL, "READ_JOURNAL", "exec"), {})
+    program = READ_JOURNAL.replace("gspo_mega.journal.journal", "gspo_mega.data.journal.journal")
+    exec(compile(program, "READ_JOURNAL", "exec"), {})
     assert json.loads(capsys.readouterr().out) == expected["runs"][run]["journal"]
 
 

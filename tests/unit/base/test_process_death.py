@@ -113,7 +113,7 @@ def test_adopted_children_that_ended_are_collected_and_own_ones_are_not():
         subprocess.run([sys.executable, "-S", "-c", start], check=True)
         reaper, deadline, collected = processes.Reaper(), time.monotonic() + 60, []
         while processes.children() != {own.pid} and time.monotonic() < deadline:
-            collected += reaper.look({own.pid})
+            collected += reaper.collect_ended({own.pid})
             time.sleep(0.05)
         assert collected and processes.children() == {own.pid}, (len(collected), processes.children())
         assert own.wait() == 0

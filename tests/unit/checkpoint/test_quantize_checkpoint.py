@@ -141,7 +141,7 @@ def test_it_refuses_before_it_begins(plain, tmp_path, capsys):
     assert quantize_checkpoint.main([str(plain), str(out)]) == 6
     assert "already exists" in capsys.readouterr().err
     assert quantize_checkpoint.main([str(out), str(tmp_path / "twice")]) == 2
-    assert "FP8 already" in capsys.readouterr().err and not list(tmp_path.glob("twice*"))
+    assert "already FP8" in capsys.readouterr().err and not list(tmp_path.glob("twice*"))
     tensors = load_file(plain / "model.safetensors")
     save_file({name: t for name, t in tensors.items() if name != QUERY}, plain / "model.safetensors")
     assert quantize_checkpoint.main([str(plain), str(tmp_path / "less")]) == 2
