@@ -12,7 +12,7 @@ from gspo_mega.cpu.sglang_adapters import experts_with_adapters
 # It changes torch for the whole process, as in a server's.
 CHECK = """
 import types, torch
-from gspo_mega.cpu.sglang_hooks import use_plain_host_memory
+from gspo_mega.cpu.sglang_adapters import use_plain_host_memory
 module = types.ModuleType("of_sglang")
 module.torch = torch
 use_plain_host_memory(module)
