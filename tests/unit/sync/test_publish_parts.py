@@ -159,11 +159,13 @@ def test_a_tensor_that_updates_do_not_reach_fails_the_proof():
     assert failed == {"a": "a: compare: not as before"}
 
 
-def test_the_wrong_version_is_caught():
+@pytest.mark.parametrize("version", [7, 0])
+def test_the_wrong_version_is_caught(version):
+    """A later one, and the one that the server had before."""
     server = Server("a")
-    server.do_weight_version = lambda: 7
+    server.do_weight_version = lambda: version
     _, failed, _ = run([server], PublishMemory(), 1, weights(1))
-    assert "holds weight_version 7 after version 1" in failed["a"]
+    assert f"holds weight_version {version} after version 1" in failed["a"]
 
 
 @pytest.mark.parametrize("name", ["model.layers.0.mlp.experts.w13_weight", "lm_head.weight"])
