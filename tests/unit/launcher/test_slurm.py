@@ -201,9 +201,11 @@ def test_the_size_as_shell_and_refusals_as_lines():
     assert quote.stderr.splitlines()[-1].startswith(
         "launch/slurm/site.sh: GSPO_SBATCH=--comment='a b: No closing quotation; "
     )
-    nowhere = subprocess.run([*command, f"model.path={SHAPE}"], capture_output=True, text=True, env=environment)
+    # Not the configuration's own file, which is there once the quickstart has run in this folder.
+    absent = [*command, f"model.path={SHAPE}", "data.path=no/such/train.jsonl"]
+    nowhere = subprocess.run(absent, capture_output=True, text=True, env=environment)
     assert (nowhere.returncode, nowhere.stdout) == (2, "")
-    assert "data.path: runs/quickstart/data/train.jsonl: no such file" in nowhere.stderr  # as in ranks of this Python
+    assert "data.path: no/such/train.jsonl: no such file" in nowhere.stderr  # as in ranks of this Python
     elsewhere = {**environment, "GSPO_TRAINER_PYTHON": "/in/a/container/python"}
     ended = subprocess.run([*command, f"model.path={SHAPE}"], capture_output=True, text=True, env=elsewhere)
     assert ended.returncode == 0 and "are not tried here; `gspo-mega plan CONFIG --command train`" in ended.stderr
