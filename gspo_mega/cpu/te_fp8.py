@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from gspo_mega.algorithm import fp8
-from gspo_mega.algorithm import fp8 as microscaling
 from gspo_mega.cpu.te_extension import kernel, torch_dtype
 from gspo_mega.cpu.te_quantized import build, dequantized, empty_buffers, fill, quantized_buffers, transposed
 
@@ -128,7 +127,7 @@ def multi_tensor_compute_scale_inv_e8m0(
 ) -> None:
     """From lists (amaxes bfloat16, scale bytes) write the E8M0 bytes that belong to the amaxes."""
     for amax, scale_inv in zip(*tensor_lists, strict=True):
-        scale_inv.copy_(microscaling.e8m0_from_amax(amax.float()).reshape(scale_inv.shape))
+        scale_inv.copy_(fp8.e8m0_from_amax(amax.float()).reshape(scale_inv.shape))
 
 
 @kernel
@@ -239,7 +238,7 @@ def mxfp8_scaling_compute_partial_amax(
         amax_colwise: [>= rows / 32, >= cols], likewise.
     """
     whole = _whole(input, rows, cols, start_offset)
-    for amax, run in ((amax_rowwise, (1, microscaling.RUN)), (amax_colwise, (microscaling.RUN, 1))):
+    for amax, run in ((amax_rowwise, (1, fp8.RUN)), (amax_colwise, (fp8.RUN, 1))):
         found = fp8.amax_of(fp8.in_blocks(whole, run), (1, 3))
         amax[: found.shape[0], : found.shape[1]] = found.to(amax.dtype)
 
@@ -260,7 +259,7 @@ def mxfp8_scaling_partial_cast(
     row, column = positions // cols, positions % cols
     values = input.detach().reshape(-1).float()
     for output, codes in (
-        (output_rowwise, scale_inv_rowwise[row, column // microscaling.RUN]),
-        (output_colwise, scale_inv_colwise[row // microscaling.RUN, column]),
+        (output_rowwise, scale_inv_rowwise[row, column // fp8.RUN]),
+        (output_colwise, scale_inv_colwise[row // fp8.RUN, column]),
     ):
-        output.copy_(fp8.to_fp8(values * microscaling.e8m0_multipliers(codes)).view(torch.uint8).reshape(output.shape))
+        output.copy_(fp8.to_fp8(values * fp8.e8m0_multipliers(codes)).view(torch.uint8).reshape(output.shape))

@@ -21,7 +21,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from gspo_mega.algorithm import fp8
-from gspo_mega.algorithm import fp8 as microscaling
 from gspo_mega.cpu.te_extension import torch_dtype
 
 BLOCK = 128
@@ -244,17 +243,17 @@ def _in_blocks_of_128(x: torch.Tensor, quantizer: Any) -> dict[str, torch.Tensor
 
 
 def _in_runs_of_32(x: torch.Tensor, quantizer: Any) -> dict[str, torch.Tensor]:
-    matrix, dtype, run = x.reshape(-1, x.shape[-1]), fp8_type(quantizer), microscaling.RUN
+    matrix, dtype, run = x.reshape(-1, x.shape[-1]), fp8_type(quantizer), fp8.RUN
     if matrix.shape[0] % run or matrix.shape[1] % run:
         raise ValueError(f"MXFP8 needs sides that are multiples of {run}, and the tensor is {tuple(x.shape)}")
     buffers = {}
     if quantizer.with_2d_quantization:
-        data, codes = microscaling.quantize_mx(matrix, (run, run), dtype)
+        data, codes = fp8.quantize_mx(matrix, (run, run), dtype)
         by_rows = (data, codes.repeat_interleave(run, 0))
         by_columns = (data, codes.repeat_interleave(run, 1))
     else:
-        by_rows = microscaling.quantize_mx(matrix, (1, run), dtype) if quantizer.rowwise_usage else None
-        by_columns = microscaling.quantize_mx(matrix, (run, 1), dtype) if quantizer.columnwise_usage else None
+        by_rows = fp8.quantize_mx(matrix, (1, run), dtype) if quantizer.rowwise_usage else None
+        by_columns = fp8.quantize_mx(matrix, (run, 1), dtype) if quantizer.columnwise_usage else None
     if quantizer.rowwise_usage and by_rows is not None:
         buffers["_rowwise_data"] = by_rows[0].view(torch.uint8).reshape(x.shape)
         buffers["_rowwise_scale_inv"] = _padded(_padded(by_rows[1], 0, BLOCK), 1, 4)
@@ -301,10 +300,10 @@ def dequantized(tensor: Any, columnwise: bool) -> torch.Tensor:
     if data is None:
         raise RuntimeError(f"a product reads {side}-wise data, and this {type(tensor).__name__} has none")
     if isinstance(tensor, classes.MXFP8TensorStorage):
-        run = (microscaling.RUN, 1) if columnwise else (1, microscaling.RUN)
+        run = (fp8.RUN, 1) if columnwise else (1, fp8.RUN)
         matrix = data.view(dtype).reshape(-1, data.shape[-1])
         codes = scales[: -(-matrix.shape[0] // run[0]), : -(-matrix.shape[1] // run[1])]
-        return microscaling.dequantize_mx(matrix, codes, run).reshape(data.shape)
+        return fp8.dequantize_mx(matrix, codes, run).reshape(data.shape)
     return _read_blocks(tensor, data, scales, dtype, columnwise)
 
 

@@ -1,9 +1,5 @@
-"""What `gspo-mega certify` runs: the cases of a configuration, each a configuration of its own.
-
-Owns the step from a case's `set` to a loaded configuration and its reason to be refused. Starts nothing, imports no
-torch.
-
-Names of what is compared. No torch: the table is drawn without it.
+"""The cases of `gspo-mega certify`: each `set` of the configuration becomes a configuration of its own, or a reason why
+it is refused. Starts nothing and imports no torch.
 """
 
 from __future__ import annotations

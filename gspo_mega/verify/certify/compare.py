@@ -1,10 +1,7 @@
-"""The reference on disk, and how far another case's numbers are from it.
+"""The reference on disk, and how far the numbers of another case are from it.
 
-Tolerances are of fp32 rounding: a layout only changes the order of sums. Other precisions have their own.
-
-How far a case's optimizer steps are from the reference's, and from what they must be by themselves.
-
-Owns what counts as a difference of norm, step or state; `compare.py` has the tolerances.
+The tolerances are those of fp32 rounding, because a layout only changes the order of sums; other precisions have their
+own. `compare_steps` compares optimizer steps: with the reference's, and with what they must be by themselves.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""A critic's part of a case: values of the recorded batch, advantages from them for the policy, value gradients, and
-weights after a few value steps; against those of the reference.
-
-Owns what is measured and compared of a critic. The policy's part, which gets these advantages, is `measure.py`'s.
+"""The critic's part of a case: values of the recorded batch, the advantages that follow from them, value gradients, and
+weights after a few value steps, compared with the reference. `measure.py` measures the policy with these advantages.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
-"""The whole of `gspo-mega certify`: references first, then every case, on ranks that live for many cases.
+"""The whole of `gspo-mega certify`: runs the references, then every case, and draws the table.
 
-Owns which ranks are started for what, and goes on after a case that fails. Imports no torch.
-
-A Hugging Face folder of random weights in a model's shape, for certifying a layout or measuring.
-
-Written tensor by tensor from the family table; no torch module is built.
-
-The certificate as a table for people, and whether it holds.
+One start of ranks runs many cases, and a case that fails does not end the program. A model without weights gets a
+Hugging Face folder of random ones, written tensor by tensor from the family table. Imports no torch.
 """
 
 from __future__ import annotations

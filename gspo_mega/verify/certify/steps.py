@@ -1,17 +1,14 @@
-"""All that the optimizer steps of a case read, and how far it is from the reference's.
+"""All that the optimizer steps of a case read, and how far it is from the reference.
 
-A constant factor in a gradient, a norm that forgets a part, or a rate of one group hardly shows in weights, because
-Adam divides by the gradient's size. So every step is compared by itself: the norm that clips, by parameter group too;
-the gradient that is left after clipping, tensor by tensor; learning rate, decay, betas and eps of each parameter; what
-routers counted and lost; and afterwards Adam's moments, buffers, and whether all ranks hold the same copies.
+A constant factor in a gradient, a norm that forgets a part, or the wrong rate of one group hardly shows in weights,
+because Adam divides by the gradient's size. So every step is compared by itself: the norm that clips, by parameter
+group too; the gradient that is left after clipping, tensor by tensor; learning rate, decay, betas and eps of each
+parameter; what routers counted and lost; and afterwards Adam's moments, buffers, and whether all ranks hold the same
+copies.
 
-Of a step's whole tensors a sketch is kept, not the numbers: squares, zeros, and the products with a few vectors of
-random signs from both sides. Where two tensors differ by d in the relative L2, so do these products, in the root mean
-square.
-
-Whole gradients on every rank, which certify compares tensor by tensor.
-
-Owns the exchange of the parts that the distributed optimizer leaves on each rank. Computing gradients is the engine's.
+The distributed optimizer leaves parts of the gradients on each rank; they are exchanged first. Of each whole tensor a
+sketch is kept instead of its numbers: squares, zeros, and the products with a few vectors of random signs from both
+sides. If two tensors differ by d in relative L2, so do these products, in the root mean square.
 """
 
 from __future__ import annotations

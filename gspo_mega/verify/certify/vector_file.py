@@ -1,7 +1,7 @@
-"""Reading a file of reference vectors: JSON, its array encodings, and the shape of every case.
+"""Read a file of reference vectors: JSON, its array encodings, and the shape of every case.
 
-Owns the file format alone; computing and comparing is `vectors.py`. A file that is not of the schema is a
-DataError that says where, so that nothing is skipped in silence.
+A file that does not match the schema is a DataError that says where, so nothing is skipped silently. `vectors.py`
+computes and compares.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Replaying reference vectors through this package's own functions and comparing every number.
+"""Replay reference vectors through this package's own functions and compare every number.
 
-Owns the comparison; the file format is `vector_file.py`, and no formula lives here: each case runs the code the
-trainer runs, in float64, with gradients from autograd. A number agrees within a relative tolerance of 1e-12
-(1e-10 for the cases the file's header names); where 0 is expected, within 1e-15 absolute. An objective is a sum
-whose terms nearly cancel, so a rounding error of its terms is allowed on top: 1e-15 of their absolute sum.
+No formula is written here: each case runs the code that the trainer runs, in float64, with gradients from autograd. A
+number agrees within a relative tolerance of 1e-12 (1e-10 for the cases that the file's header names); where 0 is
+expected, within 1e-15 absolute. An objective is a sum whose terms nearly cancel, so a rounding error of its terms is
+allowed as well: 1e-15 of their absolute sum.
 """
 
 from __future__ import annotations

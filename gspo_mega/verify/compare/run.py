@@ -1,11 +1,7 @@
 """The whole of `gspo-mega compare`: finds the step and the weights, starts ranks without servers, shows the table.
 
-Owns the choice of weights and step, and the table. Imports no torch.
-
-The configurations that a comparison computes: the run's own for its own algorithm and for the other form of the
-same objective (GSPO and GSPO-token), a recipe's defaults for others.
-
-Owns what differs between two algorithms of one comparison, and what does not. Imports no torch.
+The run's own algorithm, and the other form of the same objective (GSPO and GSPO-token), are computed with the run's own
+settings; every other algorithm with the defaults of its recipe. Imports no torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How strongly an objective pulls at each response and token: its gradient with respect to their log-probs.
 
-Owns the numbers of one algorithm that need no model: clip fractions, dropped responses, the effective number of
-responses. The gradient is of the very function that training calls, of the whole batch at once.
+Also what needs no model: clip fractions, dropped responses, the effective number of responses. The gradient is that of
+the very function that training calls, for the whole batch at once.
 """
 
 from __future__ import annotations

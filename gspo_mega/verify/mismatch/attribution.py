@@ -1,7 +1,7 @@
-"""Rows of numbers: how large a difference of log-probs is, per token and per sequence, and what the clip range sees.
+"""Statistics of a difference of log-probs: its size per token and per sequence, and what the clip range sees of it.
 
-Owns the statistics and their standard errors. Tokens of one response and responses to one prompt are not independent,
-so every error comes from the spread between prompts. No I/O.
+Tokens of one response, and responses to one prompt, are not independent, so every standard error comes from the spread
+between prompts. No I/O.
 """
 
 from __future__ import annotations

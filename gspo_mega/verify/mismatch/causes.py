@@ -2,7 +2,7 @@
 
 A new cause is one entry of `CAUSES`. Every cause has a *neutral* setting, in which it contributes nothing: all of them
 neutral is the reference, one fp32 (or `budget.reference`) rank without packing against one plain server of the same
-precision. Owns no numbers and starts nothing; `walks.py` orders the causes, `run.py` evaluates them.
+precision. Nothing is computed or started here; `walks.py` orders the causes, and `run.py` evaluates them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What is no rounding: a wrong temperature, another prompt, a stale cache, other weights, a product that is wrong.
 
 Rounding has a size that follows from the format, no relation to how likely a token was, and begins at the first token.
-Each check looks for one way in which an error does not. Owns the checks and their bounds; no I/O.
+Each check looks for one way in which an error does not. No I/O.
 
 Sizes. A format with unit roundoff u rounds the operands of each product; the relative errors of a sum of many products
 are about u, and those of a layer's two halves add up over L layers as independent ones: sqrt(2 L) u. Times the spread

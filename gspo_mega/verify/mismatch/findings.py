@@ -1,16 +1,10 @@
-"""What the numbers say in words, and which keys follow from it. Says nothing that the standard errors do not allow.
+"""Everything that one measurement of the mismatch found: the rows of all causes in all orders, the alternatives, the
+faults, and what they say in words.
 
-Owns the sentences and the recommended keys. No I/O.
-
-Where the trainer's FP8 blocks are the servers', to the bit, and where they cannot be: a named cause of mismatch.
-
-Owns the comparison of two ways to cut the same weight into blocks of 128 x 128: Transformer Engine's, from the first
-row and column of each rank's share of a fused parameter, and the published one, from those of each Hugging Face tensor.
-No torch. The quantiser itself is the same on both sides (`gspo_mega.algorithm`), so equal blocks mean equal bits.
-
-Everything that one budget found: the rows of all causes in all orders, the alternatives, the faults.
-
-Owns the step from log-probs at every point to these numbers. No I/O.
+The sentences say nothing that the standard errors do not allow. One cause is named by comparing layouts: where the
+trainer's FP8 blocks are the servers' to the bit. Transformer Engine cuts blocks of 128 x 128 from the first row and
+column of each rank's share of a fused parameter; the published ones start at those of each Hugging Face tensor. The
+quantiser is the same on both sides (`algorithm/fp8.py`), so equal blocks mean equal bits. No I/O.
 """
 
 from __future__ import annotations

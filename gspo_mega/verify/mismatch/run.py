@@ -1,10 +1,8 @@
 """The whole of `gspo-mega mismatch`: plans the walks, starts servers and ranks for their points, shows what came out.
 
-Owns which points share a start, and that a cause which cannot be changed here is named and left out. A start serves
-one variant of the server (rank 0 asks it), or one number of ranks with several variants of the trainer. Imports no
-torch.
-
-A budget for people (a table, the verdict, keys) and for programs (one JSON object).
+One start serves one variant of the server (rank 0 asks it), or one number of ranks with several variants of the
+trainer. A cause that cannot be changed here is named and left out. The result is a table with its verdict and keys for
+people, and one JSON object for programs. Imports no torch.
 """
 
 from __future__ import annotations

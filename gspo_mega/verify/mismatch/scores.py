@@ -1,14 +1,6 @@
-"""The trainer's log-probs and entropies of the fixed tokens, in the precision, layout and packing of one point.
-
-Runs on every rank of a start. Owns the head that keeps them and the engine of a point; `certify` owns the packings.
-
-The tokens that every evaluation of a budget scores: sampled once by the run's own server, then kept in a file.
-
-Owns the record and its form on disk. Scoring covers the prompts, too: where two engines begin to differ says why.
-
-A server's log-probs of the fixed tokens: as it sampled them, and scored again in one pass, together or alone.
-
-Runs on rank 0 of a start with servers. Owns how the server is asked; `server_client.py` owns the request.
+"""Log-probs of the fixed tokens at one point: the trainer's, in the precision, layout and packing of the point, on
+every rank of a start; and the server's, as it sampled them and scored again in one pass, together or one by
+one, on rank 0.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""The folders of weights that a budget's servers start from where `model.path` itself will not do.
+"""Folders of weights that servers start from if `model.path` itself will not do.
 
 `quantized`: FP8 blocks, for a server of `server.quantization: fp8_block` and a plain `model.path`. `rounded`: plain
-weights that have been rounded as the servers round them, so that a plain server shows what the rounding of the weights
-alone does. Owns where they lie and how they are made; the rules of rounding are `gspo_mega.algorithm`'s, writing is
-`checkpoint/convert.py`'s. Imports torch when it writes.
+weights that have been rounded as the servers round them, so a plain server shows what the rounding of the weights does
+by itself. Imports torch when it writes.
 """
 
 from __future__ import annotations

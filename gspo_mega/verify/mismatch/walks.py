@@ -1,8 +1,7 @@
 """From the sampled log-probs to the trainer's, one cause at a time, in both orders: which evaluations that takes.
 
-Owns the points (one evaluation of the fixed tokens each) and the walks between them. Along a walk the differences
-add up to d = trainer - rollout exactly, token by token, whatever the order. What a point's log-probs are is measured
-elsewhere.
+A point is one evaluation of the fixed tokens. Along a walk the differences add up to d = trainer - rollout exactly,
+token by token, in either order.
 """
 
 from __future__ import annotations

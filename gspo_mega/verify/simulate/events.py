@@ -1,11 +1,10 @@
-"""The run as events: ask, sample, train, publish, save, and what fails in between.
+"""A run as events: ask, sample, train, publish, save, and what fails in between.
 
-Owns the order of events and what is counted. Which groups may start and which batch they form is decided by the
-rollouts' own `Admission`; how fast servers sample, by `FluidServers`. A node of the trainer that fails ends the
-attempt: the run starts again from its last checkpoint, trains the steps since then once more on recorded rollouts, and
-samples what was open anew. Servers that fail come back after a while; what was open there goes on elsewhere.
-
-When machines fail: independent failures with one mean time between them, drawn beforehand by a seed.
+The rollouts' own `Admission` decides which groups may start and which batch they form; `FluidServers` says how fast
+servers sample. A trainer node that fails ends the attempt: the run starts again from its last checkpoint, trains the
+steps since then once more on recorded rollouts, and samples anew what was open. Servers that fail come back after a
+while, and their open requests go on elsewhere. Failures are independent, with one mean time between them, and are drawn
+in advance from a seed.
 """
 
 from __future__ import annotations

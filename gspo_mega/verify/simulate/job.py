@@ -1,11 +1,8 @@
 """The job that is simulated: sizes, rules and seconds, taken from a configuration and its plan.
 
-Owns the translation. What the seconds follow from is the plan's: `timing.step_time`, `gpus.ASSUMPTIONS`.
-
-How long responses are: a constant, a log-normal, the lengths that a journal or a file holds.
-
-Owns reading and drawing them. Lengths are drawn independently: that responses to one prompt resemble each other is left
-out.
+The seconds are the plan's (`timing.step_time`, `gpus.ASSUMPTIONS`). Lengths of responses are a constant, a log-normal,
+or those of a journal or file. They are drawn independently, which leaves out that responses to one prompt resemble each
+other.
 """
 
 from __future__ import annotations

@@ -1,20 +1,11 @@
-"""What a simulation found: the run, the division of its nodes, the interval of its saves.
+"""What a simulation finds: the run, the division of its nodes, the interval of its saves. `report.py` shows it.
 
-Owns putting these together from a configuration; `report.py` and `report.py` show them.
-
-Two rates from a run that was measured: how many times the cost model's seconds its servers and its trainer take.
-
-Owns reading the measured steps and the two factors. What is measured and known is no longer estimated: the publish.
-
-How often to save: by simulated failures, beside what Young's and Daly's formulas say.
-
-Owns the long run at mean step times: many failures with exponential gaps, the same ones for every interval that is
-tried. Young (1974) and Daly (2006) count all lost work at its first price; a run of gspo_mega trains lost steps again
-on recorded rollouts, which takes less time, so the best interval is longer than theirs.
-
-How to divide nodes between trainer and servers: every division that the plan accepts, simulated for a few steps.
-
-The layout's sizes stay the configuration's; data parallelism and the number of servers follow the nodes.
+- The rates: from a measured run, how many times the cost model's seconds its servers and its trainer take.
+- The interval of saves: a long run at mean step times with many failures at exponential gaps, the same ones for every
+  interval that is tried. Young (1974) and Daly (2006) count all lost work at its first price. A run here trains lost
+  steps again on recorded rollouts, which takes less time, so the best interval is longer than theirs.
+- The division of nodes: every division that the plan accepts, simulated for a few steps. The layout's sizes stay the
+  configuration's; data parallelism and the number of servers follow the nodes.
 """
 
 from __future__ import annotations

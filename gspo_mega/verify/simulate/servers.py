@@ -1,18 +1,13 @@
 """Servers with continuous batching, as fluids: between two events every running request of a server advances at the
 same rate, one token per decode step.
 
-Owns which request runs where, and how far it is. A server's clock counts decode steps. In that clock a schedule does
-not depend on how long a decode step takes: a request starts when a slot is free, first come, first served, and ends as
-many steps later as it has tokens. Seconds follow from it by adding up what the decode steps between events cost, at the
-number of requests and cached tokens they have. Nothing is simulated token by token.
+A server's clock counts decode steps. In that clock a schedule does not depend on how long a decode step takes: a
+request starts when a slot is free, first come, first served, and ends as many steps later as it has tokens. Seconds
+follow by adding up what the decode steps between events cost, at the number of requests and cached tokens they have; the
+plan's figures (bytes, FLOPs, shares of peak) give that cost. Nothing is simulated token by token.
 
 Approximations: a fixed number of slots stands for the cache (no request is put back when it fills); reading a prompt
 stops its server's decoding for as long as it takes; requests are divided when they arrive and stay.
-
-What the servers' work costs: seconds of a decode step and of reading tokens in, and how many requests run at once.
-
-Owns the plan's figures in the form that the simulation integrates, for any number of requests and of cached tokens. The
-figures themselves (bytes, FLOPs, shares of peak) are the plan's.
 """
 
 from __future__ import annotations
