@@ -1,6 +1,6 @@
 """Log-probs of the fixed tokens at one point: the trainer's, in the precision, layout and packing of the point, on
-every rank of a start; and the server's, as it sampled them and scored again in one pass, together or one by
-one, on rank 0.
+every rank of a start; and the server's, as it sampled them and scored again in one pass, together or one by one, on
+rank 0.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@ same rate, one token per decode step.
 
 A server's clock counts decode steps. In that clock a schedule does not depend on how long a decode step takes: a
 request starts when a slot is free, first come, first served, and ends as many steps later as it has tokens. Seconds
-follow by adding up what the decode steps between events cost, at the number of requests and cached tokens they have; the
-plan's figures (bytes, FLOPs, shares of peak) give that cost. Nothing is simulated token by token.
+follow by adding up what the decode steps between events cost, at the number of requests and cached tokens they have;
+the plan's figures (bytes, FLOPs, shares of peak) give that cost. Nothing is simulated token by token.
 
 Approximations: a fixed number of slots stands for the cache (no request is put back when it fills); reading a prompt
 stops its server's decoding for as long as it takes; requests are divided when they arrive and stay.
