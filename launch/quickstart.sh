@@ -2,7 +2,9 @@
 # From a fresh machine to a trained model: set-up, a tiny model and its task, cold start, GSPO. No GPU needed.
 #
 #   launch/quickstart.sh [--task calculator] [--seed N] [--fp8] [--ppo] [--control] [--keep] [key=value ...]
+#   launch/quickstart.sh --model smollm2 [--seed N] [--control] [key=value ...]
 #
+#   --model smollm2     a pretrained model that learns to write JSON objects; --model smollm2 --help says more
 #   --task calculator   several turns with a tool, in place of additions in one turn; in runs/calculator
 #   --seed N     another model, task split and order of everything (default 1); in runs/quickstart-seedN
 #   --fp8        a wider model, trained in FP8 and served in FP8 (without a GPU: emulated); in runs/quickstart-fp8
@@ -17,6 +19,20 @@ set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
+
+rest=() pretrained=false
+while (($#)); do
+  if [[ $1 == --model ]]; then
+    [[ ${2:-} == smollm2 ]] || { echo "quickstart: --model is smollm2, not '${2:-}'; leave it out for the tiny model" >&2; exit 2; }
+    pretrained=true
+    shift
+  else
+    rest+=("$1")
+  fi
+  shift
+done
+set -- ${rest[@]+"${rest[@]}"}
+if $pretrained; then exec launch/smollm2.sh "$@"; fi
 
 seed=1 task=arithmetic fp8=false ppo=false control=false keep=false overrides=()
 kind=quickstart model="a tiny Qwen3-MoE" data="additions to learn from" shape=()
@@ -46,7 +62,7 @@ while (($#)); do
       ;;
     *=*) overrides+=("$1") ;;
     *)
-      echo "quickstart: '$1' is neither an option (--task NAME, --seed N, --fp8, --ppo, --control, --keep) nor key=value" >&2
+      echo "quickstart: '$1' is neither an option (--model smollm2, --task NAME, --seed N, --fp8, --ppo, --control, --keep) nor key=value" >&2
       exit 2
       ;;
   esac

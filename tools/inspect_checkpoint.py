@@ -1,33 +1,18 @@
-"""Describe a checkpoint: `python tools/inspect_checkpoint.py DIR`.
-
-DIR: a Hugging Face folder, a converted folder, or a run's checkpoints/step_N. Exit code 0; 2 or 6: it cannot be read.
-"""
+"""Describe a checkpoint: `python tools/inspect_checkpoint.py DIR`, or `gspo-mega inspect-checkpoint DIR`."""
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
 
-from conversion_tool import add_described_by, guarded
+from conversion_tool import run_command
 
 from gspo_mega.base.untrusted import printable_output
-from gspo_mega.checkpoint.compare import describe
+from gspo_mega.cli import inspect_checkpoint
 
 
 @printable_output()
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="inspect_checkpoint", description="Describe a checkpoint.")
-    parser.add_argument("folder", type=Path, metavar="DIR")
-    add_described_by(parser)
-    options = parser.parse_args(arguments)
-
-    def run() -> int:
-        for line in describe(options.folder, options.described_by):
-            print(line)
-        return 0
-
-    return guarded(run)
+    return run_command("inspect_checkpoint", "Describe a checkpoint.", inspect_checkpoint, arguments)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def demonstration_encoder(
     `end_token_ids` are the model's. Raises DataError if the template cannot continue after a turn, or if its format of
     calls is not known.
     """
-    if is_one_turn(config):
+    if is_one_turn(config.rollout):
         return None
     encoder = encoder_of(config.data, tokenizer)
     lengths = episode_lengths(config)

@@ -42,7 +42,7 @@ from gspo_mega.agents.session import EpisodeSession
 from gspo_mega.agents.turn import Failure, Finished
 from gspo_mega.base.errors import EpisodeError
 from gspo_mega.base.network import no_proxy_variables
-from gspo_mega.config.schema import Config
+from gspo_mega.config.schema import Episodes, Rollout
 from gspo_mega.config.validate_episodes import ForeignOptions, program_problem
 from gspo_mega.rewards.guarded_process import GuardedProcess, ProcessKind, environment_of
 from gspo_mega.rewards.user_code import BadResult
@@ -76,15 +76,16 @@ class ForeignAgents:
 
     def __init__(
         self,
-        config: Config,
+        episodes: Episodes,
+        rollout: Rollout,
         decode: Decode,
         openers: Sequence[str] = (),
         stop_token_ids: Sequence[int] = (),
     ) -> None:
         """The arguments after `config` are those of `AgentEndpoint`."""
-        self._episodes = config.episodes
-        self._options = ForeignOptions.read(config.rollout.episode.options)
-        self._endpoint = AgentEndpoint(config.episodes.endpoint, self._options.model, decode, openers, stop_token_ids)
+        self._episodes = episodes
+        self._options = ForeignOptions.read(rollout.episode.options)
+        self._endpoint = AgentEndpoint(episodes.endpoint, self._options.model, decode, openers, stop_token_ids)
         self._slots = asyncio.Semaphore(self._options.processes)
         self._scratch: Path | None = None
         self.tool_schemas: list[dict[str, Any]] = []

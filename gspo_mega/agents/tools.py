@@ -273,16 +273,17 @@ def _literal(values: tuple[Any, ...], where: str) -> ArgumentType:
     kinds = {type(value) for value in values}
     if len(kinds) != 1 or not kinds <= {str, int, bool}:
         raise EpisodeError(f"{where} has the type Literal{list(values)}; its values must be all texts or all integers")
+    (kind,) = kinds
     by_text = {str(value): value for value in values}
 
     def convert(value: Any) -> Any:
-        if type(value) in kinds and value in values:
+        if type(value) is kind and value in values:
             return value
         if isinstance(value, str) and value in by_text:
             return by_text[value]
         raise ToolError(f"is {shown(value)}; valid: {', '.join(json.dumps(one) for one in values)}")
 
-    return ArgumentType({"type": _NAMES[kinds.pop()], "enum": list(values)}, convert)
+    return ArgumentType({"type": _NAMES[kind], "enum": list(values)}, convert)
 
 
 def _dataclass(hint: type, where: str) -> ArgumentType:

@@ -112,8 +112,8 @@ class Terms:
     """The term of each unit, a sequence or a token, is advantages * (offset + excess); all of one shape.
 
     `advantages` is 0 where the unit does not count. `offset` is the factor of the term at ratio 1, `excess` the rest.
-    The terms of a group nearly cancel, and what remains are digits that offset + excess would have rounded away: add
-    up the parts with offsets and the parts with excesses separately. `high`, `low`, `dual`: bool, where the term was
+    A group's terms nearly cancel, and offset + excess would round away the digits that remain, so sum the parts with
+    offsets and the parts with excesses separately. `high`, `low`, `dual`: bool, where the term was
     clipped, by which edge; for `gmpo` these are [T], and the rest is [S].
     """
 

@@ -115,7 +115,7 @@ class InjectedFault:
         fault = cls(**values)  # type: ignore[arg-type]
         if fault.point and fault.point not in POINTS:
             raise ValueError(
-                f"{VARIABLE}: there is no point {fault.point!r}; `gspo-mega inspect --kill-points` lists them"
+                f"{VARIABLE}: there is no point {fault.point!r}; OPERATIONS in gspo_mega/base/failpoints.py lists them"
             )
         if fault.do not in ("kill", "disk_full", "denied"):
             raise ValueError(f"{VARIABLE}: do={fault.do}; valid: kill, disk_full, denied")

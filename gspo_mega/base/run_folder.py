@@ -20,6 +20,7 @@ journal, server registrations and metrics know what is in them. Standard library
         console.log                  the progress lines of rank 0
         stop                         a stop request; its text is the reason
         command                      what was started: train, sft or eval
+        started_in                   the working directory it was started in, which relative paths refer to
         result.json                  what rank 0's work returned
         state.json                   the supervisor's view of the run, with a heartbeat
         restart.json                 after a failed attempt: whether the supervisor started the run again, and why
@@ -201,6 +202,10 @@ class Attempt:
     @property
     def command_file(self) -> Path:
         return self.path / "command"
+
+    @property
+    def started_in_file(self) -> Path:
+        return self.path / "started_in"
 
     @property
     def work_file(self) -> Path:

@@ -35,7 +35,7 @@ from gspo_mega.checkpoint.optimizer_shards import load_optimizer, optimizer_stat
 from gspo_mega.checkpoint.quantized import keep_exact
 from gspo_mega.checkpoint.safe_pickle import first_cause, refuse_code, write_tags_by_value
 from gspo_mega.checkpoint.tensor_sources import MEGATRON_FOLDER
-from gspo_mega.config.schema import Config
+from gspo_mega.config.schema import Model
 from gspo_mega.cpu.backend import is_cpu_backend
 from gspo_mega.engine.adapters import load_trained, sharded_adapters
 from gspo_mega.engine.critic import CriticEngine
@@ -211,7 +211,7 @@ def load_checkpoint(
         raise CheckpointError(f"{folder} holds the model {record['model']}, the run's is {model_of(engine)}")
     if record.get("base") != (base := base_stamp(engine)):
         raise CheckpointError(
-            f"{folder} holds adapters for other weights than those of {base_folder(engine.config)} now (base"
+            f"{folder} holds adapters for other weights than those of {base_folder(engine.config.model)} now (base"
             f" {record.get('base')}, there {base}): the folder was written again. Bring its weights back, or start"
             " another run"
         )
@@ -327,14 +327,14 @@ def model_of(engine: TrainedModel) -> dict[str, Any]:
     return {**spec, "eos_token_ids": list(spec["eos_token_ids"]), "precision": engine.config.precision, **adapters}
 
 
-def base_folder(config: Config) -> Path:
+def base_folder(model: Model) -> Path:
     """Return the folder of the weights that a policy with adapters leaves as they are."""
-    return Path(config.model.weights or config.model.path)
+    return Path(model.weights or model.path)
 
 
 def base_stamp(engine: TrainedModel) -> str | None:
     """Return what distinguishes the weights that adapters belong to from others, or None without `lora`."""
-    return None if engine.config.lora is None else content_stamp(base_folder(engine.config))
+    return None if engine.config.lora is None else content_stamp(base_folder(engine.config.model))
 
 
 def load_weights(folder: Path, engine: PolicyEngine) -> None:

@@ -32,7 +32,7 @@ from gspo_mega.cpu.backend import is_cpu_backend
 from gspo_mega.engine.process_groups import RankGroup
 
 # The bytes that a rank reads at a time, and the elements of one kind that ranks exchange at a time. It is always at
-# least one parameter.
+# least one parameter, and for a rank without others all layers of one.
 READ_BYTES, EXCHANGED_ELEMENTS = 2 * 1024**3, 2**27
 _KINDS = ("param", "exp_avg", "exp_avg_sq")
 _FP32_BYTES = 4
@@ -85,17 +85,13 @@ def read_optimizer_state(
     by_weight = _by_weight(model_state)
     rounds: list[list[tuple[DistributedOptimizer, _Owned]]] = []
     room = 0
-    for part in optimizer.chained_optimizers:
-        if not isinstance(part, DistributedOptimizer):
-            continue
-        rank = part.data_parallel_group.rank()
-        for owned in (owned for owned in _parameters(part) if owned.parts[rank]):
-            size = len(_KINDS) * _FP32_BYTES * owned.weight.numel()
-            if size > room:
-                rounds.append([])
-                room = READ_BYTES
-            rounds[-1].append((part, owned))
-            room -= size
+    for some in _read_together(optimizer, by_weight, alone=host.size == 1):
+        size = len(_KINDS) * _FP32_BYTES * sum(owned.weight.numel() for _, owned in some)
+        if size > room:
+            rounds.append([])
+            room = READ_BYTES
+        rounds[-1] += some
+        room -= size
     # All ranks read together. Those of another pipeline stage may need more rounds than this one.
     for turn in range(max(all_gather_json(len(rounds), host))):
         wanted = rounds[turn] if turn < len(rounds) else []
@@ -113,6 +109,26 @@ def read_optimizer_state(
         offloaded = getattr(part.optimizer, "_sync_hdo_state_to_sub_optimizers", None)
         if offloaded is not None:
             offloaded()
+
+
+def _read_together(
+    optimizer: ChainedOptimizer, by_weight: dict[torch.Tensor, ShardedTensor | ShardedTensorFactory], *, alone: bool
+) -> list[list[tuple[DistributedOptimizer, _Owned]]]:
+    """Return the parameters of which this rank owns parts, in the units that must not be split over turns: one by one,
+    or, for a rank that is `alone`, those with the same stored tensor.
+
+    Megatron tells torch that the shards of a stored tensor which a turn does not request are on the next rank. The next
+    of a single rank is that rank itself, and torch then refuses a turn that does not request all of them.
+    """
+    units: dict[Any, list[tuple[DistributedOptimizer, _Owned]]] = {}
+    for part in optimizer.chained_optimizers:
+        if not isinstance(part, DistributedOptimizer):
+            continue
+        rank = part.data_parallel_group.rank()
+        for owned in (owned for owned in _parameters(part) if owned.parts[rank]):
+            unit = by_weight[owned.weight].key if alone else (id(part), owned.index)
+            units.setdefault(unit, []).append((part, owned))
+    return list(units.values())
 
 
 # --- tensors of a parameter's shape ---------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from gspo_mega.algorithm.fp8 import quantize_blocks, quantize_published_blocks
 from gspo_mega.algorithm.rounding import OnLoad
 from gspo_mega.base.errors import PublishError
 from gspo_mega.config.derived import server_dtype
-from gspo_mega.config.schema import Config
+from gspo_mega.config.schema import Config, Server
 from gspo_mega.models.block_fp8 import (
     is_quantized,
     publishes_powers_of_two,
@@ -127,9 +127,9 @@ class PublishedForm:
         return stored_bytes(self.stored, entries, self.plain.itemsize)
 
 
-def quantised_on_load(config: Config) -> OnLoad | None:
+def quantised_on_load(server: Server) -> OnLoad | None:
     """Return how servers quantise plain weights while they load them, or None if they do not."""
-    kind = config.server.quantization
+    kind = server.quantization
     return kind if kind in ("fp8", "int8") else None
 
 
@@ -141,9 +141,12 @@ def plain_form(dtype: torch.dtype) -> PublishedForm:
 def published_form(config: Config) -> PublishedForm:
     """Return the form that the run's servers hold."""
     trainer = _DTYPES["fp32" if config.precision == "fp32" else "bf16"]
-    plain = _DTYPES[server_dtype(config)]
+    plain = _DTYPES[server_dtype(config.server, config.precision)]
     return PublishedForm(
-        trainer, plain, served_layout(config), "power_of_two" if publishes_powers_of_two(config) else "float32"
+        trainer,
+        plain,
+        served_layout(config),
+        "power_of_two" if publishes_powers_of_two(config.fp8, config.cluster) else "float32",
     )
 
 

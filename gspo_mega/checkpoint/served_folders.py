@@ -58,7 +58,7 @@ def needed_copy(config: Config, folder: RunFolder) -> Path | None:
     Returns None if servers start from `model.path` itself. Raises ModelError, CheckpointError or OSError.
     """
     source, layout = Path(config.model.path), served_layout(config)
-    if not folder_needs_plain_copy(source, SERVER_DTYPES[server_dtype(config)]):
+    if not folder_needs_plain_copy(source, SERVER_DTYPES[server_dtype(config.server, config.precision)]):
         if layout is None and read_stored(source) is None:
             return None
         if has_layout(read_model_spec(source), layout):
@@ -73,7 +73,7 @@ def start_folder(config: Config, folder: RunFolder) -> Path:
     layout = served_layout(config)
     form = "plain" if layout is None else "blocks-power-of-two" if layout.power_of_two else "blocks-float32"
     trainer = "fp32" if config.precision == "fp32" else "bf16"
-    name = f"start-{form}-{trainer}-{server_dtype(config)}-{weights_stamp(config.model.path)}"
+    name = f"start-{form}-{trainer}-{server_dtype(config.server, config.precision)}-{weights_stamp(config.model.path)}"
     return folder.weights_dir.absolute() / name
 
 
@@ -236,12 +236,12 @@ def to_blocks(
     if source.spec.stored is not None:
         raise ModelError(
             f"{source.description}: its weights are already FP8; quantising them again would round twice. If you want"
-            " other scales, make plain weights of it first (tools/megatron_to_hf.py)"
+            " other scales, make plain weights of it first (gspo-mega convert)"
         )
     if is_stacked(source.spec):
         raise ModelError(
             f"{source.description}: the experts of {source.spec.family} are stacked in files, and FP8 blocks do not"
-            " support stacks; valid: leave it plain (tools/megatron_to_hf.py)"
+            " support stacks; valid: leave it plain (gspo-mega convert)"
         )
     import torch
 

@@ -2,6 +2,8 @@
 
     source <(gspo-mega completion bash)                                                  in this shell
     gspo-mega completion bash > ~/.local/share/bash-completion/completions/gspo-mega     in every new shell
+    source <(gspo-mega completion zsh)                        zsh, after `compinit`; or write it to a file _gspo-mega
+                                                              in a folder of $fpath
 
 The script contains all words, so that completing starts no Python.
 """
@@ -44,17 +46,54 @@ _gspo_mega() {{
 complete -o bashdefault -o default -F _gspo_mega gspo-mega
 """
 
+_ZSH = """\
+#compdef gspo-mega
+# zsh completion for gspo-mega, written by `gspo-mega completion zsh`.
+_gspo-mega() {{
+  local -A table
+  table=(
+{words}
+  )
+  local current=${{words[CURRENT]}} previous=${{words[CURRENT-1]}} command=${{words[2]}} offers_files=
+  local -a found keys
+  if (( CURRENT == 2 )); then
+    found=(${{=table[commands]}})
+  elif [[ -n ${{table[$command:$previous]:-}} ]]; then
+    found=(${{=table[$command:$previous]}})
+  elif [[ $current == -* ]]; then
+    found=(${{=table[$command:options]:-}})
+  elif [[ -n $current && $previous != -* ]]; then
+    found=(${{=table[$command:keys]:-}}) offers_files=yes
+  else
+    offers_files=yes
+  fi
+  keys=(${{(M)found:#*=}})
+  (( $#keys )) && compadd -S '' -- $keys
+  found=(${{found:#*=}})
+  (( $#found )) && compadd -- $found
+  [[ -z $offers_files ]] || _files
+}}
+if [[ ${{funcstack[1]:-}} == _gspo-mega ]]; then
+  _gspo-mega "$@"
+else
+  compdef _gspo-mega gspo-mega
+fi
+"""
+# Of each shell: its script, and a line of its table of words.
+_SCRIPTS = {"bash": (_BASH, "  [{key}]={words}"), "zsh": (_ZSH, "    {key} {words}")}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=("bash",), help="the shell to write for")
+    parser.add_argument("shell", choices=tuple(_SCRIPTS), help="the shell to write for")
 
 
 def run(args: argparse.Namespace) -> int:
     words = {"commands": [*COMMANDS, "--help", "--version"]}
     for name in COMMANDS:
         words.update((f"{name}:{what}", found) for what, found in _words_of(name))
-    lines = (f"  [{key}]={shlex.quote(' '.join(found))}" for key, found in words.items())
-    print(_BASH.format(words="\n".join(lines)), end="")
+    script, line = _SCRIPTS[args.shell]
+    lines = (line.format(key=key, words=shlex.quote(" ".join(found))) for key, found in words.items())
+    print(script.format(words="\n".join(lines)), end="")
     return 0
 
 

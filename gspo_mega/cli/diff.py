@@ -1,5 +1,7 @@
 """Say where two runs differ, since which step, and, as far as their records tell, why.
 
+    gspo-mega diff runs/a/train runs/b/train
+
 Compares configuration, versions, rollouts (prompts, tokens, log-probs, rewards), metrics and checkpoints, to the bit.
 Exit code 0: everything that was compared is the same; 1: something differs.
 """

@@ -1,5 +1,9 @@
 """Check this machine for a run: versions, GPUs, Transformer Engine, disks, addresses.
 
+    gspo-mega doctor                                          this machine, as a trainer and a server
+    gspo-mega doctor --role server --gpus 4
+    gspo-mega doctor --tokenizer path/to/hf                   a chat template
+
 Needs only the standard library, so a torch that is missing or broken is a line of the report. A Slurm job runs the
 doctor on every node before anything else, with an all-reduce between all of them. Exit code 0: nothing is wrong;
 1: something is wrong.

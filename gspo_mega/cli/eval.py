@@ -14,6 +14,7 @@ import argparse
 import json
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from gspo_mega.cli.screen import Screen
 from gspo_mega.config import load_config
 from gspo_mega.config.prompt_sources import RESPONSES_FILE
 from gspo_mega.launcher.local import launch
+from gspo_mega.launcher.prepare import yaml_string
 
 # An evaluation trains nothing and publishes nothing to a server, even if an override says so.
 _NO_TRAINING = ("train=null", "sft=null")
@@ -78,6 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     target = find_target(args.target, args.config)
+    refuse_another_model(target, args.target, args.overrides)
     loaded = load_config(target.config, [*_overrides(target), *args.overrides, *_NO_TRAINING], "eval")
     if args.out is not None and not args.out.parent.is_dir():
         raise ConfigError(f"gspo-mega eval: --out {args.out}: {args.out.parent} is no folder; make it first")
@@ -120,6 +123,17 @@ def find_target(path: Path, config: Path | None) -> Target:
     raise ConfigError(f"gspo-mega eval: {path} {what}; give a run's folder, a Hugging Face folder or a YAML file")
 
 
+def refuse_another_model(target: Target, path: Path, overrides: Sequence[str]) -> None:
+    """Raise ConfigError if an override names another model than the target does, which would silently be measured."""
+    for override in overrides:
+        key = override.partition("=")[0].strip()
+        if target.model is not None and key in ("model", "model.path", "model.weights"):
+            raise ConfigError(
+                f"gspo-mega eval: {override} names another model than {path}; leave it out, or name a configuration"
+                " (a YAML file) in place of the folder"
+            )
+
+
 def _newest_weights(folder: RunFolder) -> Path:
     """The exported or published folder of the highest weight version: a continued run may have an older result (`hf`)
     and newer published weights.
@@ -132,7 +146,7 @@ def _newest_weights(folder: RunFolder) -> Path:
     if not found:
         raise ConfigError(
             f"gspo-mega eval: the run {folder.path} has no result (hf/), and none of its published weights are left."
-            " Continue the run, or convert a checkpoint with tools/megatron_to_hf.py"
+            " Continue the run, or convert a checkpoint with gspo-mega convert"
         )
     newest = max(found, key=lambda path: found[path])  # among equal versions the result (`hf`), which comes first
     trained = _checkpoint_version(folder)
@@ -140,7 +154,7 @@ def _newest_weights(folder: RunFolder) -> Path:
         raise ConfigError(
             f"gspo-mega eval: the run {folder.path} has trained to weight version {trained} (its last checkpoint),"
             f" but the newest weights that a server can load, {newest}, are of version {found[newest]}. Convert the"
-            f" checkpoint (tools/megatron_to_hf.py) and evaluate the result with --config {folder.config_file}, or"
+            f" checkpoint (gspo-mega convert) and evaluate the result with --config {folder.config_file}, or"
             f" evaluate {newest} in the same way"
         )
     return newest
@@ -161,12 +175,12 @@ def _checkpoint_version(folder: RunFolder) -> int | None:
 
 
 def _overrides(target: Target) -> list[str]:
-    """The overrides for a target. Paths are quoted as JSON strings, because every JSON string is a YAML string."""
+    """The overrides for a target. Paths are quoted."""
     own: list[str] = list(_ONE_RANK)
     if target.model is not None:
-        own += [f"model.path={json.dumps(str(target.model))}", "model.weights=null"]
+        own += [f"model.path={yaml_string(str(target.model))}", "model.weights=null"]
     if target.run_dir is not None:
-        own += [f"run.dir={json.dumps(str(target.run_dir))}", f"run.name={target.run_name}"]
+        own += [f"run.dir={yaml_string(str(target.run_dir))}", f"run.name={target.run_name}"]
     else:
         own.append(f"run.name={load_config(target.config).config.run.name}-eval")
     return own

@@ -1,5 +1,8 @@
 """Show the recorded rollouts of a run: prompts, responses, rewards, advantages, and the server's log-probs.
 
+    gspo-mega inspect runs/quickstart/train                   a line per step
+    gspo-mega inspect runs/quickstart/train --step 3          its prompts and responses
+
 Without --step, one line per step. Steps count from 1, as in metrics.jsonl. Of a step that was cut short, the episodes
 that it has are shown. An episode of several turns is shown turn by turn: its messages, the tools that it called, and
 which of its tokens each row trains. A record of a newer version is an error (exit code 8). If a record is damaged, the

@@ -37,8 +37,14 @@ COMMANDS = {
     "report": "one HTML file of runs: summary, curves, trajectories",
     "watch": "the report of a running run, live in a browser",
     "diff": "where two runs differ, since which step, and why",
+    "ls": "the runs in a folder: state, step, reward, accuracy",
     "status": "how a run is doing, from the files in its folder",
     "doctor": "what is wrong with this machine for a run",
+    "convert": "a checkpoint from Hugging Face's format to Megatron's, or back",
+    "verify-checkpoint": "whether two checkpoints of any format hold the same weights",
+    "inspect-checkpoint": "what is in a checkpoint",
+    "quantize": "a checkpoint in FP8 blocks, as published ones are",
+    "configs": "the configurations that come with the package",
     "completion": "a script for completing this command line in a shell",
 }
 # Commands that run something: output that cannot be written does not change their exit code.
@@ -170,6 +176,6 @@ def _help() -> str:
             *lines,
             "",
             "Configurations take overrides: gspo-mega train configs/quickstart.yaml train.num_steps=10",
-            "Completion in bash: source <(gspo-mega completion bash)",
+            "Completion in bash and zsh: source <(gspo-mega completion bash)",
         ]
     )

@@ -1,5 +1,8 @@
 """Write a run's report: one HTML file that opens from disk, with a summary in words, curves and sampled trajectories.
 
+    gspo-mega report runs/quickstart/train                    writes runs/quickstart/train/report.html
+    gspo-mega report runs/a/train runs/b/train --out both.html
+
 Reads only the files in the run's folder, while the run goes on or afterwards. The curves of several runs are drawn over
 each other.
 """

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from gspo_mega.base.errors import ConfigError
 from gspo_mega.base.run_folder import RunFolder, read_json
-from gspo_mega.cli.screen import Screen
+from gspo_mega.cli.live import run_screen
 from gspo_mega.config import load_config
 from gspo_mega.config.validate_rewards import PLACEHOLDER
 from gspo_mega.data.rows import JsonlFile
@@ -135,7 +135,7 @@ def _fit_by_ranks(args: argparse.Namespace, how: Fitting) -> tuple[int, Fitted |
         )
     work = {"data": str(args.data.resolve()), "text": args.text, "out": str(out)}
     work["how"] = asdict(how) | {"lr": loaded.config.optimizer.lr}
-    with Screen() as say:
+    with run_screen() as say:
         code = launch(loaded, "reward_model", say, work=work, with_servers=False)
     if code:
         return code, None

@@ -62,35 +62,44 @@ class Screen:
 
     def _show_all(self) -> None:
         while (line := self._lines.get()) is not None:
-            if self._is_gone:
-                continue
-            try:
-                write_line(self._stream, line)
-            except OSError as error:
-                self._is_gone = error.errno in _GONE
-                if not self._is_reported:
-                    logger.warning(
-                        "output cannot be written: %s; the run goes on, and its lines are in console.log",
-                        error.strerror,
-                    )
-                self._is_reported = True
-            except ValueError:  # the stream was closed
-                self._is_gone = True
+            self._write(printable(line) + "\n")
+
+    def _write(self, text: str) -> None:
+        """Write a text that is printable, but for the escapes that belong in it. Raises nothing."""
+        if self._is_gone:
+            return
+        try:
+            write_text(self._stream, text)
+        except OSError as error:
+            self._is_gone = error.errno in _GONE
+            if not self._is_reported:
+                logger.warning(
+                    "output cannot be written: %s; the run goes on, and its lines are in console.log",
+                    error.strerror,
+                )
+            self._is_reported = True
+        except ValueError:  # the stream was closed
+            self._is_gone = True
 
 
 def write_line(stream: TextIO | None, line: str) -> None:
-    """Write a line, made printable, directly to the stream's file; nothing is written if `stream` is None. Python's
-    buffer would keep a line that failed, and fail again at exit. Raises OSError.
+    """Write a line, made printable, as `write_text` does."""
+    write_text(stream, printable(line) + "\n")
+
+
+def write_text(stream: TextIO | None, text: str) -> None:
+    """Write a text directly to the stream's file; nothing is written if `stream` is None. Python's buffer would keep a
+    text that failed, and fail again at exit. Raises OSError.
     """
     if stream is None:
         return
     try:
         descriptor = stream.fileno()
     except OSError:  # a stream without a file, as in a test
-        stream.write(printable(line) + "\n")
+        stream.write(text)
         return
     stream.flush()
-    data = memoryview((printable(line) + "\n").encode(stream.encoding or "utf-8", "backslashreplace"))
+    data = memoryview(text.encode(stream.encoding or "utf-8", "backslashreplace"))
     while data:
         try:
             data = data[os.write(descriptor, data) :]

@@ -1,5 +1,7 @@
 """Own one SGLang server: start it, register it in the run folder, restart it with the run's current weights.
 
+    gspo-mega serve my_run.yaml                  on another machine: one more server for the run that goes on
+
 `gspo-mega train` starts `server.num_servers` of these. Started by hand on any machine that sees the run folder, this
 command adds a server to the running attempt, under the next free index; without a running attempt, the server gets an
 attempt of its own. A server over several nodes (`server.num_nodes`) needs this command on each of them. The command
@@ -80,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         with hold(folder):  # refused if a run is just starting
             attempt = folder.new_attempt()
     if args.reward_model is not None:
-        model = own_model(config, args.reward_model)
+        model = own_model(config.reward, args.reward_model)
         config, attempt = reward_config(config, model), reward_folder(attempt, model.name)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     # The server's processes inherit it: each open request needs a connection.
@@ -91,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
         return PartSupervisor(config, attempt, index, part).run()
     if config.publish.method == "distributed" and device_here() == "gpu":
         # The server's start takes longer, so this does not delay it.
-        asked = (attempt, index, preflight_seconds(config))
+        asked = (attempt, index, preflight_seconds(config.cluster))
         threading.Thread(target=_record_own_software, args=asked, daemon=True, name="software").start()
     return ServerSupervisor(config, attempt, index, start=_start(config, folder, index)).run()
 

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     loaded = load_config(args.config, args.overrides, "train")
     config = loaded.config
-    check_simulated(config, loaded.where)
+    check_simulated(config.train, loaded.where)
     if config.cluster.gpu is None and args.fit is None:
         raise ConfigError(
             f"{loaded.where('cluster.gpu')}: cluster.gpu: not given, so nothing says how long a step takes; give it, or"

@@ -134,8 +134,8 @@ def _state(attempt: Attempt, state: RunState | None, now: float) -> str:
     if state is None:
         return "starting"
     if state.is_silent(now):
-        return f"lost: no sign of life from its supervisor for {_ago(now - state.heartbeat)}"
-    age = f"for {_ago(now - state.started)}" if not state.is_over else f"{_ago(now - state.heartbeat)} ago"
+        return f"lost: no sign of life from its supervisor for {ago(now - state.heartbeat)}"
+    age = f"for {ago(now - state.started)}" if not state.is_over else f"{ago(now - state.heartbeat)} ago"
     goes_on = "; another attempt begins" if state.state == "failed" and starts_again(attempt) else ""
     return f"{state.state} {age}{goes_on}" + (f" ({state.note})" if state.note else "")
 
@@ -143,8 +143,8 @@ def _state(attempt: Attempt, state: RunState | None, now: float) -> str:
 def _step(folder: RunFolder, last: dict[str, Any] | None, now: float) -> str | None:
     if last is None:
         return None
-    age = _ago(now - folder.metrics_file.stat().st_mtime)
-    reward = f", reward {last['reward/mean']:.3f}" if "reward/mean" in last else ""
+    age = ago(now - folder.metrics_file.stat().st_mtime)
+    reward = f", reward {last['reward/mean']:.3f}" if last.get("reward/mean") is not None else ""
     return f"{last['step']}{reward}, {age} ago"
 
 
@@ -210,7 +210,7 @@ def _latest_checkpoint(folder: RunFolder) -> str | None:
         return None
 
 
-def _ago(seconds: float) -> str:
+def ago(seconds: float) -> str:
     for unit, size in (("days", 172_800.0), ("h", 7_200.0), ("min", 120.0)):
         if seconds >= size:
             return f"{seconds / {'days': 86_400.0, 'h': 3_600.0, 'min': 60.0}[unit]:.0f} {unit}"

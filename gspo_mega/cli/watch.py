@@ -1,5 +1,7 @@
 """Show the report of a running run on a page of a local server, to which new steps come without a reload.
 
+    gspo-mega watch runs/quickstart/train
+
 Only reads the run's folder. The address contains a token; the server answers no request without it.
 """
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from gspo_mega.config.schema import Config
+from gspo_mega.config.schema import Cluster
 
 # A collective that makes no progress for this time will never finish.
 COLLECTIVE_SECONDS = 1800.0
@@ -19,9 +19,9 @@ COLLECTIVE_SECONDS = 1800.0
 PREFLIGHT_SECONDS = 600.0
 
 
-def preflight_seconds(config: Config) -> float:
+def preflight_seconds(cluster: Cluster) -> float:
     """Return the time limit of each check before a start, and of the ranks' wait for each other, in seconds."""
-    return config.cluster.preflight_seconds or PREFLIGHT_SECONDS
+    return cluster.preflight_seconds or PREFLIGHT_SECONDS
 
 
 class Relation(NamedTuple):

@@ -18,9 +18,21 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from pydantic import Field
 
 from gspo_mega.base.errors import ConfigError
-from gspo_mega.config.algorithms import RECIPES
-from gspo_mega.config.schema import Config, Eval, Rollout, Sft, Train
-from gspo_mega.config.schema.learning import Critic
+from gspo_mega.config.algorithms import RECIPES, AlgorithmName
+from gspo_mega.config.schema import (
+    Batch,
+    Config,
+    Critic,
+    Eval,
+    Fp8,
+    Mismatch,
+    OldLogProbs,
+    Precision,
+    Rollout,
+    Server,
+    Sft,
+    Train,
+)
 
 # The configuration of one command: a `Config` that has the sections the command needs. The loader checks that they are
 # given (`validate.py`), and these types tell it to the code that reads them. Sections are frozen, so narrowing a key is
@@ -72,11 +84,11 @@ def _narrowed(config: Config, kind: type[CommandConfig]) -> CommandConfig:
 # The critic, and advantages.
 
 
-def critic_of(config: Config) -> Critic | None:
+def critic_of(algorithm: AlgorithmName, critic: Critic | None) -> Critic | None:
     """Return the critic's section, or its defaults if the section is absent; None if the algorithm has no critic."""
-    if not RECIPES[config.algorithm].has_critic:
+    if not RECIPES[algorithm].has_critic:
         return None
-    return config.critic or Critic()
+    return critic or Critic()
 
 
 def critic_config(config: Config) -> Config:
@@ -84,7 +96,7 @@ def critic_config(config: Config) -> Config:
     The critic's engine is built with it, and the plan computes its memory and time from it. Raises ValueError if there
     is no critic.
     """
-    critic = critic_of(config)
+    critic = critic_of(config.algorithm, config.critic)
     if critic is None:
         raise ValueError(f"`algorithm: {config.algorithm}` has no critic")
     return config.model_copy(
@@ -99,7 +111,7 @@ def critic_config(config: Config) -> Config:
 
 def critic_path(config: Config) -> str:
     """Return the Hugging Face folder of the critic's backbone."""
-    critic = critic_of(config)
+    critic = critic_of(config.algorithm, config.critic)
     return (critic.path if critic is not None else None) or config.model.path
 
 
@@ -107,7 +119,7 @@ def penalises_kl(config: Config) -> bool:
     """Return whether a penalty for leaving the reference is subtracted from the tokens' rewards. It needs a frozen
     model.
     """
-    critic = critic_of(config)
+    critic = critic_of(config.algorithm, config.critic)
     return critic is not None and critic.kl_coefficient > 0
 
 
@@ -116,7 +128,7 @@ def compares_within_groups(config: Config) -> bool:
     nothing. With a critic it is relative to the critic's values, with `advantage.baseline: batch` to the whole rollout
     batch.
     """
-    return critic_of(config) is None and config.advantage.baseline != "batch"
+    return critic_of(config.algorithm, config.critic) is None and config.advantage.baseline != "batch"
 
 
 def least_of_group(config: Config) -> int:
@@ -132,7 +144,7 @@ def policy_steps(config: Config) -> int:
     """
     if config.train is None:
         raise ValueError("the configuration has no section `train`")
-    critic = critic_of(config)
+    critic = critic_of(config.algorithm, config.critic)
     warmup = critic.warmup_steps if critic is not None else 0
     return (config.train.num_steps - warmup) * config.batch.num_mini_batches
 
@@ -148,7 +160,11 @@ def needs_old_log_prob_pass(config: Config) -> bool:
     be left out. A penalty in the rewards (`critic.kl_coefficient`) needs it too, because advantages are computed before
     the first gradient.
     """
-    needed = not old_is_current(config) or corrects_engine_gap(config) or penalises_kl(config)
+    needed = (
+        not old_is_current(config.old_log_probs, config.batch)
+        or corrects_engine_gap(config.mismatch, config.old_log_probs)
+        or penalises_kl(config)
+    )
     return config.old_log_probs == "trainer" and needed
 
 
@@ -158,21 +174,25 @@ def may_correct_in_training(config: Config) -> bool:
     a penalty in the rewards need log-probs of a separate pass.
     """
     needs_own = config.diagnostics.exact_staleness or penalises_kl(config)
-    return corrects_engine_gap(config) and old_is_current(config) and not needs_own
+    return (
+        corrects_engine_gap(config.mismatch, config.old_log_probs)
+        and old_is_current(config.old_log_probs, config.batch)
+        and not needs_own
+    )
 
 
-def old_is_current(config: Config) -> bool:
+def old_is_current(old_log_probs: OldLogProbs, batch: Batch) -> bool:
     """Return whether the policy that is trained is the old one, because a rollout batch has one optimizer step. The
     ratio is then exactly 1, and no second forward pass may add its noise to it.
     """
-    return config.old_log_probs == "trainer" and config.batch.num_mini_batches == 1
+    return old_log_probs == "trainer" and batch.num_mini_batches == 1
 
 
-def corrects_engine_gap(config: Config) -> bool:
+def corrects_engine_gap(mismatch: Mismatch, old_log_probs: OldLogProbs) -> bool:
     """Return whether the gap between the two engines is corrected. If the server's log-probs are the old ones, the gap
     is in the policy ratio and nothing is left to correct.
     """
-    return config.mismatch.correction != "none" and config.old_log_probs == "trainer"
+    return mismatch.correction != "none" and old_log_probs == "trainer"
 
 
 # What an algorithm's clip range means for the difference of the two engines: one answer for a run and for `mismatch`.
@@ -291,8 +311,8 @@ class EpisodeLengths(NamedTuple):
     spelled: str
 
 
-def is_one_turn(config: Config) -> bool:
-    return config.rollout.episode.function == ONE_TURN
+def is_one_turn(rollout: Rollout) -> bool:
+    return rollout.episode.function == ONE_TURN
 
 
 def episode_lengths(config: Config) -> EpisodeLengths:
@@ -304,7 +324,7 @@ def episode_lengths(config: Config) -> EpisodeLengths:
     tokens = prompt + turn
     if config.episodes.max_tokens is not None:
         tokens, spelled = config.episodes.max_tokens, f"episodes.max_tokens {config.episodes.max_tokens}"
-    turns = 1 if is_one_turn(config) else config.episodes.max_turns
+    turns = 1 if is_one_turn(config.rollout) else config.episodes.max_turns
     return EpisodeLengths(tokens, turns, min(turns * turn, max(tokens - 1, 1)), spelled)
 
 
@@ -313,7 +333,7 @@ def mean_tokens(config: Config) -> tuple[int, int]:
     the response is all that is sampled, and what comes between the turns counts as prompt.
     """
     prompt = max(1, config.data.max_prompt_tokens // 2)
-    if is_one_turn(config):
+    if is_one_turn(config.rollout):
         return prompt, max(1, config.rollout.max_new_tokens // 2)
     lengths = episode_lengths(config)
     half = lengths.tokens // 2
@@ -441,9 +461,9 @@ def has_powers_of_two(block_scales: str, capability: tuple[int, int] | None) -> 
     return block_scales == "power_of_two"
 
 
-def has_block_scaled_products(config: Config) -> bool:
+def has_block_scaled_products(precision: Precision, fp8: Fp8) -> bool:
     """Return whether the trainer has products whose scales `fp8.block_scales` decides."""
-    return config.precision == "fp8" and config.fp8.recipe == "blockwise"
+    return precision == "fp8" and fp8.recipe == "blockwise"
 
 
 def block_scale_variable(
@@ -467,7 +487,7 @@ def is_sharp_fp8(config: Config) -> bool:
 
     In bf16 the last bit of an activation differs from layout to layout, and FP8 turns it into half of its own error, so
     the tolerance would hide what it should find. In fp32 one number in a million falls to the other side of an edge of
-    FP8.
+    FP8. `cpu/te_loading.py::compute_sharply` says what else a sharp certificate computes differently.
     """
     return config.precision == "fp8" and config.certify.sharp_fp8
 
@@ -492,30 +512,30 @@ _WEIGHTS = {
 }
 
 
-def server_dtype(config: Config) -> ServerDtype:
+def server_dtype(server: Server, precision: Precision) -> ServerDtype:
     """Return the precision of a server's activations and of its weights that are not quantized: `server.dtype`, and
     with `auto` the trainer's (bf16 for an FP8 trainer).
     """
-    if config.server.dtype != "auto":
-        return config.server.dtype
-    return "fp32" if config.precision == "fp32" else "bf16"
+    if server.dtype != "auto":
+        return server.dtype
+    return "fp32" if precision == "fp32" else "bf16"
 
 
-def loads_quantized(config: Config) -> bool:
+def loads_quantized(server: Server) -> bool:
     """Return whether servers are sent quantized weights with their scales instead of plain ones."""
-    return config.server.quantization in PUBLISHED_QUANTIZED
+    return server.quantization in PUBLISHED_QUANTIZED
 
 
-def publishes(config: Config) -> bool:
+def publishes(train: Train | None, sft: Sft | None) -> bool:
     """Return whether servers of this configuration are sent new weights while they run. Those of an
     evaluation are not.
     """
-    return config.train is not None or config.sft is not None
+    return train is not None or sft is not None
 
 
 def publishes_adapters(config: Config) -> bool:
     """Return whether servers are sent only adapters and hold the weights of `model.path` all the time."""
-    return config.lora is not None and config.publish.lora == "adapter" and publishes(config)
+    return config.lora is not None and config.publish.lora == "adapter" and publishes(config.train, config.sft)
 
 
 def capability_problem(quantization: str, capability: tuple[int, int], is_published_to: bool) -> str | None:
@@ -538,9 +558,9 @@ def capability_problem(quantization: str, capability: tuple[int, int], is_publis
     return None
 
 
-def describe_server_precision(config: Config) -> str:
+def describe_server_precision(server: Server, precision: Precision) -> str:
     """Return, for the plan's report, what servers compute in, hold and cache."""
-    dtype = server_dtype(config)
-    weights = _WEIGHTS.get(config.server.quantization, f"{dtype} weights")
-    cache = "e4m3" if config.server.kv_cache == "fp8" else dtype
+    dtype = server_dtype(server, precision)
+    weights = _WEIGHTS.get(server.quantization, f"{dtype} weights")
+    cache = "e4m3" if server.kv_cache == "fp8" else dtype
     return f"{dtype} activations, {weights}, {cache} cache"

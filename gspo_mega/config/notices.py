@@ -22,7 +22,7 @@ from gspo_mega.config.derived import (
     policy_steps,
 )
 from gspo_mega.config.prompt_sources import eval_sets, own_rewards
-from gspo_mega.config.schema import Config, Episodes, Fp8, Objective
+from gspo_mega.config.schema import Certify, Config, Episodes, Fp8, Objective
 from gspo_mega.config.validate_episodes import ForeignOptions, validate_foreign_options
 
 
@@ -134,7 +134,7 @@ def _objective_notices(config: Config) -> Iterator[str]:
 
 
 def _critic_notices(config: Config) -> Iterator[str]:
-    critic = critic_of(config)
+    critic = critic_of(config.algorithm, config.critic)
     if critic is None:
         return
     yield (
@@ -156,7 +156,7 @@ def _correction_notices(config: Config) -> Iterator[str]:
     mismatch = config.mismatch
     if mismatch.kept_weight == "ratio" and mismatch.correction == "none":
         yield "mismatch.kept_weight has no effect with `correction: none`"
-    if config.train is None or not corrects_engine_gap(config):
+    if config.train is None or not corrects_engine_gap(config.mismatch, config.old_log_probs):
         return
     bound = f"{mismatch.bound_nats:g} / sqrt(L)"
     if mismatch.correction == "truncate":
@@ -206,7 +206,7 @@ def _sampling_and_precision_notices(config: Config) -> Iterator[str]:
 
 def _episode_notices(config: Config) -> Iterator[str]:
     """Yield notices about episodes, turns and the endpoint of agents."""
-    if is_one_turn(config) and config.episodes != Episodes(max_tokens=config.episodes.max_tokens):
+    if is_one_turn(config.rollout) and config.episodes != Episodes(max_tokens=config.episodes.max_tokens):
         yield "`episodes` has no effect with `rollout.episode: one_turn`, but for max_tokens"
     if config.objective.scope == "turn":
         yield (
@@ -221,7 +221,7 @@ def _episode_notices(config: Config) -> Iterator[str]:
         )
     if config.episodes.endpoint.ignore_sampling and config.rollout.episode.function == "foreign":
         yield "episodes.endpoint.ignore_sampling: an agent's own temperature, top_p and top_k are not used"
-    if not is_one_turn(config):
+    if not is_one_turn(config.rollout):
         yield from _unfilled_server_notices(config)
 
 
@@ -285,6 +285,11 @@ def _run_notices(config: Config) -> Iterator[str]:
             "train.rollouts_only: nothing is trained; all batches come from"
             f" {'model.path' if config.model.weights is None else 'model.weights'}"
         )
+    sinks = {one.sink for one in config.metrics.sinks}
+    if config.metrics.samples_every_steps is not None and sinks <= {"jsonl"}:
+        yield "metrics.samples_every_steps has no effect without a sink that takes samples (tensorboard, wandb)"
+    if config.certify.rounding_factor != Certify().rounding_factor and not any(c.rounded for c in config.certify.cases):
+        yield "certify.rounding_factor has no effect without a case that is `rounded`"
     if config.optimizer.schedule == "constant" and config.optimizer.min_lr > 0:
         yield "optimizer.min_lr has no effect with `schedule: constant`"
     if config.optimizer.decay_norms_and_biases and config.optimizer.weight_decay == 0:
@@ -303,7 +308,7 @@ def _run_notices(config: Config) -> Iterator[str]:
     for one in eval_sets(config):
         if _real_path(one.path) in trained_on:
             yield f"{one.place}.path is also trained on: the accuracy will not be held-out"
-    own = own_rewards(config)
+    own = own_rewards(config.data)
     if any(one.reward is None for one in eval_sets(config)) and None in own and len(own) > 1:
         unused = ", ".join(source.name for source in config.data.sources if source.reward is not None)
         yield f"held-out prompts are scored by `reward`, not by the own rewards of {unused}; eval.reward sets another"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gspo_mega.base.errors import DataError
-from gspo_mega.config.schema import Config, Data, EvalSet, OwnReward, Source
+from gspo_mega.config.schema import Config, Data, Eval, EvalSet, OwnReward, Reward, Source
 
 HELD_OUT_FILE = "held_out.jsonl"
 # The name of held-out prompts among sources; the name of a set is appended to it. No source of the data can have it.
@@ -37,9 +37,9 @@ def names_prompts(data: Data) -> bool:
     return data.path is not None or bool(data.sources) or data.reasoning_gym is not None
 
 
-def data_sources(config: Config) -> tuple[Source, ...]:
+def data_sources(data: Data) -> tuple[Source, ...]:
     """Return the sources of a run's prompts, see `sources_of`."""
-    return sources_of(config.data)
+    return sources_of(data)
 
 
 def sources_of(data: Data) -> tuple[Source, ...]:
@@ -103,10 +103,10 @@ def eval_sets(config: Config) -> tuple[HeldOutSet, ...]:
     if not own:
         path = held_out_path(config)
         own = [] if path is None else [("eval", EvalSet(name=ONLY_SET, path=path))]
-    return tuple(_held_out_set(config, place, entry) for place, entry in own)
+    return tuple(_held_out_set(config.eval, config.data, place, entry) for place, entry in own)
 
 
-def _held_out_set(config: Config, place: str, entry: EvalSet) -> HeldOutSet:
+def _held_out_set(eval: Eval | None, data: Data, place: str, entry: EvalSet) -> HeldOutSet:
     is_only = place == "eval"
     row_settings = {key: value for key in _ROW_KEYS if (value := getattr(entry, key)) is not None}
     if entry.answer_key is not None and entry.answer_keys is None:
@@ -114,17 +114,17 @@ def _held_out_set(config: Config, place: str, entry: EvalSet) -> HeldOutSet:
     shared = {}
     for key in _SHARED_KEYS:
         value = getattr(entry, key)
-        shared[key] = getattr(config.eval, key) if value is None else value
+        shared[key] = getattr(eval, key) if value is None else value
     return HeldOutSet(
         name=entry.name,
         place=place,
         source=HELD_OUT if is_only else f"{HELD_OUT} {entry.name}",
         episodes="eval" if is_only else f"eval-{entry.name}",
         path=entry.path,
-        data=config.data.model_copy(update=row_settings),
+        data=data.model_copy(update=row_settings),
         template=entry.template,
         template_keys=entry.template_keys,
-        reward=held_out_reward(config) if entry.reward is None else entry.reward,
+        reward=held_out_reward(eval, data) if entry.reward is None else entry.reward,
         **shared,
     )
 
@@ -137,32 +137,32 @@ def held_out_path(config: Config) -> str | None:
     return None if made is None else str(Path(made.folder) / HELD_OUT_FILE)
 
 
-def own_rewards(config: Config) -> list[OwnReward | None]:
+def own_rewards(data: Data) -> list[OwnReward | None]:
     """Return the different rewards of `data.sources`; None stands for `reward`."""
     found: list[OwnReward | None] = []
-    for source in config.data.sources:
+    for source in data.sources:
         if source.reward not in found:
             found.append(source.reward)
     return found
 
 
-def held_out_reward(config: Config) -> OwnReward | None:
+def held_out_reward(eval: Eval | None, data: Data) -> OwnReward | None:
     """Return the reward of held-out prompts if it is not `reward`: `eval.reward`, else the own reward that all sources
     share, else None.
     """
-    if config.eval is not None and config.eval.reward is not None:
-        return config.eval.reward
-    own = own_rewards(config)
+    if eval is not None and eval.reward is not None:
+        return eval.reward
+    own = own_rewards(data)
     return own[0] if len(own) == 1 else None
 
 
 def source_rewards(config: Config) -> dict[str, OwnReward]:
     """Return the own reward of each source that has one, held-out prompts included, by source name."""
-    own = {source.name: source.reward for source in (data_sources(config) if names_prompts(config.data) else ())}
+    own = {source.name: source.reward for source in (data_sources(config.data) if names_prompts(config.data) else ())}
     own |= {one.source: one.reward for one in eval_sets(config)}
     return {name: reward for name, reward in own.items() if reward is not None}
 
 
-def reward_names(config: Config, own_reward: OwnReward | None) -> tuple[str, ...]:
+def reward_names(reward: Reward, own_reward: OwnReward | None) -> tuple[str, ...]:
     """Return the names of the functions that score a source: those of its own reward, or those of `reward`."""
-    return tuple(entry.function for entry in own_reward or config.reward.functions)
+    return tuple(entry.function for entry in own_reward or reward.functions)

@@ -20,7 +20,7 @@ from gspo_mega.config.deadlines import RELATIONS
 from gspo_mega.config.derived import command_name, critic_config, critic_of, is_one_turn, penalises_kl
 from gspo_mega.config.notices import notices
 from gspo_mega.config.prompt_sources import eval_sets, names_prompts, own_rewards
-from gspo_mega.config.schema import Alerts, Config
+from gspo_mega.config.schema import Alerts, Batch, Certify, Cluster, Config, Engine, Precision, Profile
 from gspo_mega.config.validate_episodes import validate_episodes
 from gspo_mega.config.validate_learning import (
     resolve_defaults,
@@ -63,7 +63,7 @@ def validate_config(config: Config, command: str | None = None) -> tuple[list[Vi
     violations = [
         *validate_objective(config, command),
         *validate_critic(config),
-        *_validate_batch(config),
+        *_validate_batch(config.batch),
         *validate_staleness(config),
         *validate_colocated(config),
         *_validate_optimizers(config),
@@ -72,10 +72,11 @@ def validate_config(config: Config, command: str | None = None) -> tuple[list[Vi
         *validate_reward_functions(config),
         *validate_lora(config),
         *validate_reward_services(config),
-        *_validate_transformer_engine(config),
+        *_validate_transformer_engine(config.engine, config.precision),
         *validate_batch_invariance(config),
         *_validate_fp8(config),
         *_validate_sharp_fp8(config, command),
+        *_validate_rounded_cases(config.certify, config.precision),
         *_validate_rollout_and_servers(config),
         *validate_episodes(config),
         *validate_deadlines(config),
@@ -124,12 +125,12 @@ def _numbers(tree: Any, prefix: str) -> Iterator[tuple[str, int]]:
             yield from _numbers(value, inner)
 
 
-def _validate_batch(config: Config) -> Iterator[Violation]:
-    num_sequences = config.batch.prompts_per_step * config.batch.group_size
-    if config.batch.num_mini_batches > num_sequences:
+def _validate_batch(batch: Batch) -> Iterator[Violation]:
+    num_sequences = batch.prompts_per_step * batch.group_size
+    if batch.num_mini_batches > num_sequences:
         yield Violation(
             "batch.num_mini_batches",
-            f"{config.batch.num_mini_batches} mini-batches of prompts_per_step x group_size = {num_sequences}"
+            f"{batch.num_mini_batches} mini-batches of prompts_per_step x group_size = {num_sequences}"
             f" trajectories leave some empty; at most {num_sequences}",
         )
 
@@ -178,7 +179,7 @@ def validate_colocated(config: Config) -> Iterator[Violation]:
 
 def _validate_optimizers(config: Config) -> Iterator[Violation]:
     yield from _validate_optimizer(config, "optimizer")
-    critic = critic_of(config)
+    critic = critic_of(config.algorithm, config.critic)
     if critic is not None and (critic.optimizer is not None or critic.precision is not None):
         yield from _validate_optimizer(critic_config(config), "critic.optimizer")
 
@@ -324,7 +325,7 @@ def validate_held_out(config: Config) -> Iterator[Violation]:
     for name, count in Counter(entry.name for entry in evaluation.sets).items():
         if count > 1:
             yield Violation("eval.sets", f"{count} sets are named {name!r}; names must differ")
-    own = own_rewards(config)
+    own = own_rewards(config.data)
     is_unclear = None not in own and len(own) > 1 and evaluation.reward is None
     if is_unclear and not all(entry.reward for entry in evaluation.sets or [evaluation]):
         yield Violation(
@@ -382,14 +383,14 @@ def _validate_background_evaluation(config: Config) -> Iterator[Violation]:
         )
 
 
-def _validate_transformer_engine(config: Config) -> Iterator[Violation]:
-    chosen = config.engine.transformer_engine
-    if config.precision == "fp8" and chosen is False:
+def _validate_transformer_engine(engine: Engine, precision: Precision) -> Iterator[Violation]:
+    chosen = engine.transformer_engine
+    if precision == "fp8" and chosen is False:
         yield Violation(
             "engine.transformer_engine",
             "false contradicts `precision: fp8`, whose products Transformer Engine computes; leave it out",
         )
-    if config.precision == "fp32" and chosen:
+    if precision == "fp32" and chosen:
         yield Violation(
             "engine.transformer_engine",
             "true contradicts `precision: fp32`: Transformer Engine rounds fp32 products to TF32 and has no fp32"
@@ -411,7 +412,9 @@ def _validate_fp8(config: Config) -> Iterator[Violation]:
     if config.precision != "fp8" or not config.fp8.parameters:
         return
     optimizers = (
-        [config.optimizer] if critic_of(config) is None else [config.optimizer, critic_config(config).optimizer]
+        [config.optimizer]
+        if critic_of(config.algorithm, config.critic) is None
+        else [config.optimizer, critic_config(config).optimizer]
     )
     if not all(optimizer.distributed for optimizer in optimizers):
         yield Violation(
@@ -438,6 +441,19 @@ def _validate_sharp_fp8(config: Config, command: str | None) -> Iterator[Violati
         yield Violation("certify.sharp_fp8", "contradicts `fp8.parameters: true`: it keeps parameters in fp32")
     if config.precision == "fp8" and config.optimizer.moments_dtype != "fp32":
         yield Violation("certify.sharp_fp8", "needs `optimizer.moments_dtype: fp32`, as its parameters are fp32")
+
+
+def _validate_rounded_cases(certify: Certify, precision: Precision) -> Iterator[Violation]:
+    for index, case in enumerate(certify.cases):
+        if not case.rounded:
+            continue
+        place = f"certify.cases.{index}"
+        if case.ranks != 1:
+            yield Violation(f"{place}.ranks", f"{case.ranks} for a case that is rounded; valid: 1")
+        if case.set.get("precision", precision) == "fp8":
+            yield Violation(f"{place}.rounded", "FP8 has no neighbours that keep their scale; valid: in fp32 or bf16")
+        if case.refused or case.exact:
+            yield Violation(f"{place}.rounded", "its numbers are measured, not judged; leave out `refused` and `exact`")
 
 
 def _validate_rollout_and_servers(config: Config) -> Iterator[Violation]:
@@ -499,7 +515,7 @@ def validate_deadlines(config: Config) -> Iterator[Violation]:
     relation.
     """
     for relation in RELATIONS:
-        if relation.of_agents and is_one_turn(config):
+        if relation.of_agents and is_one_turn(config.rollout):
             continue
         shorter, longer = _seconds(config, relation.shorter), _seconds(config, relation.longer)
         if shorter is None or longer is None or shorter < longer:
@@ -535,7 +551,7 @@ def _validate_initial_weights(config: Config, command: str | None) -> Iterator[V
         yield Violation(
             "model.weights",
             f"`gspo-mega {command_name(command)}` takes the weights of model.path; convert these with"
-            " tools/megatron_to_hf.py and name that folder there",
+            " gspo-mega convert and name that folder there",
         )
     if config.kl.coefficient > 0 and config.kl.reference_path is None and config.lora is None:
         yield Violation(
@@ -550,21 +566,20 @@ def validate_watching(config: Config) -> Iterator[Violation]:
     prometheus = config.metrics.prometheus
     if prometheus is not None and (problem := address_problem(prometheus.host)) is not None:
         yield Violation("metrics.prometheus.host", problem)
-    yield from _validate_profile(config)
-    yield from _validate_alerts(config)
+    yield from _validate_profile(config.profile, config.cluster)
+    yield from _validate_alerts(config.alerts)
 
 
-def _validate_profile(config: Config) -> Iterator[Violation]:
-    steps, ranks = config.profile.steps, config.profile.ranks
+def _validate_profile(profile: Profile, cluster: Cluster) -> Iterator[Violation]:
+    steps, ranks = profile.steps, profile.ranks
     if steps is not None and steps[0] > steps[1]:
         yield Violation("profile.steps", f"[{steps[0]}, {steps[1]}] has its last step before its first")
-    world = config.cluster.num_nodes * config.cluster.ranks_per_node
+    world = cluster.num_nodes * cluster.ranks_per_node
     if max(ranks) >= world:
         yield Violation("profile.ranks", f"there is no rank {max(ranks)}; valid: 0 to {world - 1}")
 
 
-def _validate_alerts(config: Config) -> Iterator[Violation]:
-    alerts = config.alerts
+def _validate_alerts(alerts: Alerts) -> Iterator[Violation]:
     if alerts != Alerts() and alerts.command is None and alerts.url is None:
         yield Violation("alerts", "notifies nobody; give command, url or both")
     if alerts.url is not None and not alerts.url.startswith(("http://", "https://", "$")):

@@ -18,7 +18,7 @@ from gspo_mega.base.errors import Violation
 from gspo_mega.base.network import address_problem
 from gspo_mega.config.algorithms import RECIPES
 from gspo_mega.config.derived import ONE_TURN, TOOL_LOOP, is_one_turn
-from gspo_mega.config.schema import Config
+from gspo_mega.config.schema import Config, Data, Episodes, Rollout
 
 # Episodes that are part of the package. All but the first have turns, so they need a list of messages.
 BUILT_IN_EPISODES = (ONE_TURN, TOOL_LOOP, "foreign", "gym_text", "openenv")
@@ -29,16 +29,16 @@ FOREIGN_REWARDS = ("functions", "exit_code", "file")
 
 def validate_episodes(config: Config) -> Iterator[Violation]:
     """Yield what is wrong with `rollout.episode`, `rollout.tools` and `episodes`, or contradicts them."""
-    yield from _validate_episode_function(config)
+    yield from _validate_episode_function(config.rollout, config.data)
     yield from _validate_episode_rewards(config)
-    yield from _validate_tools(config)
+    yield from _validate_tools(config.rollout, config.episodes)
     yield from _validate_lengths(config)
     yield from _validate_isolation(config)
     yield from _validate_turn_advantages(config)
 
 
-def _validate_episode_function(config: Config) -> Iterator[Violation]:
-    episode = config.rollout.episode
+def _validate_episode_function(rollout: Rollout, data: Data) -> Iterator[Violation]:
+    episode = rollout.episode
     if episode.function not in BUILT_IN_EPISODES and not _FUNCTION_PATH.fullmatch(episode.function):
         yield Violation(
             "rollout.episode",
@@ -46,10 +46,10 @@ def _validate_episode_function(config: Config) -> Iterator[Violation]:
         )
     if episode.function == "foreign" and (problem := validate_foreign_options(episode.options)) is not None:
         yield Violation(f"rollout.episode.options.{problem[0]}", problem[1])
-    if is_one_turn(config):
+    if is_one_turn(rollout):
         if episode.options:
             yield Violation("rollout.episode.options", "one_turn takes no options; leave them out")
-    elif not config.data.chat_template:
+    elif not data.chat_template:
         yield Violation(
             "data.chat_template",
             f"false with `rollout.episode: {episode.function}`: the messages of several turns become tokens by the"
@@ -73,8 +73,8 @@ def _validate_episode_rewards(config: Config) -> Iterator[Violation]:
     )
 
 
-def _validate_tools(config: Config) -> Iterator[Violation]:
-    episode, tools = config.rollout.episode.function, config.rollout.tools
+def _validate_tools(rollout: Rollout, episodes: Episodes) -> Iterator[Violation]:
+    episode, tools = rollout.episode.function, rollout.tools
     for index, tool in enumerate(tools):
         if not _FUNCTION_PATH.fullmatch(tool):
             yield Violation(f"rollout.tools.{index}", f"{tool!r} is no tool; valid: package.module:function")
@@ -93,18 +93,18 @@ def _validate_tools(config: Config) -> Iterator[Violation]:
             "rollout.tools",
             "missing; `rollout.episode: tool_loop` calls tools, each package.module:function",
         )
-    if episode == TOOL_LOOP and config.episodes.max_turns < 2:
+    if episode == TOOL_LOOP and episodes.max_turns < 2:
         yield Violation(
             "episodes.max_turns",
-            f"{config.episodes.max_turns} with `rollout.episode: tool_loop`: after a call no turn is left for an"
+            f"{episodes.max_turns} with `rollout.episode: tool_loop`: after a call no turn is left for an"
             " answer; at least 2",
         )
-    if tools and config.episodes.tool_format == "none":
+    if tools and episodes.tool_format == "none":
         yield Violation(
             "episodes.tool_format",
             "none with `rollout.tools`: no text of the policy would be a call; valid: auto, hermes, brackets",
         )
-    if len(tools) > 1 and config.episodes.tool_format == "brackets":
+    if len(tools) > 1 and episodes.tool_format == "brackets":
         yield Violation(
             "episodes.tool_format",
             f"brackets names no tool and `rollout.tools` has {len(tools)}; valid then: auto, hermes",
@@ -114,7 +114,7 @@ def _validate_tools(config: Config) -> Iterator[Violation]:
 def _validate_lengths(config: Config) -> Iterator[Violation]:
     limit = config.episodes.max_tokens
     least = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    if limit is None and not is_one_turn(config):
+    if limit is None and not is_one_turn(config.rollout):
         yield Violation(
             "episodes.max_tokens",
             f"missing; the longest episode of {config.rollout.episode.function} does not follow from other keys; at"

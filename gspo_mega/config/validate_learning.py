@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 from gspo_mega.base.errors import Violation
-from gspo_mega.config.algorithms import PARAMETERS, RECIPES, Ratio, Recipe
+from gspo_mega.config.algorithms import PARAMETERS, RECIPES, AlgorithmName, Ratio, Recipe
 from gspo_mega.config.derived import (
     critic_config,
     critic_of,
@@ -20,7 +20,7 @@ from gspo_mega.config.derived import (
     on_publish,
     server_dtype,
 )
-from gspo_mega.config.schema import Config, Critic
+from gspo_mega.config.schema import Advantage, Config, Critic, Objective
 
 _WITH_INVARIANCE = "with `engine.batch_invariant: true`"
 
@@ -33,7 +33,8 @@ def resolve_defaults(config: Config) -> Config:
     recipe = RECIPES[config.algorithm]
     wanted: dict[str, dict[str, Any]] = {section: dict(values) for section, values in recipe.settings.items()}
     wanted["objective"] = dict(recipe.objective_defaults)
-    if recipe.aggregation == "sequence_mean_token_sum_norm" and not _averages_otherwise(config):
+    averages_otherwise = _averages_otherwise(config.objective, config.algorithm)
+    if recipe.aggregation == "sequence_mean_token_sum_norm" and not averages_otherwise:
         wanted["objective"]["norm_constant_tokens"] = config.rollout.max_new_tokens
     changes: dict[str, Any] = {}
     for section, values in wanted.items():
@@ -50,11 +51,10 @@ def resolve_defaults(config: Config) -> Config:
     return config.model_copy(update=changes) if changes else config
 
 
-def _averages_otherwise(config: Config) -> bool:
+def _averages_otherwise(objective: Objective, algorithm: AlgorithmName) -> bool:
     """Whether the configuration names an aggregation that is not its recipe's."""
-    objective = config.objective
     given = "aggregation" in objective.model_fields_set
-    return given and objective.aggregation != RECIPES[config.algorithm].aggregation
+    return given and objective.aggregation != RECIPES[algorithm].aggregation
 
 
 def validate_objective(config: Config, command: str | None = None) -> Iterator[Violation]:
@@ -63,7 +63,7 @@ def validate_objective(config: Config, command: str | None = None) -> Iterator[V
     """
     objective, recipe = config.objective, RECIPES[config.algorithm]
     yield from _validate_recipe(config, recipe, own_old_log_probs=command == "certify")
-    yield from _validate_parameters(config, recipe)
+    yield from _validate_parameters(config.objective, recipe)
     yield from _validate_advantages(config)
     if recipe.ratio is None and objective.ratio is None:
         yield Violation(
@@ -128,9 +128,8 @@ def _validate_recipe(config: Config, recipe: Recipe, own_old_log_probs: bool) ->
             )
 
 
-def _validate_parameters(config: Config, recipe: Recipe) -> Iterator[Violation]:
+def _validate_parameters(objective: Objective, recipe: Recipe) -> Iterator[Violation]:
     """Yield the keys of `objective` that belong to another algorithm."""
-    objective = config.objective
     for key in PARAMETERS:
         if getattr(objective, key) is not None and key not in recipe.parameters:
             owner = next(one.name for one in RECIPES.values() if key in one.parameters)
@@ -184,7 +183,7 @@ def _validate_advantages(config: Config) -> Iterator[Violation]:
 
 def validate_critic(config: Config) -> Iterator[Violation]:
     """Yield what contradicts the critic of an algorithm that has one, and a section `critic` that has no effect."""
-    critic = critic_of(config)
+    critic = critic_of(config.algorithm, config.critic)
     if critic is None:
         owners = ", ".join(name for name, recipe in RECIPES.items() if recipe.has_critic)
         if config.critic is not None:
@@ -192,7 +191,7 @@ def validate_critic(config: Config) -> Iterator[Violation]:
                 "critic", f"has no effect with `algorithm: {config.algorithm}`; leave it out, or use: {owners}"
             )
         return
-    yield from _validate_unused_advantage_keys(config)
+    yield from _validate_unused_advantage_keys(config.advantage, config.algorithm)
     yield from _validate_critic_features(config)
     if config.rollout.filter_constant_groups:
         yield Violation(
@@ -239,14 +238,14 @@ def validate_critic(config: Config) -> Iterator[Violation]:
         )
 
 
-def _validate_unused_advantage_keys(config: Config) -> Iterator[Violation]:
+def _validate_unused_advantage_keys(advantage: Advantage, algorithm: AlgorithmName) -> Iterator[Violation]:
     """Yield the keys of advantages that are relative to a group or a batch, which a critic replaces."""
     for key in ("divide_by_std", "baseline", "std_over", "turns", "turn_discount"):
-        default = type(config.advantage).model_fields[key].default
-        if getattr(config.advantage, key) != default:
+        default = type(advantage).model_fields[key].default
+        if getattr(advantage, key) != default:
             yield Violation(
                 f"advantage.{key}",
-                f"has no effect with `algorithm: {config.algorithm}`, whose advantages are estimated from the critic's"
+                f"has no effect with `algorithm: {algorithm}`, whose advantages are estimated from the critic's"
                 " values and the rewards of turns (critic.gamma, critic.gae_lambda, critic.whiten); leave it out",
             )
 
@@ -415,7 +414,7 @@ def validate_batch_invariance(config: Config) -> Iterator[Violation]:
         yield Violation("server.quantization", f"{server.quantization} {_WITH_INVARIANCE}: it rounds; valid then: none")
     if server.kv_cache != "auto":
         yield Violation("server.kv_cache", f"{server.kv_cache} {_WITH_INVARIANCE}: it rounds; valid then: auto")
-    if config.precision != "fp8" and server_dtype(config) != config.precision:
+    if config.precision != "fp8" and server_dtype(config.server, config.precision) != config.precision:
         yield Violation(
             "server.dtype", f"{server.dtype} {_WITH_INVARIANCE} and `precision: {config.precision}`; valid then: auto"
         )

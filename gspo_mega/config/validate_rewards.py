@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from gspo_mega.base.errors import Violation
 from gspo_mega.config.prompt_sources import eval_sets
-from gspo_mega.config.schema import Config, JudgeReward, ModelReward, OwnReward, RemoteReward, Reward
+from gspo_mega.config.schema import Config, JudgeReward, ModelReward, OwnReward, RemoteReward, Reward, Watchdog
 
 # Seconds that the reward `code` gives all tests of one program, unless its option `total_seconds` says otherwise.
 DEFAULT_TOTAL_SECONDS = 8.0
@@ -41,16 +41,16 @@ _CONDITION = re.compile(
 
 def validate_reward_functions(config: Config) -> Iterator[Violation]:
     """Yield names that occur twice in a sum, and conditions on values that are not known by then."""
-    yield from _validate_sum(config, "reward.functions", config.reward.functions)
+    yield from _validate_sum(config.reward, "reward.functions", config.reward.functions)
     for index, source in enumerate(config.data.sources):
-        yield from _validate_sum(config, f"data.sources.{index}.reward", source.reward or ())
+        yield from _validate_sum(config.reward, f"data.sources.{index}.reward", source.reward or ())
     if config.eval is not None:
-        yield from _validate_sum(config, "eval.reward", config.eval.reward or ())
+        yield from _validate_sum(config.reward, "eval.reward", config.eval.reward or ())
         for index, entry in enumerate(config.eval.sets):
-            yield from _validate_sum(config, f"eval.sets.{index}.reward", entry.reward or ())
+            yield from _validate_sum(config.reward, f"eval.sets.{index}.reward", entry.reward or ())
 
 
-def _validate_sum(config: Config, place: str, functions: OwnReward) -> Iterator[Violation]:
+def _validate_sum(reward: Reward, place: str, functions: OwnReward) -> Iterator[Violation]:
     names = function_names(functions)
     for name, count in Counter(names).items():
         if count > 1:
@@ -60,10 +60,10 @@ def _validate_sum(config: Config, place: str, functions: OwnReward) -> Iterator[
             )
     for index, entry in enumerate(functions):
         total = entry.options.get("total_seconds", DEFAULT_TOTAL_SECONDS)
-        if entry.function == "code" and isinstance(total, int | float) and total >= config.reward.deadline_seconds:
+        if entry.function == "code" and isinstance(total, int | float) and total >= reward.deadline_seconds:
             yield Violation(
                 f"{place}.{index}.options",
-                f"total_seconds is {total:g}, and after reward.deadline_seconds ({config.reward.deadline_seconds:g}) a"
+                f"total_seconds is {total:g}, and after reward.deadline_seconds ({reward.deadline_seconds:g}) a"
                 " scoring has failed; a program that takes too long would have no reward instead of 0. Valid: less",
             )
         for text in entry.only_if:
@@ -128,7 +128,7 @@ def validate_reward_services(config: Config) -> Iterator[Violation]:
             yield Violation(f"{place}.url", problem)
         if isinstance(service, JudgeReward):
             yield from _validate_judge(place, service)
-        yield from _validate_service_deadline(config, place, service)
+        yield from _validate_service_deadline(config.watchdog, place, service)
         if service.api_key_variable is not None and not _VARIABLE.fullmatch(service.api_key_variable):
             yield Violation(  # without its value, which may be the key
                 f"{place}.api_key_variable",
@@ -167,10 +167,10 @@ def _validate_reward_model(place: str, model: ModelReward) -> Iterator[Violation
         )
 
 
-def _validate_service_deadline(config: Config, place: str, service: RemoteReward) -> Iterator[Violation]:
+def _validate_service_deadline(watchdog: Watchdog, place: str, service: RemoteReward) -> Iterator[Violation]:
     for phase in ("rollout", "eval"):
-        bound = getattr(config.watchdog, f"{phase}_seconds")
-        if config.watchdog.enabled and bound is not None and bound <= service.deadline_seconds:
+        bound = getattr(watchdog, f"{phase}_seconds")
+        if watchdog.enabled and bound is not None and bound <= service.deadline_seconds:
             yield Violation(
                 f"{place}.deadline_seconds",
                 f"is {service.deadline_seconds:g}; must be < watchdog.{phase}_seconds ({bound:g}), or the run would end"

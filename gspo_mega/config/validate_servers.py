@@ -14,7 +14,7 @@ from typing import Any
 
 from gspo_mega.base.errors import Violation
 from gspo_mega.config.derived import publishes
-from gspo_mega.config.schema import Config
+from gspo_mega.config.schema import Config, Model, Server
 
 CONTEXT_SLACK = 8
 """Tokens of context beyond the longest sequence: SGLang ends a response two tokens before its context is full, and
@@ -206,7 +206,7 @@ def validate_speculative(config: Config) -> Iterator[Violation]:
                 f"{_KEY}.{name}", "ngram drafts from the tokens of earlier responses and has no such size; leave it out"
             )
     else:
-        yield from _validate_draft_sizes(config)
+        yield from _validate_draft_sizes(config.server)
     if algorithm == "standalone" and config.server.attention_data > 1:
         yield Violation(
             f"{_KEY}.algorithm",
@@ -219,7 +219,7 @@ def validate_speculative(config: Config) -> Iterator[Violation]:
             "with `rollout.return_routed_experts: true`: nobody has shown that the returned experts are those of the"
             " accepted tokens; valid: null, or false there",
         )
-    if algorithm != "ngram" and publishes(config) and config.publish.method == "disk":
+    if algorithm != "ngram" and publishes(config.train, config.sft) and config.publish.method == "disk":
         yield Violation(
             f"{_KEY}.algorithm",
             f"{algorithm} with `publish.method: disk`: SGLang loads what is published into the draft as well; valid:"
@@ -227,9 +227,9 @@ def validate_speculative(config: Config) -> Iterator[Violation]:
         )
 
 
-def _validate_draft_sizes(config: Config) -> Iterator[Violation]:
+def _validate_draft_sizes(server: Server) -> Iterator[Violation]:
     """Yield contradictions between num_steps, eagle_topk and num_draft_tokens."""
-    speculative = config.server.speculative
+    speculative = server.speculative
     assert speculative is not None
     steps, topk, drafted = speculative.num_steps, speculative.eagle_topk, speculative.num_draft_tokens
     given = [value is not None for value in (steps, topk, drafted)]
@@ -246,17 +246,17 @@ def _validate_draft_sizes(config: Config) -> Iterator[Violation]:
         )
 
 
-def draft_folder(config: Config) -> str | None:
+def draft_folder(server: Server, model: Model) -> str | None:
     """Return the folder with the draft's weights; None if no model drafts."""
-    speculative = config.server.speculative
+    speculative = server.speculative
     if speculative is None or speculative.algorithm == "ngram":
         return None
-    return speculative.draft_path or config.model.path
+    return speculative.draft_path or model.path
 
 
-def speculative_arguments(config: Config) -> dict[str, Any]:
+def speculative_arguments(server: Server, model: Model) -> dict[str, Any]:
     """Return SGLang's arguments for `server.speculative`; empty without it."""
-    speculative, folder = config.server.speculative, draft_folder(config)
+    speculative, folder = server.speculative, draft_folder(server, model)
     if speculative is None:
         return {}
     found = {

@@ -1,4 +1,4 @@
-"""What stands in for a GPU: Transformer Engine's kernels, parts of SGLang, operations that do not depend on the batch.
+"""Stand-ins for a GPU: Transformer Engine's kernels, parts of SGLang, and batch-invariant operations.
 
 Nothing here changes a file of a dependency. `backend.py` and `sglang_hooks.py` change objects in memory.
 """

@@ -5,7 +5,8 @@ before the first import of `megatron.core`, which importing `gspo_mega.engine` e
 between if the process asks for it (`te_loading.py`).
 
 It covers three kinds of difference: Megatron asks `torch.cuda` for devices, streams and RNG states; it compares tensor
-type names with CUDA's; and 0.16.1 has five places that need Transformer Engine or a GPU by oversight, each named below.
+type names with CUDA's; and in some places it needs Transformer Engine or a GPU by oversight (`_complete_megatron` names
+each).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _FACTORIES = (
 
 
 def is_cpu_backend() -> bool:
-    """True if this process has no CUDA device and therefore runs Megatron on the CPU."""
+    """Return True if this process has no CUDA device and therefore runs Megatron on the CPU."""
     return not torch.cuda.is_available()
 
 
@@ -188,7 +189,7 @@ def _complete_megatron() -> None:
 def _gather_as_bytes() -> None:
     """Let gloo gather several tensors of different dtypes at once, as Megatron gathers FP8 beside bf16 parameters.
 
-    gloo joins them to one tensor, and joining converts numbers to one dtype. Bytes have one dtype from the start.
+    gloo joins them into one tensor, which would convert them to one dtype; as bytes they already share one.
     """
     group_class: Any = dist.ProcessGroup
     names = ("all_gather_single_coalesced", "allgather_into_tensor_coalesced")  # since torch 2.13, and before

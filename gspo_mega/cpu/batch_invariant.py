@@ -25,11 +25,11 @@ rows, on two threads below 8.
 BLOCK = 64
 """The positions of keys that are added by one product."""
 _MAX_SCORES = 1 << 24
-"""The most scores in memory at once, as a count of numbers, unless one head of one sequence has more."""
+"""The most scores in memory at once, as a count of numbers, unless `LEAST_ROWS` rows have more."""
 
 
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x W^T of rows x [rows, k] and weight [n, k], of one dtype: [rows, n] of that dtype."""
+    """Return x W^T of rows x [rows, k] and weight [n, k], of one dtype: [rows, n] of that dtype."""
     rows = x.size(0)
     if rows < LEAST_ROWS:
         x = torch.cat([x, x.new_zeros(LEAST_ROWS - rows, x.size(1))])
@@ -54,7 +54,7 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """A linear layer: x [..., k], weight [n, k], bias [n], of one dtype; [..., n] of that dtype."""
+    """Apply a linear layer: x [..., k], weight [n, k], bias [n], of one dtype; returns [..., n] of that dtype."""
     output = _Linear.apply(x, weight)
     return output if bias is None else output + bias
 
@@ -63,7 +63,7 @@ class _Silu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x)
-        # torch's own takes another exponential function for the last few numbers of a tensor than for the others.
+        # torch's own uses another exponential function for the last few numbers of a tensor than for the rest.
         wide = x.float().contiguous()
         return (wide / wide.neg().exp_().add_(1.0)).to(x.dtype)
 
@@ -75,12 +75,13 @@ class _Silu(torch.autograd.Function):
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:
-    """x / (1 + exp(-x)), in fp32 and rounded once to x's dtype; of x's shape."""
+    """Return x / (1 + exp(-x)), in fp32 and rounded once to x's dtype; of x's shape."""
     return _Silu.apply(x)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary positions of x [tokens, heads, dim], as Megatron adds and rounds them: halves rotated against each other.
+    """Apply rotary positions to x [tokens, heads, dim], adding and rounding as Megatron does: halves rotated against
+    each other.
 
     cos, sin: [tokens, 1, dim] of x's dtype, each half twice.
     """
@@ -89,17 +90,17 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def logits(hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
-    """h W^T in fp32, of hidden [rows, k] and head [vocabulary, k] in any float dtype: [rows, vocabulary]."""
+    """Return h W^T in fp32, of hidden [rows, k] and head [vocabulary, k] in any float dtype: [rows, vocabulary]."""
     return product(hidden.float(), head.float())
 
 
 def divide(scores: torch.Tensor, temperature: float) -> torch.Tensor:
-    """`scores` [rows, n] float32 over the temperature, in place, rounded as by SGLang's sampler."""
+    """Divide `scores` [rows, n] float32 by the temperature, in place, rounded as by SGLang's sampler."""
     return scores if temperature == 1.0 else scores.div_(torch.full((1, 1), temperature, dtype=scores.dtype))
 
 
 def label_log_probs(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """log softmax(scores)[label]: scores [rows, n] float32, labels [rows, 1] int64; [rows] float32 nats."""
+    """Return log softmax(scores)[label]: scores [rows, n] float32, labels [rows, 1] int64; [rows] float32 nats."""
     return log_softmax(scores, dim=-1).gather(1, labels)[:, 0]
 
 
@@ -110,7 +111,7 @@ def attend(
     last_keys: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Grouped-query attention of B sequences, each row as if it were alone.
+    """Compute grouped-query attention of B sequences, each row as if it were the only one.
 
     query [B, Q, heads, d]; key [B, K, kv_heads, d]; value [B, K, kv_heads, v]: key k at position k of its sequence,
     finite in padding, too. last_keys [B, Q] int64: the position of the last key that a query sees, at least 0.
@@ -136,7 +137,7 @@ def attend(
 
 
 def _in_blocks(part: torch.Tensor, num_keys: int) -> torch.Tensor:
-    """[B, K, kv_heads, n] as [B * kv_heads, K up to whole blocks, n] float32, zeros in what is added."""
+    """Return [B, K, kv_heads, n] as [B * kv_heads, K up to whole blocks, n] float32, padded with zeros."""
     whole = -(-num_keys // BLOCK) * BLOCK
     padded = part.new_zeros(part.size(0), part.size(2), whole, part.size(3), dtype=torch.float32)
     padded[:, :, :num_keys] = part.transpose(1, 2)
@@ -146,7 +147,7 @@ def _in_blocks(part: torch.Tensor, num_keys: int) -> torch.Tensor:
 def _attend_rows(
     rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, limits: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """[M, R, v] of rows [M, R, d], keys [M, K, d], values [M, K, v], limits [M, R]; K is a multiple of `BLOCK`."""
+    """Return [M, R, v] for rows [M, R, d], keys [M, K, d], values [M, K, v] and limits [M, R]; `BLOCK` divides K."""
     num_rows, num_keys = rows.size(1), keys.size(1)
     if num_rows < LEAST_ROWS:
         rows = torch.nn.functional.pad(rows, (0, 0, 0, LEAST_ROWS - num_rows))

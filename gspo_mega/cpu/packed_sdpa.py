@@ -40,8 +40,8 @@ class PaddedLayout:
         return PaddedLayout(*rows, mask, self.packed.to(device), self.positions.to(device))
 
     def explicit_mask(self, window: int | None, has_sink: bool, dtype: torch.dtype) -> torch.Tensor:
-        """What is added to the scores of causal attention to the last `window` tokens, all of them if None: [S, 1, Lq,
-        Lk] of `dtype`, 0 or -inf, with one more column of 0 for a sink. All layers of a kind share one.
+        """Return what is added to the scores of causal attention to the last `window` tokens, all of them if None: [S,
+        1, Lq, Lk] of `dtype`, 0 or -inf, with one more column of 0 for a sink. All layers of a kind share one.
         """
         key = (window, has_sink, dtype)
         if key not in self.masks:
@@ -60,7 +60,7 @@ def _pad(rows: list[torch.Tensor]) -> torch.Tensor:
 
 
 def padded_layout(params: PackedSeqParams, cp_size: int = 1, cp_rank: int = 0) -> PaddedLayout:
-    """The layout of a pack, made once for all layers."""
+    """Return the layout of a pack, made once for all layers."""
     holder: Any = params  # keeps the layout in an attribute that Megatron's class does not declare
     cached = getattr(params, "padded_layout", None)
     if cached is not None:
@@ -102,14 +102,14 @@ def attend(
     sinks: torch.Tensor | None = None,
     window: int | None = None,
 ) -> torch.Tensor:
-    """Causal grouped-query attention over packed sequences.
+    """Compute causal grouped-query attention over packed sequences.
 
     query [t, heads, d], key [t, kv_heads, d], value [t, kv_heads, v] of one float dtype, where t is this rank's share
     of the packed tokens and v equals d except in latent attention. Returns [t, heads * v] of that dtype. Under context
     parallelism each rank holds the two chunks of every sequence that `local_positions` names; keys and values are
-    gathered over the context group; None is a group of one rank. `softmax_scale`: 1 / sqrt(d) if None.
-    `sinks` [heads]: the score of one more term of each head's softmax, which has no value. `window`: a token attends to
-    so many last ones, itself among them; to all if None. Collective over the context group if its size is above 1.
+    gathered over the context group; None is a group of one rank. `softmax_scale`: 1 / sqrt(d) if None. `sinks` [heads]:
+    the score of one more term of each head's softmax, which has no value. `window`: a token attends to this many of the
+    last tokens, itself included; to all if None. Collective over the context group if its size is above 1.
     """
     cp_size, cp_rank = (1, 0) if context_group is None else (context_group.size(), context_group.rank())
     layout = padded_layout(params, cp_size, cp_rank)
@@ -140,12 +140,12 @@ def attend(
 def with_sinks(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, products: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values with one more key, behind all others, whose product with a query of head h is
-    `products[h]`, and whose value is zero: a sink in an attention that knows of none.
+    """Return queries, keys and values with one more key, after all others, whose product with a query of head h is
+    `products[h]`, and whose value is zero: a sink for an attention that has none.
 
     query [S, heads, Lq, d], key and value [S, kv_heads, Lk, d or v], products [heads]; the gradient reaches them all.
-    Query heads share keys, so queries and keys get an element for each of the heads that do: one at the head's own
-    place in a query, all of their products in the new key, zero elsewhere.
+    Query heads share keys, so queries and keys get one more element for each head that shares a key: in a query, 1 at
+    the head's own place; in the new key, the products of all these heads; zero elsewhere.
     """
     batch, heads, num_queries, _ = query.shape
     kv_heads = key.size(1)

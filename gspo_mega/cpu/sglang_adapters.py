@@ -1,5 +1,5 @@
-"""SGLang's adapters (LoRA) on a CPU, computed by its backend `torch_native`: with plain host memory, and with adapters
-of experts, for which SGLang has Triton kernels only.
+"""Compute SGLang's adapters (LoRA) on a CPU with its backend `torch_native`: in plain host memory, and also those of
+experts, for which SGLang has only Triton kernels.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def use_plain_host_memory(module: types.ModuleType) -> None:
 
 
 def _as_it_is(tensor: Any, *_device: Any) -> Any:
-    """The tensor: without an accelerator there is nothing that reads page-locked memory faster."""
+    """Return the tensor itself: without an accelerator, nothing reads page-locked memory faster."""
     return tensor
 
 
@@ -63,7 +63,7 @@ class _PlainExperts:
 
 
 def compute_experts(module: types.ModuleType) -> None:
-    """Have experts with adapters, `FusedMoEWithLoRA` of this module of SGLang, computed here."""
+    """Compute experts with adapters, `FusedMoEWithLoRA` of this module of SGLang, here."""
     stock = module.FusedMoEWithLoRA.__init__
 
     def start(self: Any, *parts: Any, **named: Any) -> None:
@@ -74,8 +74,8 @@ def compute_experts(module: types.ModuleType) -> None:
 
 
 def count_whole_segments(module: types.ModuleType) -> None:
-    """Have this module of SGLang say which token has which adapter also where `torch_native` has made one segment of
-    several requests. SGLang checks that a kernel's grid, which a CPU has not, covers all tokens by the longest request.
+    """Let this module of SGLang map tokens to adapters even if `torch_native` has merged several requests into one
+    segment. SGLang checks, by the longest request, that a kernel's grid covers all tokens; a CPU has no such grid.
     """
     stock = module._compute_moe_lora_info
 
@@ -93,7 +93,7 @@ def experts_with_adapters(
     gate_up: tuple[torch.Tensor, torch.Tensor],
     down: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
-    """What the experts of this rank add up to, [tokens, hidden] as `hidden`.
+    """Return the weighted sum of this rank's experts, [tokens, hidden] as `hidden`.
 
     `routes`: scores and experts, [tokens, experts per token]; an expert of another rank is negative. `weights`: of gate
     and up [experts, 2 width, hidden], and down [experts, hidden, width]. `slots` [tokens]: each token's adapter,
@@ -116,7 +116,7 @@ def experts_with_adapters(
 
 
 def _added(inputs: torch.Tensor, slots: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """[tokens, out]: what each token's adapter adds. a [slots, matrices x rank, in], b [slots, out, rank]."""
+    """Return what each token's adapter adds, [tokens, out]. a [slots, matrices x rank, in], b [slots, out, rank]."""
     found = inputs.new_zeros(len(inputs), b.shape[1])
     num_matrices = a.shape[1] // b.shape[2]
     for slot in slots.unique().tolist():

@@ -34,7 +34,7 @@ _MAX_SCORES = 1 << 22
 class _Decode:
     """Requests of similar length that decode one token each. B requests, K padded keys.
 
-    `members` [B], their rows of the query, None where they are all of them in order; `slots` [B, K] int64, cache slots;
+    `members` [B], their rows of the query, None if they are all rows in order; `slots` [B, K] int64, cache slots;
     `lengths` [B], the keys of each.
     """
 
@@ -44,8 +44,8 @@ class _Decode:
     _per_heads: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def per_heads(self, kv_heads: int, window: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows [B * heads * K] of a cache seen as [slots * heads, dim], and the bias [B * heads, 1, K] float32, -inf
-        where a key is missing or more than `window` tokens before the query's; at any distance if that is below 0.
+        """Return rows [B * heads * K] of a cache seen as [slots * heads, dim], and the bias [B * heads, 1, K] float32,
+        -inf where a key is missing or more than `window` tokens before the query's (no limit if `window` is below 0).
         """
         found = self._per_heads.get((kv_heads, window))
         if found is None:
@@ -63,8 +63,8 @@ class _Decode:
 class Bucket:
     """Requests of similar length that share one call. B requests, Q padded queries, K padded keys.
 
-    `query_rows` [B*Q] int64, rows of the flat query; `valid_rows` [n] int64, which of the B*Q are no padding,
-    None where all are; `slots` [B*K], cache slots; `last_key` [B, Q], the position of each query.
+    `query_rows` [B*Q] int64, rows of the flat query; `valid_rows` [n] int64, which of the B*Q are no padding, None if
+    all are; `slots` [B*K], cache slots; `last_key` [B, Q], the position of each query.
     """
 
     num_requests: int
@@ -77,8 +77,8 @@ class Bucket:
     _masks: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def mask(self, window: int) -> torch.Tensor:
-        """[B, 1, Q, K] bool, True where attention is allowed: to keys at most `window` tokens before the query's, at
-        any distance if that is below 0.
+        """Return [B, 1, Q, K] bool, True where attention is allowed: to keys at most `window` tokens before the query's
+        (no limit if `window` is below 0).
         """
         found = self._masks.get(window)
         if found is None:
@@ -91,7 +91,7 @@ class Bucket:
 
 
 def group_by_length(num_queries: list[int], num_keys: list[int], max_scores: int = _MAX_SCORES) -> list[list[int]]:
-    """Indices of requests in groups whose padded work is at most about four times the real work.
+    """Return groups of request indices, whose padded work is at most about four times the real work.
 
     Both counts of a group's members are more than half of its largest, and members x queries x keys stays
     within `max_scores` (a single request may exceed it).
@@ -121,7 +121,7 @@ class BatchedCpuAttention(TorchNativeAttnBackend):
         self._decodes: list[_Decode] = []
 
     def get_cpu_graph_seq_len_fill_value(self) -> int:
-        """The length of a request that is there to fill a batch, with data-parallel attention."""
+        """Return the length of a request that only fills up a batch of data-parallel attention."""
         return 1
 
     def init_forward_metadata(self, forward_batch):
@@ -146,7 +146,7 @@ class BatchedCpuAttention(TorchNativeAttnBackend):
 
     def attend_bucket(self, bucket: Bucket, query, keys, values, output, layer, sinks) -> None:
         """Write the bucket's rows of `output` [tokens, heads*dim]; `keys`, `values` [slots, kv heads*dim]; `sinks` as
-        of `_attend_decode`.
+        in `_attend_decode`.
         """
         _attend(bucket, query, keys, values, output, layer, sinks)
 
@@ -197,12 +197,14 @@ def _refuse_sinks(sinks: torch.Tensor | None) -> None:
 
 
 def _window(layer) -> int:
-    """How many tokens before its own a query attends to; below 0 for all."""
+    """Return how many tokens before its own a query attends to; below 0 for all."""
     return -1 if layer.sliding_window_size is None else layer.sliding_window_size
 
 
 def _plan_decodes(table, requests, lengths) -> list[_Decode]:
-    """`table` [requests, context] cache slots; `requests` [B], its rows; `lengths` [B], the keys of each."""
+    """Plan a decode step. `table` [requests, context] cache slots; `requests` [B], its rows; `lengths` [B], the keys of
+    each.
+    """
     shortest, longest = int(lengths.min()), int(lengths.max())
     if longest < 2 * shortest and len(lengths) * longest <= _MAX_SCORES:
         return [_plan_decode(table, None, requests, lengths, longest)]
@@ -224,8 +226,8 @@ def _plan_decode(table, members, requests, lengths, num_keys: int) -> _Decode:
 
 
 def _attend_decode(decode: _Decode, query, keys, values, layer, sinks):
-    """[B, heads * dim] of one token of each request; `keys`, `values` [slots, kv heads, dim]; `sinks` [heads]: the
-    score of one more term of each head's softmax, which has no value, or None.
+    """Return [B, heads * dim] for one token of each request. `keys`, `values` [slots, kv heads, dim]; `sinks` [heads]
+    or None: the score of one more term of each head's softmax, which has no value.
     """
     kv_heads, dtype = layer.tp_k_head_num, query.dtype
     rows, bias = decode.per_heads(kv_heads, _window(layer))
@@ -251,7 +253,9 @@ def _attend_decode(decode: _Decode, query, keys, values, layer, sinks):
 
 
 def plan_buckets(table, requests, num_queries: list[int], num_keys: list[int]) -> list[Bucket]:
-    """`table` [requests, context] cache slots; `requests` [B], its rows; the new tokens and the keys of each."""
+    """Plan a prefill. `table` [requests, context] cache slots; `requests` [B], its rows; `num_queries` and `num_keys`:
+    the new tokens and the keys of each.
+    """
     first_rows = [0]
     for count in num_queries:
         first_rows.append(first_rows[-1] + count)
@@ -267,7 +271,7 @@ def plan_buckets(table, requests, num_queries: list[int], num_keys: list[int]) -
 
 
 def _plan_bucket(table, num_queries, num_keys, first_rows) -> Bucket:
-    """`table` [B, context] cache slots of each request; the counts and `first_rows` [B]."""
+    """Plan one call. `table` [B, context] cache slots of each request; the counts and `first_rows` [B]."""
     batch, queries, keys = len(num_keys), int(num_queries.max()), int(num_keys.max())
     query_position = torch.arange(queries)
     key_position = torch.arange(keys)
@@ -290,7 +294,7 @@ def _plan_bucket(table, num_queries, num_keys, first_rows) -> Bucket:
 
 
 def _attend(bucket: Bucket, query, keys, values, output, layer, sinks) -> None:
-    """`BatchedCpuAttention.attend_bucket`."""
+    """Implement `BatchedCpuAttention.attend_bucket`."""
     batch, num_queries, num_keys = bucket.num_requests, bucket.num_queries, bucket.num_keys
     kv_heads = layer.tp_k_head_num
     per_kv_head = layer.tp_q_head_num // kv_heads
@@ -310,7 +314,7 @@ def _attend(bucket: Bucket, query, keys, values, output, layer, sinks) -> None:
 
 
 def write_rows(bucket: Bucket, output: torch.Tensor, rows: torch.Tensor) -> None:
-    """Put the `rows` [B*Q, n] that are no padding into their places in `output` [tokens, n]."""
+    """Copy the `rows` [B*Q, n] that are not padding to their places in `output` [tokens, n]."""
     if bucket.valid_rows is None:
         output.index_copy_(0, bucket.query_rows, rows)
     else:
@@ -319,9 +323,9 @@ def write_rows(bucket: Bucket, output: torch.Tensor, rows: torch.Tensor) -> None
 
 
 def _with_sinks(q, k, v, mask, products):
-    """One more key, behind all others, whose product with a query of head h is `products[h]`, and whose value is zero.
-    Each of the query heads that share a key has an element of its own in queries and keys for that. `q` [B, kv heads,
-    heads of one key * Q, dim], `k` and `v` [B, kv heads, K, dim]; `v` becomes as wide as `k`.
+    """Append one more key, whose product with a query of head h is `products[h]`, and whose value is zero. For that,
+    queries and keys get one more element for each of the query heads that share a key. `q` [B, kv heads, heads of one
+    key * Q, dim], `k` and `v` [B, kv heads, K, dim]; `v` becomes as wide as `k`.
     """
     batch, kv_heads, rows, dim = q.shape
     shared = len(products) // kv_heads
@@ -333,7 +337,7 @@ def _with_sinks(q, k, v, mask, products):
 
 
 def read_cache(cache: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rows `slots` of a cache [slots, n] as `dtype`; an FP8 cache has values without a scale."""
+    """Return rows `slots` of a cache [slots, n] as `dtype`. An FP8 cache has no scale."""
     if cache.dtype == torch.float8_e4m3fn:
         return from_fp8(cache.view(torch.uint8).index_select(0, slots).view(cache.dtype)).to(dtype)
     return cache.index_select(0, slots).to(dtype)

@@ -1,16 +1,15 @@
 """CPU support for SGLang: import hooks with which the unmodified package serves on a machine without a GPU.
 
 `activate()` must run before `sglang` is imported, in every process of a server. `rollout/server/entry.py` calls it at
-import, so spawned children call it too. It works only through import hooks, which change one module of SGLang each
-after its import. Nothing of SGLang is edited on disk, and with a usable GPU `activate()` does nothing. The batched
-attention is in `sglang_attention.py`, layers and sampling in `sglang_layers.py`, and quantized layers in
-`sglang_quantization.py`.
+import, so spawned children call it too. It works only through import hooks, each of which changes one module of SGLang
+around its import. Nothing of SGLang is edited on disk, and with a usable GPU `activate()` does nothing. The batched
+attention is in `sglang_attention.py`, layers and sampling in `sglang_layers.py`, adapters in `sglang_adapters.py`, and
+quantized layers in `sglang_quantization.py`.
 
-Two groups of changes are here, after `activate()`. Sinks of gpt-oss are kept in the server's dtype and used with this
-package's attention. Adapters (LoRA): SGLang's backend `torch_native` computes them with plain PyTorch, but its host
-buffers are page-locked, and adapters of experts exist only as Triton kernels. Both need a GPU, so this file makes plain
-buffers and computes the products of experts and their adapters. SGLang's own code reads the adapters, lays them out,
-and says which token has which.
+Sinks of gpt-oss are kept in the server's dtype and used with this package's attention. Adapters (LoRA): SGLang's
+backend `torch_native` computes them with plain PyTorch, but its host buffers are page-locked, and adapters of experts
+exist only as Triton kernels. Both need a GPU, so `sglang_adapters.py` makes plain buffers and computes the products of
+experts and their adapters. SGLang's own code reads the adapters, lays them out, and maps tokens to them.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from collections.abc import Callable
 ATTENTION_BACKEND = "cpu_batched"
 """Name under which the batched attention is registered with SGLang."""
 INVARIANT_ATTENTION_BACKEND = "cpu_batch_invariant"
-"""The one of `engine.batch_invariant`."""
+"""Name of the attention of `engine.batch_invariant`."""
 _LENT = ("torchvision", "torchvision.transforms", "torchvision.transforms.functional")
 
 
 def has_gpu() -> bool:
-    """True when torch can use a CUDA device."""
+    """Return whether torch can use a CUDA device."""
 
     import torch
 
@@ -57,7 +56,7 @@ class _MissingKernels(types.ModuleType):
 
 
 class _MissingKernelsFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Placed last on the path, so that it acts only where `sgl_kernel` is not installed."""
+    """Finds a stand-in for `sgl_kernel`. It is last on the path, so it acts only if `sgl_kernel` is not installed."""
 
     def find_spec(self, name, path=None, target=None):
         if name == "sgl_kernel":
@@ -68,7 +67,7 @@ class _MissingKernelsFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return _MissingKernels(spec.name)
 
     def exec_module(self, module):
-        """A stand-in has no code of its own to run."""
+        """Do nothing: a stand-in has no code to run."""
 
 
 class _BeforeAfterImport(importlib.abc.MetaPathFinder):
@@ -163,8 +162,8 @@ def _register_quantization(_module: types.ModuleType) -> None:
 
 
 def _absorb_plain_blocks(module: types.ModuleType) -> None:
-    """Latent attention multiplies by parts of `kv_b_proj`. On a GPU SGLang dequantizes its blocks for that; elsewhere
-    it rounds them again, to one scale, for a product that a CPU has not.
+    """Dequantize the blocks of `kv_b_proj`, whose parts latent attention multiplies by, as SGLang does on a GPU.
+    Elsewhere it rounds them again, to one scale, for a product that does not exist on a CPU.
     """
     from gspo_mega.algorithm.fp8 import dequantize_blocks
 
@@ -184,7 +183,7 @@ def _plain_adapters(module: types.ModuleType) -> None:
 
 
 def _adapters_of_layers(module: types.ModuleType) -> None:
-    """The same, and adapters of experts without SGLang's kernels for them, which are Triton's."""
+    """Apply `_plain_adapters`, and compute adapters of experts without SGLang's kernels for them, which need Triton."""
     from gspo_mega.cpu.sglang_adapters import compute_experts
 
     _plain_adapters(module)
@@ -192,15 +191,15 @@ def _adapters_of_layers(module: types.ModuleType) -> None:
 
 
 def _adapters_of_tokens(module: types.ModuleType) -> None:
-    """Say which token has which adapter without a kernel's limits."""
+    """Map tokens to adapters without a kernel's limits."""
     from gspo_mega.cpu.sglang_adapters import count_whole_segments
 
     count_whole_segments(module)
 
 
 class _CachesFp8:
-    """Stands in for SGLang's platform where the KV cache is made. On a CPU SGLang has an FP8 cache for one vendor's
-    kernels only, with scales of its own; with this it makes the plain one that it has on a GPU.
+    """Stands in for SGLang's platform where the KV cache is made. On a CPU SGLang has an FP8 cache only for one
+    vendor's kernels, with scales of its own; with this it makes the plain one that it has on a GPU.
     """
 
     def __init__(self, platform) -> None:
@@ -219,14 +218,14 @@ def _cache_fp8(module: types.ModuleType) -> None:
 
 
 def _attend_to_latents(module: types.ModuleType) -> None:
-    """Latent attention keeps latents in its cache: read them as one wide key-value head, in prefill, too."""
+    """Read the latents in the cache of latent attention as one wide key-value head, in prefill too."""
     module.AttentionBackendRegistry.register(
         ATTENTION_BACKEND, lambda attention, forward_batch: module.AttnForwardMethod.MLA
     )
 
 
 def _unscaled_positions(module: types.ModuleType) -> None:
-    """Give latent attention positions without a scaling, as Moonlight has them: on a CPU SGLang makes YaRN's only."""
+    """Give latent attention unscaled rotary positions, as Moonlight has them; on a CPU SGLang makes only YaRN's."""
     scaled = module.get_rope_cpu
 
     def positions(head_size, rotary_dim, max_position, base, is_neox_style=True, rope_scaling=None, *others):
@@ -248,7 +247,7 @@ def _plain_layers(name: str) -> Callable[[types.ModuleType], None]:
 
 
 def _gate_shared_experts(module: types.ModuleType) -> None:
-    """The gate of a shared expert without SGLang's kernel for it, which is compiled for GPUs."""
+    """Compute the gate of a shared expert without SGLang's kernel for it, which is compiled for GPUs."""
     from gspo_mega.cpu.sglang_layers import add_gated, gated
 
     vars(module).update(fused_gate_sigmoid_mul=gated, fused_gate_sigmoid_mul_add=add_gated)
@@ -270,7 +269,7 @@ def _plain_sampling(module: types.ModuleType) -> None:
 
 
 def _invariant_head(module: types.ModuleType) -> None:
-    """With the batch-invariant attention, the trainer's LM head."""
+    """With the batch-invariant attention, compute the trainer's LM head."""
     from gspo_mega.cpu.sglang_layers import head_of
 
     processor = module.LogitsProcessor
@@ -278,8 +277,8 @@ def _invariant_head(module: types.ModuleType) -> None:
 
 
 def _scatter_by_sums(module: types.ModuleType) -> None:
-    """Reduce-scatter of unequal parts, for data-parallel attention. SGLang has a way without NCCL: to sum all and keep
-    a part.
+    """Reduce-scatter unequal parts, for data-parallel attention, in SGLang's own way without NCCL: sum all and keep a
+    part.
     """
     group = module.GroupCoordinator
     group.reduce_scatterv = group._deterministic_reduce_scatterv
@@ -356,7 +355,7 @@ def activate() -> bool:
 
 
 def keep_sinks_wide(module: types.ModuleType) -> None:
-    """gpt-oss: keep sinks in the server's dtype. SGLang makes them bf16, as its kernels on a GPU want them."""
+    """Keep the sinks of gpt-oss in the server's dtype. SGLang makes them bf16, for its GPU kernels."""
     attention = module.GptOssAttention
     stock = attention.__init__
 
@@ -371,7 +370,9 @@ def keep_sinks_wide(module: types.ModuleType) -> None:
 
 
 def allow_sinks(module: types.ModuleType, own: str) -> None:
-    """Models with sinks ask for one of the backends that have them, by name. Ours has them: call it by another's."""
+    """Let models with sinks use this package's attention. They accept backends with sinks by name, so report it under
+    another's.
+    """
     stock = module.attention_backends_of
 
     def named(view):

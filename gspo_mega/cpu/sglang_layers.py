@@ -1,4 +1,4 @@
-"""Layers and sampling for SGLang on a CPU: independent of the batch, or with as few operations as possible.
+"""Layers and sampling for SGLang on a CPU: batch-invariant, or with as few operations as possible.
 
 The first part is the servers' side of `engine.batch_invariant`. The layers of dense Qwen3, the LM head and the
 log-softmax are those of the trainer (`batch_invariant.py`), in the same order and with the same roundings, so the
@@ -28,7 +28,7 @@ _PLAIN = "_gspo_mega_plain"
 
 
 def is_on() -> bool:
-    """Whether the forward pass under way is one of a batch-invariant server."""
+    """Return whether the current forward pass is that of a batch-invariant server."""
     from sglang.srt.model_executor.forward_context import get_attn_backend
 
     from gspo_mega.cpu.sglang_attention import InvariantCpuAttention
@@ -39,7 +39,7 @@ def is_on() -> bool:
 def invariant_layers_forward(
     model: Any, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any
 ) -> torch.Tensor:
-    """Hidden states [tokens, hidden] after the last norm, of all layers of a dense Qwen3 in fp32 or bf16."""
+    """Return the hidden states [tokens, hidden] after the last norm of a dense Qwen3 in fp32 or bf16."""
     from sglang.srt.model_executor.forward_context import get_attn_backend
 
     backend: Any = get_attn_backend()
@@ -67,8 +67,8 @@ def _norm(x: torch.Tensor, norm: Any) -> torch.Tensor:
 
 
 def head_of(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`stock`, SGLang's `LogitsProcessor._compute_lm_head`, with the trainer's product where the server is one of
-    these.
+    """Wrap `stock`, SGLang's `LogitsProcessor._compute_lm_head`, to compute the trainer's product on a batch-invariant
+    server.
     """
 
     def compute(self: Any, hidden_states: torch.Tensor, lm_head: Any, *rest: Any, **options: Any) -> torch.Tensor:
@@ -80,9 +80,11 @@ def head_of(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def log_softmax_of(stock: Callable[..., None], backend: str) -> Callable[..., None]:
-    """`stock`, the `__init__` of SGLang's Sampler: with the attention `backend` it returns log-probs by log-softmax.
+    """Wrap `stock`, the `__init__` of SGLang's Sampler, to return log-probs by log-softmax with the attention
+    `backend`.
 
-    By default they are the logarithms of a softmax; the other way is SGLang's own, for its deterministic inference.
+    By default they are the logarithms of a softmax; log-softmax is SGLang's own alternative, for its deterministic
+    inference.
     """
 
     def initialize(self: Any) -> None:
@@ -129,7 +131,7 @@ def _is_plain(forward_batch: Any) -> bool:
 
 
 def is_plain_model(model: Any, dtype: torch.dtype = torch.float32) -> bool:
-    """Whether `layers_forward` computes exactly what `model` is; `dtype`: of its weights."""
+    """Return whether `layers_forward` computes exactly what `model` does. `dtype`: that of the weights."""
     from sglang.srt.layers.layernorm import RMSNorm
     from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
     from sglang.srt.layers.radix_attention import AttentionType
@@ -185,7 +187,7 @@ def is_plain_model(model: Any, dtype: torch.dtype = torch.float32) -> bool:
 
 
 def layers_forward(model: Any, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any) -> torch.Tensor:
-    """Hidden states [tokens, hidden] after the last norm, of all layers of a plain model."""
+    """Return the hidden states [tokens, hidden] after the last norm of a plain model."""
     from sglang.srt.eplb.expert_distribution import get_global_expert_distribution_recorder
     from sglang.srt.model_executor.forward_context import get_attn_backend
 
@@ -205,7 +207,8 @@ def layers_forward(model: Any, input_ids: torch.Tensor, positions: torch.Tensor,
 
 
 def rotation_of(cache: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """For `rotate`: cosines, and sines with the sign of the half they are for, [tokens, 1, dim] each.
+    """Return cosines and sines for `rotate`, [tokens, 1, dim] each; the sines have the sign of the half that they are
+    for.
 
     `cache` [positions, dim]: the cosines of dim / 2 frequencies and then their sines.
     """
@@ -214,7 +217,7 @@ def rotation_of(cache: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Ten
 
 
 def rotate(x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Rotary positions: `x` [tokens, heads, dim], halves rotated against each other."""
+    """Apply rotary positions to `x` [tokens, heads, dim], halves rotated against each other."""
     cos, sin = rotation
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
@@ -222,7 +225,7 @@ def rotate(x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torc
 def _heads(
     attention: Any, hidden: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Query, key and value [tokens, heads, dim]; the query is contiguous."""
+    """Return query, key and value [tokens, heads, dim]; the query is contiguous."""
     dim, heads = attention.head_dim, attention.num_heads
     qkv = linear(hidden, attention.qkv_proj.weight, attention.qkv_proj.bias).view(len(hidden), -1, dim)
     last_key = heads + attention.num_kv_heads
@@ -243,7 +246,7 @@ def _feed_forward(mlp: Any, hidden: torch.Tensor, forward_batch: Any) -> torch.T
 
 
 def experts_forward_plain(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`stock`, SGLang's `moe_forward_native`, with gated SiLU experts without biases computed here."""
+    """Wrap `stock`, SGLang's `moe_forward_native`, to compute gated SiLU experts without biases here."""
 
     def forward(layer: Any, x: torch.Tensor, topk_output: Any, config: Any) -> torch.Tensor:
         weights, chosen, _ = topk_output
@@ -280,9 +283,9 @@ def experts_forward_plain(stock: Callable[..., torch.Tensor]) -> Callable[..., t
 def clamped_experts_forward(
     layer: Any, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, alpha: float, limit: float
 ) -> torch.Tensor:
-    """The experts of gpt-oss, whose activation SGLang has as a function that must be compiled first.
+    """Compute the experts of gpt-oss, whose activation SGLang has only as a function that must be compiled first.
 
-    x: [tokens, hidden]; weights, chosen: [tokens, k]; the layer's w13 has rows of gate and up in turn.
+    x: [tokens, hidden]; weights, chosen: [tokens, k]; the layer's w13 alternates rows of gate and up.
     """
     flat, num_here = chosen.reshape(-1), len(layer.w13_weight)
     flat = flat.where(flat >= 0, num_here)  # the experts of other ranks add nothing
@@ -303,11 +306,10 @@ def clamped_experts_forward(
 
 
 def sample(probs: torch.Tensor) -> torch.Tensor:
-    """One index of each row of `probs` [rows, vocabulary], which need not add up to 1, as int32 [rows].
+    """Sample one index from each row of `probs` [rows, vocabulary], which need not add up to 1: int32 [rows].
 
-    By the inverse of the distribution function in float64: one random number for each row, where `torch.multinomial`
-    draws one for each token of the vocabulary. Raises RuntimeError for a row with a value that is no number, or with
-    none above 0.
+    Inverts the distribution function in float64 with one random number per row, where `torch.multinomial` draws one per
+    token of the vocabulary. Raises RuntimeError for a row that has NaN or infinity, or no value above 0.
     """
     summed = probs.cumsum(dim=-1, dtype=torch.float64)
     total = summed[:, -1:]
@@ -319,7 +321,7 @@ def sample(probs: torch.Tensor) -> torch.Tensor:
 
 
 def sampling_plain(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`stock`, SGLang's `sampling_from_probs_torch`, with rows that have no seed of their own sampled by `sample`."""
+    """Wrap `stock`, SGLang's `sampling_from_probs_torch`, to sample a batch without seeds by `sample`."""
 
     def from_probs(
         probs: torch.Tensor, sampling_seed: torch.Tensor | None = None, positions: torch.Tensor | None = None
@@ -332,13 +334,13 @@ def sampling_plain(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
 
 
 def gated(hidden: torch.Tensor, gate: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
-    """sigmoid(h w) times the output of a shared expert, in fp32 as SGLang's kernel, of the dtype of `shared`. hidden,
-    shared: [tokens, hidden]; gate: [hidden].
+    """Return sigmoid(h w) times the output of a shared expert, computed in fp32 as by SGLang's kernel, in the dtype of
+    `shared`. hidden, shared: [tokens, hidden]; gate: [hidden].
     """
     return (torch.sigmoid(hidden.float() @ gate.float())[:, None] * shared.float()).to(shared.dtype)
 
 
 def add_gated(hidden: torch.Tensor, gate: torch.Tensor, shared: torch.Tensor, final: torch.Tensor) -> None:
-    """`gated`, added to `final` [tokens, hidden] in place, rounded once."""
+    """Add `gated` to `final` [tokens, hidden] in place, rounded once."""
     score = torch.sigmoid(hidden.float() @ gate.float())[:, None]
     final.copy_(torch.addcmul(final.float(), score, shared.float()))

@@ -11,7 +11,7 @@ function and the sum over a token's experts are as in SGLang's own experts witho
 
 Weights that SGLang quantizes while it loads (`fp8` and `int8` of a plain checkpoint) can be loaded again here. Before
 an update, the plain parameters are made anew and filled with NaN. An update that leaves NaN in one of them is refused.
-SGLang's own classes cannot do that; `plan` says where that matters.
+SGLang's own classes cannot do that; `gspo-mega plan` says where that matters.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class CpuInt8Config(W8A8Int8Config):
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
         return [torch.bfloat16, torch.half, torch.float32]
 
-    # What SGLang's functions that make FP8 parameters read.
+    # Read by SGLang's functions that make FP8 parameters.
     is_checkpoint_fp8_serialized = False
     activation_scheme = "dynamic"
 
@@ -114,7 +114,7 @@ def _method(
 class CpuQuantizedLinear(LinearMethodBase):
     """A linear layer whose weight is rounded, and whose input is rounded by each call.
 
-    `layer.operand` [n, k] float32 holds the weight's values, made when weights were loaded; no parameter, so that it is
+    `layer.operand` [n, k] float32 holds the weight's values, made when weights are loaded. It is no parameter, so it is
     neither loaded nor checked.
     """
 
@@ -185,14 +185,14 @@ class CpuQuantizedLinear(LinearMethodBase):
 
 
 def require_loaded(layer: Module, name: str) -> None:
-    """Raises ValueError if a part of the parameter has not been loaded."""
+    """Raise ValueError if a part of the parameter has not been loaded."""
     if torch.isnan(getattr(layer, name).data).any():
         where = getattr(layer, "prefix", "") or type(layer).__name__
         raise ValueError(f"{where}.{name}: no value was loaded for a part of it, or it is NaN")
 
 
 def values_of(data: torch.Tensor) -> torch.Tensor:
-    """float32 values of FP8 or INT8 codes, of any shape, without their scale."""
+    """Return the float32 values of FP8 or INT8 codes, of any shape, without their scale."""
     return data.float() if data.dtype == torch.int8 else from_fp8(data)
 
 
@@ -205,7 +205,7 @@ def _register() -> None:
     ):
         registry["fp8"] = CpuFp8Config
         registry["w8a8_int8"] = CpuInt8Config
-    # Loads a parameter by its own methods, which know blocks of scales.
+    # This list's loader uses a parameter's own methods, which know blocks of scales.
     linear.WEIGHT_LOADER_V2_SUPPORTED.append(CpuQuantizedLinear.__name__)
 
 
@@ -218,7 +218,7 @@ if TYPE_CHECKING:
 
 class CpuQuantizedExperts(FusedMoEMethodBase):
     """The experts of one layer. `layer.w13_operand` and `layer.w2_operand` [experts, n, k] float32 hold the weights'
-    values, made when weights were loaded; no parameters, so that they are neither loaded nor checked.
+    values, made when weights are loaded. They are no parameters, so they are neither loaded nor checked.
     """
 
     def __init__(self, quant_config: CpuFp8Config | CpuInt8Config, served: Served) -> None:
@@ -263,7 +263,9 @@ class CpuQuantizedExperts(FusedMoEMethodBase):
         )
 
     def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
-        """There is no kernel to choose. Raises ValueError for experts of another form than gated SiLU."""
+        """Check the experts' form; there is no kernel to choose. Raises ValueError for experts of another form than
+        gated SiLU.
+        """
         if (
             moe_runner_config.activation != "silu"
             or not moe_runner_config.is_gated
@@ -308,7 +310,8 @@ def experts_forward(
     w2: torch.Tensor,
     served: Served,
 ) -> torch.Tensor:
-    """The weighted sum of each token's experts, gate and up first, all inputs rounded as SGLang's kernel rounds them.
+    """Return the weighted sum of each token's experts, gate and up first, all inputs rounded as SGLang's kernel rounds
+    them.
 
     Args:
         x: [tokens, hidden] in the server's dtype.
@@ -335,6 +338,6 @@ def experts_forward(
 
 
 def _by_expert(rows: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    """Each expert's rows times its weight: `rows` [n, in], sorted by expert, `weight` [experts, out, in]."""
+    """Multiply each expert's rows by its weight: `rows` [n, in], sorted by expert, `weight` [experts, out, in]."""
     parts = [F.linear(part, weight[expert]) for expert, part in enumerate(rows.split(counts)) if len(part)]
     return torch.cat(parts) if parts else rows.new_zeros(0, weight.shape[1])

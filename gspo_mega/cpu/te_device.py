@@ -1,4 +1,4 @@
-"""Answers to what Transformer Engine's Python asks about a GPU, inside its own modules only.
+"""Answer what Transformer Engine's Python asks about a GPU, inside its own modules only.
 
 Its modules see a `torch` whose `cuda` describes the GPU whose numbers they must compute. For all other code in the
 process there is no GPU. Random states are those of the CPU. Kernels are in the other `te_*.py`.
@@ -35,7 +35,7 @@ class _Seen(types.ModuleType):
 
 
 def _properties(device: object = None) -> types.SimpleNamespace:
-    # The number of processors divides work among them and changes no result here.
+    # The number of multiprocessors only divides work; it changes no result here.
     return types.SimpleNamespace(major=_capability[0], minor=_capability[1], multi_processor_count=1)
 
 
@@ -53,7 +53,7 @@ _CUDA = _Seen(
 
 @contextlib.contextmanager
 def _one_after_the_other(*arguments: object, **settings: object) -> Iterator[types.SimpleNamespace]:
-    """In place of NCCL's way to send several tensors as one, which gloo lacks: each collective is done at once."""
+    """Stand in for NCCL's way to send several tensors as one, which gloo lacks: run each collective immediately."""
     yield types.SimpleNamespace(wait=lambda: None)
 
 
@@ -71,7 +71,7 @@ def pretend() -> None:
     distributed: Any = sys.modules[f"{_PACKAGE}.pytorch.distributed"]
     distributed._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=True: torch.get_rng_state()
     distributed._set_cuda_rng_state = lambda state, device=-1, graph_safe=True: torch.set_rng_state(state)
-    # It moves an MXFP8 tensor that lies elsewhere to a GPU before it reads it.
+    # Transformer Engine moves an MXFP8 tensor that lies elsewhere to a GPU before it reads it.
     mx: Any = sys.modules[f"{_PACKAGE}.pytorch.tensor.storage.mxfp8_tensor_storage"]
     mx._FromMXFP8Func.forward = staticmethod(lambda context, tensor, dtype: _read_mx(tensor).to(dtype))
 
@@ -95,8 +95,8 @@ def compute_as_gpu_of(recipe: str | None) -> None:
 
 
 def _see_tensors_on_a_gpu() -> None:
-    """`tensor.is_cuda` is true in Transformer Engine's modules, which refuse other tensors, and nowhere else."""
-    plain: Any = torch.Tensor.is_cuda  # on the class, what reads it
+    """Make `tensor.is_cuda` true in Transformer Engine's modules, which refuse other tensors, and nowhere else."""
+    plain: Any = torch.Tensor.is_cuda  # the class attribute: the descriptor that reads it
 
     def is_cuda(tensor: torch.Tensor) -> bool:
         caller = sys._getframe(1).f_globals.get("__name__", "")

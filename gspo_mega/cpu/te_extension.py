@@ -147,19 +147,19 @@ def kernel(function: _Function) -> _Function:
 
 
 def torch_dtype(tag: int | None) -> torch.dtype | None:
-    """torch's dtype for a `DType` of the extension or of Transformer Engine's Python; None stays None."""
+    """Return torch's dtype for a `DType` of the extension or of Transformer Engine's Python; None stays None."""
     return None if tag is None else TORCH_DTYPES[int(tag)]
 
 
 @kernel
 def get_cublasLt_version() -> int:
-    """A version with every product that Transformer Engine asks for; the products here have no such limits."""
+    """Return a version with every product that Transformer Engine asks for; the products here have no such limits."""
     return 130100
 
 
 @kernel
 def get_cudnn_version() -> int:
-    """A version that Transformer Engine accepts. Its attention is never called: see `te_layers.py`."""
+    """Return a version that Transformer Engine accepts. Its attention is never called: see `te_layers.py`."""
     return 91900
 
 

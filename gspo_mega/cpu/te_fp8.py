@@ -15,17 +15,28 @@ from gspo_mega.algorithm import fp8
 from gspo_mega.cpu.te_extension import kernel, torch_dtype
 from gspo_mega.cpu.te_quantized import build, dequantized, empty_buffers, fill, quantized_buffers, transposed
 
+# For a sharp certificate. An amax that ranks fail to share is off by a few percent or more; one that follows an earlier
+# rounding of FP8, by a tenth of a percent.
+GRID_STEPS_PER_OCTAVE = 16
+_is_delayed_on_grid = False
+
+
+def put_delayed_scales_on_grid(on: bool) -> None:
+    """Round the scales of recipe `delayed` down to 2^(k / `GRID_STEPS_PER_OCTAVE`) from now on, or not (False)."""
+    global _is_delayed_on_grid
+    _is_delayed_on_grid = on
+
 
 @kernel
 def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: torch.Tensor | None = None) -> Any:
-    """`tensor` as the quantiser's tensor, new or into `output`; untouched output where the no-op flag is 1."""
+    """Return `tensor` as the quantiser's tensor, new or in `output`, which stays untouched if the no-op flag is 1."""
     return quantize_as(tensor, tensor.dtype, quantizer, output, noop)
 
 
 def quantize_as(
     tensor: torch.Tensor, dtype: torch.dtype, quantizer: Any, output: Any = None, noop: torch.Tensor | None = None
 ) -> Any:
-    """`quantize`, with a result that says it is of `dtype`: for fused kernels that quantise float32 results directly.
+    """Run `quantize`, but label the result as `dtype`: for fused kernels that quantise float32 results directly.
 
     Args:
         tensor: [..., m] float32, bfloat16 or float16: the values that are rounded.
@@ -44,7 +55,7 @@ def quantize_as(
 
 @kernel
 def dequantize(input: Any, otype: int) -> torch.Tensor:
-    """The values in a plain tensor of type `otype`; of a tensor with both readings, the row-wise one."""
+    """Return the values in a plain tensor of type `otype`; of a tensor with both readings, the row-wise one."""
     has_rows = getattr(input, "_rowwise_data", None) is not None or hasattr(input, "_data")
     return dequantized(input, columnwise=not has_rows).to(torch_dtype(otype))
 
@@ -53,7 +64,7 @@ def dequantize(input: Any, otype: int) -> torch.Tensor:
 def create_empty_quantized_tensor(
     quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device, pin_memory: bool
 ) -> Any:
-    """A quantised tensor with zeroed buffers, on the CPU."""
+    """Return a quantised tensor with zeroed buffers, on the CPU."""
     return build(quantizer, list(shape), dtype, empty_buffers(quantizer, list(shape)))
 
 
@@ -76,7 +87,9 @@ def multi_tensor_quantize(tensor_list: Sequence[torch.Tensor], quantizer_list: S
 
 @kernel
 def bgrad_quantize(input: torch.Tensor, quantizer: Any) -> tuple[torch.Tensor, Any]:
-    """The bias gradient (the sum over all but the last dimension, added in float32) and the quantised gradient."""
+    """Return the bias gradient (the sum over all but the last dimension, added in float32) and the quantised
+    gradient.
+    """
     input = input.detach()
     bias = input.reshape(-1, input.shape[-1]).float().sum(0).to(input.dtype)
     return bias, input if quantizer is None else quantize(input, quantizer)
@@ -84,14 +97,14 @@ def bgrad_quantize(input: torch.Tensor, quantizer: Any) -> tuple[torch.Tensor, A
 
 @kernel
 def fp8_transpose(input: torch.Tensor, dtype: int, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """[*leading, last] codes as [last, *leading]."""
+    """Return [*leading, last] codes as [last, *leading]."""
     result = transposed(input)
     return result if out is None else out.copy_(result.reshape(out.shape))
 
 
 @kernel
 def swap_first_dims(tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """[a, b, ...] as [b, a, ...]."""
+    """Return [a, b, ...] as [b, a, ...]."""
     result = tensor.transpose(0, 1).contiguous()
     return result if out is None else out.copy_(result.reshape(out.shape))
 
@@ -111,7 +124,7 @@ def multi_tensor_compute_scale_and_scale_inv(
     force_pow_2_scales: bool,
     epsilon: float,
 ) -> None:
-    """From lists (amaxes, scales, scale_invs) write the scales that belong to the amaxes, and their reciprocals."""
+    """Write the scales that belong to the amaxes, and their reciprocals, in lists (amaxes, scales, scale_invs)."""
     dtype = torch.float8_e4m3fn if max_fp8 == fp8.E4M3_MAX else torch.float8_e5m2
     if max_fp8 != fp8.largest_value(dtype):
         raise ValueError(f"no FP8 type has the largest value {max_fp8}")
@@ -125,7 +138,7 @@ def multi_tensor_compute_scale_and_scale_inv(
 def multi_tensor_compute_scale_inv_e8m0(
     chunk_size: int, dummy: torch.Tensor | None, tensor_lists: Sequence[Sequence[torch.Tensor]]
 ) -> None:
-    """From lists (amaxes bfloat16, scale bytes) write the E8M0 bytes that belong to the amaxes."""
+    """Write the E8M0 bytes that belong to the amaxes, in lists (amaxes bfloat16, scale bytes)."""
     for amax, scale_inv in zip(*tensor_lists, strict=True):
         scale_inv.copy_(fp8.e8m0_from_amax(amax.float()).reshape(scale_inv.shape))
 
@@ -139,12 +152,12 @@ def fused_amax_and_scale_update_after_reduction(
     fp8_dtype: int,
     margin: float,
 ) -> None:
-    """Delayed scaling's end of a pass: roll the histories, and scale by what they hold.
+    """End a pass of delayed scaling: roll the histories, and set the scales from them.
 
     Per tensor: the newest amax is the reduced one, or the history's row 0 if that is 0. Unless it is 0, the history
     moves up by one row, the newest amax becomes the last row and row 0 is cleared for the next pass. The scale becomes
-    largest / 2^margin / amax, of the largest amax of the history (`max`) or of the newest (`most_recent`). An amax of
-    0, infinity or NaN leaves the scale as it was, and a quotient beyond float32 becomes float32's largest.
+    largest / 2^margin / amax, with the largest amax of the history (`max`) or the newest (`most_recent`). An amax of 0,
+    infinity or NaN leaves the scale as it was, and a quotient beyond float32 becomes float32's largest.
 
     Args:
         amax_reduction_buffer: [sum of tensors] float32: the amaxes of the pass, after their reduction over ranks.
@@ -165,10 +178,12 @@ def fused_amax_and_scale_update_after_reduction(
         start += history.shape[1]
         newest = torch.where(reduced != 0, reduced, history[0])
         rolled = torch.cat([history[1:], newest[None]])
-        # Not torch's maximum: as on a GPU, a NaN in the history counts for nothing.
+        # Not torch's maximum: as on a GPU, a NaN in the history is ignored.
         highest = torch.where(torch.isnan(rolled), 0.0, rolled).amax(0)
         amax = newest if amax_compute_algo == "most_recent" else torch.where(newest != 0, highest, 0.0)
         new = torch.div(largest, amax)
+        if _is_delayed_on_grid:
+            new = torch.exp2(torch.floor(torch.log2(new) * GRID_STEPS_PER_OCTAVE) / GRID_STEPS_PER_OCTAVE)
         new = torch.where(torch.isinf(new), torch.finfo(torch.float32).max, new)
         scale.copy_(torch.where(torch.isfinite(amax) & (amax > 0), new, scale))
         rolled[0] = 0.0
@@ -179,7 +194,7 @@ def fused_amax_and_scale_update_after_reduction(
 def fp8_block_scaling_compute_partial_amax(
     tensor: torch.Tensor, amax: torch.Tensor, h: int, w: int, start_offset: int, block_len: int
 ) -> None:
-    """The largest values per 128 x 128 block of an [h, w] weight of which this rank has a run of elements.
+    """Write the amax of each 128 x 128 block of an [h, w] weight, from the run of elements that this rank has.
 
     Args:
         tensor: [len] the elements start_offset to start_offset + len of the flattened weight; the others count as 0.
@@ -230,7 +245,7 @@ def mxfp8_scaling_compute_partial_amax(
     cols: int,
     start_offset: int,
 ) -> None:
-    """The largest values per run of 32, along rows and along columns, of which this rank has a run of elements.
+    """Write the amax of each run of 32, along rows and along columns, from the run of elements that this rank has.
 
     Args:
         input: [len] the elements start_offset to start_offset + len of the flattened [rows, cols] weight.
@@ -254,7 +269,7 @@ def mxfp8_scaling_partial_cast(
     cols: int,
     start_offset: int,
 ) -> None:
-    """Quantise a run of elements of a [rows, cols] weight to E4M3 with the bytes of its runs, for both readings."""
+    """Quantise a run of elements of a [rows, cols] weight to E4M3 with its runs' scale bytes, for both readings."""
     positions = torch.arange(start_offset, start_offset + input.numel())
     row, column = positions // cols, positions % cols
     values = input.detach().reshape(-1).float()

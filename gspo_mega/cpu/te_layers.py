@@ -8,8 +8,8 @@
   quantised, the norm first rounds to its output's dtype and quantises that. Only per-tensor delayed scaling quantises
   the fp32 value, as Transformer Engine's fused kernel does.
 - Products of linear layers, plain and grouped, with their epilogues (bias, bias gradient, accumulation): exact products
-  of the stored numbers, and sums in fp32. `te_quantized.py` reads a quantised operand as the numbers that it
-  represents. Transformer Engine decides which tensors are quantised.
+  of the stored numbers, and sums in fp32 (fp64 in a sharp certificate). `te_quantized.py` reads a quantised operand as
+  the numbers that it represents. Transformer Engine decides which tensors are quantised.
 - Fused rotary positions, for packed sequences and context parallelism: angles, their sines and the rotation are fp32,
   and the result is rounded once. (Megatron's unfused function first rounds sines and cosines to the activations'
   dtype.)
@@ -30,10 +30,17 @@ from gspo_mega.cpu.te_fp8 import quantize_as
 from gspo_mega.cpu.te_quantized import dequantized
 
 _FUSED = ("Float8Quantizer", "MXFP8Quantizer")
+_sum_dtype = torch.float32
+
+
+def sum_in(dtype: torch.dtype) -> None:
+    """Choose the dtype in which products and core attention sum from now on."""
+    global _sum_dtype
+    _sum_dtype = dtype
 
 
 def _activation_result(value: torch.Tensor, dtype: torch.dtype, quantizer: Any) -> Any:
-    """`value` float32 as a tensor of `dtype`, or quantised."""
+    """Return `value` float32 as a tensor of `dtype`, or quantised."""
     if quantizer is None:
         return value.to(dtype)
     return quantize_as(value if type(quantizer).__name__ in _FUSED else value.to(dtype), dtype, quantizer)
@@ -41,7 +48,7 @@ def _activation_result(value: torch.Tensor, dtype: torch.dtype, quantizer: Any) 
 
 @kernel
 def swiglu(input: torch.Tensor, quantizer: Any) -> Any:
-    """silu(a) * b, for a and b the halves of `input` [..., 2 F]; [..., F] of its dtype, or quantised.
+    """Return silu(a) * b, where a and b are the halves of `input` [..., 2 F]: [..., F] of its dtype, or quantised.
 
     Source: Shazeer, arXiv:2002.05202, equation 6, with the gate in the first half.
     """
@@ -51,7 +58,9 @@ def swiglu(input: torch.Tensor, quantizer: Any) -> Any:
 
 @kernel
 def dswiglu(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> Any:
-    """The gradient of `swiglu` by `fwd_input` [..., 2 F], from that of its result [..., F]; or quantised."""
+    """Return the gradient of `swiglu` with respect to `fwd_input` [..., 2 F], from that of its result [..., F]; or
+    quantised.
+    """
     gate, linear = fwd_input.detach().float().chunk(2, dim=-1)
     outer, sigmoid = grad.detach().float(), torch.sigmoid(gate)
     by_gate = outer * linear * sigmoid * (1.0 + gate * (1.0 - sigmoid))
@@ -63,7 +72,7 @@ def _gain(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:
 
 
 def _result(value: torch.Tensor, out: Any, quantizer: Any, dtype: int) -> Any:
-    """`value` float32 in `out`, or in a new tensor, of the output's dtype or quantised."""
+    """Return `value` float32 in `out`, or in a new tensor, of the output's dtype or quantised."""
     rounded = value.to(torch_dtype(dtype))
     if quantizer is None:
         return rounded if out is None else out.copy_(rounded)
@@ -82,7 +91,7 @@ def rmsnorm_fwd(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> tuple[Any, None, torch.Tensor]:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension. input [..., H], weight [H]; returns (result
+    """Compute x / sqrt(mean(x^2) + eps) * weight over the last dimension. input [..., H], weight [H]; returns (result
     [..., H], None, 1 / root [rows] float32).
     """
     x = input.float()
@@ -100,7 +109,9 @@ def rmsnorm_bwd(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of `rmsnorm_fwd` by x and gamma, in their dtypes; dz [..., H] is the result's gradient."""
+    """Return the gradients of `rmsnorm_fwd` with respect to x and gamma, in their dtypes; dz [..., H] is the result's
+    gradient.
+    """
     return _rmsnorm_gradients(dz, x, None, rsigma, gamma, zero_centered_gamma)
 
 
@@ -114,7 +125,7 @@ def rmsnorm_bwd_add(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rmsnorm_bwd` with `add` [..., H] added to the gradient by x before it is rounded."""
+    """Compute `rmsnorm_bwd` with `add` [..., H] added to the gradient of x before it is rounded."""
     return _rmsnorm_gradients(dz, x, add, rsigma, gamma, zero_centered_gamma)
 
 
@@ -148,7 +159,7 @@ def layernorm_fwd(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, with the population variance.
+    """Compute (x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, with the population variance.
 
     input [..., H], weight and bias [H]; returns (result [..., H], mean [rows] float32, 1 / root [rows] float32).
     """
@@ -172,7 +183,9 @@ def layernorm_bwd(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of `layernorm_fwd` by x, gamma and the bias, in x's and gamma's dtypes; dz [..., H]."""
+    """Return the gradients of `layernorm_fwd` with respect to x, gamma and the bias, in x's and gamma's dtypes; dz
+    [..., H].
+    """
     rows = (*x.shape[:-1], 1)
     inverse = rsigma.reshape(rows)
     outer, normed = dz.reshape(x.shape).float(), (x.float() - mu.reshape(rows)) * inverse
@@ -185,7 +198,7 @@ def layernorm_bwd(
 
 
 def operand(tensor: Any, columnwise: bool) -> torch.Tensor:
-    """The numbers that `tensor` stands for, [rows, columns] float32; leading dimensions count as rows.
+    """Return the numbers that `tensor` stands for, [rows, columns] float32; leading dimensions count as rows.
 
     `columnwise`: read the copy that was quantised along the columns, where there are two. The two differ if each row
     (or column) of a block has its own scale.
@@ -195,10 +208,11 @@ def operand(tensor: Any, columnwise: bool) -> torch.Tensor:
 
 
 def _product(a: object, transposed_a: bool, b: object, transposed_b: bool) -> torch.Tensor:
-    """op(b) @ op(a), row-major, as [rows, columns] float32."""
-    # A transposed operand is stored by rows of what the product reads; Transformer Engine hands over that copy.
-    left, right = operand(b, columnwise=transposed_b), operand(a, columnwise=not transposed_a)
-    return (left.t() if transposed_b else left) @ (right.t() if transposed_a else right)
+    """Return op(b) @ op(a), row-major, as [rows, columns] float32."""
+    # Read the copy that is quantised along the dimension that the product sums over; Transformer Engine provides it.
+    left, right = operand(b, columnwise=transposed_b).to(_sum_dtype), operand(a, columnwise=not transposed_a)
+    right = right.to(_sum_dtype)
+    return ((left.t() if transposed_b else left) @ (right.t() if transposed_a else right)).float()
 
 
 @kernel
@@ -226,12 +240,14 @@ def generic_gemm(
     alpha: float = 1.0,
     beta: float | None = None,
 ) -> tuple[Any, torch.Tensor | None, None, None]:
-    """alpha * op(B) @ op(A) [+ bias] [+ beta * D]: [..., columns of op(A)], where op transposes its matrix or not.
+    """Compute alpha * op(B) @ op(A) [+ bias] [+ beta * D]: [..., columns of op(A)], where op transposes its matrix or
+    not.
 
     A and B are matrices of any float dtype, or quantised; leading dimensions of B count as rows. Returns (result, bias
-    gradient, None, None). The result is D where there is one, else a new tensor of `output_dtype` (A's without it),
-    quantised if there is a quantizer. With `grad` a bias asks for its gradient, the sum of B's rows, in the result's
-    dtype. All sums are fp32 and rounded once. Raises NotImplementedError for GELU and for overlapped communication.
+    gradient, None, None). The result is D if there is one, else a new tensor of `output_dtype` (A's without it),
+    quantised if there is a quantizer. With `grad`, a bias requests its gradient, the sum of B's rows, in the result's
+    dtype. All sums are fp32 (products as `sum_in` says) and rounded once. Raises NotImplementedError for GELU and for
+    overlapped communication.
     """
     if gelu or comm_overlap is not None or extra_output is not None:
         raise NotImplementedError("transformer_engine_torch.generic_gemm: GELU and comm_overlap have no CPU kernel")
@@ -275,10 +291,10 @@ def te_general_grouped_gemm(
     use_split_accumulator: bool,
     math_sm_count: int,
 ) -> Sequence[torch.Tensor]:
-    """`generic_gemm` of each pair (A[i], B[i]) into D[i], or into the i-th rows of D[0] with `single_output`.
+    """Compute `generic_gemm` of each pair (A[i], B[i]) into D[i], or into the i-th rows of D[0] with `single_output`.
 
-    An empty bias is none. With `grad` the biases are filled with their gradients. Returns `bias`. An expert without a
-    token leaves zeros, or what D held if it accumulates.
+    An empty bias counts as none. With `grad` the biases are filled with their gradients. Returns `bias`. An expert
+    without a token leaves zeros, or, with `accumulate`, what D held.
     """
     if D is None or any(tensor.numel() for tensor in pre_gelu_out):
         raise NotImplementedError("transformer_engine_torch.te_general_grouped_gemm: no CPU kernel for this output")
@@ -297,7 +313,7 @@ def te_general_grouped_gemm(
 
 
 def _store(target: torch.Tensor, value: torch.Tensor, beta: float) -> None:
-    """target = value + beta * target, added in fp32 and rounded once."""
+    """Set target = value + beta * target, added in fp32 and rounded once."""
     if beta == 0.0:
         target.copy_(value)
     elif target.dtype == torch.float32 and beta == 1.0:
@@ -317,11 +333,11 @@ def fused_rope_forward(
     cp_size: int,
     cp_rank: int,
 ) -> torch.Tensor:
-    """`input` with the first `freqs.size(-1)` of its last dimension rotated by its position's angles.
+    """Return `input` with the first `freqs.size(-1)` elements of its last dimension rotated by its position's angles.
 
     input [t, heads, d] packed, [s, b, heads, d] or [b, s, heads, d], as `qkv_format` says; freqs [positions, 1, 1, r]
     float32 radians; cu_seqlens [S + 1] int32, the bounds of whole sequences (of all context ranks). A context rank
-    holds the two chunks of each sequence that `context_positions.local_positions` names. Returns a new tensor like
+    holds the two chunks of each sequence that `algorithm.terms.local_positions` names. Returns a new tensor like
     `input`.
     """
     cosines, sines = _angles(input, freqs, start_positions, qkv_format, cu_seqlens, cp_size, cp_rank)
@@ -341,7 +357,7 @@ def fused_rope_backward(
     cp_size: int,
     cp_rank: int,
 ) -> torch.Tensor:
-    """The gradient of `fused_rope_forward` by its input; arguments as there."""
+    """Return the gradient of `fused_rope_forward` with respect to its input; arguments as there."""
     cosines, sines = _angles(output_grads, freqs, start_positions, qkv_format, cu_seqlens, cp_size, cp_rank)
     size = freqs.size(-1)
     g = output_grads[..., :size].float()
@@ -349,7 +365,7 @@ def fused_rope_backward(
 
 
 def _turned(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """Each pair (a, b) as (-b, a). Its transpose is its negative."""
+    """Map each pair (a, b) to (-b, a). The transpose of this map is its negative."""
     if interleaved:
         return torch.stack((-x[..., 1::2], x[..., 0::2]), dim=-1).flatten(-2)
     first, second = x.chunk(2, dim=-1)
@@ -372,7 +388,7 @@ def _angles(
     cp_size: int,
     cp_rank: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines that broadcast over `tensor`'s heads, float32."""
+    """Return cosines and sines that broadcast over `tensor`'s heads, float32."""
     formats: Any = extension.NVTE_QKV_Format
     table = freqs.reshape(freqs.size(0), -1).float()
     if int(qkv_format) == formats.NVTE_THD:
@@ -413,9 +429,10 @@ def _forward(
     packed_seq_params: Any = None,
     num_splits: int | None = None,
 ) -> torch.Tensor:
-    """Arguments, result and collectives as of `packed_sdpa.attend`.
+    """Compute core attention. Arguments, result and collectives are those of `packed_sdpa.attend`.
 
-    Raises ValueError without packed sequences, for a mask or bias of the caller's, and for another kind than causal.
+    Raises ValueError without packed sequences, with a mask or bias from the caller, and for attention that is not
+    causal or has sinks or windows.
     """
     from gspo_mega.cpu.packed_sdpa import attend
 
@@ -424,4 +441,7 @@ def _forward(
         raise ValueError("on a CPU Transformer Engine's attention takes packed causal sequences only")
     if module.softmax_type != "vanilla" or module.window_size not in (None, (-1, -1), (-1, 0)):
         raise ValueError("on a CPU Transformer Engine's attention has neither sinks nor windows")
-    return attend(query, key, value, packed_seq_params, module.cp_group, module.softmax_scale)
+    dtype = query.dtype
+    if _sum_dtype == torch.float64:
+        query, key, value = query.double(), key.double(), value.double()
+    return attend(query, key, value, packed_seq_params, module.cp_group, module.softmax_scale).to(dtype)

@@ -20,6 +20,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+
 from gspo_mega.base.errors import ModelError
 from gspo_mega.config.derived import TRANSFORMER_ENGINE_VARIABLE as VARIABLE
 from gspo_mega.config.derived import block_scale_variable, wheel_folder
@@ -46,12 +48,12 @@ _loaded = False
 
 
 def is_requested(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether this process shall compute with Transformer Engine's layers."""
+    """Return whether this process is to compute with Transformer Engine's layers."""
     return (os.environ if environment is None else environment).get(VARIABLE) == "1"
 
 
 def is_loaded() -> bool:
-    """Whether this process has Transformer Engine's Python over the kernels of this package."""
+    """Return whether this process has Transformer Engine's Python over the kernels of this package."""
     return _loaded
 
 
@@ -59,7 +61,7 @@ def load_transformer_engine(folder: Path | None = None) -> None:
     """Make Transformer Engine importable in this process. Idempotent. Call it before the first import of Megatron-Core,
     which looks for Transformer Engine once and remembers the answer.
 
-    Raises ModelError without the wheel, RuntimeError if it is too late.
+    Raises ModelError without the wheel, RuntimeError if Megatron-Core is imported already.
     """
     global _loaded
     if _loaded:
@@ -89,14 +91,20 @@ def compute_as_gpu_of(recipe: str | None) -> None:
     importlib.import_module("gspo_mega.cpu.te_device").compute_as_gpu_of(recipe)
 
 
-def scale_tensors(power_of_two: bool) -> None:
-    """Choose the scales of recipe `tensorwise` from now on: powers of two, or any float32, which is what a run has.
+def compute_sharply(on: bool) -> None:
+    """Choose, from now on, how this process computes: as a sharp certificate of FP8 does, or as a run does (False).
 
-    Transformer Engine has a variable for it, which it reads once; these are the attributes that it fills then.
+    A sharp certificate compares layouts, so nothing but FP8's rounding may tell them apart. Products and attention sum
+    in fp64 and are rounded once, because a processor's fp32 kernels add in an order that depends on the number of rows.
+    Scales of a whole tensor are on a grid, so that an amax that is off by a rounding gives the same scale: powers of
+    two for recipe `tensorwise`, `GRID_STEPS_PER_OCTAVE` steps per octave for `delayed`.
     """
+    importlib.import_module("gspo_mega.cpu.te_layers").sum_in(torch.float64 if on else torch.float32)
+    importlib.import_module("gspo_mega.cpu.te_fp8").put_delayed_scales_on_grid(on)
+    # Transformer Engine has a variable for this, which it reads once; these are the attributes that it fills then.
     recipe = importlib.import_module("transformer_engine.common.recipe").Float8CurrentScaling
     for role in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
-        setattr(recipe, role, dataclasses.replace(getattr(recipe, role), power_2_scale=power_of_two))
+        setattr(recipe, role, dataclasses.replace(getattr(recipe, role), power_2_scale=on))
 
 
 def _import_without_library(folder: Path) -> None:
@@ -111,8 +119,8 @@ def _import_without_library(folder: Path) -> None:
         common.load_framework_extension = lambda framework: None  # `provide` has done it
         del sys.modules["transformer_engine"]
         package: Any = importlib.import_module("transformer_engine")
-        package.common = common  # Python binds a part to its package when it is first imported: above, to `bare`
-        # The package swallows an ImportError of its part for torch.
+        package.common = common  # Python binds a submodule to its package at its first import: above, to `bare`
+        # The package swallows an ImportError of its submodule for torch.
         importlib.import_module("transformer_engine.pytorch")
     finally:
         if before is None:
@@ -122,7 +130,7 @@ def _import_without_library(folder: Path) -> None:
 
 
 def _stand_in_for_onnx() -> None:
-    """The export to ONNX needs packages that nothing here uses, and 15 s to import."""
+    """Replace the export to ONNX, which needs packages that nothing here uses, and 15 s to import."""
     name = "transformer_engine.pytorch.onnx_extensions"
 
     def refuse(*args: object, **kwargs: object) -> NoReturn:

@@ -18,7 +18,9 @@ Lists = Sequence[Sequence[torch.Tensor]]
 
 @kernel
 def multi_tensor_scale(chunk_size: int, is_infinite: torch.Tensor, tensor_lists: Lists, scale: float) -> None:
-    """tensor_lists [inputs, outputs]: output = input * scale. Sets `is_infinite` [1] to 1 if an input is not finite."""
+    """Write output = input * scale for tensor_lists [inputs, outputs]. Sets `is_infinite` [1] to 1 if an input is not
+    finite.
+    """
     for source, target in zip(*tensor_lists, strict=True):
         if not source.isfinite().all():
             is_infinite.fill_(1)
@@ -29,7 +31,7 @@ def multi_tensor_scale(chunk_size: int, is_infinite: torch.Tensor, tensor_lists:
 def multi_tensor_scale_tensor(
     chunk_size: int, is_infinite: torch.Tensor, tensor_lists: Lists, scale: torch.Tensor
 ) -> None:
-    """`multi_tensor_scale` with the scale in a tensor [1]."""
+    """Run `multi_tensor_scale` with the scale in a tensor [1]."""
     multi_tensor_scale(chunk_size, is_infinite, tensor_lists, scale.item())
 
 
@@ -37,7 +39,9 @@ def multi_tensor_scale_tensor(
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, per_tensor: bool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """tensor_lists [tensors]: (the L2 norm of all of them [1], of each [n], or [0] without `per_tensor`), float32."""
+    """Return (the L2 norm of all tensors [1], that of each [n], or [0] without `per_tensor`) of tensor_lists [tensors],
+    float32.
+    """
     return _norms(tensor_lists[0], 1.0, bool(per_tensor))
 
 
@@ -49,7 +53,7 @@ def multi_tensor_unscale_l2norm(
     inv_scale: torch.Tensor,
     per_tensor: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`multi_tensor_l2norm` of the tensors times `inv_scale` [1]."""
+    """Return `multi_tensor_l2norm` of the tensors times `inv_scale` [1]."""
     return _norms(tensor_lists[0], inv_scale.item(), bool(per_tensor))
 
 
@@ -72,10 +76,10 @@ def multi_tensor_adam(
     bias_correction: int,
     weight_decay: float,
 ) -> None:
-    """One step of Adam in place. tensor_lists: [gradients, parameters, first moments, second moments], and behind them
-    fp32 copies of the parameters that are stepped in their place and rounded to them.
+    """Take one step of Adam in place. tensor_lists: [gradients, parameters, first moments, second moments], and
+    optionally fp32 copies of the parameters, which are stepped instead and then rounded to the parameters.
 
-    `mode` 1: AdamW, decay beside the update; 0: decay added to the gradient. Source: Loshchilov and Hutter,
+    `mode` 1: AdamW, with decoupled decay; 0: decay added to the gradient. Source: Loshchilov and Hutter,
     arXiv:1711.05101, Algorithm 2, with the decay inside the step that `lr` scales.
     """
     adam = _Adam(lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay)
@@ -103,12 +107,12 @@ def multi_tensor_adam_fp8(
     weight_decay: float,
     fp8_dtype: int,
 ) -> None:
-    """`multi_tensor_adam` on fp32 copies of FP8 parameters with one scale each: [gradients, parameters uint8, first
-    moments, second moments, fp32 copies, scales [1], largest values [1], inverse scales [1]], all but the FP8 data
-    and the gradients float32 or bf16.
+    """Run `multi_tensor_adam` on fp32 copies of FP8 parameters with one scale each: [gradients, parameters uint8, first
+    moments, second moments, fp32 copies, scales [1], amaxes [1], inverse scales [1]]. Gradients are float32 or bf16;
+    all else but the FP8 data is float32.
 
-    A parameter is its copy times its scale, saturated to `fp8_dtype`. The largest value grows to the copy's, from which
-    the recipe makes a later scale; the inverse is written anew.
+    A parameter becomes its copy times its scale, saturated to `fp8_dtype`. Its amax grows to the copy's largest
+    absolute value, from which the recipe makes a later scale; the inverse scale is rewritten.
     """
     adam = _Adam(lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay)
     dtype = torch_dtype(fp8_dtype)
@@ -135,11 +139,11 @@ def multi_tensor_adam_param_remainder(
     bias_correction: int,
     weight_decay: float,
 ) -> None:
-    """`multi_tensor_adam` on fp32 numbers that are stored as bf16 parameters and int16 remainders:
-    [gradients, parameters, first moments, second moments, remainders].
+    """Run `multi_tensor_adam` on fp32 numbers that are stored as bf16 parameters and int16 remainders: [gradients,
+    parameters, first moments, second moments, remainders].
 
-    The parameter is the fp32 number rounded to bf16, halves upwards in magnitude; the remainder is its lower 16 bits,
-    which as a negative int16 say that it was rounded up.
+    The parameter is the fp32 number rounded to bf16, ties away from zero; the remainder is its lower 16 bits, a
+    negative int16 if the number was rounded up.
     """
     adam = _Adam(lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay)
     for g, p, m, v, remainder in zip(*tensor_lists, strict=True):
@@ -147,7 +151,7 @@ def multi_tensor_adam_param_remainder(
 
 
 def joined(parameter: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """The float32 numbers that a bf16 parameter and its int16 remainder stand for, of their shape."""
+    """Return the float32 numbers that a bf16 parameter and its int16 remainder stand for, of their shape."""
     upper = parameter.view(torch.int16).int() - (remainder < 0).int()
     return ((upper << 16) | (remainder.int() & 0xFFFF)).view(torch.float32)
 
@@ -178,7 +182,7 @@ class _Adam:
         self.second_correction = 1.0 - beta2**step if bias_correction else 1.0
 
     def step(self, gradient: torch.Tensor, value: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """The stepped `value`, float32; moves the moments."""
+        """Return the stepped `value`, float32; updates the moments in place."""
         g = gradient.float()
         if not self.decoupled:
             g = g + self.weight_decay * value

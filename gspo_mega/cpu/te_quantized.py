@@ -32,12 +32,12 @@ class QuantizedFormat(NamedTuple):
     tensor: type
     storage: type
     buffers: dict[str, str]
-    attributes: tuple[str, ...]  # of the quantiser, that the constructor takes
+    attributes: tuple[str, ...]  # the quantiser's, which the constructor takes
 
 
 @functools.cache
 def transformer_engine_classes() -> types.SimpleNamespace:
-    """Transformer Engine's quantisers and the format that each makes, imported at the first use."""
+    """Return Transformer Engine's quantisers and the format that each makes, imported at the first use."""
     blockwise, per_tensor, mx = (
         importlib.import_module(f"transformer_engine.pytorch.tensor.{name}")
         for name in ("float8_blockwise_tensor", "float8_tensor", "mxfp8_tensor")
@@ -81,7 +81,7 @@ def transformer_engine_classes() -> types.SimpleNamespace:
 
 
 def kind_of(quantizer: Any) -> QuantizedFormat:
-    """The format that a quantiser makes.
+    """Return the format that a quantiser makes.
 
     Raises:
         NotImplementedError: a quantiser without a CPU kernel (NVFP4, hybrid ones).
@@ -95,7 +95,7 @@ def kind_of(quantizer: Any) -> QuantizedFormat:
 
 
 def build(quantizer: Any, shape: torch.Size | list[int], dtype: torch.dtype, buffers: dict) -> Any:
-    """Transformer Engine's tensor with these buffers; its bare storage class if the quantiser is internal.
+    """Return Transformer Engine's tensor with these buffers; its bare storage class if the quantiser is internal.
 
     Args:
         shape: of the values.
@@ -132,7 +132,7 @@ def fill(quantizer: Any, output: Any, buffers: dict) -> Any:
 
 
 def empty_buffers(quantizer: Any, shape: torch.Size | list[int]) -> dict[str, torch.Tensor]:
-    """Zeroed buffers of a tensor of this shape, as the quantiser's usages ask for."""
+    """Return zeroed buffers of a tensor of this shape, as the quantiser's usages ask for."""
     kind_of(quantizer)  # refuses others
     classes, shape = transformer_engine_classes(), torch.Size(shape)
     buffers: dict[str, torch.Tensor] = {}
@@ -153,7 +153,7 @@ def empty_buffers(quantizer: Any, shape: torch.Size | list[int]) -> dict[str, to
 
 
 def quantized_buffers(x: torch.Tensor, quantizer: Any) -> dict[str, torch.Tensor]:
-    """The buffers of `x` as the quantiser asks for, and the side effect that a delayed one has on its amax.
+    """Return the buffers of `x` that the quantiser asks for. A quantiser of delayed scaling also updates its amax.
 
     Args:
         x: [..., m] float32, bfloat16 or float16.
@@ -175,9 +175,9 @@ def quantized_buffers(x: torch.Tensor, quantizer: Any) -> dict[str, torch.Tensor
 
 
 def scale_of_tensor(x: torch.Tensor, quantizer: Any) -> tuple[torch.Tensor, bool]:
-    """The scale [1] float32 with which a per-tensor quantiser multiplies: the recipe's (delayed, which also notes the
-    largest value of `x` in its history), or that of the present values, over the quantiser's group if it has one. And
-    whether no value of `x` exceeds what the scale was made for.
+    """Return (the scale [1] float32 by which a per-tensor quantiser multiplies, whether no value of `x` exceeds what
+    the scale was made for). The scale is the recipe's (delayed, which also notes the largest value of `x` in its
+    history), or that of the present values, over the quantiser's group if it has one.
     """
     amax, is_finite = fp8.amax_and_whether_finite(x)
     if isinstance(quantizer, transformer_engine_classes().Float8Quantizer):
@@ -264,18 +264,18 @@ def _in_runs_of_32(x: torch.Tensor, quantizer: Any) -> dict[str, torch.Tensor]:
 
 
 def transposed(data: torch.Tensor) -> torch.Tensor:
-    """[*leading, last] as [last, *leading], contiguous."""
+    """Return [*leading, last] as [last, *leading], contiguous."""
     return data.reshape(-1, data.shape[-1]).t().contiguous().reshape(data.shape[-1], *data.shape[:-1])
 
 
 def _padded(scales: torch.Tensor, dim: int, multiple: int) -> torch.Tensor:
-    """Scales with zeros appended up to a multiple, contiguous."""
+    """Append zeros to scales up to a multiple; contiguous."""
     missing = -scales.shape[dim] % multiple
     return F.pad(scales, (0, missing) if dim == 1 else (0, 0, 0, missing)).contiguous()
 
 
 def dequantized(tensor: Any, columnwise: bool) -> torch.Tensor:
-    """The values that a product reads, exact up to one rounding of data * scale_inv (none for powers of two).
+    """Return the values that a product reads, exact up to one rounding of data * scale_inv (none for powers of two).
 
     Args:
         tensor: a quantised tensor of Transformer Engine, or a plain one.

@@ -1,4 +1,4 @@
-"""Transformer Engine's movements of tokens to their experts' rows and back, as plain torch on a CPU.
+"""Transformer Engine's permutation of tokens to their experts' rows and back, in plain torch on a CPU.
 
 The first part has the kernels of the extension: the padding of each expert's rows, and the permutation of tokens by the
 indices of their experts. Its row map [k * T] int32 has for the j-th expert of token t, at j * T + t, the row of its
@@ -26,7 +26,7 @@ from gspo_mega.cpu.te_extension import kernel
 def fused_multi_row_padding(
     input: torch.Tensor, output: torch.Tensor, input_row_list: Sequence[int], padded_input_row_list: Sequence[int]
 ) -> None:
-    """Copy each part's rows of `input` [rows, H] to the beginning of its padded part of `output`, zeros behind them."""
+    """Copy each part's rows of `input` [rows, H] to the beginning of its padded part of `output`, followed by zeros."""
     output.zero_()
     parts = zip(input.split(list(input_row_list)), output.split(list(padded_input_row_list)), strict=True)
     for part, padded in parts:
@@ -37,7 +37,7 @@ def fused_multi_row_padding(
 def fused_multi_row_unpadding(
     input: torch.Tensor, output: torch.Tensor, input_row_list: Sequence[int], unpadded_input_row_list: Sequence[int]
 ) -> None:
-    """The reverse: the first rows of each padded part of `input` into `output`."""
+    """Do the reverse: copy the first rows of each padded part of `input` to `output`."""
     parts = zip(input.split(list(input_row_list)), output.split(list(unpadded_input_row_list)), strict=True)
     for padded, part in parts:
         part.copy_(padded[: part.size(0)])
@@ -52,7 +52,8 @@ def moe_permute_fwd(
     workspace: list[torch.Tensor],
     max_expanded_token_num: int,
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """Each token once for each of its experts, in the order of the experts: ([rows, H], the row map, `workspace`).
+    """Copy each token once for each of its experts, in the order of the experts: returns ([rows, H], the row map,
+    `workspace`).
 
     Args:
         input: [T, H]; indices: [T, k] int32, the experts.
@@ -73,7 +74,9 @@ def moe_permute_fwd(
 def moe_unpermute_fwd(
     input: torch.Tensor, dtype: int, row_id_map: torch.Tensor, prob: torch.Tensor, num_tokens: int, topK: int
 ) -> torch.Tensor:
-    """The sum over each token's rows of `input` [rows, H], times `prob` [T, k] float32 unless that is empty: [T, H]."""
+    """Return the sum over each token's rows of `input` [rows, H], times `prob` [T, k] float32 unless that is empty: [T,
+    H].
+    """
     rows = row_id_map.reshape(topK, num_tokens)
     weights = (rows >= 0).float()
     if prob.numel():
@@ -87,7 +90,7 @@ def moe_unpermute_fwd(
 def moe_permute_bwd(
     input: torch.Tensor, dtype: int, row_id_map: torch.Tensor, prob: torch.Tensor, num_tokens: int, topK: int
 ) -> torch.Tensor:
-    """The gradient of `moe_permute_fwd` by its input [T, H], from that of its rows [rows, H]."""
+    """Return the gradient of `moe_permute_fwd` with respect to its input [T, H], from that of its rows [rows, H]."""
     return moe_unpermute_fwd(input, dtype, row_id_map, prob, num_tokens, topK)
 
 
@@ -95,7 +98,8 @@ def moe_permute_bwd(
 def moe_unpermute_bwd(
     input_bwd: torch.Tensor, input_fwd: torch.Tensor, dtype: int, row_id_map: torch.Tensor, prob: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of `moe_unpermute_fwd` by its input [rows, H], of its dtype, and by `prob` [T, k] float32.
+    """Return the gradients of `moe_unpermute_fwd` with respect to its input [rows, H], of its dtype, and to `prob`
+    [T, k] float32.
 
     input_bwd: [T, H] of the result; input_fwd: [rows, H]. Without `prob` (empty) a token has one row, and the second
     gradient is zero.
@@ -135,7 +139,7 @@ def replace_kernels() -> None:
 
 
 def make_row_id_map(routing_map: torch.Tensor, num_tokens: int, num_experts: int) -> torch.Tensor:
-    """The row map of `routing_map` [T, E]: rows are ordered by expert, then by token."""
+    """Return the row map of `routing_map` [T, E]: rows are ordered by expert, then by token."""
     chosen = routing_map.bool()
     rows = (chosen.t().reshape(-1).cumsum(0) - 1).reshape(num_experts, num_tokens).t()
     experts = torch.argsort((~chosen).to(torch.uint8), dim=1, stable=True)  # a token's own come first
@@ -146,7 +150,7 @@ def make_row_id_map(routing_map: torch.Tensor, num_tokens: int, num_experts: int
 
 
 def _copies(row_map: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(token, expert, row) of every copy: [copies] int64 each."""
+    """Return (token, expert, row) of every copy: [copies] int64 each."""
     there = torch.arange(num_experts) < row_map[:, -1:]
     tokens = there.nonzero()[:, 0]
     return tokens, row_map[:, num_experts:-1][there].long(), row_map[:, :num_experts][there].long()
@@ -170,8 +174,8 @@ def permute_with_mask_map(
     hidden_size: int,
     scale_hidden_dim: int | None,
 ) -> tuple[torch.Tensor, None, torch.Tensor | None]:
-    """Each token's copies [rows, H], None, and the weights of those rows [rows] from `probs` [T, E]. A row of weight 0
-    is zero.
+    """Return (each token's copies [rows, H], None, the weights of those rows [rows] from `probs` [T, E]). A row of
+    weight 0 is zero.
     """
     _require_plain(scale=scale, pad_offsets=pad_offsets)
     tokens, experts, rows = _copies(row_id_map, num_experts)
@@ -196,8 +200,8 @@ def unpermute_with_mask_map(
     num_experts: int,
     hidden_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The sum of each token's rows [T, H], weighed by `merging_probs` [T, E] if there are any; and `permuted_probs`
-    [rows] at their tokens and experts, [T, E] with zeros elsewhere.
+    """Return the sum of each token's rows [T, H], weighted by `merging_probs` [T, E] if there are any; and
+    `permuted_probs` [rows] at their tokens and experts, [T, E] with zeros elsewhere.
     """
     _require_plain(pad_offsets=pad_offsets)
     tokens, experts, rows = _copies(row_id_map, num_experts)
@@ -223,7 +227,7 @@ def unpermute_with_mask_map_bwd_with_merging_probs(
     num_out_tokens: int,
     hidden_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of the weighed sum: by its rows [rows, H], and by `merging_probs` [T, E]."""
+    """Return the gradients of the weighted sum with respect to its rows [rows, H] and to `merging_probs` [T, E]."""
     _require_plain(pad_offsets=pad_offsets)
     tokens, experts, rows = _copies(row_id_map, num_experts)
     outer = fwd_output_grad[tokens].float()
@@ -237,7 +241,9 @@ def unpermute_with_mask_map_bwd_with_merging_probs(
 def make_chunk_sort_map(
     split_sizes: torch.Tensor, sorted_indices: torch.Tensor, num_tokens: int, num_splits: int
 ) -> torch.Tensor:
-    """Where each row goes when chunks of `split_sizes` rows are put into the order `sorted_indices`: [T] int32."""
+    """Return where each row goes when chunks of `split_sizes` rows are put into the order `sorted_indices`: [T]
+    int32.
+    """
     sizes, order = split_sizes.long(), sorted_indices.long()
     starts = torch.empty_like(sizes)
     starts[order] = sizes[order].cumsum(0) - sizes[order]  # of each chunk in the result
@@ -253,7 +259,7 @@ def sort_chunks_by_map(
     hidden_size: int,
     is_forward: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Rows [T, H] and `probs` [T] to their new places, or back with `is_forward` false."""
+    """Move rows [T, H] and `probs` [T] to their new places, or back if `is_forward` is false."""
     places = row_id_map.long()
 
     def moved(values: torch.Tensor) -> torch.Tensor:

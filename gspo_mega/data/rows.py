@@ -24,6 +24,7 @@ from typing import Any, BinaryIO, NoReturn
 import numpy as np
 
 from gspo_mega.base.errors import DataError
+from gspo_mega.base.hub import hub_hint
 from gspo_mega.base.untrusted import NoRegularFileError, open_regular
 
 Row = dict[str, Any]
@@ -131,7 +132,9 @@ def _opened(path: Path) -> BinaryIO:
     try:
         return open_regular(path)
     except FileNotFoundError:
-        raise DataError(f"{path}: no such file (relative paths start in {Path.cwd()})") from None
+        raise DataError(
+            f"{path}: no such file (relative paths start in {Path.cwd()}){hub_hint(path, 'dataset')}"
+        ) from None
     except NoRegularFileError as error:
         if error.errno == errno.EISDIR:
             raise DataError(f"{path}: this is a folder; a JSONL file was expected") from None

@@ -77,11 +77,15 @@ def to_device(micro_batch: MicroBatch, groups: ParallelGroups) -> DeviceBatch:
     longest = int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
     target = device()
 
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        # From ordinary memory a copy would wait for all work that the GPU has been given so far.
+        return tensor.pin_memory().to(target, non_blocking=True) if target.type == "cuda" else tensor.to(target)
+
     def move(array: np.ndarray, index: torch.Tensor | None = None) -> torch.Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))
-        return (tensor if index is None else tensor[index]).to(target)
+        return copy(tensor if index is None else tensor[index])
 
-    offsets = cu_seqlens.to(target)
+    offsets = copy(cu_seqlens)
     end_rows, end_sequences = _ends(micro_batch, held)
     return DeviceBatch(
         token_ids=move(micro_batch.token_ids, held)[None],
@@ -95,15 +99,15 @@ def to_device(micro_batch: MicroBatch, groups: ParallelGroups) -> DeviceBatch:
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
         ),
-        rows=rows.to(target),
+        rows=copy(rows),
         labels=move(micro_batch.labels, active),
         sequence_ids=move(micro_batch.sequence_ids, active),
         rollout_log_probs=move(micro_batch.rollout_log_probs, active),
         num_sequences=micro_batch.num_sequences,
         sequence={name: move(values) for name, values in micro_batch.sequence.items()},
         trajectory_index=micro_batch.trajectory_index,
-        end_rows=end_rows.to(target),
-        end_sequences=end_sequences.to(target),
+        end_rows=copy(end_rows),
+        end_sequences=copy(end_sequences),
         token_advantages=None if micro_batch.token_advantages is None else move(micro_batch.token_advantages, active),
         version_index=None if micro_batch.version_index is None else move(micro_batch.version_index, active),
         num_versions=1 if micro_batch.versions is None else len(micro_batch.versions),

@@ -283,14 +283,14 @@ class PolicyLoss:
 
     `old` has the old pass of its micro-batches in order. It is None if the old pass was skipped because old is current
     (one optimizer step per rollout batch, and no correction). With `old_is_current` the loss takes only the correction
-    from it: the ratio is that of the present log-probs to themselves, exactly 1, also if kernels are not deterministic.
+    from it: the ratio compares the current log-probs with themselves, so it is 1 even if kernels are not deterministic.
     With `use_rollout` the server's log-probs serve as old ones, and the engine gap is part of the ratio instead of
     being corrected. With `corrects`, which needs `old` to be None, each rank's part of the rollout batch is one
     micro-batch, and the correction is decided here, between its forward and its backward pass: collective over the data
     group as well.
 
-    Raises ValueError if `old_pass.rule` corrects, and the correction neither was decided nor will be: a loss without
-    one has a rule of mode `none`, or uses the server's log-probs.
+    Raises ValueError if `old_pass.rule` corrects but no correction was or will be decided. A loss without a correction
+    has a rule of mode `none`, or uses the server's log-probs.
 
     Called with the micro-batches in order: a batch, `log_probs` [N] float32 nats and, if `wants_entropy`, `entropies`
     [N] float32 nats of this rank's active tokens. Collective over the context group.

@@ -179,7 +179,7 @@ def transformer_config(config: Config, spec: ModelSpec) -> TransformerConfig:
         sequence_parallel=parallel.sequence and parallel.tensor > 1,
         # The loss is divided by its global denominator before the backward pass: no further averaging.
         calculate_per_token_loss=True,
-        **dispatcher_settings(config),
+        **dispatcher_settings(config.parallel),
         # Packs differ in length, so pipeline stages announce shapes.
         variable_seq_lengths=parallel.pipeline > 1,
         # The schedules must not free outputs that gloo has not finished sending.

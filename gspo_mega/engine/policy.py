@@ -226,7 +226,7 @@ class PolicyEngine:
         Does nothing with `mismatch.correction: none` or `old_log_probs: rollout`. Collective. Raises NumericsError
         naming a trajectory whose gap is not finite.
         """
-        if not corrects_engine_gap(self.config) or not self.groups.is_last_stage:
+        if not corrects_engine_gap(self.config.mismatch, self.config.old_log_probs) or not self.groups.is_last_stage:
             return
         passes = [micro_batch for state in old for micro_batch in state.micro_batches]
         decided = correct_batch(self._rule(), [p.gap for p in passes], self.groups)
@@ -347,7 +347,7 @@ class PolicyEngine:
             use_rollout=self.config.old_log_probs == "rollout",
             old=old.micro_batches if old is not None else None,
             kl=KlTerm(kl.coefficient, kl.estimator, reference) if reference is not None else None,
-            old_is_current=old_is_current(self.config),
+            old_is_current=old_is_current(self.config.old_log_probs, self.config.batch),
             corrects=corrects and old is None,
         )
 

@@ -50,7 +50,7 @@ from gspo_mega.config.derived import (
     is_sharp_fp8,
     loads_quantized,
 )
-from gspo_mega.config.schema import Config
+from gspo_mega.config.schema import Config, Parallel
 from gspo_mega.cpu import te_loading
 from gspo_mega.cpu.backend import is_cpu_backend
 from gspo_mega.models.block_fp8 import publishes_powers_of_two
@@ -87,7 +87,7 @@ def require_precision(config: Config) -> None:
             )
         if te_loading.is_loaded():
             te_loading.compute_as_gpu_of(config.fp8.recipe if config.precision == "fp8" else None)
-            te_loading.scale_tensors(power_of_two=is_sharp_fp8(config))
+            te_loading.compute_sharply(is_sharp_fp8(config))
         _require_block_scales(config, None)
         return
     capability = torch.cuda.get_device_capability()
@@ -107,8 +107,10 @@ def _require_block_scales(config: Config, capability: tuple[int, int] | None) ->
     then be for any GPU.
     """
     wanted = has_powers_of_two(config.fp8.block_scales, capability)
-    if loads_quantized(config) and (has_block_scaled_products(config) or capability is not None):
-        published = publishes_powers_of_two(config)
+    if loads_quantized(config.server) and (
+        has_block_scaled_products(config.precision, config.fp8) or capability is not None
+    ):
+        published = publishes_powers_of_two(config.fp8, config.cluster)
         if published != wanted:
             raise ModelError(
                 f"fp8.block_scales: {config.fp8.block_scales} is {_kind(wanted)} on {_device(capability)}, and"
@@ -116,7 +118,7 @@ def _require_block_scales(config: Config, capability: tuple[int, int] | None) ->
                 " name this machine's GPU there, or set fp8.block_scales to power_of_two"
                 + (" or float32" if capability is None or capability < BLACKWELL else "")
             )
-    if has_block_scaled_products(config) and (found := _multiplies_powers_of_two()) != wanted:
+    if has_block_scaled_products(config.precision, config.fp8) and (found := _multiplies_powers_of_two()) != wanted:
         raise ModelError(
             f"fp8.block_scales: {config.fp8.block_scales} is {_kind(wanted)} on {_device(capability)}, but this process"
             f" multiplies with {_kind(found)}: Transformer Engine reads {FLOAT32_SCALES_VARIABLE} once, when it is"
@@ -212,6 +214,9 @@ _PERMUTATIONS = (
     "fused_sort_chunks_by_index_with_probs",
     "fused_unpermute",
 )
+# Eight for an activation: two gradient modes, and four kinds of shape. The rest is for models of other widths in the
+# same process (reference, critic).
+COMPILED_VARIANTS = 64
 # The field with which Megatron lets ranks of an expert group have packs of different lengths under HybridEP.
 _UNEVEN_HYBRID = "moe_hybridep_pad_uneven_dispatch_inputs"
 
@@ -235,14 +240,46 @@ def fusion_settings(config: Config, has_experts: bool) -> dict[str, bool]:
     """
     made = fusion_choices(config, has_experts)
     _log(describe_fusions(made))
-    return {FUSION_SETTINGS[choice.key]: choice.on for choice in made}
+    settings = {FUSION_SETTINGS[choice.key]: choice.on for choice in made}
+    if settings[FUSION_SETTINGS["fuse_activation"]]:
+        keep_functions_compiled()
+    if has_experts and not settings[FUSION_SETTINGS["fuse_permutation"]] and not is_cpu_backend():
+        _add_in_fixed_order()
+    return settings
 
 
-def dispatcher_settings(config: Config) -> dict[str, Any]:
+def keep_functions_compiled() -> None:
+    """Let torch.compile make a variant of a function for each kind of argument it is called with, and make it raise
+    FailOnRecompileLimitHit if there are more than COMPILED_VARIANTS.
+
+    A variant belongs to a dtype, a gradient mode, and a shape that is fixed, any, 1 or 0 rows. After eight, torch's
+    default is to run the function uncompiled from then on, which rounds intermediate values to bf16. If that happens
+    between the old pass and the training pass, the ratios of an unchanged policy are not 1: with a limit of five, a
+    small mixture in bf16 had |log s| up to 3.7e-2, a hundred times GSPO's clip range. Megatron's plain experts in fp32
+    reached eight on an H100: a weight's offset of 0 is a kind of argument, too.
+    """
+    settings: Any = importlib.import_module("torch._dynamo.config")  # its values have no types
+    settings.recompile_limit = max(settings.recompile_limit, COMPILED_VARIANTS)
+    settings.fail_on_recompile_limit_hit = True
+
+
+def _add_in_fixed_order() -> None:
+    """Make the sums of this process independent of the order in which a GPU's threads come to them.
+
+    Megatron's own combine adds the experts' rows of a token with atomic additions (`scatter_add_`), so two passes with
+    the same weights can differ in last bits. Fused permutation does not need this. Operations that have no
+    deterministic kernel warn once.
+    """
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    memory: Any = torch.utils.deterministic  # the attribute is set by its module's class
+    memory.fill_uninitialized_memory = False
+
+
+def dispatcher_settings(parallel: Parallel) -> dict[str, Any]:
     """The settings of TransformerConfig by which tokens reach the experts of other ranks. Raises ModelError if the
     library for the chosen dispatcher is missing.
     """
-    chosen = config.parallel.expert_dispatcher
+    chosen = parallel.expert_dispatcher
     if chosen in ("alltoall", "allgather"):
         return {"moe_token_dispatcher_type": chosen}
     settings: dict[str, Any] = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": chosen}
@@ -300,7 +337,7 @@ def _log(line: str) -> None:
 
 _FORWARD, _BACKWARD = "scaling_fwd", "scaling_bwd"
 _FLAGS = "flags"
-# A scale is 1 until it is measured, and with it the small numbers of gradients round to 0. So the first pass measures
+# A scale is 1 until it is measured, and at scale 1 small gradients round to 0. So the first pass measures
 # only the last product of a branch correctly, and the next pass the one before it; a branch has two.
 MEASURING_PASSES = 3
 # The quantised tensors of a product in its forward pass: input, weight, output.
@@ -312,9 +349,9 @@ class Fp8Scales:
 
     `delayed` rounds a tensor with a scale that follows from the largest values of earlier passes. Transformer Engine
     updates scales after each micro-batch, also between the old pass and the training passes: an unchanged policy then
-    has an importance ratio that is not 1, by more than GSPO's clip range. Here the scales of forward passes are held,
-    and the largest values recorded, from the old pass to the last training pass that is compared with it; without an
-    old pass, for a mini-batch. The scales of gradients, on which no log-prob depends, are updated after each
+    has an importance ratio that is not 1, by more than GSPO's clip range. Here the scales of forward passes stay fixed,
+    and the largest values are recorded, from the old pass to the last training pass that is compared with it, or for
+    one mini-batch without an old pass. The scales of gradients, on which no log-prob depends, are updated after each
     mini-batch. The other recipes have no state: a tensor's scale follows from the tensor.
 
     The methods are collective over the ranks of a pipeline stage, which share each tensor's largest value.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -59,6 +59,7 @@ class Routers:
         self._followed: list[tuple[int, torch.Tensor]] = []
         for layer, router in self.all():
             router.register_forward_hook(self._check(layer))
+            sort_chosen_experts(router)
         # Megatron lists every router of the process for its static helpers. This class controls each router directly,
         # and the list would keep models alive.
         RouterReplay.clear_global_router_replay_instances()
@@ -124,6 +125,24 @@ def expert_bias_of(router: TopKRouter) -> torch.Tensor:
     """The router's expert bias, [num_experts] float32, the same on all ranks of the layer; shares its memory."""
     # A buffer that Megatron registers by name; the class declares only the None of routers without one.
     return cast(torch.Tensor, router.expert_bias)
+
+
+def sort_chosen_experts(router: TopKRouter) -> None:
+    """Make the router list a token's experts by falling score in every pass, with or without gradients.
+
+    Megatron-Core 0.19 sorts them only if gradients are enabled. The weights of a token's experts are divided by their
+    sum, and on a GPU the unsorted ones come in another order, so the sum has another last bit. The old pass then
+    differs from the training pass of the same weights: on an H100, |log s| of a mixture reached 2e-3 to 6e-3 in bf16
+    and FP8, ten times GSPO's clip range. The CPU sorts either way.
+    """
+    replay = _replay_of(router)
+    choose = replay.get_replay_topk
+
+    def choose_sorted(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.enable_grad():
+            return choose(*args, **kwargs)
+
+    replay.get_replay_topk = choose_sorted
 
 
 def _replay_of(router: TopKRouter) -> RouterReplay:

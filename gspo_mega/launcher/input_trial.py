@@ -26,6 +26,7 @@ from gspo_mega.base.errors import GspoMegaError
 from gspo_mega.config import Config, load_config
 from gspo_mega.config.derived import critic_of, is_one_turn, penalises_kl
 from gspo_mega.config.prompt_sources import eval_sets, names_prompts, sources_of
+from gspo_mega.config.schema import Data
 from gspo_mega.data.chat import check_vocabulary, load_tokenizer
 from gspo_mega.data.demonstrations import DemonstrationSource
 from gspo_mega.data.prompts import PromptSource, RowSource, encoder_of
@@ -118,7 +119,7 @@ def _template(trial: Trial) -> None:
             trial.tokenizer,
             spec.eos_token_ids,
             spec.vocab_size,
-            calls=not is_one_turn(trial.config),
+            calls=not is_one_turn(trial.config.rollout),
         )
         planned = planned_end_tokens(Path(path), spec.eos_token_ids, spec.vocab_size)
         trial.end_token_ids = ends.ids
@@ -139,7 +140,7 @@ def _episodes(trial: Trial) -> None:
 def _held_out(trial: Trial) -> None:
     for one in eval_sets(trial.config) if trial.can_encode else ():
         with trial.at(f"{one.place}.path"):
-            trial.note_rows(LoadedSet(one, trial.config, trial.tokenizer, trial.enough()).source)
+            trial.note_rows(LoadedSet(one, trial.config.reward, trial.tokenizer, trial.enough()).source)
 
 
 def _prompts(trial: Trial) -> None:
@@ -149,8 +150,8 @@ def _prompts(trial: Trial) -> None:
     demonstrates = trial.command == "sft"
     encoder = encoder_of(config.data, trial.tokenizer)
     for index, source in enumerate(sources_of(config.data)):
-        with trial.at(_source_key(config, index)):
-            check = row_check(config, source.reward, config.data)
+        with trial.at(_source_key(config.data, index)):
+            check = row_check(config.reward, source.reward, config.data)
             trial.note_rows(
                 PromptSource(
                     source.name,
@@ -175,7 +176,7 @@ def _demonstrations(trial: Trial) -> None:
     with trial.at("model.path"):
         check_taught_end(encoder, trial.end_token_ids, config.model.path)
     for index, source in enumerate(sources_of(config.data)):
-        with trial.at(_source_key(config, index)):
+        with trial.at(_source_key(config.data, index)):
             DemonstrationSource(
                 source.name,
                 source.path,
@@ -187,10 +188,10 @@ def _demonstrations(trial: Trial) -> None:
             )
 
 
-def _source_key(config: Config, index: int) -> str:
-    if config.data.path is not None:
+def _source_key(data: Data, index: int) -> str:
+    if data.path is not None:
         return "data.path"
-    return f"data.sources.{index}.path" if config.data.sources else "data.reasoning_gym"
+    return f"data.sources.{index}.path" if data.sources else "data.reasoning_gym"
 
 
 def _stored_tensors(trial: Trial) -> None:
@@ -212,7 +213,7 @@ def folders_of(trial: Trial) -> list[tuple[str, str, bool]]:
     trains = trial.command in ("train", "replay")
     if trains and (config.kl.coefficient > 0 or penalises_kl(config)) and config.kl.reference_path is not None:
         found.append(("kl.reference_path", config.kl.reference_path, False))
-    critic = critic_of(config)
+    critic = critic_of(config.algorithm, config.critic)
     if trains and not trial.keeps_weights and critic is not None and critic.path is not None:
         found.append(("critic.path", critic.path, True))
     return found

@@ -36,7 +36,7 @@ from gspo_mega.config.prompt_sources import (
     reward_names,
     source_rewards,
 )
-from gspo_mega.config.schema import Config, Data, OwnReward
+from gspo_mega.config.schema import Config, Data, OwnReward, Reward
 from gspo_mega.config.validate_episodes import program_problem
 from gspo_mega.config.validate_rewards import services_by_name
 from gspo_mega.data.demonstrations import problem_of_response
@@ -159,7 +159,7 @@ def check_users_functions(loaded: LoadedConfig) -> list[dict[str, Any]]:
     """
     config = loaded.config
     try:
-        sink_makers(config)
+        sink_makers(config.metrics)
     except ConfigError as error:
         key = str(error).partition(":")[0]
         raise ConfigError(f"{loaded.where(key)}: {error}") from None
@@ -249,7 +249,7 @@ def _files(loaded: LoadedConfig, command: str) -> Iterator[tuple[str, str, Calla
     def prompts(
         own_reward: OwnReward | None, left_out: list[str], held_out: HeldOutSet | None = None
     ) -> Callable[[Row], str | None]:
-        names = reward_names(config, own_reward)
+        names = reward_names(config.reward, own_reward)
         keys = data if held_out is None else held_out.data
         place = "data" if held_out is None or held_out.place == "eval" else held_out.place
         needed = [(f"{place}.prompt_key", keys.prompt_key), *answer_keys(keys, place)]
@@ -272,13 +272,13 @@ def _files(loaded: LoadedConfig, command: str) -> Iterator[tuple[str, str, Calla
         return check
 
     if command != "eval":
-        has_turns = not is_one_turn(config)
+        has_turns = not is_one_turn(config.rollout)
 
         def demonstrations(row: Row) -> str | None:
             problem = missing_key(row, data.prompt_key, "data.prompt_key")
             return problem or problem_of_response(row, data, has_turns=has_turns)
 
-        for index, source in enumerate(data_sources(config)):
+        for index, source in enumerate(data_sources(config.data)):
             left_out: list[str] = []
             rows = demonstrations if command == "sft" else prompts(source.reward, left_out)
             yield (
@@ -338,7 +338,9 @@ async def _try_own_rewards(loaded: LoadedConfig, samples: list[_Sample]) -> list
                 key = _key_of(config, sample.source, asked["function"])
                 where = f"{loaded.where(key)}: {key}: {asked['function']}"
                 for what, response in sample.responses():
-                    seconds = await _call(process, config, entry.label, sample, response, f"{where}: tried on {what}")
+                    seconds = await _call(
+                        process, config.reward, entry.label, sample, response, f"{where}: tried on {what}"
+                    )
                     if seconds > config.reward.deadline_seconds:
                         notices.append(
                             f"{where}: its call on {what} took {seconds:.1f} s, and reward.deadline_seconds is"
@@ -350,7 +352,7 @@ async def _try_own_rewards(loaded: LoadedConfig, samples: list[_Sample]) -> list
 
 
 async def _call(
-    process: GuardedProcess, config: Config, label: str, sample: _Sample, response: str, what: str
+    process: GuardedProcess, reward: Reward, label: str, sample: _Sample, response: str, what: str
 ) -> float:
     """Call one function once. Returns the seconds that it took. Raises RewardError if it gives no reward."""
     row = f"row 1 of {sample.path}"
@@ -366,7 +368,7 @@ async def _call(
             "num_response_tokens": len(response.split()),
         }
     )
-    most = max(_LEAST_CALL_SECONDS, config.reward.deadline_seconds)
+    most = max(_LEAST_CALL_SECONDS, reward.deadline_seconds)
     hint = (
         " It has to score any response. If it needs something that exists only in the run, such as a service, set"
         " reward.try_first: false"
@@ -401,7 +403,7 @@ class _Sample:
 def _samples(config: Config, command: str) -> Iterator[_Sample]:
     """The first row of each file whose responses are scored. Files and rows that cannot be read are left out."""
     if command == "train" and names_prompts(config.data):
-        for source in data_sources(config):
+        for source in data_sources(config.data):
             yield from _first(source.name, source.path, config.data)
     for one in eval_sets(config):
         yield from _first(one.source, one.path, one.data)
@@ -434,7 +436,7 @@ def _text_of(prompt: Any) -> str:
 
 
 def _names_of(config: Config, source: str) -> tuple[str, ...]:
-    return reward_names(config, source_rewards(config).get(source))
+    return reward_names(config.reward, source_rewards(config).get(source))
 
 
 def _key_of(config: Config, source: str, function: str) -> str:

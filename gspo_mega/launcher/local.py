@@ -40,9 +40,22 @@ from gspo_mega.launcher.children import (
     stack_signals,
     stop_signals,
 )
-from gspo_mega.launcher.inputs import check_run_folder, check_users_functions, check_what_is_read, is_replay
+from gspo_mega.launcher.inputs import (
+    check_all_inputs,
+    check_run_folder,
+    check_users_functions,
+    check_what_is_read,
+    is_replay,
+)
 from gspo_mega.launcher.lease import Lease, hold
-from gspo_mega.launcher.prepare import new_attempt, rank_environments, reward_gpus, share_gpus, visible_gpus
+from gspo_mega.launcher.prepare import (
+    check_same_run,
+    new_attempt,
+    rank_environments,
+    reward_gpus,
+    share_gpus,
+    visible_gpus,
+)
 from gspo_mega.launcher.restarts import Restarts
 from gspo_mega.launcher.watchdog import RankWatchdog, ServerFailures, StacksOnSignal
 from gspo_mega.plan import plan_run, refuse_what_does_not_fit, render_report
@@ -63,6 +76,44 @@ _SETTLE_SECONDS = 0.7
 _END_GRACE_SECONDS = 3.0
 Command = Literal["train", "sft", "eval", "certify", "budget", "compare", "reward_model"]
 WORKER_COMMAND = (sys.executable, "-m", "gspo_mega.train.worker")
+
+
+def dry_run(
+    loaded: LoadedConfig, command: Literal["train", "sft"], say: Callable[[str], None], *, in_job: bool = False
+) -> int:
+    """Check what a start of `command` checks and start nothing. `in_job`: the start would be on a Slurm job's nodes, as
+    it always is for several, so this machine's GPUs do not count.
+
+    Shows the plan, notices, and what a start would do. Returns 0, or raises what `launch` would. Not checked are what
+    only a start can: whether another process holds the run's folder, whether the checkpoint is whole, the job's nodes.
+    """
+    config = loaded.config
+    is_here = not in_job and (config.cluster.num_nodes, config.cluster.num_rollout_nodes, config.server.num_nodes) == (
+        1,
+        0,
+        1,
+    )
+    gpus = visible_gpus(os.environ) if is_here else []
+    plan = plan_run(loaded, ("gpu" if gpus else "cpu") if is_here else None)
+    if is_here and not is_replay(loaded, command):
+        scorers = reward_servers(config.reward)
+        others, _ = reward_gpus(gpus, [model.tensor for model, _ in scorers])
+        cluster, servers = config.cluster, config.server
+        share_gpus(others, cluster.ranks_per_node, servers.num_servers, servers.tensor, cluster.colocated)
+        server_python.serve_command(loaded)
+    figures = estimate(plan, loaded.where)
+    say(render_report(plan, figures))
+    refuse_what_does_not_fit(plan, figures, loaded.where)
+    check_run_folder(loaded)
+    folder = RunFolder(Path(config.run.dir) / config.run.name)
+    check_same_run(folder, loaded, command)
+    for notice in check_all_inputs(loaded, command):
+        say(f"notice   {notice}")
+    start = "would start"
+    if folder.latest_checkpoint_file.exists():
+        start = "would continue from its last whole checkpoint"
+    say(f"\ndry run  {folder.path} {start}; nothing was started")
+    return 0
 
 
 def launch(
@@ -104,7 +155,7 @@ def launch(
     replays = is_replay(loaded, command)
     samples = with_servers and command != "certify" and not replays
     num_servers = config.server.num_servers if samples else 0
-    scorers = reward_servers(config) if samples else []
+    scorers = reward_servers(config.reward) if samples else []
     other_gpus, scorer_gpus = reward_gpus(gpus, [model.tensor for model, _ in scorers])
     rank_gpus, server_gpus = share_gpus(
         other_gpus, config.cluster.ranks_per_node, num_servers, config.server.tensor, config.cluster.colocated

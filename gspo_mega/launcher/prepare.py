@@ -16,7 +16,7 @@ import random
 import re
 import socket
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -69,9 +69,8 @@ def new_attempt(
 
 
 def _new_attempt(folder: RunFolder, loaded: LoadedConfig, command: str, say: Callable[[str], None]) -> Attempt:
-    if folder.latest_checkpoint_file.exists():
-        _check_same_run(folder, loaded, command)
-    else:
+    check_same_run(folder, loaded, command)
+    if not folder.latest_checkpoint_file.exists():
         if not _is_same_start(folder, loaded, command):
             _move_aside(folder, say)
         folder.current_weights_file.unlink(missing_ok=True)
@@ -80,7 +79,66 @@ def _new_attempt(folder: RunFolder, loaded: LoadedConfig, command: str, say: Cal
     if loaded.config.cluster.colocated and command in ("train", "sft"):
         give_turn(attempt, "ranks")  # before any server of the attempt could start
     atomic_write_text(attempt.command_file, command + "\n")
+    if _is_text(started_in := os.getcwd()):
+        atomic_write_text(attempt.started_in_file, started_in + "\n")
     return attempt
+
+
+def _is_text(path: str) -> bool:
+    """Whether a path has only characters that a text file can have. Names of files may be any bytes."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def configuration_of(target: str, command: str, overrides: Sequence[str] = ()) -> tuple[Path, list[str]]:
+    """The YAML file and the overrides with which `command` starts, or continues, what the user names.
+
+    `target`: a YAML file, or the folder of a run of `command`. For a folder this process moves to the working directory
+    in which the run was started, if there still is one, because its relative paths refer to it. The run stays in its
+    folder, which may have moved, so `overrides` (the user's) may not name another. Raises ConfigError for any other
+    folder.
+    """
+    if not Path(target).is_dir():
+        return Path(target), []
+    folder, name = RunFolder(Path(target).resolve()), command_name(command)
+    for override in overrides:
+        if override.partition("=")[0].strip() in ("run", "run.dir", "run.name"):
+            raise ConfigError(f"gspo-mega {name}: {override} names another folder than {target}; leave it out")
+    started = _last_command(folder)
+    if not folder.config_file.is_file() or started is None:
+        raise ConfigError(f"gspo-mega {name}: {target} is not a run's folder; give a YAML file, or a folder of a run")
+    if started != command:
+        raise ConfigError(
+            f"gspo-mega {name}: {target} is a run of `gspo-mega {command_name(started)}`; continue it with"
+            f" gspo-mega {command_name(started)} {target}"
+        )
+    for attempt in reversed(folder.attempts()):
+        if attempt.started_in_file.is_file():
+            started_in = read_text(attempt.started_in_file, errors="replace").removesuffix("\n")
+            if "\0" not in started_in and os.path.isdir(started_in) and os.access(started_in, os.X_OK):
+                os.chdir(started_in)
+            break
+    own = load_config(folder.config_file).config.run.name
+    if own != folder.path.name:
+        raise ConfigError(
+            f"gspo-mega {name}: {target} is a copy of the run {own}, or was renamed; a run keeps its name: call the"
+            f" folder {own}, in another place if need be"
+        )
+    return folder.config_file, [f"run.dir={yaml_string(str(folder.path.parent))}", f"run.name={own}"]
+
+
+def yaml_string(text: str) -> str:
+    """`text` as a quoted string of YAML, for an override."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def check_same_run(folder: RunFolder, loaded: LoadedConfig, command: str) -> None:
+    """Raise ConfigError if `folder` holds checkpoints that this configuration of `command` cannot continue."""
+    if folder.latest_checkpoint_file.exists():
+        _check_same_run(folder, loaded, command)
 
 
 @contextlib.contextmanager
@@ -137,7 +195,7 @@ def _last_command(folder: RunFolder) -> str | None:
     by hand has no command.)
     """
     files = [attempt.command_file for attempt in folder.attempts() if attempt.command_file.exists()]
-    return read_text(files[-1]).strip() if files else None
+    return read_text(files[-1], errors="replace").strip() if files else None
 
 
 def _check_same_run(folder: RunFolder, loaded: LoadedConfig, command: str) -> None:

@@ -55,6 +55,7 @@ _LASTING = (
 _LASTING_CODES = {error.exit_code for error in _LASTING}
 _CHECKPOINT_NAME = re.compile(r"step_(\d{8})")
 _TAIL_BYTES = 65_536
+_LONG_TAIL_BYTES = 2**22  # hundreds of steps, for a metric that few lines have
 
 
 @dataclass(frozen=True)
@@ -208,16 +209,29 @@ def last_restart(folder: RunFolder) -> RestartRecord | None:
     return None
 
 
-def last_line(path: Path) -> dict[str, Any] | None:
-    """The last complete line of a file of metrics, read from its end; None without one. Raises DamagedFileError."""
+def last_line(path: Path, key: str | None = None) -> dict[str, Any] | None:
+    """The last complete line of a file of metrics, read from its end; None without one. Raises DamagedFileError.
+
+    `key`: of the lines near the end that have this metric, the last.
+    """
+    wanted = b"" if key is None else f'"{key}":'.encode()
+    lines: list[bytes] = []
     try:
         with open_regular(path) as file:
-            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-            lines = [line for line in file.read().splitlines(keepends=True) if line.endswith(b"\n")]
+            size = path.stat().st_size
+            for tail in (_TAIL_BYTES, _LONG_TAIL_BYTES):
+                start = max(0, size - tail)
+                file.seek(start)
+                pieces = file.read(tail).splitlines(keepends=True)[1 if start > 0 else 0 :]  # the first may be half one
+                lines = [line for line in pieces if line.endswith(b"\n") and wanted in line]
+                if lines or start == 0:
+                    break
     except FileNotFoundError:
         return None
     except NoRegularFileError as error:
         raise DamagedFileError(f"{path}: {error.strerror}") from None
+    if not lines and start > 0 and key is None:
+        raise DamagedFileError(f"{path}: its last {_LONG_TAIL_BYTES // 2**20} MiB have no line of metrics")
     try:
         found = parse_json(lines[-1]) if lines else None
         if found is not None and (not isinstance(found, dict) or type(found.get("step")) is not int):

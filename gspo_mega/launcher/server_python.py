@@ -57,7 +57,7 @@ def serve_command(
         return [sys.executable, "-m", "gspo_mega", "serve"], {}
     from gspo_mega.config.deadlines import preflight_seconds  # here because it needs pydantic
 
-    variables, seconds = _import_path(environment), preflight_seconds(loaded.config)
+    variables, seconds = _import_path(environment), preflight_seconds(loaded.config.cluster)
     place = f"{key}: {chosen}"
     found = shutil.which(chosen)
     if found is None:
@@ -111,7 +111,7 @@ def check_same_software(
 
     place = f"{loaded.where('publish.method')}: publish.method: distributed"
     try:
-        server = versions.versions_of(python, preflight_seconds(loaded.config), {**environment, **variables})
+        server = versions.versions_of(python, preflight_seconds(loaded.config.cluster), {**environment, **variables})
     except ValueError as error:
         raise PlanError(f"{place}: {error}") from None
     if different := versions.differences(versions.own_versions(), server):

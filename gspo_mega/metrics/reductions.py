@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike
 
 from gspo_mega.base.episodes import Group
 from gspo_mega.config.derived import compares_within_groups
-from gspo_mega.config.schema import Config
+from gspo_mega.config.schema import Advantage, Config
 from gspo_mega.metrics.catalogue import PHASES, find_metric
 
 _REDUCTIONS: dict[str, Callable[[np.ndarray], Any]] = {
@@ -74,7 +74,7 @@ def sampled_metrics(groups: Sequence[Group], config: Config) -> dict[str, float]
     if compares_within_groups(config):  # otherwise groups with equal rewards teach something as well
         several = [group for group in groups if len(group.scored) > 1]
         if several:
-            numbers["groups/constant_fraction"] = [is_constant(group, config) for group in several]
+            numbers["groups/constant_fraction"] = [is_constant(group, config.advantage) for group in several]
     sources = np.array([episode.prompt.source for episode in episodes])
     for source in dict.fromkeys(sources.tolist()):
         numbers[f"reward/source/{source}"] = rewards[sources == source]
@@ -85,9 +85,9 @@ def sampled_metrics(groups: Sequence[Group], config: Config) -> dict[str, float]
     return reduced(numbers)
 
 
-def is_constant(group: Group, config: Config) -> bool:
+def is_constant(group: Group, advantage: Advantage) -> bool:
     """Whether a group teaches nothing: the advantages of its episodes are all 0."""
-    return group.is_constant_by_turn if config.advantage.turns == "return_to_go" else group.is_constant
+    return group.is_constant_by_turn if advantage.turns == "return_to_go" else group.is_constant
 
 
 def _standard_error(groups: Sequence[Sequence[float]]) -> float:

@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any
 
 from gspo_mega.base.errors import ConfigError
-from gspo_mega.config.schema import Config, MetricsSink
+from gspo_mega.config.schema import Metrics, MetricsSink
 from gspo_mega.metrics import wandb_sink
-from gspo_mega.metrics.sinks import SinkMaker, SinkRun
+from gspo_mega.metrics.sinks import SampleRow, SinkMaker, SinkRun
 from gspo_mega.rewards.user_code import import_function
 
 
@@ -42,8 +42,22 @@ class TensorBoardSink:
             self._events.add_scalar(name, value, measured if name.startswith("eval/") else step, walltime=time)
         self._events.flush()
 
+    def write_samples(self, step: int, rows: list[SampleRow]) -> None:
+        self._events.add_text("samples", "\n\n".join(map(_as_markdown, rows)), step)
+
     def close(self) -> None:
         self._events.close()
+
+
+def _as_markdown(row: SampleRow) -> str:
+    """A row for TensorBoard's text page, which renders Markdown: texts as code, so that they look as they are."""
+    head = ", ".join(
+        f"{name} {value:.3f}"
+        for name, value in (("reward", row.reward), ("advantage", row.advantage))
+        if value is not None
+    )
+    texts = ("\n".join("    " + line for line in text.splitlines() or [""]) for text in (row.prompt, row.response))
+    return "\n\n".join([f"**{head or 'not scored'}**", *texts])
 
 
 BUILTINS: dict[str, type] = {"tensorboard": TensorBoardSink, "wandb": wandb_sink.WandbSink}
@@ -56,17 +70,17 @@ _PROBLEMS: dict[str, Callable[[], str | None]] = {
 RECORD = "jsonl"
 
 
-def sink_makers(config: Config) -> list[SinkMaker]:
+def sink_makers(metrics: Metrics) -> list[SinkMaker]:
     """A maker for each sink of `metrics.sinks` except metrics.jsonl. Raises ConfigError for a sink that cannot be made;
     the message begins with its key.
     """
     seen: set[str] = set()
-    for number, one in enumerate(config.metrics.sinks):
+    for number, one in enumerate(metrics.sinks):
         try:
             _check(one, seen)
         except ConfigError as error:
             raise ConfigError(f"metrics.sinks.{number}: {error}") from error
-    return [SinkMaker(one.sink, load_sink(one)) for one in config.metrics.sinks if one.sink != RECORD]
+    return [SinkMaker(one.sink, load_sink(one)) for one in metrics.sinks if one.sink != RECORD]
 
 
 def _check(one: MetricsSink, seen: set[str]) -> None:

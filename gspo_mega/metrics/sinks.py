@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,6 +30,7 @@ CLOSE_SECONDS = 60.0
 # A sink that cannot be made is tried again after 1, 2, 4, ... steps, up to this many. A sink whose `write` fails again
 # and again is made anew after 4, 16, 64, ... failures in a row, because each attempt may leave files.
 _MOST_STEPS_BETWEEN = 64
+_MOST_KEPT = 64
 _NOT_GIVEN: Any = object()
 
 
@@ -47,6 +48,16 @@ class SinkRun:
     first_step: int
 
 
+@dataclass(frozen=True)
+class SampleRow:
+    """A sampled response: texts, the reward (None: not scored), and the advantage (None: per token, or not trained)."""
+
+    prompt: str
+    response: str
+    reward: float | None
+    advantage: float | None
+
+
 class Sink(Protocol):
     """A destination of metrics:
 
@@ -55,7 +66,9 @@ class Sink(Protocol):
             def write(self, step: int, time: float, metrics: dict[str, float]) -> None: ...
             def close(self) -> None: ...
 
-    `write` is given one line: unix seconds and the finite values by their names in the catalogue.
+    `write` is given one line: unix seconds and the finite values by their names in the catalogue. A sink that also has
+    a method `write_samples(step: int, rows: list[SampleRow])` is given responses of every step that
+    `metrics.samples_every_steps` divides, just before the step's line (see `Sinks.keep_samples`).
 
     A sink that cannot take back what it holds says so in one of two ways, and is then given only later steps. If it can
     tell what it holds, it has an attribute `last_step` (None: nothing). If it cannot, because it buffers, it has an
@@ -87,7 +100,8 @@ class Sinks:
         config: dict[str, Any] | None = None,
         tell: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self._feeds = [_Feed(run, maker, config or {}, tell) for maker in makers]
+        self._samples: dict[int, list[SampleRow]] = {}
+        self._feeds = [_Feed(run, maker, config or {}, tell, self._samples) for maker in makers]
         self._tell = tell
 
     def __len__(self) -> int:
@@ -104,6 +118,14 @@ class Sinks:
         """
         for feed in self._feeds:
             feed.keep_lines(num_lines)
+
+    def keep_samples(self, step: int, rows: list[SampleRow]) -> None:
+        """Call this before the line of `step` is written. The last 64 steps are kept, in memory only: a sink that is
+        further behind, or is given lines again after a kill, gets these lines without rows.
+        """
+        self._samples[step] = rows
+        for old in sorted(self._samples)[:-_MOST_KEPT]:
+            del self._samples[old]
 
     def wake(self) -> None:
         """Call this when there are new lines. Returns at once."""
@@ -126,8 +148,15 @@ class Sinks:
 class _Feed:
     """The thread of one sink."""
 
-    def __init__(self, run: RunFolder, maker: SinkMaker, config: dict[str, Any], tell: Callable[[str], None]) -> None:
-        self.name = maker.name
+    def __init__(
+        self,
+        run: RunFolder,
+        maker: SinkMaker,
+        config: dict[str, Any],
+        tell: Callable[[str], None],
+        samples: Mapping[int, list[SampleRow]],
+    ) -> None:
+        self.name, self._samples = maker.name, samples
         self.num_failures = 0
         self._run, self._maker, self._config, self._tell = run, maker, config, tell
         label = maker.name.replace(":", ".")
@@ -189,6 +218,7 @@ class _Feed:
                     step, seconds = line.pop("step"), line.pop("time")
                     if self._held_step is None or step > self._held_step:
                         given = {name: value for name, value in line.items() if value is not None}
+                        self._write_samples(step, given)
                         self._sink.write(step, seconds, given)
                         self._buffered.append((time.monotonic(), step))
                         self._failures_in_a_row = 0
@@ -198,6 +228,12 @@ class _Feed:
                     self._write_ledger()
         except Exception as error:
             self._failed(error)
+
+    def _write_samples(self, step: int, line: dict[str, float]) -> None:
+        """Give the sink the responses of a step of training, if there are any and it takes them."""
+        write, rows = getattr(self._sink, "write_samples", None), self._samples.get(step)
+        if write is not None and rows and "reward/mean" in line:
+            write(step, rows)
 
     def _make_sink(self) -> bool:
         """Make the sink. Returns False if there is no line to give to it."""

@@ -19,7 +19,7 @@ from typing import Literal, get_args
 
 from gspo_mega.base.run_folder import atomic_write_text
 from gspo_mega.base.untrusted import read_text
-from gspo_mega.metrics.sinks import SinkRun
+from gspo_mega.metrics.sinks import SampleRow, SinkRun
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +93,15 @@ class WandbSink:
             return
         self._run.log({**metrics, "time": time}, step=step, commit=True)
         self._given = step
+
+    def write_samples(self, step: int, rows: list[SampleRow]) -> None:
+        if self._given is not None and step <= self._given:
+            return
+        table = self._wandb.Table(
+            columns=["prompt", "response", "reward", "advantage"],
+            data=[[row.prompt, row.response, row.reward, row.advantage] for row in rows],
+        )
+        self._run.log({"samples": table}, step=step, commit=False)  # the step's line follows
 
     def close(self) -> None:
         self._run.finish()

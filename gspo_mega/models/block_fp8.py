@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from gspo_mega.config.derived import BLACKWELL, WEIGHT_BLOCK, has_powers_of_two, loads_quantized
-from gspo_mega.config.schema import Config
+from gspo_mega.config.schema import Cluster, Config, Fp8
 from gspo_mega.models.hf_fields import ConfigReader
 from gspo_mega.models.spec import BlockFp8
 from gspo_mega.models.tensors import TensorEntry
@@ -72,15 +72,17 @@ def quantization_config(stored: BlockFp8) -> dict[str, Any]:
 
 def served_layout(config: Config) -> BlockFp8 | None:
     """The layout in which the run's servers get their weights, or None if these are plain."""
-    return BlockFp8(WEIGHT_BLOCK, power_of_two=publishes_powers_of_two(config)) if loads_quantized(config) else None
+    if not loads_quantized(config.server):
+        return None
+    return BlockFp8(WEIGHT_BLOCK, power_of_two=publishes_powers_of_two(config.fp8, config.cluster))
 
 
-def publishes_powers_of_two(config: Config) -> bool:
+def publishes_powers_of_two(fp8: Fp8, cluster: Cluster) -> bool:
     """Whether the scales of published blocks are powers of two. `fp8.block_scales` decides, for any precision of the
     trainer. With `auto` the GPUs of `cluster.gpu` decide, because every process of the run, with and without a GPU,
     must come to the same answer.
     """
-    return has_powers_of_two(config.fp8.block_scales, BLACKWELL if config.cluster.gpu in _BLACKWELL_NAMES else None)
+    return has_powers_of_two(fp8.block_scales, BLACKWELL if cluster.gpu in _BLACKWELL_NAMES else None)
 
 
 def is_quantizable(entry: TensorEntry) -> bool:

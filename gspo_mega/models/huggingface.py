@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_mega.base.errors import ModelError
+from gspo_mega.base.hub import hub_hint
 from gspo_mega.base.untrusted import NoRegularFileError, find_unreadable_entry, open_regular, read_json_file
 from gspo_mega.models.block_fp8 import read_block_fp8
 from gspo_mega.models.end_tokens import stated_end
@@ -78,7 +79,9 @@ def read_model_spec(
     if folder.is_file() and folder.suffix == ".json":
         return spec_from_config(renamed(_read_json(folder) or {}, str(folder)), where=str(folder))
     if not folder.is_dir():
-        raise ModelError(f"{folder}: no such folder; give a Hugging Face folder with config.json and safetensors")
+        raise ModelError(
+            f"{folder}: no such folder; give a Hugging Face folder with config.json and safetensors{hub_hint(folder)}"
+        )
     if (odd := find_unreadable_entry(folder)) is not None:
         raise ModelError(odd)
     raw = _read_json(folder / "config.json")

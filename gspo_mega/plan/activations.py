@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from gspo_mega.config.derived import fused_keys
-from gspo_mega.config.schema import Config
+from gspo_mega.config.schema import Config, Precision
 from gspo_mega.models.spec import LatentAttention, ModelSpec, MoeSpec
 from gspo_mega.plan.gpus import Device
 from gspo_mega.plan.layout import Layout
@@ -170,9 +170,9 @@ def _gpu(
     norm = part * (hidden * size + 4)
     attention = norm + part * hidden * linear
     attention += (
-        _gpu_heads(config, spec, layout, size, linear)
+        _gpu_heads(config.precision, spec, layout, size, linear)
         if spec.latent is None
-        else _gpu_latent(config, spec, spec.latent, layout, size, part, linear)
+        else _gpu_latent(config.precision, spec, spec.latent, layout, size, part, linear)
     )
     if moe is None:
         intermediate = spec.intermediate_size / layout.tensor
@@ -184,7 +184,7 @@ def _gpu(
     return attention, norm + shared + part * (hidden * size + _router(moe) + routed + _moved(config, moe))
 
 
-def _gpu_heads(config: Config, spec: ModelSpec, layout: Layout, size: int, linear: float) -> float:
+def _gpu_heads(precision: Precision, spec: ModelSpec, layout: Layout, size: int, linear: float) -> float:
     """Return what grouped-query attention keeps after the projection's input."""
     heads, kv_heads, query, key = _heads(spec, layout)
     attention = 0.0
@@ -192,13 +192,19 @@ def _gpu_heads(config: Config, spec: ModelSpec, layout: Layout, size: int, linea
     if spec.qk_norm:
         attention += query * size + 4 * heads + 4 * kv_heads  # a copy of the queries, one scale a head
     attention += (2 * query + key) * size + 4 * heads  # turned queries and keys, output, log-sum-exp
-    if config.precision == "fp8":
+    if precision == "fp8":
         attention += query * linear  # the output once more, as the projection multiplies it
     return attention
 
 
 def _gpu_latent(
-    config: Config, spec: ModelSpec, latent: LatentAttention, layout: Layout, size: int, part: float, linear: float
+    precision: Precision,
+    spec: ModelSpec,
+    latent: LatentAttention,
+    layout: Layout,
+    size: int,
+    part: float,
+    linear: float,
 ) -> float:
     """Return what latent attention keeps. Norms of latents are not fused, so their input is kept, and their output as
     it is projected up. Rotary positions are not fused either.
@@ -209,7 +215,7 @@ def _gpu_latent(
     kept += heads * (
         2 * (spec.head_dim + latent.value_dim) * size + 4
     )  # queries and keys, values and output, log-sum-exp
-    return kept + (heads * latent.value_dim * linear if config.precision == "fp8" else 0)
+    return kept + (heads * latent.value_dim * linear if precision == "fp8" else 0)
 
 
 def _router(moe: MoeSpec) -> float:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from gspo_mega.base.errors import ConfigError, FitError, PlanError
 from gspo_mega.config.derived import critic_config, episode_lengths, server_dtype
-from gspo_mega.config.schema import Config, ModelReward
+from gspo_mega.config.schema import Cluster, Config, ModelReward, Reward
 from gspo_mega.models.tensors import ParameterCounts, count_parameters, forward_flops_per_token
 from gspo_mega.models.value_models import ClassifierSizes, check_head, read_sizes
 from gspo_mega.plan.gpus import GPUS
@@ -145,12 +145,12 @@ def estimate(plan: Plan, where: Callable[[str], str] = lambda key: "configuratio
         held = shares.state(config, layout, stage)
         size = state_bytes(config, held.largest)
         states.append((held.largest, size))
-        saves.append(save_host_bytes(config, held, size))
+        saves.append(save_host_bytes(config.optimizer, held, size))
         critic = critic_state(config, layout, shares, stage)
         if critic is not None:
             critic_states.append((critic[0].largest, critic[1]))
-            saves[-1] += save_host_bytes(critic_config(config), *critic)
-    limit = gpu_bytes(config)
+            saves[-1] += save_host_bytes(critic_config(config).optimizer, *critic)
+    limit = gpu_bytes(config.cluster)
     memory = run_memory(config, layout, shares, counts.total, limit) if limit is not None else None
     key = "cluster.gpu_memory_gib" if config.cluster.gpu_memory_gib is not None else "cluster.gpu"
     if memory is not None and limit is not None and memory.exact > limit and not only_evaluates(config):
@@ -162,7 +162,7 @@ def estimate(plan: Plan, where: Callable[[str], str] = lambda key: "configuratio
             " optimizer.distributed, optimizer.moments_dtype or optimizer.cpu_offload_fraction"
         )
     ranks_per_node = config.cluster.ranks_per_node
-    shared = ranks_per_node * max(rank_host_bytes(config, size) for _, size in states)
+    shared = ranks_per_node * max(rank_host_bytes(config.cluster, size) for _, size in states)
     shared += servers_host_bytes(config, shares, counts.total)
     by_stage = [[size for _, size in pair] for pair in (zip(states, critic_states) if critic_states else zip(states))]
     node_host = ranks_per_node * max(sum(size.on_host for size in sizes) for sizes in by_stage) + shared
@@ -257,9 +257,11 @@ def _servers(plan: Plan, total_parameters: int, limit: int | None) -> ServerNode
         memory = server_memory(config, plan.spec, total_parameters, limit) if limit is not None else None
         return ServerNodes(num_gpus, None, memory)
     nodes = cluster.num_rollout_nodes or None
-    if nodes is None and (cluster.num_nodes > 1 or cluster.ranks_per_node + num_gpus + reward_gpus(config) > node):
+    if nodes is None and (
+        cluster.num_nodes > 1 or cluster.ranks_per_node + num_gpus + reward_gpus(config.reward) > node
+    ):
         nodes = math.ceil(server.num_servers / max(1, node * server.num_nodes // server.tensor)) * server.num_nodes
-        for _ in reward_servers(config):  # each needs at most one more node
+        for _ in reward_servers(config.reward):  # each needs at most one more node
             nodes += max(place_servers(config, server.num_servers, nodes).gpus) > node
     memory = server_memory(config, plan.spec, total_parameters, limit) if limit is not None else None
     return ServerNodes(num_gpus, nodes, memory)
@@ -330,7 +332,7 @@ def estimate_reward_models(
             raise PlanError(f"{where(place)}: {place}.path: {error}") from None
         estimates.append(_estimate_reward_model(config, model, sizes, limit, f"{where(place)}: {place}"))
     if estimates:
-        _validate_reward_nodes(config, where)
+        _validate_reward_nodes(config.cluster, config.reward, where)
     return tuple(estimates)
 
 
@@ -343,7 +345,7 @@ def _estimate_reward_model(
             f"{place}.tensor: {model.tensor} does not divide the {sizes.num_heads} attention heads of {model.path};"
             f" valid: {', '.join(map(str, valid))}"
         )
-    dtype = server_dtype(config) if model.dtype == "auto" else model.dtype
+    dtype = server_dtype(config.server, config.precision) if model.dtype == "auto" else model.dtype
     tokens = text_tokens(config, model, sizes.positions)
     if sizes.positions is not None and tokens > sizes.positions:
         raise PlanError(
@@ -374,15 +376,14 @@ def text_tokens(config: Config, model: ModelReward, positions: int | None) -> in
     return model.context_tokens or min(wanted, positions or wanted)
 
 
-def _validate_reward_nodes(config: Config, where: Callable[[str], str]) -> None:
+def _validate_reward_nodes(cluster: Cluster, reward: Reward, where: Callable[[str], str]) -> None:
     """Raises PlanError if a single server of a reward model is larger than a node. Whether all find room is checked by
     `validate_rollout_nodes` and `validate_shared_nodes`.
     """
-    cluster = config.cluster
     node = cluster.gpus_per_node
     if node is None:
         return
-    for number, model in enumerate(config.reward.model):
+    for number, model in enumerate(reward.model):
         if model.path is not None and model.tensor > node:
             raise PlanError(
                 f"{where(f'reward.model.{number}')}: reward.model.{number}.tensor: a server on {model.tensor} GPUs does"
@@ -411,7 +412,8 @@ def refuse_what_does_not_fit(plan: Plan, figures: Estimate, where: Callable[[str
     raise FitError(
         f"{where(key)}: {key}: by estimate a rank of stage {memory.stage} needs {memory.peak / GIB:.1f} GiB in"
         f" {memory.peak_phase} and its GPU has {limit / GIB:.1f} GiB: over by {(memory.peak - limit) / GIB:.1f} GiB"
-        f" ({shown}). What would help: {'; '.join(changes)}. No GPU has checked these formulas yet: `plan.over_memory:"
+        f" ({shown}). What would help: {'; '.join(changes)}. These formulas were checked on one H100 with"
+        " two small models only: `plan.over_memory:"
         " warn` starts the run all the same"
     )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from gspo_mega.config.schema import Config
+from gspo_mega.config.schema import Cluster, Config
 
 # What the ranks of a run compute on.
 Device = Literal["cpu", "gpu"]
@@ -104,11 +104,11 @@ def resolve_verification(config: Config, on_gpu: bool) -> Verification:
     return "replicas" if on_gpu or config.server.tensor > 1 else "tensors"
 
 
-def is_on_gpu(config: Config, device: Device | None) -> bool | None:
+def is_on_gpu(cluster: Cluster, device: Device | None) -> bool | None:
     """Return whether the run is on GPUs; None if that is not known before it starts. `device`: the ranks', if known."""
     if device is not None:
         return device == "gpu"
-    return True if config.cluster.gpu is not None else None
+    return True if cluster.gpu is not None else None
 
 
 def describe_verification(config: Config, on_gpu: bool | None) -> str:

@@ -187,11 +187,11 @@ def undivided_sizes(spec: ModelSpec, tensor: int) -> list[str]:
     return [f"{name} {size}" for name, size in sizes if size % tensor]
 
 
-def can_divide_model(config: Config, spec: ModelSpec) -> bool:
+def can_divide_model(parallel: Parallel, spec: ModelSpec) -> bool:
     """Return whether `parallel.tensor` and `parallel.pipeline` divide the model. If not, checks that follow from these
     sizes are left out, because the sizes have to change first.
     """
-    return not undivided_sizes(spec, config.parallel.tensor) and bool(stage_layers(spec.num_layers, config.parallel))
+    return not undivided_sizes(spec, parallel.tensor) and bool(stage_layers(spec.num_layers, parallel))
 
 
 def stage_layers(num_layers: int, parallel: Parallel) -> tuple[int, ...] | None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from gspo_mega.config.derived import critic_config, critic_of
-from gspo_mega.config.schema import Config
+from gspo_mega.config.schema import Cluster, Config, Optimizer
 from gspo_mega.models.spec import ModelSpec
 from gspo_mega.models.tensors import count_parameters
 from gspo_mega.plan.activations import HeadActivations, head_activations, layer_activations, value_head_activations
@@ -152,12 +152,15 @@ def _stage(config: Config, layout: Layout, shares: ModelShares, stage: int) -> G
     whole = _largest_tensor(spec) * WEIGHT_BYTES[config.precision]
     head = head_activations(config, spec, layout)
     parts.phases["old pass"], parts.phases["training"] = _passes(config, spec, layout, stage, head)
-    gathered, offloaded = save_device_bytes(config, held), size.offloaded
+    gathered, offloaded = save_device_bytes(config.optimizer, held), size.offloaded
     if critic is not None:
         own = critic_config(config)
         _, parts.phases["critic"] = _passes(own, spec, layout, stage, value_head_activations(own, spec, layout))
         # A save puts together one model after the other.
-        gathered, offloaded = max(gathered, save_device_bytes(own, critic[0])), offloaded + critic[1].offloaded
+        gathered, offloaded = (
+            max(gathered, save_device_bytes(own.optimizer, critic[0])),
+            offloaded + critic[1].offloaded,
+        )
     parts.phases["optimizer"] = {}
     parts.phases["checkpoint"] = {"gathered state": gathered}
     bucket = config.publish.bucket_bytes if config.publish.method == "distributed" else 0
@@ -239,7 +242,7 @@ def server_memory(config: Config, spec: ModelSpec, total_parameters: int, memory
     weights = rank_weight_bytes(config, spec, total_parameters) + draft.weights
     # Every rank of a server keeps the whole latent.
     elements = (
-        2 * spec.num_layers * max(1, spec.num_kv_heads // attention_ranks(config)) * spec.head_dim
+        2 * spec.num_layers * max(1, spec.num_kv_heads // attention_ranks(config.server)) * spec.head_dim
         if spec.latent is None
         else spec.cache_elements_per_token
     )
@@ -252,9 +255,8 @@ def server_memory(config: Config, spec: ModelSpec, total_parameters: int, memory
     return ServerMemory(weights, tokens * token, tokens * server.attention_data, draft.weights)
 
 
-def gpu_bytes(config: Config) -> int | None:
+def gpu_bytes(cluster: Cluster) -> int | None:
     """Return the bytes of one GPU as the configuration says; None if it names neither a GPU nor its memory."""
-    cluster = config.cluster
     if cluster.gpu_memory_gib is not None:
         return int(cluster.gpu_memory_gib * GIB)
     return int(GPUS[cluster.gpu].memory_gib * GIB) if cluster.gpu is not None else None
@@ -264,7 +266,7 @@ def critic_state(
     config: Config, layout: Layout, shares: ModelShares, stage: int
 ) -> tuple[StageState, StateBytes] | None:
     """Return what the ranks of a stage hold of the critic; None without one. `shares`: the policy's."""
-    if critic_of(config) is None:
+    if critic_of(config.algorithm, config.critic) is None:
         return None
     own = critic_config(config)
     held = shares.critic.state(own, layout, stage)
@@ -280,24 +282,26 @@ def critic_parameters(spec: ModelSpec) -> int:
 
 def saved_bytes(config: Config, spec: ModelSpec, total_parameters: int) -> int:
     """Return the bytes of a checkpoint of the run: what it trains of the policy, and the critic."""
-    size = checkpoint_bytes(config, trained_parameters(config, spec, total_parameters))
+    size = checkpoint_bytes(config, trained_parameters(config.lora, spec, total_parameters))
     return (
-        size if critic_of(config) is None else size + checkpoint_bytes(critic_config(config), critic_parameters(spec))
+        size
+        if critic_of(config.algorithm, config.critic) is None
+        else size + checkpoint_bytes(critic_config(config), critic_parameters(spec))
     )
 
 
-def save_device_bytes(config: Config, state: StageState) -> int:
+def save_device_bytes(optimizer: Optimizer, state: StageState) -> int:
     """Return the most bytes on a GPU during a save: what a rank sends and gets at a time, of one kind of state."""
-    if not config.optimizer.distributed:
+    if not optimizer.distributed:
         return 0
     return max(2 * _FP32_BYTES * min(b.bucket, max(EXCHANGED_ELEMENTS, b.parameter)) for b in state.buffers)
 
 
-def save_host_bytes(config: Config, state: StageState, size: StateBytes) -> int:
+def save_host_bytes(optimizer: Optimizer, state: StageState, size: StateBytes) -> int:
     """Return the most bytes on the host that one rank of the stage needs for a save: what it writes. Loading takes
     less.
     """
-    if not config.optimizer.distributed:
+    if not optimizer.distributed:
         return size.weights + size.main + size.moments
     whole = _STATE_TENSORS * _FP32_BYTES
     held = whole * (state.largest.optimized + max(buffer.parameter for buffer in state.buffers))
@@ -305,11 +309,11 @@ def save_host_bytes(config: Config, state: StageState, size: StateBytes) -> int:
     return max(size.weights + held, min(read, whole * state.largest.parameters))
 
 
-def rank_host_bytes(config: Config, size: StateBytes) -> int:
+def rank_host_bytes(cluster: Cluster, size: StateBytes) -> int:
     """Return the bytes that one rank keeps on the host while servers sample: its state without the gradients, which
     need no copy.
     """
-    return size.weights + size.main + size.moments + size.reference if config.cluster.colocated else 0
+    return size.weights + size.main + size.moments + size.reference if cluster.colocated else 0
 
 
 def servers_host_bytes(config: Config, shares: ModelShares, total_parameters: int) -> int:

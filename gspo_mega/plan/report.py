@@ -220,7 +220,7 @@ def _servers(plan: Plan, figures: Estimate) -> list[str]:
             f" {'adapters' if publishes_adapters(config) else 'weights'} by {config.publish.method}"
         ),
         f"weights {plan.verification}",
-        describe_server_precision(config),
+        describe_server_precision(config.server, config.precision),
     ]
     if needs_start_folder(config, plan.spec):
         form = "plain weights" if served_layout(config) is None else "FP8 blocks"
@@ -318,7 +318,7 @@ def _memory(figures: Estimate) -> list[str]:
         f"peak {_gib(memory.peak)} of {_gib(limit)} in {memory.peak_phase}, on stage {memory.stage}: {verdict}",
         parts,
         "phases: " + ", ".join(f"{phase} {_gib(size)}" for phase, size in memory.phases.items()),
-        "estimate: the state is exact, activations and the rest are formulas that no GPU has verified yet",
+        "estimate: the state is exact; the rest is formulas, checked on one H100 with two small models",
     ]
 
 

@@ -63,7 +63,7 @@ def plan_run(loaded: LoadedConfig, device: Device | None = None, model: str | Pa
     compares = config.kl.coefficient > 0 or penalises_kl(config)
     if model is None and compares and config.kl.reference_path is not None:
         _check_same_shape(config.kl.reference_path, spec, f"{loaded.where('kl.reference_path')}: kl.reference_path: ")
-    critic = critic_of(config)
+    critic = critic_of(config.algorithm, config.critic)
     if model is None and critic is not None and critic.path is not None:
         _check_same_shape(critic.path, spec, f"{loaded.where('critic.path')}: critic.path: ", read_critic_spec)
     if model is None and config.model.weights is not None:
@@ -86,7 +86,7 @@ def plan_run(loaded: LoadedConfig, device: Device | None = None, model: str | Pa
             f"num_nextn_predict_layers {spec.num_ignored_layers}: layers for multi-token prediction are neither loaded"
             " nor trained nor published; the run's `hf` keeps those of model.path as they are"
         )
-    on_gpu = is_on_gpu(config, device)
+    on_gpu = is_on_gpu(config.cluster, device)
     return Plan(
         source,
         config,

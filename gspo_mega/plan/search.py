@@ -78,7 +78,7 @@ def parse_grid(text: str) -> tuple[int, int]:
 def search_layouts(config: Config, spec: ModelSpec, nodes: int, gpus_per_node: int) -> Search:
     """Try every layout on `nodes` x `gpus_per_node` ranks. Raises PlanError if none can run."""
     gpu = config.cluster.gpu or DEFAULT_GPU
-    limit = gpu_bytes(config) or int(GPUS[gpu].memory_gib * GIB)
+    limit = gpu_bytes(config.cluster) or int(GPUS[gpu].memory_gib * GIB)
     shares, total, crossover = ModelShares(spec), count_parameters(spec).total, None
     fitting, too_large, refused = [], [], Counter()
     for candidate in _configurations(config, spec, nodes, gpus_per_node):

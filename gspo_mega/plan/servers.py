@@ -14,7 +14,7 @@ from pathlib import Path
 
 from gspo_mega.base.untrusted import read_json_file
 from gspo_mega.config.derived import SERVER_DTYPES, WEIGHT_BLOCK, publishes_adapters, server_dtype
-from gspo_mega.config.schema import Config, ModelReward
+from gspo_mega.config.schema import Config, ModelReward, Reward, Server
 from gspo_mega.config.validate_servers import draft_folder
 from gspo_mega.models.block_fp8 import is_quantizable, served_layout, stored_bytes
 from gspo_mega.models.hf_fields import needs_plain_copy
@@ -26,37 +26,36 @@ DTYPE_BYTES = {"fp32": 4, "bf16": 2}
 _SCALE_BYTES = 4
 
 
-def attention_ranks(config: Config) -> int:
+def attention_ranks(server: Server) -> int:
     """Return the number of ranks that divide the heads: those of one data-parallel group of the attention."""
-    return max(1, config.server.tensor // config.server.attention_data)
+    return max(1, server.tensor // server.attention_data)
 
 
-def expert_ranks(config: Config) -> int:
+def expert_ranks(server: Server) -> int:
     """Return the number of ranks that share one expert."""
-    return max(1, config.server.tensor // config.server.expert)
+    return max(1, server.tensor // server.expert)
 
 
-def ranks_that_share(config: Config, entry: TensorEntry) -> int:
+def ranks_that_share(server: Server, entry: TensorEntry) -> int:
     """Return over how many of a server's ranks a tensor is divided. Norms and the router are whole on every rank, but
     count as divided because they are small.
     """
-    server = config.server
     if entry.expert is not None:
         return server.tensor
     if server.attention_data > 1 and (".self_attn." in entry.name or entry.stage == "first"):
-        return 1 if entry.stage == "first" else attention_ranks(config)
+        return 1 if entry.stage == "first" else attention_ranks(server)
     if server.expert_dispatcher == "deepep" and "shared_expert" in entry.name:
         return 1
     return server.tensor
 
 
-def divides_attention(config: Config, spec: ModelSpec, tensor: int) -> bool:
+def divides_attention(server: Server, spec: ModelSpec, tensor: int) -> bool:
     """Return whether `tensor` ranks can hold the attention. SGLang copies a key-value head if there are more ranks than
     heads.
     """
-    if tensor % config.server.attention_data:
+    if tensor % server.attention_data:
         return False
-    ranks, kv_heads = tensor // config.server.attention_data, spec.num_kv_heads
+    ranks, kv_heads = tensor // server.attention_data, spec.num_kv_heads
     return spec.num_heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
 
 
@@ -64,7 +63,7 @@ def weight_bytes(config: Config, spec: ModelSpec, total_parameters: int) -> int:
     """Return the bytes of one server's weights, all its ranks together: a byte for each quantized element, the scales,
     and the rest in the server's dtype.
     """
-    size = DTYPE_BYTES[server_dtype(config)]
+    size = DTYPE_BYTES[server_dtype(config.server, config.precision)]
     if config.server.quantization == "none":
         return total_parameters * size
     quantized = [entry for entry in hf_tensors(spec) if is_quantizable(entry)]
@@ -78,17 +77,17 @@ def rank_weight_bytes(config: Config, spec: ModelSpec, total_parameters: int) ->
     server = config.server
     if server.attention_data == 1 and server.expert_dispatcher == "none":
         return weight_bytes(config, spec, total_parameters) // server.tensor
-    size, found = DTYPE_BYTES[server_dtype(config)], 0.0
+    size, found = DTYPE_BYTES[server_dtype(config.server, config.precision)], 0.0
     for entry in hf_tensors(spec):
         quantized = server.quantization != "none" and is_quantizable(entry)
         scales = _num_scales(server.quantization, entry) * _SCALE_BYTES if quantized else 0
-        found += (entry.num_elements * (1 if quantized else size) + scales) / ranks_that_share(config, entry)
+        found += (entry.num_elements * (1 if quantized else size) + scales) / ranks_that_share(config.server, entry)
     return round(found)
 
 
 def cache_element_bytes(config: Config) -> int:
     """Return the bytes of one element of the cache."""
-    return 1 if config.server.kv_cache == "fp8" else DTYPE_BYTES[server_dtype(config)]
+    return 1 if config.server.kv_cache == "fp8" else DTYPE_BYTES[server_dtype(config.server, config.precision)]
 
 
 def _num_scales(quantization: str, entry: TensorEntry) -> int:
@@ -122,16 +121,16 @@ class ServerPlaces:
     gpus: tuple[int, ...]
 
 
-def reward_servers(config: Config) -> list[tuple[ModelReward, int]]:
+def reward_servers(reward: Reward) -> list[tuple[ModelReward, int]]:
     """Return the servers that a run starts for its reward models: (entry of `reward.model`, index among
     its servers).
     """
-    return [(model, index) for model in config.reward.model if model.path for index in range(model.num_servers)]
+    return [(model, index) for model in reward.model if model.path for index in range(model.num_servers)]
 
 
-def reward_gpus(config: Config) -> int:
+def reward_gpus(reward: Reward) -> int:
     """Return the number of GPUs that the servers of all reward models use."""
-    return sum(model.tensor for model, _ in reward_servers(config))
+    return sum(model.tensor for model, _ in reward_servers(reward))
 
 
 def place_servers(config: Config, num_servers: int, num_nodes: int, num_ranks: int = 0) -> ServerPlaces:
@@ -151,7 +150,7 @@ def place_servers(config: Config, num_servers: int, num_nodes: int, num_ranks: i
     if not config.cluster.colocated:
         load_of_policy = load  # one count for both kinds of server
     waiting: list[tuple[int, int, tuple[ModelReward, int] | int]] = [(-own, 0, index) for index in range(num_servers)]
-    waiting += [(-one[0].tensor, 1, one) for one in reward_servers(config)]
+    waiting += [(-one[0].tensor, 1, one) for one in reward_servers(config.reward)]
     for _, _, one in sorted(waiting, key=lambda entry: entry[:2]):
         if isinstance(one, int):
             group = min(groups, key=lambda nodes: max(load_of_policy[node] for node in nodes))
@@ -185,7 +184,7 @@ def draft_memory(config: Config, spec: ModelSpec) -> DraftMemory:
     """Return what speculative decoding takes; zeros without a draft model. A layer for multi-token prediction counts as
     one more of the policy's layers, plus the projection before it. A draft's folder is read for its size and shape.
     """
-    folder, speculative = draft_folder(config), config.server.speculative
+    folder, speculative = draft_folder(config.server, config.model), config.server.speculative
     if folder is None or speculative is None:
         return DraftMemory()
     if speculative.draft_path is None:
@@ -193,13 +192,13 @@ def draft_memory(config: Config, spec: ModelSpec) -> DraftMemory:
         elements = layer + 2 * spec.hidden_size**2
         cached = spec.cache_elements_per_token // spec.num_layers
         if spec.latent is None:
-            cached //= min(attention_ranks(config), spec.num_kv_heads)
-        size = DTYPE_BYTES[server_dtype(config)] if config.server.quantization == "none" else 1
+            cached //= min(attention_ranks(config.server), spec.num_kv_heads)
+        size = DTYPE_BYTES[server_dtype(config.server, config.precision)] if config.server.quantization == "none" else 1
         return DraftMemory(elements * size // config.server.tensor, cached * cache_element_bytes(config))
     shape = read_draft_shape(Path(folder))
     stored = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
     heads = shape.get("num_attention_heads", 1)
-    kv_heads = max(1, shape.get("num_key_value_heads", heads) // attention_ranks(config))
+    kv_heads = max(1, shape.get("num_key_value_heads", heads) // attention_ranks(config.server))
     head_dim = shape.get("head_dim") or shape.get("hidden_size", 0) // heads
     cached = 2 * shape.get("num_hidden_layers", 1) * kv_heads * head_dim
     return DraftMemory(stored // config.server.tensor, cached * cache_element_bytes(config))
@@ -220,7 +219,7 @@ def version_bytes(config: Config, spec: ModelSpec, total_parameters: int) -> int
     """Return the bytes of one published version as it is sent: on disk, or through a server's group."""
     if config.lora is not None and publishes_adapters(config):
         return num_adapter_parameters(config.lora, spec) * DTYPE_BYTES["fp32"]
-    plain, layout = DTYPE_BYTES[server_dtype(config)], served_layout(config)
+    plain, layout = DTYPE_BYTES[server_dtype(config.server, config.precision)], served_layout(config)
     return total_parameters * plain if layout is None else stored_bytes(layout, hf_tensors(spec), plain)
 
 
@@ -228,6 +227,8 @@ def needs_start_folder(config: Config, spec: ModelSpec) -> bool:
     """Return whether servers start from a copy of `model.path` in another form, as far as the configuration and the
     model's shape say.
     """
-    if spec.raw is not None and needs_plain_copy(spec.raw, SERVER_DTYPES[server_dtype(config)]):
+    if spec.raw is not None and needs_plain_copy(
+        spec.raw, SERVER_DTYPES[server_dtype(config.server, config.precision)]
+    ):
         return True
     return (spec.stored is None) != (served_layout(config) is None)

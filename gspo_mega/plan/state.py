@@ -442,7 +442,6 @@ def num_adapter_parameters(lora: Lora, spec: ModelSpec) -> int:
     return sum(tensor.num_elements for tensor in adapter_tensors(spec, lora.rank, lora.targets))
 
 
-def trained_parameters(config: Config, spec: ModelSpec, total: int) -> int:
+def trained_parameters(lora: Lora | None, spec: ModelSpec, total: int) -> int:
     """Return how many of the policy's parameters are trained: all of them, or those of the adapters."""
-    lora = config.lora
     return total if lora is None else num_adapter_parameters(lora, spec)

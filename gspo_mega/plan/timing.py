@@ -23,7 +23,7 @@ from gspo_mega.config.derived import (
     penalises_kl,
     server_dtype,
 )
-from gspo_mega.config.schema import Config
+from gspo_mega.config.schema import Config, Precision
 from gspo_mega.models.spec import ModelSpec
 from gspo_mega.models.tensors import attended_positions
 from gspo_mega.plan.gpus import (
@@ -164,7 +164,8 @@ def between_nodes(config: Config, spec: ModelSpec, gpu: Gpu) -> tuple[float, flo
     if server.num_nodes == 1:
         return 0.0, 0.0
     sums, per_node = 2 * spec.num_layers, server.tensor // server.num_nodes
-    sent = 2 * (1 - 1 / server.num_nodes) * spec.hidden_size * DTYPE_BYTES[server_dtype(config)] / per_node
+    row = spec.hidden_size * DTYPE_BYTES[server_dtype(config.server, config.precision)]
+    sent = 2 * (1 - 1 / server.num_nodes) * row / per_node
     return sums * NETWORK_SUM_SECONDS, sums * sent / (LINK_SHARE * gpu.network_bytes_per_second)
 
 
@@ -190,7 +191,7 @@ def train_time(config: Config, layout: Layout, shares: ModelShares, gpu: Gpu) ->
     has_old_pass = needs_old_log_prob_pass(config) and not (num_micro == 1 and may_correct_in_training(config))
     num_passes = has_old_pass + (config.kl.coefficient > 0 or penalises_kl(config))
     critic = 0.0
-    if critic_of(config) is not None:
+    if critic_of(config.algorithm, config.critic) is not None:
         values, steps, _ = _model_time(critic_config(config), layout, shares.critic, gpu)
         critic = values + sum(steps.values())
     return TrainTime(old_pass=forward_pass * num_passes, training=training, critic=critic)
@@ -208,7 +209,7 @@ def _model_time(config: Config, layout: Layout, shares: ModelShares, gpu: Gpu) -
     layer = _Layer(config, layout, spec, gpu, micro_tokens / layout.context, prompt + response)
     rows = micro_tokens / layout.context * response / (prompt + response)
     # A critic's head is one row.
-    head = 0.0 if shares.is_critic else _head_seconds(config, layout, spec, gpu, rows)
+    head = 0.0 if shares.is_critic else _head_seconds(config.precision, layout, spec, gpu, rows)
 
     # The stage that takes longest: the last one, which also has the head, or a fuller one.
     *others, layers = layout.stage_layers
@@ -341,11 +342,11 @@ def _projections(spec: ModelSpec, layout: Layout) -> list[tuple[float, float]]:
     return [(down / own, hidden), query, (up, latent.key_value_rank), output]
 
 
-def _head_seconds(config: Config, layout: Layout, spec: ModelSpec, gpu: Gpu, rows: float) -> float:
+def _head_seconds(precision: Precision, layout: Layout, spec: ModelSpec, gpu: Gpu, rows: float) -> float:
     """Return the seconds for the logits of one micro-batch's response tokens, computed in bf16 or fp32. The other
     stages wait for the last one.
     """
-    kind = "fp32" if config.precision == "fp32" else "bf16"
+    kind = "fp32" if precision == "fp32" else "bf16"
     return (
         2 * rows * spec.hidden_size * layout.padded_vocab_size / layout.tensor / (gpu.bf16_flops * MATRIX_SHARE[kind])
     )
@@ -410,7 +411,7 @@ def publish_seconds(config: Config, spec: ModelSpec, layout: Layout, gpu: Gpu, t
         / owners
         / _link(gpu, tensor, cluster.ranks_per_node)
     )
-    used = cluster.ranks_per_node + servers * config.server.tensor + reward_gpus(config)
+    used = cluster.ranks_per_node + servers * config.server.tensor + reward_gpus(config.reward)
     one_machine = cluster.num_nodes == 1 and cluster.num_rollout_nodes == 0 and used <= (cluster.gpus_per_node or 0)
     link = LINK_SHARE * (gpu.nvlink_bytes_per_second if one_machine else gpu.network_bytes_per_second)
     # An owner's first bucket is gathered before any is sent.
@@ -467,7 +468,7 @@ def hand_out(config: Config, spec: ModelSpec, layout: Layout) -> HandOut:
     positions = rows * (length + -length % layout.sequence_multiple_tokens)
     away = 1 - (layout.tensor * layout.context * layout.pipeline == 1) / layout.data
     more = (config.advantage.turns == "return_to_go") + (config.rollout.max_staleness > 0)
-    more += critic_of(config) is not None  # rewards of tokens
+    more += critic_of(config.algorithm, config.critic) is not None  # rewards of tokens
     packs = max(1, positions // batch.micro_batch_tokens)
     shards = positions * (POSITION_BYTES + more * MORE_POSITION_BYTES) + packs * PACK_BYTES
     recorded = config.train is not None and config.train.from_rollouts is not None

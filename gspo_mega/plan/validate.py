@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from gspo_mega.base.errors import ModelError, PlanError, Violation
 from gspo_mega.config.deadlines import COLLECTIVE_SECONDS
 from gspo_mega.config.derived import episode_lengths, has_transformer_engine_layers
-from gspo_mega.config.schema import Config, Parallel
+from gspo_mega.config.schema import Batch, Config, Parallel, Sft, Train
 from gspo_mega.models.low_rank import adapted, module_of, targets_of
 from gspo_mega.models.spec import ModelSpec, MoeSpec
 from gspo_mega.models.tensors import TensorEntry, hf_tensors
@@ -63,20 +63,20 @@ def validate_layout(config: Config, spec: ModelSpec, device: Device | None) -> l
     sizes = Sizes.of(config)
     return [
         *_validate_ranks(config, spec, sizes, device),
-        *_validate_tensor(config, spec, sizes),
+        *_validate_tensor(config.parallel, spec, sizes),
         *validate_stages(config, spec, sizes),
         *validate_experts(config, spec, sizes, device),
         *validate_biased_layers(config, spec, device),
         *validate_precision(config, spec, device),
         *validate_fusions(config, spec, device),
-        *validate_batch_invariance(config, spec, device),
+        *validate_batch_invariance(config.engine, config.cluster, spec, device),
         *validate_lora(config, spec),
         *validate_optimizer(config, device),
-        *_validate_batch(config, sizes),
+        *_validate_batch(config.batch, config.sft, sizes),
         *_validate_lengths(config, spec, sizes),
         *validate_server(config, spec, sizes, device),
         *validate_server_parallel(config, spec, device),
-        *validate_speculative(config, spec, device),
+        *validate_speculative(config.server, config.cluster, spec, device),
         *validate_server_precision(config, spec, device),
         *validate_served_model(config, spec, device),
     ]
@@ -84,7 +84,7 @@ def validate_layout(config: Config, spec: ModelSpec, device: Device | None) -> l
 
 def _validate_ranks(config: Config, spec: ModelSpec, sizes: Sizes, device: Device | None) -> Iterator[Violation]:
     parallel = config.parallel
-    if sizes.world % sizes.model and can_divide_model(config, spec):
+    if sizes.world % sizes.model and can_divide_model(config.parallel, spec):
         multiples = [sizes.model * k for k in (sizes.world // sizes.model, sizes.world // sizes.model + 1) if k > 0]
         yield Violation(
             "cluster.ranks_per_node",
@@ -94,7 +94,7 @@ def _validate_ranks(config: Config, spec: ModelSpec, sizes: Sizes, device: Devic
             " or ".join(f"{multiple} ranks in all" for multiple in multiples),
         )
     cluster = config.cluster
-    if cluster.colocated and is_on_gpu(config, device) is False:
+    if cluster.colocated and is_on_gpu(config.cluster, device) is False:
         yield Violation(
             "cluster.colocated",
             "true without GPUs: there is no GPU memory to take turns with, and SGLang's memory saver needs CUDA",
@@ -125,8 +125,8 @@ def _validate_ranks(config: Config, spec: ModelSpec, sizes: Sizes, device: Devic
         )
 
 
-def _validate_tensor(config: Config, spec: ModelSpec, sizes: Sizes) -> Iterator[Violation]:
-    tensor = config.parallel.tensor
+def _validate_tensor(parallel: Parallel, spec: ModelSpec, sizes: Sizes) -> Iterator[Violation]:
+    tensor = parallel.tensor
     if bad := undivided_sizes(spec, tensor):
         valid = dividing(
             sizes.world,
@@ -217,7 +217,7 @@ def validate_experts(config: Config, spec: ModelSpec, sizes: Sizes, device: Devi
         yield from _validate_without_experts(config, spec)
         return
     yield from _validate_router(config, spec, spec.moe)
-    yield from _validate_expert_division(config, spec, spec.moe, sizes)
+    yield from _validate_expert_division(config.parallel, spec, spec.moe, sizes)
     yield from _validate_dispatch(config, spec, device)
 
 
@@ -265,10 +265,9 @@ def _validate_router(config: Config, spec: ModelSpec, moe: MoeSpec) -> Iterator[
         )
 
 
-def _validate_expert_division(config: Config, spec: ModelSpec, moe: MoeSpec, sizes: Sizes) -> Iterator[Violation]:
-    parallel = config.parallel
+def _validate_expert_division(parallel: Parallel, spec: ModelSpec, moe: MoeSpec, sizes: Sizes) -> Iterator[Violation]:
     expert, expert_tensor = parallel.expert, parallel.expert_tensor
-    stands = can_divide_model(config, spec) and sizes.world % sizes.model == 0
+    stands = can_divide_model(parallel, spec) and sizes.world % sizes.model == 0
     per_stage = sizes.world // parallel.pipeline
     fitting = [
         d for d in divisors(moe.num_experts) if sizes.world % (d * expert_tensor * parallel.pipeline) == 0 or not stands
@@ -320,7 +319,7 @@ def _validate_dispatch(config: Config, spec: ModelSpec, device: Device | None) -
             "alltoall",
         )
     if (chosen := parallel.expert_dispatcher) in _BY_KERNELS:
-        if is_on_gpu(config, device) is False:
+        if is_on_gpu(config.cluster, device) is False:
             yield Violation(
                 "parallel.expert_dispatcher", f"{chosen} without GPUs: DeepEP consists of GPU kernels", "alltoall"
             )
@@ -369,7 +368,7 @@ def validate_biased_layers(config: Config, spec: ModelSpec, device: Device | Non
 
 
 def _validate_attention(config: Config, spec: ModelSpec, device: Device | None) -> Iterator[Violation]:
-    has_gpu = is_on_gpu(config, device)
+    has_gpu = is_on_gpu(config.cluster, device)
     if config.precision == "fp8":
         yield Violation(
             "precision", f"fp8: {spec.family} has been tried with Megatron's plain layers only", "bf16, fp32"
@@ -459,8 +458,7 @@ def _expert_modules(spec: ModelSpec) -> set[str]:
     return {module_of(entry) for entries in found.values() for entry in entries if entry.expert is not None}
 
 
-def _validate_batch(config: Config, sizes: Sizes) -> Iterator[Violation]:
-    batch = config.batch
+def _validate_batch(batch: Batch, sft: Sft | None, sizes: Sizes) -> Iterator[Violation]:
     num_sequences = batch.prompts_per_step * batch.group_size
     if num_sequences // batch.num_mini_batches < sizes.data:
         largest = num_sequences // sizes.data
@@ -475,10 +473,10 @@ def _validate_batch(config: Config, sizes: Sizes) -> Iterator[Violation]:
                 else f"1, with at least {math.ceil(sizes.data / batch.group_size)} prompts_per_step"
             ),
         )
-    if config.sft is not None and config.sft.sequences_per_step < sizes.data:
+    if sft is not None and sft.sequences_per_step < sizes.data:
         yield Violation(
             "sft.sequences_per_step",
-            f"{config.sft.sequences_per_step} demonstrations are fewer than the {sizes.data} data-parallel ranks",
+            f"{sft.sequences_per_step} demonstrations are fewer than the {sizes.data} data-parallel ranks",
             str(sizes.data),
         )
 
@@ -531,7 +529,7 @@ def _short_deadlines(config: Config, time: StepTime | None, save_seconds: float)
                 f" first response that takes longer. Set it above {time.rollout:.0f}, or leave it out"
             ),
         )
-    if config.publish.deadline_seconds <= time.publish and _publishes(config):
+    if config.publish.deadline_seconds <= time.publish and _publishes(config.train):
         yield (
             "publish.deadline_seconds",
             (
@@ -558,5 +556,5 @@ def _short_deadlines(config: Config, time: StepTime | None, save_seconds: float)
         )
 
 
-def _publishes(config: Config) -> bool:
-    return config.train is None or config.train.from_rollouts is None
+def _publishes(train: Train | None) -> bool:
+    return train is None or train.from_rollouts is None

@@ -21,7 +21,7 @@ from gspo_mega.config.derived import (
     has_transformer_engine_layers,
     is_sharp_fp8,
 )
-from gspo_mega.config.schema import Config, Fp8, Optimizer
+from gspo_mega.config.schema import Cluster, Config, Engine, Fp8, Optimizer, Precision
 from gspo_mega.models.spec import ModelSpec
 from gspo_mega.plan.gpus import GPUS, Device, is_on_gpu
 from gspo_mega.plan.layout import RECIPE_SIDES
@@ -45,7 +45,7 @@ def validate_precision(config: Config, spec: ModelSpec, device: Device | None) -
     multiply.
     """
     gpu = config.cluster.gpu if device != "cpu" else None
-    if gpu is not None and (problem := chip_problem(config, GPUS[gpu].capability)) is not None:
+    if gpu is not None and (problem := chip_problem(config.precision, config.fp8, GPUS[gpu].capability)) is not None:
         yield Violation("fp8.recipe" if config.precision == "fp8" else "precision", f"cluster.gpu {gpu}: {problem}")
     sides = list(unaligned_sizes(config, spec))
     if sides:
@@ -95,11 +95,11 @@ def unaligned_sizes(config: Config, spec: ModelSpec, recipe: str | None = None) 
             yield f"{name} {size}" + (f" / {ranks} ranks" if ranks > 1 else "")
 
 
-def chip_problem(config: Config, capability: tuple[int, int]) -> str | None:
+def chip_problem(precision: Precision, fp8: Fp8, capability: tuple[int, int]) -> str | None:
     """Return what `precision_problem` says of a chip with the newest software: a plan knows only a GPU's name."""
-    if config.precision != "fp32" and capability < _BF16_CHIP:
-        return _too_old(config, capability)
-    return _fp8_problem(config.fp8, capability, _NEWEST, _NEWEST) if config.precision == "fp8" else None
+    if precision != "fp32" and capability < _BF16_CHIP:
+        return _too_old(precision, capability)
+    return _fp8_problem(fp8, capability, _NEWEST, _NEWEST) if precision == "fp8" else None
 
 
 def precision_problem(
@@ -114,7 +114,7 @@ def precision_problem(
     if config.precision == "fp32":
         return None
     if capability < _BF16_CHIP:
-        return _too_old(config, capability)
+        return _too_old(config.precision, capability)
     if not has_transformer_engine_layers(config, has_gpu=True):
         return None
     if engine_version is None:
@@ -133,8 +133,8 @@ def precision_problem(
     return _fp8_problem(config.fp8, capability, _version(cuda_version or "0"), _version(engine_version))
 
 
-def _too_old(config: Config, capability: tuple[int, int]) -> str:
-    return f"{config.precision} needs {_chip(_BF16_CHIP)} or later; this GPU has {_dotted(capability)}; use fp32"
+def _too_old(precision: Precision, capability: tuple[int, int]) -> str:
+    return f"{precision} needs {_chip(_BF16_CHIP)} or later; this GPU has {_dotted(capability)}; use fp32"
 
 
 def _fp8_problem(fp8: Fp8, capability: tuple[int, int], cuda: tuple[int, ...], engine: tuple[int, ...]) -> str | None:
@@ -210,7 +210,7 @@ def validate_fusions(config: Config, spec: ModelSpec, device: Device | None) -> 
     """Yield each fused operation that is asked for and that this model cannot have: on the device, or, if that is not
     known, on either kind.
     """
-    on_gpu = is_on_gpu(config, device)
+    on_gpu = is_on_gpu(config.cluster, device)
     for key in FUSION_SETTINGS:
         if getattr(config.engine, key) is not True:
             continue
@@ -277,11 +277,13 @@ def optimizer_problems(settings: Optimizer, has_gpu: bool, has_fused_adam: bool)
     return problems
 
 
-def validate_batch_invariance(config: Config, spec: ModelSpec, device: Device | None) -> Iterator[Violation]:
+def validate_batch_invariance(
+    engine: Engine, cluster: Cluster, spec: ModelSpec, device: Device | None
+) -> Iterator[Violation]:
     """Yield models and devices for which the operations of `engine.batch_invariant` were not written."""
-    if not config.engine.batch_invariant:
+    if not engine.batch_invariant:
         return
-    if is_on_gpu(config, device):
+    if is_on_gpu(cluster, device):
         yield Violation(
             "engine.batch_invariant", "true on GPUs: its operations are written and measured for CPUs", "false"
         )

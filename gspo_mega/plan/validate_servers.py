@@ -15,7 +15,7 @@ from pathlib import Path
 
 from gspo_mega.base.errors import PlanError, Violation
 from gspo_mega.config.derived import WEIGHT_BLOCK, capability_problem, publishes, server_dtype
-from gspo_mega.config.schema import Config
+from gspo_mega.config.schema import Cluster, Config, Server
 from gspo_mega.config.validate_servers import CONTEXT_SLACK
 from gspo_mega.models.spec import ModelSpec
 from gspo_mega.plan.gpus import GPUS, Device, is_on_gpu
@@ -53,7 +53,7 @@ def validate_server(config: Config, spec: ModelSpec, sizes: Sizes, device: Devic
         )
 
     def divides(size: int) -> bool:
-        return divides_attention(config, spec, size) and intermediate % size == 0
+        return divides_attention(config.server, spec, size) and intermediate % size == 0
 
     if tensor % server.attention_data == 0 and not divides(tensor):
         yield Violation(
@@ -79,7 +79,7 @@ def validate_server(config: Config, spec: ModelSpec, sizes: Sizes, device: Devic
             f" {CONTEXT_SLACK} that SGLang keeps free",
             str(needed),
         )
-    if config.publish.verify == "tensors" and is_on_gpu(config, device):
+    if config.publish.verify == "tensors" and is_on_gpu(config.cluster, device):
         yield Violation(
             "publish.verify",
             "tensors: servers on GPUs report other checksums than the trainer can compute",
@@ -123,14 +123,18 @@ def validate_server_parallel(config: Config, spec: ModelSpec, device: Device | N
                 f" server.expert from {server.expert} to server.tensor {server.tensor}",
                 f"none, or `server.expert: {server.tensor}`" if server.tensor > 1 else "none",
             )
-        if is_on_gpu(config, device) is False:
+        if is_on_gpu(config.cluster, device) is False:
             yield Violation(
                 "server.expert_dispatcher",
                 f"{server.expert_dispatcher} without GPUs: it consists of GPU kernels",
                 "none",
             )
-    on_cpu = is_on_gpu(config, device) is False
-    if on_cpu and server.expert > 1 and (server_dtype(config) != "fp32" or server.quantization != "none"):
+    on_cpu = is_on_gpu(config.cluster, device) is False
+    if (
+        on_cpu
+        and server.expert > 1
+        and (server_dtype(config.server, config.precision) != "fp32" or server.quantization != "none")
+    ):
         yield Violation(
             "server.expert",
             f"{server.expert} without GPUs: SGLang computes experts of other ranks there only in fp32, not quantized",
@@ -153,20 +157,21 @@ def validate_server_precision(config: Config, spec: ModelSpec, device: Device | 
         )
     if server.quantization == "none":
         return
-    if server.quantization == "fp8_block" and (sides := list(_undivided(config, spec))):
+    if server.quantization == "fp8_block" and (sides := list(_undivided(config.server, spec))):
         yield Violation(
             "server.quantization",
             f"fp8_block needs these sides of a linear layer on one of a server's {server.tensor} ranks to be multiples"
             f" of {WEIGHT_BLOCK[0]}: {', '.join(sides)}",
             "none, or a smaller server.tensor" if server.tensor > 1 else "none, fp8, int8",
         )
-    if not is_on_gpu(config, device):
+    if not is_on_gpu(config.cluster, device):
         return
-    if server_dtype(config) != "bf16":
+    dtype = server_dtype(server, config.precision)
+    if dtype != "bf16":
         yield Violation(
             "server.quantization",
-            f"{server.quantization} with activations in {server_dtype(config)}: on a GPU SGLang's products of quantized"
-            " operands take bf16",
+            f"{server.quantization} with activations in {dtype}: on a GPU SGLang's products of quantized operands take"
+            " bf16",
             "`server.dtype: bf16`",
         )
     if server.quantization == "int8":
@@ -176,7 +181,7 @@ def validate_server_precision(config: Config, spec: ModelSpec, device: Device | 
             " server",
             "fp8_block, or none",
         )
-    elif server.quantization == "fp8" and publishes(config):
+    elif server.quantization == "fp8" and publishes(config.train, config.sft):
         yield Violation(
             "server.quantization",
             "fp8: on a GPU SGLang cannot load new weights into layers that it quantized while loading, so every"
@@ -185,17 +190,17 @@ def validate_server_precision(config: Config, spec: ModelSpec, device: Device | 
         )
     gpu = config.cluster.gpu
     if gpu is not None and (
-        problem := capability_problem(server.quantization, GPUS[gpu].capability, publishes(config))
+        problem := capability_problem(server.quantization, GPUS[gpu].capability, publishes(config.train, config.sft))
     ):
         yield Violation("server.quantization", f"cluster.gpu {gpu}: {problem}", "none")
 
 
-def _undivided(config: Config, spec: ModelSpec) -> Iterator[str]:
+def _undivided(server: Server, spec: ModelSpec) -> Iterator[str]:
     """Yield in words the sides of one rank's linear layers that blocks do not divide. SGLang needs whole blocks in
     every part of a layer that has parts (query, key, value; gate, up) or is cut over ranks, and in every input, because
     128 values of a token share a scale.
     """
-    tensor, attention, heads = config.server.tensor, attention_ranks(config), spec.num_heads
+    tensor, attention, heads = server.tensor, attention_ranks(server), spec.num_heads
     sides = {
         "hidden size": (spec.hidden_size, 1),
         "attention output (heads x head size)": (heads * spec.value_head_dim, attention),
@@ -218,7 +223,7 @@ def _undivided(config: Config, spec: ModelSpec) -> Iterator[str]:
     if not spec.has_experts(0):
         sides["intermediate size"] = (spec.intermediate_size, tensor)
     if spec.moe is not None:
-        sides["experts' intermediate size"] = (spec.moe.expert_intermediate_size, expert_ranks(config))
+        sides["experts' intermediate size"] = (spec.moe.expert_intermediate_size, expert_ranks(server))
         if spec.moe.shared_intermediate_size:
             sides["shared experts' intermediate size"] = (spec.moe.shared_intermediate_size, tensor)
     for name, (size, ranks) in sides.items():
@@ -226,12 +231,14 @@ def _undivided(config: Config, spec: ModelSpec) -> Iterator[str]:
             yield f"{name} {size}" + (f" / {ranks} ranks" if ranks > 1 else "")
 
 
-def validate_speculative(config: Config, spec: ModelSpec, device: Device | None) -> Iterator[Violation]:
+def validate_speculative(
+    server: Server, cluster: Cluster, spec: ModelSpec, device: Device | None
+) -> Iterator[Violation]:
     """Yield settings with which SGLang cannot draft, or would sample from another distribution."""
-    speculative = config.server.speculative
+    speculative = server.speculative
     if speculative is None:
         return
-    if is_on_gpu(config, device) is False:
+    if is_on_gpu(cluster, device) is False:
         yield Violation(
             "server.speculative",
             f"{speculative.algorithm} without GPUs: SGLang accepts drafts there by the most probable token, no"
@@ -255,11 +262,11 @@ def validate_served_model(config: Config, spec: ModelSpec, device: Device | None
     """Yield models that SGLang would serve as other models than the folder holds. It matters only to a run that
     samples.
     """
-    samples = publishes(config) or config.eval is not None
+    samples = publishes(config.train, config.sft) or config.eval is not None
     replays = config.train is not None and config.train.from_rollouts is not None
     width = _CPU_WIDTH * config.server.tensor
     padded = [f"{name} {size}" for name, size in _widths(spec) if size % width]
-    if publishes(config) and not replays and padded and is_on_gpu(config, device) is False:
+    if publishes(config.train, config.sft) and not replays and padded and is_on_gpu(config.cluster, device) is False:
         yield Violation(
             "model.path",
             f"{' and '.join(padded)}: without a GPU SGLang 0.5.23 pads such widths to multiples of {_CPU_WIDTH} x"
@@ -297,7 +304,7 @@ def validate_rollout_nodes(config: Config, where: Callable[[str], str]) -> None:
     needed = max(place_servers(config, server.num_servers, cluster.num_rollout_nodes).gpus)
     if needed <= cluster.gpus_per_node:
         return
-    rewards = reward_gpus(config)
+    rewards = reward_gpus(config.reward)
     both = f" and {rewards} of reward.model" if rewards else ""
     raise PlanError(
         f"{where('cluster.num_rollout_nodes')}: cluster.num_rollout_nodes: {cluster.num_rollout_nodes}"
@@ -320,10 +327,11 @@ def validate_shared_nodes(config: Config, where: Callable[[str], str]) -> None:
     if needed <= cluster.gpus_per_node:
         return
     colocated = ", in turns (cluster.colocated)" if cluster.colocated else ""
+    scorers = reward_gpus(config.reward) > 0
     raise PlanError(
         f"{where('cluster.gpus_per_node')}: cluster.gpus_per_node: a node of {cluster.gpus_per_node} GPUs for its"
         f" {cluster.ranks_per_node} ranks and its share of server.num_servers {server.num_servers} x server.tensor"
-        f" {server.tensor}{' and of reward.model' if reward_gpus(config) else ''}{colocated} would need {needed};"
+        f" {server.tensor}{' and of reward.model' if scorers else ''}{colocated} would need {needed};"
         f" valid: nodes of their own for the servers (cluster.num_rollout_nodes: {_enough_nodes(config, 1)}), fewer of"
         " them, or fewer cluster.ranks_per_node"
     )
@@ -336,7 +344,7 @@ def _enough_nodes(config: Config, at_least: int) -> int:
     server, node = config.server, config.cluster.gpus_per_node
     assert node is not None
     nodes = max(at_least, server.num_nodes)
-    most = nodes + server.num_servers * server.num_nodes + len(reward_servers(config))
+    most = nodes + server.num_servers * server.num_nodes + len(reward_servers(config.reward))
     while nodes < most and max(place_servers(config, server.num_servers, nodes).gpus) > node:
         nodes += 1
     return nodes

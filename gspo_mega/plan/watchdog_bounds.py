@@ -75,7 +75,7 @@ def patience(config: Config, figures: Estimate | None = None) -> Patience | None
     sampling = stalled + rollout.no_server_deadline_seconds
     sampling += MOST_ATTEMPTS * MOST_DEADLINES * config.reward.deadline_seconds
     sampling += total_service_seconds(config.reward)
-    if not is_one_turn(config):
+    if not is_one_turn(config.rollout):
         sampling += config.episodes.turn_deadline_seconds  # the agent's own time, in which nothing is sampled
     derived: dict[str, float] = {
         "start": _START_SECONDS,

@@ -259,7 +259,7 @@ def _fill_advantages(record: StepRecord, config: Any | None, sample: Sample) -> 
             sample.problems.append(missing)
         return
     scored = record.batch.scored(least_of_group(config))
-    if scored.groups and critic_of(config) is not None:
+    if scored.groups and critic_of(config.algorithm, config.critic) is not None:
         missing = f"advantages are not shown: those of {config.algorithm} need its critic's values"
         if missing not in sample.problems:
             sample.problems.append(missing)

@@ -1,10 +1,10 @@
-"""Who caused a scoring not to end as it should: the response, or somebody else.
+"""Decide who caused a scoring to fail: the response, or somebody else.
 
 If the response is the cause, it scores 0 and the cause is counted; a response must not be able to choose "no reward"
 over 0. A failure that the machine, the run or the user's own code causes says nothing about the response: the scoring
-is tried again if that may help, and in the end it has failed. The table is in docs/rewards.md.
+is tried again if that may help, and otherwise has failed. The table is in docs/rewards.md.
 
-Only built-in functions are judged in this way. A user's function may fail for reasons that nobody here can tell apart,
+Only built-in functions are judged in this way. A user's function may fail for reasons that cannot be told apart here,
 so its exception, crash or timeout is a failed scoring.
 """
 
@@ -27,16 +27,18 @@ _OWN_SIGNALS = frozenset(
 
 
 class HeldUp(Exception):
-    """The machine kept a scoring from being done. It is tried again."""
+    """The machine kept a scoring from finishing. It is tried again."""
 
 
 def is_own_end(exit_code: int) -> bool:
-    """Whether a process ended by a signal that its own computing raises. `exit_code`: as in `Popen.returncode`."""
+    """Return whether a process ended by a signal that its own computing raises. `exit_code`: as in
+    `Popen.returncode`.
+    """
     return exit_code < 0 and -exit_code in _OWN_SIGNALS
 
 
 def cause_of(error: BaseException, control: Callable[[], Any]) -> str | None:
-    """What the response caused when a built-in function raised `error`; None if the response was not the cause.
+    """Return what the response caused when a built-in function raised `error`; None if the response was not the cause.
 
     `control` scores an empty response for the same row. If that raises as well, the row or the machine is at fault.
     """

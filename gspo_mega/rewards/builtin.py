@@ -27,7 +27,9 @@ from gspo_mega.rewards.numerals import final_number, gold_number, last_box
 
 
 def arithmetic(*, prompt: str, response: str, answer: Any, metadata: dict[str, Any]) -> float:
-    """1 if the text after the last `#` of the response is the answer, digit for digit; else 0. For the quickstart."""
+    """Return 1 if the text after the last `#` of the response is the answer, digit for digit, else 0. For the
+    quickstart.
+    """
     _, mark, result = response.rpartition("#")
     return float(bool(mark) and result.strip() == str(answer))
 
@@ -35,13 +37,14 @@ def arithmetic(*, prompt: str, response: str, answer: Any, metadata: dict[str, A
 def exact_match(
     *, prompt: str, response: str, answer: Any, metadata: dict[str, Any], ignore_case: bool = False
 ) -> float:
-    """1 if the response is the answer, apart from white space around it (and case, with `ignore_case`); else 0."""
+    """Return 1 if the response is the answer, ignoring white space around it (and case, with `ignore_case`), else 0."""
     given, expected = response.strip(), str(answer).strip()
     return float(given.casefold() == expected.casefold() if ignore_case else given == expected)
 
 
 def gsm8k(*, prompt: str, response: str, answer: Any, metadata: dict[str, Any]) -> float:
-    """1 if the response's final number equals the answer as a number (`1,200.0` is `1200`, `3/4` is `0.75`); else 0.
+    """Return 1 if the response's final number equals the answer as a number (`1,200.0` is `1200`, `3/4` is `0.75`),
+    else 0.
 
     `numerals.final_number` says which number is the final one, and `numerals.gold_number` what the answer may be;
     nothing is evaluated. Raises ValueError if the answer is not exactly one number. The data check refuses such a row
@@ -52,7 +55,7 @@ def gsm8k(*, prompt: str, response: str, answer: Any, metadata: dict[str, Any]) 
 
 
 def problem_of_gsm8k_answer(answer: Any) -> str | None:
-    """Why `gsm8k` cannot compare anything with an answer of a data file, or None."""
+    """Return why `gsm8k` cannot compare anything with an answer of a data file, or None."""
     try:
         gold_number(str(answer))
     except ValueError as error:
@@ -87,14 +90,14 @@ _PROSE = re.compile(
 )
 _MOST_CHARACTERS = 2000  # longest text, in characters, that is read as a letter or a choice
 _LINE = 1000  # a choice's text is looked for in this many characters after `answer is`
-# It begins with a word and repeats nothing, so that a search takes time linear in the text.
+# The pattern begins with a word and repeats nothing, so that a search takes time linear in the text.
 _NAMED = re.compile(
     _SAID + r"(?i:option[ ]|choice[ ])?[\"'\u201c\u2018]?[(\[]?([A-Z])(?![A-Za-z0-9]|['\u2019][A-Za-z])"
 )
 
 
 def choice(*, prompt: str, response: str, answer: Any, metadata: dict[str, Any]) -> float:
-    """1 if the response names the answer's letter; else 0.
+    """Return 1 if the response names the answer's letter, else 0.
 
     The letter is read from the last `\\boxed{...}`; else from the last `<answer>` tags; else after the last `answer is`
     or `Answer:`; else the response must be only the letter. If the row has a list `choices`, the text of a choice
@@ -108,7 +111,7 @@ def choice(*, prompt: str, response: str, answer: Any, metadata: dict[str, Any])
 
 
 def problem_of_choice_answer(answer: Any) -> str | None:
-    """Why `choice` cannot compare anything with an answer of a data file, or None."""
+    """Return why `choice` cannot compare anything with an answer of a data file, or None."""
     try:
         _gold(answer)
     except ValueError as error:
@@ -154,7 +157,7 @@ def _bare(text: str) -> str:
 
 
 def _begins(segment: str, texts: list[Any]) -> str | None:
-    """The letter of the longest choice whose text `segment` begins with; None if it begins with none."""
+    """Return the letter of the longest choice whose text `segment` begins with; None if it begins with none."""
     words = _plain(segment)
     found = [
         (len(wanted), letter)
@@ -171,7 +174,9 @@ def _plain(text: str) -> str:
 
 
 def _letter(segment: str, texts: list[Any]) -> str | None:
-    """The letter that a short text names: the letter itself, a letter before the choice's text, or only that text."""
+    """Return the letter that a short text names: the letter itself, a letter before the choice's text, or only that
+    text.
+    """
     plain = unicodedata.normalize("NFKC", _bare(segment)) if len(segment) <= _MOST_CHARACTERS else segment
     if (label := _LABEL.match(plain)) is not None and label.end() < len(plain):
         plain = plain[label.end() :]
@@ -195,8 +200,8 @@ def format(
     tags: Sequence[str] = ("think", "answer"),
     opened: bool = False,
 ) -> float:
-    """1 if the response is `<think>...</think><answer>...</answer>`, each tag once and in this order, with something in
-    each and only white space around them; else 0.
+    """Return 1 if the response is `<think>...</think><answer>...</answer>`, each tag once and in this order, with
+    something in each and only white space around them, else 0.
 
     `opened`: the prompt ends with the opening of the first tag, as many chat templates do, so the response begins after
     it.
@@ -215,7 +220,7 @@ def format(
 
 
 def check_format(tags: Sequence[str] = ("think", "answer"), opened: bool = False) -> None:
-    """Raises RewardError if the options of `format` are not valid."""
+    """Raise RewardError if the options of `format` are not valid."""
     if isinstance(tags, str) or not tags or not all(isinstance(tag, str) and tag.isidentifier() for tag in tags):
         raise RewardError(f"reward 'format': tags is {tags!r}; a list of names is expected, such as [think, answer]")
     if len(set(tags)) < len(tags):
@@ -232,7 +237,7 @@ def length(
     longest: int,
     soft: int,
 ) -> float:
-    """DAPO's soft over-long punishment (arXiv 2503.14476, equation 13): 0 up to `longest - soft` tokens, -1 from
+    """Return DAPO's soft overlong punishment (arXiv 2503.14476, equation 13): 0 up to `longest - soft` tokens, -1 from
     `longest` on, and a straight line between.
     """
     over = num_response_tokens - (longest - soft)
@@ -240,7 +245,7 @@ def length(
 
 
 def check_length(longest: int, soft: int) -> None:
-    """Raises RewardError if the options of `length` are not valid."""
+    """Raise RewardError if the options of `length` are not valid."""
     for name, value in (("longest", longest), ("soft", soft)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise RewardError(f"reward 'length': {name} is {value!r}; a number of tokens is expected")
@@ -262,8 +267,8 @@ def regex(
     absent: bool = False,
     ignore_case: bool = False,
 ) -> float | dict[str, float | bool]:
-    """1 if the pattern is found in the response (`full`: if it matches the whole response; `absent`: if it is not
-    found); else 0.
+    """Return 1 if the pattern is found in the response (`full`: if it matches the whole response; `absent`: if it is
+    not found), else 0.
 
     If the pattern has a group `(?P<answer>...)`: 1 if the group's text in the first match is the answer, apart from
     white space around both. The response then counts as right or wrong accordingly.
@@ -280,7 +285,7 @@ def regex(
 
 
 def check_regex(pattern: str, full: bool = False, absent: bool = False, ignore_case: bool = False) -> None:
-    """Raises RewardError if the options of `regex` are not valid."""
+    """Raise RewardError if the options of `regex` are not valid."""
     if not isinstance(pattern, str):
         raise RewardError(f"reward 'regex': pattern is {pattern!r}; a text is expected")
     try:
@@ -293,7 +298,7 @@ def check_regex(pattern: str, full: bool = False, absent: bool = False, ignore_c
 
 @functools.lru_cache(maxsize=256)
 def compiled(pattern: str, ignore_case: bool = False) -> Any:
-    """A compiled pattern of RE2. Raises RewardError if it is no pattern, or if google-re2 is not installed."""
+    """Return a compiled pattern of RE2. Raises RewardError if it is no pattern, or if google-re2 is not installed."""
     try:
         import re2
     except ModuleNotFoundError as error:
@@ -319,7 +324,7 @@ _SCORERS: dict[str, Scorer] = {}
 def reasoning_gym(
     *, prompt: str, response: str, answer: Any, metadata: dict[str, Any], python: str | None = None
 ) -> dict[str, float | bool]:
-    """The score of reasoning-gym's own scorer, from 0 to 1. The response is right if it is 1.
+    """Return the score of reasoning-gym's own scorer, from 0 to 1. The response is right if it is 1.
 
     The answer is the text in the last <answer> tags of the response, or else the whole response, without white space
     around it. `metadata` names the item, as rows of `data.reasoning_gym` do. `python`: the Python that has the package,
@@ -361,7 +366,8 @@ class Scorer:
             )
 
     def score(self, place: dict[str, Any], answer: str) -> float:
-        """The package's score of an answer to the item `place`. If the process has ended, the next call starts another.
+        """Return the package's score of an answer to the item `place`. If the process has ended, the next call starts
+        another.
 
         Raises ValueError if the package's scorer failed or made its process crash, RuntimeError if the process ended
         for another reason.

@@ -1,11 +1,12 @@
 """The built-in reward `code`: which of a row's tests does the program in a response pass?
 
 `code` finds the program, runs it against the tests in a process of the sandbox (`sandbox/sandbox_server.py`), and
-counts its time. What the tests expect never reaches that process: outputs and results are compared here.
+counts its time. What the tests expect never reaches that process, except in assert statements, which run there: outputs
+and results are compared here.
 
-Tests are read in several forms (`listed_tests`), among them those of LiveCodeBench's rows (`unpacked`): texts of JSON,
-or compressed texts, and the function that starter code names. A compressed text is pickled, and is read without running
-anything.
+Tests are read in several forms (`listed_tests`), among them those of LiveCodeBench's rows (`unpacked`): JSON texts or
+compressed texts, and the function that starter code names. A compressed text is a pickle, which is read without
+executing it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from gspo_mega.rewards.fenced_code import program_of
 
 KEYS = ("public_test_cases", "private_test_cases")
 # LiveCodeBench's own harness runs this before a program: it imports these modules and the names in them, and raises the
-# bound on recursion. Its starter code uses `List` without importing it.
+# recursion limit. Its starter code uses `List` without importing it.
 _MODULES = (
     "string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys json"
 )
@@ -50,8 +51,8 @@ _AROUND = {"PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT", "STOP"}
 
 
 def unpacked(row: dict[str, Any]) -> tuple[list[Any], str | None]:
-    """The tests of a row's public and private test cases, and the function that functional ones call. Raises ValueError
-    with what is wrong.
+    """Return the tests of a row's public and private test cases, and the function that functional ones call. Raises
+    ValueError with what is wrong.
     """
     tests = [test for key in KEYS if row.get(key) for test in _tests(key, row[key])]
     return tests, _function_of(row.get("metadata"), row.get("starter_code"))
@@ -70,7 +71,9 @@ def _tests(key: str, value: Any) -> list[Any]:
 
 
 def _decompressed(key: str, packed: str) -> str:
-    """The text in `packed`, which is base64 of zlib of a pickled text. Raises ValueError."""
+    """Return the text in `packed`, which is a pickled text, compressed by zlib and encoded in base64. Raises
+    ValueError.
+    """
     try:
         stream = zlib.decompressobj()
         content = stream.decompress(base64.b64decode(packed, validate=True), _MOST_BYTES)
@@ -93,7 +96,7 @@ def _decompressed(key: str, packed: str) -> str:
 
 
 def _function_of(metadata: Any, starter: Any) -> str | None:
-    """The function name that `metadata` gives (func_name), or that of the last function in the starter code."""
+    """Return the function name that `metadata` gives (func_name), or that of the last function in the starter code."""
     if isinstance(metadata, str):
         try:
             metadata = json.loads(metadata)
@@ -126,7 +129,7 @@ _FORMS = (
 @dataclass(frozen=True)
 class CodeTest:
     """One test. `asked`: `input`, `call` or `asserts`, as the sandbox takes them, and a `prelude` that runs before the
-    program. `expected`: the output or the result; asserts expect True. `is_exact`: nothing may differ by the tolerance.
+    program. `expected`: the output or the result; asserts expect True. `is_exact`: the tolerance does not apply.
     `begun`: the beginning of a function and its name, which a program may continue instead of defining it anew.
     """
 
@@ -136,7 +139,7 @@ class CodeTest:
     begun: tuple[str, str] | None = None
 
     def whole(self, program: str) -> str:
-        """The program; one that continues the function that is begun follows that beginning."""
+        """Return the whole program; if it continues the function that `begun` begins, that beginning comes first."""
         if self.begun is None or re.search(rf"(?m)^[ \t]*(?:async\s+)?def\s+{re.escape(self.begun[1])}\b", program):
             return program
         body = program if program[:1] in (" ", "\t") else textwrap.indent(program, "    ")
@@ -144,7 +147,7 @@ class CodeTest:
         return whole if _is_python(whole) else program
 
     def passes(self, outcome: dict[str, Any], tolerance: float) -> bool:
-        """Whether a run of the program ended well with what is expected."""
+        """Return whether a run of the program ended well and gave what is expected."""
         if outcome["ended"] != "done":
             return False
         if self.is_exact and "input" in self.asked:
@@ -157,7 +160,7 @@ class CodeTest:
 
 
 def problem_of_code_answer(answer: Any) -> str | None:
-    """Why an answer of a data file is no list of tests, or None."""
+    """Return why an answer of a data file is no list of tests, or None."""
     try:
         listed_tests(answer)
     except ValueError as error:
@@ -166,7 +169,7 @@ def problem_of_code_answer(answer: Any) -> str | None:
 
 
 def listed_tests(answer: Any) -> list[CodeTest]:
-    """The tests that a row's answer is, or the JSON in its text. Raises ValueError with what is wrong."""
+    """Return the tests in a row's answer, which may also be a JSON text. Raises ValueError with what is wrong."""
     if isinstance(answer, str):
         try:
             answer = json.loads(answer)
@@ -253,15 +256,15 @@ def _test(one: Any, function: Any) -> CodeTest:
 
 
 def _text(value: Any) -> str:
-    """What a program reads or writes: a text, or the lines of one."""
+    """Return a program's input or output as text; it may be given as lines."""
     if isinstance(value, list):
         return "\n".join(str(line) for line in value) + "\n"
     return value if isinstance(value, str) else str(value)
 
 
 def same_lines(given: str, expected: str) -> bool:
-    """Whether two outputs have the same lines apart from white space around them; a line of numbers has to have the
-    same values, exactly, however they are written. LiveCodeBench's rule.
+    """Return whether two outputs have the same lines apart from white space around them; a line of numbers has to have
+    the same values, exactly, however they are written. LiveCodeBench's rule.
     """
     ours, theirs = ([line.strip() for line in text.strip().split("\n")] for text in (given, expected))
     if len(ours) != len(theirs):
@@ -277,8 +280,8 @@ def _same_decimals(one: str, two: str) -> bool:
 
 
 def same_output(given: str, expected: str, tolerance: float) -> bool:
-    """Whether two outputs are the same, apart from white space at the ends of lines and of the whole; numbers with a
-    point or an exponent may differ by `tolerance`.
+    """Return whether two outputs are the same, apart from white space at the ends of lines and of the whole; numbers
+    with a point or an exponent may differ by `tolerance`.
     """
     ours, theirs = ([line.rstrip() for line in text.strip().splitlines()] for text in (given, expected))
     if ours == theirs:
@@ -301,13 +304,15 @@ def _same_word(given: str, expected: str, tolerance: float) -> bool:
 
 
 def _is_close(given: float, expected: float, tolerance: float) -> bool:
-    """Whether two numbers differ by at most `tolerance`: of their size, or, where 0 is expected, of 1."""
+    """Return whether two numbers differ by at most `tolerance`: relative to their size, or in absolute terms if 0 is
+    expected.
+    """
     return math.isclose(given, expected, rel_tol=tolerance, abs_tol=0.0 if expected else tolerance)
 
 
 def same_value(given: Any, expected: Any, tolerance: float) -> bool:
-    """Whether two values of JSON are the same, however deep they are nested. Numbers of which one is no whole number
-    may differ by `tolerance`.
+    """Return whether two JSON values are the same, however deep they are nested. Two numbers may differ by `tolerance`
+    unless both are integers.
     """
     pairs = [(given, expected)]
     while pairs:
@@ -337,13 +342,13 @@ def _is_same_scalar(given: Any, expected: Any, tolerance: float) -> bool:
 
 
 WALLS = ("auto", "namespaces", "landlock")
-# A test may sleep as long again as it may compute, and a moment more.
+# A test may sleep as long again as it may compute, and this many seconds more.
 _WAIT = 1.0
-# A test may take so many times its own time where the machine is busy; then the scoring is tried again.
+# On a busy machine, a test may take this many times its own time; after that the scoring is tried again.
 _BUSY = 4
 # What a test costs the sandbox in addition to the program's own time, on a machine that is free.
 _EACH_SECONDS = 0.005
-# How a test ended that took what it may not have, by the name of its share among the parts of the reward.
+# How a test that broke a limit ended, by the name of the share of such tests among the parts of the reward.
 _ENDS = {"timed_out": "time", "out_of_memory": "memory", "over_output": "output", "killed": "killed"}
 _SERVER = Path(__file__).parent / "sandbox" / "sandbox_server.py"
 _SERVERS: dict[str, LineProcess] = {}
@@ -367,7 +372,7 @@ def check_code(
 ) -> None:
     """Start the sandbox before the first scoring has a deadline.
 
-    Raises RewardError: an option is not what `code` reads, or this machine gives no isolation and `unsafe` is not set.
+    Raises RewardError if an option is not valid, or if this machine provides no isolation and `unsafe` is not set.
     """
     numbers = {"seconds": seconds, "total_seconds": total_seconds, "memory_bytes": memory_bytes}
     for name, value in (numbers | {"folder_bytes": folder_bytes, "output_bytes": output_bytes}).items():
@@ -399,15 +404,15 @@ def code(
     isolation: str = "auto",
     unsafe: bool = False,
 ) -> dict[str, float | bool]:
-    """The share of the row's tests that the program in the response passes; with `partial: false` 1
-    where it passes all. Its parts: `passed`, the share, and the shares of tests that the program made end otherwise:
+    """Return the share of the row's tests that the program in the response passes; with `partial: false`, 1 if it
+    passes all, else 0. Its parts: `passed`, the share, and the shares of tests that the program ended otherwise:
     `timed_out`, `out_of_memory`, `over_output`, and `killed`, by a signal of its own or a system call that is refused.
 
-    A test may compute for `seconds`; all of them together take `total_seconds`, and what is left then has timed out.
-    Time that a program waited for the machine does not count.
+    A test may compute for `seconds`; all of them together take `total_seconds`, and tests that are left then count as
+    timed out. Time that a program waited for the machine does not count.
 
-    Raises ValueError: the answer is no list of tests; HeldUp: the machine did not let a program run to its end;
-    RuntimeError: the sandbox failed.
+    Raises ValueError if the answer is no list of tests, HeldUp if the machine did not let a program run to its end, and
+    RuntimeError if the sandbox failed.
     """
     tests = listed_tests(answer)
     program = program_of(response)
@@ -455,7 +460,7 @@ def _settings(memory_bytes: float, folder_bytes: float, output_bytes: float, iso
 
 
 def _server(settings: str, python: str) -> LineProcess:
-    """The running sandbox of these settings, started where there is none."""
+    """Return the running sandbox of these settings, started if there is none."""
     key = f"{python} {settings}"
     if key not in _SERVERS:
         environment = {
@@ -479,12 +484,12 @@ def _server(settings: str, python: str) -> LineProcess:
 
 
 def _ask(message: dict[str, Any], settings: str, python: str) -> dict[str, Any]:
-    """How one test ended: `ended`, `said` and, where it gave one that is JSON, `result`. Raises RuntimeError."""
+    """Return how one test ended: `ended`, `said` and, if it gave one that is JSON, `result`. Raises RuntimeError."""
     return _run(message, settings, python)[0]
 
 
 def _run(message: dict[str, Any], settings: str, python: str) -> tuple[dict[str, Any], float]:
-    """As `_ask`, with the seconds that the program took of its own."""
+    """Return the result of `_ask`, and the program's own seconds."""
     server = _server(settings, python)
     outcome = server.ask(message)
     if "ended" not in outcome:

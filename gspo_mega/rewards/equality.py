@@ -1,4 +1,4 @@
-"""Whether two objects of SymPy are the same mathematical object.
+"""Decide whether two objects of SymPy are the same mathematical object.
 
 Numbers are compared exactly, or to a precision that follows their size: nothing is rounded to a fixed number of
 decimals, so that 1/2^88 is not 1/2^87. Expressions with symbols are compared at several points. `math-verify` reads
@@ -20,7 +20,7 @@ from sympy.core.relational import Relational
 _SIGNIFICANT = 6  # digits of a decimal that stands for another number
 _PLACES = 6  # decimals to which numbers of ordinary size have to agree
 _DIGITS = 20  # to which a difference is computed once it is known not to be 0
-_MOST_DIGITS = 3000  # with which a difference is told from 0
+_MOST_DIGITS = 3000  # used at most to tell a difference from 0
 _MOST_ELEMENTS = 200
 # Where expressions with symbols are compared: rational numbers in no simple relation to each other, per point.
 _SCALES = (Fraction(1), Fraction(7, 19), Fraction(-13, 17), Fraction(29, 11), Fraction(-31, 12))
@@ -34,8 +34,8 @@ _MIRRORED = {
 
 
 def same(gold: Any, given: Any) -> bool:
-    """Whether a response's object is a row's. Of relations, the row's form counts: 5 is also `x = 5`, and `y = 2x` is
-    `2x - y = 0`.
+    """Return whether a response's object equals a row's. For relations, the row's form counts: 5 is also `x = 5`, and
+    `y = 2x` is `2x - y = 0`.
     """
     if _is_equation(given) and not _holds(given):
         return False
@@ -66,7 +66,7 @@ def _is_and(one: Any) -> bool:
 
 
 def _parts(one: Any) -> list[Any]:
-    """The relations of a chain, in the order in which it was written."""
+    """Return the relations of a chain, in the order in which it was written."""
     return list(getattr(one, "_unsorted_args", one.args))
 
 
@@ -79,7 +79,7 @@ def _is_equation(one: Any) -> bool:
 
 
 def _members(equation: Any) -> list[Any]:
-    """The sides of `a = b = c` from left to right."""
+    """Return the sides of `a = b = c` from left to right."""
     if isinstance(equation, sympy.Eq):
         return [equation.lhs, equation.rhs]
     parts = _parts(equation)
@@ -99,14 +99,14 @@ def _members(equation: Any) -> list[Any]:
 
 
 def _holds(equation: Any) -> bool:
-    """False where an equation says that two different numbers are the same, as `4 = 5` does."""
+    """Return False if an equation says that two different numbers are the same, as `4 = 5` does."""
     numbers = [one for one in _members(equation) if isinstance(one, sympy.Expr) and not one.free_symbols]
     numbers = [one for one in numbers if not one.atoms(AppliedUndef)]
     return all(_same_scalars(numbers[0], other) or _rounds(numbers[0], other) for other in numbers[1:])
 
 
 def _rounds(one: Any, other: Any) -> bool:
-    """Whether a decimal of few digits is the other number, rounded: `1/3 = 0.33` is said of an approximation."""
+    """Return whether a decimal of few digits is the other number, rounded, as in `1/3 = 0.33`."""
     try:
         first, second = complex(sympy.N(one, 15)), complex(sympy.N(other, 15))
     except (TypeError, ValueError, OverflowError):
@@ -116,10 +116,10 @@ def _rounds(one: Any, other: Any) -> bool:
 
 
 def _side(equation: Any) -> Any:
-    """What an equation says that something is: its last side, or the number in `5 = x`."""
+    """Return the value that an equation states: its last side, or the number in `5 = x`."""
     members = _members(equation)
     last, first = members[-1], members[0]
-    if isinstance(last, sympy.Expr) and last.has(sympy.Float):  # `1/3 = 0.333`: said of what was rounded
+    if isinstance(last, sympy.Expr) and last.has(sympy.Float):  # in `1/3 = 0.333`, the exact value counts
         exact = [one for one in members if isinstance(one, sympy.Expr) and one.is_number and not one.has(sympy.Float)]
         last = exact[-1] if exact else last
     if isinstance(last, sympy.Symbol) and isinstance(first, sympy.Expr) and not first.free_symbols:
@@ -128,7 +128,7 @@ def _side(equation: Any) -> Any:
 
 
 def _names_only(one: Any) -> bool:
-    """Whether the left side of an equation is a name for the right one: x, f(x), (x, y), A/S."""
+    """Return whether the left side of an equation is a name for the right one: x, f(x), (x, y), A/S."""
     if isinstance(one, sympy.Symbol):
         return True
     if isinstance(one, sympy.Pow) and one.args[1] == -1:
@@ -158,7 +158,7 @@ def _same_relations(gold: Any, given: Any) -> bool:
 
 
 def _is_graph(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Whether one equation names the values of a function f(x), and the other one calls them y."""
+    """Return whether one equation names the values of a function f(x), and the other one calls them y."""
     if not isinstance(one[0], AppliedUndef) or not isinstance(other[0], sympy.Symbol) or other[0].name != "y":
         return False
     return not any(str(part) == "y" for side in (one[0], one[-1], other[-1]) for part in side.free_symbols)
@@ -172,7 +172,7 @@ def _difference(members: Sequence[Any]) -> Any:
 
 
 def _inequalities(relation: Any) -> list[tuple[Any, Any, int]]:
-    """(kind, difference, sign) of each part, so that each says: sign times the difference is above 0."""
+    """Return (kind, difference, sign) of each part, which says that sign times the difference is above 0."""
     found = []
     for part in _parts(relation) if _is_and(relation) else [relation]:
         kind, sign = _MIRRORED.get(type(part), (type(part), 0))
@@ -188,7 +188,7 @@ def _same_inequality(one: tuple[Any, Any, int], other: tuple[Any, Any, int]) -> 
 
 
 def _proportional(one: Any, other: Any, accepts: Callable[[Any], bool]) -> bool:
-    """Whether one expression is the other times a number that `accepts` takes."""
+    """Return whether one expression is the other times a number that `accepts` takes."""
     if not isinstance(one, sympy.Expr) or not isinstance(other, sympy.Expr):
         return False
     one, other = _evaluated(one), _evaluated(other)
@@ -205,7 +205,7 @@ def _proportional(one: Any, other: Any, accepts: Callable[[Any], bool]) -> bool:
 
 
 def _as_set(relation: Any) -> Any:
-    """The set of numbers for which a relation in one name holds; the relation where SymPy finds none."""
+    """Return the set of numbers for which a relation in one name holds; the relation itself if SymPy finds none."""
     try:
         parts = _parts(relation) if _is_and(relation) else [relation]
         sets = []
@@ -234,8 +234,8 @@ def _same_matrices(gold: Any, given: Any) -> bool:
 
 
 def elements(one: Any) -> list[Any] | None:
-    """The elements of a list, a finite set or a tuple, in the order in which they were written; None of anything
-    else.
+    """Return the elements of a list, a finite set or a tuple, in the order in which they were written; None for
+    anything else.
     """
     if isinstance(one, sympy.FiniteSet):
         written = list(getattr(one, "_unsorted_args", one.args))
@@ -246,17 +246,17 @@ def elements(one: Any) -> list[Any] | None:
 
 
 def num_written(one: Any) -> int:
-    """How many elements a list was written with, each as often as it stands there; 0 of what is no list."""
+    """Return how many elements a list was written with, counting repetitions; 0 if it is no list."""
     return len(getattr(one, "_unsorted_args", one.args)) if isinstance(one, sympy.FiniteSet) else 0
 
 
 def repeats(one: Any) -> bool:
-    """Whether a list names one of its elements several times."""
+    """Return whether a list names one of its elements several times."""
     return num_written(one) > len(one.args) if isinstance(one, sympy.FiniteSet) else False
 
 
 def same_lists(gold: Any, given: Any) -> bool:
-    """Whether two lists have the same elements in any order, each as often."""
+    """Return whether two lists have the same elements in any order, each equally often."""
     ours, theirs = (list(getattr(one, "_unsorted_args", getattr(one, "args", ()))) for one in (gold, given))
     return _matched(ours, theirs, same)
 
@@ -271,7 +271,7 @@ def _same_collections(gold: Any, given: Any) -> bool:
     if ours is not None and theirs is not None:
         if len(ours) != len(theirs) or len(ours) > _MOST_ELEMENTS:
             return False
-        # Of x = 1, y = 2 and 1, 2, the order says which is which.
+        # Between x = 1, y = 2 and 1, 2, the order says which is which.
         named = (_num_names(ours) > 1) != (_num_names(theirs) > 1)
         if isinstance(gold, sympy.Tuple) or named:
             return all(same(a, b) for a, b in zip(ours, theirs, strict=True))
@@ -309,7 +309,7 @@ def _are_relations(one: Any) -> bool:
 
 
 def _union(relations: Any) -> Any:
-    """The numbers for which one of several inequalities holds; where they overlap, for which all of them do."""
+    """Return the numbers for which at least one of several inequalities holds; if they overlap, for which all do."""
     sets = [_as_set(one) for one in relations.args]
     if not all(isinstance(one, sympy.Set) for one in sets):
         return relations
@@ -318,12 +318,12 @@ def _union(relations: Any) -> Any:
 
 
 def _num_names(elements: list[Any]) -> int:
-    """Of how many different names a list says what they are."""
+    """Return for how many different names a list states the value."""
     return len({one.lhs for one in elements if isinstance(one, sympy.Eq) and _names_only(one.lhs)})
 
 
 def _united(one: Any) -> Any:
-    """A union or an intersection as SymPy writes it: of finite sets, one finite set."""
+    """Return a union or an intersection evaluated by SymPy, which merges finite sets into one."""
     return type(one)(*one.args) if isinstance(one, sympy.Union | sympy.Intersection) else one
 
 
@@ -337,7 +337,7 @@ def _no_difference(gold: Any, given: Any) -> bool:
 
 
 def _matched(ours: list[Any], theirs: list[Any], alike: Callable[[Any, Any], bool]) -> bool:
-    """Whether each of ours is one of theirs, none of them used twice."""
+    """Return whether ours and theirs can be paired so that each pair is alike."""
     left = list(theirs)
     for one in ours:
         found = next((place for place, other in enumerate(left) if alike(one, other)), None)
@@ -363,7 +363,7 @@ def _same_scalars(gold: Any, given: Any) -> bool:
 
 
 def _percent(one: Any) -> Any:
-    """The number before a percent sign, which `math-verify` reads as times an unevaluated 1/100; else None."""
+    """Return the number before a percent sign, which `math-verify` reads as times an unevaluated 1/100; else None."""
     hundredth = sympy.UnevaluatedExpr(sympy.Rational(1, 100))
     if isinstance(one, sympy.Mul) and hundredth in one.args:
         return sympy.Mul(*[part for part in one.args if part != hundredth])
@@ -387,7 +387,7 @@ def _same_expressions(gold: Any, given: Any) -> bool:
 
 
 def _decimal(one: Any) -> tuple[Fraction, int] | None:
-    """The value of a decimal and the power of ten of its last digit (of 1.50, which is 3/2: -1), or None."""
+    """Return the value of a decimal and the power of ten of its last digit (of 1.50, which is 3/2: -1), or None."""
     power = 0
     if isinstance(one, sympy.Mul) and len(one.args) == 2:
         for number, ten in (one.args, one.args[::-1]):
@@ -407,7 +407,7 @@ def _decimal(one: Any) -> tuple[Fraction, int] | None:
 
 
 def _same_decimals(ours: Any, theirs: Any, decimals: tuple[Any, Any]) -> bool:
-    """Whether two numbers, of which one is a decimal, agree to the digits that they have to agree to."""
+    """Return whether two numbers, of which one is a decimal, agree to the required digits."""
     difference = abs(ours - theirs)
     if difference == 0:
         return True
@@ -417,7 +417,7 @@ def _same_decimals(ours: Any, theirs: Any, decimals: tuple[Any, Any]) -> bool:
     places = max(_PLACES, _SIGNIFICANT - 1 - _exponent(size))
     if _at_most(difference, sympy.Rational(1, 2) / 10**places):
         return True
-    # What no decimal can be is written as one that is rounded, or cut, at its last digit.
+    # A number that no finite decimal equals is written as one that is rounded, or cut, at its last digit.
     for decimal, exact, other in ((decimals[0], theirs, decimals[1]), (decimals[1], ours, decimals[0])):
         if decimal is None or other is not None or _terminates(exact):
             continue
@@ -432,7 +432,7 @@ def _same_decimals(ours: Any, theirs: Any, decimals: tuple[Any, Any]) -> bool:
 
 
 def _exponent(number: Any) -> int:
-    """The power of ten of a number's first digit."""
+    """Return the power of ten of a number's first digit."""
     if isinstance(number, sympy.Rational):
         guess = math.floor((abs(number.p).bit_length() - number.q.bit_length()) * math.log10(2)) - 1
         while abs(number) >= sympy.Integer(10) ** (guess + 1):
@@ -449,7 +449,7 @@ def _at_most(one: Any, bound: Any) -> bool:
 
 
 def _terminates(number: Any) -> bool:
-    """Whether a number can be written as a decimal that ends."""
+    """Return whether a number can be written as a terminating decimal."""
     if not isinstance(number, sympy.Rational):
         return False
     bottom = number.q
@@ -461,8 +461,8 @@ def _terminates(number: Any) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _evaluated(expression: Any) -> Any:
-    """An expression as SymPy writes it: computed out, without assumptions about its symbols, decimals as fractions,
-    `i` as the imaginary unit where nothing speaks against it.
+    """Return an expression evaluated by SymPy, with real symbols, decimals as fractions, and `i` as the imaginary unit
+    unless it also has `j` or `k`.
     """
     floats = {one: _exact(one) for one in expression.atoms(sympy.Float) if one.is_finite}
     expression = expression.xreplace(floats) if floats else expression
@@ -490,7 +490,7 @@ def _exact(number: Any) -> Any:
 
 
 def _is_zero(difference: Any) -> bool:
-    """Whether a number without symbols is 0: computed to as many digits as its parts have, and some more."""
+    """Return whether a number without symbols is 0: computed to as many digits as its parts have, and some more."""
     if difference.is_Rational:
         return difference == 0
     if difference.has(sympy.nan, sympy.zoo, sympy.oo):
@@ -517,7 +517,7 @@ def _is_surely_zero(difference: Any) -> bool:
 
 
 def _points(*expressions: Any) -> list[dict[Any, Any]]:
-    """Values for all symbols, point by point."""
+    """Return points with rational values for all symbols."""
     names = sorted(set().union(*(one.free_symbols for one in expressions)), key=str)
     steps = [Fraction(3 + 2 * place, 5 + 3 * place) + Fraction(1, 97 + 6 * place) for place in range(len(names))]
     points = []
@@ -528,20 +528,20 @@ def _points(*expressions: Any) -> list[dict[Any, Any]]:
 
 
 def _whole_points(*expressions: Any) -> list[dict[Any, Any]]:
-    """Whole numbers for all symbols, point by point."""
+    """Return points with whole numbers for all symbols."""
     names = sorted(set().union(*(one.free_symbols for one in expressions)), key=str)
     starts = (1, 2, 3, 6, 7, 11)
     return [{name: sympy.Integer(start + 3 * at) for at, name in enumerate(names)} for start in starts]
 
 
 def _alternates(expression: Any) -> bool:
-    """Whether an expression is one of whole numbers: it has (-1)^n."""
+    """Return whether an expression is meant for whole numbers only: it has (-1)^n."""
     powers = (one.args for one in expression.atoms(sympy.Pow))
     return any(base.is_number and base.is_negative and exponent.free_symbols for base, exponent in powers)
 
 
 def _same_functions(ours: Any, theirs: Any) -> bool:
-    """Whether two expressions with symbols agree at every point at which both are defined."""
+    """Return whether two expressions with symbols agree at every sampled point at which both are defined."""
     difference = ours - theirs
     if difference == 0:
         return True
@@ -566,14 +566,14 @@ def _same_functions(ours: Any, theirs: Any) -> bool:
 
 
 def _at(expression: Any, point: dict[Any, Any]) -> Any:
-    """An expression at a point. Names that a sum or an integral binds stay."""
+    """Return an expression at a point. Names that a sum or an integral binds stay."""
     if expression.has(sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit, sympy.Derivative):
         return expression.subs(point)
     return expression.xreplace(point)
 
 
 def _is_inside(expression: Any, point: dict[Any, Any]) -> bool:
-    """Whether no root and no logarithm in an expression is one of a negative number at a point."""
+    """Return whether no root or logarithm in an expression has a negative argument at a point."""
     for one in expression.atoms(sympy.Pow, sympy.log):
         inner = one.args[0]
         if (isinstance(one, sympy.log) or not one.args[1].is_integer) and inner.free_symbols:

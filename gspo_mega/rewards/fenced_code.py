@@ -1,4 +1,4 @@
-"""Blocks of code in a response, as CommonMark reads them, and which of them is the program.
+"""Find the blocks of code in a response, as CommonMark reads them, and the one that is the program.
 
 A fence is three or more backticks or tildes; it is closed by the same sign at least as often, and an open block runs to
 the end. Beyond CommonMark, models' habits are read: a fence after text on its line, a block that a new one interrupts,
@@ -32,7 +32,7 @@ _MOST_PARSED = 8  # blocks whose syntax is looked at, from the last one
 
 @dataclass(frozen=True)
 class CodeBlock:
-    """A block of code. `language`: the first word after its fence, in small letters, or an empty text."""
+    """A block of code. `language`: the first word after its fence, in lower case, or an empty text."""
 
     language: str
     text: str
@@ -58,7 +58,7 @@ class _Open:
 
 
 def blocks(text: str) -> list[CodeBlock]:
-    """The blocks of code in a text, in order; the last may be unclosed."""
+    """Return the blocks of code in a text, in order; the last may be unclosed."""
     found: list[CodeBlock] = []
     now: _Open | None = None
     for line in text.replace("\r\n", "\n").replace("\r", "\n").split("\n"):
@@ -98,7 +98,7 @@ def blocks(text: str) -> list[CodeBlock]:
 
 
 def _opened(fence: re.Match[str] | None) -> _Open | None:
-    """The block that a line opens, or None."""
+    """Return the block that a line opens, or None."""
     if fence is None:
         return None
     sign, rest, before = fence["fence"][0], fence["rest"], fence["before"]
@@ -122,7 +122,7 @@ def _width(space: str) -> int:
 
 
 def _unindented(line: str, width: int) -> str:
-    """A line without as much white space as its block's fence has before it."""
+    """Return a line without the indentation of its block's fence."""
     at = column = 0
     while column < width and at < len(line) and line[at] in " \t":
         column = column + 1 if line[at] == " " else (column // 4 + 1) * 4
@@ -131,11 +131,12 @@ def _unindented(line: str, width: int) -> str:
 
 
 def program_of(response: str) -> str | None:
-    """The program of a response: its last complete one, or None without a block of code.
+    """Return the program of a response: its last complete one, or None without a block of code.
 
-    What follows the thinking comes first. A block that only uses what one before it defines is an example of its use,
-    and no program. Of the others, the last of Python that is Python; else the last of no named
-    language that is a program, and not output; else the last closed one of either; else an unclosed one.
+    Text after the thinking comes first. A block that only uses what an earlier one defines is an example of its use,
+    and no program. Of the others that are Python or name no language, one that parses as a program comes before one
+    that does not, then a closed one before an unclosed one, then Python before no language; the last of the best is
+    taken. Without any of them, code in a fence within one line is taken.
     """
     *_, after = _THINKING.split(response) if len(response) < 10**7 else (response,)
     for text in dict.fromkeys((after, response)):
@@ -155,13 +156,15 @@ def program_of(response: str) -> str | None:
 
 
 def last_block(response: str, accepts: Callable[[str], bool]) -> str | None:
-    """The text of the last closed block that `accepts` takes; else of the last closed one; None without one."""
+    """Return the text of the last closed block that `accepts` takes; else of the last closed one; None if there is
+    none.
+    """
     closed = [one.text for one in blocks(response) if one.is_closed]
     return next((text for text in reversed(closed[-_MOST_PARSED:]) if accepts(text)), closed[-1] if closed else None)
 
 
 def _inner(block: CodeBlock) -> list[CodeBlock]:
-    """A block; where it is a text with blocks of its own in it, between shorter fences, these."""
+    """Return the block itself, or, if it is a text that contains blocks between shorter fences, those."""
     if block.language in ("", "markdown", "md", "text") and _tree(block.text) is None and blocks(block.text):
         return blocks(block.text)
     return [block]
@@ -174,7 +177,7 @@ def _dedented(program: str) -> str:
 
 
 def _is_program(block: CodeBlock) -> bool:
-    """Whether a block does something: it defines, assigns, imports or calls. A number or a name is an output."""
+    """Return whether a block does something: it defines, assigns, imports or calls. A number or a name is an output."""
     tree = _tree(block.text) or _tree(textwrap.dedent(block.text))
     if tree is None:
         return False
@@ -184,7 +187,7 @@ def _is_program(block: CodeBlock) -> bool:
 
 
 def _is_usage(block: CodeBlock, before: list[CodeBlock]) -> bool:
-    """Whether a block defines no function and no class, and needs a name that a block before it defines."""
+    """Return whether a block defines no function and no class, and needs a name that a block before it defines."""
     tree = _tree(block.text) or _tree(textwrap.dedent(block.text))
     if tree is None or any(isinstance(one, _DEFINITIONS) for one in tree.body):
         return False

@@ -32,8 +32,8 @@ _LABELLED, _PAIRED = ("prompt", "response", "label"), ("prompt", "chosen", "reje
 
 @dataclass(frozen=True)
 class Fitting:
-    """How a model is fitted. `trained`: only the head, or all weights. `held_out`: the share of the examples that are
-    not trained on and measure how good the model is.
+    """How a model is fitted. `trained`: only the head, or all weights. `held_out`: the share of the examples that
+    measure the model instead of training it.
     """
 
     loss: Loss = "pointwise"
@@ -67,7 +67,7 @@ class Fitted:
 
 
 def examples_of(rows: Iterable[dict[str, Any]], loss: Loss, text: str) -> list[Example]:
-    """The examples of rows without a `problem_of_row`. `text`: the form that puts a row's values together."""
+    """Return the examples of rows without a `problem_of_row`. `text`: the form that puts a row's values together."""
 
     def words(row: dict[str, Any], key: str) -> str:
         known = {"answer": row.get("answer"), "metadata": row, "options": {}, "num_response_tokens": 0}
@@ -79,7 +79,7 @@ def examples_of(rows: Iterable[dict[str, Any]], loss: Loss, text: str) -> list[E
 
 
 def problem_of_row(row: dict[str, Any], loss: Loss) -> str | None:
-    """What is wrong with a row of the data, or None."""
+    """Return what is wrong with a row of the data, or None."""
     keys = _LABELLED if loss == "pointwise" else _PAIRED
     for key in keys:
         if key not in row:
@@ -93,7 +93,7 @@ def problem_of_row(row: dict[str, Any], loss: Loss) -> str | None:
 
 
 def split_rows(num_rows: int, how: Fitting) -> tuple[list[int], list[int]]:
-    """(Rows that are held out, rows that are trained on); at least one row is trained on."""
+    """Return (rows that are held out, rows that are trained on); at least one row is trained on."""
     order = list(range(num_rows))
     random.Random(how.seed).shuffle(order)
     num_held_out = min(len(order) - 1, round(how.held_out * len(order)))
@@ -101,7 +101,7 @@ def split_rows(num_rows: int, how: Fitting) -> tuple[list[int], list[int]]:
 
 
 def batches_of(trained: list[int], epoch: int, how: Fitting) -> Iterator[list[int]]:
-    """The batches of one epoch. Shuffles `trained` in place; the next epoch shuffles the result."""
+    """Return the batches of one epoch. Shuffles `trained` in place; the next epoch shuffles the result."""
     random.Random(how.seed * 1000 + epoch).shuffle(trained)
     return in_batches(trained, how.batch_size)
 
@@ -111,7 +111,9 @@ def in_batches(rows: list[int], size: int) -> Iterator[list[int]]:
 
 
 def token_ids(tokenizer: Any, text: str, most: int) -> list[int]:
-    """The last `most` tokens of a text, because a judgement is about the end. Raises ModelError if there is none."""
+    """Return the last `most` tokens of a text, because a judgement is about the end. Raises ModelError if there is
+    none.
+    """
     ids = tokenizer(text)["input_ids"][-most:]
     if not ids:
         raise ModelError(f"an example without a token: {text!r}")
@@ -119,8 +121,8 @@ def token_ids(tokenizer: Any, text: str, most: int) -> list[int]:
 
 
 def loss_of(scores: Tensor, labels: Tensor, loss: Loss) -> Tensor:
-    """Mean loss in nats. `scores`: [B, 1] pointwise, [B, 2] (chosen, rejected) pairwise, floating; `labels`: [B] of
-    that dtype, used pointwise.
+    """Return the mean loss in nats. `scores`: [B, 1] pointwise, [B, 2] (chosen, rejected) pairwise, floating; `labels`:
+    [B] of that dtype, used pointwise.
     """
     if loss == "pointwise":
         return binary_cross_entropy_with_logits(scores[:, 0], labels)
@@ -128,13 +130,13 @@ def loss_of(scores: Tensor, labels: Tensor, loss: Loss) -> Tensor:
 
 
 def num_right(scores: Tensor, labels: Tensor, loss: Loss) -> int:
-    """The number of examples that the scores judge rightly. Shapes as in `loss_of`."""
+    """Return the number of examples that the scores judge correctly. Shapes as in `loss_of`."""
     margins = scores[:, 0] * (2 * labels - 1) if loss == "pointwise" else scores[:, 0] - scores[:, 1]
     return int((margins > 0).sum())
 
 
 # SGLang 0.5.23 gives the heads of these models a bias. Transformers has none, so a checkpoint has no value for it, and
-# SGLang then adds an uninitialized value to every score, another one with each start of a server.
+# SGLang then adds an uninitialized value to every score, a different one with each start of a server.
 _WITH_SERVED_BIAS = ("Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification")
 
 
@@ -162,7 +164,7 @@ def fit(model: Path, examples: Sequence[Example], out: Path, how: Fitting, say: 
     held_out, trained = split_rows(len(examples), how)
 
     def scores_of(rows: Iterable[int]) -> tuple[Tensor, Tensor]:
-        """Scores [rows, texts] and labels [rows]."""
+        """Return scores [rows, texts] and labels [rows]."""
         chosen = list(rows)
         flat = [ids for row in chosen for ids in encoded[row]]
         longest = max(map(len, flat))

@@ -14,8 +14,8 @@ policy sampled.
 The function runs in a separate process: it may be slow, raise, print or crash, and only that response is lost, that is,
 not trained on. It may be called again for a response whose scoring was interrupted, so it should have no side effects.
 
-`load_function` finds and checks a function before a run; `scoring_worker.py` calls it. `result_of` reads what a
-function returned. `import_function` and `describe` serve episodes and tools, too.
+`load_function` finds and checks a function before a run; `scoring_worker.py` calls it. `user_code.py` imports users'
+functions, also those of episodes and tools, and reads what they return.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _ANSWER_PROBLEMS: dict[str, Callable[[Any], str | None]] = {
 
 
 def load_function(name: str, options: dict[str, Any]) -> RewardFunction:
-    """The function that a configuration's `function` names: a built-in, or `package.module:function`.
+    """Return the function that a configuration's `function` names: a built-in, or `package.module:function`.
 
     Raises RewardError if there is no such built-in, module or function, if the import fails, or if the function cannot
     be called with the protocol's arguments and these options.
@@ -109,14 +109,16 @@ def _check_call(name: str, function: RewardFunction, options: dict[str, Any]) ->
 
 
 def measured_by(function: RewardFunction) -> tuple[str, ...]:
-    """The names in `MEASURED` that a function has as arguments of its own."""
+    """Return the names in `MEASURED` that a function has as arguments of its own."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = inspect.signature(function).parameters
     return tuple(name for name in MEASURED if name in parameters and parameters[name].kind in kinds)
 
 
 def problem_of_answer(answer: Any, names: Iterable[str]) -> str | None:
-    """Why one of the functions in `names` cannot score with an answer, or None. Users' functions are not checked."""
+    """Return why one of the functions in `names` cannot score with an answer, or None. Users' functions are not
+    checked.
+    """
     for name in names:
         problem_of = _ANSWER_PROBLEMS.get(name)
         if problem_of is not None and (problem := problem_of(answer)) is not None:
@@ -125,8 +127,8 @@ def problem_of_answer(answer: Any, names: Iterable[str]) -> str | None:
 
 
 def zero_for(cause: str, name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The reply of a built-in to a response that made it fail, as `scoring_worker` sends it: a reward of 0. `cause`:
-    one of `blame.CAUSES`.
+    """Return the reply of a built-in to a response that made it fail, as `scoring_worker` sends it: a reward of 0.
+    `cause`: one of `blame.CAUSES`.
     """
     declares = name in VERIFIERS or (
         (name == "json_schema" and bool(options.get("compare")))

@@ -1,9 +1,9 @@
-"""What a process with users' code does to itself before it calls any.
+"""Prepare a process before it calls any user code.
 
-`begin` starts it: the process goes on in a child, and stays behind as the child's guard. A function may start children
-in sessions of their own, which no signal to a process group reaches. The guard is their subreaper in the kernel: a
-process whose parent ends becomes the guard's child, so none is lost, and the guard exits once none lives. It runs no
-user code. The pool ends it with SIGTERM, and so does the kernel when the pool's thread dies.
+`begin` starts it: the program continues in a child, and the process itself becomes the child's guard. A function may
+start children in sessions of their own, which no signal to a process group reaches. The guard is their subreaper in the
+kernel: a process whose parent ends becomes the guard's child, so none is lost, and the guard exits once none lives. It
+runs no user code. The pool ends it with SIGTERM, and so does the kernel when the pool's thread dies.
 
 The child keeps its pipes private, limits its memory and files (`limit`), and may give up the network (`leave_network`).
 Its parent enforces deadlines.
@@ -30,7 +30,7 @@ _AWAITED = {signal.SIGTERM, signal.SIGCHLD}
 
 
 def begin() -> tuple[Any, Any, dict[str, Any]]:
-    """Go on in a child of this process, which was started as `python -m module PARENT_PID` and becomes the guard.
+    """Continue in a child of this process, which was started as `python -m module PARENT_PID` and becomes the guard.
     Users' modules are found in the working folder. Returns the pipes of requests and replies, and the first request.
     """
     go_on_guarded(int(sys.argv[1]))

@@ -65,12 +65,12 @@ ENVIRONMENT = (
 
 @dataclass(frozen=True)
 class ProcessKind:
-    """What runs inside, and how it is spoken of.
+    """What runs inside, and how messages refer to it.
 
     `module`: `python -m module PARENT_PID` speaks JSON lines, of which the first says `{"ready": true, ...}` or
-    `{"load_error": text}`. `name`: of such a process, in words. `section`: the configuration's, whose `environment`
-    names further variables. `error`: of what a user got wrong. `longest_reply_bytes`: of one line. `own_variables`: of
-    the environment, that the module itself needs.
+    `{"load_error": text}`. `name`: what to call such a process. `section`: the section of the configuration whose
+    `environment` names further variables. `error`: the exception for a user's mistakes. `longest_reply_bytes`: the
+    limit of one line. `own_variables`: environment variables that the module itself needs.
     """
 
     module: str
@@ -101,11 +101,11 @@ class GuardedProcess:
 
     @classmethod
     async def start(cls, kind: ProcessKind, setup: dict[str, Any], loads: str, variables: Sequence[str] = ()) -> Self:
-        """Start a process and have it load what `setup` names (`kind.module` has the format).
+        """Start a process and have it load what `setup` names (`kind.module` defines the format).
 
-        `loads`: what that is, in words. `variables`: environment variables that the functions get besides
-        `ENVIRONMENT`. Raises `kind.error`: one of them is not set; a function cannot be loaded; or the process ends or
-        hangs while it tries.
+        `loads`: what is loaded, in words. `variables`: environment variables that the functions get besides
+        `ENVIRONMENT`. Raises `kind.error` if one of them is not set, a function cannot be loaded, or the process ends
+        or hangs while loading.
         """
         process = cls(
             kind,
@@ -152,12 +152,12 @@ class GuardedProcess:
         self.send_line(json.dumps(message).encode())
 
     def send_line(self, line: bytes) -> None:
-        """As `send`, of a message in JSON."""
+        """Queue a message that is already JSON, as `send` does."""
         self._requests.write(line + b"\n")
 
     async def receive(self, timeout_seconds: float | None) -> dict[str, Any] | None:
-        """The next reply; None when the process is gone or its output is no reply. Raises TimeoutError when no reply
-        comes in time; None waits without end.
+        """Return the next reply; None when the process is gone or its output is no reply. Raises TimeoutError when no
+        reply comes in time; with a timeout of None, wait forever.
         """
         try:
             try:
@@ -180,16 +180,16 @@ class GuardedProcess:
 
     @property
     def may_speak(self) -> bool:
-        """Whether its pipe is open: where `receive` returned None, it said something that is no reply."""
+        """Whether its pipe is open. If so after `receive` returned None, its output was no reply."""
         return not self._replies.at_eof()
 
     @property
     def exit_code(self) -> int | None:
-        """As of `Popen.returncode`; None while it runs. Ask after `exit_text`."""
+        """The exit code, as in `Popen.returncode`; None while it runs. Read it after `exit_text`."""
         return self._process.returncode
 
     async def exit_text(self) -> str:
-        """How the process ended, in words. Call it after its pipe has ended."""
+        """Return how the process ended, in words. Call it after its pipe has ended."""
         try:
             async with asyncio.timeout(_EXIT_SECONDS):
                 code = await self._process.wait()
@@ -218,7 +218,9 @@ class GuardedProcess:
 
 
 def environment_of(kind: ProcessKind, variables: Sequence[str]) -> dict[str, str]:
-    """What such a process gets of this one's environment. Raises `kind.error`: one of `variables` is not set."""
+    """Return the part of this process's environment that such a process gets. Raises `kind.error` if one of `variables`
+    is not set.
+    """
     missing = [name for name in variables if name not in os.environ]
     if missing:
         raise kind.error(

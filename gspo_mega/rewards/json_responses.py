@@ -17,7 +17,7 @@ from gspo_mega.rewards.fenced_code import last_block
 
 
 def check_json_schema(schema: dict[str, Any], fenced: bool = False, compare: bool = False) -> None:
-    """Raises RewardError: the options of `json_schema` are not what it reads."""
+    """Raise RewardError if the options of `json_schema` are not valid."""
     if not isinstance(schema, dict):
         raise RewardError(
             f"reward 'json_schema': schema is {schema!r}; a JSON Schema is expected, such as {{type: object}}"
@@ -41,10 +41,10 @@ def json_schema(
     fenced: bool = False,
     compare: bool = False,
 ) -> float | dict[str, float | bool]:
-    """1 where the response is JSON that the schema allows; else 0.
+    """Return 1 if the response is JSON that the schema allows, else 0.
 
-    `fenced`: the JSON stands in the response's last ``` block. `compare`: the value must equal the answer, too (the
-    row's value, or the JSON in its text), and this says whether the response is right.
+    `fenced`: the JSON stands in the response's last ``` block. `compare`: the value must also equal the answer (the
+    row's value, or the JSON in its text); the response then counts as right or wrong accordingly.
     """
     text = response
     if fenced:
@@ -87,7 +87,7 @@ def _refuse(name: str) -> Any:
 
 
 def _values_of(key: str, schema: Any) -> Iterator[str]:
-    """The texts that stand under a keyword anywhere in a schema."""
+    """Yield the texts that stand under a keyword anywhere in a schema."""
     for inner in _objects(schema):
         if isinstance(inner.get(key), str):
             yield inner[key]
@@ -108,7 +108,9 @@ def _objects(schema: Any) -> Iterator[dict[str, Any]]:
 
 @functools.lru_cache(maxsize=16)
 def _validator(schema_text: str) -> Any:
-    """Raises RewardError: it is no JSON Schema, refers to another place, or jsonschema is not installed."""
+    """Return the validator of a schema. Raises RewardError if it is no JSON Schema or refers to another place, or if
+    jsonschema is not installed.
+    """
     try:
         import jsonschema.validators
         import referencing
@@ -146,8 +148,8 @@ def _validator(schema_text: str) -> Any:
     return jsonschema.validators.extend(base, own)(schema, registry=referencing.Registry())
 
 
-# The keywords whose own implementations take more than linear time for some values. Each yields what is wrong; only
-# whether there is anything is looked at.
+# Keywords whose implementations in jsonschema take more than linear time for some values. Each function yields errors;
+# only whether there are any matters.
 
 
 def _pattern(validator: Any, pattern: str, value: Any, schema: Any) -> Iterator[Any]:
@@ -186,7 +188,7 @@ def _wrong(keyword: str) -> Any:
 
 
 def _canonical(value: Any) -> str:
-    """Equal texts for equal JSON values: 1.0 is 1, True is not."""
+    """Return equal texts for equal JSON values: 1.0 equals 1, and True does not."""
     return json.dumps(_whole(value), sort_keys=True)
 
 

@@ -1,7 +1,7 @@
 """Read one formula of LaTeX as objects of SymPy: numbers, expressions, sets, tuples, intervals, matrices, relations.
 
-`read` rewrites what the package `latex2sympy2_extended` (a part of math-verify) does not read, such as other names of
-the same thing, and has the package read the rest. Words and units are read by `quantities.py`.
+`read` rewrites what the package `latex2sympy2_extended` (a part of math-verify) cannot read, such as synonyms, and has
+the package read the result. Words and units are read by `quantities.py`.
 
 `latex_of` first turns Unicode's mathematics into LaTeX: `√5` is `\\sqrt{5}`, `x²` is `x^{2}`, `½` is `\\frac{1}{2}`,
 `∞` is `\\infty`. Most characters are read from Unicode's own data (names, decompositions, decimal values), so that
@@ -21,7 +21,7 @@ from typing import Any
 from gspo_mega.base.errors import RewardError
 from gspo_mega.rewards.numerals import number_alone
 
-# Signs by what LaTeX calls them.
+# Unicode's signs, by their form in LaTeX.
 _SIGNS = {
     "-": "\u2212\u2010\u2011\u2012\u2013\u2014\u2015\u2043\u207b\uff0d\ufe63\ufe58\u2796\u02d7",
     "+": "\u2795\uff0b\ufe62\u2064",
@@ -133,7 +133,7 @@ _PLAIN = re.compile(r"[\x00-\x7f]*")
 
 
 def latex_of(text: str) -> str:
-    """The same text in ASCII as far as Unicode has a meaning for it; what has none stays."""
+    """Return the text as ASCII LaTeX, as far as Unicode defines what a character means; other characters stay."""
     if _PLAIN.fullmatch(text):
         return text
     text = _MIXED.sub(" ", text)
@@ -157,7 +157,7 @@ def latex_of(text: str) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _read(character: str) -> tuple[str, str]:
-    """Whether a character is raised or lowered (`<super>`, `<sub>` or nothing), and what it is in LaTeX."""
+    """Return whether a character is raised or lowered (`<super>`, `<sub>` or nothing), and what it is in LaTeX."""
     if character.isascii():
         return "", character
     decomposition = unicodedata.decomposition(character)
@@ -204,7 +204,7 @@ def _greek(character: str) -> str | None:
 
 
 def _with_roots(text: str) -> str:
-    """`√5`, `√(x+1)` and `∛x` with what stands under the root in braces."""
+    """Return `√5`, `√(x+1)` and `∛x` as LaTeX, with what stands under the root in braces."""
     written, at = [], 0
     for found in _ROOT.finditer(text):
         if found.start() < at:
@@ -228,7 +228,7 @@ def _with_roots(text: str) -> str:
 
 
 def _closing(text: str, at: int) -> int | None:
-    """Where the bracket that opens at a position closes, or None."""
+    """Return where the bracket that opens at a position closes, or None."""
     depth = 0
     for place in range(at, min(len(text), at + 600)):
         depth += (text[place] in "([{") - (text[place] in ")]}")
@@ -270,7 +270,7 @@ def _in_base(found: re.Match[str]) -> str:
     return found[0] if base is None else f"_{{{base}}}"
 
 
-# Other names of the same thing. Every pattern takes linear time.
+# Synonyms, and the one name that is read. Every pattern takes linear time.
 _NAMES = (
     (re.compile(r"\\(?:left|right|middle|[bB]igg?[lrm]?)(?![A-Za-z])\s*\.?(?=[\s()\[\]{}|\\/.]|$)"), ""),
     (re.compile(r"\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|rm|bf|it|mathstrut)(?![A-Za-z])"), ""),
@@ -408,7 +408,7 @@ class Rows:
 
 
 def package() -> Any:
-    """The package latex2sympy2_extended. Raises RewardError: it is not installed."""
+    """Return the package latex2sympy2_extended. Raises RewardError if it is not installed."""
     try:
         import latex2sympy2_extended
         import math_verify  # noqa: F401  the package that users install; it brings the other one
@@ -421,7 +421,7 @@ def package() -> Any:
 
 
 def plain(latex: str) -> str:
-    """The same formula with one name for each thing."""
+    """Return the same formula with one name for each thing in place of synonyms."""
     text = latex
     for pattern, name in _NAMES:
         text = pattern.sub(name, text)
@@ -435,7 +435,9 @@ def plain(latex: str) -> str:
 
 
 def read(latex: str | Fraction) -> Any:
-    """What a formula is, or None where it cannot be read. A decimal stays a `Float`, with its digits."""
+    """Return the object that a formula stands for, or None if it cannot be read. A decimal stays a `Float`, with its
+    digits.
+    """
     number = latex if isinstance(latex, Fraction) else number_alone(latex)
     if number is not None and not str(latex).rstrip().endswith("%"):
         return _number(number, isinstance(latex, str) and "." in latex and "frac" not in latex and "/" not in latex)
@@ -460,7 +462,9 @@ def read(latex: str | Fraction) -> Any:
 
 
 def _both(text: str) -> Any:
-    """Both numbers that a formula with plus-minus is; `\\pmod` is none."""
+    """Return the set of both values of a formula with plus-minus (which `\\pmod` is not), or None if they cannot be
+    read.
+    """
     import sympy
     from latex2sympy2_extended.sets import FiniteSet
 
@@ -474,7 +478,7 @@ def _both(text: str) -> Any:
 
 
 def _without(text: str, found: re.Match[str]) -> bool:
-    """Whether nothing but brackets and the name of a function surrounds a definition by cases."""
+    """Return whether nothing but brackets and the name of a function surrounds a definition by cases."""
     around = text[: found.start()] + text[found.end() :]
     return re.fullmatch(r"[\s\\{}.]*(?:[A-Za-z]\s*(?:\([A-Za-z]\))?\s*=)?[\s\\{}.]*", around) is not None
 
@@ -535,13 +539,13 @@ def _rows(inside: str) -> Any:
 
 
 def _dotted(found: re.Match[str]) -> str:
-    """`0.1\\dot{2}3\\dot{4}`: what stands from the first dot to the last one repeats."""
+    """Return `0.1\\dot{2}3\\dot{4}` as a fraction: the digits from the first dot to the last one repeat."""
     digits = _DOTTED.sub(r"\1", found[3])
     return _as_fraction(found[1], found[2], digits) or found[0]
 
 
 def _interval(found: re.Match[str]) -> str:
-    """`]a,b[` is (a,b), and `[a,b[` is [a,b)."""
+    """Return `]a,b[` as (a,b), and `[a,b[` as [a,b)."""
     opening, inside, closing = found.groups()
     if (opening, closing) == ("[", "]"):
         return found[0]

@@ -26,7 +26,7 @@ from gspo_mega.rewards.quantities import AnswerPart, Clock, Formula, Quantities,
 _ANSWER = re.compile(r"\b(?i:answer)\b[ ]?(?i:is[ ]?:?|:)[ *]*")
 _FIRST = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]")
 _LINE = 4000  # characters of one line that are looked at
-# The end of what is said to be the answer: a sentence's, or a reason.
+# Where a stated answer ends: at the end of its sentence, or before a reason.
 _END = re.compile(r"[.;](?=\s|$)|,?\s(?:because|since|as|so|which|where|when)\s")
 _MOST_CLEANED = 100_000
 _MATHS_SIGNS = re.compile(r"(?<!\\)\$|(?<!\\)\\[()\[\]]|^\s*\*\*|\*\*(?=\s*$|[.,;:]|\s+[A-Za-z]{2})")
@@ -36,9 +36,9 @@ _BOLD = re.compile(r"(?<![\w)}\]*])\*\*([^*]+)\*\*(?![\w({\\*])")
 
 
 def final_answer(response: str) -> str | Fraction | None:
-    """The final answer of a response: LaTeX, a number, or None.
+    """Return the final answer of a response: LaTeX, a number, or None.
 
-    It is in the last `\\boxed{...}`; else behind the last `####`; else in the last `<answer>` tags; else behind the
+    It is in the last `\\boxed{...}`; else after the last `####`; else in the last `<answer>` tags; else after the
     last `answer is` or `Answer:`; else it is the last formula of the last line; else the last number.
     """
     for found in (last_box(response), _marked(response), _tagged(response), _said(response)):
@@ -50,7 +50,7 @@ def final_answer(response: str) -> str | Fraction | None:
 
 
 def gold_answer(text: str) -> str:
-    """The answer in the text of a row: in its last box, behind its last `####`, or the whole of it."""
+    """Return the answer in the text of a row: in its last box, after its last `####`, or the whole of it."""
     for found in (last_box(text), _marked(text)):
         if found is not None:
             return found
@@ -58,7 +58,7 @@ def gold_answer(text: str) -> str:
 
 
 def cleaned(latex: str) -> str:
-    """The same in ASCII and with one name for each thing, without signs of mathematics mode."""
+    """Return the LaTeX in ASCII, with one name for each thing and without math-mode delimiters."""
     text = latex_of(latex[:_MOST_CLEANED])
     text = plain(_MATHS_SIGNS.sub("", _BOLD.sub(r"\1", text.strip())).strip())
     text = text[leading.end() :] if (leading := _LEADING.match(text)) is not None else text
@@ -89,7 +89,7 @@ def _said(text: str) -> str | None:
     formula = _FIRST.match(line)
     if formula is not None:
         end = _END.search(line, formula.end())
-        # `$5$ or $6$` is one answer, `$5$ apples` is that of the formula.
+        # `$5$ or $6$` is one answer; of `$5$ apples` only the formula is.
         more = line[formula.end() : end.start() if end else len(line)]
         return line[: end.start() if end else len(line)] if "$" in more else next(filter(None, formula.groups()))
     end = _END.search(line)
@@ -98,7 +98,7 @@ def _said(text: str) -> str | None:
 
 _LOGGER = logging.getLogger(__name__)
 _MOST_CHARACTERS = 600  # of one answer: a longer one is no answer, and reading it may take minutes
-_MOST_BITS = 1e5  # of a number that is computed out
+_MOST_BITS = 1e5  # of a number that is evaluated
 _MOST_DEGREE = 10_000  # of a symbol
 _MOST_SUM_DEGREE = 60  # of anything else with a symbol in it
 _MOST_TERMS = 10_000  # of a sum or a product
@@ -125,7 +125,7 @@ _IS_INTEGER = re.compile(
     r"[,;(]?\s*(?:(?:where|for|with|and)\s+)?(?:(?:any|all|every|some|each)\s+)?(?:(?:integers?|integral)\s+([A-Za-z])|"
     r"([A-Za-z])\s+(?:is|are)?\s*(?:an?|any)?\s*(?:arbitrary\s+)?integers?)\s*\)?\s*$"
 )
-# Products of matrices: an inverse or a transpose of one capital beside another one, or AB - BA.
+# Products of matrices: an inverse or a transpose of one capital next to another, or AB - BA.
 _MATRICES = re.compile(
     r"[A-Z]\s*\^\s*\{?\s*(?:-\s*1|T|\\top|\\intercal|\\dagger|\\mathrm\{T\}|\\text\{T\})\s*\}?\s*\(?[A-Z]"
     r"|[A-Z]\s*\)?\s*[A-Z]\s*\^\s*\{?\s*(?:-\s*1|T|\\top|\\intercal|\\dagger|\\mathrm\{T\}|\\text\{T\})"
@@ -136,7 +136,9 @@ _TRANSPOSE = re.compile(r"\^\s*\{?\s*(?:T|\\top|\\intercal|\\dagger)\s*\}?")
 
 @dataclass(frozen=True)
 class _Value:
-    """What a formula is; `every`: the name that stands for each whole number, where it says so, and of which set."""
+    """What a formula stands for. `every`: the name that ranges over whole numbers, if the formula has one; `of`: their
+    set, Z or N.
+    """
 
     it: Any
     every: str | None = None
@@ -144,14 +146,14 @@ class _Value:
 
 
 def check_math() -> None:
-    """Load math-verify before the first scoring has a deadline. Raises RewardError: it is not installed."""
+    """Load math-verify before the first scoring has a deadline. Raises RewardError if it is not installed."""
     latex_reading.package()
 
 
 def math(*, prompt: str, response: str, answer: Any, metadata: dict[str, Any]) -> float:
-    """1 where the response's final answer equals the row's; else 0. `final_answers.final_answer` says which it is.
+    """Return 1 if the response's final answer (see `final_answer`) equals the row's, else 0.
 
-    Raises ValueError: the row's answer cannot be read. The data check refuses such a row before a run.
+    Raises ValueError if the row's answer cannot be read. The data check refuses such a row before a run.
     """
     text = _text_of(answer)
     _gold(text)
@@ -180,7 +182,7 @@ def math(*, prompt: str, response: str, answer: Any, metadata: dict[str, Any]) -
 
 
 def problem_of_math_answer(answer: Any) -> str | None:
-    """Why `math` cannot compare anything with an answer of a data file, or None."""
+    """Return why `math` cannot compare anything with an answer of a data file, or None."""
     try:
         text = _text_of(answer)
         if number_alone(text) is None:
@@ -191,7 +193,9 @@ def problem_of_math_answer(answer: Any) -> str | None:
 
 
 def _text_of(answer: Any) -> str:
-    """The answer of a row as cleaned LaTeX. Raises ValueError: there is none, several, or it is too long."""
+    """Return the answer of a row as cleaned LaTeX. Raises ValueError if there is none, if there are several, or if it
+    is too long.
+    """
     if isinstance(answer, list) and len(answer) == 1:  # as some collections have it
         answer = answer[0]
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
@@ -206,7 +210,7 @@ def _text_of(answer: Any) -> str:
 
 @functools.lru_cache(maxsize=512)
 def _gold(text: str) -> None:
-    """Raises ValueError: a row's answer cannot be read, or not be computed with."""
+    """Raise ValueError if a row's answer cannot be read or computed with."""
     main = _condition(text)[0]
     if len(_WORD.findall(_TEXT.sub("", main))) > _MOST_WORDS:
         raise ValueError(
@@ -252,7 +256,7 @@ def _same(gold: str, given: str | Fraction) -> bool:
 
 
 def _ratio(text: str) -> list[Fraction] | None:
-    """The terms of a ratio of three or more numbers, divided by the first one; None of anything else."""
+    """Return the terms of a ratio of three or more numbers, divided by the first one; None of anything else."""
     terms = [number_alone(term) for term in text.split(":")] if text.count(":") > 1 else []
     if not terms or None in terms or not terms[0]:
         return None
@@ -260,8 +264,8 @@ def _ratio(text: str) -> list[Fraction] | None:
 
 
 def _same_signs(gold: str, given: str) -> bool:
-    """Whether two formulas have as many primes after the letters of what they say (f' is not f), and do not join
-    inequalities by `and` on one side and by `or` on the other.
+    """Return whether two formulas have as many primes after the letters of their last sides (f' is not f), and do not
+    join inequalities by `and` on one side and by `or` on the other.
     """
     ours, theirs = (
         [one.count("'") + one.count("prime") for one in _PRIMED.findall(text.rpartition("=")[2])]
@@ -277,8 +281,8 @@ def _same_signs(gold: str, given: str) -> bool:
 
 
 def _same_brackets(gold: str, given: str, ours: Any, theirs: Any) -> bool:
-    """Whether neither is a set in braces where the other is a tuple in brackets, and, where neither has braces, what
-    is listed several times is listed as often in the other: 1, 1, 2 is not 1, 2.
+    """Return whether the brackets of two answers agree: a set in braces is no tuple in parentheses, and, if neither has
+    braces, what one lists several times the other lists as often: 1, 1, 2 is not 1, 2.
     """
     braces = [text.lstrip().startswith("\\{") for text in (gold, given)]
     if any(sign in text for sign in ("|", ":", "\\mid") for text in (gold, given)):
@@ -294,7 +298,7 @@ def _same_brackets(gold: str, given: str, ours: Any, theirs: Any) -> bool:
 
 
 def _equality() -> Any:
-    """The module that compares; it imports SymPy, which commands and other rewards do without."""
+    """Return the module that compares; it imports SymPy, which commands and other rewards do without."""
     from gspo_mega.rewards import equality
 
     return equality
@@ -323,7 +327,9 @@ def _same_amounts(ours: Any, theirs: Any) -> bool:
 
 
 def _amount(formula: Formula, other: Quantities) -> Quantities:
-    """A formula without words as what it is compared with: a unit's symbol is one, a list is one of amounts."""
+    """Read a formula without words as quantities, like those that it is compared with: a unit's symbol becomes the
+    unit, and a list a list of amounts.
+    """
     if all(part.unit is not None for part in other.parts):
         read = quantities.lenient(formula.latex)
         if read is not None:
@@ -336,7 +342,7 @@ def _amount(formula: Formula, other: Quantities) -> Quantities:
 
 
 def _split(latex: str) -> list[str]:
-    """The parts of a list, without the brackets around it."""
+    """Return the parts of a list, without the brackets around it."""
     text = re.sub(r"^\\?[{(\[]|\\?[})\]]$", "", latex.strip())
     return [piece.strip() for piece in re.split(r",(?![0-9]{3}(?![0-9]))|;", text) if piece.strip()]
 
@@ -352,7 +358,7 @@ def _alike_values(one: Any, two: Any) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _value(latex: str | Fraction) -> _Value | None:
-    """What a formula is; None where it cannot be read."""
+    """Return what a formula stands for; None if it cannot be read."""
     if isinstance(latex, Fraction):
         return _Value(latex_reading.read(latex))
     main, name, of = _condition(latex)
@@ -361,7 +367,9 @@ def _value(latex: str | Fraction) -> _Value | None:
 
 
 def _condition(latex: str) -> tuple[str, str | None, str]:
-    """A formula without the words that one of its names stands for every whole number; that name; of which set."""
+    """Return (the formula without a condition such as `k \\in \\mathbb{Z}`, the name in the condition or None, its set:
+    Z or N).
+    """
     if "\\in" not in latex and "integ" not in latex:
         return latex, None, "Z"
     text = _TEXT.sub(r" \1 ", latex)
@@ -384,7 +392,7 @@ def _alike(gold: _Value, given: _Value) -> bool:
 
 
 def _same_rows(ours: Any, theirs: Any) -> bool:
-    """Two definitions by cases, or a system of equations and a list of them, in any order."""
+    """Compare two definitions by cases, or a system of equations with a list of them, in any order."""
     lists = [
         one.rows if isinstance(one, Rows) else [[part] for part in _equality().elements(one) or []]
         for one in (ours, theirs)
@@ -406,7 +414,7 @@ def _same_rows(ours: Any, theirs: Any) -> bool:
 
 
 def _congruent(ours: Any, theirs: Any) -> bool:
-    """`1 mod 3` is 4 mod 3; a number alone is compared with the residue as it stands."""
+    """Compare congruences: `1 mod 3` is `4 mod 3`; a plain number is compared with the residue as it stands."""
     if not isinstance(ours, Congruence) or not isinstance(theirs, Congruence):
         one, two = (part.residue if isinstance(part, Congruence) else part for part in (ours, theirs))
         return _equality().same(one, two)
@@ -419,7 +427,9 @@ def _congruent(ours: Any, theirs: Any) -> bool:
 
 
 def _same_families(gold: _Value, given: _Value) -> bool:
-    """`a + kd` for every whole k, and lists of such: the same numbers, whatever k is called and where it begins."""
+    """Return whether two families `a + kd` for every whole k, or two lists of them, have the same numbers, whatever k
+    is called and wherever it begins.
+    """
     import sympy
 
     if given.every is not None and given.of != gold.of:
@@ -473,7 +483,7 @@ def _same_families(gold: _Value, given: _Value) -> bool:
 
 
 def _speaks_of_matrices(gold: str, given: str) -> bool:
-    """Whether letters are matrices as far as can be told, so that their products do not commute."""
+    """Return whether letters are matrices as far as can be told, so that their products do not commute."""
     if _COMMUTATOR.search(gold) or _COMMUTATOR.search(given):
         return True
     if not _MATRICES.search(gold) or not _MATRICES.search(given):
@@ -489,19 +499,21 @@ def _without_signs(latex: str) -> str:
 
 
 def _same_text(given: str, gold: str) -> bool:
-    """Whether two texts are the same, apart from white space that separates nothing: 1 1/2 is not 11/2."""
+    """Return whether two texts are the same, apart from white space that separates nothing: 1 1/2 is not 11/2."""
     ours, theirs = ("".join(_SPACE.sub("\x00", one).split()) for one in (given, gold))
     return ours == theirs
 
 
 def _base(text: str) -> str | None:
-    """The base that a number in LaTeX names (`101_2`, `2F_{16}`)."""
+    """Return the base that a number in LaTeX names (`101_2`, `2F_{16}`)."""
     found = _BASE.fullmatch(text)
     return None if found is None else found[1]
 
 
 def _is_beyond(value: Any) -> bool:
-    """Whether computing with something would take more than a moment, for the size of its numbers or powers."""
+    """Return whether computing with something would take more than a moment, because of the size of its numbers or
+    powers.
+    """
     import sympy
 
     try:
@@ -522,7 +534,7 @@ def _expressions(value: Any) -> Iterator[Any]:
 
 
 def _bits(expression: Any) -> float:
-    """A bound, roughly, of the binary digits of the largest number in an expression."""
+    """Return a rough bound on the binary digits of the largest number in an expression."""
     import sympy
 
     if isinstance(expression, sympy.Rational):
@@ -557,7 +569,7 @@ def _bits(expression: Any) -> float:
 
 
 def _magnitude(expression: Any) -> float:
-    """A bound, roughly, of the size of a number; 1 of anything with a symbol in it."""
+    """Return a rough bound on the size of a number; 1 for anything with a symbol in it."""
     if expression.free_symbols:
         return 1.0
     if expression.is_Integer and expression.p.bit_length() < 1000:

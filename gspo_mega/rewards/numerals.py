@@ -9,8 +9,8 @@ LaTeX's spacing. Numbers joined by an operator (2^10, 3*4, 10-3, 3:45, a decimal
 one of more than 400 digits; no expression is evaluated. `final_number` finds the final number of a text. Every pattern
 takes time linear in its input.
 
-The first part is the table of units, which says of what a unit is a multiple and which dimension it has, and the
-reading of one unit expression (`km/h`, `square feet`, `m s^{-2}`).
+The first part is the table of units, which gives the factor and the dimension of each unit, and the reading of one unit
+expression (`km/h`, `square feet`, `m s^{-2}`).
 """
 
 from __future__ import annotations
@@ -159,12 +159,12 @@ def _table() -> dict[str, Unit]:
 
 
 _UNITS = _table()
-# Letters alone that may be a unit after a number, where the other answer has a unit.
+# Symbols of up to three letters that may be a unit after a number, if the other answer has a unit.
 SYMBOLS = frozenset(name for name in _UNITS if len(name) <= 3)
 
 
 def unit_named(name: str) -> Unit | None:
-    """The unit of one name or symbol. Names may be in capitals; symbols are as they are (mm is not Mm)."""
+    """Return the unit of a name or symbol. Case does not matter in a name; in a symbol it does (mm is not Mm)."""
     found = _UNITS.get(name)
     if found is None and len(name) > 2:
         found = _UNITS.get(name.lower())
@@ -172,7 +172,9 @@ def unit_named(name: str) -> Unit | None:
 
 
 def unit_of(words: list[str]) -> Unit | None:
-    """The unit that words and signs are: `["km", "/", "h"]`, `["square", "feet"]`, `["m", "^2"]`; None of others."""
+    """Return the unit that words and signs spell: `["km", "/", "h"]`, `["square", "feet"]`, `["m", "^2"]`; None for
+    others.
+    """
     factor, powers = Fraction(1), dict[str, int]()
     offset = Fraction(0)
     sign, coming = 1, 1
@@ -292,7 +294,7 @@ _JOINED_BEFORE = re.compile(
     r" \u00a0]?[xX])[ \u00a0]?|[0-9][.,:'\u2019])[$]?$"
 )
 _SUBTRACTED_FROM = re.compile(r"[0-9)\]}%][ \u00a0]?$")
-# The groups of a match that make its number, each with what stands for one that is not there.
+# The groups of a match that make its number, each with the value of one that is absent.
 _PIECES = (
     ("whole", "0"),
     ("mixed", "0"),
@@ -307,11 +309,11 @@ _COMMAND = re.compile(r"\\[A-Za-z]+")
 
 
 def final_number(text: str) -> Fraction | None:
-    """The final number of a response, or None.
+    """Return the final number of a response, or None.
 
-    Behind the last `####`, the first number of the line; without such a mark the number in the last `\\boxed{...}`
-    (behind its last `=`), which has to be the only one; without a box the last number of all. None where that is not a
-    number alone.
+    It is the first number of the line after the last `####`; without that mark, the number in the last `\\boxed{...}`
+    (after its last `=`), if it is the only one; without a box, the last number of the text. None if that is joined to
+    something else.
     """
     text = _normalised(text)
     segment = _marked(text)
@@ -328,9 +330,9 @@ def final_number(text: str) -> Fraction | None:
 
 
 def gold_number(answer: str) -> Fraction:
-    """The number that a data file's answer is. Raises ValueError, with what is wrong, where it is not exactly one.
+    """Return the number in a data file's answer. Raises ValueError, with what is wrong, if there is not exactly one.
 
-    Behind the last `####`, or in the last box, or in the whole of a text without either.
+    It stands after the last `####`, or in the last box, or in the whole text if that has neither.
     """
     text = _normalised(answer)
     segment = _marked(text)
@@ -352,7 +354,7 @@ def gold_number(answer: str) -> Fraction:
 
 
 def number_alone(text: str) -> Fraction | None:
-    """The number that a text is, with nothing else in it but white space and a currency's sign; or None."""
+    """Return the number in a text that has nothing else but white space and a currency sign, or None."""
     found = _ALONE.fullmatch(_normalised(text).strip())
     return None if found is None else _value(found)
 
@@ -365,7 +367,7 @@ def _normalised(text: str) -> str:
 
 
 def _marked(text: str) -> str | None:
-    """The first line with anything in it behind the last mark; None without a mark."""
+    """Return the first line with anything in it after the last mark; None without a mark."""
     _, mark, tail = text.rpartition(MARK)
     return tail.strip().partition("\n")[0] if mark else None
 
@@ -379,7 +381,7 @@ def _only_number(segment: str) -> Fraction | None:
 
 
 def _value(found: re.Match[str]) -> Fraction | None:
-    """The number of a match, or None where it is joined to something else, has no value, or is too long."""
+    """Return the number of a match, or None if it is joined to something else, has no value, or is too long."""
     text = found.string
     before, part = text[max(0, found.start() - _CONTEXT) : found.start()], found.groupdict()
     if (
@@ -411,7 +413,7 @@ def _rational(digits: str) -> Fraction | None:
 
 
 def last_box(text: str) -> str | None:
-    """What is inside the last `\\boxed{...}`, up to its closing brace or the end of the text."""
+    """Return what is inside the last `\\boxed{...}`, up to its closing brace or the end of the text."""
     found = None
     for found in _BOX.finditer(text):  # noqa: B007  the last one
         pass

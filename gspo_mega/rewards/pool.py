@@ -1,11 +1,11 @@
-"""The scoring pool: rewards for trajectories, from isolated processes, with a deadline.
+"""Score trajectories in a pool of isolated processes, with a deadline.
 
     score(episode) -> one job per function -> a process takes jobs -> replies, in order -> the episode's reward
 
-`ScoringPool` decides which process scores what, and what follows a scoring that does not end as it should. If the
-response is the cause (`blame.py`), its reward is 0 and the cause is counted. If the machine is the cause, the scoring
-is tried again. Any other is a failed scoring: the episode has no reward, and the failure is recorded and counted. A
-function that can no longer be loaded stops the run; the collector decides how many failures stop it.
+`ScoringPool` decides which process scores what, and what happens if a scoring does not end normally. If the response is
+the cause (`blame.py`), its reward is 0 and the cause is counted. If the machine is the cause, the scoring is tried
+again. Anything else is a failed scoring: the episode has no reward, and the failure is recorded and counted. A function
+that can no longer be loaded stops the run; the collector decides how many failures stop the run.
 
 While a scoring takes long, `TreeTime` reads from /proc how its process and everything below it spends the time:
 computing, asleep, or held up by the machine.
@@ -43,12 +43,12 @@ FAILURE_KINDS = (
     *("connection", "status", "malformed"),  # of services
 )
 # Fast functions get several requests ahead, which saves a round trip for each. Slow ones get one, so that no process
-# idles while requests wait for another. A process gets as many as take about this time, judging by its last ones.
+# idles while requests wait for another. A process gets as many as take about this time, judging by its recent ones.
 _AHEAD_SECONDS = 0.02
 _MOST_AHEAD = 32
 _START_ATTEMPTS = 3
-# The time of a scoring is first examined after this share of its deadline, and then at intervals of another share, or
-# of this many seconds if that is longer.
+# The time of a scoring is first examined after the first share of its deadline, and then at intervals of the second
+# share, or of `_LEAST_INTERVAL_SECONDS` if that is longer.
 _FIRST_CHECK, _CHECK_INTERVAL = 1 / 8, 1 / 32
 _LEAST_INTERVAL_SECONDS = 0.1
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -58,7 +58,7 @@ _KIND = ProcessKind("gspo_mega.rewards.scoring_worker", "scoring process", "rewa
 
 @dataclass
 class _ScoringJob:
-    """One call of one function. `num_lost`: the number of attempts that were lost so far."""
+    """One call of one function. `num_lost`: the attempts lost so far."""
 
     request: dict[str, Any]
     reply: asyncio.Future[dict[str, Any]]
@@ -205,7 +205,7 @@ class ScoringPool:
         self.num_scored += 1
 
     async def _ask(self, entries: tuple[WeightedFunction, ...], episode: Episode) -> dict[str, Reply]:
-        """Ask all functions, those that depend on others (`only_if`) after those. Returns the replies by label."""
+        """Ask all functions, each after those that it depends on (`only_if`). Returns the replies by label."""
         replies: dict[str, Reply] = {}
         waiting = list(entries)
         while waiting:
@@ -240,7 +240,7 @@ class ScoringPool:
         return job.reply
 
     async def _serve(self, slot: _Slot) -> None:
-        """Keep one slot's process supplied until the pool is closed. An error fails the jobs that wait."""
+        """Keep one slot's process supplied until the pool is closed. An error fails the waiting jobs."""
         try:
             while True:
                 if slot.num_scored >= self._settings.recycle_after and not slot.sent:
@@ -258,9 +258,9 @@ class ScoringPool:
             raise
 
     def _supply(self, slot: _Slot) -> None:
-        """Hand waiting jobs to a process, as many as it takes ahead; none once it is due for replacement.
+        """Hand waiting jobs to a process, up to the number that it may have ahead; none once it is due for replacement.
 
-        It never gets more than its share of the waiting jobs, because they may be slower than the last ones.
+        It never gets more than its share of the waiting jobs, because they may be slower than its recent ones.
         """
         share = math.ceil(len(self._waiting) / len(self._slots))
         while self._waiting and len(slot.sent) < min(slot.num_ahead, share):
@@ -308,8 +308,8 @@ class ScoringPool:
         self._answered(job, reply)
 
     async def _reply(self, slot: _Slot) -> dict[str, Any] | None:
-        """The next reply; None as `GuardedProcess.receive` returns it. Time in which the machine holds the process up
-        does not count, up to `MOST_DEADLINES` deadlines. Raises _Overdue.
+        """Return the next reply, or None when `GuardedProcess.receive` returns None. Time in which the machine holds
+        the process up does not count, up to `MOST_DEADLINES` deadlines. Raises _Overdue.
         """
         deadline = self._settings.deadline_seconds
         wait, clock = _FIRST_CHECK * deadline, None
@@ -334,7 +334,7 @@ class ScoringPool:
             wait = passed + min(step, deadline - own)
 
     def _is_own(self, slot: _Slot) -> bool:
-        """Whether a process works for a built-in function."""
+        """Return whether the job that a process works on is for a built-in function."""
         return self._function_of(slot.sent[0])["function"] in BUILTINS
 
     def _function_of(self, job: _ScoringJob) -> dict[str, Any]:
@@ -413,7 +413,7 @@ def check_reward(settings: Reward, source_rewards: Mapping[str, OwnReward] | Non
 
 
 async def scoring_process(setup: dict[str, Any], settings: Reward) -> GuardedProcess:
-    """A process that has loaded the functions of `setup`. Raises RewardError as `check_reward` does."""
+    """Return a process that has loaded the functions of `setup`. Raises RewardError as `check_reward` does."""
     names = ", ".join(sorted({entry["function"] for entry in setup["functions"].values()}))
     return await GuardedProcess.start(_KIND, setup, f"rewards {names}", settings.environment)
 
@@ -453,7 +453,7 @@ class TreeTime:
 
 
 def _ticks_and_states(pid: int) -> tuple[int, set[str]]:
-    """(Processor time so far in ticks, the states of all threads) of a process tree."""
+    """Return (processor time so far in ticks, states of all threads) of a process tree."""
     ticks, states = 0, set[str]()
     left = [pid]
     while left:
@@ -468,5 +468,5 @@ def _ticks_and_states(pid: int) -> tuple[int, set[str]]:
 
 
 def _stat(path: Path) -> list[str]:
-    """The fields of a stat file after "pid (command)"; the command may contain anything."""
+    """Return the fields of a stat file after "pid (command)"; the command may contain anything."""
     return path.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()

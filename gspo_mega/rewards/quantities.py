@@ -1,4 +1,4 @@
-"""Answers with words in them: quantities with units, compound ones (5 hours 30 min), times of a day, and plain words.
+"""Answers with words in them: quantities with units, compound ones (5 hours 30 min), times of day, and plain words.
 
 This module reads the words around numbers, so that none of them is dropped unread: a unit, a count of something, a
 condition, or a word that changes what is said (`at least`, `not`). The values between the words are LaTeX, which the
@@ -54,7 +54,7 @@ _ORDINAL = re.compile(r"([0-9])\s*(?:\^\s*\{?\s*)?(?:\\(?:text|mathrm)\s*\{\s*)?
 
 
 def _number_of(found: re.Match[str]) -> str:
-    """An ordinal's number; a brace that belongs to what is around it stays."""
+    """Return an ordinal's number; a brace that belongs to what is around it stays."""
     return found[1] + "}" * max(0, found[0].count("}") - found[0].count("{"))
 
 
@@ -67,7 +67,7 @@ _SCALES = {
     "millions": 6, "billions": 9,
 }  # fmt: skip
 _CURRENCY_WORDS = frozenset({"rs", "usd", "eur", "gbp", "inr", "cny", "rmb", "jpy"})
-# Months, by all that they are called: a day without its month is another answer.
+# Months, by all their names: a day without its month is another answer.
 _MONTHS = {
     called: month
     for month in ("january", "february", "march", "april", "june", "july", "august", "september", "october", "november",
@@ -78,7 +78,7 @@ _CAPITAL_MONTHS = frozenset(called.capitalize() for called in _MONTHS)
 _MONTH = re.compile(
     r"(?<![A-Za-z])(?:" + "|".join(sorted(_MONTHS, key=len, reverse=True)) + r")(?![a-z])", re.IGNORECASE
 )
-# Where one of these stands between two values, their order is a part of what is said.
+# If one of these stands between two values, their order matters.
 _ORDERED = frozenset({"remainder", "to", "from", "over", "out", "divided", "minus", "than", "mod", "modulo", "before"})
 _POINTS = Unit(Fraction(1), (("percentage points", 1),))
 _BOUND = re.compile(
@@ -86,13 +86,13 @@ _BOUND = re.compile(
 )
 _BEFORE_UNIT = ("}\\cdot", "} \\cdot", "\\,", "\\ ", "\\;", "\\:")
 _SEPARATORS = {"and", "or"}
-# Words that are no part of what is said.
+# Words that do not change an answer.
 _EMPTY = _words("""
     the a an is are was be equals equal answer answers final result value values total about approximately
     approx roughly exactly around precisely so thus therefore hence we get have has it its there of respectively
     also only just i t e old that this which where with for in on at by as units unit
 """)
-# Words that change what is said: both answers have them, or none.
+# Words that change an answer: both answers must have them, or neither.
 _CHANGES = _words("""
     not no none never than least most between to through from if unless when except without remainder mod modulo
     minus negative plus times twice double triple half halves third thirds quarter quarters divided over out
@@ -133,7 +133,7 @@ _SHORT_UNITS = _words("""
 
 @dataclass(frozen=True)
 class AnswerPart:
-    """A value in LaTeX and what is said to be counted: `unit` where it is known, `words` otherwise."""
+    """A value in LaTeX and what it counts: `unit` if it is known, `words` otherwise."""
 
     value: str
     unit: Unit | None = None
@@ -142,8 +142,8 @@ class AnswerPart:
 
 @dataclass(frozen=True)
 class Quantities:
-    """One or several parts. `is_sum`: they are one quantity, as 5 h 30 min. `changes`: words that change what is
-    said; `text`: all of it, without signs.
+    """One or several parts. `is_sum`: they are one quantity, as 5 h 30 min. `changes`: words that change the answer;
+    `sides`: for each of `_OPPOSITES`, the side that the words name; `text`: all of the answer, without signs.
     """
 
     parts: tuple[AnswerPart, ...]
@@ -155,7 +155,7 @@ class Quantities:
 
 @dataclass(frozen=True)
 class Clock:
-    """A time of a day, in seconds since midnight; `half`: whether the text says which half of the day."""
+    """A time of day, in seconds since midnight; `half`: whether the text says which half of the day."""
 
     seconds: int
     half: bool
@@ -180,7 +180,7 @@ Reading = Quantities | Clock | Words | Formula
 
 
 def reading_of(latex: str) -> Reading:
-    """What kind of answer a cleaned text is. Takes time linear in its length."""
+    """Read a cleaned text as one of the kinds of answer. Takes time linear in its length."""
     if (clock := _clock(latex)) is not None and clock.half:
         return clock
     if "\\begin" in latex or "\\pmod" in latex:
@@ -213,18 +213,18 @@ def reading_of(latex: str) -> Reading:
 
 
 def letters_of(text: str) -> str:
-    """The letters and digits of a text, in small letters, without LaTeX's commands for fonts."""
+    """Return the letters and digits of a text, in lower case, without LaTeX's commands for fonts."""
     inner = _TEXT.sub(lambda found: f" {found[1]} ", text)
     return "".join(character for character in inner.casefold() if character.isalnum() or character in "\\-+/^=<>.")
 
 
 def clock_of(latex: str) -> Clock | None:
-    """The time of a day that a text is, also without its half."""
+    """Return the time of day that a text states, even if it does not say which half of the day."""
     return _clock(latex)
 
 
 def lenient(latex: str) -> Quantities | None:
-    """A formula read as a value with a unit's symbol after it: `2 m`, `5km/h`, `3 cm^2`; None of others."""
+    """Read a formula as a value with a unit's symbol after it: `2 m`, `5km/h`, `3 cm^2`; None for others."""
     found = re.fullmatch(
         r"(.*?[0-9})])\s*([A-Za-z]{1,3}(?:\s*\^\s*\{?-?[0-9]\}?)?(?:\s*/\s*[A-Za-z]{1,3}(?:\s*\^\s*\{?-?[0-9]\}?)?)?)\s*",
         latex,
@@ -270,7 +270,7 @@ def _clock(latex: str) -> Clock | None:
 
 
 def same_clock(one: Clock, other: Clock) -> bool:
-    """Whether two times are the same; one that leaves the half of the day out fits both."""
+    """Return whether two times are the same; one that leaves the half of the day out fits both."""
     if one.half == other.half:
         return one.seconds == other.seconds
     loose = one if not one.half else other
@@ -289,7 +289,7 @@ def _sum(groups: tuple[str, ...], units: tuple[str, ...], found: re.Match[str], 
 
 
 def _marked_text(found: re.Match[str]) -> str:
-    """The words in \\text{...} between marks; digits and signs in it stay what they are."""
+    """Return the content of \\text{...} with its words between marks; digits and signs stay."""
     inner = found[1]
     before = found.string[: found.start()].rstrip()
     is_after_number = bool(before) and (before[-1].isdigit() or before[-1] in "})" or before.endswith(_BEFORE_UNIT))
@@ -307,7 +307,7 @@ def _marked_text(found: re.Match[str]) -> str:
 
 
 def _marked_word(found: re.Match[str]) -> str:
-    """A word outside of \\text{...}, where it is one and no product of names."""
+    """Return what stands outside of \\text{...}, between marks if it is a word and no product of names."""
     word = found[0]
     after_number = re.search(r"[0-9})]\s*$", found.string[max(0, found.start() - 20) : found.start()]) is not None
     if word in _SHORT_WORDS and (word != "in" or after_number):
@@ -338,7 +338,7 @@ def _marked_word(found: re.Match[str]) -> str:
 
 
 def _quantities(marked: str, latex: str) -> Quantities | Formula | None:
-    """The values between the words, each with the words that belong to it; None where there is no value."""
+    """Return the values between the words, each with the words that belong to it; None if there is no value."""
     parts: list[AnswerPart] = []
     changes: set[str] = set()
     value, words, before = "", list[str](), list[str]()
@@ -463,7 +463,7 @@ def _side(marked: str, group: dict[str, int]) -> int | None:
 
 
 def _stem(word: str) -> str:
-    """A word without its plural's ending."""
+    """Return a word in lower case, without the ending of a plural."""
     low = word.lower()
     for ending, instead in (("ies", "y"), ("sses", "ss"), ("shes", "sh"), ("ches", "ch"), ("xes", "x"), ("s", "")):
         if low.endswith(ending) and len(low) > len(ending) + 2 and not low.endswith("ss"):
@@ -474,8 +474,8 @@ def _stem(word: str) -> str:
 def same_quantities(
     gold: Quantities, given: Quantities, alike: Callable[[Any, Any], bool], value: Callable[[str], Any]
 ) -> bool:
-    """Whether two answers with words say the same. `value(latex)`: what a value is, or None; `alike`: whether two are
-    the same.
+    """Return whether two answers with words say the same. `value(latex)` reads a value, or gives None; `alike` compares
+    two.
     """
     if gold.changes != given.changes:
         return False
@@ -545,7 +545,7 @@ def _same_sums(
             units = [part.unit for part in one.parts if part.unit is not None]
             if len({unit.dimension for unit in units}) != 1 or (len(units) > 1 and not one.is_sum):
                 return False
-            # A sign before the first part is one of the whole.
+            # A sign before the first part applies to the whole sum.
             is_negative = one.parts[0].value.lstrip().startswith("-")
             bases = [_in_base(number, unit) for number, unit in zip(values, units, strict=True)]
             rest = sum(bases[1:], start=0)
@@ -563,7 +563,9 @@ def _same_sums(
 
 
 def _in_base(number: Any, unit: Unit) -> Any:
-    """A number of a unit in the base unit of its dimension, exactly; a decimal stays one where the unit is a base."""
+    """Convert a number from a unit to the base unit of its dimension, exactly; a decimal stays one if the unit is a
+    base unit.
+    """
     import sympy
 
     if isinstance(number, sympy.Eq):

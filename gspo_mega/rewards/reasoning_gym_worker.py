@@ -1,12 +1,12 @@
-"""Makes and scores items of the package reasoning-gym: `PYTHON reasoning_gym_worker.py`. Run as a file, by a Python
-that has the package; it imports no module of gspo_mega.
+"""Make and score items of the package reasoning-gym: `PYTHON reasoning_gym_worker.py`. This is run as a file, by a
+Python that has the package, and imports no module of gspo_mega.
 
-JSON lines on standard input and output. The first line out is {"ready": version} or {"error": text}. Then, for each
-line in, one out: {"make": {"task", "options", "seed", "size", "first", "number"}} gives {"rows": [...]}, and {"score":
-{"task", "options", "seed", "size", "index", "digest"}, "answer": text} gives {"score": number}; each may give
+It speaks JSON lines on standard input and output. The first line out is {"ready": version} or {"error": text}. Then,
+for each line in, one out: {"make": {"task", "options", "seed", "size", "first", "number"}} gives {"rows": [...]}, and
+{"score": {"task", "options", "seed", "size", "index", "digest"}, "answer": text} gives {"score": number}; each may give
 {"error": text} instead. An item is known by its place: the package makes it from its task's options and seed + index,
-so a row needs no copy of what the package compares with. The digest says whether it is the item that the row was made
-of. Some tasks go through sets of texts, whose order Python chooses anew for each process; here it is the same for all.
+so a row needs no copy of what the package compares with. The digest says whether it is the item from which the row was
+made. Some tasks iterate over sets of strings, whose order Python randomizes per process; PYTHONHASHSEED fixes it here.
 """
 
 import hashlib
@@ -18,7 +18,8 @@ import random
 import resource
 import sys
 
-# Beyond what the package takes when it is imported. Scoring processes set their own bound after they have started this.
+# In addition to what the package takes when it is imported. Scoring processes set their own bound after they have
+# started this.
 MEMORY_BYTES = 4 * 1024**3
 
 
@@ -49,7 +50,7 @@ def main():
 
 
 def version_of(package):
-    """The installed release; the package's own `__version__` is an older one's (0.1.19 in release 0.1.25)."""
+    """Return the installed release; the package's own `__version__` is outdated (0.1.19 in release 0.1.25)."""
     try:
         return importlib.metadata.version("reasoning-gym")
     except importlib.metadata.PackageNotFoundError:
@@ -79,7 +80,7 @@ def scored(package, made, asked):
 
 
 def item_of(items, place, index):
-    random.seed(f"{place['seed']} {index}")  # for tasks that draw from Python's shared numbers beside their own
+    random.seed(f"{place['seed']} {index}")  # for tasks that also draw from Python's global generator
     return items[index]
 
 

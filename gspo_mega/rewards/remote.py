@@ -28,20 +28,20 @@ if TYPE_CHECKING:  # imported where it is used: commands that only read a config
 
 logger = logging.getLogger(__name__)
 
-# What says that the same request may succeed a little later.
+# Status codes after which the same request may succeed a little later.
 _RETRIED_STATUS = frozenset({408, 429, 500, 502, 503, 504})
 _MOST_ANSWER_BYTES = 16 * 1024**2
 _SHOWN_CHARACTERS = 200
 _READY_POLL_SECONDS = 0.5
 _FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.25, 8.0
-# Retries that a service always gets, and further ones by its requests: one that fails for long is not
-# asked several times as often.
+# The retries that a service always gets, and the requests that earn it a further one, so that a service that fails for
+# long does not get several times as many requests.
 _FREE_RETRIES, _REQUESTS_PER_RETRY = 10, 5
 
 
 class RemoteFailure(Exception):
-    """A request, or what it was asked about one response, failed. `kind`: as the scoring pool counts it. `status`:
-    the answer's, where it says so.
+    """A request, or what it was asked about one response, failed. `kind`: as the scoring pool counts it. `status`: the
+    answer's HTTP status, if that is the failure.
     """
 
     def __init__(self, kind: str, why: str, status: int | None = None) -> None:
@@ -50,12 +50,12 @@ class RemoteFailure(Exception):
 
 
 class OwnServers(Protocol):
-    """The servers of a service that the run starts. `patience_seconds`: how long none of them may be ready."""
+    """The servers of a service that the run starts. `patience_seconds`: how long to wait while none is ready."""
 
     patience_seconds: float
 
     def ready(self) -> tuple[list[str], str]:
-        """The addresses of those that are ready, and their key."""
+        """Return the addresses of those that are ready, and their key."""
         ...
 
 
@@ -71,8 +71,8 @@ class RemoteCalls:
     def __init__(
         self, settings: RemoteReward, own: OwnServers | None = None, environment: Mapping[str, str] = os.environ
     ) -> None:
-        """`own`: of a service whose servers the run starts. Raises RewardError: an environment variable that the
-        settings name is not set, or holds nothing usable.
+        """`own`: the servers of a service that the run starts. Raises RewardError if an environment variable that the
+        settings name is not set or holds nothing usable.
         """
         self._settings = settings
         self._own = own
@@ -110,12 +110,12 @@ class RemoteCalls:
             self._session = None
 
     async def post(self, body: Any, route: str = "") -> Any:
-        """The answer to a request, as JSON; `route` follows the service's URL, unless that ends with it. Raises
-        RemoteFailure, whose text names the service's host.
+        """Send a request, and return the answer parsed from JSON. `route` is appended to the service's URL unless that
+        ends with it. Raises RemoteFailure, whose text names the service or its host.
         """
         if self._own is None:
             return await self._within_deadline(body, route)
-        # A server that is being started again is no failure of a response: another one, or itself, answers later.
+        # A server that is restarting is no failure of a response: it, or another one, answers later.
         give_up = time.monotonic() + self._own.patience_seconds
         while True:
             await self._wait_until_ready(self._own)
@@ -149,7 +149,7 @@ class RemoteCalls:
         raise AssertionError("unreachable")
 
     def _tell_of_retry(self, failure: RemoteFailure) -> None:
-        """The first retry for each kind of cause is logged, and then the tenth, hundredth and so on."""
+        """Log the first retry for each kind of cause, and then the tenth, hundredth and so on."""
         self._retries_by_kind[failure.kind] += 1
         count = self._retries_by_kind[failure.kind]
         if count == 10 ** (len(str(count)) - 1):
@@ -162,7 +162,7 @@ class RemoteCalls:
         return _FREE_RETRIES + self._num_requests // _REQUESTS_PER_RETRY
 
     async def _wait_until_ready(self, own: OwnServers) -> None:
-        """Until a server of the run's own is ready. Its start, and a restart, is no request's time."""
+        """Wait until one of the run's own servers is ready. A start or restart uses up no request's deadline."""
         deadline = time.monotonic() + own.patience_seconds
         while not own.ready()[0]:
             if time.monotonic() > deadline:
@@ -171,7 +171,7 @@ class RemoteCalls:
             await asyncio.sleep(_READY_POLL_SECONDS)
 
     def _url_of(self, route: str) -> str:
-        """The next attempt's, in turns over the run's own servers."""
+        """Return the URL of the next attempt; the run's own servers take turns."""
         url = self._url
         if self._own is not None:
             addresses, key = self._own.ready()
@@ -213,12 +213,12 @@ class RemoteCalls:
         return failure
 
     def shown(self, given: Any) -> str:
-        """The beginning of what a service answered, for a failure's text; without what is secret."""
+        """Return the beginning of what a service answered, for a failure's text; without secrets."""
         text = given.decode("utf-8", errors="replace") if isinstance(given, bytes) else str(given)
         return " ".join(self.hidden(text).split())[:_SHOWN_CHARACTERS] or "nothing"
 
     def hidden(self, text: str) -> str:
-        """A text without the key, and without an address that comes from a variable."""
+        """Return a text without the key, and without an address that comes from a variable."""
         for secret in self._secrets:
             text = text.replace(secret, "***")
         return text
@@ -237,7 +237,7 @@ class RemoteCalls:
 
 
 async def _read(content: aiohttp.StreamReader) -> bytes | None:
-    """A whole body; None where it is too long."""
+    """Return a whole body; None if it is too long."""
     body = bytearray()
     async for part in content.iter_any():
         body += part

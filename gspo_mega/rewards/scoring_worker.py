@@ -61,8 +61,8 @@ def answer(
     measured: tuple[str, ...],
     name: str = "",
 ) -> dict[str, Any]:
-    """Call a function for one request: the reply without its id. `measured`: what it is given besides. `name`: of the
-    function; where it is one of ours, what the response causes is a score.
+    """Call a function for one request, and return the reply without its id. `measured`: further arguments that it gets.
+    `name`: the function's name; if it is a built-in, a failure that the response causes is scored 0.
     """
     arguments = {key: request[key] for key in ("prompt", "response", "answer", "metadata", *measured)}
     try:

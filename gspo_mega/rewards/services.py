@@ -13,8 +13,8 @@ rewards. An entry that is no reward fails only its own response.
 `Judge` asks one response at a time over a server's OpenAI-compatible route, and finds a number in the answer with a
 pattern or a key of its JSON. An answer without that number, or with one outside the judge's bounds, is a failure and
 never 0. `Classifier` asks SGLang's route `/classify`, which takes texts and answers with the outputs of the model's
-head; a response that is longer than the model's context fails by itself. Both read a form whose placeholders `filled`
-replaces by the response and what belongs to it.
+head; a response that is longer than the model's context fails by itself. Both use a form, in which `filled` replaces
+placeholders by the response and the data that belongs to it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ class Service:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def ask(self, request: dict[str, Any]) -> asyncio.Future[Reply]:
-        """The reply to one response, in the form of a scoring process's. `request`: the pool's, with `options`."""
+        """Queue one response, and return its future reply, in the form of a scoring process's. `request`: the pool's
+        request with `options`.
+        """
         job = _ServiceJob(request, asyncio.get_running_loop().create_future())
         self._waiting.append(job)
         if len(self._tasks) < self._concurrency:
@@ -109,9 +111,7 @@ class Service:
 
 
 def check_service(settings: RemoteReward) -> None:
-    """Raises RewardError if a variable that the service needs is not set, or its settings cannot be used. Asks
-    nothing.
-    """
+    """Raise RewardError if a variable that the service needs is not set or its settings are invalid. Sends nothing."""
     RemoteCalls(settings)
     if isinstance(settings, JudgeReward):
         check_judge(settings)
@@ -173,7 +173,7 @@ class Judge:
         self._calls = calls
 
     async def __call__(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Replies in the form of a scoring process's. Raises RemoteFailure."""
+        """Return replies in the form of a scoring process's. Raises RemoteFailure."""
         [request] = requests
         judge = self._settings
         messages = [{"role": "user", "content": filled(judge.prompt, request)}]
@@ -197,7 +197,7 @@ class Judge:
 
 
 def check_judge(judge: JudgeReward) -> None:
-    """Raises RewardError if the judge's pattern is not one of RE2 or has no group `reward`."""
+    """Raise RewardError if the judge's pattern is not one of RE2 or has no group `reward`."""
     if judge.regex is None:
         return
     try:
@@ -209,7 +209,7 @@ def check_judge(judge: JudgeReward) -> None:
 
 
 def number_in(text: str, judge: JudgeReward) -> float:
-    """The reward that an answer states. Raises ValueError with the end of a sentence that begins "the judge's
+    """Return the reward that an answer states. Raises ValueError with the end of a sentence that begins "the judge's
     answer".
     """
     found: Any
@@ -239,7 +239,9 @@ def number_in(text: str, judge: JudgeReward) -> float:
 
 
 def _key_of(key: str, text: str) -> Any:
-    """The value of a key in an answer that is a JSON object, or whose last block between three backticks is one."""
+    """Return the value of a key in an answer that is a JSON object, or whose last block between three backticks is
+    one.
+    """
     candidates = [text]
     candidates += [found.group(1) for found in compiled(_BLOCK).finditer(text)][-1:]
     for candidate in candidates:
@@ -265,7 +267,7 @@ class Classifier:
         self._calls = calls
 
     async def __call__(self, requests: list[Reply]) -> list[Reply]:
-        """Replies in the form of a scoring process's. Raises RemoteFailure if all requests fail."""
+        """Return replies in the form of a scoring process's. Raises RemoteFailure if all requests fail."""
         try:
             texts = [filled(self._settings.text, request) for request in requests]
             answer = await self._calls.post({"text": texts}, "/classify")
@@ -280,7 +282,7 @@ class Classifier:
         return [self._reply(one) for one in answer]
 
     async def _one_by_one(self, requests: list[Reply]) -> list[Reply]:
-        """Ask one after the other, so that there are not more requests at a time than before."""
+        """Ask one by one, so that no more requests run at a time than before."""
         replies: list[Reply] = []
         for request in requests:
             try:
@@ -303,7 +305,7 @@ class Classifier:
 
 
 def filled(form: str, request: dict[str, Any]) -> str:
-    """A form with its placeholders replaced, all at once, so that braces in the inserted texts stay as they are.
+    """Return a form with its placeholders replaced, all at once, so that braces in the inserted texts stay as they are.
 
     Raises RemoteFailure if the row or the entry's options lack a key.
     """

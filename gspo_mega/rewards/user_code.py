@@ -1,6 +1,6 @@
-"""Finding a function that a user names as `package.module:function`, and checking what it returns.
+"""Find a function that a user names as `package.module:function`, and check what it returns.
 
-Standard library only: the workers of episodes import it.
+It needs only the standard library, because the workers of episodes import it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class BadResult(Exception):
 
 
 def result_of(returned: Any) -> tuple[float, dict[str, float], bool | None]:
-    """(reward, further parts, `correct` or None) of what a function returned. Raises BadResult."""
+    """Return (reward, further parts, `correct` or None) of what a function returned. Raises BadResult."""
     if not isinstance(returned, dict):
         return number_of(returned, "the result"), {}, None
     if "reward" not in returned:
@@ -45,7 +45,7 @@ def result_of(returned: Any) -> tuple[float, dict[str, float], bool | None]:
 
 
 def verdict_of(value: Any, what: str) -> bool:
-    """The truth value of True, False, 1 or 0 of Python's, NumPy's or a tensor's types. Raises BadResult."""
+    """Return True or False for True, False, 1 or 0 in a type of Python, NumPy or a tensor library. Raises BadResult."""
     number = number_of(value, what)
     if number not in (0.0, 1.0):
         raise BadResult("wrong_type", f"{what} is {number:g}; True or False (1 or 0) was expected")
@@ -53,8 +53,8 @@ def verdict_of(value: Any, what: str) -> bool:
 
 
 def number_of(value: Any, what: str) -> float:
-    """The finite float of a truth value or real number: Python's, a scalar of NumPy's, or an array or tensor without
-    dimensions. Raises BadResult.
+    """Return a truth value or real number as a finite float. It may be Python's, a NumPy scalar, or an array or tensor
+    without dimensions. Raises BadResult.
     """
     plain = _plain(value)
     if not isinstance(plain, numbers.Real):
@@ -71,7 +71,7 @@ def number_of(value: Any, what: str) -> float:
 
 
 def _plain(value: Any) -> Any:
-    """A scalar, array or tensor of one number as a Python number; None if it is another kind of value."""
+    """Return a scalar, array or tensor of one number as a Python number; None if it is another kind of value."""
     if not hasattr(value, "dtype"):
         return value
     if getattr(value.dtype, "kind", "f") not in (*_NUMBER_KINDS, "V") or getattr(value, "shape", None) != ():
@@ -95,8 +95,8 @@ def _shown(value: Any) -> str:
 
 
 def import_function(name: str, what: str, error: type[GspoMegaError]) -> Callable[..., Any]:
-    """The callable that `name`, `package.module:function`, stands for. `what`: its word in errors (`reward`, `episode`,
-    `tool`).
+    """Return the callable that `name`, `package.module:function`, stands for. `what`: what errors call it (`reward`,
+    `episode`, `tool`).
 
     Raises `error` if the name has another form, there is no such module or function, or the import fails.
     """
@@ -134,7 +134,7 @@ def _offer(module: ModuleType, wanted: str) -> str:
 
 
 def describe(error: BaseException, own_file: str | None = None) -> str:
-    """An exception in one line of at most 500 characters: type, message, and the file and line that raised it.
+    """Return an exception in one line of at most 500 characters: type, message, and the file and line that raised it.
 
     `own_file`: the user's file, whose line is named, too, if something that it called raised.
     """
@@ -151,13 +151,13 @@ def describe(error: BaseException, own_file: str | None = None) -> str:
 
 
 def file_of(function: Callable[..., Any]) -> str | None:
-    """The file in which a function is defined; None if Python does not know it."""
+    """Return the file in which a function is defined; None if Python does not know it."""
     code = _code_of(function)
     return None if code is None else code.co_filename
 
 
 def place_of(function: Callable[..., Any]) -> str:
-    """The place where a function is defined, as ` (file.py:12)`; empty if Python does not know it."""
+    """Return the place where a function is defined, as ` (file.py:12)`; empty if Python does not know it."""
     code = _code_of(function)
     return "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
 

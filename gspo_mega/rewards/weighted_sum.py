@@ -1,4 +1,4 @@
-"""The sum that a reward is: its functions with weights and conditions, and what their replies add up to.
+"""A reward as a weighted sum: its functions with weights and conditions, and the total of their replies.
 
 `table_of` makes the functions of a configuration's sums, `tally` adds up the replies to one response. The scoring pool
 asks the functions.
@@ -33,11 +33,11 @@ class WeightedFunction:
     only_if: tuple[Condition, ...] = ()
 
     def is_known(self, replies: Mapping[str, Reply]) -> bool:
-        """Whether the functions that it depends on have been asked."""
+        """Return whether the functions that it depends on have been asked."""
         return all(condition.name in replies for condition in self.only_if)
 
     def is_open(self, replies: Mapping[str, Reply]) -> bool:
-        """Whether all its conditions hold. None holds for a function that failed or was not asked itself."""
+        """Return whether all its conditions hold; none holds on a function that failed or was not asked."""
         return all(
             reply is not None and "value" in reply and condition.holds(reply["value"])
             for condition in self.only_if
@@ -50,7 +50,7 @@ def table_of(
 ) -> tuple[
     dict[str, Any], dict[str, dict[str, Any]], tuple[WeightedFunction, ...], dict[str, tuple[WeightedFunction, ...]]
 ]:
-    """Returns (the set-up message of the processes, the calls of services as `{label: {"function": service, "options":
+    """Return (the set-up message of the processes, the calls of services as `{label: {"function": service, "options":
     ...}}`, the functions of the sum, the functions of each source with a sum of its own).
 
     A name that occurs twice gets a number appended. Raises RewardError if a service has the name of a built-in.
@@ -70,7 +70,9 @@ def table_of(
         return label
 
     def entries_of(reward: OwnReward, shares: bool) -> tuple[WeightedFunction, ...]:
-        """`shares`: a function that another sum already has with the same options is asked under its label there."""
+        """Make the entries of one sum. `shares`: a function that another sum already has with the same options keeps
+        its label.
+        """
         labels: list[str] = []
         names = function_names(reward)
         for name, one in zip(names, reward, strict=True):
@@ -101,7 +103,9 @@ def table_of(
 
 
 def _entry(function: RewardFunction, label: str, labels: Mapping[str, str]) -> WeightedFunction:
-    """`labels`: the labels of the sum's functions, by the names that conditions use for them."""
+    """Make the entry of one function. `labels`: the labels of the sum's functions, by the names that conditions use for
+    them.
+    """
     conditions = [_condition(text) for text in function.only_if]
     named = tuple(replace(one, name=labels.get(one.name, one.name)) for one in conditions)
     return WeightedFunction(label, function.weight, function.function in VERIFIERS, named)
@@ -165,7 +169,7 @@ def tally(entries: tuple[WeightedFunction, ...], replies: Mapping[str, Reply]) -
 
 
 def sum_of(terms: list[float]) -> float:
-    """The sum of the terms, in any order; exactly 0 if it is within the rounding of terms that cancel."""
+    """Return the sum of the terms, the same in any order; exactly 0 if within the rounding of terms that cancel."""
     try:
         total = math.fsum(terms)
     except (OverflowError, ValueError):  # finite terms with an infinite sum, or infinite terms of both signs

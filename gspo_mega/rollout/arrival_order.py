@@ -1,9 +1,9 @@
 """Which groups form the next batch: the next ones in the order of admission, or those that completed first.
 
 `Freshness` comes first: which weight versions samples may come from, given the version that the run has committed.
-Admission uses it before a group is started, the sampler for every token that comes back, the journal before a recorded
-step is used again, and the batch once more before it is trained on. It holds no state; its callers know the current
-version.
+Admission uses it before a group is started, the pool when it chooses a server for a sample, the journal before a
+recorded step is used again, and the batch once more before it is trained on. It holds no state; its callers know the
+current version.
 
 The two queues hold groups between their admission and the batch that consumes them, as numbers and outcomes, and know
 nothing of prompts, tokens or time. A group is open until it completes; it is then kept or dropped (constant, filtered,
@@ -28,8 +28,8 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Freshness:
-    """The rule for weight versions. `max_staleness` is by how many versions the weights that sampled a token may lag
-    behind those that it trains; 0 admits only the trained version.
+    """The rule for weight versions. `max_staleness`: how many versions the weights that sampled a token may lag behind
+    those that it trains; 0 admits only the trained version.
     """
 
     max_staleness: int = 0
@@ -43,7 +43,7 @@ class Freshness:
         return weight_version + self.max_staleness
 
     def may_start(self, weight_version: int, latest_version: int) -> bool:
-        """Whether a sample may be started under `weight_version` that trains `latest_version` at the latest."""
+        """Return whether a sample that may train as late as `latest_version` may start under `weight_version`."""
         return latest_version <= self.deadline(weight_version)
 
     def admits(self, weight_version: int | None, current_version: int) -> bool:
@@ -190,8 +190,8 @@ class CompletionQueue:
     """Groups in the order in which they completed, for batches of `wanted` kept or `allowed` groups in all.
 
     Each step after the next one can take `wanted` groups. Groups whose deadlines leave no room there must be in the
-    next batch: of those with a deadline up to s, all but (s - step) x wanted. That many places are closed to groups
-    with later deadlines, and nothing else can make a group wait. These bounds are nested, so how many places can be
+    next batch: of those with a deadline up to s, all but (s - step) x wanted. Those places are closed to groups
+    with later deadlines; nothing else makes a group wait. These bounds are nested, so how many places can be
     filled is a sum over the deadlines, no matter which groups fill them.
     """
 

@@ -242,6 +242,7 @@ class FailureLimit:
         """Begin the next batch."""
         self.num = self.num_done = 0
         self._first: list[str] = []
+        self._certain: str | None = None
 
     def add(self, failure: str | None) -> None:
         """Count one that ended, with this failure or None."""
@@ -252,21 +253,24 @@ class FailureLimit:
                 self._first.append(failure)
 
     def check(self) -> None:
-        """Raise the error as soon as it is certain that too many fail."""
+        """Raise the error as soon as it is certain that too many fail. Its counts stay those of that moment, whichever
+        of the tasks that raise it is the first to end.
+        """
         if self.num > self._most:
-            raise self._too_many()
+            self._certain = self._certain or self._too_many()
+            raise self._error(self._certain)
 
     def check_end(self) -> None:
         """Call it at the end of a batch. Raise the error if too many failed."""
         if self.num > self._allowed(max(self.num_done, self._least)):
-            raise self._too_many()
+            raise self._error(self._too_many())
 
     def _allowed(self, num_done: float) -> float:
         share = self._fraction * num_done
         return max(share, 1.0) if self._fraction > 0 and num_done > 1 else share
 
-    def _too_many(self) -> GspoMegaError:
-        return self._error(
+    def _too_many(self) -> str:
+        return (
             f"{self}, more than {self._section}.max_failed_fraction {self._fraction:g} allows in a step. The"
             f" first:{self.shown()}"
         )

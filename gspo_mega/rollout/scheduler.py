@@ -190,7 +190,7 @@ class GroupScheduler:
             self._busy_seconds += max(0.0, self._sampled.last_generated - self._busy_since)
         self._groups[group.group_id] = group
         is_kept = len(group.scored) >= least_of_group(self._config) and not (
-            self._config.rollout.filter_constant_groups and is_constant(group, self._config)
+            self._config.rollout.filter_constant_groups and is_constant(group, self._config.advantage)
         )
         self._admission.complete(group.group_id, is_kept)
 

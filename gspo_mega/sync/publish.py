@@ -106,7 +106,7 @@ class Publisher:
         self._policy = PolicyTensors(spec, groups, chunks)
         self._memory = PublishMemory()
         on_gpu = next(iter(chunks[0].parameters())).is_cuda
-        self._on_load: OnLoad | None = quantised_on_load(config)
+        self._on_load: OnLoad | None = quantised_on_load(config.server)
         self._tensors = server_tensors(spec, self._form.stored, self._on_load, reports_scales=not on_gpu)
         self._verification = resolve_verification(config, on_gpu)
         self._backend = backend = "nccl" if on_gpu else "gloo"

@@ -25,7 +25,7 @@ from gspo_mega.base.episodes import ENDED_BY_LIMIT, Episode, RolloutBatch, leaf_
 from gspo_mega.base.errors import RewardError
 from gspo_mega.base.records import MicroBatch, Trajectory
 from gspo_mega.config.derived import critic_of, least_of_group
-from gspo_mega.config.schema import Config
+from gspo_mega.config.schema import Batch, Config, Reward, Run
 from gspo_mega.data.demonstrations import Demonstration
 from gspo_mega.data.packing import RankPlan, build_micro_batch, plan_rollout_batch
 from gspo_mega.plan.layout import Layout
@@ -87,8 +87,8 @@ def fill_advantages(batch: RolloutBatch, config: Config, step: int) -> None:
     rewards = np.array([episode.reward for episode in episodes], dtype=np.float64)
     if config.reward.permute_in_batch:
         rewards = np.random.default_rng((config.run.seed, step)).permutation(rewards)
-    if critic_of(config) is not None:
-        fill_token_rewards(episodes, rewards.tolist(), config)
+    if critic_of(config.algorithm, config.critic) is not None:
+        fill_token_rewards(episodes, rewards.tolist(), config.reward)
         return
     if config.advantage.turns == "return_to_go":
         fill_turn_advantages(episodes, rewards.tolist(), config)
@@ -106,7 +106,7 @@ def fill_advantages(batch: RolloutBatch, config: Config, step: int) -> None:
             row.advantage, row.token_advantages = advantage, None
 
 
-def fill_token_rewards(episodes: Sequence[Episode], rewards: Sequence[float], config: Config) -> None:
+def fill_token_rewards(episodes: Sequence[Episode], rewards: Sequence[float], reward: Reward) -> None:
     """Set `token_rewards` and `is_truncated` of every row of the scored `episodes`, and clear their `advantage`, which
     is not known yet. `rewards`: the total of each episode.
 
@@ -116,7 +116,7 @@ def fill_token_rewards(episodes: Sequence[Episode], rewards: Sequence[float], co
     """
     for episode, total in zip(episodes, rewards, strict=True):
         given = {node.node_id: node.reward or 0.0 for node in episode.turns}
-        if config.reward.permute_in_batch:
+        if reward.permute_in_batch:
             given = dict.fromkeys(given, 0.0)
         left = total - sum(given.values())
         for row in episode.rows():
@@ -188,7 +188,7 @@ def plan_batch(batch: RolloutBatch, config: Config, layout: Layout, step: int) -
     """
     num_mini_batches = min(config.batch.num_mini_batches, len(batch.episodes))
     lengths = [t.num_tokens for t in batch.trajectories]
-    return _plan(lengths, num_mini_batches, config, layout, step, _episode_of_rows(batch))
+    return _plan(lengths, num_mini_batches, config.batch, config.run, layout, step, _episode_of_rows(batch))
 
 
 def _episode_of_rows(batch: RolloutBatch) -> list[int]:
@@ -198,7 +198,8 @@ def _episode_of_rows(batch: RolloutBatch) -> list[int]:
 def _plan(
     lengths: list[int],
     num_mini_batches: int,
-    config: Config,
+    batch: Batch,
+    run: Run,
     layout: Layout,
     step: int,
     episode_of: Sequence[int] | None = None,
@@ -207,10 +208,10 @@ def _plan(
         lengths,
         episode_of=episode_of,
         num_mini_batches=num_mini_batches,
-        budget_tokens=config.batch.micro_batch_tokens,
+        budget_tokens=batch.micro_batch_tokens,
         pad_multiple=layout.sequence_multiple_tokens,
         num_data_parallel=layout.data,
-        seed=config.run.seed,
+        seed=run.seed,
         step=step,
         attention_crossover_tokens=layout.attention_crossover_tokens,
         pack_multiple=layout.pack_multiple_tokens,
@@ -239,7 +240,7 @@ def assemble(
     episode_tokens: Counter[int] = Counter()
     for episode, count in zip(episode_of, num_tokens, strict=True):
         episode_tokens[episode] += count
-    critic = critic_of(config)
+    critic = critic_of(config.algorithm, config.critic)
     by_sequence: tuple[str, ...] = ("advantage", "group_size", "weight")
     by_token: tuple[str, ...] = ("token_advantages",) if config.advantage.turns == "return_to_go" else ()
     if critic is not None:
@@ -282,7 +283,7 @@ def assemble(
 
 
 def assemble_supervised(
-    demonstrations: list[Demonstration], config: Config, layout: Layout, step: int
+    demonstrations: list[Demonstration], batch: Batch, run: Run, layout: Layout, step: int
 ) -> list[list[MiniBatch]]:
     """One mini-batch of demonstrations for every data-parallel rank. The loss is the mean over the assistant's tokens,
     regardless of the number of turns.
@@ -297,7 +298,7 @@ def assemble_supervised(
         }
         for row in rows
     ]
-    plans = _plan([row.num_tokens for row in rows], 1, config, layout, step)
+    plans = _plan([row.num_tokens for row in rows], 1, batch, run, layout, step)
     denominator = float(sum(row.num_learned for row in rows))
     packs_of = [plan.mini_batches[0] for plan in plans]
     return [[MiniBatch(denominator, micro_batches)] for micro_batches in _packed(records, packs_of, layout)]

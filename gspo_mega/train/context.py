@@ -36,7 +36,6 @@ class WorkerContext:
     true, the work ended early on a stop request and can be continued.
 
     Attributes:
-        notices: what the user should know about the configuration.
         console: shows a line to the user on rank 0; does nothing on other ranks.
         is_lead: whether this is rank 0.
         open_store: makes a new client of the job's key-value store.
@@ -46,7 +45,6 @@ class WorkerContext:
     attempt_dir: Path
     run_dir: Path
     is_lead: bool
-    notices: tuple[str, ...]
     console: Callable[[str], None]
     open_store: Callable[[], KeyValueStore]
 

@@ -1,13 +1,58 @@
-"""The table at the end of a training run: the accuracy before and after, the time that it took, and what comes next."""
+"""The end of a training run: a table of accuracy, reward and time, some responses, and what comes next."""
 
 from __future__ import annotations
 
+import json
+import math
+from pathlib import Path
 from typing import Any
 
+from gspo_mega.base.episodes import RolloutBatch
+from gspo_mega.base.errors import DataError
 from gspo_mega.config.derived import corrects_engine_gap
 from gspo_mega.metrics.catalogue import PHASES
-from gspo_mega.metrics.writer import final_table
+from gspo_mega.metrics.writer import final_table, read_metrics
 from gspo_mega.train.session import RankSession
+
+# The rewards at the beginning and the end of a run are means over so many steps, if it has twice as many.
+_REWARD_STEPS = 5
+_PROMPT_CHARACTERS, _RESPONSE_CHARACTERS = 100, 300
+
+
+def responses_to_show(batch: RolloutBatch, step: int) -> list[str]:
+    """Lines that show three responses of a step's batch: those of the highest, a middle and the lowest reward."""
+    scored = sorted((row for row in batch.trajectories if row.is_scored), key=lambda row: -(row.reward or 0.0))
+    if not scored:
+        return []
+    places = sorted({0, len(scored) // 2, len(scored) - 1})
+    lines = [f"responses of step {step}, by reward: the highest, a middle one, the lowest"]
+    for row in (scored[place] for place in places):
+        prompt, response = row.prompt.text, row.response_text
+        if len(prompt) > _PROMPT_CHARACTERS:
+            prompt = f"... {prompt[-_PROMPT_CHARACTERS:]}"
+        if len(response) > _RESPONSE_CHARACTERS:
+            response = f"{response[:_RESPONSE_CHARACTERS]} ..."
+        lines.append(f"  {row.reward:>7.3f}  {json.dumps(prompt, ensure_ascii=False)}")
+        lines.append(f"  {'':>7}  -> {json.dumps(response, ensure_ascii=False)}")
+    return lines
+
+
+def _reward_rows(metrics_file: Path) -> list[list[str]]:
+    """The mean reward of the first and of the last steps; nothing if they cannot be read, as the run has ended well."""
+    try:
+        lines = read_metrics(metrics_file)
+    except (DataError, OSError):
+        return []
+    # A mean that is not finite is null in the file.
+    rewards = [line["reward/mean"] for line in lines if isinstance(line.get("reward/mean"), int | float)]
+    count = min(_REWARD_STEPS, len(rewards) // 2)
+    if count == 0:
+        return []
+    steps = "step" if count == 1 else f"{count} steps"
+    return [
+        [f"reward, first {steps}", f"{math.fsum(rewards[:count]) / count:.3f}"],
+        [f"reward, last {steps}", f"{math.fsum(rewards[-count:]) / count:.3f}"],
+    ]
 
 
 def accuracy_text(value: list[float] | None) -> str:
@@ -32,6 +77,7 @@ def run_table(session: RankSession) -> tuple[str, dict[str, Any]]:
     if before and after:
         error = (before[1] ** 2 + after[1] ** 2) ** 0.5
         rows.append(["change", f"{after[0] - before[0]:+.3f} +- {error:.3f}"])
+    rows += _reward_rows(session.run_folder.metrics_file)
     rows += [
         ["steps (optimizer steps)", f"{state.step} ({state.num_optimizer_steps})"],
         ["weight version", str(state.weight_version)],
@@ -48,7 +94,7 @@ def run_table(session: RankSession) -> tuple[str, dict[str, Any]]:
         ["mismatch |d| per token, mean", f"{mean('mismatch/abs_log_ratio_mean'):.1e} nats"],
         ["mismatch |d| per token, largest", f"{totals.get('mismatch/abs_log_ratio_max', 0.0):.1e} nats"],
     ]
-    if corrects_engine_gap(session.config):
+    if corrects_engine_gap(session.config.mismatch, session.config.old_log_probs):
         rows.append(["kept by mismatch.correction, mean", f"{mean('policy/kept_fraction'):.4f}"])
     first = {sign: mean(f"policy/mini_batch/0/clip_fraction_{sign}") for sign in ("negative", "positive")}
     if session.config.old_log_probs == "rollout":
@@ -58,13 +104,14 @@ def run_table(session: RankSession) -> tuple[str, dict[str, Any]]:
         ]
     has_tensorboard = any(one.sink == "tensorboard" for one in session.config.metrics.sinks)
     text = ["", final_table(rows), ""]
-    text += [f"notice   {notice}" for notice in session.context.notices]
+    if session.lead is not None and session.lead.shown_responses:
+        text += [*session.lead.shown_responses, ""]
     text += [
         f"result   {session.run_folder.huggingface_dir}  (Hugging Face format)",
         f"curves   {session.run_folder.metrics_file}"
         + (f", tensorboard --logdir {session.run_folder.tensorboard_dir}" if has_tensorboard else ""),
     ]
-    again = "gspo-mega train CONFIG train.num_steps=N   with a larger N goes on from here"
+    again = f"gspo-mega train {session.run_folder.path} train.num_steps=N   with a larger N goes on from here"
     if session.config.eval is not None:
         text += [f"next     gspo-mega eval {session.run_folder.path}   measures it again;", f"         {again}"]
     else:  # without held-out sets there is nothing to measure

@@ -144,7 +144,7 @@ class ScoreFitting:
                     raise ModelError(f"an example has only one token, and ranks need at least two to pack it: {text!r}")
                 texts.append(Demonstration.of_one_turn(str(row), ids[:-1], ids[-1:]))
         self._num_batches += 1
-        (mine,) = assemble_supervised(texts, self._config, self._layout, self._num_batches)[
+        (mine,) = assemble_supervised(texts, self._config.batch, self._config.run, self._layout, self._num_batches)[
             self._critic.groups.data.rank
         ]
         return mine.micro_batches

@@ -23,7 +23,7 @@ from gspo_mega.base.episodes import Episode, Group
 from gspo_mega.base.errors import DataError, RewardError
 from gspo_mega.base.records import Prompt, are_equal_rewards
 from gspo_mega.config.prompt_sources import HeldOutSet, eval_sets, names_prompts, reward_names
-from gspo_mega.config.schema import Config, Data, OwnReward, Source
+from gspo_mega.config.schema import Config, Data, OwnReward, Reward, Source
 from gspo_mega.data.prompts import PromptSource, answer_keys, answer_of, encoder_of
 from gspo_mega.data.rows import Enough, Row
 from gspo_mega.rewards.functions import problem_of_answer
@@ -154,7 +154,7 @@ class HeldOut:
     """The held-out sets of the section `eval`; there are none without it. Raises DataError as `LoadedSet`."""
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
-        self.sets = [LoadedSet(one, config, tokenizer) for one in eval_sets(config)]
+        self.sets = [LoadedSet(one, config.reward, tokenizer) for one in eval_sets(config)]
         self._config = config
         for number, one in enumerate(self.sets):
             for other in self.sets[:number]:
@@ -166,7 +166,7 @@ class HeldOut:
         None. `needs_answers`: false for demonstrations, which need no answer. The check also records rows whose prompt
         is a held-out one.
         """
-        check_answer = row_check(self._config, source.reward, self._config.data)
+        check_answer = row_check(self._config.reward, source.reward, self._config.data)
         key = self._config.data.prompt_key
 
         def check(row: Row) -> str | None:
@@ -197,14 +197,14 @@ class LoadedSet:
     def __init__(
         self,
         settings: HeldOutSet,
-        config: Config,
+        reward: Reward,
         tokenizer: Any,
         enough: Enough = lambda num_rows: False,
     ) -> None:
         """`enough(n)`: whether n rows of the file are enough, as for `open_rows`."""
         self.settings = settings
         data, place = settings.data, settings.place
-        check_answer = row_check(config, settings.reward, data)
+        check_answer = row_check(reward, settings.reward, data)
         texts: list[list[str]] = []
 
         def check(row: Row) -> str | None:
@@ -272,12 +272,12 @@ class LoadedSet:
         return lines
 
 
-def row_check(config: Config, own_reward: OwnReward | None, data: Data) -> Callable[[Row], str | None]:
+def row_check(reward: Reward, own_reward: OwnReward | None, data: Data) -> Callable[[Row], str | None]:
     """A check of a row's answer against the rewards that will score it. It returns what is wrong, or None.
 
     `own_reward`: replaces the rewards of the section `reward` if it is not None. `data`: how the row is read.
     """
-    names = reward_names(config, own_reward)
+    names = reward_names(reward, own_reward)
     keys = " and ".join(repr(key) for _, key in answer_keys(data))
 
     def check(row: Row) -> str | None:

@@ -52,7 +52,7 @@ def run_train(context: WorkerContext) -> dict[str, Any] | None:
             )
         if session.reference is not None:
             size = session.reference.num_bytes / 1024**3
-            which = "the model without adapters" if size == 0 else reference_path(config)
+            which = "the model without adapters" if size == 0 else reference_path(config.kl, config.model)
             what = "KL term" if config.kl.coefficient > 0 else "KL penalty"
             session.say(f"reference policy of the {what}: {which}, {size:.2f} GiB of parameters on this rank")
         for line in session.lead.source.describe() if session.lead is not None else ():
@@ -105,7 +105,7 @@ def train_step(session: RankSession, num_steps: int) -> str | None:
     report = StepReport(session, batch, work.num_positions)
 
     # While the critic warms up, the policy is not trained, and its passes run only if the advantages need them.
-    critic = critic_of(config)
+    critic = critic_of(config.algorithm, config.critic)
     trains_policy = critic is None or state.step >= critic.warmup_steps
     old: list[OldState | None] = [None] * len(work.mini_batches)
     corrects = needs_old_log_prob_pass(config) and engine.can_correct_in_training(

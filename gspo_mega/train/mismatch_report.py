@@ -29,7 +29,7 @@ from gspo_mega.algorithm.terms import (
     objective_settings,
 )
 from gspo_mega.config.derived import Band, band_of, corrects_engine_gap, server_dtype, share_sentence
-from gspo_mega.config.schema import Config, Mismatch
+from gspo_mega.config.schema import Config, Engine, Mismatch, Model, OldLogProbs
 from gspo_mega.metrics.catalogue import rows_by_length
 
 # A warning is repeated after this many steps if its reason still holds.
@@ -181,7 +181,7 @@ def gap_warnings(
         told[what] = step
         return True
 
-    if (line := _inexact_warning(config, gap)) is not None and is_due("inexact"):
+    if (line := _inexact_warning(config.engine, gap)) is not None and is_due("inexact"):
         lines.append(line)
     share, budget, band = metrics.get("mismatch/budget_share"), config.mismatch.budget, band_of(config)
     if band is not None and share is not None and share > budget and is_due("budget"):
@@ -189,7 +189,7 @@ def gap_warnings(
             f"warning  the engines' log-probs differ by {share:.2f} of the clip range before any update:"
             f" {share_sentence(band, f'{share:.2f}', budget)}; k3 {metrics['mismatch/k3']:.1e} nats per token. "
             + " ".join(_cause_sentences(config, gap, metrics))
-            + _where_to_measure(config, config_file, newest_export)
+            + _where_to_measure(config.model, config_file, newest_export)
         )
     first = {sign: metrics.get(f"policy/mini_batch/0/clip_fraction_{sign}") for sign in ("negative", "positive")}
     clips = any(share for share in first.values())
@@ -211,13 +211,13 @@ def gap_warnings(
     return lines
 
 
-def _inexact_warning(config: Config, gap: GapRows) -> str | None:
+def _inexact_warning(engine: Engine, gap: GapRows) -> str | None:
     """The warning that log-probs of the same weights are not equal to the last bit, with `engine.batch_invariant`; None
     if they are equal.
     """
     fresh = ~gap.is_stale
     largest = gap.maxima[fresh, MAXIMUM_NAMES.index("abs_log_ratio")]
-    if not config.engine.batch_invariant or not (largest > 0).any():
+    if not engine.batch_invariant or not (largest > 0).any():
         return None
     return (
         f"warning  engine.batch_invariant: {(largest > 0).sum()} of {fresh.sum()} responses that these weights sampled"
@@ -227,12 +227,12 @@ def _inexact_warning(config: Config, gap: GapRows) -> str | None:
     )
 
 
-def _where_to_measure(config: Config, config_file: Path, newest_export: Path | None) -> str:
+def _where_to_measure(model: Model, config_file: Path, newest_export: Path | None) -> str:
     if newest_export is None:
         return (
             f" `gspo-mega mismatch {config_file}` measures each cause separately, with the weights of the run's start"
         )
-    others = "" if config.model.weights is None else " model.weights=null"
+    others = "" if model.weights is None else " model.weights=null"
     return f" `gspo-mega mismatch {config_file} model.path={newest_export}{others}` measures each cause separately"
 
 
@@ -257,26 +257,31 @@ def _cause_sentences(config: Config, gap: GapRows, metrics: Mapping[str, float])
         )
     elif config.moe.routing_replay == "R3":
         sentences.append("Routing is not: R3 replays the server's.")
-    server, trainer = server_dtype(config), config.precision
+    server, trainer = server_dtype(config.server, config.precision), config.precision
     formats = [name for name in (config.server.quantization, config.server.kv_cache) if name not in ("none", "auto")]
     if formats or server != trainer:
         sentences.append(f"The trainer computes in {trainer}, the server in {', '.join([server, *formats])}.")
     return sentences or ["One step does not show its cause."]
 
 
-def correction_metrics(config: Config, train: Mapping[str, np.ndarray], present: np.ndarray) -> dict[str, float]:
+def correction_metrics(
+    mismatch: Mismatch,
+    old_log_probs: OldLogProbs,
+    train: Mapping[str, np.ndarray],
+    present: np.ndarray,
+) -> dict[str, float]:
     """The metrics of a step's mismatch correction; empty if there is no correction. `train`: the columns of all
     trajectories from the training passes. `present` [N] bool: the trajectory has an active token.
     """
-    if not corrects_engine_gap(config) or not present.any():
+    if not corrects_engine_gap(mismatch, old_log_probs) or not present.any():
         return {}
     weights, deviations, vetoes = (
         train[column.name][present] for column in (CORRECTION_WEIGHT, CORRECTION_DEVIATION, CORRECTION_VETOES)
     )
     kept = weights > 0
     acted = changed_by_rule(
-        config.mismatch.correction,
-        config.mismatch.bound_nats,
+        mismatch.correction,
+        mismatch.bound_nats,
         torch.from_numpy(kept),
         torch.from_numpy(deviations),
     )

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+from gspo_mega.base.episodes import RolloutBatch
 from gspo_mega.base.errors import FolderError
 from gspo_mega.base.run_folder import Attempt, RunFolder
 from gspo_mega.checkpoint.load import TrainState
 from gspo_mega.data.journal.journal import Journal
 from gspo_mega.metrics.prometheus import PrometheusEndpoint
 from gspo_mega.metrics.sink_loading import sink_makers
-from gspo_mega.metrics.sinks import Sinks
+from gspo_mega.metrics.sinks import SampleRow, Sinks
 from gspo_mega.metrics.writer import MetricsWriter
 from gspo_mega.models.end_tokens import planned_end_tokens
 from gspo_mega.models.spec import ModelSpec
@@ -23,6 +24,8 @@ from gspo_mega.train.context import StopRequest, WorkerContext
 from gspo_mega.train.reusable_records import made_by
 from gspo_mega.train.rollouts import Rollouts
 from gspo_mega.train.sources import LiveSource, RecordedSource, journalled_source
+
+_MOST_SAMPLES = 8
 
 
 class Rank0:
@@ -40,16 +43,21 @@ class Rank0:
         self.attempt = Attempt(context.attempt_dir)
         self.run_folder = self.attempt.run_folder
         self.console = context.console
+        self.shown_responses: list[str] = []  # lines of the final table: responses of the last step
         self.num_restarts = self.run_folder.num_restarts()
         self.stop_request = StopRequest(context.attempt_dir)
-        sinks = Sinks(
-            self.run_folder, sink_makers(config), config.model_dump(mode="json", exclude={"alerts"}), context.console
+        self._samples_every = config.metrics.samples_every_steps
+        self._sinks = Sinks(
+            self.run_folder,
+            sink_makers(config.metrics),
+            config.model_dump(mode="json", exclude={"alerts"}),
+            context.console,
         )
         self._rollouts: Rollouts | None = None
         folder = Path(config.model.path)
         self._planned_ends = planned_end_tokens(folder, spec.eos_token_ids, spec.vocab_size).ids
         self._cleanup = contextlib.ExitStack()
-        self.writer = MetricsWriter(self.run_folder.path, sinks, self._prometheus_endpoint(context))
+        self.writer = MetricsWriter(self.run_folder.path, self._sinks, self._prometheus_endpoint(context))
         if recorded_dir is not None:
             new_groups = RecordedSource(RunFolder(recorded_dir).journal_dir)
         else:
@@ -94,6 +102,16 @@ class Rank0:
         self.source.restore(state)
         # A run that begins again from step 0 also evaluates its start again, and writes that line again.
         self.writer.resume_from(state.step if state.step > 0 else -1)
+
+    def keep_samples(self, step: int, batch: RolloutBatch) -> None:
+        """Give the sinks a few responses of a trained batch, one of each group, at the steps that
+        `metrics.samples_every_steps` divides. Call it before the step's metrics are written.
+        """
+        if self._samples_every is None or step % self._samples_every:
+            return
+        rows = [group.trajectories[place % len(group.trajectories)] for place, group in enumerate(batch.groups)]
+        shown = [SampleRow(row.prompt.text, row.response_text, row.reward, row.advantage) for row in rows]
+        self._sinks.keep_samples(step, shown[:_MOST_SAMPLES])
 
     def check_stop(self) -> None:
         """Raises StopRequested if a stop was requested."""

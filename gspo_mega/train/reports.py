@@ -33,6 +33,7 @@ from gspo_mega.metrics.writer import progress_line
 from gspo_mega.plan.state import num_adapter_parameters
 from gspo_mega.sync.publish import PublishResult
 from gspo_mega.train.critic_step import CriticPart, CriticStep
+from gspo_mega.train.final_table import responses_to_show
 from gspo_mega.train.held_out import Evaluation
 from gspo_mega.train.mismatch_report import (
     GapRows,
@@ -134,7 +135,9 @@ class StepReport:
         for late in self.late:  # a line of metrics has room for one evaluation; the others get lines of their own
             session.lead.writer.write(step - 1, late)
             add_to_summary(session.state.summary, late, 0, step - 1)
+        session.lead.keep_samples(step, self._batch)
         session.lead.writer.write(step, metrics)
+        session.lead.shown_responses = responses_to_show(self._batch, step)
         add_to_summary(session.state.summary, metrics, tokens, step)
         session.say(progress_line(step, metrics, train_config(session.config).train.num_steps))
         self._show_notices(metrics)
@@ -155,7 +158,7 @@ class StepReport:
         if self._results:
             metrics |= self._policy_metrics() | self._adapter_metrics
         if self.critic is not None:
-            settings = critic_of(session.config)
+            settings = critic_of(session.config.algorithm, session.config.critic)
             assert settings is not None
             metrics |= critic_metrics(
                 self._critic_parts, self.critic.results, session.state.num_critic_steps, settings.kl_coefficient
@@ -221,7 +224,9 @@ class StepReport:
             **staleness_shapes(batch, self._staleness),
         }
         if compares_within_groups(config):
-            numbers["groups/trained_constant_fraction"] = [is_constant(group, config) for group in batch.groups]
+            numbers["groups/trained_constant_fraction"] = [
+                is_constant(group, config.advantage) for group in batch.groups
+            ]
         for name, chosen in (("positive", advantages > 0), ("negative", advantages < 0)):
             if chosen.any():
                 numbers[f"response/length_{name}_mean"] = lengths[chosen]
@@ -272,7 +277,9 @@ class StepReport:
         tokens = sums[:, SUM_NAMES.index("tokens")]
         present = tokens > 0
         self._gap = self._measured_gap(old, train)
-        metrics |= gap_metrics(config, self._gap) | correction_metrics(config, train, present)
+        metrics |= gap_metrics(config, self._gap) | correction_metrics(
+            config.mismatch, config.old_log_probs, train, present
+        )
         metrics["policy/entropy"] = float(old[ENTROPY_SUM.name].sum() / max(float(tokens.sum()), 1.0))
         log_s = torch.from_numpy(train[LOG_S.name])[torch.from_numpy(present)]
         metrics["policy/ess"] = effective_sample_fraction(log_s)

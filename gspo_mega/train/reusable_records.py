@@ -27,7 +27,7 @@ from gspo_mega.base.episodes import Group, RolloutBatch
 from gspo_mega.base.records import Prompt, distinct_values
 from gspo_mega.base.untrusted import open_regular, read_bytes
 from gspo_mega.config.prompt_sources import sources_of
-from gspo_mega.config.schema import Config, OwnReward, RewardFunction
+from gspo_mega.config.schema import Config, Data, Episodes, OwnReward, Reward, RewardFunction, Rollout
 from gspo_mega.data.journal.episode_log import FileBegin
 from gspo_mega.data.journal.journal import Journal, PartGoneError
 from gspo_mega.data.journal.steps import StepRecord
@@ -204,14 +204,14 @@ def made_by(config: Config) -> dict[str, str]:
     if config.rollout.on_publish == "continue_with_cache":  # the only value that changes what is sampled
         sampling["on_publish"] = config.rollout.on_publish
     found = {
-        "rewards": reward_fingerprint(config),
+        "rewards": reward_fingerprint(config.reward, config.data),
         "sampling": _digest({"rollout": sampling, "precision": config.precision}),
     }
     if config.rollout.episode.function == "one_turn":
         most = config.episodes.max_tokens
         return found if most is None else found | {"episode": _digest(most)}
     return found | {
-        "episode": episode_fingerprint(config),
+        "episode": episode_fingerprint(config.rollout, config.episodes),
         "tools": _digest([[name, source_digest(name)] for name in config.rollout.tools]),
         "template": template_fingerprint(Path(config.model.path)),
     }
@@ -237,17 +237,13 @@ def next_history(history: str, batch: RolloutBatch, checksums: Mapping[str, int]
     return _digest([history, sorted((one.episode_id, checksums[one.episode_id]) for one in batch.episodes)])
 
 
-def reward_fingerprint(config: Config) -> str:
+def reward_fingerprint(reward: Reward, data: Data) -> str:
     """A fingerprint of every reward function: name, weight, options, and the source of its module and of the user's
     own modules that it imports.
     """
-    functions = [
-        [one.function, one.weight, one.options, source_digest(one.function)] for one in config.reward.functions
-    ]
+    functions = [[one.function, one.weight, one.options, source_digest(one.function)] for one in reward.functions]
     of_sources = [
-        [source.name, *_own_reward_parts(source.reward)]
-        for source in sources_of(config.data)
-        if source.reward is not None
+        [source.name, *_own_reward_parts(source.reward)] for source in sources_of(data) if source.reward is not None
     ]
     return _digest([functions, of_sources])
 
@@ -261,16 +257,16 @@ def _own_reward_parts(reward: OwnReward) -> list[object]:
     return [[one.model_dump(mode="json"), source_digest(one.function)] for one in reward]
 
 
-def episode_fingerprint(config: Config) -> str:
+def episode_fingerprint(rollout: Rollout, episodes: Episodes) -> str:
     """A fingerprint of the episode function: name, options, limits, its source and the user's own modules that it
     imports, and the content of files that its options name, such as the program of a foreign agent.
     """
-    episode = config.rollout.episode
-    limits = config.episodes.model_dump(include=set(_EPISODE_KEYS), mode="json")
+    episode = rollout.episode
+    limits = episodes.model_dump(include=set(_EPISODE_KEYS), mode="json")
     files = sorted({text for text in _texts(episode.options) if os.path.isfile(text)})
     return _digest(
         [
-            [episode.function, episode.options, limits, config.episodes.endpoint.ignore_sampling],
+            [episode.function, episode.options, limits, episodes.endpoint.ignore_sampling],
             source_digest(episode.function),
             [[name, _file_digest(Path(name))] for name in files],
         ]

@@ -57,7 +57,7 @@ class Rollouts:
         encoder = encoder_of(config.data, self.tokenizer)
         self._planned_ends = planned_end_tokens(Path(config.model.path), spec.eos_token_ids, spec.vocab_size)
         self.end_tokens = run_end_tokens(
-            encoder, self.tokenizer, spec.eos_token_ids, spec.vocab_size, calls=not is_one_turn(config)
+            encoder, self.tokenizer, spec.eos_token_ids, spec.vocab_size, calls=not is_one_turn(config.rollout)
         )
         self.held_out = HeldOut(config, self.tokenizer)
         self._sources: list[PromptSource] = []
@@ -191,7 +191,7 @@ def episode_driver(
     """
     lengths = episode_lengths(config)
     limits = Limits(lengths.turns, lengths.tokens)
-    if is_one_turn(config):
+    if is_one_turn(config.rollout):
         return EpisodeDriver(Conversation(decode), limits, OneTurn(), config.run.seed)
     template = str(tokenizer.get_chat_template())
     rule = SuffixRule(encoder_of(config.data, tokenizer), end_token_ids)
@@ -199,7 +199,7 @@ def episode_driver(
     runner: EpisodeRunner
     if config.rollout.episode.function == "foreign":
         openers = sorted({opener for one in FORMATS.values() for opener in one.format.openers})
-        runner = ForeignAgents(config, decode, openers, end_token_ids)
+        runner = ForeignAgents(config.episodes, config.rollout, decode, openers, end_token_ids)
     else:
         runner = EpisodePool(config.episodes, config.rollout.episode, config.rollout.tools)
     return EpisodeDriver(conversation, limits, runner, config.run.seed)

@@ -20,7 +20,7 @@ from gspo_mega.base.run_folder import Attempt
 from gspo_mega.checkpoint.hf_import import import_huggingface
 from gspo_mega.config.derived import critic_of, penalises_kl
 from gspo_mega.config.prompt_sources import HeldOutSet, eval_sets
-from gspo_mega.config.schema import Config
+from gspo_mega.config.schema import Config, Kl, Model
 from gspo_mega.engine.critic import CriticEngine
 from gspo_mega.engine.memory import DeviceMemory
 from gspo_mega.engine.policy import PolicyEngine
@@ -114,7 +114,7 @@ class RankSession:
             is_own_base = config.lora is not None and config.kl.reference_path is None
             self.reference = FrozenBase(self.engine) if is_own_base else load_reference(config, self.spec, self.groups)
         self.critic: CriticEngine | None = None
-        if trains_policy and not rollouts_only and critic_of(config) is not None:
+        if trains_policy and not rollouts_only and critic_of(config.algorithm, config.critic) is not None:
             self.critic = build_critic(config, self.spec, self.groups)
             progress.beat()
         self.snapshots = None
@@ -276,9 +276,9 @@ def _check_skipped(key: str, limit: int, num_skipped: int, grad_norm: float) -> 
         )
 
 
-def reference_path(config: Config) -> str:
+def reference_path(kl: Kl, model: Model) -> str:
     """The Hugging Face folder of the KL term's reference policy."""
-    return config.kl.reference_path or config.model.path
+    return kl.reference_path or model.path
 
 
 def load_reference(config: Config, spec: ModelSpec, groups: ParallelGroups) -> ReferencePolicy:
@@ -286,7 +286,7 @@ def load_reference(config: Config, spec: ModelSpec, groups: ParallelGroups) -> R
 
     Raises ModelError if its shape differs from the policy's, because it uses the policy's layout, packs and vocabulary.
     """
-    path = reference_path(config)
+    path = reference_path(config.kl, config.model)
     if different := shape_differences(read_model_spec(path), spec):
         raise ModelError(f"kl.reference_path {path} does not have the policy's shape: {', '.join(different)}")
     reference = ReferencePolicy(config, spec, groups)

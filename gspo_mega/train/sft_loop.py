@@ -163,7 +163,9 @@ def _next_work(session: RankSession, demonstrations: PromptStream[Demonstration]
     config = sft_config(session.config)
     with session.phase("assemble"):
         chosen = [demonstrations.next() for _ in range(config.sft.sequences_per_step)]
-        return session.ranks.hand_out(assemble_supervised(chosen, config, session.layout, session.state.step))
+        return session.ranks.hand_out(
+            assemble_supervised(chosen, config.batch, config.run, session.layout, session.state.step)
+        )
 
 
 def _measure(session: RankSession, settings: Sft) -> tuple[str | None, dict[str, float]]:

@@ -39,6 +39,7 @@ from gspo_mega.base.untrusted import printable
 from gspo_mega.config import Config, LoadedConfig, load_config
 from gspo_mega.config.deadlines import COLLECTIVE_SECONDS, preflight_seconds
 from gspo_mega.config.derived import TRANSFORMER_ENGINE_VARIABLE, has_transformer_engine_layers
+from gspo_mega.config.schema import Cluster, Server
 from gspo_mega.plan.watchdog_bounds import patience
 from gspo_mega.train.context import KeyValueStore, WorkerContext
 from gspo_mega.train.gpu_variables import set_variables
@@ -94,18 +95,17 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _work(command: str, loaded: LoadedConfig, attempt: Attempt, place: RankEnvironment) -> dict[str, Any] | None:
-    _keep_to_this_machine(loaded.config)
+    _keep_to_this_machine(loaded.config.cluster, loaded.config.server)
     module, function = ENTRY_POINTS[command]
     with uncollected():
         on_cpu = _prepare_torch(place, loaded.config)
         work = getattr(importlib.import_module(module), function)
-    _init_distributed(place, on_cpu, timedelta(seconds=preflight_seconds(loaded.config)))
+    _init_distributed(place, on_cpu, timedelta(seconds=preflight_seconds(loaded.config.cluster)))
     context = WorkerContext(
         config=loaded.config,
         attempt_dir=attempt.path,
         run_dir=attempt.run_folder.path,
         is_lead=place.is_lead,
-        notices=loaded.notices,
         console=console(attempt) if place.is_lead else lambda line: None,
         open_store=_open_store,
     )
@@ -158,12 +158,12 @@ def _default_signals() -> None:
     faulthandler.register(signal.SIGUSR2, all_threads=False)
 
 
-def _keep_to_this_machine(config: Config) -> None:
+def _keep_to_this_machine(cluster: Cluster, server: Server) -> None:
     """Make gloo and NCCL listen only on the loopback interface if all ranks and servers are on this machine, regardless
     of what the machine's name resolves to.
     """
-    is_one_machine = config.cluster.num_nodes == 1 and config.cluster.num_rollout_nodes == 0
-    if is_one_machine and is_loopback(os.environ["MASTER_ADDR"]) and is_loopback(config.server.host):
+    is_one_machine = cluster.num_nodes == 1 and cluster.num_rollout_nodes == 0
+    if is_one_machine and is_loopback(os.environ["MASTER_ADDR"]) and is_loopback(server.host):
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, "lo")
 

@@ -1,1 +1,1 @@
-"""Commands that check the numbers: certify, mismatch (`gspo-mega mismatch`), compare, simulate."""
+"""The commands that check the numbers: `gspo-mega certify`, `mismatch`, `compare` and `simulate`."""

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "reward"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "rewards"))
 
 from math_pairs import pairs
 

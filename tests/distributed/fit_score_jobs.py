@@ -24,7 +24,7 @@ def fit(folder: str, parallel: dict, attempt: str, work: dict, **sections) -> di
         place.work_file.write_text(json.dumps(work))
     dist.barrier()
     is_lead = dist.get_rank() == 0
-    context = WorkerContext(config, place.path, place.path, is_lead, (), lambda line: None, lambda: None)
+    context = WorkerContext(config, place.path, place.path, is_lead, lambda line: None, lambda: None)
     try:
         return run_fit(context)
     except GspoMegaError as error:

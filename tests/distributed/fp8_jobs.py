@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,10 +86,11 @@ def certified(
     model: str,
     overrides: list[str],
     shares_amax: bool = True,
+    other_order: bool = False,
 ) -> list | None:
     """`gspo-mega certify` of the cases `names` of `file`, in this process, against its case `reference`, all with the
     weights of `model`. Not `shares_amax`: recipe `delayed` leaves every rank its own largest values of the
-    first quarter of the tensors.
+    first quarter of the tensors. `other_order`: the products of `names` add in another order than the reference's.
 
     Returns on rank 0 (name, result) of each case.
     """
@@ -100,11 +102,30 @@ def certified(
         case = case.model_copy(update={"set": {key: value for key, value in case.set.items() if key != "model.path"}})
         config = case_config(file, case, own).config
         context = cast(WorkerContext, SimpleNamespace(is_lead=dist.get_rank() == 0))
-        with contextlib.nullcontext() if shares_amax else _some_amax_unshared():
+        sums = _other_order_of_sums() if other_order and name != reference else contextlib.nullcontext()
+        with sums, contextlib.nullcontext() if shares_amax else _some_amax_unshared():
             result = run_case(context, config, case, folder, name == reference)
         if name != reference:
             found.append((name, result))
     return found if dist.get_rank() == 0 else None
+
+
+@contextlib.contextmanager
+def _other_order_of_sums() -> Iterator[None]:
+    """Products add as another processor might: the last two thirds of a sum first, then the first third."""
+    te_layers = importlib.import_module("gspo_mega.cpu.te_layers")
+
+    def product(a: object, transposed_a: bool, b: object, transposed_b: bool) -> torch.Tensor:
+        left, right = (
+            te_layers.operand(matrix, columnwise=columnwise).to(te_layers._sum_dtype)
+            for matrix, columnwise in ((b, transposed_b), (a, not transposed_a))
+        )
+        left, right = left.t() if transposed_b else left, right.t() if transposed_a else right
+        third = left.size(1) // 3
+        return (left[:, third:] @ right[third:] + left[:, :third] @ right[:third]).float()
+
+    with mock.patch.object(te_layers, "_product", product):
+        yield
 
 
 @contextlib.contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 import torch
 from layout_jobs import CLIP_HIGH, CLIP_LOW, layout_config, pack, recorded_sequences
@@ -120,6 +122,19 @@ def rollout_routes(
         start = int(micro_batch.cu_seqlens[place])
         routes[start : start + count] = chosen
     return routes
+
+
+def experts_sorted(folder: str, parallel: dict) -> list[bool]:
+    """For every choice of experts in an old pass, whether gradients were enabled: Megatron-Core 0.19 then sorts."""
+    chosen, topk = [], torch.topk
+
+    def noted(scores: torch.Tensor, k: int, *args: object, **kwargs: object):
+        chosen.append(torch.is_grad_enabled())
+        return topk(scores, k, *args, **kwargs)
+
+    with Run(folder, parallel) as run, mock.patch.object(torch, "topk", noted):
+        run.engine.old_pass(run.packs())
+    return chosen
 
 
 def replay_old_routes(folder: str, parallel: dict, **sections) -> dict:

@@ -175,7 +175,7 @@ def test_the_tools_say_where_they_are(source, tmp_path):
         return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout.splitlines()[-1]
 
     megatron, out, plain = tmp_path / "megatron", tmp_path / "out", tmp_path / "plain"
-    assert said("hf_to_megatron", source, megatron).endswith(f"tools/megatron_to_hf.py --described-by {source}")
+    assert said("hf_to_megatron", source, megatron).endswith(f"gspo-mega convert --described-by {source}")
     assert said("megatron_to_hf", megatron / "megatron", out, "--described-by", source) == (
         f"{out}: has the layers for multi-token prediction of {source}, as they are there"
     )

@@ -117,6 +117,16 @@ def test_a_fault_is_caught_in_the_layout_that_has_it(run, fault, caught_in, unha
     assert "1 of 2 cases hold" in shown
 
 
+def test_what_rounding_does_is_measured_and_hides_no_fault(run):
+    rounding = "{name: rounding, rounded: true}"
+    code, shown = run([TP2SP, rounding, CP2], "norms_not_marked_for_sequence_parallelism")
+    assert code == 1, shown
+    row = re.search(r"^rounding +1 (.*?)  measured", shown, re.M).group(1).split()
+    found = dict(zip(("log_prob", "loss", "gradient", "weights"), map(float, row), strict=False))
+    assert 1e-8 < found["log_prob"] < 1e-5 and 1e-8 < found["gradient"] < 1e-4 and 1e-8 < found["weights"] < 1e-2
+    assert re.search(r"^TP2\+SP .*FAIL", shown, re.M) and re.search(r"^CP2 .*pass", shown, re.M), shown
+
+
 def test_a_fault_in_the_critic_is_caught_by_its_own_numbers(run):
     """And without one, in the other layout, values, value gradients and weights after three value steps hold."""
     code, shown = run([CP2, TP2SP], "value_gradient_summed_over_tensor_ranks", "algorithm=ppo")

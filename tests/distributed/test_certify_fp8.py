@@ -57,6 +57,22 @@ def test_a_sample_of_the_matrix_holds(rank_pools, tmp_path, name):
     }
     same = {case for case, result in found.items() if result["gradient"]["value"] == 0}
     assert same == {case for case in found if given[case].exact}
+    # Only tensor ranks add sums that were rounded before.
+    if SAMPLE[name][0] == "certify_fp8":
+        assert all(
+            result["reached"]["value"] == 0
+            for case, result in found.items()
+            if given[case].set.get("parallel.tensor", 1) == 1
+        )
+
+
+def test_a_sharp_certificate_is_the_same_on_a_processor_that_adds_in_another_order(rank_pools, tmp_path):
+    pool = rank_pools(2, transformer_engine=True)
+    here, there = (
+        certified(pool, tmp_path / str(other_order), "delayed", [], other_order=other_order)["dense TP2"]
+        for other_order in (False, True)
+    )
+    assert here == there and here["outside"] == []
 
 
 def test_largest_values_that_are_not_shared_are_found_by_the_sharp_certificate_alone(rank_pools, tmp_path):

@@ -60,20 +60,22 @@ def test_what_is_written_is_what_megatron_would_write(rank_pools, folders, name)
     for rank in found:
         state = ModelShares(spec).state(config, layout, layout.coordinates(rank["rank"]).pipeline)
         size = state_bytes(config, state.largest)
-        assert 0 < rank["held_bytes"] <= save_host_bytes(config, state, size) - size.weights
+        assert 0 < rank["held_bytes"] <= save_host_bytes(config.optimizer, state, size) - size.weights
         # Three tensors of one parameter may be more than a fair share.
         assert rank["held_bytes"] <= rank["gathered_bytes"] / share + 3 * rank["largest_bytes"]
 
 
-@pytest.mark.parametrize("parallel", [{}, {"pipeline": 2}], ids=str)
-def test_read_one_parameter_at_a_time(rank_pools, folders, tmp_path, parallel):
-    """Stages have different numbers of parameters, so some ranks read longer than others."""
-    pool = rank_pools(2)
+@pytest.mark.parametrize(("ranks", "parallel"), [(2, {}), (2, {"pipeline": 2}), (1, {})], ids=str)
+def test_read_one_parameter_at_a_time(rank_pools, folders, tmp_path, ranks, parallel):
+    """Stages have different numbers of parameters, so some ranks read longer than others. A rank that is alone reads
+    all layers of a stored tensor in one turn.
+    """
+    pool = rank_pools(ranks)
     common = dict(run_dir=str(tmp_path), folder=folders[False], optimizer=dict(lr=1e-3, distributed=True))
     saved = pool.run("checkpoint_jobs:run", parallel={}, plan=["start", "train", "train", "save", "train"], **common)[0]
     plan = ["start", "read one by one", "load", "train"]
     resumed = pool.run("checkpoint_jobs:run", parallel=parallel, plan=plan, **common)[0]
-    assert resumed["turns"] > 10
+    assert resumed["turns"] > 10 if ranks > 1 else resumed["turns"] > 5
     for weight, want in saved["weights"].items():
         if parallel:
             np.testing.assert_allclose(resumed["weights"][weight], want, rtol=0, atol=2e-5, err_msg=weight)

@@ -175,3 +175,8 @@ def test_balancing_balances(rank_pools, folder):
     values = rank_pools(1).run(JOBS + "balance", folder=folder, parallel={}, steps=6, moe=moe)[0]["values"]
     losses = [v["load_balancing_loss"] / v["num_router_losses"] for v in values]
     assert losses[0] > 1.05 and losses[-1] < losses[0] - 0.02 and losses[-1] > 0.99, losses
+
+
+def test_every_router_of_an_engine_sorts_in_the_old_pass(rank_pools, folder):
+    (sorted_,) = rank_pools(1).run(JOBS + "experts_sorted", folder=folder, parallel={})
+    assert len(sorted_) == 16 and all(sorted_)  # four layers, four packs

@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import warnings
 import zlib
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,7 @@ warnings.filterwarnings("ignore")
 
 import numpy as np
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from run_configs import make_config
 
@@ -56,13 +58,14 @@ def _shape(
     moe: MoeSpec | None = None,
     tied: bool = False,
     head_dim: int = 128,
+    kv_heads: int | None = None,
 ) -> ModelSpec:
     return ModelSpec(
         family="qwen3" if moe is None else "qwen3_moe",
         num_layers=layers,
         hidden_size=hidden,
         num_heads=heads,
-        num_kv_heads=heads // 4,
+        num_kv_heads=kv_heads or heads // 4,
         head_dim=head_dim,
         intermediate_size=intermediate,
         vocab_size=vocab,
@@ -79,13 +82,16 @@ def _shape(
 
 
 # tiny: for a CPU. small: precision on a GPU. large: with fp32 gradients, main parameters and moments (18 bytes a
-# parameter) and an 8192-token pack they fill most of one H200: Qwen3-4B, and 6 of the layers of Qwen3-30B-A3B.
+# parameter) and an 8192-token pack they fill most of one H200: Qwen3-4B, and 6 of the layers of Qwen3-30B-A3B. medium:
+# the same for a GPU of 80 GB: Qwen3-1.7B, and 4 of those layers.
 SHAPES = {
     "tiny-dense": _shape(2, 64, 4, 128, 512, head_dim=16),
     "tiny-moe": _shape(2, 64, 4, 128, 512, MoeSpec(8, 2, 32), head_dim=16),
     "small-dense": _shape(12, 1024, 8, 3072, 32768),
     "small-moe": _shape(8, 1024, 8, 3072, 32768, MoeSpec(32, 4, 512)),
-    "large-dense": _shape(36, 2560, 32, 9728, 151936, tied=True),
+    "medium-dense": _shape(28, 2048, 16, 6144, 151936, tied=True, kv_heads=8),
+    "medium-moe": _shape(4, 2048, 32, 6144, 151936, MoeSpec(128, 8, 768)),
+    "large-dense": _shape(36, 2560, 32, 9728, 151936, tied=True, kv_heads=8),
     "large-moe": _shape(6, 2048, 32, 6144, 151936, MoeSpec(128, 8, 768)),
 }
 
@@ -141,8 +147,15 @@ def precision_config(precision: str, **sections: object) -> Config:
     return make_config(**own | sections)
 
 
-def precisions() -> list[str]:
-    """What this machine can compute in; the first is the reference. Says why a recipe is left out."""
+def precisions(only: str = "") -> list[str]:
+    """What this machine can compute in, and of it what `only` names, separated by commas; the first is the reference,
+    which always stays. Says why a recipe is left out.
+    """
+    found = _all_precisions()
+    return found if not only else [name for name in found if name == found[0] or name in only.split(",")]
+
+
+def _all_precisions() -> list[str]:
     if not torch.cuda.is_available():
         print("left out: FP8: without a GPU the distributed tests compute it, with Transformer Engine over CPU kernels")
         return ["fp32", "bf16"]
@@ -162,8 +175,11 @@ def precisions() -> list[str]:
 @contextmanager
 def engine(spec: ModelSpec, config: Config, *, same_weights: bool) -> Iterator[PolicyEngine]:
     """An engine over one rank's groups. `same_weights`: random ones that every precision holds exactly."""
-    # The engine before went out of use after this function's end; Megatron's hooks hold it in cycles.
+    # The engine before went out of use after this function's end; Megatron's hooks hold it in cycles. What was compiled
+    # for it goes, too, as if each engine had a process of its own.
     gc.collect()
+    torch._dynamo.reset()
+    started = time.perf_counter()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     groups = create_groups()
@@ -172,7 +188,10 @@ def engine(spec: ModelSpec, config: Config, *, same_weights: bool) -> Iterator[P
         if same_weights:
             _fill(policy, spec, groups)
             policy.after_weights_loaded()
+        kind = f"fp8-{config.fp8.recipe}" if config.precision == "fp8" else config.precision
+        print(f"{kind}: an engine after {time.perf_counter() - started:.1f} s", flush=True)
         yield policy
+        print(f"{kind}: done after {time.perf_counter() - started:.1f} s", flush=True)
     finally:
         destroy_groups()
 
@@ -180,7 +199,9 @@ def engine(spec: ModelSpec, config: Config, *, same_weights: bool) -> Iterator[P
 @torch.no_grad()
 def _fill(policy: PolicyEngine, spec: ModelSpec, groups: ParallelGroups) -> None:
     for name, parameter in canonical_parameters(spec, groups, policy.chunks).items():
-        noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+        device = parameter.device  # every precision of a run has the same numbers there
+        generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+        noise = torch.randn(parameter.shape, generator=generator, device=device)
         values = 1 + 0.1 * noise if parameter.dim() == 1 else noise / parameter.size(-1) ** 0.5
         with filled(parameter) as target:
             target.copy_(values.bfloat16())
@@ -209,6 +230,14 @@ def recorded_batch(
     starts = range(0, len(rows), per_pack)
     keys, align = ("advantage", "group_size"), alignment_tokens(config)
     return [build_micro_batch(rows, list(range(s, min(s + per_pack, len(rows)))), 1, keys, align) for s in starts]
+
+
+class Rows(list[dict]):
+    """A part's rows. Each is printed when it is added, so that a part that is cut has said what it found."""
+
+    def append(self, row: dict) -> None:
+        super().append(row)
+        print(" ".join(f"{name}={_cell(value)}" for name, value in row.items()), flush=True)
 
 
 def finish(part: str, rows: list[dict], failures: list[str]) -> None:

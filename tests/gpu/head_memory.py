@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 
 import torch
-from gpu_engine import ROOT, arguments, finish, one_rank
+from gpu_engine import ROOT, Rows, arguments, finish, one_rank
 
 sys.path.insert(0, str(ROOT / "tests/benchmarks"))
 from log_prob_head import VOCABULARY, Bench, ours
@@ -25,7 +25,7 @@ MOST_CHUNKS = 5
 def main() -> None:
     args = arguments(__doc__, hidden="2560,4096", rows=32768, chunks="512,2048", repeats=3)
     device, dtype = torch.device(args.device), torch.bfloat16 if args.device == "cuda" else torch.float32
-    rows, failures = [], []
+    rows, failures = Rows(), []
     with one_rank():
         tensor_group = create_groups().tensor
         for hidden in map(int, args.hidden.split(",")):

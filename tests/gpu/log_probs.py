@@ -15,6 +15,7 @@ from gpu_engine import (
     CLIP_HIGH,
     CLIP_LOW,
     SHAPES,
+    Rows,
     arguments,
     engine,
     finish,
@@ -30,36 +31,45 @@ from gspo_mega.algorithm.objective import ObjectiveSettings
 MOST_DIFFERENT = {("bf16", False): 0.05, ("bf16", True): 0.1, ("fp8", False): 0.25, ("fp8", True): 0.4}
 
 
-def measure(shape: str, precision: str, lengths: list[int], per_pack: int) -> tuple[list[torch.Tensor], float]:
-    """(log-probs [R] float64 of each sequence, largest |log s| of the unchanged policy)."""
+def measure(
+    shape: str, precision: str, lengths: list[int], per_pack: int
+) -> tuple[list[torch.Tensor], dict[str, float]]:
+    """(log-probs [R] float64 of each sequence, largest |log s| of the unchanged policy: between two old passes, and
+    between old pass and training pass).
+    """
     config, spec = (
         precision_config(precision, batch=dict(prompts_per_step=4, group_size=4, micro_batch_tokens=8192)),
         SHAPES[shape],
     )
     with engine(spec, config, same_weights=True) as policy:
         batch = recorded_batch(spec, config, lengths, per_pack, prompt=4)
+        again = _tokens(policy.old_pass(batch))
         old = policy.old_pass(batch)
         report = policy.policy_gradients(
             batch, ObjectiveSettings(clip_low=CLIP_LOW, clip_high=CLIP_HIGH), float(len(lengths)), old
         )
-        tokens = torch.cat([part.log_probs.double().cpu() for part in old.micro_batches])
-    return list(tokens.split([length - 4 for length in lengths])), float(abs(report.columns["log_s"]).max())
+        tokens = _tokens(old)
+    sizes = [length - 4 for length in lengths]
+    repeated = max(float((a - b).mean().abs()) for a, b in zip(tokens.split(sizes), again.split(sizes), strict=True))
+    unchanged = dict(repeated_log_s=repeated, unchanged_log_s=float(abs(report.columns["log_s"]).max()))
+    return list(tokens.split(sizes)), unchanged
+
+
+def _tokens(old) -> torch.Tensor:
+    """[R] float64, all active tokens of an old pass, nats."""
+    return torch.cat([part.log_probs.double().cpu() for part in old.micro_batches])
 
 
 def main() -> None:
-    args = arguments(__doc__, shapes="small-dense,small-moe", longest=2048)
+    args = arguments(__doc__, shapes="small-dense,small-moe", longest=2048, only="")
     lengths = [max(8, args.longest * k // 8) for k in (8, 1, 5, 3, 7, 2, 6, 4)]
-    rows, failures = [], []
+    rows, failures = Rows(), []
     with one_rank():
         for shape in args.shapes.split(","):
             found: dict[str, list[torch.Tensor]] = {}
-            for precision in precisions():
-                found[precision], log_s = measure(shape, precision, lengths, per_pack=3)
-                row = (
-                    dict(shape=shape, precision=precision)
-                    | differences(found[precision], found["fp32"])
-                    | dict(unchanged_log_s=log_s)
-                )
+            for precision in precisions(args.only):
+                found[precision], unchanged = measure(shape, precision, lengths, per_pack=3)
+                row = dict(shape=shape, precision=precision) | differences(found[precision], found["fp32"]) | unchanged
                 rows.append(row)
                 failures += judge(row, SHAPES[shape].moe is not None)
                 if precision.startswith("fp8") and all(map(torch.equal, found[precision], found["bf16"])):

@@ -53,7 +53,10 @@ PARTS = {
         dry=("--shapes", "tiny-dense,tiny-moe", "--longest", "48"),
     ),
     "training": Part(
-        "20 optimizer steps of each precision against fp32", "training.py", 300, dry=(*_SHORT, "--steps", "6")
+        "20 optimizer steps of each precision against fp32",
+        "training.py",
+        300,
+        dry=(*_SHORT, "--steps", "6", "--rate", "3e-4"),
     ),
     "resume": Part("save, a new engine, load, go on: with each recipe", "resumed_recipes.py", MOST_SECONDS, dry=_SHORT),
     "head": Part(
@@ -99,6 +102,8 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print the parts and their time limits")
     parser.add_argument("--dry", action="store_true", help="on a CPU, with tiny sizes: all but a GPU's own code")
     given = parser.parse_args()
+    # Whoever ends this program ends the part that runs, too, which has a session of its own.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(124))
     unknown = [name for name in given.parts if name not in PARTS]
     if unknown:
         print(f"tests/gpu/run.sh: '{unknown[0]}' is no part; there are: {' '.join(PARTS)}", file=sys.stderr)
@@ -128,7 +133,7 @@ _HAS_GPU = "import torch, sys; sys.exit(not torch.cuda.is_available())"
 
 def _environments(dry: bool) -> tuple[dict[str, str], dict[str, str]]:
     """Of a part that starts processes of its own, and of one that is a rank."""
-    environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if dry else {})}
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if dry else {})}
     if dry:
         return environment, environment
     told = subprocess.run(

@@ -9,7 +9,7 @@ and of both gradients against the product in fp32; eight mantissa bits in bf16, 
 from __future__ import annotations
 
 import torch
-from gpu_engine import arguments, finish, one_rank, precision_config, precisions
+from gpu_engine import Rows, arguments, finish, one_rank, precision_config, precisions
 from throughput import seconds
 
 MOST_ERROR = {"bf16": 0.01, "fp8": 0.08}
@@ -56,7 +56,7 @@ def main() -> None:
     args = arguments(__doc__, size=4096, rows=8192, times=20)
     if args.device == "cpu":
         raise SystemExit("Transformer Engine has no CPU code")
-    rows, failures = [], []
+    rows, failures = Rows(), []
     with one_rank():
         for precision in precisions():
             if precision == "fp32":

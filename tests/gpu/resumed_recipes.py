@@ -13,7 +13,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from gpu_engine import SHAPES, arguments, engine, finish, one_rank, precision_config, precisions, recorded_batch
+from gpu_engine import SHAPES, Rows, arguments, engine, finish, one_rank, precision_config, precisions, recorded_batch
 
 from gspo_mega.base.records import MicroBatch
 from gspo_mega.base.run_folder import RunFolder
@@ -69,10 +69,10 @@ def measure(shape: str, precision: str, longest: int, parameters: bool, folder: 
 
 
 def main() -> None:
-    args = arguments(__doc__, shapes="small-dense,small-moe", longest=1024)
-    rows, failures = [], []
+    args = arguments(__doc__, shapes="small-dense,small-moe", longest=1024, only="")
+    rows, failures = Rows(), []
     with one_rank(), tempfile.TemporaryDirectory() as name:
-        available = precisions()
+        available = [name for name in precisions() if not args.only or name in args.only.split(",")]
         with_parameters = [f"{p}+parameters" for p in available if p.startswith("fp8") and p != "fp8-mxfp8"]
         for shape in args.shapes.split(","):
             for kind in [*available, *with_parameters]:

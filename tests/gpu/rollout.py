@@ -8,10 +8,8 @@ mean difference is the engines' mismatch that a run would measure; the bound is 
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
-import sys
 import tempfile
 import time
 import urllib.error
@@ -20,6 +18,7 @@ from pathlib import Path
 
 import torch
 from gpu_engine import SHAPES, arguments, engine, finish, one_rank, precision_config, recorded_batch
+from gpu_model import server_python
 from safetensors.torch import save_file
 
 from gspo_mega.checkpoint.gather import gather_stream
@@ -91,9 +90,6 @@ def served_log_probs(tokens: list[int]) -> list[float]:
 
 def main() -> None:
     args = arguments(__doc__, longest=512)
-    if importlib.util.find_spec("sglang") is None:
-        print("skipped: sglang is not installed")
-        raise SystemExit(77)
     if args.device == "cpu":
         raise SystemExit("the CPU server has its own tests")
     spec, config = SHAPES["small-dense"], precision_config("bf16")
@@ -106,7 +102,7 @@ def main() -> None:
             ours = [part.log_probs.double().cpu() for part in policy.old_pass(batch).micro_batches]
             write_checkpoint(folder, policy)
         command = [
-            sys.executable,
+            server_python(),
             "-m",
             "sglang.launch_server",
             "--model-path",
@@ -120,7 +116,7 @@ def main() -> None:
             "pytorch",
             "--disable-cuda-graph",
             "--mem-fraction-static",
-            "0.5",
+            "0.2",
         ]
         with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as server:
             try:

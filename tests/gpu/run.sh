@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Measures precision, speed and memory on NVIDIA GPUs, part by part; a part that fails does not stop the others. Each ends
-# within ten minutes. Not yet run on a GPU: bounds are what is expected, and the first run will tell.
+# within ten minutes. What one H100 said is in tests/benchmarks/RESULTS.md; head, rollout,
+# publish, run_r3 and budget have not run, and resume only without experts.
 #
 #   tests/gpu/run.sh [PART ...]     all parts by default
 #   tests/gpu/run.sh --list         the parts and their time limits

@@ -57,7 +57,11 @@ def test_part(name):
             ["--shapes", "tiny-dense,tiny-moe", "--longest", "48"],
             ["token_mean", "sequence_max", "unchanged_log_s"],
         ),
-        ("training", ["--shapes", "tiny-moe", "--longest", "32", "--steps", "6"], ["first", "last", "furthest"]),
+        (
+            "training",
+            ["--shapes", "tiny-moe", "--longest", "32", "--steps", "6", "--rate", "3e-4"],
+            ["first", "last", "furthest"],
+        ),
         (
             "throughput",
             ["--shapes", "tiny-moe", "--tokens", "32", "--packs", "2", "--times", "1"],

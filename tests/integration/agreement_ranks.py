@@ -147,9 +147,9 @@ class Trainer:
                 for _ in range(DEMONSTRATIONS)
             ]
             demonstrations = [Demonstration.of_one_turn(f"random:{i}", *tokens) for i, tokens in enumerate(made)]
-            (mini_batch,) = assemble_supervised(demonstrations, self.config, self.layout, self.num_learnt)[
-                self.groups.data.rank
-            ]
+            (mini_batch,) = assemble_supervised(
+                demonstrations, self.config.batch, self.config.run, self.layout, self.num_learnt
+            )[self.groups.data.rank]
             result, _ = self.engine.train_supervised(mini_batch.micro_batches, mini_batch.denominator)
             assert not result.skipped and result.grad_norm > 0
             self.num_learnt += 1

@@ -138,17 +138,17 @@ def sizes(ranks):
 
     def sampled(sample):
         def with_others(rollouts, config, on_wait):
-            held["server"] = Path(config.model.path)
+            held["server"] = held["own"] = Path(config.model.path)
             serve(rollouts.pool, perturbed_folder(Path(config.model.path), OF_BATCH))
             return sample(rollouts, config, on_wait)
 
         return with_others
 
     def in_a_batch(score):
-        def with_others(pool, config, tokens, point):
-            own = Path(config.model.path)
+        def with_others(pool, budget, rollout, tokens, point):
+            own = held["own"]  # the samples are made first
             serve(pool, own if point.values.get("@together") == 1 else perturbed_folder(own, OF_BATCH))
-            values = score(pool, config, tokens, point)
+            values = score(pool, budget, rollout, tokens, point)
             serve(pool, own)
             return values
 

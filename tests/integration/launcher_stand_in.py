@@ -188,7 +188,8 @@ def save_then_die_of_a_stop(attempt, rank):
 
 
 def give_up(attempt, rank):
-    """A server that failed too often: registers, and exits a little later."""
+    """A server that failed too often: says so, once the ranks have started (which the end of the run would prevent)."""
+    wait_for_others(attempt)
     error = "SGLang exited with code 1, and it was restarted 5 times already (server.max_restarts)."
     give_up_as(attempt, "server-0", error)
 

@@ -59,7 +59,8 @@ def test_a_run_starts_from_converted_weights_and_its_servers_too(tmp_path, quick
     (line,) = read_metrics(run.metrics_file)
     assert differ_by_rounding(run, line), "the servers sampled with the very weights"
     # Without a section `eval` nothing can be measured again, and what is said to come next can be done.
-    assert "next     gspo-mega train CONFIG train.num_steps=N" in command.out and "gspo-mega eval" not in command.out
+    assert f"next     gspo-mega train {run.path} train.num_steps=N" in command.out
+    assert "gspo-mega eval" not in command.out
 
     # The learning rate moves nothing that a float can show: what comes out is what went in, by both roads.
     want, given = load_file(source / "model.safetensors"), load_file(quickstart_files / "model" / "model.safetensors")

@@ -5,6 +5,7 @@ import re
 import signal
 import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from router_ties import differ_by_rounding
@@ -44,11 +45,20 @@ def run(tmp_path, quickstart_files):
             reward = (
                 f"reward.functions=[{{function: 'run_support:{function}', options: {{log: {tmp_path / 'scores'}}}}}]"
             )
-            small = small_overrides(quickstart_files, tmp_path / "runs", name)
+            small = small_overrides(quickstart_files, Path("runs"), name)  # relative to where the command runs
             # Few requests at a time: a rollout takes seconds and can be met in its midst.
             command = Command(
                 tmp_path, "train", CONFIG, *small, reward, "rollout.max_concurrent_requests=2", *overrides
             )
+            started.append(command)
+            return command
+
+        @classmethod
+        def continue_from_folder(cls, *options):
+            """`gspo-mega train RUN`, in another working directory than the run's start."""
+            elsewhere = tmp_path / "elsewhere"
+            elsewhere.mkdir(exist_ok=True)
+            command = Command(elsewhere, "train", str(Path("..") / cls.folder.path.relative_to(tmp_path)), *options)
             started.append(command)
             return command
 
@@ -74,7 +84,7 @@ def run(tmp_path, quickstart_files):
 
 
 def test_a_run_that_loses_a_rank_a_server_and_its_user_trains_on_what_it_would_have(run):
-    """Four attempts of one command: a rank killed, a server killed and Ctrl-C, Ctrl-C twice, the rest."""
+    """Three attempts of one command (a rank killed, a server killed and Ctrl-C, Ctrl-C twice), and the rest."""
     arguments = (
         "score",
         "algorithm=gspo_token",
@@ -145,8 +155,12 @@ def test_a_run_that_loses_a_rank_a_server_and_its_user_trains_on_what_it_would_h
     assert command.left_running(run.folder.path) == []
     assert run.scores.new() == []
 
-    # Attempt 4: to the end.
-    command = run.start(*arguments)
+    # Attempt 4, which the run's folder is enough for: to the end.
+    trial = run.continue_from_folder("--dry-run")
+    assert trial.finish() == 0, trial.out + trial.err
+    assert f"{run.folder.path} would continue from its last whole checkpoint; nothing was started" in trial.out
+    assert len(run.folder.attempts()) == 3
+    command = run.continue_from_folder()
     assert command.finish() == 0, command.out + command.err
     sampled_again = Counter(note["prompt"] for note in run.scores.new())
     taken_over = re.search(r"step 4: (\d+) trajectories of the journal, in \d+ groups, are taken over", command.out)

@@ -30,7 +30,8 @@ def wheel(tmp_path_factory):
     source = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    shutil.copytree(ROOT / "gspo_mega", source / "gspo_mega", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("gspo_mega", "configs"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     built = run(
         *(sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index"),
         *("--wheel-dir", source / "dist", source),
@@ -111,6 +112,15 @@ def test_plan(program, outside):
     assert refused.returncode == 2 and "does not divide the model's 8 experts" in refused.stderr
 
 
+def test_its_configurations(program, outside):
+    listed = run(program, "configs", **outside)
+    assert listed.returncode == 0 and "qwen3_06b_1gpu" in listed.stdout, listed.stderr
+    copy = Path(outside["cwd"], "copy.yaml")
+    copy.write_text(run(program, "configs", "certify_dense", **outside).stdout)
+    planned = run(program, "plan", copy, "--device", "cpu", **outside)
+    assert planned.returncode == 0 and str(ROOT) not in copy.read_text(), planned.stderr
+
+
 def test_doctor_names_what_is_missing(program, outside):
     shown = run(program, "doctor", "--gpus", "0", **outside)
     assert shown.returncode == 1 and shown.stderr == ""
@@ -131,7 +141,11 @@ def test_metadata(wheel, tmp_path):
     assert {"torch", "megatron-core"} <= declared(own, "trainer") and "sglang" in declared(own, "server")
     assert "pytest" in declared(own, "dev")
     files = {str(path) for path in own.files}
-    assert {path.parts[0] for path in own.files} == {"gspo_mega", f"gspo_mega-{own.version}.dist-info"}
+    data = "share/gspo_mega/configs"  # beside site-packages
+    inside = [path for path in own.files if data not in str(path)]
+    assert {path.parts[0] for path in inside} == {"gspo_mega", f"gspo_mega-{own.version}.dist-info"}
+    configs = {path.relative_to(ROOT / "configs").as_posix() for path in (ROOT / "configs").rglob("*.*")}
+    assert configs == {str(path).partition(f"{data}/")[2] for path in own.files if path not in inside}
     assert f"gspo_mega-{own.version}.dist-info/licenses/LICENSE" in files
     # A folder without an __init__.py would be left out.
     assert {path.relative_to(ROOT).as_posix() for path in (ROOT / "gspo_mega").rglob("*.py")} <= files

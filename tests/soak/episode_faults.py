@@ -21,7 +21,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "unit" / "episodes")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "unit" / "agents")]
 
 from pool_support import TOOLS, USER_EPISODES, PolicySession, settings, task
 from test_episode_isolation import ENDS_ITSELF, LOSES_ITS_WORKER

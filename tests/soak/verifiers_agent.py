@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / name) for name in ("unit", "unit/episodes", "support"))]
+sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / name) for name in ("unit", "unit/agents", "support"))]
 
 import chat_templates as families
 from run_configs import make_config
@@ -43,7 +43,7 @@ async def reward_of(python: str, folder: Path, last: str) -> float | None:
         episodes=dict(max_tokens=4096, turn_deadline_seconds=600, deadline_seconds=600),
         data=dict(chat_template=True),
     )
-    runner = ForeignAgents(config, side.tokenizer.decode)
+    runner = ForeignAgents(config.episodes, config.rollout, side.tokenizer.decode)
     await runner.start()
     try:
         finished = await runner.run(Task([USER], answer="4042"), side.session, "e")

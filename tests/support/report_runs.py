@@ -40,9 +40,13 @@ def add_metrics(path: Path, step: int, **more: float) -> None:
         file.write(json.dumps(line | more) + "\n")
 
 
+def batch_of(num_groups: int, step: int = 0) -> RolloutBatch:
+    return RolloutBatch(step, [_group(step, number) for number in range(num_groups)])
+
+
 def add_gaps(path: Path, step: int, num_groups: int = 1) -> None:
     """What the trainer measured of the step's tokens: -0.2 nats at the first one of every response, 3e-6 at the other."""
-    batch = RolloutBatch(step, [_group(step, number) for number in range(num_groups)])
+    batch = batch_of(num_groups, step)
     rows = np.arange(len(batch.trajectories), dtype=np.int32)
     parts = [
         {"rows": rows, "places": np.full_like(rows, 2 + place), "gaps": np.full(len(rows), gap, np.float16)}

@@ -88,10 +88,12 @@ __all__ = [
     "ModelReward",
     "Moe",
     "Objective",
+    "OldLogProbs",
     "Optimizer",
     "OwnReward",
     "Parallel",
     "PlanRules",
+    "Precision",
     "Profile",
     "Prometheus",
     "Publish",
@@ -111,6 +113,9 @@ __all__ = [
     "Watchdog",
 ]
 
+Precision = Literal["fp32", "bf16", "fp8"]
+OldLogProbs = Literal["trainer", "rollout"]
+
 
 class Config(Section):
     """One run. See `configs/` for commented examples."""
@@ -124,7 +129,7 @@ class Config(Section):
     objective: Objective = Objective()
     advantage: Advantage = Advantage()
     kl: Kl = Kl()
-    old_log_probs: Literal["trainer", "rollout"] = Field(
+    old_log_probs: OldLogProbs = Field(
         default="trainer",
         description="trainer: recomputed by the trainer. rollout: SGLang's are used as they are (warned about).",
     )
@@ -132,7 +137,7 @@ class Config(Section):
     batch: Batch
     cluster: Cluster = Field(default=Cluster(), json_schema_extra=MAY_CHANGE)
     parallel: Parallel = Field(default=Parallel(), json_schema_extra=MAY_CHANGE)
-    precision: Literal["fp32", "bf16", "fp8"] = Field(
+    precision: Precision = Field(
         default="bf16",
         description=(
             "Parameters and matmuls; log-softmax and reductions are fp32 always. fp8: linear layers by Transformer"

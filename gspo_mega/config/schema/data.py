@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from gspo_mega.config.schema.section import MAY_CHANGE, Section
+from gspo_mega.config.schema.section import HUB_DATASET, HUB_MODEL, MAY_CHANGE, Section
 
 
 def _conditions(given: Any) -> Any:
@@ -143,6 +143,7 @@ class ModelReward(RemoteReward):
     path: str | None = Field(
         default=None,
         min_length=1,
+        json_schema_extra=HUB_MODEL,
         description="Hugging Face folder of the model. The run then starts and supervises servers for it.",
     )
     num_servers: int = Field(default=1, ge=1, description="Servers that the run starts for the model.")
@@ -258,7 +259,9 @@ class Reward(Section):
 class Source(Section):
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9._-]+$", description="Shown in metrics and prompt ids.")
     path: str = Field(
-        min_length=1, description="JSONL or Parquet file, or a folder of Parquet files or one that `datasets` saved."
+        min_length=1,
+        json_schema_extra=HUB_DATASET,
+        description="JSONL or Parquet file, or a folder of Parquet files or one that `datasets` saved.",
     )
     weight: float = Field(default=1.0, gt=0, description="Relative share of prompts drawn from this source.")
     reward: OwnReward | None = Field(
@@ -309,7 +312,19 @@ class ReasoningGym(Section):
 
 class Data(Section):
     path: str | None = Field(
-        default=None, description="File or folder of prompts and answers; short for `sources` with one entry."
+        default=None,
+        json_schema_extra=HUB_DATASET,
+        description=(
+            "File or folder of prompts and answers, or the hub's id of a dataset in this machine's cache, with the"
+            " file in it (openai/gsm8k/main/train-00000-of-00001.parquet); short for `sources` with one entry."
+        ),
+    )
+    revision: str | None = Field(
+        default=None,
+        min_length=1,
+        description=(
+            "Branch, tag or commit of datasets that `data` and `eval` name by id. The command may then download them."
+        ),
     )
     sources: tuple[Source, ...] = Field(default=(), description="Several files with weights, instead of `path`.")
     reasoning_gym: ReasoningGym | None = Field(

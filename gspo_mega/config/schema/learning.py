@@ -10,7 +10,7 @@ from pydantic import Field
 
 from gspo_mega.config.algorithms import RECIPES, Aggregation, Ratio
 from gspo_mega.config.schema.run import Recompute
-from gspo_mega.config.schema.section import MAY_CHANGE, Section
+from gspo_mega.config.schema.section import HUB_MODEL, MAY_CHANGE, Section
 
 _PAPER = RECIPES["gspo"]
 
@@ -121,7 +121,10 @@ class Kl(Section):
         ),
     )
     reference_path: str | None = Field(
-        default=None, min_length=1, description="Hugging Face folder of the reference; model.path when absent."
+        default=None,
+        min_length=1,
+        json_schema_extra=HUB_MODEL,
+        description="Hugging Face folder of the reference; model.path when absent.",
     )
 
 
@@ -318,6 +321,7 @@ class Critic(Section):
     path: str | None = Field(
         default=None,
         min_length=1,
+        json_schema_extra=HUB_MODEL,
         description=(
             "Hugging Face folder of the critic's backbone, which has the policy's shape; model.path when absent."
         ),

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from gspo_mega.config.schema.data import OwnReward
-from gspo_mega.config.schema.section import MAY_CHANGE, Section
+from gspo_mega.config.schema.section import HUB_DATASET, MAY_CHANGE, Section
 
 
 class Checkpoint(Section):
@@ -204,6 +204,14 @@ class Metrics(Section):
             " puts tensorboard into this list or takes it out."
         ),
     )
+    samples_every_steps: int | None = Field(
+        default=None,
+        ge=1,
+        description=(
+            "Every so many steps, give the sinks tensorboard and wandb a table of eight sampled responses: prompt,"
+            " response, reward, advantage. These texts leave the machine where the sink does. Off when absent."
+        ),
+    )
     prometheus: Prometheus | None = Field(
         default=None,
         description=(
@@ -219,7 +227,11 @@ class EvalSet(Section):
     """One of several held-out sets. A key that is absent has the value of `eval`, or of `data` for what is in a row."""
 
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9._-]+$", description="Shown in metrics and episode ids.")
-    path: str = Field(min_length=1, description="Held-out prompts: a file or folder as in `data.sources`.")
+    path: str = Field(
+        min_length=1,
+        json_schema_extra=HUB_DATASET,
+        description="Held-out prompts: a file or folder as in `data.sources`.",
+    )
     num_prompts: int | None = Field(default=None, ge=1, description="As in `eval`.")
     reward: OwnReward | None = Field(
         default=None,
@@ -257,6 +269,7 @@ class Eval(Section):
     path: str | None = Field(
         default=None,
         min_length=1,
+        json_schema_extra=HUB_DATASET,
         description=(
             "Held-out prompts, a file or folder as in `data.sources`; keys as in `data`. When absent and without"
             " `sets`, that of data.reasoning_gym."
@@ -348,6 +361,14 @@ class CertifyCase(Section):
             " rounded differently and have a wider tolerance."
         ),
     )
+    rounded: bool = Field(
+        default=False,
+        description=(
+            "Nothing is judged: every weight is moved to a neighbouring number of its precision first, so the row shows"
+            " what rounding alone does to this model. Its other cases of this precision may differ by `rounding_factor`"
+            " times as much, where that is above the usual tolerance. On one rank, in fp32 or bf16."
+        ),
+    )
     refused: bool = Field(default=False, description="This case must be refused with a reason before it runs.")
 
 
@@ -359,15 +380,23 @@ class Certify(Section):
     )
     cases: tuple[CertifyCase, ...] = Field(default=(), description="Empty: this file's own layout, on all its ranks.")
     num_steps: int = Field(default=3, ge=1, description="Optimizer steps after which weights are compared.")
+    rounding_factor: float = Field(
+        default=4.0,
+        ge=1,
+        le=64,
+        description=(
+            "With a case that is `rounded`: how many times as much as that case another order of sums may change."
+        ),
+    )
     cases_a_start: int = Field(
         default=64, ge=1, description="Layouts that one pool of ranks runs before it is restarted."
     )
     sharp_fp8: bool = Field(
         default=False,
         description=(
-            "With `precision: fp8`, without a GPU: parameters and activations between FP8 products are fp32, and with"
-            " recipe tensorwise scales are powers of two. Layouts then round nearly every number alike, and tolerances"
-            " are as narrow."
+            "With `precision: fp8`, without a GPU: parameters and activations between FP8 products are fp32, sums"
+            " fp64, and the scales of whole tensors are on a grid. Layouts then round nearly every number alike, and"
+            " tolerances are as narrow."
         ),
     )
     edges: bool = Field(

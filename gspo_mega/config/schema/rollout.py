@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from gspo_mega.config.schema.section import MAY_CHANGE, Section
+from gspo_mega.config.schema.section import HUB_MODEL, MAY_CHANGE, Section
 
 
 class EpisodeFunction(Section):
@@ -236,7 +236,10 @@ class Speculative(Section):
         )
     )
     draft_path: str | None = Field(
-        default=None, min_length=1, description="Hugging Face folder of the draft: eagle, eagle3, standalone."
+        default=None,
+        min_length=1,
+        json_schema_extra=HUB_MODEL,
+        description="Hugging Face folder of the draft: eagle, eagle3, standalone.",
     )
     num_steps: int | None = Field(
         default=None,

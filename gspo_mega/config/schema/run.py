@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from gspo_mega.config.schema.section import MAY_CHANGE, Section
+from gspo_mega.config.schema.section import HUB_MODEL, MAY_CHANGE, Section
 
 
 class Run(Section):
@@ -24,13 +24,25 @@ class Run(Section):
 
 class Model(Section):
     path: str = Field(
-        min_length=1, description="Hugging Face folder (config.json, safetensors, tokenizer) to start from."
+        min_length=1,
+        json_schema_extra=HUB_MODEL,
+        description=(
+            "Hugging Face folder (config.json, safetensors, tokenizer) to start from; or the hub's id of a model that"
+            " is in this machine's cache."
+        ),
+    )
+    revision: str | None = Field(
+        default=None,
+        min_length=1,
+        description=(
+            "Branch, tag or commit of a model that is named by its id in `path`. The command may then download it."
+        ),
     )
     weights: str | None = Field(
         default=None,
         min_length=1,
         description=(
-            "Folder that tools/hf_to_megatron.py wrote. `train` and `sft` start with its weights instead of the"
+            "Folder that `gspo-mega convert` wrote. `train` and `sft` start with its weights instead of the"
             " safetensors in `path`."
         ),
     )
@@ -185,8 +197,8 @@ class Engine(Section):
 
 
 class Fp8(Section):
-    """With `precision: fp8`: how Transformer Engine's linear layers compute. Router, embeddings, LM head, norms and
-    attention stay in bf16.
+    """With `precision: fp8`: how Transformer Engine's linear layers compute. The router computes in fp32;
+    embeddings, LM head, norms and attention stay in bf16.
     """
 
     recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = Field(

@@ -196,7 +196,7 @@ def _check_gpus(loaded: LoadedConfig, key: str, needed: int, there: int, node: s
         server = loaded.config.server
         servers = f"server.num_servers {server.num_servers} x server.tensor {server.tensor}"
         servers += f" / server.num_nodes {server.num_nodes}" if server.num_nodes > 1 else ""
-        rewards = [model for model, index in reward_servers(loaded.config) if index == 0]
+        rewards = [model for model, index in reward_servers(loaded.config.reward) if index == 0]
         servers += "".join(f" and of reward model {m.name}, {m.num_servers} x tensor {m.tensor}" for m in rewards)
         what = (
             f"its ranks and its share of {servers}"

@@ -1,1 +1,1 @@
-"""Runs programs from responses behind walls."""
+"""Run programs from responses in a sandbox."""

@@ -1,4 +1,5 @@
-"""Whose time passes while a program of a response runs: its own, or the machine's. Imports no module of gspo_mega.
+"""Measure whose time passes while a program from a response runs: its own, or the machine's. Imports no module of
+gspo_mega.
 
 A program's own time is the time in which it computed or slept of its own accord. Time in which it wanted a processor or
 a page from a disk and did not get it is the machine's, and so is time in which somebody stopped it. The kernel measures
@@ -8,7 +9,7 @@ computing exactly; the rest follows from the states of its threads, which are sa
 import os
 import time
 
-# Between two looks. A gap of much more means that this process was held up, and the program with it.
+# Seconds between two looks. A much longer gap means that this process was held up, and the program with it.
 LOOK_SECONDS = 0.1
 _LATE_SECONDS = 0.5
 _MOST_THREADS = 64
@@ -17,12 +18,12 @@ _HELD_UP = b"RDTt"
 
 
 def open_proc():
-    """The machine's /proc, to be opened before a root without it is entered."""
+    """Open the machine's /proc. Call this before entering a root without it."""
     return os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
 def name_in(proc):
-    """The calling process's pid as this /proc has it, in text: another one than its own where pids are its own."""
+    """Return the calling process's pid in this /proc, as text. In a PID name space it differs from `os.getpid()`."""
     return os.readlink("self", dir_fd=proc)
 
 
@@ -36,7 +37,7 @@ class OwnTime:
         self._last = time.monotonic()
 
     def look(self, least_seconds=0.0):
-        """Add what has passed since the last look, where that is at least `least_seconds` ago."""
+        """Add the time since the last look if it is at least `least_seconds`."""
         passed = time.monotonic() - self._last
         if passed < least_seconds:
             return
@@ -48,7 +49,7 @@ class OwnTime:
         self.own += worked if held_up else max(worked, passed)
 
     def _processor_seconds(self):
-        """Of the whole process, also of threads that have ended; 0 once it has ended itself."""
+        """Return the processor time of the whole process, ended threads included; 0 once the process has ended."""
         try:
             return time.clock_gettime((~self._process << 3) | 2)  # the process's clock, as clock_getcpuclockid has it
         except OSError:

@@ -1,17 +1,18 @@
-"""Runs programs of responses behind walls: `PYTHON sandbox_server.py SETTINGS`. Run as a file, also by another Python
-than the run's; it imports no module of gspo_mega.
+"""Run programs from responses in a sandbox: `PYTHON sandbox_server.py SETTINGS`. This is run as a file, possibly by
+another Python than the run's, and imports no module of gspo_mega.
 
-JSON lines on standard input and output. SETTINGS is JSON: {"walls": "auto", "namespaces", "landlock" or "none",
-"memory_bytes", "file_bytes", "folder_bytes", "output_bytes"}. The first line out is {"ready": walls in words} or
-{"error": text}. Then, for each line in, {"program", "seconds", "wall_seconds"} with one of {"input": text}, {"call":
-{"function", "arguments"}} and {"asserts": text}, also with a "prelude" that runs before the program, one out: {"ended",
-"said": text, "result": JSON in text, "took": seconds of its own}, where `ended` is done, raised, time, output, memory
-or killed, of which the program is the cause; or held_up or lost, of which it is not: it got no processor for
-`most_seconds`, or somebody else killed it or kept it from beginning. {"error": text} says that no further one can be
-run here.
+It speaks JSON lines on standard input and output. SETTINGS is JSON: {"walls": "auto", "namespaces", "landlock" or
+"none", "memory_bytes", "file_bytes", "folder_bytes", "output_bytes"}. The first line out is {"ready": walls in words}
+or {"error": text}. Each further line in is {"program", "seconds", "wall_seconds"} with one of {"input": text}, {"call":
+{"function", "arguments"}} and {"asserts": text}, optionally with "most_seconds", and with a "prelude" that runs before
+the program. The answer is one line: {"ended", "said": text, "result": JSON in text, "took": seconds of its own}.
+`ended` is done, raised, time, output, memory or killed if the program is the cause; held_up or lost if it is not: it
+was still held up after `most_seconds`, or somebody else killed it or kept it from beginning. {"error": text} says that
+no further program can be run here.
 
 Each test runs in a fork of this process that is killed afterwards and that can start no other, so that nothing outlives
-it. A fork sees what this process knows: never what a test expects, which the caller compares with.
+it. A fork sees what this process knows. That is never the expected output or result, because the caller compares; only
+asserts run next to the program.
 """
 
 import builtins
@@ -35,14 +36,14 @@ import sandbox_walls
 
 del sys.path[0]
 
-# Modules that programs import, and LiveCodeBench's prelude does.
+# Modules that programs often import, as does LiveCodeBench's prelude.
 _IMPORTED = (
     *("bisect", "collections", "copy", "datetime", "decimal", "fractions", "functools", "heapq", "itertools", "math"),
     *("operator", "random", "re", "statistics", "string", "typing"),
 )
 _FOLDERS = "gspo_mega_code_"
 
-# Runs behind the walls before any response does, and says so where one of them has a hole.
+# Runs in the sandbox before any response's program does, and names every hole in the walls.
 _PROBE = """
 import ctypes, os, socket, signal, sys
 holes = []
@@ -111,7 +112,9 @@ def main():
 
 
 def _walls(settings):
-    """The strongest walls that were asked for and that the kernel gives. Raises OSError: none."""
+    """Return a jail with the strongest walls that were asked for and that the kernel provides, and their name in words.
+    Raises OSError if there are none.
+    """
     wanted, refused = settings["walls"], []
     jail = Jail(settings)
     if wanted == "none":
@@ -143,7 +146,7 @@ def _walls(settings):
 
 
 class Jail:
-    """Where programs run, one after the other."""
+    """Where programs run, one at a time."""
 
     def __init__(self, settings):
         self.name, self._settings, self._proc = "none", settings, sandbox_clock.open_proc()
@@ -179,7 +182,7 @@ class Jail:
         return _Watch(self.name == "none", child, ends, asked, self._settings, folder, clock).outcome()
 
     def _become_program(self, asked, folder, ends):
-        """In the fork: go behind the walls, say so, run the program, and end. Never returns."""
+        """In the fork: enter the sandbox, report it, run the program, and exit. Never returns."""
         code = 1
         try:
             sandbox_walls.libc.prctl(1, signal.SIGKILL, 0, 0, 0)
@@ -235,7 +238,7 @@ class Jail:
 
 
 class _Watch:
-    """Reads what a test says until it ends, or ends it. `clock`: its own time; None where it did not come to begin."""
+    """Reads what a test says until it ends, or ends it. `clock`: the test's own time; None if it could not begin."""
 
     def __init__(self, own_group, child, ends, asked, settings, folder, clock):
         self._own_group, self._child, self._folder, self._clock = own_group, child, folder, clock
@@ -277,7 +280,7 @@ class _Watch:
         return reply
 
     def _has_ended(self):
-        """Whether the process ends within a second of its own time, now that its pipes have ended."""
+        """Return whether the process ends within a second of its own time, now that its pipes have ended."""
         watched = os.pidfd_open(self._child)
         until = self._clock.own + 1.0
         try:
@@ -290,7 +293,7 @@ class _Watch:
             os.close(watched)
 
     def _read(self):
-        """Read until both pipes have ended; else why the test has to be ended."""
+        """Read until both pipes have ended and return None, or return why the test has to be ended."""
         open_ends = set(self._ends)
         while open_ends:
             self._clock.look(sandbox_clock.LOOK_SECONDS / 2)
@@ -347,7 +350,9 @@ def _run_program(asked):
 
 
 def _join_threads():
-    """Wait for threads, as Python does at a program's end: many a program runs all of itself in one, for its stack."""
+    """Wait for threads, as Python does at a program's end: many programs run entirely in a thread, for its larger
+    stack.
+    """
     if "threading" in sys.modules:
         threads = sys.modules["threading"]
         for one in threads.enumerate():
@@ -356,7 +361,7 @@ def _join_threads():
 
 
 def _function(module, name):
-    """The function of that name, or the method of a class `Solution`, as some collections have it."""
+    """Return the function of that name, or the method of a class `Solution`, which some collections use."""
     found = getattr(module, name, None)
     if found is None and hasattr(module, "Solution"):
         found = getattr(module.Solution(), name)
@@ -387,7 +392,7 @@ def _remove(folder):
 
 
 def _remove_old_folders():
-    """Folders of servers that were killed in the middle of a test."""
+    """Remove the folders of servers that were killed in the middle of a test."""
     place = tempfile.gettempdir()
     for name in os.listdir(place):
         path = os.path.join(place, name)

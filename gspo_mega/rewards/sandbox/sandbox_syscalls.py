@@ -1,4 +1,4 @@
-"""The system calls that a program of a response may make, as a seccomp filter. Imports no module of gspo_mega.
+"""The system calls that a program from a response may make, as a seccomp filter. Imports no module of gspo_mega.
 
 Every call that is not on the list fails with EPERM: no process, no program, no socket, no signal to another process, no
 access to another process's memory, no change of a file's mode or owner, no mount, no key, no new name space. A thread
@@ -18,7 +18,7 @@ _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _ARCH, _ARGUMENTS = 0, 4, 16
 _CLONE_THREAD, _CLONE_VFORK = 0x10000, 0x4000
 
-# x86_64, which is the only architecture that is known here.
+# For x86_64, the only architecture supported here.
 _CALLS = """
     read=0 write=1 close=3 stat=4 fstat=5 lstat=6 poll=7 lseek=8 mmap=9 mprotect=10 munmap=11 brk=12
     rt_sigaction=13 rt_sigprocmask=14 rt_sigreturn=15 pread64=17 pwrite64=18 readv=19 writev=20 access=21 pipe=22
@@ -35,17 +35,19 @@ _CALLS = """
     epoll_create1=291 dup3=292 pipe2=293 preadv=295 pwritev=296 getcpu=309 renameat2=316 getrandom=318
     copy_file_range=326 statx=332 rseq=334 close_range=436 faccessat2=439
 """
-# Signals to itself: the first argument is a process, which has to be the caller, and the last the signal. Process
-# groups reach beyond process name spaces, process 1 in one is the server, and tkill names a thread of any process.
+# kill and tgkill, for signals to itself only: the first argument must be the caller's pid; the last is the signal.
+# Process groups reach beyond PID name spaces, process 1 of a name space is the server, and tkill can name any process's
+# thread.
 _KILL_CALL, _TGKILL = 62, 234
-# Not those by which a program would end or stop without a trace: then somebody else did it, such as the kernel when the
-# machine's memory is exhausted. SIGKILL, SIGSTOP, SIGTSTP, SIGTTIN, SIGTTOU.
+# Signals that a program may not send itself, so that an end or a stop by one of them means that somebody else sent it,
+# such as the kernel when the machine's memory is exhausted. SIGKILL, SIGSTOP, SIGTSTP, SIGTTIN, SIGTTOU.
 _FOREIGN = (9, 19, 20, 21, 22)
-# These succeed and do nothing: its folder is thrown away, and time that a disk takes would count as the machine's.
+# These succeed and do nothing: the program's folder is thrown away, and time spent on a disk would count as the
+# machine's.
 _SYNCS = (26, 74, 75)  # msync, fsync, fdatasync
-# Nothing may wait in the kernel at a program's wish as for a disk: that would count as the machine's time, and a
-# response could have no reward where it deserves 0. So no membarrier, no parent that waits for a thread as for vfork,
-# no file past the page cache or synchronous, and no page that is thrown out.
+# A program must not be able to wait in the kernel as if for a disk: that would count as the machine's time, and a
+# response could get no reward where it deserves 0. So: no membarrier, no vfork-like wait for a thread, no file that is
+# synchronous or bypasses the page cache, and no page thrown out.
 _OPEN, _OPENAT, _OPENAT2, _PREADV2, _PWRITEV2, _MADVISE = 2, 257, 437, 327, 328, 28
 _O_DIRECT, _O_SYNC = 0x4000, 0x101000  # the latter with O_DSYNC
 _ADVICE = (0, 1, 2, 3, 4, 8, 10, 11, 14, 15, 16, 17)  # how it will be read, DONTNEED, FREE, (NO)FORK, HUGEPAGE, DUMP
@@ -62,7 +64,7 @@ class _Program(ctypes.Structure):
 
 
 def problem():
-    """Why no filter can be made on this machine, or None."""
+    """Return why no filter can be made on this machine, or None."""
     machine = platform.machine()
     return None if machine == "x86_64" else f"the list of system calls is for x86_64; this machine is {machine}"
 
@@ -125,7 +127,7 @@ def _instructions(own_pid):
     yield from [step(_EQUAL, _CLONE3, 0, 1), give(errno.ENOSYS)]
     yield from [step(_EQUAL, _CLONE, 0, 5), step(_LOAD, _ARGUMENTS), step(_ANY_BIT, _CLONE_THREAD, 0, 2)]
     yield from [step(_ANY_BIT, _CLONE_VFORK, 1, 0), allow, give(errno.EPERM)]
-    yield from [step(_EQUAL, _OPENAT2, 0, 1), give(errno.ENOSYS)]  # its flags are in memory, where no filter reads
+    yield from [step(_EQUAL, _OPENAT2, 0, 1), give(errno.ENOSYS)]  # its flags are in memory, which a filter cannot read
     yield from without(_OPEN, 1, _O_DIRECT | _O_SYNC, errno.EINVAL)
     yield from without(_OPENAT, 2, _O_DIRECT | _O_SYNC, errno.EINVAL)
     yield from without(_PREADV2, 5, 0xFFFFFFFF, errno.EOPNOTSUPP)

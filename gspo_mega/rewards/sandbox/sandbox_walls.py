@@ -1,8 +1,8 @@
-"""What a program of a response may see and reach: a root of its own in name spaces, or Landlock's rules. Imports no
-module of gspo_mega.
+"""Restrict what a program from a response may see and reach, by a root of its own in name spaces or by Landlock.
+Imports no module of gspo_mega.
 
-In name spaces a program sees no other process, no network and no /proc, and of the machine's files only the folders
-that Python needs, read-only. With Landlock it may read the same folders and nothing else.
+In name spaces a program sees no other process, no network and no /proc. Of the machine's files it sees only the folders
+that Python needs, read-only, and a few devices. With Landlock it may read the same and nothing else.
 """
 
 import ctypes
@@ -24,14 +24,14 @@ _NEW_USER, _NEW_MOUNT, _NEW_PID, _NEW_NET, _NEW_IPC, _NEW_UTS = (
 _READ_ONLY, _NO_SUID, _NO_DEV, _REMOUNT, _BIND, _REC, _PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
 _MOUNT_SETATTR, _PIVOT_ROOT = 442, 155
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
-LEAST_LANDLOCK = 3  # before it, truncating a file was not covered
+LEAST_LANDLOCK = 3  # older versions do not cover truncating a file
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _READS = 1 << 2 | 1 << 3  # a file's content, a folder's names
 _EXECUTES = 1
 
 
 def readable():
-    """Folders and files of the machine that Python and its libraries need."""
+    """Return the folders and files of the machine that Python and its libraries need."""
     wanted = ["/usr", "/lib", "/lib64", "/lib32", "/bin", "/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives"]
     wanted += [sys.prefix, sys.base_prefix, os.path.dirname(os.path.realpath(sys.executable)), *sys.path]
     found = []
@@ -42,10 +42,11 @@ def readable():
 
 
 def enter_name_spaces():
-    """Make name spaces and continue in their first process, with a root of its own.
+    """Create name spaces and continue in their first process, with a root of its own.
 
-    The process that calls it waits for that one and exits as it does. Raises OSError: the kernel refuses it; the caller
-    is then as it was. A process that had a process name space whose first process is gone could not fork any more.
+    The calling process waits for that process and exits as it does. Raises OSError if the kernel refuses; the caller is
+    then unchanged. The name spaces are made in a fork, because a process whose PID name space has lost its first
+    process cannot fork.
     """
     user, group = os.getuid(), os.getgid()
     came, told = os.pipe()
@@ -81,7 +82,7 @@ def enter_name_spaces():
 
 
 def _exit_as(process):
-    """Wait for a process and exit as it does. Input and output are that one's, and end with it."""
+    """Wait for a process and exit as it does. Input and output belong to that process, and end with it."""
     libc.prctl(1, 9, 0, 0, 0)
     for number in (0, 1):
         os.close(number)
@@ -89,7 +90,7 @@ def _exit_as(process):
 
 
 def _make_root():
-    """A root of its own: an empty one in memory, with what `readable` names bound into it, read-only."""
+    """Enter a root of its own: an empty one in memory, into which the paths of `readable` are bound read-only."""
     shown = readable()
     _mount(None, "/", None, _REC | _PRIVATE)
     _mount("tmpfs", "/tmp", "tmpfs", _NO_SUID | _NO_DEV, "size=1m,mode=755")
@@ -115,7 +116,7 @@ def _make_root():
 
 
 def own_place():
-    """Where a program's own folder is: /tmp, or beside it where Python itself lies below /tmp and would be covered."""
+    """Return where a program's own folder is: /tmp, or /own if Python itself lies below /tmp and would be hidden."""
     return "/own" if any(f"{path}/".startswith("/tmp/") for path in readable()) else "/tmp"
 
 
@@ -138,12 +139,14 @@ def drop_capabilities():
 
 
 def landlock_version():
-    """The kernel's version of Landlock; 0 without it."""
+    """Return the kernel's version of Landlock, or 0 without it."""
     return max(0, _system(_LANDLOCK_CREATE, None, 0, 1))
 
 
 def restrict_with_landlock(folder):
-    """Read only what `readable` names, write only below `folder`, reach no network. Raises OSError."""
+    """Allow this process to read only what `readable` names, to write only below `folder`, and to read and write a few
+    devices; from Landlock 4 on, forbid it to bind and connect TCP sockets. Raises OSError.
+    """
     version = landlock_version()
     everything = (1 << (16 if version >= 5 else 15)) - 1
     rules = struct.pack("Q", everything)
@@ -177,7 +180,7 @@ def kernel():
 
 
 def _system(number, *arguments):
-    """A system call that the C library has no function for."""
+    """Make a system call for which the C library has no function."""
     given = [ctypes.c_long(one) if isinstance(one, int) else one for one in arguments]
     return libc.syscall(ctypes.c_long(number), *given)
 
@@ -192,7 +195,7 @@ def _bind(source, target):
 
 
 def _freeze(path):
-    """Read-only with everything that is mounted below."""
+    """Make a path read-only, with everything that is mounted below it."""
     attributes = struct.pack("QQQQ", 1 | 2 | 4, 0, 0, 0)  # MOUNT_ATTR_RDONLY, NOSUID, NODEV
     done = _system(_MOUNT_SETATTR, -100, path.encode(), 0x8000, ctypes.create_string_buffer(attributes, 32), 32)
     _call(done, f"read-only {path}")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from gspo_mega.base.errors import ConfigError
 from gspo_mega.base.run_folder import Attempt
-from gspo_mega.config.schema import Config, ModelReward
+from gspo_mega.config.schema import Config, ModelReward, Reward
 from gspo_mega.models.value_models import read_config
 from gspo_mega.plan.estimate import text_tokens
 from gspo_mega.rollout.registration import read_registrations, read_secret
@@ -78,11 +78,11 @@ def reward_config(config: Config, model: ModelReward) -> Config:
     )
 
 
-def own_model(config: Config, name: str) -> ModelReward:
+def own_model(reward: Reward, name: str) -> ModelReward:
     """Return the entry of `reward.model` of this name, for which servers are started. Raises ConfigError if there is
     none with a `path`.
     """
-    own = {model.name: model for model in config.reward.model if model.path is not None}
+    own = {model.name: model for model in reward.model if model.path is not None}
     if name not in own:
         valid = f"valid: {', '.join(own)}" if own else "no entry of reward.model has a `path`"
         raise ConfigError(f"gspo-mega serve: --reward-model: {name}: {valid}")

@@ -33,7 +33,7 @@ from gspo_mega.config.derived import (
     publishes_adapters,
     server_dtype,
 )
-from gspo_mega.config.schema import Config
+from gspo_mega.config.schema import Config, Precision, Server
 from gspo_mega.config.validate_servers import CONTEXT_SLACK, speculative_arguments, validate_server_options
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.models.low_rank import targets_of
@@ -146,7 +146,7 @@ def spec_from_config(
         port=port,
         api_key_file=str(Path(api_key_file).absolute()),
         tensor=server.tensor,
-        dtype=SERVER_DTYPES[server_dtype(config)],
+        dtype=SERVER_DTYPES[server_dtype(config.server, config.precision)],
         context_tokens=context_tokens,
         max_total_tokens=server.max_total_tokens,
         memory_fraction=server.memory_fraction,
@@ -158,13 +158,13 @@ def spec_from_config(
         store=str(Path(store).absolute()),
         quantization=server.quantization,
         kv_cache=server.kv_cache,
-        is_published_to=publishes(config),
+        is_published_to=publishes(config.train, config.sft),
         releases_memory=config.cluster.colocated,
         num_nodes=server.num_nodes,
         expert=server.expert,
         expert_dispatcher=server.expert_dispatcher,
         attention_data=server.attention_data,
-        speculative=speculative_arguments(config),
+        speculative=speculative_arguments(config.server, config.model),
         rendezvous=rendezvous,
         batch_invariant=config.engine.batch_invariant,
         options=dict(server.options),
@@ -309,12 +309,12 @@ def sglang_arguments(spec: ServerSpec, *, on_cpu: bool, cpu_attention_backend: s
     return arguments | spec.options
 
 
-def precision_arguments(config: Config) -> dict[str, str | None]:
+def precision_arguments(server: Server, precision: Precision) -> dict[str, str | None]:
     """Return the arguments of SGLang, by name, that say what a server computes in, holds and caches."""
     return {
-        "dtype": SERVER_DTYPES[server_dtype(config)],
-        "quantization": _QUANTIZATION.get(config.server.quantization),
-        "kv_cache_dtype": _KV_CACHE[config.server.kv_cache],
+        "dtype": SERVER_DTYPES[server_dtype(server, precision)],
+        "quantization": _QUANTIZATION.get(server.quantization),
+        "kv_cache_dtype": _KV_CACHE[server.kv_cache],
     }
 
 
@@ -356,23 +356,22 @@ _TRIES = 3
 _PAUSE_SECONDS = 1.0
 
 
-def served_precision(config: Config, address: str, api_key_file: Path) -> str:
+def served_precision(server: Server, precision: Precision, address: str, api_key_file: Path) -> str:
     """Say what the server at `address` computes in. Raises ConfigError if that is not what the configuration asks for,
     and RankError if the server does not answer, repeatedly, or has died.
 
     If the configuration asks for nothing (`dtype: auto`, and neither quantization nor an FP8 cache), the server is not
     asked.
     """
-    server = config.server
     if (server.dtype, server.quantization, server.kv_cache) != ("auto", "none", "auto"):
         said = _server_info_with_retries(address, api_key_file)
-        for name, wanted in precision_arguments(config).items():
+        for name, wanted in precision_arguments(server, precision).items():
             if said.get(name) != wanted:
                 raise ConfigError(
                     f"the server at {address} was started with {name} {wanted!r} and says that it has"
                     f" {said.get(name)!r}; see server.dtype, server.quantization, server.kv_cache"
                 )
-    return describe_server_precision(config)
+    return describe_server_precision(server, precision)
 
 
 def _server_info_with_retries(address: str, api_key_file: Path) -> dict[str, object]:

@@ -113,7 +113,7 @@ class CopyWait:
             raise CheckpointError(
                 f"{self._copy.path}: {MAKER_ID}, which makes it, got no further for {self._seconds:g} s"
                 f" (server.start_deadline_seconds), at {format_bytes_done(done, total)}. For a large model, write it"
-                " once with tools/quantize_checkpoint.py and name that folder as model.path, which must have the same"
+                " once with gspo-mega quantize and name that folder as model.path, which must have the same"
                 " files and times on every node"
             )
         return done, total

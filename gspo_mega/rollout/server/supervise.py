@@ -226,7 +226,9 @@ class ServerSupervisor:
                 return late + self._parts.missing(self._registration.generation)
         running.note_shared_memory()
         try:
-            precision = served_precision(self._config, self._registration.address, self._attempt.api_key_file)
+            precision = served_precision(
+                self._config.server, self._config.precision, self._registration.address, self._attempt.api_key_file
+            )
         except RankError as error:
             return str(error)
         self._register(state="ready", precision=precision)

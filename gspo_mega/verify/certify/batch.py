@@ -1,10 +1,9 @@
-"""The recorded rollout batch: the awkward shapes that a layout, a packing or a reduction gets wrong.
+"""Make the recorded rollout batch, with the awkward shapes that a layout, a packing or a reduction gets wrong.
 
-Uneven groups, response lengths from 1 to the maximum, one trajectory without an active token, interior masked tokens,
-advantages of both signs, ratios clipped on both sides and not at all. Where `rollout.episode` is not one_turn, episodes
-of several turns and branches instead of masks. A function of the configuration alone.
-
-Recorded episodes of several turns and branches, for the certificate of a configuration whose episodes have them.
+It has uneven groups, response lengths from 1 to the maximum, one trajectory without an active token, interior masked
+tokens, advantages of both signs, and ratios that are clipped above, below and not at all. If `rollout.episode` is not
+one_turn, it has episodes of several turns and branches (`trees.py`) instead of masks. It is deterministic: it depends
+only on the configuration, the vocabulary size and the draws.
 """
 
 from __future__ import annotations
@@ -17,40 +16,40 @@ import numpy as np
 from gspo_mega.base.episodes import Episode, Group, RolloutBatch, one_turn_row
 from gspo_mega.base.records import Prompt
 from gspo_mega.config.derived import is_one_turn
-from gspo_mega.config.schema import Config
+from gspo_mega.config.schema import Batch, Config, Objective, Run
 from gspo_mega.train.batches import fill_advantages
 from gspo_mega.verify.certify.trees import recorded_tree
 
-# log s_i of the recorded trajectories in turn, in clip widths: inside, above, inside, below.
+# Targets of log s_i, in clip widths; the trajectories are in turn inside the range, above it, inside, below it.
 _INSIDE, _OUTSIDE = 0.4, 2.5
 
 
 @dataclass
 class Draws:
-    """How often the tokens of each prompt and of each response, in the batch's order, were drawn again."""
+    """How often the tokens of each prompt and of each response were drawn again, in the order of the batch."""
 
     prompts: list[int]
     responses: list[int]
 
     @classmethod
     def first(cls, config: Config) -> Draws:
-        sizes = _group_sizes(config)
+        sizes = _group_sizes(config.batch)
         return cls([0] * len(sizes), [0] * sum(sizes))
 
 
-def _group_sizes(config: Config) -> list[int]:
-    return [max(2, config.batch.group_size - g % 3) for g in range(config.batch.prompts_per_step)]
+def _group_sizes(batch: Batch) -> list[int]:
+    return [max(2, batch.group_size - g % 3) for g in range(batch.prompts_per_step)]
 
 
 def recorded_batch(config: Config, vocab_size: int, draws: Draws | None = None) -> RolloutBatch:
-    """Groups of random tokens with advantages filled. `rollout_log_probs` are zeros until they are recorded."""
-    draws, several_turns = draws or Draws.first(config), not is_one_turn(config)
+    """Return groups of random tokens with advantages. `rollout_log_probs` are zeros until they are recorded."""
+    draws, several_turns = draws or Draws.first(config), not is_one_turn(config.rollout)
     rng = np.random.default_rng((config.run.seed, 7))
 
     def tokens(kind: int, index: int, times: int, count: int) -> list[int]:
         return np.random.default_rng((config.run.seed, kind, index, times)).integers(0, vocab_size, count).tolist()
 
-    sizes = _group_sizes(config)
+    sizes = _group_sizes(config.batch)
     num_trajectories = sum(sizes)
     responses = np.geomspace(1, config.rollout.max_new_tokens, num_trajectories).round().astype(int)
     order = rng.permutation(num_trajectories)
@@ -103,9 +102,9 @@ def recorded_batch(config: Config, vocab_size: int, draws: Draws | None = None) 
 
 
 def redraw(batch: RolloutBatch, unwanted: Sequence[np.ndarray], draws: Draws) -> bool:
-    """Count one more draw of every prompt and response with an unwanted token. False when there is none.
+    """Count one more draw of every prompt and response with an unwanted token. Returns False if there is none.
 
-    `unwanted`: [prompt + response - 1] bool per trajectory, over the positions that predictions come from.
+    `unwanted`: [prompt + response - 1] bool per trajectory, over the positions that predict a token.
     """
     prompts, responses = set(), set()
     rows = ((place, episode, row) for place, episode in enumerate(batch.episodes) for row in episode.rows())
@@ -123,18 +122,19 @@ def redraw(batch: RolloutBatch, unwanted: Sequence[np.ndarray], draws: Draws) ->
 
 
 def old_log_probs(
-    batch: RolloutBatch, log_probs: Sequence[np.ndarray], config: Config, on_edges: bool = False
+    batch: RolloutBatch, log_probs: Sequence[np.ndarray], objective: Objective, run: Run, on_edges: bool = False
 ) -> list[np.ndarray]:
-    """What is recorded as sampled, [R] float32 per trajectory, so that the policy with `log_probs` has known ratios.
+    """Return the log-probs to record as sampled, [R] float32 per trajectory, so that the policy with `log_probs` has
+    known ratios.
 
-    log s_i = mean over active tokens of log_probs - recorded is, in turn, well inside the clip range, above it, inside,
-    below it. With `on_edges` it is the upper or the lower edge itself, where rounding decides. Single tokens differ
-    from the mean by as much as a clip width.
+    log s_i, the mean over active tokens of log_probs - recorded, is in turn well inside the clip range, above it,
+    inside, below it. With `on_edges` it is exactly on the upper or the lower edge, where rounding decides. Single
+    tokens differ from the mean by up to a clip width.
     """
-    high = np.log1p(config.objective.clip_high)
-    open_below = config.objective.clip_low >= 1  # no edge there: as far below as above
-    low = high if open_below else -np.log1p(-config.objective.clip_low)
-    rng = np.random.default_rng((config.run.seed, 8))
+    high = np.log1p(objective.clip_high)
+    open_below = objective.clip_low >= 1  # no lower edge: as far below as above
+    low = high if open_below else -np.log1p(-objective.clip_low)
+    rng = np.random.default_rng((run.seed, 8))
     targets = (high, -low) if on_edges else (_INSIDE * high, _OUTSIDE * high, -_INSIDE * low, -_OUTSIDE * low)
     recorded = []
     for index, (trajectory, values) in enumerate(zip(batch.trajectories, log_probs, strict=True)):

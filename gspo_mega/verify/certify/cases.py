@@ -1,5 +1,5 @@
-"""The cases of `gspo-mega certify`: each `set` of the configuration becomes a configuration of its own, or a reason why
-it is refused. Starts nothing and imports no torch.
+"""Resolve the cases of `gspo-mega certify`: each case's `set` gives a configuration of its own, or a reason why it is
+refused. Starts nothing and imports no torch.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from typing import Any, Literal
 from gspo_mega.base.errors import ConfigError, GspoMegaError, PlanError
 from gspo_mega.config import LoadedConfig, load_config
 from gspo_mega.config.derived import has_block_scaled_products
-from gspo_mega.config.schema import CertifyCase, Config
+from gspo_mega.config.schema import CertifyCase, Cluster, Critic, Parallel
 from gspo_mega.plan import plan_run
 from gspo_mega.verify.certify.trees import require_room
 
-# Of optimizer steps: see `steps.py`.
+# The kinds of difference of optimizer steps: see `steps.py`.
 STEP_KINDS = ("norm", "steps", "state")
-# Beside the kinds of `compare_runs.Tolerance`; each tolerates what that one of the policy does.
+# From a critic's kind of difference to the policy's kind in `compare.Tolerance` that sets its tolerance.
 CRITIC_KINDS = {
     "values": "log_prob",
     "value_gradient": "gradient",
     "value_weights": "weights",
     **{f"value_{kind}": kind for kind in STEP_KINDS},
 }
-# The parameter groups in which a norm is taken apart.
+# The kinds of parameter by which a norm is broken down.
 PARAMETER_KINDS = (
     *("embeddings", "matrices", "norms", "biases", "sinks", "routers", "experts", "biases of experts", "adapters"),
 )
 
 
 def parameter_kind(name: str) -> str:
-    """One of PARAMETER_KINDS, from Megatron's or a checkpoint's name of a parameter."""
+    """Return one of PARAMETER_KINDS, from a parameter's name in Megatron or in a checkpoint."""
     if "lora_" in name or name.startswith("adapters."):
         return "adapters"
     if ".experts." in name:
@@ -52,9 +52,9 @@ def parameter_kind(name: str) -> str:
     return "matrices"
 
 
-# In the attempt's folder: a line for each case that is done.
+# In the attempt's folder; one line per completed case.
 RESULTS_FILE = "cases.jsonl"
-# Every case starts from one rank of everything; the file's own sizes are one more case.
+# Every case starts from a size of 1 in every dimension; the file's own layout is a case if no cases are given.
 _ONE_RANK = {
     "cluster.num_nodes": 1,
     "cluster.num_rollout_nodes": 0,
@@ -66,13 +66,13 @@ _ONE_RANK = {
     "parallel.expert": 1,
     "parallel.expert_tensor": 1,
 }
-# One mini-batch, whose old log-probs are the recorded ones. Adam divides by |gradient| + eps: with an eps near the
-# rounding of a gradient, weights would compare the rounding of elements that have no gradient to speak of.
+# One mini-batch, whose old log-probs are the recorded ones. Adam divides by |gradient| + eps: if eps were near the
+# rounding of a gradient, comparing weights would compare the rounding of elements whose gradient is negligible.
 _MEASURED = {
     "batch.num_mini_batches": 1,
     "old_log_probs": "rollout",
     "optimizer.eps": 1e-6,
-    # Below the norm of most gradients, so that the norm acts in every step.
+    # Below the norm of most gradients, so that clipping acts in every step.
     "optimizer.clip_grad": 0.1,
     "kl.coefficient": 0.0,
     "moe.routing_replay": "none",
@@ -81,7 +81,7 @@ _MEASURED = {
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table. `refusal`: why it cannot run, None when it can."""
+    """One row of the table. `refusal`: why it cannot run; None if it can."""
 
     spec: CertifyCase
     model: str
@@ -94,35 +94,35 @@ class Case:
 
 
 def folder_name(model: str) -> str:
-    """Name of the folder for a model's data: readable, and different for each path."""
+    """Return the name of the folder for a model's data: readable, and different for each path."""
     return f"{Path(model).stem}-{hashlib.sha256(model.encode()).hexdigest()[:8]}"
 
 
-def own_layout(config: Config) -> CertifyCase:
-    """The configuration's own layout as a case."""
-    values = {f"parallel.{key}": value for key, value in config.parallel.model_dump().items()}
-    world = config.cluster.num_nodes * config.cluster.ranks_per_node
+def own_layout(parallel: Parallel, cluster: Cluster) -> CertifyCase:
+    """Return the configuration's own layout as a case."""
+    values = {f"parallel.{key}": value for key, value in parallel.model_dump().items()}
+    world = cluster.num_nodes * cluster.ranks_per_node
     return CertifyCase(name=f"the file's layout on {world} ranks", ranks=world, set=values)
 
 
 def case_overrides(case: CertifyCase) -> list[str]:
-    """`key=value` overrides that turn the file into this case's configuration. A JSON value is a YAML value."""
+    """Return the `key=value` overrides that make the file this case's configuration. JSON values are valid YAML."""
     values: dict[str, Any] = {**_ONE_RANK, **_MEASURED, "cluster.ranks_per_node": case.ranks, **case.set}
     return [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
 
 def case_config(file: str | Path, case: CertifyCase, overrides: Sequence[str] = ()) -> LoadedConfig:
-    """The configuration of `case`. Raises ConfigError naming the case's own keys as overrides."""
-    measured = _critic_overrides(load_config(file, overrides, "certify").config)
+    """Return the configuration of `case`. Raises ConfigError, which names the case's own keys as overrides."""
+    measured = _critic_overrides(load_config(file, overrides, "certify").config.critic)
     return load_config(file, [*overrides, *measured, *case_overrides(case)], "certify")
 
 
-def _critic_overrides(config: Config) -> list[str]:
-    """What `_MEASURED` is for a critic, where the file has one."""
+def _critic_overrides(critic: Critic | None) -> list[str]:
+    """Return the critic's counterpart of `_MEASURED`, as overrides; empty if the file has no critic."""
     values: dict[str, Any] = {}
-    if config.critic is not None and config.critic.kl_coefficient > 0:
+    if critic is not None and critic.kl_coefficient > 0:
         values["critic.kl_coefficient"] = 0.0
-    if config.critic is not None and config.critic.optimizer is not None:
+    if critic is not None and critic.optimizer is not None:
         values["critic.optimizer.eps"] = _MEASURED["optimizer.eps"]
         values["critic.optimizer.clip_grad"] = _MEASURED["optimizer.clip_grad"]
     return [f"{key}={json.dumps(value)}" for key, value in values.items()]
@@ -131,12 +131,13 @@ def _critic_overrides(config: Config) -> list[str]:
 def resolve_cases(
     loaded: LoadedConfig, overrides: Sequence[str], device: Literal["cpu", "gpu"] | None
 ) -> tuple[list[Case], list[Case]]:
-    """(references, cases) of a configuration: one reference for each model that a case names.
+    """Return (references, cases) of a configuration, with one reference per model that a case names.
 
-    Raises ConfigError for two cases of one name, and PlanError when the reference itself cannot run.
+    Raises ConfigError for two cases of one name, or a name that begins like the reference's; PlanError if the reference
+    itself cannot run.
     """
     certify = loaded.config.certify
-    specs = list(certify.cases) or [own_layout(loaded.config)]
+    specs = list(certify.cases) or [own_layout(loaded.config.parallel, loaded.config.cluster)]
     names = [spec.name for spec in specs]
     for name in names:
         if names.count(name) > 1:
@@ -174,7 +175,10 @@ def _resolve(
         own = case_config(loaded.path, spec, overrides)
         plan_run(own, device)
         require_room(own.config)
-        if has_block_scaled_products(own.config) and own.config.fp8.block_scales != loaded.config.fp8.block_scales:
+        if (
+            has_block_scaled_products(own.config.precision, own.config.fp8)
+            and own.config.fp8.block_scales != loaded.config.fp8.block_scales
+        ):
             raise PlanError(
                 f"fp8.block_scales {own.config.fp8.block_scales}: one process runs several cases, and reads the rule"
                 f" once when it starts; set it outside the cases, for all of them (now"
@@ -186,8 +190,8 @@ def _resolve(
 
 
 def starts(cases: Sequence[Case], cases_a_start: int) -> Iterator[list[Case]]:
-    """Cases in the order they run: those with the same number of ranks together, at most `cases_a_start` per start
-    of ranks.
+    """Yield the cases of each start of ranks, in the order in which they run: cases with the same number of ranks
+    together, at most `cases_a_start` per start.
     """
     by_ranks: dict[int, list[Case]] = {}
     for case in cases:

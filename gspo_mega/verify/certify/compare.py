@@ -1,7 +1,7 @@
-"""The reference on disk, and how far the numbers of another case are from it.
+"""Store the reference on disk, and compare the numbers of other cases with it.
 
 The tolerances are those of fp32 rounding, because a layout only changes the order of sums; other precisions have their
-own. `compare_steps` compares optimizer steps: with the reference's, and with what they must be by themselves.
+own. Optimizer steps are compared with the reference's, and their norms with the gradients that they are computed from.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from gspo_mega.base.run_folder import atomic_write_json, read_json
 from gspo_mega.config.derived import is_sharp_fp8
-from gspo_mega.config.schema import CertifyCase, Config
+from gspo_mega.config.schema import CertifyCase, Config, Precision
 from gspo_mega.verify.certify.batch import Draws
 from gspo_mega.verify.certify.cases import CRITIC_KINDS
 from gspo_mega.verify.certify.measure import Edges, Numbers, Tensors, num_route_flips
@@ -28,33 +28,35 @@ if TYPE_CHECKING:
 
 
 Found = Iterator[tuple[float, str]]
-# So many numbers of a tensor may be zero by chance, where their terms cancel to the last bit.
+# How many numbers of a tensor may be zero by chance, because their terms cancel to the last bit.
 _ZEROS, _ZEROS_SHARE = 3, 1e-6
-_CLIP_EPS = 1e-6  # which Megatron adds to the norm before it divides by it
+# The kinds of difference that rounding causes; the others count what must not occur.
+_ROUNDED_KINDS = ("log_prob", "loss", "gradient", "weights", "norm", "steps")
+_CLIP_EPS = 1e-6  # Megatron adds it to the norm before dividing by it
 
 
 def norm_differences(got: CaseSteps, clip: float) -> Found:
-    """(relative difference, place) of the norm from that of whole tensors, in all and by kind of parameter, and of the
-    clipped gradient's from what clipping to `clip` leaves; 0 does not clip.
+    """Yield (relative difference, place) of each step's norm, by kind of parameter, from that of whole tensors, and of
+    the clipped gradient's norm from what clipping to `clip` must leave; a `clip` of 0 does not clip.
     """
     for step, (norm, counted, whole) in enumerate(zip(got.norms, got.counted, got.whole, strict=False), 1):
         total = sum(whole.values())
         for kind, squares in whole.items():
-            # Half of the difference of squares is that of their root.
+            # Half the relative difference of squares is that of their roots.
             yield _relative(abs(counted[kind] - squares) / 2, squares), f"step {step}: {kind}, counted in the norm"
         left = norm if clip <= 0 else norm * min(1.0, clip / (norm + _CLIP_EPS))
         yield _relative(abs(math.sqrt(total) - left), left), f"step {step}: the gradient after clipping"
 
 
 def differences_of_norm(got: CaseSteps, want: CaseSteps) -> Found:
-    """(relative difference, place) of the norm of each step from the reference's."""
+    """Yield (relative difference, place) of the norm of each step from the reference's."""
     for step, (norm, wanted) in enumerate(zip(got.norms, want.norms, strict=False), 1):
         yield _relative(abs(norm - wanted), wanted), f"step {step}: the norm"
 
 
 def differences_of_steps(got: CaseSteps, want: CaseSteps) -> Found:
-    """(relative difference, place) of each step's clipped gradient, in the tensor where it is largest, and of what its
-    routers counted and lost; of Adam's moments, if both went equally many steps.
+    """Yield (relative difference, place) of each step's clipped gradient, in the tensor where it is largest; of its
+    routers' counts and losses; and of Adam's moments, if both took equally many steps.
     """
     if got.names != want.names:
         yield math.inf, "the names of the tensors"
@@ -78,8 +80,8 @@ def differences_of_steps(got: CaseSteps, want: CaseSteps) -> Found:
 
 
 def differences_of_state(got: CaseSteps, want: CaseSteps, counts_zeros: bool) -> Iterator[str]:
-    """What must be the same and is not: skipped steps, settings of parameters, buffers, copies on several ranks, and
-    with `counts_zeros` the number of a gradient's zeros.
+    """Yield what must be equal and is not: skipped steps, optimizer settings of parameters, buffers, copies on several
+    ranks, and with `counts_zeros` the number of zeros in a gradient.
     """
     for step, (ours, theirs) in enumerate(zip(got.skipped, want.skipped, strict=False), 1):
         if ours != theirs:
@@ -111,17 +113,18 @@ Kind = TypeVar("Kind")
 
 
 class Weights(Protocol):
-    """Whole tensors by name, as a checkpoint's folder gives them."""
+    """Whole tensors by name, as a checkpoint folder provides them."""
 
     def read(self, name: str) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """`log_prob`: nats per token, absolute. `loss`: relative to mean |s_i A_i|. `gradient`: relative L2 of each tensor.
-    `weights`: relative L2 of the whole update. `reached`: the share of tokens whose log-prob differs by more than
-    fp32's tolerance, where it is compared. Of optimizer steps (`compare.py`): `norm`, relative; `steps`, relative
-    L2 of each tensor and relative of routers' sums; `state`, a number of things that must be the same.
+    """How far a case may differ from the reference. `log_prob`: nats per token, absolute. `loss`: relative to
+    mean |s_i A_i|. `gradient`: relative L2 of each tensor. `weights`: relative L2 of the whole update. `reached`: the
+    share of tokens whose log-prob differs by more than fp32's tolerance; None if it is not compared. For optimizer
+    steps (`steps.py`): `norm`, relative; `steps`, relative L2 of each tensor, relative for routers' sums; `state`, the
+    number of things that must be equal and are not.
     """
 
     log_prob: float
@@ -130,45 +133,47 @@ class Tolerance:
     weights: float
     reached: float | None = None
     norm: float = 1e-5
-    steps: float = 3e-5  # later gradients are of weights that differ, and squares differ by twice as much
+    steps: float = 3e-5  # later gradients are taken at weights that differ, and squares differ by twice as much
     state: float = 0.0
 
 
 def _fp8(log_prob: float, loss: float, gradient: float, weights: float, reached: float | None = None) -> Tolerance:
-    """A norm is off by no more than its parts; a square, as in Adam's second moment, by twice that."""
+    """Return the tolerance of an FP8 recipe. A norm is off by no more than its parts; a square, as in Adam's second
+    moment, by twice that.
+    """
     return Tolerance(log_prob, loss, gradient, weights, reached, norm=gradient, steps=max(2 * gradient, weights))
 
 
 TOLERANCES = {
     "fp32": Tolerance(log_prob=1e-5, loss=1e-5, gradient=1e-5, weights=1e-4),
-    # 8 bits: each product is rounded by up to 2^-9, and exported weights by about the size of the update.
+    # 8 bits: each product is rounded by up to 2^-8, and exported weights by about the size of the update.
     "bf16": Tolerance(log_prob=1e-1, loss=1e-3, gradient=1e-1, weights=5e-1, norm=5e-2, steps=3e-1),
     # Derived in RESULTS.md for the certified models; not yet measured on a GPU.
     "fp8": _fp8(log_prob=5e-1, loss=1e-2, gradient=3e-1, weights=8e-1),
 }
-# Where a scale is a whole tensor's, which another packing has otherwise, nothing is rounded alike.
+# If a whole tensor has one scale, another packing changes it, and then every number is rounded differently.
 _SCALE_PER_TENSOR = _fp8(log_prob=1.0, loss=1e-2, gradient=9e-1, weights=8e-1)
-# With the reference's scales and fp32 between the products most tokens have no number that rounds otherwise. e5m2, the
-# gradients' format where a tensor has one scale, has coarser steps.
+# With the reference's scales, and fp32 between the products, most tokens have no number that rounds differently. e5m2,
+# the format of gradients with one scale per tensor, has coarser steps.
 _BLOCKS = _fp8(log_prob=5e-1, loss=5e-3, gradient=2.3e-1, weights=5.4e-1, reached=0.5)
 _SHARP = {
     "blockwise": _BLOCKS,
     "mxfp8": _BLOCKS,
     "delayed": _fp8(log_prob=5e-1, loss=5e-3, gradient=3.2e-1, weights=6.4e-1, reached=0.5),
-    # Powers of two are the reference's scales except for the smallest numbers.
+    # Scales are powers of two, and equal the reference's except for the smallest numbers.
     "tensorwise": _fp8(log_prob=5e-1, loss=5e-3, gradient=3.9e-1, weights=7.0e-1, reached=0.75),
 }
 
 
 def tolerance_of(config: Config, case: CertifyCase) -> Tolerance:
-    """What a case of this precision, and FP8 recipe, may differ."""
+    """Return how far a case of this precision and FP8 recipe may differ."""
     if is_sharp_fp8(config) and config.fp8.recipe not in case.other_scales:
         return _SHARP[config.fp8.recipe]
     if config.precision == "fp8" and config.fp8.recipe in ("tensorwise", "delayed"):
         return _SCALE_PER_TENSOR
     found = TOLERANCES[config.precision]
     if config.lora is not None and config.precision == "fp32":
-        # An adapter's B begins at zero, so that all of it is updates, and the gradient of its A is a multiple of B:
+        # An adapter's B starts at zero, so it consists of updates only, and the gradient of its A is a multiple of B:
         # later gradients may differ by as much as updates may.
         return replace(found, steps=found.weights)
     return found
@@ -182,13 +187,13 @@ class CaseDifference:
     place: str = ""
 
     def note(self, value: float, place: str) -> None:
-        # NaN is larger than everything.
+        # NaN counts as larger than everything.
         if not value <= self.value:
             self.value, self.place = value, place
 
 
 class Reference:
-    """A folder: numbers.json, and one float32 .npy per tensor of the gradient and of the trained weights."""
+    """A reference's folder: numbers.json, and one float32 .npy per tensor of the gradient and the trained weights."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -200,11 +205,17 @@ class Reference:
 
     @property
     def draws_file(self) -> Path:
-        """How often each prompt and response was drawn."""
+        """How often each prompt and response was drawn again."""
         return self.folder / "draws.json"
 
+    def rounding_file(self, precision: Precision) -> Path:
+        """Return the file of what moving every weight to its neighbour changed; absent if no case of this precision
+        was `rounded`.
+        """
+        return self.folder / f"rounding.{precision}.json"
+
     def draws(self) -> Draws:
-        """The draws of the recorded batch. Raises FileNotFoundError where the reference left none."""
+        """Return the draws of the recorded batch. Raises FileNotFoundError if the reference left none."""
         values: dict[str, Any] | None = read_json(self.draws_file)
         if values is None:
             raise FileNotFoundError(f"{self.draws_file}: the reference's draws are missing; certify its case again")
@@ -212,15 +223,15 @@ class Reference:
 
     @property
     def recorded_on_edges_file(self) -> Path:
-        """Old log-probs that put every sequence on a clip edge, under routers with ties; [sum R] float32."""
+        """Old log-probs that put every sequence on a clip edge, with tied routers, [sum R] float32."""
         return self.folder / "recorded_on_edges.npy"
 
     def beside(self, name: str) -> Reference:
-        """What another model of the reference left."""
+        """Return the folder of another model of the same reference, such as its critic."""
         return Reference(self.folder / name)
 
     def save(self, name: str, numbers: DataclassInstance) -> None:
-        """Write JSON beside .npy arrays, as `load` reads them."""
+        """Write JSON, and arrays as .npy files beside it, as `load` reads them."""
         values = asdict(numbers)
         for key, value in values.items():
             if isinstance(value, np.ndarray):
@@ -229,7 +240,7 @@ class Reference:
         atomic_write_json(self.folder / f"{name}.json", values)
 
     def load(self, name: str, kind: type[Kind]) -> Kind:
-        """What `save` wrote under this name. Raises FileNotFoundError where nothing was."""
+        """Return what `save` wrote under this name. Raises FileNotFoundError if it wrote nothing."""
         file = self.folder / f"{name}.json"
         values: dict[str, Any] | None = read_json(file)
         if values is None:
@@ -245,16 +256,29 @@ class Reference:
         for name, tensor in tensors:
             np.save(self.folder / kind / f"{name}.npy", tensor.cpu().numpy())
 
+    def weights(self, kind: str) -> Weights:
+        """Return the tensors of `kind` that `save_tensors` wrote."""
+        return _SavedWeights(self, kind)
+
     def tensor(self, kind: str, name: str) -> np.ndarray:
-        """The whole tensor `name` of `kind` ("gradient", "weights", ...), in the shape and dtype it was saved with."""
+        """Return the whole tensor `name` of `kind` ("gradient", "weights", ...), in its saved shape and dtype."""
         return np.load(self.folder / kind / f"{name}.npy", mmap_mode="r")
 
 
+@dataclass(frozen=True)
+class _SavedWeights:
+    reference: Reference
+    kind: str
+
+    def read(self, name: str) -> torch.Tensor:
+        return torch.from_numpy(np.array(self.reference.tensor(self.kind, name)))
+
+
 class CaseComparison:
-    """Differences of one case from the reference, filled as its numbers arrive."""
+    """The differences of one case from the reference, filled in as its numbers arrive."""
 
     def __init__(self, reference: Reference, edges: tuple[float, float], counts_reached: bool = False) -> None:
-        """`edges`: the clip range of log s_i. `counts_reached`: compare the share of tokens that differ, too."""
+        """`edges`: the clip range of log s_i. `counts_reached`: also compare the share of tokens that differ."""
         self.reference, self.edges, self.counts_reached = reference, edges, counts_reached
         self.gradient = CaseDifference()
         self.weights: CaseDifference | None = None
@@ -262,27 +286,30 @@ class CaseComparison:
         self._error = self._update = 0.0
 
     def take_gradient(self, tensors: Tensors) -> None:
-        """Relative L2 by tensor; absolute where the reference has no gradient."""
+        """Note the relative L2 difference of each tensor; the absolute one if the reference's gradient is zero."""
         for name, tensor in tensors:
             want = self.reference.tensor("gradient", name)
             self.gradient.note(_relative(_norm(tensor.cpu().numpy() - want), _norm(want)), name)
 
-    def take_weights(self, tensors: Tensors, start: Weights) -> None:
-        """Relative L2 of the whole update. Adam divides by |gradient|, so a single tensor with tiny gradients would
-        show only their rounding.
+    def take_weights(self, tensors: Tensors, start: Weights, moved: Weights | None = None) -> None:
+        """Note the relative L2 difference of the whole update. Adam divides by |gradient|, so a single tensor with tiny
+        gradients would show only their rounding. `moved`: the weights that the case started from, if not `start`.
         """
         worst = CaseDifference()
         for name, tensor in tensors:
-            want = self.reference.tensor("weights", name)
-            update = _norm(want - start.read(name).to(torch.float32).numpy())
-            error = _norm(tensor.cpu().numpy() - want)
+            want, first = self.reference.tensor("weights", name), start.read(name).to(torch.float32).numpy()
+            update = _norm(want - first)
+            got = tensor.cpu().numpy()
+            if moved is not None:  # this case started from there
+                got = got - (moved.read(name).numpy() - first)
+            error = _norm(got - want)
             self._error += error**2
             self._update += update**2
             worst.note(_relative(error, update), name)
         self.weights = CaseDifference(_relative(self._error**0.5, self._update**0.5), worst.place)
 
     def take_steps(self, steps: CaseSteps, config: Config) -> None:
-        """Those of a configuration's optimizer, with the reference's of this folder."""
+        """Compare the optimizer steps of a case of `config` with the reference's."""
         want = self.reference.load("steps", CaseSteps)
         norm, of_steps, state = CaseDifference(), CaseDifference(), CaseDifference()
         for value, place in (*norm_differences(steps, config.optimizer.clip_grad), *differences_of_norm(steps, want)):
@@ -295,8 +322,10 @@ class CaseComparison:
         self.of_steps = {"norm": norm, "steps": of_steps, "state": state}
 
     def result(self, numbers: Numbers, trajectory_ids: Iterable[str], lengths: Iterable[int]) -> dict[str, Any]:
-        """{"log_prob" | "loss" | "gradient" | "weights" | "norm" | "steps" | "state": {value, place}, "num_clip_flips",
-        "num_route_flips"}; None for weights that were not taken, and none of steps that were not."""
+        """Return {"log_prob" | "loss" | "gradient" | "weights" | "norm" | "steps" | "state" | "reached": {value,
+        place}, "num_clip_flips", "num_route_flips"}. "weights" is None if none were taken; the kinds of steps are
+        absent if no steps were taken, "reached" if it is not compared.
+        """
         want = self.reference.load("numbers", Numbers)
         log_prob, loss = CaseDifference(), CaseDifference()
         start = 0
@@ -319,7 +348,7 @@ class CaseComparison:
         }
 
     def flips_on_edges(self, edges: Edges) -> dict[str, int]:
-        """What rounding decides differently than in the reference: {"num_clip_flips", "num_route_flips"}."""
+        """Count what rounding decides differently than in the reference: {"num_clip_flips", "num_route_flips"}."""
         want = self.reference.load("edges", Edges)
         return {
             "num_clip_flips": num_clip_flips(edges.log_s, want.log_s, self.edges),
@@ -327,8 +356,21 @@ class CaseComparison:
         }
 
 
+def widened(tolerance: Tolerance, rounding: dict[str, Any] | None, factor: float) -> Tolerance:
+    """Return the tolerance, widened to `factor` times what rounding every weight changed where that is more.
+    `rounding`: a `CaseComparison.result`; None if it was not measured.
+    """
+    if rounding is None:
+        return tolerance
+    limits = {kind: limit for kind, limit in asdict(tolerance).items() if kind in _ROUNDED_KINDS}
+    return replace(
+        tolerance,
+        **{kind: max(limit, factor * rounding[kind]["value"]) for kind, limit in limits.items() if rounding.get(kind)},
+    )
+
+
 def outside(result: dict[str, Any], tolerance: Tolerance, exact: Iterable[str] = ()) -> list[str]:
-    """The kinds of difference above the tolerance, NaN included. `exact`: kinds that tolerate no difference."""
+    """Return the kinds of difference above the tolerance, NaN included. `exact`: kinds that tolerate no difference."""
     limits = {kind: limit for kind, limit in asdict(tolerance).items() if limit is not None}
     limits |= {kind: limits[like] for kind, like in CRITIC_KINDS.items() if kind in result} | dict.fromkeys(exact, 0.0)
     found = {kind: result.get(kind) for kind in limits}
@@ -336,7 +378,7 @@ def outside(result: dict[str, Any], tolerance: Tolerance, exact: Iterable[str] =
 
 
 def num_clip_flips(log_s: np.ndarray, want: np.ndarray, edges: tuple[float, float]) -> int:
-    """Sequences that are inside the clip range here and outside there, or the other way round. `log_s`, `want`: log s_i
+    """Count the sequences that are inside the clip range in one case and outside in the other. `log_s`, `want`: log s_i
     of all sequences, [S] nats, global; `edges`: the range of log s_i.
     """
     outside_here, outside_there = ((values < edges[0]) | (values > edges[1]) for values in (log_s, want))
@@ -344,7 +386,7 @@ def num_clip_flips(log_s: np.ndarray, want: np.ndarray, edges: tuple[float, floa
 
 
 def _share_reached(got: np.ndarray, want: np.ndarray) -> float:
-    """Of active tokens, whose log-prob is not 0: how many differ by more than fp32's rounding, or are NaN."""
+    """Return the share of active tokens (log-prob not 0) that differ by more than fp32's rounding, or are NaN."""
     near = np.abs(got - want)[want != 0] <= TOLERANCES["fp32"].log_prob
     return float(1.0 - near.mean()) if near.size else 0.0
 

@@ -1,5 +1,6 @@
-"""The critic's part of a case: values of the recorded batch, the advantages that follow from them, value gradients, and
-weights after a few value steps, compared with the reference. `measure.py` measures the policy with these advantages.
+"""Measure the critic of a case and compare it with the reference: values of the recorded batch, the advantages that
+follow from them, value gradients, and weights after a few value steps. `measure.py` measures the policy with these
+advantages.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from gspo_mega.base.records import MicroBatch
 from gspo_mega.checkpoint.critic import CriticTensors, import_critic
 from gspo_mega.checkpoint.hf_folder import HuggingFaceFolder, open_folder
 from gspo_mega.config.derived import critic_config, critic_of, critic_path
-from gspo_mega.config.schema import Config
+from gspo_mega.config.schema import Config, Run
 from gspo_mega.engine.critic import CriticEngine, TokenRewards, ValueModel, Values, estimate_returns, own_part
 from gspo_mega.engine.device_batch import to_device
 from gspo_mega.engine.process_groups import ParallelGroups
@@ -28,16 +29,17 @@ from gspo_mega.verify.certify.compare import CaseComparison, CaseDifference, Ref
 from gspo_mega.verify.certify.measure import Measurement, Take, gather_tokens
 from gspo_mega.verify.certify.steps import CaseSteps, StepWatch, complete_gradients
 
-# How far the values that the loss is clipped around are from the critic's, in clip ranges; by the last two bits of a
-# token's recorded log-prob, which every layout has alike.
+# Distance of the old values, around which the loss is clipped, from the critic's values, in clip ranges. The last two
+# bits of a token's recorded log-prob, which are the same in every layout, choose one.
 _OFFSETS = (-1.5, -0.5, 0.5, 1.5)
 
 
 @dataclass
 class CriticNumbers:
-    """The same on every rank. `values` [sum R] float64: of the state before each response token, 0 where it is masked;
-    `after` [n] float64: of the state after each trajectory's last one; `advantages` [sum R] float64, as `values`;
-    `grad_norms`: one per value step."""
+    """A critic's numbers, the same on every rank. `values` [sum R] float64: value of the state before each response
+    token, 0 at masked tokens; `after` [n] float64: value of the state after each trajectory's last token; `advantages`
+    [sum R] float64, as `values`; `grad_norms`: one per value step.
+    """
 
     values: np.ndarray
     after: np.ndarray
@@ -46,34 +48,36 @@ class CriticNumbers:
 
 
 def build_critic(config: Config, spec: ModelSpec, groups: ParallelGroups) -> CriticEngine | None:
-    """The critic of a case, without weights; None where its algorithm has none. Collective."""
-    if critic_of(config) is None:
+    """Return the critic of a case, without weights; None if its algorithm has none. Collective."""
+    if critic_of(config.algorithm, config.critic) is None:
         return None
     return CriticEngine(critic_config(config), spec, groups, config.certify.num_steps)
 
 
 def _load(critic: CriticEngine, config: Config) -> None:
-    """Fill the critic; a head of zeros, under which nothing else has a gradient, is drawn. Collective."""
+    """Load the critic's weights; replace a head of zeros, which would leave everything else without a gradient, by a
+    random one. Collective.
+    """
     import_critic(critic_path(config), critic.spec, critic.groups, critic.chunks)
     if critic.groups.is_last_stage:
         weight = cast(ValueModel, critic.chunks[-1]).value_weight()
         with torch.no_grad():
             if not weight.any():
-                weight.copy_(_drawn_head(critic.spec, config))
+                weight.copy_(_drawn_head(critic.spec, config.run))
     critic.after_weights_loaded()
 
 
-def _drawn_head(spec: ModelSpec, config: Config) -> torch.Tensor:
-    """A head from the run's seed: [1, H] float32, values of about 1."""
-    generator = torch.Generator().manual_seed(config.run.seed)
+def _drawn_head(spec: ModelSpec, run: Run) -> torch.Tensor:
+    """Draw a head from the run's seed: [1, H] float32, so that values are about 1."""
+    generator = torch.Generator().manual_seed(run.seed)
     return torch.randn(1, spec.hidden_size, generator=generator) / spec.hidden_size**0.5
 
 
 class CriticMeasurement:
-    """A critic on the batch and in the packing of `policy`. All methods are collective over all ranks."""
+    """Measures a critic on the batch and in the packing of `policy`. All methods are collective over all ranks."""
 
     def __init__(self, engine: CriticEngine, config: Config, policy: Measurement) -> None:
-        settings = critic_of(config)
+        settings = critic_of(config.algorithm, config.critic)
         assert settings is not None
         self.engine, self.config, self.settings, self.policy = engine, config, settings, policy
 
@@ -82,8 +86,8 @@ class CriticMeasurement:
         take_gradient: Take,
         take_weights: Take,
     ) -> tuple[CriticNumbers, CaseSteps]:
-        """All numbers, from weights that are loaded here; as `Measurement.run`. The advantages of the batch's tokens
-        are the policy's from then on.
+        """Load the weights and return all numbers, like `Measurement.run`. From then on the policy uses the token
+        advantages that follow from these values.
         """
         engine, groups = self.engine, self.engine.groups
         _load(engine, self.config)
@@ -117,7 +121,7 @@ class CriticMeasurement:
     def _targets(
         self, mine: MiniBatch, values: Sequence[Values]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-        """(old values, returns, coefficients) per micro-batch, on last-stage ranks; the packs get their advantages."""
+        """Return (old values, returns, coefficients) per micro-batch on last-stage ranks; set the packs' advantages."""
         groups, packs = self.engine.groups, mine.micro_batches
         if not groups.is_last_stage:
             return [], [], []
@@ -130,7 +134,7 @@ class CriticMeasurement:
         return old, returns, value_coefficients(self.settings, mine, returns)
 
     def _advantages(self, packs: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """Those of this rank's active tokens, on last-stage ranks."""
+        """Return the advantages of this rank's active tokens, on last-stage ranks."""
         groups = self.engine.groups
         wholes = [(pack, pack.token_advantages) for pack in packs if pack.token_advantages is not None]
         return [own_part(pack, torch.from_numpy(whole[pack.loss_mask > 0]), groups) for pack, whole in wholes]
@@ -161,8 +165,8 @@ def record_critic(measurement: CriticMeasurement, reference: Reference) -> Criti
 
 
 def compare_critic(measurement: CriticMeasurement, reference: Reference) -> dict[str, Any]:
-    """How far a case's critic is from the reference's; on rank 0: {"values" | "value_gradient" | "value_weights" |
-    "value_norm" | "value_steps" | "value_state": {value, place}}. Collective.
+    """Return how far a case's critic is from the reference's, on rank 0: {"values" | "value_gradient" |
+    "value_weights" | "value_norm" | "value_steps" | "value_state": {value, place}}. Collective.
     """
     config, own = measurement.config, reference.beside("critic")
     comparison = CaseComparison(own, (0.0, 0.0))
@@ -191,15 +195,15 @@ def compare_critic(measurement: CriticMeasurement, reference: Reference) -> dict
 
 
 class _Start:
-    """The critic's first weights, as `_load` makes them of a folder."""
+    """The critic's initial weights, as `_load` makes them from a folder."""
 
     def __init__(self, folder: HuggingFaceFolder, spec: ModelSpec, config: Config) -> None:
         self._folder, self._spec, self._config = folder, spec, config
 
     def read(self, name: str) -> torch.Tensor:
-        """The whole tensor."""
+        """Return the whole tensor."""
         if name == SCORE and (name not in self._folder.files or not self._folder.read(name).any()):
-            return _drawn_head(self._spec, self._config)
+            return _drawn_head(self._spec, self._config.run)
         return self._folder.read(name)
 
 

@@ -1,11 +1,10 @@
-"""What one case computes on the recorded batch: log-probs, loss, gradient, optimizer steps, weights after them.
+"""Measure one case on the recorded batch: log-probs, loss, gradient, optimizer steps, and the weights after them.
 
 Runs on every rank of the case. Whole tensors are streamed one at a time, so that a large model's gradient is never held
-twice; where they go, to disk as the reference or into a comparison, is the caller's `take`.
+twice; the caller's `take` writes them to disk as the reference, or compares them.
 
-Packings that training would not choose and that must not matter: shuffled, all in one, one each, uneven shards.
-
-Experts of every token of the recorded batch, gathered from all ranks; and routers with ties on purpose.
+Also: packings that training would not choose and that must not matter (shuffled, all in one, one each, uneven shards);
+the experts of every token of the recorded batch, gathered from all ranks; and routers with deliberate ties.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ _UNEVEN_PACK_SEQUENCES = 3
 
 
 def packing(kind: str, num_trajectories: int, seed: int, layout: Layout, planned: list[RankPlan]) -> list[RankPlan]:
-    """The plans of all data-parallel ranks for one mini-batch in the packing `kind` (`certify.cases[].packing`).
+    """Return the plans of all data-parallel ranks for one mini-batch in the packing `kind` (`certify.cases[].packing`).
 
-    `planned`: the plans of training; `seed` orders the random ones. All ranks get equally many packs, empty ones
-    (filler) where sequences run out.
+    `planned`: the plans of training; `seed`: for random orders. All ranks get equally many packs; if sequences run out,
+    the rest are empty (filler).
     """
     rng = np.random.default_rng((seed, 9))
     if kind == "planned":
@@ -73,28 +72,28 @@ def _shuffled(packs: list[list[int]], rng: np.random.Generator) -> list[list[int
 
 
 def _equal_counts(packs_of: list[list[list[int]]]) -> list[RankPlan]:
-    """Plans from packs of batch indices, filled up to equally many."""
+    """Return plans from packs of batch indices, with empty packs so that all ranks have equally many."""
     count = max(len(packs) for packs in packs_of)
     return [RankPlan([packs + [[] for _ in range(count - len(packs))]]) for packs in packs_of]
 
 
-# Relative difference of rows that are made equal: their scores then differ by about their rounding.
+# Relative difference of tied rows: their scores then differ by about their rounding.
 _TIE = 1e-7
 
 
 def gather_routes(
     engine: PolicyEngine, batch: RolloutBatch, micro_batches: list[MicroBatch], routes: list[Routes]
 ) -> np.ndarray | None:
-    """[sum of prompt + response - 1, layers, k] int64: the experts of each token that a prediction depends on, sorted
-    by expert; -1 where no log-prob of the batch does. None for a model without experts, or whose routes are replayed
-    and so not recorded. Collective over all ranks.
+    """Return the experts of each token, sorted, [sum of prompt + response - 1, layers, k] int64; -1 for a token that no
+    log-prob of the batch depends on. None for a model without experts, or if routes are replayed and so not recorded.
+    Collective over all ranks.
     """
     if engine.spec.moe is None or engine.config.moe.routing_replay == "R3":
         return None
     lengths = [t.num_tokens - 1 for t in batch.trajectories]
     starts = np.concatenate([[0], np.cumsum(lengths)])
     k = engine.spec.moe.experts_per_token
-    # Each (token, layer) is on one rank; the others leave zero.
+    # Each (token, layer) is on one rank; the other ranks contribute zero.
     whole = torch.zeros(int(starts[-1]), engine.spec.num_layers, k, dtype=torch.int64)
     for micro_batch, recorded in zip(micro_batches, routes, strict=True):
         compared = engine.routers.compared_positions(micro_batch).cpu().numpy()
@@ -109,7 +108,7 @@ def gather_routes(
 
 
 def _places(micro_batch: MicroBatch, starts: np.ndarray) -> np.ndarray:
-    """[T]: where each position of a pack stands among all tokens of the batch; -1 for padding and filler."""
+    """Return the index of each position of a pack among all tokens of the batch, [T]; -1 for padding and filler."""
     places = np.full(micro_batch.num_tokens, -1, np.int64)
     for s, row in enumerate(micro_batch.trajectory_index.tolist()):
         if row >= 0:
@@ -119,16 +118,16 @@ def _places(micro_batch: MicroBatch, starts: np.ndarray) -> np.ndarray:
 
 
 def num_route_flips(routes: np.ndarray | None, want: np.ndarray | None) -> int:
-    """Pairs of token and layer whose set of experts differs. Both: sorted expert numbers, [tokens, layers, k] int,
-    global; None without experts.
+    """Count the (token, layer) pairs whose sets of experts differ. `routes`, `want`: sorted expert numbers,
+    [tokens, layers, k] int, global; None without experts.
     """
     return 0 if routes is None or want is None else int((routes != want).any(axis=2).sum())
 
 
 @torch.no_grad()
 def tie_routers(engine: PolicyEngine) -> None:
-    """Make the rows of each router equal up to the rounding of a score, in groups of one more than the experts of a
-    token. Rounding then decides which expert of the best group is left out.
+    """Make the rows of each router equal, up to the rounding of a score, in groups of one row more than a token has
+    experts. Rounding then decides which expert of the best group is left out.
     """
     if engine.spec.moe is None:
         return
@@ -142,9 +141,9 @@ def tie_routers(engine: PolicyEngine) -> None:
 
 
 class RouterMargins:
-    """The gap between the last expert chosen and the first one not chosen, of every token: the smallest over layers.
+    """Each token's gap between the last expert chosen and the first one not chosen: the smallest over layers.
 
-    For one rank that holds the whole model, inside the `with`, and one pass over `micro_batches`.
+    Works on one rank that holds the whole model, for one pass over the micro-batches inside the `with`.
     """
 
     def __init__(self, engine: PolicyEngine) -> None:
@@ -164,7 +163,7 @@ class RouterMargins:
         self._gaps.append(choice_margins(cast(Any, router), inputs[0]).cpu().numpy())
 
     def by_trajectory(self, batch: RolloutBatch, micro_batches: list[MicroBatch]) -> list[np.ndarray]:
-        """[prompt + response - 1] float64 per trajectory; infinite where no prediction depends on the token."""
+        """Return the gaps, [prompt + response - 1] float64 per trajectory; infinite at tokens without influence."""
         lengths = [t.num_tokens - 1 for t in batch.trajectories]
         starts = np.concatenate([[0], np.cumsum(lengths)])
         whole = np.full(int(starts[-1]), np.inf)
@@ -182,8 +181,10 @@ Take = Callable[[Tensors], None]
 
 @dataclass
 class Numbers:
-    """The same on every rank. `log_probs` [sum R] float64 nats, 0 at masked tokens; `log_s` [n] float64 by trajectory;
-    `sums`: POLICY_SUMS of the mini-batch by name; `grad_norms` one per optimizer step; `routes`: of `gather_routes`."""
+    """A case's numbers, the same on every rank. `log_probs` [sum R] float64 nats, 0 at masked tokens; `log_s` [n]
+    float64 per trajectory; `sums`: POLICY_SUMS of the mini-batch by name; `grad_norms`: one per optimizer step;
+    `routes`: from `gather_routes`.
+    """
 
     log_probs: np.ndarray
     log_s: np.ndarray
@@ -194,24 +195,22 @@ class Numbers:
 
 @dataclass
 class Edges:
-    """Decisions where rounding decides: `log_s` [n] float64, each on a clip edge of its sequence; `routes` of tied
-    routers.
-    """
+    """Numbers where rounding decides: `log_s` [n] float64, each on a clip edge; `routes`: from tied routers."""
 
     log_s: np.ndarray
     routes: np.ndarray | None
 
 
 class Measurement:
-    """One engine on the recorded batch in one packing. All methods are collective over all ranks."""
+    """Measures one engine on the recorded batch in one packing. All methods are collective over all ranks."""
 
     def __init__(self, engine: PolicyEngine, config: Config, layout: Layout, batch: RolloutBatch, kind: str) -> None:
         self.engine, self.config, self.layout, self.batch, self.kind = engine, config, layout, batch, kind
-        # Per micro-batch of `shard`, on last-stage ranks: a critic's advantages of tokens.
+        # Token advantages from a critic, per micro-batch of `shard`, on last-stage ranks.
         self.token_advantages: list[np.ndarray | None] | None = None
 
     def shard(self) -> MiniBatch:
-        """This rank's micro-batches of the one mini-batch, with the old log-probs that the batch holds now."""
+        """Return this rank's micro-batches of the only mini-batch, with the old log-probs that the batch holds now."""
         trajectories = self.batch.trajectories
         planned = plan_batch(self.batch, self.config, self.layout, 0)
         plans = packing(self.kind, len(trajectories), self.config.run.seed, self.layout, planned)
@@ -225,7 +224,7 @@ class Measurement:
         return mine
 
     def log_probs(self) -> np.ndarray:
-        """[sum R] float64: of every response token of the batch, 0 where it is masked."""
+        """Return the log-probs of every response token of the batch, [sum R] float64, 0 at masked tokens."""
         mine = self.shard()
         return self._gather(mine.micro_batches, self.engine.old_pass(mine.micro_batches))
 
@@ -237,9 +236,9 @@ class Measurement:
         take_gradient: Take,
         take_weights: Take | None,
     ) -> tuple[Numbers, CaseSteps]:
-        """All numbers with the recorded old log-probs [sum R]. `take_*` are given every Hugging Face tensor of the
-        gradient (with `lora` only of the adapters'), and of the weights after `num_steps` optimizer steps, on rank 0;
-        elsewhere an empty stream.
+        """Return all numbers for the recorded old log-probs [sum R]. On rank 0, `take_gradient` gets every Hugging Face
+        tensor of the gradient (with `lora`, only the adapters'), and `take_weights` every tensor of the weights after
+        `num_steps` optimizer steps; on other ranks they get an empty stream.
         """
         engine = self.engine
         set_old_log_probs(self.batch, recorded)
@@ -267,7 +266,7 @@ class Measurement:
         return numbers, steps
 
     def on_edges(self, recorded: np.ndarray, settings: ObjectiveSettings) -> Edges:
-        """With the weights that are loaded now, and old log-probs [sum R] that put every ratio on an edge."""
+        """Return the numbers of the loaded weights for old log-probs [sum R] that put every ratio on a clip edge."""
         engine = self.engine
         set_old_log_probs(self.batch, recorded)
         mine = self.shard()
@@ -307,10 +306,9 @@ def gather_tokens(
     micro_batches: list[MicroBatch],
     values: Sequence[torch.Tensor],
 ) -> np.ndarray:
-    """[sum R] float64 on every rank: one value per response token of `batch`, 0 where it is masked. Collective.
+    """Return one value per response token of `batch`, [sum R] float64, on every rank; 0 at masked tokens. Collective.
 
-    `values`: on ranks of the last stage, for each micro-batch those of this rank's active tokens, [N] of any float
-    dtype.
+    `values`: on last-stage ranks, the values of this rank's active tokens for each micro-batch, [N] of any float dtype.
     """
     lengths = [t.num_response_tokens for t in batch.trajectories]
     starts = np.concatenate([[0], np.cumsum(lengths)])

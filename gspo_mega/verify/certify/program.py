@@ -1,7 +1,7 @@
-"""The whole of `gspo-mega certify`: runs the references, then every case, and draws the table.
+"""Run `gspo-mega certify`: start the references, then every case, and show the table.
 
-One start of ranks runs many cases, and a case that fails does not end the program. A model without weights gets a
-Hugging Face folder of random ones, written tensor by tensor from the family table. Imports no torch.
+One start of ranks runs many cases, and a case that fails does not end the program. For a model without weights, a
+Hugging Face folder of random weights is written from the family's table of tensors. Imports no torch.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from gspo_mega.verify.certify.cases import (
     starts,
 )
 
-# Large enough that experts are distinguishable and log-probs differ from those of a uniform distribution.
+# Large enough that experts differ and the distribution over tokens is not uniform.
 _MATRIX_STD, _VECTOR_STD = 0.08, 0.1
 _FILE_BYTES = 2 * 1024**3
 
 
 def make_random_folder(shape_file: str | Path, folder: Path, seed: int) -> Path:
-    """Write `folder` with the config.json in `shape_file` and fp32 weights drawn from `seed`; returns it.
+    """Write `folder` with `shape_file` as its config.json and fp32 weights drawn from `seed`. Returns `folder`.
 
-    An existing folder with the same shape and seed is kept. Raises ModelError for a shape that is not supported.
+    An existing folder with the same shape and seed is kept. Raises ModelError for an unsupported shape.
     """
     spec = read_model_spec(shape_file)
     stamp = json.dumps({"shape": spec.raw, "seed": seed}, sort_keys=True)
@@ -109,8 +109,8 @@ _CRITIC_LEGEND = (
 
 @dataclass(frozen=True)
 class CertificateRow:
-    """A case and its outcome. `result`: of `Comparison.result`, None when there is none; `failed`: kinds outside
-    the tolerance; `error`: why there is no result.
+    """A case and its outcome. `result`: from `CaseComparison.result`, None if there is none; `failed`: kinds of
+    difference outside the tolerance; `error`: why there is no result.
     """
 
     case: Case
@@ -126,7 +126,7 @@ class CertificateRow:
 
 
 def render_batch(name: str, batch: dict[str, Any]) -> str:
-    """One line about a reference's recorded batch."""
+    """Return one line about a reference's recorded batch."""
     low, high = batch["response_lengths"]
     return (
         f"{name}: {batch['num_trajectories']} trajectories, {batch['num_tokens']} tokens, groups of"
@@ -144,10 +144,11 @@ def render_batch(name: str, batch: dict[str, Any]) -> str:
 
 
 def render_table(rows: Sequence[CertificateRow]) -> str:
-    """Largest differences by case, the worst tensor, and pass or FAIL; reasons of refusals and errors below.
+    """Return the table: the largest differences of each case, the worst tensor, and pass or FAIL; below it, the reasons
+    of refusals and errors.
 
-    Flips are sequences clipped otherwise than in the reference, and tokens of a layer with other experts; `on edges`
-    the same where ratios and routers were put on the edge on purpose, and nothing is compared but counted.
+    Flips are sequences that are clipped differently than in the reference, and tokens of a layer with other experts.
+    `on edges` counts flips where ratios and routers were put on an edge on purpose; these are not judged.
     """
     has_critic = any(row.result is not None and "values" in row.result for row in rows)
     has_reached = any(row.result is not None and "reached" in row.result for row in rows)
@@ -176,7 +177,8 @@ def render_table(rows: Sequence[CertificateRow]) -> str:
             lines.append(f"{begin}{_numbers(row, kinds)}  NOT REFUSED")
         else:
             place = row.result["gradient"]["place"]
-            lines.append(f"{begin}{_numbers(row, kinds)}  {'pass' if row.passed else 'FAIL':<8}  {place}")
+            verdict = "measured" if row.case.spec.rounded else "pass" if row.passed else "FAIL"
+            lines.append(f"{begin}{_numbers(row, kinds)}  {verdict:<8}  {place}")
             notes += [
                 f"{row.case.name}: {kind} differs by {row.result[kind]['value']:.3g}, at most in"
                 f" {row.result[kind]['place']}"
@@ -196,7 +198,7 @@ def _numbers(row: CertificateRow, kinds: Sequence[str]) -> str:
     return "  ".join(numbers) + f"  {flips:>5}  {on_edges:>8}"
 
 
-# The start's own configuration needs a layout that fits any model; each case brings its own.
+# The configuration of a start of ranks needs a layout that fits any model; each case brings its own.
 _ONE_OF_EACH = (
     "parallel.tensor=1",
     "parallel.pipeline=1",
@@ -213,13 +215,13 @@ def certify(
     say: Callable[[str], None],
     worker_command: Sequence[str] = WORKER_COMMAND,
 ) -> int:
-    """Run the cases of `loaded` (read with `overrides`) and show the table. Returns 0 when every case holds, 1 when one
-    does not, 130 when stopped. `worker_command`: the command of a rank without its own arguments.
+    """Run the cases of `loaded` (read with `overrides`) and show the table. Returns 0 if every case holds, 1 if one
+    does not, 130 after a stop. `worker_command`: the command of a rank without its own arguments.
 
     Raises ConfigError or PlanError before anything starts.
     """
     config = loaded.config
-    # Beside the run's own folder, which may be in use.
+    # Not the run's own folder, which may be in use.
     folder = RunFolder(Path(config.run.dir) / f"{config.run.name}-certify")
     references, cases = resolve_cases(loaded, overrides, device_here())
     runnable = [case for case in cases if case.refusal is None]
@@ -229,7 +231,8 @@ def certify(
     )
     found: dict[str, dict[str, Any]] = {}
     errors: dict[str, str] = {}
-    for group in (references, runnable):
+    rounded = [case for case in runnable if case.spec.rounded]  # other cases read their results
+    for group in (references, rounded, [case for case in runnable if not case.spec.rounded]):
         for together in starts(group, config.certify.cases_a_start):
             code = _start(loaded, overrides, folder, together, found, errors, say, worker_command)
             if code == 130:
@@ -252,7 +255,7 @@ def certify(
 def _row(case: Case, result: dict[str, Any] | None, error: str) -> CertificateRow:
     if result is None:
         return CertificateRow(case, None, error=error)
-    # The comparison knows its tolerances and lists what is outside.
+    # The comparison on the ranks knows the tolerances, and lists what is outside them.
     return CertificateRow(case, result, tuple(result["outside"]))
 
 
@@ -266,7 +269,7 @@ def _start(
     say: Callable[[str], None],
     worker_command: Sequence[str],
 ) -> int:
-    """Run some cases on one start of ranks; after a case that fails, run the rest on new ranks."""
+    """Run cases on one start of ranks; if a case fails, run the rest on new ranks. Returns 0, or 130 after a stop."""
     left = list(together)
     while left:
         specs = [_with_weights(case.spec, case.model, folder, loaded.config.run.seed) for case in left]
@@ -307,7 +310,7 @@ def _start(
 
 
 def _with_weights(spec: CertifyCase, model: str, folder: RunFolder, seed: int) -> CertifyCase:
-    """The case with a model that has weights: a shape alone (a .json file) is filled with random ones."""
+    """Return the case with a model that has weights: for a shape only (a .json file), random weights are written."""
     path = Path(model)
     if path.suffix == ".json" and path.is_file():
         path = make_random_folder(path, folder.path / "models" / folder_name(model), seed)

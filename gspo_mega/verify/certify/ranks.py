@@ -1,8 +1,7 @@
-"""A rank of `gspo-mega certify`: runs the cases of its start one after another in one process.
+"""A rank of `gspo-mega certify`: run the cases of its start one after another in one process.
 
-The cases are `certify.cases` of the run's configuration; references come first in the run and leave their numbers in
-the run folder, where the other cases find them. Rank 0 appends a line to `cases.jsonl` of the attempt for each case
-done.
+The cases are `certify.cases` of the run's configuration. References run first and save their numbers in the run folder,
+where the other cases find them. For each completed case rank 0 appends a line to `cases.jsonl` of the attempt.
 """
 
 from __future__ import annotations
@@ -16,14 +15,16 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from gspo_mega.algorithm.terms import log_lower_edge, objective_settings
-from gspo_mega.base.run_folder import RunFolder, atomic_write_json
+from gspo_mega.base.run_folder import RunFolder, atomic_write_json, read_json
 from gspo_mega.checkpoint.adapters import init_adapters
+from gspo_mega.checkpoint.gather import PolicyTensors
 from gspo_mega.checkpoint.hf_folder import open_folder
 from gspo_mega.checkpoint.hf_import import import_huggingface
 from gspo_mega.config.derived import is_sharp_fp8
-from gspo_mega.config.schema import CertifyCase, Config, Objective
+from gspo_mega.config.schema import CertifyCase, Config, Moe, Objective, Precision
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
 from gspo_mega.engine.routing import has_router_losses
@@ -34,20 +35,22 @@ from gspo_mega.plan.layout import Layout
 from gspo_mega.train.context import WorkerContext
 from gspo_mega.verify.certify.batch import Draws, old_log_probs, recorded_batch, redraw, set_old_log_probs
 from gspo_mega.verify.certify.cases import RESULTS_FILE, case_config, folder_name
-from gspo_mega.verify.certify.compare import CaseComparison, Reference, outside, tolerance_of
+from gspo_mega.verify.certify.compare import CaseComparison, Reference, outside, tolerance_of, widened
 from gspo_mega.verify.certify.critic_case import CriticMeasurement, build_critic, compare_critic, record_critic
 from gspo_mega.verify.certify.measure import Measurement, Numbers, RouterMargins, gather_routes, tie_routers
 
-# Minimum distance of the recorded batch's router scores from a tie. A large model has too many routes for that; its
+# Minimum distance of the recorded batch's router scores from a tie. A large model has too many routes to keep it; its
 # flips are counted.
 ROUTER_MARGIN = 1e-4
 MOST_DRAWS = 100
-# Whole sequences in each of two context or tensor ranks, for the recipes with one scale per tensor.
+# Every layout pads sequences to a multiple of this many tokens, which suits up to two context or tensor ranks in the
+# recipes with one scale per tensor.
 _EQUAL_PADDING = 32
+_MOVED = "moved"  # the weights of a `rounded` case before its steps
 
 
 def run_certify(context: WorkerContext) -> dict[str, Any] | None:
-    """Every case of this start, in order. Collective over all ranks."""
+    """Run every case of this start, in order. Collective over all ranks."""
     certify = context.config.certify
     for case in certify.cases:
         started = time.monotonic()
@@ -67,12 +70,12 @@ def run_certify(context: WorkerContext) -> dict[str, Any] | None:
 def run_case(
     context: WorkerContext, config: Config, case: CertifyCase, reference: Reference, is_reference: bool
 ) -> dict[str, Any]:
-    """One case in this process: measured for the others if it `is_reference`, else compared with `reference`. Returns
-    its line of the table on rank 0, an empty one elsewhere. Collective over all ranks.
+    """Run one case in this process: record its numbers if it `is_reference`, else compare it with `reference`. Returns
+    its row of the table on rank 0, an empty one elsewhere. Collective over all ranks.
     """
     parallel = config.parallel
     spec = read_model_spec(config.model.path)
-    layout = _padded_alike(config, resolve_layout(config, spec))
+    layout = _padded_alike(config.precision, config.moe, resolve_layout(config, spec))
     groups = create_groups(
         tensor=parallel.tensor,
         pipeline=parallel.pipeline,
@@ -82,12 +85,12 @@ def run_case(
         expert_tensor=parallel.expert_tensor,
         seed=config.run.seed,
     )
-    if is_reference:  # its routers choose
+    if is_reference:  # its own routers choose
         config = _with_routing(config, "none")
-    elif _follows_reference(config, spec):
+    elif _follows_reference(config.precision, config.moe, spec):
         config = _with_routing(config, "R3")
     try:
-        # What is measured are passes and gradients of whole batches, whatever the run corrects.
+        # Measure passes and gradients of whole batches, even if the run corrects the mismatch.
         uncorrected = {"mismatch": config.mismatch.model_copy(update={"correction": "none"})}
         engine = PolicyEngine(
             config.model_copy(update=uncorrected), spec, groups, num_optimizer_steps=config.certify.num_steps
@@ -113,18 +116,31 @@ def _load(engine: PolicyEngine, config: Config) -> None:
     engine.after_weights_loaded()
 
 
-def _follows_reference(config: Config, spec: ModelSpec) -> bool:
-    """Whether a case goes through the reference's experts without being told to. FP8 would choose others for some
-    tokens, and padding, which has a way of its own in replayed passes, counts in scales and in blocks of tokens.
+@torch.no_grad()
+def round_weights(engine: PolicyEngine) -> None:
+    """Move every parameter element to the next number of its dtype, randomly up or down. On one rank, before a step;
+    the optimizer's fp32 copies of the parameters are updated as well.
     """
-    return config.precision == "fp8" and spec.moe is not None and config.moe.routing_replay == "none"
+    for index, parameter in enumerate(parameter for chunk in engine.chunks for parameter in chunk.parameters()):
+        coin = torch.randint(0, 2, parameter.shape, generator=torch.Generator().manual_seed(index), dtype=torch.int8)
+        ends = torch.where(coin.to(parameter.device) > 0, math.inf, -math.inf).to(parameter.dtype)
+        parameter.copy_(torch.nextafter(parameter, ends))
+    engine.after_weights_loaded()
 
 
-def _padded_alike(config: Config, layout: Layout) -> Layout:
-    """The layout with as much padding per sequence as any other, where its numbers count: in FP8 in the scale of a
-    tensor, and in the losses of routers.
+def _follows_reference(precision: Precision, moe: Moe, spec: ModelSpec) -> bool:
+    """Return whether a case replays the reference's experts although its configuration does not ask for it. In FP8 its
+    routers would choose other experts for some tokens; and padding, which is routed in its own way in replayed passes,
+    affects scales and blocks of tokens.
     """
-    if config.precision != "fp8" and not has_router_losses(config.moe):
+    return precision == "fp8" and spec.moe is not None and moe.routing_replay == "none"
+
+
+def _padded_alike(precision: Precision, moe: Moe, layout: Layout) -> Layout:
+    """Return the layout with the same padding per sequence as every other layout, if padding affects the numbers: in
+    FP8, the scale of a tensor, and with router losses, these losses.
+    """
+    if precision != "fp8" and not has_router_losses(moe):
         return layout
     sequence, pack = (
         math.lcm(n, _EQUAL_PADDING) for n in (layout.sequence_multiple_tokens, layout.pack_multiple_tokens)
@@ -137,14 +153,14 @@ def _with_routing(config: Config, replay: str) -> Config:
 
 
 def clip_edges(objective: Objective) -> tuple[float, float]:
-    """The clip range of log s_i, nats; a lower width of 1 or more leaves that side open."""
+    """Return the clip range of log s_i, nats; a `clip_low` of 1 or more leaves that side open."""
     return log_lower_edge(objective.clip_low), math.log1p(objective.clip_high)
 
 
 def _compare(
     measurement: Measurement, critic: CriticMeasurement | None, reference: Reference, case: CertifyCase
 ) -> dict[str, Any]:
-    """How far this case is from the reference; on rank 0."""
+    """Return how far this case is from the reference, on rank 0. Collective."""
     config, engine, trajectories = measurement.config, measurement.engine, measurement.batch.trajectories
     settings, comparison = (
         objective_settings(config.algorithm, config.objective),
@@ -158,15 +174,19 @@ def _compare(
     recorded = np.load(reference.recorded_file)
     set_old_log_probs(measurement.batch, recorded)
     of_critic = {} if critic is None else compare_critic(critic, reference)
+    if case.rounded:
+        round_weights(engine)
+        reference.save_tensors(_MOVED, PolicyTensors(engine.spec, engine.groups, engine.chunks).stream(torch.float32))
+    moved = reference.weights(_MOVED) if case.rounded else None
     with open_folder(config.model.path, engine.spec) as start:
-        # Replayed routes are those of the first weights; other references than FP8's choose again after a step.
+        # Replayed routes belong to the initial weights; after a step the reference chooses again, except in FP8.
         is_first_alone = replayed and config.precision != "fp8"
         numbers, steps = measurement.run(
             recorded,
             settings,
             1 if is_first_alone else config.certify.num_steps,
             comparison.take_gradient,
-            None if is_first_alone else lambda tensors: comparison.take_weights(tensors, start),
+            None if is_first_alone else lambda tensors: comparison.take_weights(tensors, start, moved),
         )
     if engine.groups.is_lead:
         comparison.take_steps(steps, config)
@@ -174,7 +194,13 @@ def _compare(
         numbers, [t.trajectory_id for t in trajectories], [t.num_response_tokens for t in trajectories]
     )
     result |= of_critic
-    result["outside"] = outside(result, tolerance_of(config, case), case.exact)
+    if case.rounded:
+        atomic_write_json(reference.rounding_file(config.precision), result)
+        result["outside"] = []
+    else:
+        rounding: dict[str, Any] | None = read_json(reference.rounding_file(config.precision))
+        tolerance = widened(tolerance_of(config, case), rounding, config.certify.rounding_factor)
+        result["outside"] = outside(result, tolerance, case.exact)
     if config.certify.edges:
         _load(engine, config)
         tie_routers(engine)
@@ -185,7 +211,7 @@ def _compare(
 
 
 def _set_routes(measurement: Measurement, routes: np.ndarray) -> None:
-    """Send the batch through the reference's experts (of `gather_routes`), as if the rollout engine had chosen them."""
+    """Route the batch to the reference's experts (from `gather_routes`), as if the rollout engine had chosen them."""
     routes = np.where(routes < 0, np.arange(routes.shape[2]), routes)  # tokens that nothing depends on go anywhere
     start = 0
     for trajectory in measurement.batch.trajectories:
@@ -195,19 +221,21 @@ def _set_routes(measurement: Measurement, routes: np.ndarray) -> None:
 
 
 def _record(measurement: Measurement, critic: CriticMeasurement | None, reference: Reference) -> dict[str, Any]:
-    """Measure the reference, save its numbers, and describe what its batch covers."""
+    """Measure the reference, save its numbers, and return what its batch covers. Collective."""
     config, engine = measurement.config, measurement.engine
     settings, is_lead = objective_settings(config.algorithm, config.objective), engine.groups.is_lead
     draws, router_margin = _keep_from_ties(measurement)
-    routes = _follow_own_routes(measurement) if _follows_reference(config, engine.spec) else None
-    if engine.scales.is_active:  # they were measured on the first draws, which no case sees
+    routes = _follow_own_routes(measurement) if _follows_reference(config.precision, config.moe, engine.spec) else None
+    if engine.scales.is_active:  # the scales were measured on earlier draws, which no case sees
         engine.scales.forget()
         _load(engine, config)
     batch = measurement.batch
     ends = np.cumsum([t.num_response_tokens for t in batch.trajectories])
 
     def recorded(on_edges: bool) -> np.ndarray:
-        return np.concatenate(old_log_probs(batch, np.split(measurement.log_probs(), ends[:-1]), config, on_edges))
+        return np.concatenate(
+            old_log_probs(batch, np.split(measurement.log_probs(), ends[:-1]), config.objective, config.run, on_edges)
+        )
 
     if is_lead:
         shutil.rmtree(reference.folder, ignore_errors=True)
@@ -246,8 +274,8 @@ def _record(measurement: Measurement, critic: CriticMeasurement | None, referenc
 
 def _keep_from_ties(measurement: Measurement) -> tuple[Draws, float | None]:
     """Draw tokens again until no route is near a tie, so that rounding cannot change one. Returns the draws and the
-    smallest gap of two scores at the edge, None where it is not known: without experts, or when the reference has
-    several ranks.
+    smallest gap between the last expert chosen and the first not chosen; None if it is not known: without experts, or
+    if the reference has several ranks.
     """
     engine, config = measurement.engine, measurement.config
     draws, margin = Draws.first(config), None
@@ -266,20 +294,20 @@ def _keep_from_ties(measurement: Measurement) -> tuple[Draws, float | None]:
 
 
 def _follow_own_routes(measurement: Measurement) -> np.ndarray:
-    """Let the reference go from now on through the experts that its routers choose now, as its cases do: also after
-    optimizer steps, and with the same way for padding. Returns the routes. Collective.
+    """Make the reference replay from now on the experts that its routers choose now, as its cases do: also after
+    optimizer steps, and with the same routing of padding. Returns the routes. Collective.
     """
     engine, mine = measurement.engine, measurement.shard()
     routes = gather_routes(engine, measurement.batch, mine.micro_batches, engine.old_pass(mine.micro_batches).routes)
-    assert routes is not None  # of a model with experts, whose routers chose
+    assert routes is not None  # the model has experts, and its routers chose
     engine.config = measurement.config = _with_routing(measurement.config, "R3")
     _set_routes(measurement, routes)
     return routes
 
 
 def _describe(numbers: Numbers, measurement: Measurement, advantages: np.ndarray) -> dict[str, Any]:
-    """What the recorded batch covers: a certificate on a batch that clips nothing would say little. `advantages` [n]:
-    of each trajectory, or the sum of its tokens'.
+    """Return what the recorded batch covers: a certificate on a batch that clips nothing would show little.
+    `advantages` [n]: of each trajectory, or the sum over its tokens.
     """
     trajectories = measurement.batch.trajectories
     active = np.array([any(t.response_mask) for t in trajectories])

@@ -1,14 +1,15 @@
-"""All that the optimizer steps of a case read, and how far it is from the reference.
+"""Record everything that the optimizer steps of a case read, for `compare.py`.
 
-A constant factor in a gradient, a norm that forgets a part, or the wrong rate of one group hardly shows in weights,
-because Adam divides by the gradient's size. So every step is compared by itself: the norm that clips, by parameter
-group too; the gradient that is left after clipping, tensor by tensor; learning rate, decay, betas and eps of each
-parameter; what routers counted and lost; and afterwards Adam's moments, buffers, and whether all ranks hold the same
-copies.
+A constant factor in a gradient, a norm that leaves out a part, or a wrong learning rate of one parameter group hardly
+shows in the weights, because Adam divides by the gradient's size. So every step is recorded by itself: the norm that
+decides the clipping, also by kind of parameter; the gradient after clipping, tensor by tensor; learning rate, weight
+decay, betas and eps of each parameter; the routers' counts and losses; and afterwards Adam's moments, buffers, and
+whether all ranks hold the same copies.
 
-The distributed optimizer leaves parts of the gradients on each rank; they are exchanged first. Of each whole tensor a
-sketch is kept instead of its numbers: squares, zeros, and the products with a few vectors of random signs from both
-sides. If two tensors differ by d in relative L2, so do these products, in the root mean square.
+The distributed optimizer leaves a shard of the gradients on each rank; the shards are all-gathered first. Instead of
+its numbers, a sketch of each whole tensor is kept: the sum of squares, the number of zeros, and the products with a few
+vectors of random signs from both sides. If two tensors differ by d in relative L2, these products do so too, in the
+root mean square.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ from gspo_mega.verify.certify.cases import PARAMETER_KINDS, parameter_kind
 def complete_gradients(engine: PolicyEngine | CriticEngine) -> None:
     """Make every parameter's `main_grad` the whole reduced gradient, in place.
 
-    With the distributed optimizer the reduction leaves each data-parallel rank only its own part of a gradient buffer;
-    this exchanges the parts. Without it nothing is left to do. Collective over the data-parallel groups.
+    With the distributed optimizer the reduction leaves each data-parallel rank only its own shard of a gradient buffer;
+    this all-gathers the shards. Without it, does nothing. Collective over the data-parallel groups.
     """
     for chunk in engine.wrapped:
         if not chunk.ddp_config.use_distributed_optimizer:
@@ -64,27 +65,27 @@ Tensors = Iterator[tuple[str, torch.Tensor]]
 _SIGN_VECTORS = 8
 _PIECE = 1 << 20
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-# What no two ranks need to share: counts of a rank's own tokens since the last reset, and tables of positions that are
-# as long as the longest sequence that a rank has met.
+# Buffers that may differ between ranks: counts of a rank's own tokens since the last reset, and position tables as long
+# as the longest sequence that a rank has seen.
 _OWN_BUFFERS = (".local_tokens_per_expert", ".cos_cached", ".sin_cached")
 
 
 class Whole(Protocol):
-    """Whole tensors of what is in the gradient buffers, on rank 0; collective."""
+    """Streams the contents of the gradient buffers as whole tensors, on rank 0; collective."""
 
     def stream(self, dtype: torch.dtype) -> Tensors: ...
 
 
 @dataclass
 class CaseSteps:
-    """What the optimizer steps of one case read; whole on rank 0, elsewhere without `names` and sketches.
+    """What the optimizer steps of one case read: complete on rank 0, without `names` and sketches on other ranks.
 
-    One entry per step: `norms` before clipping; `counted` and `whole`, the squares of the clipped gradient by kind of
-    parameter, as the norm counts it and of whole tensors; `skipped`; `routing`, sums over all ranks; `settings`: of
-    every parameter, as JSON [lr, weight decay, betas, eps] by canonical name, or several where ranks disagree.
-    `sketches` [steps, tensors, 2 + K] float64: of the clipped gradient, by `names`, of `sizes` elements; `moments`
-    [2, tensors, 2 + K]: of Adam's, after the last step. `buffers`: digests by name. `copies`: what is not the same on
-    ranks that should have the same.
+    One entry per step: `norms`, before clipping; `counted` and `whole`, the squares of the clipped gradient by kind of
+    parameter, as the norm counts them and from whole tensors; `skipped`; `routing`, sums over all ranks; `settings`,
+    from each parameter's canonical name to its JSON [lr, weight decay, betas, eps], several where ranks disagree.
+    `sketches` [steps, tensors, 2 + K] float64: sketches of the clipped gradient, for tensors called `names` with
+    `sizes` elements; `moments` [2, tensors, 2 + K]: sketches of Adam's moments after the last step. `buffers`: digests
+    by name. `copies`: names of what differs between ranks that should hold the same.
     """
 
     norms: list[float] = field(default_factory=list)
@@ -102,10 +103,10 @@ class CaseSteps:
 
 
 class StepWatch:
-    """Looks at every optimizer step of an engine from now on. All methods are collective over all ranks."""
+    """Records every optimizer step of an engine from now on. All methods are collective over all ranks."""
 
     def __init__(self, engine: PolicyEngine | CriticEngine, whole: Whole) -> None:
-        """`whole`: the tensors of every parameter's `main_grad`."""
+        """`whole`: streams every parameter's `main_grad`."""
         self.steps = CaseSteps()
         self._engine, self._whole = engine, whole
         self._sketches: list[np.ndarray] = []
@@ -123,7 +124,7 @@ class StepWatch:
         engine.before_step = self._before
 
     def after(self, result: StepResult, routing: dict[str, float]) -> None:
-        """After each step, what it returned, and this rank's sums of its routers."""
+        """Record the result of a step and this rank's router sums. Call it after each step."""
         groups, steps = self._engine.groups, self.steps
         steps.norms.append(result.grad_norm)
         steps.skipped.append(result.skipped)
@@ -132,7 +133,9 @@ class StepWatch:
         steps.routing.append({key: sum(one.get(key, 0.0) for one in every) for key in keys})
 
     def finish(self) -> CaseSteps:
-        """After the last step: with moments, buffers and copies. The engine is left as it was."""
+        """Return everything recorded, with moments, buffers and copies. Call it after the last step. It overwrites the
+        gradient buffers and leaves the rest of the engine as it was.
+        """
         engine, steps = self._engine, self.steps
         engine.before_step = None
         if self._sketches:
@@ -175,7 +178,7 @@ class StepWatch:
         return {name: sorted(values) for name, values in found.items()}
 
     def _sketch(self) -> tuple[np.ndarray, dict[str, float]]:
-        """([tensors, 2 + K], squares by kind) of what the gradient buffers hold; none but on rank 0."""
+        """Return ([tensors, 2 + K], squares by kind) of what the gradient buffers hold; empty on ranks other than 0."""
         rows, names, sizes, squares = [], [], [], dict.fromkeys(PARAMETER_KINDS, 0.0)
         for name, tensor in self._whole.stream(torch.float32):
             rows.append(sketch(name, tensor))
@@ -187,11 +190,11 @@ class StepWatch:
 
 
 def sketch(name: str, tensor: torch.Tensor) -> np.ndarray:
-    """[2 + K] float64 of a tensor: the sum of its squares, the number of its zeros, and r^T X c for K pairs of vectors
-    of signs that depend only on `name`, where X has the tensor's last dimension as its columns.
+    """Return a tensor's sketch, [2 + K] float64: the sum of its squares, the number of its zeros, and r^T X c for K
+    pairs of sign vectors that depend only on `name`, where X is the tensor with its last dimension as columns.
 
-    The mean square of such a product is the square of the difference, for any difference. Computed where
-    the tensor is, in pieces.
+    For any difference D of two tensors, the mean square of r^T D c is the sum of squares of D. Computed in pieces, on
+    the tensor's device.
     """
     generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big"))
     rows = tensor.detach().reshape(-1, tensor.shape[-1])
@@ -207,12 +210,12 @@ def sketch(name: str, tensor: torch.Tensor) -> np.ndarray:
 
 
 def _signs(count: int, generator: torch.Generator) -> torch.Tensor:
-    """[count, K] float64 of -1 and 1."""
+    """Draw random signs, [count, K] float64 of -1 and 1."""
     return torch.randint(0, 2, (count, _SIGN_VECTORS), generator=generator).double() * 2 - 1
 
 
 def _compare_ranks(engine: PolicyEngine | CriticEngine) -> tuple[dict[str, str], list[str]]:
-    """(digests of the buffers that are no weights, what is not the same on ranks that should have the same)."""
+    """Return (digests of the buffers, names of what differs between ranks that should hold the same)."""
     spec, groups = engine.spec, engine.groups
     for chunk in engine.chunks:
         chunk.await_parameters()

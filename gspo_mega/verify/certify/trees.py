@@ -1,4 +1,4 @@
-"""Recorded episodes of several turns and branches, for the certificate of a run with episodes."""
+"""Make recorded episodes of several turns and branches, for the certificate of a configuration that has them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from gspo_mega.base.records import Prompt
 from gspo_mega.config.derived import episode_lengths, is_one_turn
 from gspo_mega.config.schema import Config
 
-# The parent of each turn, -1 for the prompt; in turn: one turn, three in a row, a turn that was sampled again, and two
-# branches of which one branches once more.
+# The parent of each turn, -1 for the prompt. The shapes: one turn, three in a row, a turn that was sampled again, and
+# two branches of which one branches once more.
 _SHAPES = ((-1,), (-1, 0, 1), (-1, 0, 0), (-1, -1, 0, 0))
 
 _CONTEXT_TOKENS = 2
@@ -20,9 +20,9 @@ _CONTEXT_TOKENS = 2
 def recorded_tree(
     episode_id: str, group_id: int, prompt: Prompt, place: int, length: int, tokens: Callable[[int], list[int]]
 ) -> Episode:
-    """An episode of `length` sampled tokens over the turns of one of the shapes, which `place` chooses; fewer turns
-    where there are fewer tokens. Each turn but the first of a branch follows a message of two tokens. `tokens(n)`: n
-    token ids.
+    """Return an episode of `length` sampled tokens, spread over the turns of the shape that `place` chooses; with fewer
+    tokens than turns it has fewer turns. A turn that follows another turn comes after a message of two tokens.
+    `tokens(n)`: n token ids.
     """
     parents = _SHAPES[place % len(_SHAPES)][:length]
     nodes = [Node(0, -1, "context", [{"role": "user", "content": ""}], list(prompt.token_ids))]
@@ -48,10 +48,10 @@ def recorded_tree(
 
 
 def require_room(config: Config) -> None:
-    """Raise PlanError where the recorded episodes are longer than the configuration's may be."""
+    """Raise PlanError if the recorded episodes are longer than the configuration allows."""
     longest_path = max(len(parents) for parents in _SHAPES)
     needed = config.data.max_prompt_tokens + config.rollout.max_new_tokens + _CONTEXT_TOKENS * longest_path
-    if not is_one_turn(config) and episode_lengths(config).tokens < needed:
+    if not is_one_turn(config.rollout) and episode_lengths(config).tokens < needed:
         raise PlanError(
             f"episodes.max_tokens: {episode_lengths(config).tokens}, but the recorded episodes of a certificate have up"
             f" to {needed} tokens (max_prompt_tokens + max_new_tokens + {_CONTEXT_TOKENS * longest_path}); at least"

@@ -1,6 +1,6 @@
 """Read a file of reference vectors: JSON, its array encodings, and the shape of every case.
 
-A file that does not match the schema is a DataError that says where, so nothing is skipped silently. `vectors.py`
+A file that does not match the schema raises a DataError that says where, so nothing is skipped silently. `vectors.py`
 computes and compares.
 """
 
@@ -53,8 +53,8 @@ class Combination:
 
 @dataclass(frozen=True)
 class VectorFile:
-    """`cases` and `mismatch_cases` as in the file with arrays decoded; `tolerances`: relative, by case-name prefix, ""
-    for the rest.
+    """`cases` and `mismatch_cases`: as in the file, with arrays decoded. `tolerances`: relative, by case-name prefix;
+    "" stands for all other cases.
     """
 
     cases: list[dict[str, Any]]
@@ -67,7 +67,7 @@ class VectorFile:
 
 
 def read_vector_file(path: Path) -> VectorFile:
-    """Read and check a file of vectors. Raises DataError naming file, case and key for anything not of the schema."""
+    """Read and check a file of vectors. Raises DataError, with file, case and key, for anything outside the schema."""
     try:
         content = read_json_file(path)
     except OSError as error:
@@ -85,15 +85,15 @@ def read_vector_file(path: Path) -> VectorFile:
 
 
 def ratio_of(algorithm: str) -> Ratio:
-    """The importance ratio of one of `ALGORITHMS`."""
+    """Return the importance ratio of one of `ALGORITHMS`."""
     ratio = RECIPES["gspo" if algorithm == RAW_SEQUENCE else algorithm].ratio
     assert ratio is not None  # ALGORITHMS names no other recipe
     return ratio
 
 
 def clip_of(algorithm: str, inputs: dict[str, Any]) -> tuple[float, float]:
-    """The clip range of one of `ALGORITHMS` in a case: (low, high). Without an entry of its own it is gspo's where the
-    term is the clipped one, else its recipe's.
+    """Return the clip range of one of `ALGORITHMS` in a case: (low, high). An algorithm without an entry of its own has
+    gspo's if its surrogate is the clipped one, else its recipe's.
     """
     name = "gspo" if algorithm == RAW_SEQUENCE else algorithm
     recipe = RECIPES[name]
@@ -104,7 +104,7 @@ def clip_of(algorithm: str, inputs: dict[str, Any]) -> tuple[float, float]:
 
 
 def parse_combination(key: str) -> Combination:
-    """The meaning of a key of `expected`. Raises DataError for one that is unknown."""
+    """Parse a key of `expected`. Raises DataError for an unknown one."""
     parts = key.split("/")
     dual = len(parts) == 3 and parts[2] == "dual"
     if len(parts) != 2 and not dual:
@@ -140,7 +140,7 @@ def _checked(content: Any) -> VectorFile:
 
 
 def _tolerances(header: dict[str, Any]) -> dict[str, float]:
-    # The file may ask for 1e-10 for named cases, never for more: otherwise a file could pass itself.
+    # A file may ask for 1e-10 for named cases, but never for more: otherwise any file could make itself pass.
     tolerances = {"": 1e-12}
     text = str((header.get("suggested_tolerance") or {}).get("float64", ""))
     for group in re.findall(r"1e-10 for ((?:[A-Za-z]\w*(?:, | and )?)+)", text):
@@ -168,7 +168,9 @@ def _section(case: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def decode_array(value: Any, where: str) -> list[float]:
-    """A plain list, {"rle": [[value, count], ...]} or {"tile": [...], "times": k} as a list of numbers."""
+    """Return a plain list, {"rle": [[value, count], ...]} or {"tile": [...], "times": k} as a list of numbers. Raises
+    DataError.
+    """
     if isinstance(value, dict) and set(value) == {"rle"}:
         runs = value["rle"]
         if not isinstance(runs, list) or not all(isinstance(r, list) and len(r) == 2 and _is_count(r[1]) for r in runs):

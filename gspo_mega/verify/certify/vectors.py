@@ -54,7 +54,7 @@ SHOWN_MISMATCHES = 4
 
 
 def replay_file(path: Path) -> tuple[int, list[str]]:
-    """(number of cases that agree, one line for each case that does not). Raises DataError for a malformed file."""
+    """Return (number of cases that agree, one line per case that does not). Raises DataError for a malformed file."""
     file = read_vector_file(path)
     passed, failures = 0, []
     runs = [(case, replay_case) for case in file.cases] + [(case, replay_mismatch_case) for case in file.mismatch_cases]
@@ -74,7 +74,7 @@ def replay_file(path: Path) -> tuple[int, list[str]]:
 
 
 def agrees(got: float, expected: float, rtol: float, atol: float = 0.0) -> bool:
-    """True where both are the same infinity, or differ by at most rtol * |expected| + atol (1e-15 where 0 is
+    """Return whether both are the same infinity, or differ by at most rtol * |expected| + atol (at least 1e-15 if 0 is
     expected).
     """
     if got == expected:
@@ -85,7 +85,7 @@ def agrees(got: float, expected: float, rtol: float, atol: float = 0.0) -> bool:
 
 
 def compare(name: str, got: Any, expected: Any, rtol: float, atol: float = 0.0) -> Iterator[str]:
-    """One line for each number of `expected` (a number or a nested list of them) that `got` does not equal."""
+    """Yield one line per number of `expected` (a number or a nested list) that `got` does not agree with."""
     if isinstance(expected, list):
         if not isinstance(got, list) or len(got) != len(expected):
             yield f"{name}: {len(got) if isinstance(got, list) else 'no'} entries, expected {len(expected)}"
@@ -99,7 +99,7 @@ def compare(name: str, got: Any, expected: Any, rtol: float, atol: float = 0.0) 
 
 
 class _Packed:
-    """A case's rows laid out flat: token tensors [T], `segment_ids`, float64."""
+    """A case's rows laid out flat: token tensors [T] float64, and `segment_ids`."""
 
     def __init__(self, mask_rows: list[list[float]]) -> None:
         self.row_lengths = [len(row) for row in mask_rows]
@@ -118,7 +118,7 @@ class _Packed:
 
 
 def replay_case(case: dict[str, Any], rtol: float) -> Iterator[str]:
-    """What does not agree in one objective case: every expected combination, then the diagnostics."""
+    """Yield what does not agree in one objective case: first every expected combination, then the diagnostics."""
     inputs = case["inputs"]
     packed = _Packed(inputs["mask"])
     advantages = _advantages(inputs, packed.num_sequences)
@@ -138,7 +138,7 @@ def replay_case(case: dict[str, Any], rtol: float) -> Iterator[str]:
         yield from compare(f"{key} gradient", packed.rows(log_probs.grad), expected["grad_objective_wrt_logp"], rtol)
         wrong = list(_compare_flags(key, output, packed, advantages, expected, rtol))
         if wrong and keep is not None:
-            # The schema leaves open whether a rejected row also counts as clipped; here it does not. Take either.
+            # The schema leaves open whether a rejected row also counts as clipped; here it does not. Accept either.
             ignoring_keep = _run(combination, inputs, packed, log_probs, advantages, None)
             wrong = wrong if list(_compare_flags(key, ignoring_keep, packed, advantages, expected, rtol)) else []
         yield from wrong
@@ -183,8 +183,8 @@ def _run(
     )
     old_log_probs, mask, segment_ids = packed.flat(inputs["old_logp"]), packed.mask, packed.segment_ids
     if combination.algorithm == "gspo_rawseq":
-        # exp of the whole sum is GSPO's ratio of a response of one token whose log-ratio is that sum; where tokens
-        # are summed, the true length then weighs the term.
+        # exp of the whole sum is GSPO's ratio for a response of one token whose log-ratio is that sum; if tokens are
+        # summed, the term is then weighted by the true length.
         if combination.aggregation not in ("sequence_mean_token_mean", "group_mean_token_mean"):
             weights = lengths.double()
         log_probs = sequence_log_ratio_sums(log_probs, old_log_probs, mask, segment_ids, packed.num_sequences)
@@ -210,8 +210,8 @@ def _run(
 
 
 class _Episodes:
-    """A case's episodes, in ascending order of `episode_ids`; each row is one where the case has no such ids.
-    `lengths`, `group_ids`: of each. `branch_weights` [rows]: the share of its episode's tokens that a row has.
+    """A case's episodes, in ascending order of `episode_ids`; if the case has no such ids, each row is an episode.
+    `lengths`, `group_ids`: per episode. `branch_weights` [rows]: each row's share of its episode's tokens.
     """
 
     def __init__(self, packed: _Packed, inputs: dict[str, Any]) -> None:
@@ -293,7 +293,7 @@ def _compare_all(where: str, got: dict[str, Any], expected: dict[str, Any], rtol
 
 
 def replay_mismatch_case(case: dict[str, Any], rtol: float) -> Iterator[str]:
-    """What does not agree in one rollout-against-trainer case."""
+    """Yield what does not agree in one case of rollout against trainer."""
     inputs = case["inputs"]
     packed = _Packed(inputs["mask"])
     cap, (geo_low, geo_high) = inputs["tis_cap"], inputs["geo_band"]
@@ -310,7 +310,7 @@ def replay_mismatch_case(case: dict[str, Any], rtol: float) -> Iterator[str]:
     product_log_ratio = sums[:, SUM_NAMES.index("log_ratio")]
 
     def of_products(mode: CorrectionMode) -> CorrectionResult:
-        """The file's weights are of whole products around 1: those of responses of one token, centred on 0."""
+        """Correct whole products around 1, as the file does: as if each response were one token, centred on 0."""
         rule = CorrectionRule(mode, math.log(cap), token_veto_nats=None)
         ones = torch.ones_like(product_log_ratio)
         return correct_around(rule, product_log_ratio, ones, ones < 1, centre=0.0)

@@ -1,1 +1,1 @@
-"""`gspo-mega compare`: what other objectives would do with a run's recorded rollouts."""
+"""`gspo-mega compare`: show what other objectives would do with a run's recorded rollouts."""

@@ -1,7 +1,8 @@
-"""A rank of `gspo-mega compare`: the gradient of every algorithm on one recorded batch, from the same weights.
+"""A rank of `gspo-mega compare`: compute the gradient of every algorithm on one recorded batch, at the same weights.
 
-What to do is the attempt's `work_file`, which `run.py` writes. Gradients go to files of the attempt, tensor by
-tensor, so that no rank holds two; rank 0 then reads them for the products. Collective over all ranks throughout.
+The attempt's `work_file`, which `run.py` writes, says what to do. Gradients are written to files of the attempt, tensor
+by tensor, so that no rank holds two; rank 0 then reads them and computes the products. Collective over all ranks
+throughout.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from gspo_mega.verify.compare.token_shares import TokenLogProbs, pull_of
 
 
 def run_compare(context: WorkerContext) -> dict[str, Any] | None:
-    """Every algorithm of the work; on rank 0 its numbers, elsewhere None."""
+    """Evaluate every algorithm of the work. Returns the numbers on rank 0, None elsewhere."""
     attempt = Attempt(context.attempt_dir)
     work = read_json(attempt.work_file)
     assert work is not None, "the comparison's attempt has no work"
@@ -69,7 +70,7 @@ def run_compare(context: WorkerContext) -> dict[str, Any] | None:
 
 
 def _engine_config(config: Config, work: dict[str, Any]) -> Config:
-    """The run's configuration for passes alone: nothing corrected, no router loss, and old log-probs of their own."""
+    """Return the run's configuration for passes only: no correction, no router loss, and the work's old log-probs."""
     alone = config_of(config, config.algorithm)
     recorded = work["old"] is None
     moe = alone.moe
@@ -80,7 +81,7 @@ def _engine_config(config: Config, work: dict[str, Any]) -> Config:
             "moe": moe,
             "mismatch": config.mismatch.model_copy(update={"correction": "none"}),
             "old_log_probs": "rollout" if recorded else "trainer",
-            # With one mini-batch the engine would take the policy itself for the old one.
+            # With one mini-batch the engine would use the policy itself as the old policy.
             "batch": config.batch.model_copy(update={"num_mini_batches": 2}),
             "diagnostics": config.diagnostics.model_copy(update={"exact_staleness": False, "token_mismatch": False}),
         }
@@ -88,7 +89,7 @@ def _engine_config(config: Config, work: dict[str, Any]) -> Config:
 
 
 class AlgorithmComparison:
-    """`engine`, without weights so far, on the recorded `batch`; gradients are written under `folder`."""
+    """Algorithms on the recorded `batch`. `engine` has no weights yet; gradients are written under `folder`."""
 
     def __init__(
         self, engine: PolicyEngine, config: Config, batch: RolloutBatch, work: dict[str, Any], folder: Path
@@ -98,7 +99,7 @@ class AlgorithmComparison:
         self.layout = resolve_layout(config, engine.spec)
 
     def run(self) -> dict[str, Any]:
-        """Numbers by algorithm, and the products of their gradients."""
+        """Return the numbers of each algorithm and the cosines of their gradients; on ranks other than 0 nothing."""
         names: list[str] = self.work["algorithms"]
         first, packs, _ = self._assemble(names[0])
         old: OldState | None = None
@@ -117,7 +118,7 @@ class AlgorithmComparison:
             complete_gradients(self.engine)
             self._write(name)
             if self.engine.groups.is_lead:
-                by_name[name] = pull_of(config, batch, log_probs).as_json()
+                by_name[name] = pull_of(config.algorithm, config.objective, batch, log_probs).as_json()
             logging.info("%s: %.1f s", name, time.monotonic() - started)
             progress.beat()
         if not self.engine.groups.is_lead:
@@ -141,7 +142,7 @@ class AlgorithmComparison:
         }
 
     def _assemble(self, name: str) -> tuple[RolloutBatch, list[MicroBatch], float]:
-        """The batch with the advantages of algorithm `name`, this rank's packs of it, and the denominator."""
+        """Return the batch with the advantages of algorithm `name`, this rank's packs, and the denominator."""
         config = config_of(self.config, name)
         batch = scored_batch(self.recorded, config)
         fill_advantages(batch, config, batch.step)
@@ -154,7 +155,7 @@ class AlgorithmComparison:
         return batch, mine.micro_batches, mine.denominator
 
     def _load(self, weights: str) -> None:
-        """Fill the engine from a Hugging Face folder, or from one of Megatron's."""
+        """Load the engine's weights from a Hugging Face folder or a Megatron checkpoint."""
         engine = self.engine
         if (Path(weights) / "config.json").exists():
             import_huggingface(weights, engine.spec, engine.groups, engine.chunks)
@@ -177,7 +178,7 @@ class AlgorithmComparison:
         return np.concatenate([np.asarray(row.response_mask, bool) for row in batch.trajectories])
 
     def _write(self, name: str) -> None:
-        """The gradient of J, tensor by tensor, in files that rank 0 reads."""
+        """Write the gradient of J, tensor by tensor, to files that rank 0 reads."""
         engine = self.engine
         to = self.folder / name
         if engine.groups.is_lead:
@@ -187,7 +188,7 @@ class AlgorithmComparison:
             np.save(to / f"{number}.npy", tensor.cpu().numpy())
 
     def _products(self, names: list[str]) -> np.ndarray:
-        """[n, n] float64: inner products of whole gradients."""
+        """Return the inner products of whole gradients, [n, n] float64."""
         total = np.zeros((len(names), len(names)))
         for number in range(len(list((self.folder / names[0]).iterdir()))):
             tensors = [np.load(self.folder / name / f"{number}.npy", mmap_mode="r") for name in names]

@@ -1,7 +1,7 @@
-"""The whole of `gspo-mega compare`: finds the step and the weights, starts ranks without servers, shows the table.
+"""Run `gspo-mega compare`: find the step and the weights, start ranks without servers, show the table.
 
-The run's own algorithm, and the other form of the same objective (GSPO and GSPO-token), are computed with the run's own
-settings; every other algorithm with the defaults of its recipe. Imports no torch.
+The run's own algorithm, and the other form of the same objective (GSPO and GSPO-token), use the run's own settings;
+every other algorithm uses the defaults of its recipe. Imports no torch.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from gspo_mega.base.errors import ConfigError, JournalError
 from gspo_mega.base.run_folder import RunFolder, read_json
 from gspo_mega.base.untrusted import read_text
 from gspo_mega.config import load_config
-from gspo_mega.config.algorithms import RECIPES
+from gspo_mega.config.algorithms import RECIPES, AlgorithmName
 from gspo_mega.config.schema import Advantage, Config, Kl, Objective
 from gspo_mega.config.validate_learning import resolve_defaults
 from gspo_mega.data.journal.journal import Journal
 from gspo_mega.launcher.local import WORKER_COMMAND, launch
 
 
-def check_algorithms(config: Config, names: Sequence[str]) -> tuple[str, ...]:
-    """`names` without repetition. Raises ConfigError for one that is no recipe, for one with a critic, whose values no
-    journal has, and for `custom` in a run that is not of it: it has no defaults.
+def check_algorithms(algorithm: AlgorithmName, names: Sequence[str]) -> tuple[str, ...]:
+    """Return `names` without repetition. Raises ConfigError for a name that is no recipe, for an algorithm with a
+    critic, because no journal has its values, and for `custom` in a run of another algorithm, because it has no
+    defaults.
     """
     for name in names:
         if name not in RECIPES:
@@ -37,19 +38,19 @@ def check_algorithms(config: Config, names: Sequence[str]) -> tuple[str, ...]:
                 f"--algorithms: the gradient of {name} is made of a critic's values, which a run does not record;"
                 f" valid: {', '.join(other for other, recipe in RECIPES.items() if not recipe.has_critic)}"
             )
-        if name == "custom" and config.algorithm != "custom":
+        if name == "custom" and algorithm != "custom":
             raise ConfigError(
                 "--algorithms: custom has no defaults of its own, and the run's algorithm is"
-                f" {config.algorithm}; name a recipe"
+                f" {algorithm}; name a recipe"
             )
     return tuple(dict.fromkeys(names))
 
 
 def config_of(config: Config, name: str) -> Config:
-    """The run's configuration with algorithm `name`: its objective and advantages. The run's own algorithm keeps the
-    run's, and so does the other form of the same objective, so that GSPO-token is GSPO in any range where advantages
-    are equal; another has its paper's defaults, whatever the run says. One mini-batch, no KL term and no router loss:
-    what is compared is the objective.
+    """Return the run's configuration with the objective and advantages of algorithm `name`. The run's own algorithm
+    keeps the run's settings, and so does the other form of the same objective, so that GSPO-token equals GSPO in any
+    range if advantages are equal; every other algorithm has its paper's defaults, whatever the run says. To compare
+    nothing but the objective, there is one mini-batch, no KL term and no router loss.
     """
     changes = {
         "batch": config.batch.model_copy(update={"num_mini_batches": 1}),
@@ -66,14 +67,14 @@ def config_of(config: Config, name: str) -> Config:
     elif name != config.algorithm:
         changes |= {"algorithm": name, "objective": Objective(scope=config.objective.scope), "advantage": Advantage()}
     changed = config.model_copy(update=changes)
-    # What a recipe sets outside of these sections is the comparison's own: all algorithms see the same old policy.
+    # Ignore what a recipe sets outside of these sections: all algorithms see the same old policy.
     resolved = resolve_defaults(changed)
     return changed.model_copy(update={"objective": resolved.objective, "advantage": resolved.advantage})
 
 
 def range_of(config: Config, name: str) -> dict[str, Any]:
-    """The clip range that algorithm `name` is compared with, as keys of `objective`, and whose it is: `run` or `paper`.
-    None where it clips nothing.
+    """Return the clip range that algorithm `name` is compared with, as keys of `objective`, and its source, `run` or
+    `paper`. The values are None if the algorithm clips nothing.
     """
     if not RECIPES[name].is_clipped:
         return {"clip_low": None, "clip_high": None, "range_of": None}
@@ -87,7 +88,7 @@ def range_of(config: Config, name: str) -> dict[str, Any]:
 
 
 def _is_other_form(own: str, name: str) -> bool:
-    """Whether two algorithms are one objective, whose ratio of a response is taken whole or token by token."""
+    """Return whether two algorithms are the same objective, one with sequence ratios and one with token ratios."""
     one, other = RECIPES[own], RECIPES[name]
     of_response = {one.ratio, other.ratio} == {"sequence", "sequence_token"}
     return of_response and one.objective_defaults == other.objective_defaults
@@ -95,8 +96,8 @@ def _is_other_form(own: str, name: str) -> bool:
 
 @dataclass(frozen=True)
 class Request:
-    """What is compared: `run`, a run folder; `weights`, `old`: `latest`, `start` or a folder, `old` also `recorded`;
-    `step`: counted from 1, None for the last that the weights were trained on.
+    """What to compare. `run`: a run folder. `weights`, `old`: `latest`, `start` or a folder; `old` may also be
+    `recorded`. `step`: counted from 1; None for the last step that the weights were trained on.
     """
 
     run: Path
@@ -110,21 +111,21 @@ class Request:
 def compare(
     request: Request, say: Callable[[str], None], worker_command: Sequence[str] = WORKER_COMMAND
 ) -> tuple[int, dict[str, Any] | None]:
-    """(the exit code, the numbers of all algorithms or None after a stop).
+    """Compare the algorithms. Returns (exit code, the numbers of all algorithms, or None after a stop).
 
-    Raises ConfigError, JournalError or CheckpointError for what is not there, before anything starts.
+    Raises ConfigError, JournalError or CheckpointError for what is missing, before anything starts.
     """
     folder = RunFolder(request.run)
     if not folder.config_file.exists():
         raise ConfigError(f"{folder.path}: is no run folder: it has no {folder.config_file.name}")
     run = load_config(folder.config_file).config
-    names = check_algorithms(run, request.algorithms)
+    names = check_algorithms(run.algorithm, request.algorithms)
     policy = weights_folder(folder, run, request.weights, "--weights")
     old = None if request.old == "recorded" else weights_folder(folder, run, request.old, "--old")
     step = find_step(folder, request)
     here = f"{folder.path.name}-compare"
     base = [*request.overrides, f"run.name={here}", f"run.dir={folder.path.resolve().parent}"]
-    # Of a run with adapters, too, the gradient is that of all weights.
+    # The gradient is that of all weights, even if the run trains adapters.
     base += ["cluster.num_nodes=1", "cluster.num_rollout_nodes=0", "cluster.colocated=false", "lora=null"]
     loaded = load_config(folder.config_file, base, "compare")
     work = {
@@ -153,7 +154,7 @@ def compare(
 
 
 def weights_folder(folder: RunFolder, config: Config, wanted: str, option: str) -> Path:
-    """The folder of weights that `latest` (the newest checkpoint), `start` or a path means. Raises ConfigError."""
+    """Return the weights folder that `latest` (the newest checkpoint), `start` or a path names. Raises ConfigError."""
     if wanted == "latest":
         if config.lora is not None:
             raise ConfigError(
@@ -169,13 +170,13 @@ def weights_folder(folder: RunFolder, config: Config, wanted: str, option: str) 
     if not (path / "config.json").exists() and not (path / "megatron").is_dir():
         raise ConfigError(
             f"{option} {wanted}: {path} has neither config.json (a Hugging Face folder) nor megatron/ (a checkpoint, or"
-            " what tools/hf_to_megatron.py wrote)"
+            " what gspo-mega convert wrote)"
         )
     return path
 
 
 def find_step(folder: RunFolder, request: Request) -> int:
-    """The step whose rollouts are compared, counted from 0. Raises JournalError where it has no complete batch."""
+    """Return the step whose rollouts are compared, counted from 0. Raises JournalError if it has no complete batch."""
     journal = Journal(folder.journal_dir)
     steps = journal.steps()
     if not steps:
@@ -203,7 +204,7 @@ def find_step(folder: RunFolder, request: Request) -> int:
 
 
 def render(found: Mapping[str, Any]) -> str:
-    """The table of a comparison, and the cosines of every pair."""
+    """Return the table of a comparison and the cosines of every pair, as text."""
     rows: Mapping[str, Mapping[str, Any]] = found["algorithms"]
     names = list(rows)
     width = max(9, *map(len, names))

@@ -1,7 +1,7 @@
-"""How strongly an objective pulls at each response and token: its gradient with respect to their log-probs.
+"""Measure how strongly an objective pulls at each response and token: its gradient with respect to their log-probs.
 
-Also what needs no model: clip fractions, dropped responses, the effective number of responses. The gradient is that of
-the very function that training calls, for the whole batch at once.
+Also compute what needs no model: clip fractions, dropped responses, the effective number of responses. The gradient is
+that of the function that training calls, for the whole batch at once.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from gspo_mega.algorithm.diagnostics import policy_metrics, policy_sums
 from gspo_mega.algorithm.objective import mini_batch_denominator, policy_objective
 from gspo_mega.algorithm.terms import objective_settings
 from gspo_mega.base.episodes import RolloutBatch
-from gspo_mega.config.schema import Config
+from gspo_mega.config.algorithms import AlgorithmName
+from gspo_mega.config.schema import Objective
 
 
 @dataclass(frozen=True)
 class TokenLogProbs:
-    """Of every response token of a batch, concatenated [sum R] float64 nats, anything at masked ones."""
+    """Log-probs of every response token of a batch, concatenated, [sum R] float64 nats; arbitrary at masked tokens."""
 
     policy: np.ndarray
     old: np.ndarray
@@ -31,9 +32,9 @@ class TokenLogProbs:
 
 @dataclass(frozen=True)
 class Pull:
-    """One algorithm on one batch. Fractions as in `policy_metrics`. `dropped`: ids of trajectories with A != 0 and no
-    gradient at all; `weakened`: of those with some tokens without. `num_effective`: (sum g)^2 / sum g^2 over the
-    trajectories, g the sum of |dJ / d log pi| over the tokens of one.
+    """One algorithm on one batch. Fractions are as in `policy_metrics`. `dropped`: ids of trajectories with A != 0 and
+    no gradient at all; `weakened`: ids of those with no gradient at some of their tokens. `num_effective`:
+    (sum g)^2 / sum g^2 over the trajectories, where g is the sum of |dJ / d log pi| over a trajectory's tokens.
     """
 
     objective: float
@@ -52,10 +53,10 @@ class Pull:
         return asdict(self)
 
 
-def pull_of(config: Config, batch: RolloutBatch, log_probs: TokenLogProbs) -> Pull:
-    """What `config`'s objective does with `batch`, whose advantages are filled."""
+def pull_of(algorithm: AlgorithmName, objective: Objective, batch: RolloutBatch, log_probs: TokenLogProbs) -> Pull:
+    """Return what `objective` does with `batch`, whose advantages are filled in."""
     rows = batch.trajectories
-    settings = objective_settings(config.algorithm, config.objective)
+    settings = objective_settings(algorithm, objective)
     active = [int(np.asarray(row.response_mask, bool).sum()) for row in rows]
     episode_of = [number for number, episode in enumerate(batch.episodes) for _ in episode.rows()]
     tokens_of: Counter[int] = Counter()

@@ -1,9 +1,7 @@
-"""`gspo-mega mismatch`: where the mismatch of trainer and server comes from, and whether the clip range can bear it.
+"""`gspo-mega mismatch`: find where the mismatch of trainer and server comes from, and whether the clip range bears it.
 
-Functions of numbers alone: `causes.py` is the list of causes, `walks.py` changes them
-one after the other, `attribution.py` makes rows of the differences, `faults.py` finds
-what is no rounding, `findings.py` is all of that for one budget, `findings.py`
-says it in words, `run.py` shows it. `run.py` starts servers and ranks for
-it, and `ranks.py` runs on them, with `scores.py`,
-`scores.py` and `scores.py`.
+Pure functions of numbers: `causes.py` lists the causes, `walks.py` changes them one after the other, `attribution.py`
+makes table rows of the differences, `faults.py` finds what is not rounding, and `findings.py` combines all of that and
+puts it in words. `run.py` starts servers and ranks and shows the result; `ranks.py` runs on the ranks, with
+`scores.py`. `fixed_tokens.py` keeps the tokens, and `served_folders.py` makes weights for the servers.
 """

@@ -1,4 +1,4 @@
-"""Statistics of a difference of log-probs: its size per token and per sequence, and what the clip range sees of it.
+"""Statistics of a difference of log-probs: its size per token and per sequence, and its effect at the clip range.
 
 Tokens of one response, and responses to one prompt, are not independent, so every standard error comes from the spread
 between prompts. No I/O.
@@ -19,8 +19,8 @@ _RESAMPLES = 2000
 
 @dataclass(frozen=True)
 class TokenPlaces:
-    """Whose tokens the values are: `sequence` [T] int64 ascending from 0, `prompt` [S] int64, the group of each
-    sequence, and `signs` [S] int64, the sign of each sequence's advantage, 0 where that is 0 or not known.
+    """The sequence and prompt of each token: `sequence` [T] int64 ascending from 0, `prompt` [S] int64, the group of
+    each sequence, and `signs` [S] int64, the sign of each sequence's advantage, 0 if that is 0 or not known.
     """
 
     sequence: np.ndarray
@@ -41,34 +41,34 @@ class TokenPlaces:
 
 @dataclass(frozen=True)
 class PromptEstimate:
-    """A mean and its standard error; infinite where there is one prompt only."""
+    """A mean and its standard error, which is infinite if there is only one prompt."""
 
     value: float
     error: float
 
     @property
     def low(self) -> float:
-        """Two standard errors below."""
+        """The value less two standard errors."""
         return self.value - 2 * self.error
 
     @property
     def high(self) -> float:
-        """Two standard errors above."""
+        """The value plus two standard errors."""
         return self.value + 2 * self.error
 
     def above(self, bound: float) -> bool:
-        """Whether it is larger than `bound` by more than two standard errors."""
+        """Return whether the mean is above `bound` by more than two standard errors."""
         return self.low > bound
 
     def below(self, bound: float) -> bool:
-        """Whether it is smaller than `bound` by more than two standard errors."""
+        """Return whether the mean is below `bound` by more than two standard errors."""
         return self.high < bound
 
 
 @dataclass(frozen=True)
 class CountedShare(PromptEstimate):
-    """A share of units, as of `trials` independent ones. `low` and `high` are Wilson's interval at two standard errors,
-    which is not symmetric; `error` is half the way to its farther end.
+    """A share of units, counted as `trials` independent ones. `low` and `high` are Wilson's interval at two standard
+    errors, which is not symmetric; `error` is half the distance to its farther end.
 
     Source: E. B. Wilson, Probable inference, the law of succession, and statistical inference, JASA 22 (1927).
     """
@@ -89,7 +89,7 @@ class CountedShare(PromptEstimate):
 
 
 def _wilson(value: float, trials: float, sign: int) -> float:
-    """The share b with value - b = -sign 2 sqrt(b (1 - b) / trials)."""
+    """Return the share b with value - b = -sign 2 sqrt(b (1 - b) / trials)."""
     square = 4.0
     centre = value + square / (2 * trials)
     half = math.sqrt(square * value * (1 - value) / trials + (square / (2 * trials)) ** 2)
@@ -98,7 +98,7 @@ def _wilson(value: float, trials: float, sign: int) -> float:
 
 @dataclass(frozen=True)
 class AtLength:
-    """log s of the first `length` tokens of the `count` sequences that have as many."""
+    """log s over the first `length` tokens of the `count` sequences that have at least so many."""
 
     length: int
     count: int
@@ -108,11 +108,11 @@ class AtLength:
 
 @dataclass(frozen=True)
 class AttributionRow:
-    """One difference x of log-probs. `k3`: mean(e^x - 1 - x) per token, nats. `mean`: of x per token. `maximum`:
-    largest |x|. What follows is of the clip range as the recipe means it (`config/derived.py`), and None where
-    nothing is clipped. `band_share`: the mean size in widths of the range. `below`, `above`: the share of all sequences
-    (tokens, where those are clipped) below and above it. `clipped_negative`, `clipped_positive`: of those with A < 0
-    and A > 0 the share that is clipped; None where there is none of that sign.
+    """Statistics of one difference x of log-probs. `k3`: mean(e^x - 1 - x) per token, nats. `mean`: of x per token.
+    `maximum`: largest |x|. The other fields refer to the clip range as the recipe defines it (`config/derived.py`), and
+    are None if nothing is clipped. `band_share`: the mean size in widths of the range. `below`, `above`: the share of
+    all sequences (of tokens, if the recipe clips these) below and above the range. `clipped_negative`,
+    `clipped_positive`: the share that is clipped among those with A < 0 and A > 0; None if there are none.
     """
 
     k3: PromptEstimate
@@ -127,20 +127,20 @@ class AttributionRow:
 
     @property
     def negative(self) -> PromptEstimate | None:
-        """What is known of A < 0: their own share, or without any that of all, as if A had no part in it."""
+        """The clipped share of A < 0; if there are none, the share of all that is below, as if A played no part."""
         return self.below if self.clipped_negative is None else self.clipped_negative
 
     @property
     def positive(self) -> PromptEstimate | None:
-        """What is known of A > 0, as `negative`."""
+        """The clipped share of A > 0; if there are none, the share of all that is above, as if A played no part."""
         return self.above if self.clipped_positive is None else self.clipped_positive
 
 
 def ratio_estimate(values: np.ndarray, weights: np.ndarray, groups: np.ndarray) -> PromptEstimate:
-    """sum(values) / sum(weights) with the standard error that the spread between `groups` gives, all [N].
+    """Return sum(values) / sum(weights) with the standard error from the spread between `groups`, all [N].
 
-    The linearised error of a ratio of sums over G independent groups: sqrt(G / (G - 1) sum_g r_g^2) / sum(weights)
-    with r_g = sum over the group of values - ratio x weights.
+    It is the linearised error of a ratio of sums over G independent groups: sqrt(G / (G - 1) sum_g r_g^2) /
+    sum(weights), where r_g is the sum over the group of values - ratio x weights.
     """
     total = float(weights.sum())
     if total == 0:
@@ -154,11 +154,11 @@ def ratio_estimate(values: np.ndarray, weights: np.ndarray, groups: np.ndarray) 
 
 
 def share_estimate(flags: np.ndarray, groups: np.ndarray) -> PromptEstimate:
-    """The share of true `flags` [N] bool, as of as many independent trials as there are groups.
+    """Return the share of true `flags` [N] bool, with each group counted as about one independent trial.
 
-    Units of one group may be all alike, and few flags do not say whether they are: the variance of the share is then
-    p (1 - p) sum n_g^2 / (sum n_g)^2 with n_g units of group g, that of (sum n_g)^2 / sum n_g^2 independent trials. So
-    an interval is never too narrow for being seen in few groups, and one more true flag never says less.
+    Units of one group may be all alike, and a few flags do not show whether they are. The variance of the share is then
+    p (1 - p) sum n_g^2 / (sum n_g)^2 with n_g units in group g, as for (sum n_g)^2 / sum n_g^2 independent trials. So
+    few groups never make an interval too narrow, and one more true flag never says less.
     """
     if not len(flags):
         return PromptEstimate(0.0, math.inf)
@@ -167,13 +167,15 @@ def share_estimate(flags: np.ndarray, groups: np.ndarray) -> PromptEstimate:
 
 
 def three_lengths(lengths: np.ndarray) -> tuple[int, ...]:
-    """A ninth, a third and the whole of the length that half of the sequences reach, each at least 1, once each."""
+    """Return a ninth, a third and all of the length that half of the sequences reach, at least 1, without repeats."""
     longest = int(np.sort(lengths)[len(lengths) // 2])
     return tuple(sorted({max(1, longest // 9), max(1, longest // 3), max(1, longest)}))
 
 
 def prefix_means(values: np.ndarray, tokens: TokenPlaces, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Means over the first `length` tokens of the sequences that have as many, [n] float64, and their indices, [n]."""
+    """Return the means over the first `length` tokens, [n] float64, and the indices, [n], of the sequences that have at
+    least so many.
+    """
     chosen = np.flatnonzero(tokens.lengths >= length)
     kept = tokens.positions < length
     sums = np.bincount(tokens.sequence[kept], values[kept], minlength=len(tokens.prompt))
@@ -181,7 +183,7 @@ def prefix_means(values: np.ndarray, tokens: TokenPlaces, length: int) -> tuple[
 
 
 def sequence_means(values: np.ndarray, tokens: TokenPlaces) -> np.ndarray:
-    """log s: the mean of `values` [T] over each sequence, [S] float64; 0 without tokens."""
+    """Return log s, the mean of `values` [T] over each sequence, [S] float64; 0 without tokens."""
     return np.bincount(tokens.sequence, values, minlength=len(tokens.prompt)) / np.maximum(tokens.lengths, 1)
 
 
@@ -192,8 +194,8 @@ def make_row(
     lengths: Sequence[int],
     moved: np.ndarray | None = None,
 ) -> AttributionRow:
-    """The numbers of one difference `values` [T] float64, nats. `lengths`: those at which log s is described. `moved`
-    [T]: the difference of the tokens' probabilities, for a range of these.
+    """Return the statistics of one difference `values` [T] float64, nats. `lengths`: where log s is described. `moved`
+    [T]: the difference of the tokens' probabilities, for a clip range of probabilities.
     """
     by_token = tokens.prompt[tokens.sequence]
     ones = np.ones(len(values))
@@ -220,7 +222,7 @@ def make_row(
 def _against_range(
     x: np.ndarray, values: np.ndarray, tokens: TokenPlaces, band: Band | None
 ) -> dict[str, PromptEstimate | None]:
-    """The fields of `AttributionRow` that are of the range. `x`: what is compared with a range of probabilities."""
+    """Return the fields of `AttributionRow` that refer to the range. `x`: compared with a range of probabilities."""
     if band is None:
         return dict.fromkeys(("band_share", "below", "above", "clipped_negative", "clipped_positive"))
     if band.per_token:
@@ -238,16 +240,16 @@ def _against_range(
 
 
 def _share_where(chosen: np.ndarray, flags: np.ndarray, groups: np.ndarray) -> PromptEstimate | None:
-    """`share_estimate` of the `chosen` [N] bool; None without any."""
+    """Return `share_estimate` over the `chosen` [N] bool; None if none are chosen."""
     return share_estimate(flags[chosen], groups[chosen]) if chosen.any() else None
 
 
 def explained_share(part: np.ndarray, whole: np.ndarray, groups: np.ndarray) -> PromptEstimate:
-    """How much of the squared size of `whole` lies along `part`: sum(part whole) / sum(whole^2), all [T]. Shares of
-    parts that add up to the whole add up to 1; one is negative where a part takes away from the others.
+    """Return how much of the squared size of `whole` lies along `part`: sum(part whole) / sum(whole^2), all [T]. The
+    shares of parts that add up to the whole add up to 1; a share is negative if its part cancels some of the others.
 
-    The standard error is that of a bootstrap over `groups`: squares have long tails, and where one group has most of
-    them a linearised error would be far too small.
+    The standard error comes from a bootstrap over `groups`: squares have long tails, and if one group has most of the
+    sum, a linearised error would be far too small.
     """
     size = float(whole @ whole)
     if size == 0:
@@ -261,5 +263,5 @@ def explained_share(part: np.ndarray, whole: np.ndarray, groups: np.ndarray) -> 
     drawn = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), size=_RESAMPLES)
     sizes = drawn @ squares
     shares = (drawn @ along)[sizes > 0] / sizes[sizes > 0]
-    # A resample of G groups spreads by (G - 1) / G less than G groups do.
+    # The variance of a resample of G groups is (G - 1) / G of that of G groups.
     return PromptEstimate(value, float(shares.std()) * math.sqrt(count / (count - 1)))

@@ -1,8 +1,9 @@
-"""The causes of a mismatch, as a list: what each changes, on which engine, and when there is nothing to change.
+"""The list of causes of a mismatch: what each changes, on which engine, and when there is nothing to change.
 
-A new cause is one entry of `CAUSES`. Every cause has a *neutral* setting, in which it contributes nothing: all of them
-neutral is the reference, one fp32 (or `budget.reference`) rank without packing against one plain server of the same
-precision. Nothing is computed or started here; `walks.py` orders the causes, and `run.py` evaluates them.
+A new cause is one entry of `CAUSES`. Every cause has a *neutral* setting, in which it contributes nothing. With all
+causes neutral, the trainer is one rank in `budget.reference` precision (fp32 by default) without packing, and the
+server is a plain one of the same precision: this is the reference. Nothing is computed or started here; `walks.py`
+orders the causes, and `run.py` evaluates them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from gspo_mega.config.schema import Config
 from gspo_mega.models.spec import ModelSpec
 from gspo_mega.verify.mismatch.served_folders import folder_of
 
-# Settings of an evaluation that are no keys of the configuration: how the server is asked, how the trainer packs.
+# Settings of an evaluation that are not configuration keys: how the server is asked, how the trainer packs.
 HOW, TOGETHER, PACKING = "@how", "@together", "@packing"
 SAMPLED, CACHED, FLUSHED = "sampled", "cached", "flushed"
 
@@ -37,7 +38,7 @@ ONE_RANK: Settings = {
 
 @dataclass(frozen=True)
 class Facts:
-    """What decides whether a cause has anything to change. `device`: of this machine."""
+    """The facts that decide whether a cause has anything to change. `device`: of this machine."""
 
     config: Config
     spec: ModelSpec
@@ -46,8 +47,8 @@ class Facts:
 
 @dataclass(frozen=True)
 class Nothing:
-    """A cause that is not measured. `is_zero`: its setting is the neutral one, so it contributes nothing; otherwise
-    the machine, the model or the software cannot change it, and its part stays in the rows beside it.
+    """Why a cause is not measured. `is_zero`: its setting is the neutral one already, so it contributes nothing.
+    Otherwise the machine, the model or the software cannot change it, and other rows contain its contribution.
     """
 
     why: str
@@ -56,9 +57,9 @@ class Nothing:
 
 @dataclass(frozen=True)
 class Cause:
-    """`neutral`: the settings in which it contributes nothing, or why it cannot be changed. `pinned`: it keeps its
-    place in every order. `after`: causes that come before this one in every order. `avoidable`: a user may well
-    run with the neutral setting. `follows`: the cause in whose row it is, as it has no setting of its own.
+    """`neutral`: returns the settings in which the cause contributes nothing, or why it cannot be changed. `pinned`: it
+    keeps its place in every order. `after`: causes that come before this one in every order. `avoidable`: a user may
+    run with the neutral setting. `follows`: the cause whose row contains this one, which has no setting of its own.
     """
 
     name: str
@@ -72,7 +73,7 @@ class Cause:
 
 
 def value_of(config: Config, key: str) -> Any:
-    """The value of a dotted key; None where a section is absent."""
+    """Return the value of a dotted key; None if a section is absent."""
     value: Any = config
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else getattr(value, part, None)
@@ -80,7 +81,7 @@ def value_of(config: Config, key: str) -> Any:
 
 
 def _keys(settings: Settings) -> Callable[[Facts], Settings | Nothing]:
-    """A cause that sets keys of the configuration; nothing where they have these values already."""
+    """Return a `neutral` that sets keys of the configuration, or `Nothing` if they have these values already."""
 
     def neutral(facts: Facts) -> Settings | Nothing:
         changed = {key: value for key, value in settings.items() if value_of(facts.config, key) != value}
@@ -118,13 +119,13 @@ def _server_weights(facts: Facts) -> Settings | Nothing:
 
 def _server_precision(facts: Facts) -> Settings | Nothing:
     reference = facts.config.budget.reference
-    if server_dtype(facts.config) == reference:
+    if server_dtype(facts.config.server, facts.config.precision) == reference:
         return Nothing(f"the servers compute in {reference}", True)
     return {"server.dtype": reference}
 
 
 def _server_head(facts: Facts) -> Settings | Nothing:
-    if server_dtype(facts.config) == "fp32":
+    if server_dtype(facts.config.server, facts.config.precision) == "fp32":
         return Nothing("the servers' LM head is fp32", True)
     options = dict(facts.config.server.options)
     if options.get("enable_fp32_lm_head"):
@@ -178,8 +179,8 @@ def _trainer_head(facts: Facts) -> Settings | Nothing:
     return Nothing("the trainer's LM head follows `precision`, with fp32 sums; no key changes it alone", False)
 
 
-# From the sampled log-probs to the trainer's as the run computes them. On the way the server's causes are made neutral
-# in this order, then the engines change, then the trainer's causes are put back in this order.
+# The order leads from the sampled log-probs to the trainer's as the run computes them: the server's causes are made
+# neutral in this order, then the engine changes, then the trainer's causes are put back in this order.
 CAUSES: tuple[Cause, ...] = (
     Cause(
         SAMPLING,
@@ -276,7 +277,7 @@ CAUSES: tuple[Cause, ...] = (
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another setting of the trainer on the same tokens, measured as a whole. `keys`: what a user would set."""
+    """Another setting of the trainer on the same tokens, measured as a whole. `keys`: the keys a user would set."""
 
     name: str
     settings: Callable[[Facts], Settings | Nothing]
@@ -296,8 +297,8 @@ ALTERNATIVES: tuple[Alternative, ...] = (
 
 
 def formats(facts: Facts) -> dict[Literal["server", "trainer"], list[str]]:
-    """The number formats that each engine rounds to in this run: fp32, bf16, fp8, int8."""
-    server = [server_dtype(facts.config)]
+    """Return the number formats to which each engine rounds in this run: fp32, bf16, fp8, int8."""
+    server = [server_dtype(facts.config.server, facts.config.precision)]
     if facts.config.server.quantization != "none":
         server.append(facts.config.server.quantization.split("_")[0])
     if facts.config.server.kv_cache != "auto":
@@ -309,8 +310,8 @@ def formats(facts: Facts) -> dict[Literal["server", "trainer"], list[str]]:
 
 
 def left_between(measured: Collection[str], nothing: Mapping[str, Nothing]) -> list[str]:
-    """The causes that are still there where the engines meet, because nothing changes them. `measured`: those that
-    are changed. One that follows another is neutral with that one.
+    """Return the causes that still contribute to the difference between the engines, because nothing changes them.
+    `measured`: the causes that are changed. A cause that follows another is neutral together with it.
     """
     follows = {cause.name: cause.follows for cause in CAUSES}
 
@@ -326,11 +327,11 @@ def units_of(
     nothing: Mapping[str, Nothing],
     units: Mapping[str, float],
 ) -> dict[str, float]:
-    """The coarsest unit roundoff that each cause may show, by name, `units` being those of the formats.
+    """Return the coarsest unit roundoff that each cause may show, by name. `units`: those of the formats.
 
-    A small change upstream of a coarse rounding becomes a coarse one, so a cause has the coarsest unit of its engine.
-    `measured`: the causes that are changed, with their engines. Between the engines it is the reference's, or that of
-    an engine with a cause that cannot be changed and so is in there.
+    A small change before a coarse rounding becomes a coarse one, so a cause has the coarsest unit of its engine.
+    `measured`: the causes that are changed, with their engines. `between the engines` has the reference's unit, or that
+    of an engine with a cause that cannot be changed and so contributes there.
     """
     found = formats(facts)
     coarsest = {side: max(units[name] for name in names) for side, names in found.items()}

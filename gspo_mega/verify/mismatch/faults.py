@@ -1,13 +1,14 @@
-"""What is no rounding: a wrong temperature, another prompt, a stale cache, other weights, a product that is wrong.
+"""Find what is not rounding: a wrong temperature, another prompt, a stale cache, other weights, or a wrong product.
 
-Rounding has a size that follows from the format, no relation to how likely a token was, and begins at the first token.
-Each check looks for one way in which an error does not. No I/O.
+Rounding has a size that follows from the format, does not depend on how likely a token was, and begins at the first
+token. Each check looks for one way in which an error differs from that. No I/O.
 
-Sizes. A format with unit roundoff u rounds the operands of each product; the relative errors of a sum of many products
-are about u, and those of a layer's two halves add up over L layers as independent ones: sqrt(2 L) u. Times the spread
-of the logits, which is of the order of the spread of the log-probs, that is the expected root mean square of a
-difference. A bound is `slack` times that, because the argument is about orders of magnitude: most in fp32, where
-faults are far above it anyway; least for FP8, whose errors the argument overestimates (measured: a third to a half).
+Sizes. A format with unit roundoff u rounds the operands of each product. The relative error of a sum of many products
+is about u; the errors of a layer's two halves add up over L layers like independent ones, to sqrt(2 L) u. Multiplied by
+the spread of the logits, which is of the order of the spread of the log-probs, this is the expected root mean square of
+a difference. A bound is `slack` times that, because the argument is about orders of magnitude. `slack` is largest in
+fp32, where faults are far above the bound anyway, and smallest in FP8, whose errors the argument overestimates
+(measured: they are a third to a half of it).
 """
 
 from __future__ import annotations
@@ -22,25 +23,28 @@ from gspo_mega.verify.mismatch.attribution import TokenPlaces, ratio_estimate
 from gspo_mega.verify.mismatch.causes import ENGINES, PREFIX_CACHE, SAMPLING
 
 UNITS: Mapping[str, float] = {"fp32": 2.0**-24, "bf16": 2.0**-9, "fp8": 2.0**-4, "int8": 2.0**-8}
-"""Unit roundoff of a format: half the gap between 1 and its neighbour (int8: half a step of the largest of 127)."""
+"""Size of a rounding error: half the gap between 1 and its neighbour; for bf16 a quarter, with which its bounds were
+set; for int8 half a step of the largest of 127.
+"""
 
 
 def slack(unit: float) -> float:
-    """How many times the expected size a difference may be: 30 in fp32, 10 at bf16's and int8's units, 3 at FP8's."""
+    """Return how many times the expected size a difference may have: 30 in fp32, 10 in bf16 and int8, 3 in FP8."""
     return 30.0 if unit < 2.0**-20 else 3.0 if unit >= UNITS["fp8"] else 10.0
 
 
-# A fault moves most tokens. Some per cent move far without one: a router's tie may fall the other way, which in fp32
-# happens to hardly any token, and a sharp model's logits spread further than its log-probs. In the quickstart's model
-# with experts 2 % pass bf16's bound in the trainer, with the servers' routes replayed as well, and 2 % in the servers.
+# A fault moves most tokens. Without one, a few per cent of the tokens still move far: a router's tie may fall the other
+# way (in fp32 for hardly any token), and a sharp model's logits spread further than its log-probs. In the quickstart's
+# model with experts, 2 % pass bf16's bound in the trainer, also with replay of the servers' routes, and 2 % in the
+# servers.
 _MANY, _MANY_WITH_EXPERTS = 0.02, 0.15
-# A slope is a temperature if it is this many standard errors from 0 and explains this share of the differences.
+# A slope counts as a temperature if it is this many standard errors from 0 and explains this share of the squares.
 _ERRORS, _EXPLAINED = 5.0, 0.5
 
 
 @dataclass(frozen=True)
 class EngineFault:
-    """`kind`: temperature, prompt, cache, weights, size or sampling. `cause`: the row it was found in."""
+    """`kind`: temperature, prompt, cache, weights, size or sampling. `cause`: the row in which it was found."""
 
     kind: str
     cause: str
@@ -49,7 +53,7 @@ class EngineFault:
 
 @dataclass(frozen=True)
 class Slope:
-    """Of x on log p + H: `value` with its standard `error`, and the share of sum x^2 that it explains."""
+    """The slope of x on log p + H: `value`, its standard `error`, and the share of sum x^2 that it explains."""
 
     value: float
     error: float
@@ -62,8 +66,8 @@ class Slope:
 
 @dataclass(frozen=True)
 class Sequences:
-    """The scored tokens, prompts included: for each sequence its number of prompt tokens, and at the reference the
-    difference of the engines at every token after the first, [tokens - 1] float64 nats.
+    """The scored tokens, prompts included: each sequence's number of prompt tokens, and the difference of the engines
+    under the reference at every token after the first, [tokens - 1] float64 nats.
     """
 
     num_prompt_tokens: list[int]
@@ -71,24 +75,24 @@ class Sequences:
 
 
 def expected_size(unit: float, num_layers: int, log_probs: np.ndarray) -> float:
-    """The root mean square of a difference that rounding with this unit roundoff explains, nats: sqrt(2 L) u times
-    the spread of `log_probs` [T] nats (at least 1, the spread of a sharp distribution's logits).
+    """Return the root mean square of a difference that rounding with this unit roundoff explains, nats: sqrt(2 L) u
+    times the spread of `log_probs` [T] nats (at least 1, the spread of a sharp distribution's logits).
     """
     return math.sqrt(2 * num_layers) * unit * max(1.0, float(log_probs.std()))
 
 
 def fault_bounds(units: Mapping[str, float], num_layers: int, log_probs: np.ndarray) -> dict[str, float]:
-    """The |difference| of a token, nats, that rounding may reach in each cause: what stays below is no fault to
-    `find_faults`, whatever it is. Coarse in deep models of a coarse format: `units` are those of each cause.
+    """Return the |difference| of a token, nats, that rounding may reach in each cause. `find_faults` cannot see a fault
+    below it. It is large for deep models in a coarse format. `units`: the unit roundoff of each cause.
     """
     return {name: slack(unit) * expected_size(unit, num_layers, log_probs) for name, unit in units.items()}
 
 
 def temperature_slope(values: np.ndarray, log_probs: np.ndarray, entropies: np.ndarray, tokens: TokenPlaces) -> Slope:
-    """The slope of `values` on log p + H, through 0; all [T] float64 nats, of the tokens of the responses.
+    """Return the slope of `values` on log p + H, through 0; all [T] float64 nats, over the response tokens.
 
-    The log-prob of token y under softmax(b z) changes with b as z_y - sum_k p_k z_k, which at b = 1 is log p_y + H.
-    Its mean over sampled tokens is 0. So a difference of temperatures 1/(1 + e) shows as e (log p + H).
+    The derivative of token y's log-prob under softmax(b z) by b is z_y - sum_k p_k z_k, which at b = 1 is log p_y + H.
+    Its mean over sampled tokens is 0. So a temperature of 1/(1 + e) instead of 1 shows as e (log p + H).
     """
     x = log_probs + entropies
     square = float(x @ x)
@@ -100,8 +104,8 @@ def temperature_slope(values: np.ndarray, log_probs: np.ndarray, entropies: np.n
 
 
 def first_differing(differences: np.ndarray, bound: float) -> int | None:
-    """The place of the first |difference| above `bound`, counted in tokens of the sequence (its first is 0, and has no
-    log-prob); None without one.
+    """Return the position of the first |difference| above `bound`, in tokens of the sequence (the first token is 0, and
+    has no log-prob); None if there is none.
     """
     places = np.flatnonzero(np.abs(differences) > bound)
     return int(places[0]) + 1 if len(places) else None
@@ -118,11 +122,11 @@ def find_faults(
     reference: Sequences,
     has_experts: bool = False,
 ) -> list[EngineFault]:
-    """Faults in the contributions of one walk, `added` [T] float64 nats by cause.
+    """Return the faults in the contributions of one walk, `added` [T] float64 nats by cause.
 
     `log_probs`, `entropies`: the trainer's, as the run computes them, [T] nats. `units`: the unit roundoff that each
-    cause may show. `reference`: the engines' difference at the reference, for all tokens. `has_experts`: of the model.
-    A cause in which a fault was found is not looked at again.
+    cause may show. `reference`: the engines' difference under the reference, for all tokens. `has_experts`: whether the
+    model has experts. A cause with a wrong temperature is not checked for other faults.
     """
     bounds = fault_bounds({name: units[name] for name in added}, num_layers, log_probs)
     many = {name: _MANY_WITH_EXPERTS if has_experts and unit > UNITS["fp32"] else _MANY for name, unit in units.items()}
@@ -164,7 +168,7 @@ def _sizes(values: np.ndarray, bound: float) -> str:
 
 
 def _temperature(cause: str, slope: Slope, temperature: float) -> str:
-    # x = trainer - server = e (log p + H), and the server's 1 / T is the trainer's x (1 - e), to first order.
+    # x = trainer - server = e (log p + H), and the server's 1 / T is the trainer's times (1 - e), to first order.
     there = temperature / (1 - slope.value) if slope.value < 1 else math.inf
     who = "the log-probs returned with the samples describe" if cause == SAMPLING else "the server's log-probs describe"
     return (
@@ -174,12 +178,12 @@ def _temperature(cause: str, slope: Slope, temperature: float) -> str:
 
 
 def _between_engines(reference: Sequences, bound: float, many: float) -> list[EngineFault]:
-    """Other weights differ from the first token on; another prompt from the place where it differs."""
+    """Tell other weights, which differ from the first token on, from another prompt, which differs from a later one."""
     flat = np.concatenate(reference.differences)
     if not _is_too_large(flat, bound, many):
         return []
     pairs = list(zip(reference.num_prompt_tokens, reference.differences, strict=True))
-    # Most tokens after the first place that differs differ, too; a router's tie alone leaves its neighbours alone.
+    # With a fault, most tokens after the first that differs differ as well; a router's tie does not affect them.
     marked = [
         (prompt, place, len(values))
         for prompt, values in pairs

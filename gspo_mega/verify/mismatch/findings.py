@@ -1,10 +1,10 @@
-"""Everything that one measurement of the mismatch found: the rows of all causes in all orders, the alternatives, the
-faults, and what they say in words.
+"""Everything that one measurement of the mismatch finds: the rows of all causes in all orders, the alternatives, the
+faults, and a verdict in words.
 
-The sentences say nothing that the standard errors do not allow. One cause is named by comparing layouts: where the
-trainer's FP8 blocks are the servers' to the bit. Transformer Engine cuts blocks of 128 x 128 from the first row and
-column of each rank's share of a fused parameter; the published ones start at those of each Hugging Face tensor. The
-quantiser is the same on both sides (`algorithm/fp8.py`), so equal blocks mean equal bits. No I/O.
+The sentences state nothing that the standard errors do not support. One cause is found by comparing layouts: which FP8
+blocks are cut alike in trainer and servers. Transformer Engine cuts blocks of 128 x 128 from the first row and column
+of each rank's shard of a fused parameter; published blocks start at those of each Hugging Face tensor. The quantizer is
+the same on both sides (`algorithm/fp8.py`), so equal blocks mean equal bits. No I/O.
 """
 
 from __future__ import annotations
@@ -49,11 +49,12 @@ from gspo_mega.verify.mismatch.walks import Point, Side, WalkPlan, contributions
 
 
 def differing_blocks(config: Config, spec: ModelSpec) -> dict[str, str]:
-    """From each quantised tensor whose rounded values in the servers are not the trainer's to the reason; empty where
-    all are. They are then the same bits as well, but with `fp8.parameters`: there FP8 values are rounded once more, by
-    which a block may come out with half the scale and twice the elements.
+    """Return, for each quantized tensor whose rounded values differ between servers and trainer, the reason; empty if
+    there is none. Equal values are also equal bits, except with `fp8.parameters`: there FP8 values are rounded once
+    more, so that a block may come out with half the scale and elements twice as large.
 
-    For a trainer that computes in FP8 blocks, and servers of `fp8_block`; for any other pair every tensor has a reason.
+    For a trainer that computes in FP8 blocks, and servers with `fp8_block`; for any other pair every tensor has a
+    reason.
     """
     whole = _pair_difference(config)
     entries = [entry for entry in hf_tensors(spec) if is_quantizable(entry)]
@@ -79,7 +80,7 @@ def _pair_difference(config: Config) -> str | None:
         return f"precision {config.precision}: the trainer multiplies weights that are not rounded to FP8"
     if config.fp8.recipe != "blockwise":
         return f"fp8.recipe {config.fp8.recipe}: the trainer rounds with other scales than one per 128 x 128 block"
-    if config.fp8.parameters and not publishes_powers_of_two(config):
+    if config.fp8.parameters and not publishes_powers_of_two(config.fp8, config.cluster):
         return (
             "fp8.parameters: what is published is rounded a second time from the trainer's FP8 values, whose float32"
             " scales do not come back to the bit (fp8.block_scales power_of_two gives the same values)"
@@ -88,9 +89,10 @@ def _pair_difference(config: Config) -> str | None:
 
 
 def block_difference(spec: ModelSpec, entry: TensorEntry, tensor_parallel: int) -> str | None:
-    """Why the tensor's blocks are cut otherwise in the trainer than in a published folder; None where they are equal.
+    """Return why the tensor's blocks are cut differently in the trainer than in a published folder; None if they are
+    equal.
 
-    `tensor_parallel`: the size of the group over which the tensor is cut (an expert's: the expert-tensor group).
+    `tensor_parallel`: size of the group over which the tensor is sharded (for an expert, the expert-tensor group).
     """
     local = parameter_shape(spec, entry, tensor_parallel)
     for rank in range(tensor_parallel if entry.sharding != "replicated" else 1):
@@ -101,7 +103,7 @@ def block_difference(spec: ModelSpec, entry: TensorEntry, tensor_parallel: int) 
 
 
 def _is_on_the_grid(block: TensorBlock, whole: int, local: int) -> bool:
-    """Do both cuts have the same edges here? The last block of a side may be smaller, if it is the last of both."""
+    """Return whether both cuts have the same edges here. The last block may be smaller if it is the last of both."""
     side = SERVED_BLOCK[block.dim]
     if block.start % side or block.local_start % side:
         return False
@@ -128,7 +130,7 @@ def _reason(spec: ModelSpec, entry: TensorEntry, block: TensorBlock, size: int) 
 
 @dataclass(frozen=True)
 class CauseRow:
-    """One cause in one order: its row, and its share of the squared size of d."""
+    """One cause in one order: its row, and its share of the squared size of d = trainer - rollout."""
 
     row: AttributionRow
     share: PromptEstimate
@@ -136,8 +138,8 @@ class CauseRow:
 
 @dataclass(frozen=True)
 class Other:
-    """An alternative as a whole: the settings in which it differs from the run, its row, and its k3 less the run's
-    own, token by token.
+    """An alternative: the settings in which it differs from the run, its row, and the change of k3 from the run,
+    estimated token by token.
     """
 
     settings: Mapping[str, Any]
@@ -147,12 +149,12 @@ class Other:
 
 @dataclass(frozen=True)
 class Findings:
-    """Everything that was measured. `parts`: by order, then by cause. `residual`: largest |sum of the parts - d| of
-    any order, nats. `num_prompts`, `num_sequences`, `num_tokens`: of the fixed tokens; `num_negative`, `num_positive`:
-    sequences with A < 0 and A > 0. `unsigned`: why there are none; None where there are. `bounds`: by cause, the
-    difference of a token below which no fault is seen, nats. `moved`: by cause, its share in the other order less that
-    in the first. `blocks`: of a trainer and servers that both compute in FP8 blocks, the tensors whose blocks are not
-    the same, with the reasons; None for any other pair.
+    """Everything that was measured. `parts`: by order, then by cause. `residual`: largest |sum of the parts - d| in any
+    order, nats. `num_prompts`, `num_sequences`, `num_tokens`: of the fixed tokens; `num_negative`, `num_positive`:
+    sequences with A < 0 and A > 0. `unsigned`: why there are no such sequences, None if there are. `bounds`: by cause,
+    the difference of a token below which no fault can be seen, nats. `moved`: by cause, its share in the other order
+    less that in the first. `blocks`: if trainer and servers both compute in FP8 blocks, the tensors whose blocks
+    differ, with the reasons; None otherwise.
     """
 
     num_prompts: int
@@ -177,10 +179,10 @@ class Findings:
 def find(
     facts: Facts, plan: WalkPlan, fixed: FixedTokens, scored: Mapping[Point, np.ndarray], entropies: np.ndarray
 ) -> Findings:
-    """The numbers of all walks.
+    """Return the findings of all walks.
 
-    `scored`: [sum (tokens - 1)] float64 nats at every point of `plan`, prompts included. `entropies`: the trainer's as
-    the run computes them, of the same tokens, nats.
+    `scored`: log-probs at every point of `plan`, prompts included, [sum (tokens - 1)] float64 nats. `entropies`: of the
+    same tokens, the trainer's as the run computes them, nats.
     """
     tokens, band = fixed.tokens(), band_of(facts.config)
     lengths = three_lengths(tokens.lengths)
@@ -229,7 +231,7 @@ def find(
 
 
 def _why_unsigned(config: Config) -> str:
-    if critic_of(config) is not None:
+    if critic_of(config.algorithm, config.critic) is not None:
         return "advantages need the values of a critic"
     if config.advantage.turns == "return_to_go":
         return "the tokens of a response have advantages of their own"
@@ -245,7 +247,7 @@ def _blocks(facts: Facts) -> dict[str, str] | None:
 
 
 def _units(facts: Facts, plan: WalkPlan) -> dict[str, float]:
-    """The unit roundoff that each cause of the walks may show."""
+    """Return the unit roundoff that each cause of the walks may show."""
     links = next(iter(plan.walks.values()))
     sides: dict[str, Side] = {link.cause: link.end.side for link in links if link.cause != ENGINES}
     sides[SAMPLING] = "server"
@@ -284,27 +286,27 @@ def _faults(
     )
 
 
-# Clipped by the engines alone, without an update: what a run can bear.
+# The share that a run can bear to have clipped by the engines' difference only, without an update.
 BEARABLE = 0.05
-# A cause is worth a sentence from this share of the squared mismatch on; an order matters from this difference on.
+# Shares of the squared mismatch from which a cause is worth a sentence, and differences from which an order matters.
 _MAIN, _INTERACTION = 0.1, 0.1
 # A mismatch below this many widths of the clip range is rounding that no decision depends on.
 _NOTHING = 0.01
-# Where it is no range of whole sequences: a k3 below this is rounding, in nats per token. A range of tokens may be so
-# wide that a difference far below it adds up to much over a sequence.
+# If the range is not one of whole sequences: a k3 below this is rounding, in nats per token. A range of tokens may be
+# so wide that differences far below it add up to a large one over a sequence.
 _NOTHING_NATS = 1e-6
 
 
 @dataclass
 class Advice:
-    """`sentences` for a person; `keys`: dotted keys with values and the reason of each."""
+    """`sentences`: for a person. `keys`: recommended values of dotted keys, each with its reason."""
 
     sentences: list[str] = field(default_factory=list)
     keys: dict[str, tuple[Any, str]] = field(default_factory=dict)
 
     @property
     def yaml(self) -> str:
-        """The keys as a block of the configuration, with their reasons as comments."""
+        """The keys as a block of YAML, with their reasons as comments."""
         lines: list[str] = []
         section = ""
         for key in sorted(self.keys):
@@ -319,13 +321,13 @@ class Advice:
 
 
 def percent(estimate: PromptEstimate) -> str:
-    """A share with its standard error."""
+    """Format a share with its standard error."""
     error = f"{100 * estimate.error:.0f}" if math.isfinite(estimate.error) else "?"
     return f"{100 * estimate.value:.0f} % +- {error}"
 
 
 def advise(facts: Facts, findings: Findings) -> Advice:
-    """The verdict on `findings` for the run of `facts`."""
+    """Return the verdict on `findings` for the run of `facts`."""
     advice = Advice()
     for fault in findings.faults:
         advice.sentences.append(f"NOT PRECISION ({fault.kind}, found in `{fault.cause}`): {fault.text}")
@@ -357,7 +359,7 @@ def _direct_use(facts: Facts, findings: Findings, advice: Advice) -> None:
     )
     both = (negative, positive)
     is_rounding = _is_rounding(findings)
-    # A few responses of one sign tell little; all of them tell more, unless those few contradict.
+    # A few responses of one sign show little; all responses together show more, unless the few contradict them.
     of_all = zip(both, (below, above), strict=True)
     if any(sign.above(BEARABLE) or (whole.above(BEARABLE) and not sign.below(BEARABLE)) for sign, whole in of_all):
         advice.sentences.append(f"{_capital(clipped)}: recompute them.")
@@ -376,7 +378,7 @@ def _direct_use(facts: Facts, findings: Findings, advice: Advice) -> None:
 
 
 def _from_which(findings: Findings) -> str:
-    """Whose shares these are."""
+    """Say from which responses the shares were computed."""
     total = findings.total
     where = f"{_percent_of(total.below)} below the range, {_percent_of(total.above)} above it"
     if findings.unsigned is not None:
@@ -417,8 +419,8 @@ def _origin(findings: Findings, advice: Advice) -> None:
 
 
 def _is_rounding(findings: Findings) -> bool:
-    """Whether the whole mismatch is too small for its parts to matter: by the clip range, and where that is not of
-    whole sequences by its k3, too.
+    """Return whether the whole mismatch is too small for its parts to matter, judged by the clip range and, unless that
+    is one of whole sequences, also by its k3.
     """
     share, band = findings.total.band_share, findings.band
     is_below = share is None or share.below(_NOTHING)
@@ -493,7 +495,7 @@ def _budget(facts: Facts, findings: Findings, advice: Advice) -> None:
             if part is None or settings is None or isinstance(settings, Nothing) or not part.share.above(_MAIN):
                 continue
             for key, value in settings.items():
-                if key == "model.path":  # a folder of the budget's own
+                if key == "model.path":  # a folder that this command made
                     continue
                 advice.keys[key] = (value, f"takes away {percent(part.share)} of the squared mismatch, at its price")
     elif share.below(allowed):

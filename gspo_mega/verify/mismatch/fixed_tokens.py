@@ -1,4 +1,4 @@
-"""The tokens that every evaluation of a mismatch scores: sampled once by the servers, then kept on disk."""
+"""The tokens that every evaluation of a mismatch scores: the servers sample them once, then they are kept on disk."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gspo_mega.verify.mismatch.attribution import TokenPlaces
 @dataclass(frozen=True)
 class Sampled:
     """One prompt and one response to it. `log_probs`: as returned with the samples, nats, one per response token.
-    `sign`: of its advantage, 0 where that is 0 or not known before the run.
+    `sign`: the sign of its advantage, 0 if that is 0 or not known before the run.
     """
 
     group: int
@@ -35,8 +35,8 @@ class Sampled:
 
 @dataclass(frozen=True)
 class FixedTokens:
-    """`routes`: the experts that the server sent each sequence's tokens to as it sampled, int32 [tokens - 1, layers,
-    experts per token], in the order of `sequences`; none where the model has no experts.
+    """`routes`: the experts to which the server routed each sequence's tokens as it sampled, int32 [tokens - 1, layers,
+    experts per token], in the order of `sequences`; empty if the model has no experts.
     """
 
     sequences: tuple[Sampled, ...]
@@ -44,7 +44,7 @@ class FixedTokens:
 
     @classmethod
     def of(cls, groups: Sequence[Group]) -> FixedTokens:
-        """Of sampled groups. A row's advantage counts where it has one and its tokens have none of their own."""
+        """Make the tokens from sampled groups. A row's sign is 0 if it has no advantage or its tokens have own ones."""
         trajectories = [t for group in groups for t in group.trajectories]
         routes = tuple(t.routed_experts for t in trajectories if t.routed_experts is not None)
         return cls(
@@ -62,7 +62,7 @@ class FixedTokens:
         )
 
     def save(self, folder: Path) -> None:
-        """Write into `folder`, as `load` reads it."""
+        """Write the tokens into `folder`, as `load` reads them."""
         np.savez(folder / "routes.npz", *self.routes)
         atomic_write_json(folder / "tokens.json", {"sequences": [vars(sequence) for sequence in self.sequences]})
 
@@ -83,23 +83,23 @@ class FixedTokens:
         return np.concatenate([np.asarray(s.log_probs, np.float64) for s in self.sequences])
 
     def tokens(self) -> TokenPlaces:
-        """Whose the response tokens are."""
+        """Return the sequence and prompt of each response token."""
         lengths = [len(s.response) for s in self.sequences]
         groups, signs = (np.array([getattr(s, name) for s in self.sequences]) for name in ("group", "sign"))
         return TokenPlaces(np.repeat(np.arange(len(lengths)), lengths), groups, signs)
 
     def split(self, values: np.ndarray) -> list[np.ndarray]:
-        """Values of all tokens but the first of each sequence, [sum (tokens - 1)], by sequence."""
+        """Split values of all tokens except each sequence's first, [sum (tokens - 1)], by sequence."""
         return np.split(values, np.cumsum([len(s.token_ids) - 1 for s in self.sequences])[:-1])
 
     def of_responses(self, values: np.ndarray) -> np.ndarray:
-        """The part of such values that is the responses', [sum R]."""
+        """Return the response tokens' part of values as `split` takes them, [sum R]."""
         parts = zip(self.sequences, self.split(values), strict=True)
         return np.concatenate([part[len(s.prompt) - 1 :] for s, part in parts])
 
     def batch(self) -> RolloutBatch:
-        """A batch whose prompts are each sequence's first token and whose responses are the rest, so that a trainer
-        scores all of it. Advantages and rewards are 0.
+        """Return a batch in which each prompt is its sequence's first token and each response is the rest, so that a
+        trainer scores every token. Advantages and rewards are 0.
         """
         groups: dict[int, Group] = {}
         for index, sequence in enumerate(self.sequences):

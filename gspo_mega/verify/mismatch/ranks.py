@@ -1,7 +1,7 @@
-"""A rank of `gspo-mega mismatch`: evaluates the points of its start and leaves their log-probs in the attempt's folder.
+"""A rank of `gspo-mega mismatch`: evaluate the points of its start and write their log-probs to the attempt's folder.
 
-What to do is the attempt's `work_file`, which `run.py` writes: {"tokens": folder of the fixed tokens or null to
-sample them now, "server": points, "trainer": points with their configurations' overrides}. Rank 0 alone asks servers.
+The attempt's `work_file`, which `run.py` writes, says what to do: {"tokens": folder of the fixed tokens, or null to
+sample them now, "server": points, "trainer": points with overrides of the configuration}. Only rank 0 asks servers.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from gspo_mega.verify.mismatch.walks import Point
 
 
 def point_from_json(value: list[Any]) -> Point:
-    """A point of the work: [side, [[key, JSON of its value], ...]]."""
+    """Return a point of the work, from [side, [[key, JSON of its value], ...]]."""
     return Point(value[0], tuple((key, setting) for key, setting in value[1]))
 
 
 def run_budget(context: WorkerContext) -> dict[str, Any] | None:
-    """Every point of this start. Collective over all ranks."""
+    """Evaluate every point of this start. Collective over all ranks."""
     attempt = Attempt(context.attempt_dir)
     work = read_json(attempt.work_file)
     assert work is not None, "the budget's attempt has no work"
@@ -50,12 +50,12 @@ def run_budget(context: WorkerContext) -> dict[str, Any] | None:
 
 
 def evaluate(context: WorkerContext, work: dict[str, Any], folder: Path) -> None:
-    """Evaluate the points of `work` and leave their log-probs in `folder`, an existing one. Collective over all ranks.
+    """Evaluate the points of `work` and write their log-probs to the existing `folder`. Collective over all ranks.
     Raises StopRequested on rank 0.
     """
     if work["server"] and context.is_lead:
         _server_points(context, work, folder)
-    dist.barrier()  # the tokens are there for all ranks
+    dist.barrier()  # from here on all ranks can read the tokens
     if work["trainer"]:
         progress.enter("train")
         _trainer_points(context, work, folder)
@@ -83,7 +83,7 @@ def _server_points(context: WorkerContext, work: dict[str, Any], folder: Path) -
         for point in points:
             on_wait()
             started = time.monotonic()
-            values = score_on_server(pool, config, tokens, point)
+            values = score_on_server(pool, config.budget, config.rollout, tokens, point)
             np.save(folder / f"{point.name}.npy", values)
             logging.info("%s %s: %.1f s", point.name, point.settings, time.monotonic() - started)
 
@@ -100,7 +100,7 @@ def _trainer_points(context: WorkerContext, work: dict[str, Any], folder: Path) 
             config = load_config(file, overrides, "budget").config
             if engine is None or _engine_key(config) != built:
                 if engine is not None:
-                    engine = None  # its memory goes before the next one's comes
+                    engine = None  # free its memory before the next one needs it
                     destroy_groups()
                 engine, built = build_engine(config), _engine_key(config)
             kind = point.values.get(PACKING, "planned")
@@ -116,7 +116,7 @@ def _trainer_points(context: WorkerContext, work: dict[str, Any], folder: Path) 
 
 
 def _engine_key(config: Config) -> str:
-    """What an engine is built from: configurations that differ in routing replay alone share one."""
+    """Return what an engine is built from: configurations that differ only in routing replay share one."""
     tree = config.model_dump(mode="json")
     tree["moe"].pop("routing_replay")
     return json.dumps(tree, sort_keys=True)

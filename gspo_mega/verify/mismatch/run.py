@@ -1,8 +1,8 @@
-"""The whole of `gspo-mega mismatch`: plans the walks, starts servers and ranks for their points, shows what came out.
+"""Run `gspo-mega mismatch`: plan the walks, start servers and ranks for their points, show the result.
 
-One start serves one variant of the server (rank 0 asks it), or one number of ranks with several variants of the
-trainer. A cause that cannot be changed here is named and left out. The result is a table with its verdict and keys for
-people, and one JSON object for programs. Imports no torch.
+One start covers one variant of the server (rank 0 asks it), or one number of ranks with several variants of the
+trainer. A cause that cannot be changed here is named and left out. The result is a table with a verdict and recommended
+keys for people, and one JSON object for programs. Imports no torch.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _LEGEND = (
 
 
 def render(findings: Findings, advice: Advice) -> str:
-    """The whole report: table by cause, what was not measured, verdict, recommendation."""
+    """Return the whole report: table by cause, what was not measured, verdict, recommendation."""
     return "\n".join([*_table(findings), "", *_LEGEND, *_not_measured(findings), "", *_verdict(advice)])
 
 
 def as_json(findings: Findings, advice: Advice, made: Mapping[str, Any]) -> dict[str, Any]:
-    """The same as one JSON object; infinite standard errors are null. `made`: when, how long, by what software."""
+    """Return the same as one JSON object; infinite standard errors are null. `made`: date, duration, software."""
     value = {
         "made": made,
         "sentences": advice.sentences,
@@ -107,7 +107,7 @@ def _table(findings: Findings) -> list[str]:
 
 
 def _other(findings: Findings, order: str):
-    """The causes whose k3 the order changes by more than two standard errors of it."""
+    """Yield the causes whose k3 differs between the orders by more than two of its standard errors."""
     first = next(iter(findings.parts.values()))
     for name, part in findings.parts[order].items():
         if abs(part.row.k3.value - first[name].row.k3.value) > 2 * first[name].row.k3.error:
@@ -173,7 +173,9 @@ def _verdict(advice: Advice) -> list[str]:
 
 @dataclass
 class Conduct:
-    """One budget. `done`: the file of log-probs of each point that was evaluated."""
+    """Conducts one measurement. `done`: the file of log-probs of each evaluated point. `refused`: causes that cannot be
+    changed here, and why. `tokens`: the folder of the fixed tokens, None before they are sampled.
+    """
 
     loaded: LoadedConfig
     overrides: Sequence[str]
@@ -201,7 +203,7 @@ class Conduct:
         self.folder = RunFolder(Path(config.run.dir) / f"{config.run.name}-budget")
 
     def base(self) -> list[str]:
-        """Overrides of every start: nothing is trained, one server serves, experts come with the responses."""
+        """Return the overrides of every start: no training, one server, and experts returned with the responses."""
         config = self.loaded.config
         overrides = [
             f"run.name={self.folder.path.name}",
@@ -214,17 +216,17 @@ class Conduct:
         ]
         if self.facts.spec.moe is not None:
             overrides.append("rollout.return_routed_experts=true")
-            if config.moe.routing_replay == "R2":  # the old pass, which is what is scored, chooses its own experts
+            if config.moe.routing_replay == "R2":  # the old pass, which is scored, chooses its own experts
                 overrides.append("moe.routing_replay=none")
         return [*self.overrides, *overrides]
 
     def load(self, settings: Settings) -> LoadedConfig:
-        """The configuration with these keys in place of the run's."""
+        """Return the configuration with these keys in place of the run's."""
         return load_config(self.loaded.path, [*self.base(), *_as_overrides(settings)], "budget")
 
     def check(self, settings: Settings, side: str) -> str | None:
-        """Why a start with these keys is refused; None where it is not."""
-        # A folder of weights that is not there yet is that of a model of the same shape.
+        """Return why a start with these keys is refused; None if it is not."""
+        # A folder of weights that does not exist yet will hold a model of the same shape.
         keys = {key: value for key, value in settings.items() if not key.startswith("@") and key != "model.path"}
         try:
             plan_run(self.load({**ONE_RANK, **keys} if side == "server" else keys), self.facts.device)
@@ -239,7 +241,7 @@ class Conduct:
             settings = cause.neutral(self.facts)
             if isinstance(settings, Nothing):
                 continue
-            # With those causes neutral that are, wherever this one is.
+            # Also make the causes neutral that are neutral whenever this one is.
             for other in reversed(CAUSES):
                 theirs = other.neutral(self.facts)
                 with_it = other.name in cause.after if cause.side == "server" else cause.name in other.after
@@ -253,7 +255,7 @@ class Conduct:
                 self.refused[alternative.name] = why
 
     def evaluate(self, both_orders: bool) -> tuple[int, WalkPlan]:
-        """Every point of the walks; (0, the plan) when all are there, (the exit code, the plan) after a stop."""
+        """Evaluate every point of the walks. Returns (0, the plan), or (the exit code, the plan) after a stop."""
         self.refuse_impossible()
         plan = make_plan(self.facts, both_orders, self.refused)
         starts = len({self.start_of(point) for point in plan.points})
@@ -277,16 +279,16 @@ class Conduct:
         return 0, plan
 
     def start_of(self, point: Point) -> tuple[Any, ...]:
-        """What the points of one start have in common: the server's keys, or the ranks and what they load."""
+        """Return what the points of one start have in common: the server's keys, or the ranks and what they load."""
         if point.side == "server":
             return ("server", json.dumps(point.keys, sort_keys=True))
         config = self.load(point.keys).config
-        # On a CPU a process finds Transformer Engine when it starts, or never.
+        # On a CPU a process decides when it starts whether it uses Transformer Engine.
         library = self.facts.device == "cpu" and has_transformer_engine_layers(config, has_gpu=False)
         return ("trainer", config.cluster.ranks_per_node, library)
 
     def weights(self, settings: Settings) -> Settings:
-        """The settings of a server with the folder it starts from, which is made where it is one of the budget's."""
+        """Return a server's settings with the folder that it starts from; make the folder unless it is model.path."""
         config = self.loaded.config
         own = start_folder(config)
         if own is not None and "model.path" not in settings:
@@ -297,13 +299,13 @@ class Conduct:
         return settings
 
     def start(self, points: list[Point]) -> tuple[RankError | None, int]:
-        """Evaluate points of one start; (the failure of its processes, the exit code of a stop)."""
+        """Evaluate the points of one start. Returns (failure of its processes or None, exit code of a stop or 0)."""
         started = time.monotonic()
         on_server = points[0].side == "server"
         if on_server:
             settings, trainer = {**ONE_RANK, **self.weights(points[0].keys)}, []
         else:
-            # A point says what differs from the run; on these ranks it must also undo what another one sets.
+            # A point lists what differs from the run; on these ranks it must also undo what other points set.
             touched = sorted({key for point in points for key in point.keys})
             own = {key: value_of(self.loaded.config, key) for key in touched}
             trainer = [[_to_json(point), [*_as_overrides({**own, **point.keys})]] for point in points]
@@ -335,14 +337,14 @@ class Conduct:
         return failure, code
 
     def findings(self, plan: WalkPlan) -> Findings:
-        """What the evaluated points say."""
+        """Return the findings of the evaluated points."""
         assert self.tokens is not None  # the first start sampled them
         fixed = FixedTokens.load(self.tokens)
         scored = {point: np.load(self.done[point]) for point in plan.points}
         return find(self.facts, plan, fixed, scored, np.load(self.done[plan.trained].with_suffix(".entropies.npy")))
 
     def origin(self) -> dict[str, Any]:
-        """What a reader of the numbers needs to make them again: when, of what, by which software; as it is now."""
+        """Return what a reader needs to reproduce the numbers: date, configuration and software, as of now."""
         return {
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "config": str(self.loaded.path),
@@ -362,10 +364,11 @@ def budget(
     json_file: Path | None = None,
     worker_command: Sequence[str] = WORKER_COMMAND,
 ) -> int:
-    """Measure, and show table and verdict. Returns 0; 1 where something is found that is no precision effect; 128 + the
-    signal after a stop. `json_file`: where the numbers go as well. `worker_command`: as of `launch`.
+    """Measure, and show the table and the verdict. Returns 0; 1 if something is found that is not an effect of
+    precision; 128 + the signal after a stop. `json_file`: the numbers are also written there. `worker_command`: as for
+    `launch`.
 
-    Raises ConfigError or PlanError before anything starts, RankError where the run's own server or ranks fail.
+    Raises ConfigError or PlanError before anything starts, RankError if the run's own server or ranks fail.
     """
     began = time.monotonic()
     conduct = Conduct(loaded, overrides, say, worker_command)
@@ -373,7 +376,7 @@ def budget(
     code, plan = conduct.evaluate(both_orders)
     if code:
         return code
-    remove_folders(loaded.config)
+    remove_folders(loaded.config.run)
     findings = conduct.findings(plan)
     advice = advise(conduct.facts, findings)
     seconds = time.monotonic() - began
@@ -396,7 +399,7 @@ def _describe(points: list[Point], start: tuple[Any, ...]) -> str:
 
 
 def _as_overrides(settings: Mapping[str, Any]) -> list[str]:
-    """`key=value` with a JSON value, which is a YAML value, too."""
+    """Return the settings as `key=value` overrides. JSON values are valid YAML."""
     return [f"{key}={json.dumps(value)}" for key, value in settings.items() if not key.startswith("@")]
 
 

@@ -1,6 +1,6 @@
-"""Log-probs of the fixed tokens at one point: the trainer's, in the precision, layout and packing of the point, on
-every rank of a start; and the server's, as it sampled them and scored again in one pass, together or one by one, on
-rank 0.
+"""Compute log-probs of the fixed tokens at one point: the trainer's, in the precision, layout and packing of the point,
+on every rank of a start; and on rank 0 the server's, as returned with the samples or scored again in one pass, together
+or one by one.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from gspo_mega.base.episodes import RolloutBatch
 from gspo_mega.checkpoint.hf_import import import_huggingface
 from gspo_mega.config import Config
 from gspo_mega.config.derived import least_of_group
+from gspo_mega.config.schema import Budget, Rollout
 from gspo_mega.data.packing import ExpertRoutes
 from gspo_mega.engine.device_batch import DeviceBatch
 from gspo_mega.engine.losses import PassOutput, require_finite_tokens
@@ -38,8 +39,8 @@ _FLUSH_SECONDS = 60.0
 
 
 def sample_tokens(rollouts: Rollouts, config: Config, on_wait: Callable[[], None]) -> FixedTokens:
-    """Sample the tokens from the run's own data as training does, temperature, top_p and top_k included, and take the
-    advantages from their rewards as the run does. `on_wait` is called meanwhile, and what it raises ends the wait.
+    """Sample the tokens from the run's own data as training does, with its temperature, top_p and top_k, and compute
+    advantages from the rewards as the run does. `on_wait` is called meanwhile; an exception from it ends the wait.
     """
     prompts = [rollouts.prompts.next() for _ in range(config.budget.num_prompts)]
     groups = rollouts.collector.sample(
@@ -57,11 +58,14 @@ def sample_tokens(rollouts: Rollouts, config: Config, on_wait: Callable[[], None
     return FixedTokens.of(groups)
 
 
-def score_on_server(pool: ServerPool, config: Config, tokens: FixedTokens, point: Point) -> np.ndarray:
-    """[sum (tokens - 1)] float64 nats at temperature 1, of a point of the server's side on the servers that are up.
+def score_on_server(
+    pool: ServerPool, budget: Budget, rollout: Rollout, tokens: FixedTokens, point: Point
+) -> np.ndarray:
+    """Return the log-probs of a server point, [sum (tokens - 1)] float64 nats, from the running servers.
 
-    `cached`: prompts may come from the server's cache as sampling left it; their own tokens are then 0. Otherwise the
-    cache is emptied and everything computed anew. Raises ServerError; PublishError where a cache cannot be emptied.
+    `sampled`: as returned with the samples. Otherwise scored again at temperature 1; `cached`: prompts may come from
+    the server's cache as sampling left it, and without `cached` the cache is emptied first. Prompt tokens are 0 with
+    `sampled` and `cached`. Raises ServerError; PublishError if a cache cannot be emptied.
     """
     values = point.values
     if values[HOW] == SAMPLED:
@@ -72,15 +76,15 @@ def score_on_server(pool: ServerPool, config: Config, tokens: FixedTokens, point
     if not cached:
         for server in pool.controls():
             server.flush_cache(deadline_seconds=_FLUSH_SECONDS)
-    together = values.get(TOGETHER, config.budget.together)
-    return np.concatenate(pool.loop.run(_score_all(pool, config, tokens, cached, together)))
+    together = values.get(TOGETHER, budget.together)
+    return np.concatenate(pool.loop.run(_score_all(pool, rollout, tokens, cached, together)))
 
 
 async def _score_all(
-    pool: ServerPool, config: Config, tokens: FixedTokens, cached: bool, together: int
+    pool: ServerPool, rollout: Rollout, tokens: FixedTokens, cached: bool, together: int
 ) -> list[np.ndarray]:
     room = asyncio.Semaphore(together)
-    deadline_seconds = config.rollout.request_deadline_seconds or config.rollout.progress_deadline_seconds
+    deadline_seconds = rollout.request_deadline_seconds or rollout.progress_deadline_seconds
 
     async def score(sequence: Sampled) -> np.ndarray:
         start = len(sequence.prompt) if cached else 1
@@ -100,7 +104,9 @@ async def _score_all(
 
 @dataclass
 class _KeptLogProbs:
-    """A head that keeps what it is given, [N] float32 nats of this rank's active tokens per micro-batch."""
+    """A head that keeps the log-probs and entropies that it gets: [N] float32 nats of this rank's active tokens, per
+    micro-batch.
+    """
 
     log_probs: list[torch.Tensor] = field(default_factory=list)
     entropies: list[torch.Tensor] = field(default_factory=list)
@@ -115,7 +121,7 @@ class _KeptLogProbs:
 
 
 def build_engine(config: Config) -> PolicyEngine:
-    """An engine of `config` with the weights of model.path. Collective; `destroy_groups` must follow."""
+    """Build an engine of `config` with the weights of model.path. Collective; call `destroy_groups` afterwards."""
     parallel = config.parallel
     groups = create_groups(
         tensor=parallel.tensor,
@@ -135,9 +141,9 @@ def build_engine(config: Config) -> PolicyEngine:
 def score_on_trainer(
     engine: PolicyEngine, config: Config, tokens: FixedTokens, kind: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(log-probs, entropies), [sum (tokens - 1)] float64 nats each, on every rank. Collective.
+    """Return (log-probs, entropies), [sum (tokens - 1)] float64 nats each, on every rank. Collective.
 
-    `config` may differ from the engine's own in routing replay alone; `kind`: the packing, as `certify` names it.
+    `config` may differ from the engine's own only in routing replay; `kind`: the packing, as `certify` names it.
     """
     layout = resolve_layout(config, engine.spec)
     batch = tokens.batch()

@@ -1,8 +1,8 @@
-"""Folders of weights that servers start from if `model.path` itself will not do.
+"""Make folders of weights from which servers start if `model.path` itself is not suitable.
 
-`quantized`: FP8 blocks, for a server of `server.quantization: fp8_block` and a plain `model.path`. `rounded`: plain
-weights that have been rounded as the servers round them, so a plain server shows what the rounding of the weights does
-by itself. Imports torch when it writes.
+`quantized`: FP8 blocks, for a server with `server.quantization: fp8_block` and a plain `model.path`. `rounded`: plain
+weights, rounded as the servers round them, so that a plain server shows what rounding the weights does by itself.
+Imports torch only to write.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from gspo_mega.config import Config
 from gspo_mega.config.derived import loads_quantized, server_dtype
+from gspo_mega.config.schema import Run
 from gspo_mega.models.huggingface import read_stored, weights_stamp
 
 if TYPE_CHECKING:
@@ -25,29 +26,29 @@ Kind = Literal["quantized", "rounded"]
 
 
 def folder_of(config: Config, kind: Kind) -> Path:
-    """Where the folder is, whether it exists or not: another one for other weights and another rounding."""
-    settings = (config.server.quantization, server_dtype(config), str(config.fp8), kind)
-    return _parent(config) / f"{kind}-{weights_stamp(config.model.path, *settings)}"
+    """Return the path of the folder, whether it exists or not. Other weights or another rounding have another path."""
+    settings = (config.server.quantization, server_dtype(config.server, config.precision), str(config.fp8), kind)
+    return _parent(config.run) / f"{kind}-{weights_stamp(config.model.path, *settings)}"
 
 
-def _parent(config: Config) -> Path:
-    return Path(config.run.dir).absolute() / f"{config.run.name}-budget" / "weights"
+def _parent(run: Run) -> Path:
+    return Path(run.dir).absolute() / f"{run.name}-budget" / "weights"
 
 
-def remove_folders(config: Config) -> None:
-    """Remove what `make_folder` made: it is as large as the model, and can be made again."""
-    shutil.rmtree(_parent(config), ignore_errors=True)
+def remove_folders(run: Run) -> None:
+    """Remove the folders that `make_folder` made: each is as large as the model, and can be made again."""
+    shutil.rmtree(_parent(run), ignore_errors=True)
 
 
 def start_folder(config: Config) -> Path | None:
-    """The folder that the run's servers start from; None where that is model.path."""
-    if loads_quantized(config) and read_stored(config.model.path) is None:
+    """Return the folder that the run's servers start from; None if that is model.path."""
+    if loads_quantized(config.server) and read_stored(config.model.path) is None:
         return folder_of(config, "quantized")
     return None
 
 
 def make_folder(config: Config, folder: Path) -> None:
-    """Make `folder`, one of `folder_of`, unless it is there. `config`: the run's own. Raises ModelError,
+    """Make `folder`, a path from `folder_of`, unless it exists. `config`: the run's own. Raises ModelError,
     CheckpointError, OSError.
     """
     if (folder / "config.json").is_file():
@@ -77,13 +78,13 @@ def _rounded_form(config: Config, source: Any) -> Any:
     from gspo_mega.models.block_fp8 import is_quantizable, is_quantized, served_layout
     from gspo_mega.models.tensors import hf_tensors
 
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[server_dtype(config)]
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[server_dtype(config.server, config.precision)]
     layout, rule = served_layout(config), published_form(config).rule
     kind = config.server.quantization
     entries = {entry.name: entry for entry in hf_tensors(source.spec)}
 
     def values(data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """[n, k] float32 of what SGLang keeps as [k, n] with a scale for each output channel."""
+        """Return the values, [n, k] float32, of what SGLang keeps as [k, n] with a scale per output channel."""
         return (
             dequantize_int8_rows(data.t().contiguous(), scale.reshape(-1, 1))
             if kind == "int8"
@@ -100,7 +101,7 @@ def _rounded_form(config: Config, source: Any) -> Any:
         assert kind in ("fp8", "int8")
         partner = _partner(entry.name)
         if kind == "fp8" and ".experts." in entry.name:
-            # An expert's gate and up share a scale, which the larger of them gives.
+            # An expert's gate and up share a scale, which follows from the larger of them.
             both = [tensor.flatten()]
             if partner in entries:
                 both.append(source.read(entries[partner], dtype).flatten())
@@ -110,7 +111,7 @@ def _rounded_form(config: Config, source: Any) -> Any:
         return values(*served_linear(tensor, kind))
 
     class Rounded(PublishedForm):
-        """Plain tensors with the values that the servers' quantized ones have."""
+        """Plain tensors with the values of the servers' quantized ones."""
 
         def tensors(self, entry: TensorEntry, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
             yield entry.name, tensor if entry.is_buffer else rounded(entry, tensor).to(self.plain)
@@ -119,7 +120,7 @@ def _rounded_form(config: Config, source: Any) -> Any:
 
 
 def _partner(name: str) -> str:
-    """The matrix that shares an expert's scale: up for gate, gate for up; nothing else has one."""
+    """Return the matrix that shares an expert's scale: up for gate, gate for up; otherwise an empty string."""
     for one, other in (("gate_proj", "up_proj"), ("up_proj", "gate_proj"), (".w1.", ".w3."), (".w3.", ".w1.")):
         if one in name:
             return name.replace(one, other)

@@ -1,4 +1,4 @@
-"""From the sampled log-probs to the trainer's, one cause at a time, in both orders: which evaluations that takes.
+"""Plan the evaluations that lead from the sampled log-probs to the trainer's, one cause at a time, in both orders.
 
 A point is one evaluation of the fixed tokens. Along a walk the differences add up to d = trainer - rollout exactly,
 token by token, in either order.
@@ -31,8 +31,8 @@ Side = Literal["server", "trainer"]
 
 @dataclass(frozen=True)
 class Point:
-    """One evaluation of the tokens. `settings`: sorted (key, JSON value) pairs, what differs from the run's own; keys
-    that begin with `@` are no keys of the configuration.
+    """One evaluation of the tokens. `settings`: sorted (key, JSON value) pairs that differ from the run's own; keys
+    that begin with `@` are not configuration keys.
     """
 
     side: Side
@@ -49,18 +49,18 @@ class Point:
 
     @property
     def keys(self) -> dict[str, Any]:
-        """The settings that are keys of the configuration: a server with others must be started anew."""
+        """The settings that are configuration keys. Points with different keys need different servers."""
         return {key: value for key, value in self.values.items() if not key.startswith("@")}
 
     @property
     def name(self) -> str:
-        """Name of its file of log-probs."""
+        """Name of the point's file of log-probs."""
         return f"{self.side}-{hashlib.sha256(json.dumps(self.settings).encode()).hexdigest()[:12]}"
 
 
 @dataclass(frozen=True)
 class WalkStep:
-    """One step of a walk: what `cause` adds is the log-prob at `end` less that at `start`."""
+    """One step of a walk: `cause` adds the log-prob at `end` less that at `start`."""
 
     cause: str
     start: Point
@@ -70,7 +70,7 @@ class WalkStep:
 @dataclass(frozen=True)
 class WalkPlan:
     """`walks`: by the name of the order, each from the sampled log-probs to the trainer's. `nothing`: the causes that
-    are not measured. `alternatives`: trainer points that replace the last one of a walk.
+    are not measured, and why. `alternatives`: trainer points that replace the last point of a walk.
     """
 
     walks: Mapping[str, tuple[WalkStep, ...]]
@@ -79,14 +79,12 @@ class WalkPlan:
 
     @property
     def points(self) -> list[Point]:
-        """Every evaluation that is needed, once."""
+        """Every evaluation that is needed, without repeats."""
         linked = [point for links in self.walks.values() for link in links for point in (link.start, link.end)]
         return list(dict.fromkeys([*linked, *self.alternatives.values()]))
 
     def origin(self, points: Sequence[Point]) -> str | None:
-        """The cause or the alternative for whose sake any of these points is evaluated; None where every walk needs
-        one of them.
-        """
+        """Return the cause or the alternative that needs one of these points; None if every walk needs one of them."""
         if any(point in points for point in (self.sampled, self.trained)):
             return None
         for links in self.walks.values():
@@ -99,12 +97,12 @@ class WalkPlan:
 
     @property
     def sampled(self) -> Point:
-        """The log-probs that the server returned as it sampled."""
+        """The point of the log-probs that the server returned as it sampled."""
         return Point.of("server", {HOW: SAMPLED})
 
     @property
     def trained(self) -> Point:
-        """The trainer's, as the run computes them."""
+        """The point of the trainer's log-probs, as the run computes them."""
         return Point.of("trainer", {})
 
 
@@ -114,8 +112,8 @@ def make_plan(
     refused: Mapping[str, str] | None = None,
     causes: Sequence[Cause] = CAUSES,
 ) -> WalkPlan:
-    """The walks of a configuration, of the causes in `budget.causes` (all by default). `refused`: causes and
-    alternatives that turned out not to be changeable here, and why; what they contribute stays in another link.
+    """Return the walks of a configuration over the causes in `budget.causes` (all by default). `refused`: causes and
+    alternatives that cannot be changed here, and why; what they contribute stays in another step of the walk.
     """
     only, refused = facts.config.budget.causes, refused or {}
     found: dict[tuple[str, Side], Settings] = {}
@@ -148,7 +146,7 @@ def make_plan(
 
 
 def _reversed(causes: list[Cause]) -> list[Cause]:
-    """The other order: pinned causes keep their places, and each cause stays behind its `after`."""
+    """Return the reverse order, in which pinned causes keep their places and each cause comes after its `after`."""
     free = [cause for cause in reversed(causes) if not cause.pinned]
     for cause in [cause for cause in causes if cause.after and not cause.pinned]:
         last = max((index for index, other in enumerate(free) if other.name in cause.after), default=-1)
@@ -160,7 +158,7 @@ def _reversed(causes: list[Cause]) -> list[Cause]:
 
 
 def _walk(server: list[Cause], trainer: list[Cause], found: Mapping[tuple[str, Side], Settings]):
-    """The links: the server's causes made neutral one by one, the engines, the trainer's causes put back."""
+    """Yield the steps: the server's causes made neutral one by one, the engines, the trainer's causes put back."""
     settings: dict[str, Any] = {HOW: SAMPLED}
     here = Point.of("server", settings)
     for cause in server:
@@ -175,7 +173,7 @@ def _walk(server: list[Cause], trainer: list[Cause], found: Mapping[tuple[str, S
 
 
 def _neutral(causes: Sequence[Cause], found: Mapping[tuple[str, Side], Settings]) -> Settings:
-    """The settings of a trainer with these causes neutral; of two that set a key, the one put back first decides."""
+    """Return the settings of a trainer with these causes neutral; of two that set a key, the first put back decides."""
     settings: dict[str, Any] = {}
     for cause in reversed(causes):
         settings |= found[cause.name, "trainer"]
@@ -183,10 +181,10 @@ def _neutral(causes: Sequence[Cause], found: Mapping[tuple[str, Side], Settings]
 
 
 def contributions(links: Sequence[WalkStep], log_probs: Mapping[Point, np.ndarray]) -> dict[str, np.ndarray]:
-    """What each cause adds to d, by name, [T] float64 nats over the tokens: the differences along `links`.
+    """Return what each cause adds to d, by name, [T] float64 nats: the differences along `links`.
 
-    `log_probs`: [T] float64 nats of the same tokens at every point. A cause with two links has their sum. The values
-    of all causes add up to the last point less the first, token by token, to rounding of float64.
+    `log_probs`: of the same tokens at every point, [T] float64 nats. A cause with two steps has their sum. The values
+    of all causes add up to the last point less the first, token by token, up to float64 rounding.
     """
     added: dict[str, np.ndarray] = {}
     for link in links:

@@ -1,3 +1,3 @@
-"""A run on many machines, simulated: servers, admission, training, publishes, saves and failures on the plan's cost
-model. No torch; starts nothing.
+"""Simulate a run on many machines: servers, admission, training, publishes, saves and failures, on the plan's cost
+model. Imports no torch and starts nothing.
 """

@@ -1,10 +1,10 @@
-"""A run as events: ask, sample, train, publish, save, and what fails in between.
+"""Simulate a run as a sequence of events: ask, sample, train, publish, save, and the failures in between.
 
-The rollouts' own `Admission` decides which groups may start and which batch they form; `FluidServers` says how fast
-servers sample. A trainer node that fails ends the attempt: the run starts again from its last checkpoint, trains the
-steps since then once more on recorded rollouts, and samples anew what was open. Servers that fail come back after a
-while, and their open requests go on elsewhere. Failures are independent, with one mean time between them, and are drawn
-in advance from a seed.
+The `Admission` that real rollouts use decides which groups may start and which batch they form; `FluidServers` says how
+fast servers sample. A failed trainer node ends the attempt: the run restarts from its last checkpoint, trains the steps
+since then again on recorded rollouts, and samples open responses anew. Failed servers come back after a while, and
+their open requests continue on other servers. Failures are independent, every node has the same mean time between
+failures, and they are drawn from a random stream of their own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gspo_mega.verify.simulate.servers import Array, FluidServers, Integers, Tim
 
 
 class Breakdown(NamedTuple):
-    """`servers`: those that fail or come back; none where a node of the trainer fails."""
+    """A node that fails or comes back. `servers`: the servers on it; empty if a trainer node fails."""
 
     seconds: float
     kind: str  # trainer, servers, back
@@ -31,7 +31,9 @@ class Breakdown(NamedTuple):
 
 
 class Breakdowns:
-    """`mtbf_seconds`: of one node; infinite for none."""
+    """The failures of a run, in order of time. `mtbf_seconds`: mean time between failures of one node; infinite for
+    no failures.
+    """
 
     def __init__(self, job: Job, mtbf_seconds: float, rng: np.random.Generator) -> None:
         self._job, self._mtbf, self._rng = job, mtbf_seconds, rng
@@ -53,7 +55,7 @@ class Breakdowns:
         return self._coming[0].seconds if self._coming else math.inf
 
     def take(self) -> Breakdown:
-        """The next one, which has happened."""
+        """Remove and return the next breakdown, and draw the one that follows it."""
         found = heapq.heappop(self._coming)
         if found.kind != "back":
             self._draw(found.kind, found.seconds)
@@ -62,20 +64,12 @@ class Breakdowns:
             heapq.heappush(self._coming, back)
         return found
 
-    def pass_over(self, until: float) -> int:
-        """Everything before `until` meets a job that is being started anyway. Returns how many nodes of the trainer
-        failed in that time.
-        """
-        count = 0
-        while self.next_seconds <= until:
-            count += self.take().kind == "trainer"
-        return count
-
 
 @dataclass
 class Record:
-    """What happened, in seconds. `steps`, `waits`: of each step, without saves and failures. `redo`: what a step takes
-    when it is trained again. `staleness`: trained tokens by the number of versions that they lagged behind.
+    """What happened, in seconds. `steps`, `waits`: duration of each step and of its wait for rollouts, without saves,
+    restarts and repeated steps. `redo`: duration of each step if it is trained again. `staleness`: number of trained
+    tokens, indexed by how many versions they lagged behind.
     """
 
     steps: list[float] = field(default_factory=list)
@@ -97,7 +91,7 @@ class Record:
 
 
 class RunEvents:
-    """One run. `mtbf_seconds`: of a node, infinite for a run without failures."""
+    """One simulated run. `mtbf_seconds`: mean time between failures of one node; infinite for no failures."""
 
     def __init__(self, job: Job, seed: int = 1, mtbf_seconds: float = math.inf) -> None:
         self.job, self._rng = job, np.random.default_rng(seed)
@@ -105,18 +99,18 @@ class RunEvents:
         self._breakdowns = Breakdowns(job, mtbf_seconds, np.random.default_rng([seed, 1]))
         self._servers = FluidServers(job.num_servers, job.slots, job.server)
         self._admission = Admission(job.groups, job.groups, Freshness(job.max_staleness), job.order)
-        # Rows of groups by number, used again: more than can be outstanding at once.
+        # A ring of rows, one per group, by its number modulo the capacity: more than can be outstanding at once.
         self._capacity = (2 * job.max_staleness + 3) * job.groups
-        self._admitted = np.zeros(self._capacity, np.int64)  # the step that was asked for then
+        self._admitted = np.zeros(self._capacity, np.int64)  # the step last asked for when the group was admitted
         self._number = np.zeros(self._capacity, np.int64)
-        self._open = np.zeros(self._capacity, np.int64)  # samples that have not ended
-        self._tokens = np.zeros((self._capacity, job.max_staleness + 1))  # by versions since admission
+        self._open = np.zeros(self._capacity, np.int64)  # samples of the group that have not ended
+        self._tokens = np.zeros((self._capacity, job.max_staleness + 1))  # by number of versions since admission
         self._length = np.zeros(self._capacity * job.group_size)
         self._now, self._saved = 0.0, 0
-        self._version = self._num_ended = 0  # of groups that have ended and are in no batch yet
+        self._version = self._num_ended = 0  # groups that have ended and are in no batch yet
 
     def run(self, seconds: float = math.inf, num_steps: int | None = None) -> Record:
-        """Run for so long, or for so many steps. The last step is one that ended in time."""
+        """Run until `seconds` have passed or `num_steps` are done. A step that has begun by then is completed."""
         record, step = self.record, 0
         while (num_steps is None or step < num_steps) and self._now < seconds:
             self._ask(step)
@@ -158,7 +152,7 @@ class RunEvents:
         self._servers.add(samples, np.full(len(samples), float(job.prompt_tokens)), self._length[samples])
 
     def _sample_and_train(self, step: int) -> bool:
-        """Wait for the batch and train it. False where a node of the trainer failed before that was done."""
+        """Wait for the batch and train on it. Returns False if a trainer node failed first."""
         record, left = self.record, math.inf
         batch: Integers | None = None
         while True:
@@ -189,7 +183,7 @@ class RunEvents:
                 return False
 
     def _meet(self) -> bool:
-        """The breakdown that is due. False where it ends the attempt."""
+        """Apply the breakdown that is due. Returns False if it ends the attempt."""
         found = self._breakdowns.take()
         if found.kind == "trainer":
             return False
@@ -201,13 +195,13 @@ class RunEvents:
         return True
 
     def _start_again(self, step: int) -> None:
-        """A node of the trainer failed: everything is started anew and trains what no checkpoint has."""
+        """Restart everything after a trainer node failed, and train the steps again that no checkpoint has."""
         record, job = self.record, self.job
         again = sum(record.redo[self._saved : step])
         while True:
             record.trainer_failures += 1
             begun = self._now + job.restart
-            # A failure of the trainer while it starts or repeats begins that anew.
+            # If the trainer fails while it restarts or repeats steps, it restarts once more.
             failed = self._fails_before(begun + again)
             until = begun + again if failed is None else failed
             record.restarting += min(until, begun) - self._now
@@ -226,7 +220,7 @@ class RunEvents:
         return None
 
     def _forget_open(self) -> None:
-        """Tokens of responses that are sampled anew are not counted twice: what is kept is what has ended."""
+        """Keep only the tokens of ended responses, so that responses that are sampled anew are not counted twice."""
         rows = np.flatnonzero(self._open > 0)
         open_samples = self._servers.open.name
         ended = np.ones(self._capacity * self.job.group_size, bool)
@@ -239,20 +233,20 @@ class RunEvents:
     # --- a batch -----------------------------------------------------------------------------------------------
 
     def _form(self, line: Timeline, limit: float) -> tuple[Integers | None, float]:
-        """(rows of the batch, seconds until it is complete); (None, `limit`) where something fails before."""
+        """Return (rows of the batch, seconds until it is complete); (None, `limit`) if it is not complete by then."""
         if (formed := self._admission.formed()) is not None:
             return self._rows_of(formed.kept), 0.0
         for seconds, row in self._endings(line):
             if seconds > limit:
                 return None, limit
             self._end_group(row)
-            # Fewer than a batch cannot be one; asking is not free.
+            # Do not ask while fewer groups than a batch have ended: asking is not free.
             if self._num_ended >= self.job.groups and (formed := self._admission.formed()) is not None:
                 return self._rows_of(formed.kept), seconds
         return None, limit
 
     def _endings(self, line: Timeline) -> list[tuple[float, int]]:
-        """(seconds, row) of the groups that end, in their order, if nothing interferes."""
+        """Return (seconds, row) of the open groups, in the order in which they end if nothing interferes."""
         rows = self._servers.open.name // self.job.group_size
         last = np.full(self._capacity, -1.0)
         np.maximum.at(last, rows, line.finish)
@@ -261,7 +255,7 @@ class RunEvents:
         return list(zip(last[order].tolist(), order.tolist()))
 
     def _complete(self, line: Timeline, cut: float, formed_at: float) -> None:
-        """Groups that end until `cut`, behind those that formed the batch."""
+        """End the groups that end by `cut`, apart from those that `_form` has ended already."""
         for seconds, row in self._endings(line):
             if seconds > cut:
                 return
@@ -284,7 +278,7 @@ class RunEvents:
         return found % self._capacity
 
     def _batch_tokens(self, rows: Integers) -> float:
-        """Tokens to train on, prompts included."""
+        """Return the number of tokens to train on, prompts included."""
         lengths = self._length.reshape(self._capacity, -1)[rows]
         return float(lengths.sum()) + lengths.size * self.job.prompt_tokens
 
@@ -326,7 +320,7 @@ class RunEvents:
             self._servers.read_again()
 
     def _pass(self, seconds: float, what: str) -> None:
-        """The trainer does something else; servers go on."""
+        """Let `seconds` pass in which the trainer does something else and the servers go on; add them to `what`."""
         line = self._servers.timeline()
         self._complete(line, seconds, math.inf)
         self._advance(line, seconds)

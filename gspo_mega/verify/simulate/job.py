@@ -1,8 +1,7 @@
 """The job that is simulated: sizes, rules and seconds, taken from a configuration and its plan.
 
-The seconds are the plan's (`timing.step_time`, `gpus.ASSUMPTIONS`). Lengths of responses are a constant, a log-normal,
-or those of a journal or file. They are drawn independently, which leaves out that responses to one prompt resemble each
-other.
+The seconds are the plan's (`timing.step_time`, `gpus.ASSUMPTIONS`). Response lengths are constant, log-normal, or read
+from a journal or file. They are drawn independently, although real responses to one prompt have similar lengths.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import numpy as np
 from gspo_mega.base.errors import ConfigError, JournalError, PlanError
 from gspo_mega.base.untrusted import MOST_BYTES, read_text
 from gspo_mega.config.derived import mean_tokens, on_publish
-from gspo_mega.config.schema import Config
+from gspo_mega.config.schema import Config, Train
 from gspo_mega.data.journal.journal import Journal
 from gspo_mega.models.tensors import ParameterCounts
 from gspo_mega.plan.gpus import DEFAULT_GPU, GPUS, STORAGE_BYTES_PER_SECOND
@@ -37,8 +36,8 @@ _MOST_STEPS_READ = 20
 
 @dataclass(frozen=True)
 class Lengths:
-    """`drawn`: the lengths that may occur, equally likely; None for a log-normal of `mu`, `sigma`. No response is
-    longer than `most` tokens: a longer one ends there.
+    """A distribution of response lengths. `drawn`: the possible lengths, equally likely; None for a log-normal with
+    `mu`, `sigma`. Responses are cut at `most` tokens.
     """
 
     described: str
@@ -48,16 +47,16 @@ class Lengths:
     drawn: Array | None = None
 
     def sample(self, rng: np.random.Generator, number: int) -> Array:
-        """Whole tokens, at least 1."""
+        """Draw `number` lengths: whole tokens, at least 1."""
         if self.drawn is not None:
             return rng.choice(self.drawn, number)
         return np.clip(np.rint(np.exp(rng.normal(self.mu, self.sigma, number))), 1, self.most)
 
     def moments(self) -> tuple[float, float]:
-        """(mean, mean square)."""
+        """Return (mean, mean square)."""
         if self.drawn is not None:
             return float(self.drawn.mean()), float(np.square(self.drawn).mean())
-        # The middle of each of many equally likely parts.
+        # Integrate over the midpoints of 2000 equally likely intervals.
         normal = NormalDist(self.mu, self.sigma)
         values = np.clip([math.exp(normal.inv_cdf((i + 0.5) / 2000)) for i in range(2000)], 1, self.most)
         return float(values.mean()), float(np.square(values).mean())
@@ -72,7 +71,7 @@ def of_values(values: Array, described: str) -> Lengths:
 
 
 def log_normal(mean: float, sigma: float, most: int) -> Lengths:
-    """A log-normal of which what is longer than `most` ends there, with this mean after that."""
+    """Return a log-normal that is cut at `most` tokens and has this `mean` after the cut. Raises ConfigError."""
     if not 1 <= mean < most:
         raise ConfigError(
             f"--length-distribution: a mean of {mean:g} tokens with at most {most}; valid: 1 to {most - 1}"
@@ -87,7 +86,7 @@ def log_normal(mean: float, sigma: float, most: int) -> Lengths:
 
 
 def read_lengths(text: str, most: int) -> Lengths:
-    """What `--length-distribution` names. Raises ConfigError."""
+    """Return the distribution that `--length-distribution` names. Raises ConfigError."""
     place = f"--length-distribution {text}"
     kind, _, rest = text.partition(":")
     if kind in ("constant", "lognormal"):
@@ -145,19 +144,19 @@ def _of_journal(folder: Path, place: str) -> Lengths:
     return of_values(np.array(values, float), f"{len(values)} responses of steps {read[0]} to {read[-1]} of {folder}")
 
 
-# Processes, imports, process groups, graphs: before anything is read. Not measured on a GPU.
+# To start processes, imports, process groups and CUDA graphs, before anything is read. Not measured on a GPU.
 START_SECONDS = 180.0
 
 
 @dataclass(frozen=True)
 class Job:
-    """Everything that the simulation reads. Seconds are of one occurrence.
+    """Everything that the simulation reads. Durations are seconds per occurrence.
 
-    `groups`, `group_size`: of a batch. `train_fixed`, `train_token`: a step's training is the first plus the second per
-    token of the batch, prompts included. `save`: a checkpoint's pause. `restart`: from the failure of a trainer's node
-    to training on. `server_restart`: from a server's loss to its first request. `trainer_nodes`: whose failure ends the
-    attempt. `server_nodes`: that have servers alone, `servers_of` each. `shared`: servers and ranks share the cores of
-    one machine, and each goes at half its speed while both have work.
+    `groups`, `group_size`: groups per batch, responses per group. Training a step takes `train_fixed`, plus
+    `train_token` per token of the batch, prompts included. `save`: pause for a checkpoint. `restart`: from the failure
+    of a trainer node until training continues. `server_restart`: from the loss of a server to its first request.
+    `trainer_nodes`: nodes whose failure ends the attempt. `server_nodes`: nodes with only servers, `servers_of` each.
+    `shared`: servers and ranks share the cores of one machine, and each runs at half speed while both have work.
     """
 
     groups: int
@@ -188,13 +187,13 @@ class Job:
 
     @property
     def servers_of(self) -> int:
-        """Servers that have a part on the same node of their own."""
+        """Number of servers that have a part on one server node."""
         return math.ceil(self.num_servers * self.nodes_per_server / self.server_nodes) if self.server_nodes else 0
 
     @property
     def held_tokens(self) -> float:
-        """Tokens that a running request holds on average: its prompt, and half of its response, where a long response
-        counts for as long as it runs.
+        """Average number of tokens that a running request holds: its prompt and half of its response, each response
+        weighted by how long it runs.
         """
         mean, square = self.lengths.moments()
         return self.prompt_tokens + square / (2 * mean)
@@ -212,7 +211,7 @@ class Job:
         return self.train_seconds(self.sequences * (self.prompt_tokens + mean))
 
     def scaled(self, decode: float = 1.0, train: float = 1.0) -> Job:
-        """With the servers' seconds and the trainer's seconds multiplied."""
+        """Return the job with the servers' seconds multiplied by `decode` and the trainer's by `train`."""
         return replace(
             self,
             server=self.server.scaled(decode),
@@ -222,10 +221,10 @@ class Job:
 
 
 def default_lengths(config: Config) -> Lengths:
-    """A log-normal with the mean that the plan assumes."""
+    """Return a log-normal with the mean length that the plan assumes."""
     _, response = mean_tokens(config)
     most = config.rollout.max_new_tokens
-    if response >= most:  # several turns: what they sample together
+    if response >= most:  # several turns: the sum over all of them
         most = 2 * response
     return log_normal(float(max(1, response)), 0.7, most) if most > 1 else log_normal(1.0, 0.7, 2)
 
@@ -238,8 +237,8 @@ def job_of(
     lengths: Lengths | None = None,
     server_nodes: int | None = None,
 ) -> Job:
-    """The job that the configuration describes. `server_nodes`: machines that have servers and no ranks, where the
-    configuration does not say it.
+    """Return the job that the configuration describes. `server_nodes`: number of machines with servers and no ranks,
+    if the configuration does not give it.
     """
     gpu, spec = GPUS[config.cluster.gpu or DEFAULT_GPU], shares.spec
     time = step_time(config, layout, shares, gpu, counts.total)
@@ -268,25 +267,25 @@ def job_of(
         server_nodes=cluster.num_rollout_nodes or server_nodes or 0,
         num_gpus=cluster.num_nodes * cluster.ranks_per_node
         + config.server.num_servers * config.server.tensor
-        + reward_gpus(config),
+        + reward_gpus(config.reward),
         nodes_per_server=config.server.num_nodes,
     )
 
 
 def _training(config: Config, time: StepTime) -> tuple[float, float]:
-    """(seconds of a step whatever its tokens are, seconds per token)."""
+    """Return (seconds of a step that do not depend on its tokens, seconds per token)."""
     parts = time.train.training
     fixed = parts.get("gradients", 0.0) + parts.get("optimizer", 0.0)
     tokens = config.batch.prompts_per_step * config.batch.group_size * sum(mean_tokens(config))
     return fixed, (time.train.total - fixed) / tokens
 
 
-def check_simulated(config: Config, where: Callable[[str], str]) -> None:
-    """Raises PlanError where the configuration is nothing that can be simulated."""
-    if config.train is None:
+def check_simulated(train: Train | None, where: Callable[[str], str]) -> None:
+    """Raise PlanError if the run does not both sample and train, and so cannot be simulated."""
+    if train is None:
         raise PlanError(
             f"{where('train')}: train: absent; the simulation is of a training run, so give train.num_steps"
         )
-    if config.train.from_rollouts is not None or config.train.rollouts_only:
-        key = "rollouts_only" if config.train.rollouts_only else "from_rollouts"
+    if train.from_rollouts is not None or train.rollouts_only:
+        key = "rollouts_only" if train.rollouts_only else "from_rollouts"
         raise PlanError(f"{where('train.' + key)}: train.{key}: the simulation is of a run that samples and trains")

@@ -1,11 +1,12 @@
-"""What a simulation finds: the run, the division of its nodes, the interval of its saves. `report.py` shows it.
+"""The results of a simulation: the run, the best division of its nodes, and the best save interval. `report.py` shows
+them.
 
-- The rates: from a measured run, how many times the cost model's seconds its servers and its trainer take.
-- The interval of saves: a long run at mean step times with many failures at exponential gaps, the same ones for every
-  interval that is tried. Young (1974) and Daly (2006) count all lost work at its first price. A run here trains lost
-  steps again on recorded rollouts, which takes less time, so the best interval is longer than theirs.
-- The division of nodes: every division that the plan accepts, simulated for a few steps. The layout's sizes stay the
-  configuration's; data parallelism and the number of servers follow the nodes.
+- Fit: the factors by which a measured run's servers and trainer are slower than the cost model.
+- Save interval: a long run at mean step times, with many failures at exponential gaps, the same failures for every
+  interval tried. Young (1974) and Daly (2006) count all lost work at its full cost. Here lost steps are trained again
+  on recorded rollouts, which takes less time, so the best interval is longer than theirs.
+- Division of nodes: every division that the plan accepts is simulated for a few steps. The parallel sizes stay those of
+  the configuration; data parallelism and the number of servers follow from the nodes.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from gspo_mega.plan.validate import validate_layout
 from gspo_mega.verify.simulate.events import Record, RunEvents
 from gspo_mega.verify.simulate.job import Job, Lengths, job_of
 
-# The first steps of a run include what happens once.
+# The first steps of a run include work that happens only once.
 _SKIPPED_STEPS = 2
 _SIMULATED = 30
 
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """Mean seconds of a step of a run without sampling ahead."""
+    """Mean seconds per step of a run that does not sample ahead."""
 
     rollout: float
     training: float
@@ -46,14 +47,14 @@ class MeasuredStep:
 
 @dataclass(frozen=True)
 class Fit:
-    """Factors on the cost model's seconds."""
+    """Factors by which the cost model's seconds are multiplied."""
 
     decode: float
     train: float
 
 
 def read_measured(path: Path) -> MeasuredStep:
-    """Of a run's folder, or its metrics.jsonl. Raises ConfigError."""
+    """Return the mean step of a run, from its folder or its metrics.jsonl. Raises ConfigError."""
     file = path / "metrics.jsonl" if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(f"--fit {path}: no such file; valid: the folder of a run, or its metrics.jsonl")
@@ -78,13 +79,13 @@ def read_measured(path: Path) -> MeasuredStep:
         return sum(float(row.get(name, 0.0)) for row in rows) / len(rows)
 
     rollout, publish = mean("time/rollout_seconds"), mean("time/publish_seconds")
-    # Saves and evaluations are no part of a step's training.
+    # Saves and evaluations do not count as training.
     rest = mean("time/checkpoint_seconds") + mean("time/eval_seconds")
     return MeasuredStep(rollout, max(1e-9, mean("time/step_seconds") - rollout - publish - rest), publish)
 
 
 def fit(job: Job, measured: MeasuredStep, seed: int = 1) -> tuple[Job, Fit]:
-    """The job with its servers and its trainer as fast as measured."""
+    """Return the job with its servers and its trainer as fast as measured, and the factors."""
     alone = replace(job, max_staleness=0, publish=0.0, save_every=0, shared=False)
     record = RunEvents(alone, seed).run(num_steps=_SIMULATED)
     found = Fit(
@@ -99,8 +100,8 @@ _TRIED = 25
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds: of a step, of the same step when it is trained again, of a save, from a failure to training on, and
-    between failures.
+    """Seconds of a step, of the same step if it is trained again, of a save, from a failure until training continues,
+    and between failures.
     """
 
     step: float
@@ -112,8 +113,9 @@ class Costs:
 
 @dataclass(frozen=True)
 class Intervals:
-    """`shares`: the share of time that goes into steps trained for the first time, by steps between saves. `best`: the
-    number of steps with the largest. `young`, `daly`: seconds of work between saves.
+    """Save intervals. `shares`: from the number of steps between saves to the share of time spent on steps that are
+    trained for the first time. `best`: the number of steps with the largest share. `young`, `daly`: seconds of work
+    between saves.
     """
 
     shares: dict[int, float]
@@ -123,12 +125,12 @@ class Intervals:
 
 
 def young_seconds(save: float, mtbf: float) -> float:
-    """Work between two saves that loses least, to first order."""
+    """Return the seconds of work between two saves that lose the least time, to first order (Young 1974)."""
     return math.sqrt(2 * save * mtbf)
 
 
 def daly_seconds(save: float, mtbf: float) -> float:
-    """The same to higher order (Daly 2006, equation 37)."""
+    """Return the same as `young_seconds`, to higher order (Daly 2006, equation 37)."""
     if save >= 2 * mtbf:
         return mtbf
     part = save / (2 * mtbf)
@@ -136,10 +138,10 @@ def daly_seconds(save: float, mtbf: float) -> float:
 
 
 def effective_share(costs: Costs, every: int, gaps: list[float]) -> float:
-    """The share of useful time with a save every `every` steps. `gaps`: seconds from each failure to the next."""
+    """Return the share of useful time with a save every `every` steps. `gaps`: seconds between successive failures."""
     step, redo, save = costs.step, costs.redo, costs.save
     cycle, done, behind, elapsed = every * step + save, 0, 0, 0.0
-    for gap in gaps:  # `behind`: steps that were trained since the last save
+    for gap in gaps:  # `behind`: steps trained since the last save
         elapsed += gap
         left = gap - costs.restart - behind * redo
         if left < 0:
@@ -158,7 +160,9 @@ def effective_share(costs: Costs, every: int, gaps: list[float]) -> float:
 
 
 def best_interval(costs: Costs, seed: int = 1) -> Intervals | None:
-    """None where nothing fails or saving takes no time: then every step may as well be saved, or none."""
+    """Return the save intervals; None if nothing fails (saves only cost time) or saving takes no time (save every
+    step).
+    """
     if not math.isfinite(costs.mtbf) or costs.save <= 0:
         return None
     rng = np.random.default_rng([seed, 2])
@@ -175,7 +179,7 @@ _MOST_SIMULATED = 12
 
 @dataclass(frozen=True)
 class Split:
-    """A division that can run, as a configuration."""
+    """A division of the nodes that can run, as a configuration."""
 
     config: Config
     layout: Layout
@@ -190,24 +194,24 @@ class Split:
 
 
 def splits(plan: Plan, shares: ModelShares, num_nodes: int, where: Callable[[str], str]) -> list[Split]:
-    """The divisions of `num_nodes` nodes that the plan accepts and whose trainer fits its memory by estimate, fewest
-    nodes for the trainer first; with many, a selection over the whole range. Raises PlanError where there is none.
+    """Return the divisions of `num_nodes` nodes that the plan accepts and whose trainer fits in memory by the estimate,
+    those with the fewest trainer nodes first; if there are many, an even selection. Raises PlanError if there is none.
     """
-    config, spec, limit = plan.config, plan.spec, gpu_bytes(plan.config)
+    config, spec, limit = plan.config, plan.spec, gpu_bytes(plan.config.cluster)
     found: list[Split] = []
     reasons: dict[str, str] = {}
     gpus, tensor = config.cluster.gpus_per_node or config.cluster.ranks_per_node, config.server.tensor
     for trainer in range(1, num_nodes):
         groups, over = divmod(num_nodes - trainer, config.server.num_nodes)
         servers = groups * (gpus * config.server.num_nodes // tensor)
-        # As many as leave room for the servers of reward models.
+        # As many servers as leave room for those of reward models.
         while servers >= 1 and max(place_servers(config, servers, num_nodes - trainer).gpus) > gpus:
             servers -= 1
         if servers < 1 or over:
-            scored = f" and {reward_gpus(config)} GPUs of reward models" if reward_gpus(config) else ""
+            scored = f" and {reward_gpus(config.reward)} GPUs of reward models" if reward_gpus(config.reward) else ""
             reasons["server.tensor"] = f"{num_nodes - trainer} nodes of {gpus} GPUs for servers of {tensor}{scored}"
             continue
-        scorers = len(reward_servers(config))
+        scorers = len(reward_servers(config.reward))
         used = min(num_nodes - trainer, servers * config.server.num_nodes + scorers)
         cluster = config.cluster.model_copy(update={"num_nodes": trainer, "num_rollout_nodes": used})
         server = config.server.model_copy(update={"num_servers": servers})
@@ -237,8 +241,8 @@ _DAY = 86_400.0
 
 @dataclass(frozen=True)
 class SimulationRequest:
-    """What the command line asks for. `num_nodes`: None for the configuration's. `mtbf_hours`: of one node; infinite
-    for no failures.
+    """What the command line asks for. `num_nodes`: None for the configuration's. `mtbf_hours`: mean time between
+    failures of one node; infinite for no failures.
     """
 
     days: float
@@ -252,7 +256,7 @@ class SimulationRequest:
 
 @dataclass(frozen=True)
 class SplitRow:
-    """A division of the nodes: mean seconds of a step, tokens per second and GPU, the idle shares of both sides."""
+    """A division of the nodes: mean seconds per step, tokens per second per GPU, and the idle shares of both sides."""
 
     trainer_nodes: int
     server_nodes: int
@@ -265,8 +269,8 @@ class SplitRow:
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """`plan`: of the run that was simulated. `rows`: divisions, fastest first; empty where servers have no nodes of
-    their own. `interval_every`: of the run's saves. `fitted`: None where the rates are the cost model's.
+    """`plan`: of the run that was simulated. `rows`: divisions of the nodes, fastest first; empty if servers have no
+    nodes of their own and none were asked for. `fitted`: None if the speeds are the cost model's.
     """
 
     plan: Plan
@@ -283,12 +287,12 @@ class SimulationResult:
 
     @property
     def mtbf_seconds(self) -> float:
-        """Of the nodes whose failure ends the attempt."""
+        """Mean time between failures that end the attempt, over all trainer nodes."""
         return self.asked.mtbf_hours * 3600 / max(1, self.job.trainer_nodes)
 
     @property
     def effective(self) -> float:
-        """Share of the time in steps that were trained for the first time."""
+        """Share of the time spent on steps that are trained for the first time."""
         return sum(self.record.steps) / self.record.elapsed
 
     @property
@@ -297,17 +301,19 @@ class SimulationResult:
 
     @property
     def staleness(self) -> list[float]:
-        """Share of the trained tokens by versions that they lagged behind."""
+        """Share of the trained tokens, indexed by how many versions they lagged behind."""
         return (self.record.staleness / max(1.0, self.record.staleness.sum())).tolist()
 
     @property
     def rate(self) -> float:
-        """Tokens trained per second and GPU, prompts included, over the whole time."""
+        """Tokens trained per second per GPU, prompts included, over the whole time."""
         return self.record.tokens / self.record.elapsed / self.job.num_gpus
 
 
 def simulate(plan: Plan, figures: Estimate, asked: SimulationRequest, where: Callable[[str], str]) -> SimulationResult:
-    """Raises PlanError where the nodes cannot be divided."""
+    """Simulate the planned run, and the divisions of its nodes. Raises PlanError if the nodes cannot be divided, or if
+    a server's cache cannot hold the longest response.
+    """
     config, shares, counts = plan.config, ModelShares(plan.spec), figures.counts
     nodes = config.cluster.num_nodes + config.cluster.num_rollout_nodes
     own = job_of(config, shares, plan.layout, counts, asked.lengths, figures.servers.nodes)

@@ -1,6 +1,5 @@
-"""What a simulation found, as text for a person and as one JSON object.
-
-A simulation as an SVG of three panels: how long steps take, which division is fastest, how often to save.
+"""Show what a simulation found: as text for a person, as one JSON object, and as an SVG with three panels (how long
+steps take, which division is fastest, how often to save).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _BARS = 24
 
 
 def draw_outcome(outcome: SimulationResult, title: str) -> str:
-    """The SVG."""
+    """Return the SVG."""
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_ALL}" role="img"'
         f' font-family="sans-serif" font-size="11" fill="{_TEXT}">',
@@ -76,7 +75,7 @@ def _bars(panel: int, title: str, values: list[float], names: list[str], marked:
     return parts
 
 
-# Said wherever figures are shown.
+# Stated wherever figures are shown.
 APPROXIMATIONS = (
     "the seconds of decoding, training, publishing and saving are the plan's estimates, with its assumptions, unless"
     " --fit scales them",
@@ -152,7 +151,7 @@ def _percentiles(values: np.ndarray) -> dict[str, float]:
 
 
 def render_outcome(outcome: SimulationResult) -> str:
-    """The report that `gspo-mega simulate` prints, without a newline at its end."""
+    """Return the report that `gspo-mega simulate` prints, without a newline at its end."""
     sections = {
         "job": _job(outcome),
         "step": _step(outcome),

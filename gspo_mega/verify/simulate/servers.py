@@ -1,13 +1,13 @@
-"""Servers with continuous batching, as fluids: between two events every running request of a server advances at the
-same rate, one token per decode step.
+"""A fluid model of servers with continuous batching: between two events every running request of a server advances at
+the same rate, one token per decode step.
 
 A server's clock counts decode steps. In that clock a schedule does not depend on how long a decode step takes: a
 request starts when a slot is free, first come, first served, and ends as many steps later as it has tokens. Seconds
-follow by adding up what the decode steps between events cost, at the number of requests and cached tokens they have;
-the plan's figures (bytes, FLOPs, shares of peak) give that cost. Nothing is simulated token by token.
+are the sum of what the decode steps between events cost, at their number of requests and cached tokens; the plan's
+figures (bytes, FLOPs, shares of peak) give that cost. Nothing is simulated token by token.
 
-Approximations: a fixed number of slots stands for the cache (no request is put back when it fills); reading a prompt
-stops its server's decoding for as long as it takes; requests are divided when they arrive and stay.
+Approximations: a fixed number of slots stands for the KV cache (no request is preempted when it fills); prefill stops
+its server's decoding for as long as it takes; requests are assigned to a server when they arrive and stay there.
 """
 
 from __future__ import annotations
@@ -30,13 +30,12 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class DecodeCost:
-    """A decode step of one server: it reads the weights that its requests need and the cache of its sequences, or
-    computes, whichever is longer; `fixed` seconds go to each step beside that.
+    """The cost of a decode step of one server: the time to read the weights that its requests need and the KV cache of
+    its sequences, or the time to compute, whichever is longer, plus `fixed` seconds and the communication.
 
-    `weights`: seconds to read them all. `unread`: share of the experts that one token does not go to, 0 without
-    experts.
-    `cached`: seconds per cached token. `computed`: seconds of computation per request. `sent`: seconds per request
-    between the nodes of a server.
+    `weights`: seconds to read all weights. `unread`: share of the experts that one token does not go to, 0 without
+    experts. `cached`: seconds per cached token. `computed`: seconds of computation per request. `sent`: seconds per
+    request of communication between the nodes of a server.
     """
 
     weights: float
@@ -47,7 +46,7 @@ class DecodeCost:
     sent: float = 0.0
 
     def seconds(self, num_requests: Array, num_tokens: Array) -> Array:
-        """Of one decode step with `num_requests` sequences that hold `num_tokens` tokens together."""
+        """Return the seconds of one decode step with `num_requests` sequences that hold `num_tokens` tokens in all."""
         read = self.weights * (1.0 - self.unread**num_requests) + self.cached * num_tokens
         return self.fixed + self.sent * num_requests + np.maximum(read, self.computed * num_requests)
 
@@ -64,8 +63,8 @@ class DecodeCost:
 
 @dataclass(frozen=True)
 class ServerCost:
-    """`prefill`: seconds per token that is read in. `cache_tokens`: that one server holds. `most_requests`: that may be
-    open on one server.
+    """`prefill`: seconds per token of prefill. `cache_tokens`: tokens that one server's cache holds. `most_requests`:
+    requests that may be open on one server.
     """
 
     decode: DecodeCost
@@ -74,7 +73,7 @@ class ServerCost:
     most_requests: int
 
     def slots(self, held_tokens: float) -> int:
-        """Requests that run at once on one server where each holds `held_tokens` on average."""
+        """Return how many requests run at once on one server if each holds `held_tokens` on average."""
         return max(1, min(self.most_requests, int(self.cache_tokens / max(1.0, held_tokens))))
 
     def scaled(self, factor: float) -> ServerCost:
@@ -82,7 +81,7 @@ class ServerCost:
 
 
 def server_cost(config: Config, spec: ModelSpec, gpu: Gpu, counts: ParameterCounts) -> ServerCost:
-    """One server of the configuration on GPUs of this kind."""
+    """Return the cost of one server of the configuration on GPUs of this kind."""
     tensor = config.server.tensor
     memory = server_memory(config, spec, counts.total, int(gpu.memory_gib * 2**30))
     bandwidth = MEMORY_SHARE * gpu.memory_bytes_per_second
@@ -106,8 +105,8 @@ _END = 1e-9
 
 @dataclass
 class Requests:
-    """Requests in flight. `name`: the caller's number. `held`: tokens in the cache when it starts. `start`, `finish`:
-    in decode steps of its server's clock; what is between them is still to be sampled at the start.
+    """Requests in flight. `name`: the caller's number. `held`: tokens in the cache when the request starts. `start`,
+    `finish`: in decode steps of its server's clock; their difference is the number of tokens to sample.
     """
 
     name: Integers
@@ -139,9 +138,9 @@ class Requests:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What happens from now on if nothing interferes. `finish`: seconds until each request ends. The rest are the
-    events in order of server and time: seconds from now, the same when what the event makes the server read has been
-    read, decode steps from now, and where each server's events begin.
+    """What happens from now on if nothing interferes. `finish`: seconds until each request ends. The other fields are
+    the events, ordered by server and time: `seconds` from now, `decoding` the same after the event's prefill, `steps`
+    the decode steps from now, and `first` the index of each server's first event.
     """
 
     finish: Array
@@ -152,11 +151,11 @@ class Timeline:
 
 
 class FluidServers:
-    """`num_servers` equal servers with `slots` requests running at once on each.
+    """`num_servers` equal servers, each of which runs up to `slots` requests at once.
 
     Attributes:
-        busy: seconds in which a server had something to do, summed over servers.
-        sampled: tokens sampled.
+        busy: seconds in which a server had work, summed over servers.
+        sampled: number of tokens sampled.
     """
 
     def __init__(self, num_servers: int, slots: int, cost: ServerCost) -> None:
@@ -167,17 +166,17 @@ class FluidServers:
         self.busy = self.sampled = 0.0
         self._free: list[list[float]] = [[0.0] * slots for _ in range(num_servers)]
         self._stall = np.zeros(num_servers)  # seconds that go by before the next decode step
-        self._homeless: list[tuple[Integers, Array, Array]] = []  # while no server is up
+        self._homeless: list[tuple[Integers, Array, Array]] = []  # requests that arrived while no server was up
 
     def add(self, name: Integers, held: Array, tokens: Array) -> None:
-        """Requests arrive, in this order: each goes to a server with the fewest open ones."""
+        """Add requests that arrive in this order: each goes to a server with the fewest open ones."""
         if not self.is_up.any():
             self._homeless.append((name, held, tokens))
             return
         self._put(name, self._divide(len(name)), held, tokens)
 
     def _divide(self, number: int) -> Integers:
-        """The servers of `number` new requests: so that all servers have equally many open, as far as that goes."""
+        """Return a server for each of `number` new requests, so that open requests are spread evenly where possible."""
         up = np.flatnonzero(self.is_up)
         load = np.bincount(self.open.server, minlength=self.num)[up]
         order = np.argsort(load, kind="stable")
@@ -201,17 +200,17 @@ class FluidServers:
         self.open = self.open.plus(Requests(name, server, held.astype(float), start, start + tokens))
 
     def timeline(self) -> Timeline:
-        """When each open request ends if nothing interferes."""
+        """Return when each open request ends if nothing interferes."""
         requests = self.open
         count = len(requests)
         offset = self.clock[requests.server]
-        begun = requests.start - offset  # below 0: it runs
+        begun = requests.start - offset  # below 0: it is running
         where = np.concatenate([requests.server, requests.server])
         at = np.maximum(np.concatenate([requests.finish - offset, begun]), 0.0)
         change = np.ones(2 * count)
         change[:count] = -1.0
         base = np.tile(requests.held - begun, 2) * change
-        # Where a slot is handed over, the end comes before the start.
+        # When one request takes over the slot of another, the end comes before the start.
         order = np.argsort(where * (at.max(initial=0.0) + 1.0) + at, kind="stable")
         where, at = where[order], at[order]
         running = np.maximum(np.cumsum(change[order]), 0.0)
@@ -225,7 +224,7 @@ class FluidServers:
         has = first[:-1] < first[1:]
         read[first[:-1][has]] += self._stall[has]
         after = np.cumsum(read + span * self.cost.decode.seconds(running, cached))
-        # A server's own seconds begin at 0; an event happens before what follows it takes.
+        # Each server's seconds begin at 0; an event's time does not include what follows it.
         before = np.concatenate([[0.0], after[:-1]])[: 2 * count]
         seconds = before - np.repeat(before[first[:-1][has]], np.diff(first)[has])
         finish = np.empty(2 * count)
@@ -233,8 +232,8 @@ class FluidServers:
         return Timeline(finish[:count], seconds, seconds + read, at, first)
 
     def advance(self, line: Timeline, seconds: float) -> tuple[Requests, Array, Requests]:
-        """Let `seconds` pass. Returns the requests that were open, how many tokens each sampled in that time, and those
-        of them that ended.
+        """Let `seconds` pass. Returns the requests that were open, how many tokens each sampled in that time, and the
+        requests that ended.
         """
         requests, first = self.open, line.first
         steps = np.zeros(self.num)
@@ -252,7 +251,7 @@ class FluidServers:
         sampled = np.clip(now - np.maximum(requests.start, self.clock[requests.server]), 0.0, None)
         ended = line.finish <= seconds
         sampled = np.where(ended, requests.finish - np.maximum(requests.start, self.clock[requests.server]), sampled)
-        # A server that has ended all its requests is where the last one ended.
+        # The clock of a server that has ended all its requests stops where the last one ended.
         np.maximum.at(clock, requests.server[ended], requests.finish[ended])
         self.clock = clock
         self.sampled += float(sampled.sum())
@@ -264,7 +263,7 @@ class FluidServers:
         return not len(self.open) and not self._homeless
 
     def read_again(self) -> None:
-        """Running requests end with their tokens so far and go on where they are: these are read once more."""
+        """Interrupt running requests and continue them on the same servers, which read the tokens so far again."""
         requests = self.open
         now = self.clock[requests.server]
         running = requests.start <= now
@@ -272,7 +271,7 @@ class FluidServers:
         self._stall += np.bincount(requests.server[running], held * self.cost.prefill, minlength=self.num)
 
     def take_queued(self) -> Requests:
-        """Take away the requests that have not started."""
+        """Remove and return the requests that have not started."""
         queued = self.open.start > self.clock[self.open.server] + _END
         taken = self.open.take(queued)
         self.open = self.open.take(~queued)
@@ -289,7 +288,7 @@ class FluidServers:
         heapq.heapify(self._free[server])
 
     def lose(self, servers: Integers) -> None:
-        """Servers are gone: what was open there goes on elsewhere, where its tokens so far are read first."""
+        """Lose these servers. Their open requests continue on others, which first read the tokens so far."""
         self.is_up[servers] = False
         gone = np.isin(self.open.server, servers)
         moved, self.open = self.open.take(gone), self.open.take(~gone)
@@ -300,15 +299,15 @@ class FluidServers:
         self.add(moved.name, moved.held + sampled, moved.finish - moved.start - sampled)
 
     def come_back(self, servers: Integers) -> None:
-        """Servers may take requests again."""
+        """Let these servers take requests again, and give out the requests that no server could take."""
         self.is_up[servers] = True
         waiting, self._homeless = self._homeless, []
         for name, held, tokens in waiting:
             self.add(name, held, tokens)
 
     def begin_again(self, held: float, tokens: Array) -> None:
-        """All servers are started anew: every open request is sampled from its prompt of `held` tokens on. `tokens`: of
-        each response, by name.
+        """Restart all servers and sample every open request anew, from its prompt of `held` tokens. `tokens`: of each
+        response, indexed by name.
         """
         names = np.concatenate([self.open.name, *(name for name, _, _ in self._homeless)])
         self.open, self._homeless = Requests.none(), []

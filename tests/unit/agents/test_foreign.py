@@ -49,7 +49,7 @@ def run_agent(code, script=("four", "five"), sessions=None, *, cancel_at=None, e
     )
 
     async def act():
-        runner = ForeignAgents(config, decode, OPENERS, [STOP])
+        runner = ForeignAgents(config.episodes, config.rollout, decode, OPENERS, [STOP])
         await runner.start()
         session = ScriptedSession(script)
         try:
@@ -159,7 +159,7 @@ def run_with(session, code, *, evaluates_at=1.0, **limits):
     )
 
     async def act():
-        runner = ForeignAgents(config, decode)
+        runner = ForeignAgents(config.episodes, config.rollout, decode)
         await runner.start()
         try:
             return await runner.run(TASK, session, "e"), session, runner
@@ -252,7 +252,9 @@ def driven(side, code, beside=lambda: asyncio.sleep(0)):
     config = make_config(rollout=dict(episode=dict(function="foreign", options=options)), data=dict(chat_template=True))
 
     async def act():
-        driver = EpisodeDriver(side.conversation, Limits(8, 4096), ForeignAgents(config, decode))
+        driver = EpisodeDriver(
+            side.conversation, Limits(8, 4096), ForeignAgents(config.episodes, config.rollout, decode)
+        )
         await driver.start()
         other = asyncio.ensure_future(beside())
         try:
@@ -333,7 +335,7 @@ def test_a_variable_that_is_not_set_is_named_at_the_start():
 def test_a_program_that_is_not_there_is_named_at_the_start():
     config = make_config(rollout=dict(episode=dict(function="foreign", options=dict(command=["no-such-agent"]))))
     with pytest.raises(EpisodeError, match="no program 'no-such-agent'"):
-        asyncio.run(ForeignAgents(config, decode).start())
+        asyncio.run(ForeignAgents(config.episodes, config.rollout, decode).start())
 
 
 @pytest.mark.parametrize("make", ["os.mkfifo(path)", "os.symlink('/dev/zero', path)", "os.mkdir(path)"])

@@ -55,6 +55,9 @@ async def search(
 def ping():
     """Say something."""
 
+def level(x: Literal[1, 7], sure: Literal[True] = True):
+    """Set the level."""
+
 def with_task(task, x: int):
     """Has the task."""
 
@@ -154,6 +157,16 @@ def test_arguments_are_checked_and_converted():
         "kind": "news",
     }
     assert load_tool("my_tools:ping").arguments_of("") == {}
+
+
+def test_a_choice_of_numbers_is_given_as_a_number_or_as_text():
+    tool = load_tool("my_tools:level")
+    assert tool.schema["function"]["parameters"]["properties"]["x"] == {"type": "integer", "enum": [1, 7]}
+    for given in ({"x": 7, "sure": True}, {"x": "7", "sure": "True"}):
+        assert tool.arguments_of(given) == {"x": 7, "sure": True}
+    for wrong in ({"x": 2}, {"x": True}, {"x": 7.0}, {"x": 1, "sure": 1}):
+        with pytest.raises(ToolError, match="valid: "):
+            tool.arguments_of(wrong)
 
 
 @pytest.mark.parametrize(

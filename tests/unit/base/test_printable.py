@@ -78,7 +78,7 @@ class Terminal(io.StringIO):
 
 def test_a_progress_bar_of_a_tool_draws_on_the_terminal_itself(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "tools"))
-    from conversion_tool import ProgressBar
+    from gspo_mega.cli.checkpoint_tools import ProgressBar
 
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)

@@ -1,6 +1,7 @@
-"""What a shell offers after the script of `gspo-mega completion bash`."""
+"""What a shell offers after the script of `gspo-mega completion`."""
 
 import shlex
+import shutil
 import subprocess
 
 import pytest
@@ -36,7 +37,7 @@ def test_commands(complete):
 def test_options_and_their_choices(complete):
     assert complete("gspo-mega", "plan", "--js") == {"--json", "--json-schema"}
     assert complete("gspo-mega", "plan", "--command", "") == {"train", "sft", "eval", "certify", "mismatch", "budget"}
-    assert complete("gspo-mega", "completion", "") == {"bash"}
+    assert complete("gspo-mega", "completion", "") == {"bash", "zsh"}
     assert "--machines" in complete("gspo-mega", "doctor", "-")
 
 
@@ -53,3 +54,38 @@ def test_another_shell_is_refused(capsys):
     with pytest.raises(SystemExit):
         main(["completion", "tcsh"])
     assert "invalid choice: 'tcsh'" in capsys.readouterr().err
+
+
+@pytest.fixture
+def complete_in_zsh(capsys, tmp_path):
+    """Words -> what zsh offers for the last of them. `files` stands for the files of the folder."""
+    if shutil.which("zsh") is None:
+        pytest.skip("zsh is not installed")
+    assert main(["completion", "zsh"]) == 0
+    script = tmp_path / "completion.zsh"
+    script.write_text(capsys.readouterr().out)
+
+    def offer(*words):
+        # Outside the line editor zsh has no `compadd` and no `compdef`; what completes a line is what they are given.
+        code = (
+            "compdef() { registered=$1 }; _files() { print -r files };"
+            ' compadd() { while [[ $1 != -- ]]; do shift; done; shift; print -rl -- "$@" };'
+            f' source {script}; words=({shlex.join(words)}); CURRENT={len(words)}; "$registered"'
+        )
+        done = subprocess.run(["zsh", "-feu", "-c", code], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0 and done.stderr == "", done.stderr
+        return set(done.stdout.split())
+
+    return offer
+
+
+def test_zsh_gets_the_same_words(complete_in_zsh):
+    assert complete_in_zsh("gspo-mega", "") == {*COMMANDS, "--help", "--version"}
+    assert {"--json", "--json-schema"} < complete_in_zsh("gspo-mega", "plan", "--")
+    assert complete_in_zsh("gspo-mega", "plan", "--command", "") == {
+        "train", "sft", "eval", "certify", "mismatch", "budget",
+    }  # fmt: skip
+    assert complete_in_zsh("gspo-mega", "completion", "") == {"bash", "zsh"}
+    assert {"train.num_steps=", "run.dir=", "files"} < complete_in_zsh("gspo-mega", "train", "run.yaml", "t")
+    for words in (("train", ""), ("status", "r"), ("other", "x")):
+        assert complete_in_zsh("gspo-mega", *words) == {"files"}

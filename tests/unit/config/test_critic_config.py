@@ -18,13 +18,13 @@ PPO = "algorithm=ppo"
 
 def test_a_critic_has_its_defaults_where_its_section_is_absent(write):
     config = load_config(write(), [PPO, "batch.group_size=1"]).config
-    assert config.critic == critic_of(config) == Critic() and least_of_group(config) == 1
+    assert config.critic == critic_of(config.algorithm, config.critic) == Critic() and least_of_group(config) == 1
     assert (config.objective.clip_low, config.objective.clip_high) == (0.2, 0.2)
     assert config.objective.aggregation == "token_mean" and not config.critic.bootstrap_truncated
     own = critic_config(config)
     assert (own.optimizer, own.precision, own.recompute) == (config.optimizer, config.precision, config.recompute)
     plain = load_config(write(), []).config
-    assert plain.critic is None is critic_of(plain) and least_of_group(plain) == 2
+    assert plain.critic is None is critic_of(plain.algorithm, plain.critic) and least_of_group(plain) == 2
     with pytest.raises(ValueError, match="`algorithm: gspo` has no critic"):
         critic_config(plain)
 

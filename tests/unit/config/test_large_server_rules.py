@@ -116,7 +116,7 @@ def test_contradictions_of_large_servers_are_refused_by_key(write, overrides, ke
 def test_speculative_decoding_by_sglangs_names(write, speculative, arguments):
     config = load_config(write(), [f"server.speculative={speculative}", *SENT, "model.path=m"]).config
     expected = {f"speculative_{name}": value for name, value in arguments.items()}
-    assert speculative_arguments(config) == expected
+    assert speculative_arguments(config.server, config.model) == expected
     spec = spec_from_config(
         config,
         model_path="published",

@@ -116,11 +116,11 @@ def test_a_reward_section_and_its_shorthand_are_the_same(write):
 
 
 def test_data_sources(write):
-    assert [(s.name, s.path) for s in data_sources(load_config(write()).config)] == [("train", "train.jsonl")]
+    assert [(s.name, s.path) for s in data_sources(load_config(write()).config.data)] == [("train", "train.jsonl")]
     odd = load_config(write(), ["data.path=/a/my file (1).jsonl"]).config
-    assert [s.name for s in data_sources(odd)] == ["my-file-1-"]
+    assert [s.name for s in data_sources(odd.data)] == ["my-file-1-"]
     several = load_config(write(), ["data.path=", "data.sources=[{name: a, path: x}, {name: b, path: y, weight: 3}]"])
-    assert [(s.name, s.weight) for s in data_sources(several.config)] == [("a", 1.0), ("b", 3.0)]
+    assert [(s.name, s.weight) for s in data_sources(several.config.data)] == [("a", 1.0), ("b", 3.0)]
 
 
 def test_loading_and_planning_import_neither_torch_nor_numpy(write):

@@ -29,13 +29,16 @@ def test_a_shipped_configuration_loads_and_plans(path, tmp_path):
         plan = plan_run(loaded, "cpu")
         assert plan.layout.world_size == 1, "each case brings its own ranks"
     elif loaded.config.cluster.gpu is not None:
-        assert plan_run(loaded, "gpu").layout.world_size >= 4
+        assert plan_run(loaded, "gpu").layout.world_size >= (1 if path.stem.endswith("_1gpu") else 4)
     elif path.name.startswith("quickstart_fp8"):
         plan = plan_run(loaded, "cpu", CONFIGS / "models" / "quickstart_wide.json")
         assert plan.layout.world_size == 1 and "hidden 256, 2 heads x 128" in render_report(plan)
     elif path.name.startswith("calculator"):
         plan = plan_run(loaded, "cpu", CONFIGS / "models" / "quickstart_dense.json")
         assert plan.layout.world_size == plan.layout.data == 2 and "longest sequence 160" in render_report(plan)
+    elif path.name.startswith("smollm2"):
+        plan = plan_run(loaded, "cpu", CONFIGS / "models" / "smollm2_135m.json")
+        assert plan.layout.world_size == plan.layout.data == 2 and "135 M parameters" in render_report(plan)
     else:
         plan = plan_run(loaded, "cpu", CONFIGS / "models" / "quickstart_moe.json")
         assert plan.layout.world_size == 2 and plan.layout.expert == 2
@@ -102,7 +105,10 @@ def test_only_the_quickstarts_widen_the_clip_range_and_say_so():
         for path in SHIPPED
     }
     assert noticed["gsm8k.yaml"] == [] and noticed["quickstart_sft.yaml"] == []
-    quickstarts = {"quickstart.yaml", "quickstart_fp8.yaml", "quickstart_lora.yaml", "calculator.yaml"}
+    quickstarts = {f"quickstart{kind}.yaml" for kind in ("", "_fp8", "_lora")} | {
+        "calculator.yaml",
+        "smollm2_json.yaml",
+    }
     assert {name for name, notices in noticed.items() if notices and not name.startswith("certify")} == quickstarts
     for name in quickstarts:
         assert noticed[name] == ["clip range 0.003 / 0.004 instead of 0.0003 / 0.0004, the published one of gspo"]

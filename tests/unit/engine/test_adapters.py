@@ -6,30 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from one_layer import ONE_LAYER
 
 from gspo_mega.config.schema import Lora
 from gspo_mega.engine.adapters import Adapter
 from gspo_mega.models.low_rank import adapted
-from gspo_mega.models.spec import ModelSpec
 
-SPEC = ModelSpec(
-    family="qwen3",
-    num_layers=1,
-    hidden_size=2,
-    num_heads=1,
-    num_kv_heads=1,
-    head_dim=1,
-    intermediate_size=1,
-    vocab_size=8,
-    max_position_embeddings=16,
-    rope_theta=1e4,
-    rms_norm_eps=1e-6,
-    tie_word_embeddings=False,
-    qk_norm=True,
-    attention_bias=False,
-    torch_dtype="float32",
-    eos_token_ids=(1,),
-)
 ONE = SimpleNamespace(rank=0, size=1, group=None)
 GROUPS: object = SimpleNamespace(tensor=ONE, expert_tensor=ONE)
 
@@ -47,11 +29,11 @@ def gate_and_up() -> Adapter:
 
 def build(targets, dtype=torch.float32) -> Adapter:
     settings = Lora(rank=1, alpha=3.0, targets=tuple(targets))
-    ((parameter, entries),) = adapted(SPEC, targets).items()
+    ((parameter, entries),) = adapted(ONE_LAYER, targets).items()
     assert parameter == "decoder.layers.0.mlp.linear_fc1.weight"
     linear = torch.nn.Linear(2, 2, bias=False, dtype=dtype)
     vars(linear)["config"] = SimpleNamespace(sequence_parallel=True)
-    return Adapter(SPEC, GROUPS, settings, entries, linear)  # type: ignore[arg-type]
+    return Adapter(ONE_LAYER, GROUPS, settings, entries, linear)  # type: ignore[arg-type]
 
 
 def test_each_fused_matrix_meets_its_own_a(gate_and_up):

@@ -83,7 +83,7 @@ def test_a_library_that_is_missing_turns_a_default_off_and_refuses_a_wish(on_gpu
 
 
 def dispatcher(name):
-    return fusions.dispatcher_settings(make_config(parallel=dict(expert=2, expert_dispatcher=name)))
+    return fusions.dispatcher_settings(make_config(parallel=dict(expert=2, expert_dispatcher=name)).parallel)
 
 
 @pytest.mark.parametrize("name", ["alltoall", "allgather"])

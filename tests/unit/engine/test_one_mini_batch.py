@@ -124,5 +124,5 @@ def test_what_follows_from_the_keys(num_mini_batches, old_log_probs, correction,
         mismatch=dict(correction=correction),
         batch=dict(prompts_per_step=4, group_size=4, num_mini_batches=num_mini_batches, micro_batch_tokens=128),
     )
-    assert (needs_old_log_prob_pass(config), old_is_current(config)) == (makes, current)
+    assert (needs_old_log_prob_pass(config), old_is_current(config.old_log_probs, config.batch)) == (makes, current)
     assert may_correct_in_training(config) == (makes and current)

@@ -131,3 +131,25 @@ def test_quantising_uses_the_given_scale_notes_the_amax_and_saturates():
     # Flat shards of FP8 parameters are cast with a quantiser that has no amax to note.
     silent = Float8Quantizer(torch.tensor([64.0]), torch.Tensor(), DType.kFloat8E4M3)
     assert silent(torch.tensor([[7.0]]))._data.tolist() == [[0x7E]]
+
+
+@in_te_process
+def test_on_a_grid_a_rounding_of_the_amax_changes_no_scale_and_an_amax_that_is_not_shared_does():
+    """The steps are 4.4 % apart. No scale is above the exact one, so that nothing overflows."""
+    from gspo_mega.cpu.te_fp8 import put_delayed_scales_on_grid
+
+    def scale_of(amax):
+        history, scale = torch.zeros(1, 1), torch.ones(1)
+        update(torch.tensor([amax]), [history], [scale])
+        return scale.item()
+
+    exact = {amax: scale_of(amax) for amax in (3.0, 3.003, 3.15)}
+    assert len(set(exact.values())) == 3
+    put_delayed_scales_on_grid(True)
+    try:
+        on_grid = {amax: scale_of(amax) for amax in exact}
+    finally:
+        put_delayed_scales_on_grid(False)
+    assert on_grid[3.0] == on_grid[3.003] != on_grid[3.15]
+    assert all(0.957 < on_grid[amax] / exact[amax] <= 1 for amax in exact)
+    assert scale_of(3.0) == exact[3.0]

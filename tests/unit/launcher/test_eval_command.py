@@ -192,3 +192,13 @@ def test_an_evaluation_does_not_train_so_that_nothing_is_refused_for_that(run, l
     # The configuration of the cold start trains by `sft`.
     assert main(["eval", "configs/quickstart_sft.yaml", f"run.dir={json.dumps(str(run.path.parent))}"]) == 0
     assert [(config.train, config.sft) for config, _ in launched] == [(None, None)] * 2
+
+
+@pytest.mark.parametrize("override", ["model.path=other", "model={path: other}", "model.weights=x"])
+def test_an_override_cannot_replace_the_model_that_is_asked(tmp_path, capsys, override):
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    assert main(["eval", str(folder), "--config", CONFIG, override]) == 2
+    error = capsys.readouterr().err
+    assert f"{override} names another model than {folder}" in error and "leave it out" in error

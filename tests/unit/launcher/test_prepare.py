@@ -1,5 +1,7 @@
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -7,7 +9,7 @@ from gspo_mega.base.errors import ConfigError
 from gspo_mega.base.run_folder import RunFolder, atomic_write_json, atomic_write_text
 from gspo_mega.config import load_config
 from gspo_mega.launcher.lease import hold
-from gspo_mega.launcher.prepare import differing_keys, new_attempt
+from gspo_mega.launcher.prepare import configuration_of, differing_keys, new_attempt
 
 CONFIG = "configs/quickstart.yaml"
 
@@ -208,3 +210,68 @@ def test_another_layout_continues_but_not_across_expert_parallelism(folder):
     with pytest.raises(ConfigError, match="parallel.expert: 2 here, 1 in the folder .* cannot move between 1 and more"):
         new_attempt(folder, load_config(CONFIG, ["cluster.ranks_per_node=2", "parallel.expert=2"], "train"), "train")
     assert folder.config_file.read_bytes() == before
+
+
+def test_a_file_is_a_configuration_and_a_runs_folder_is_its_own(folder, tmp_path, monkeypatch):
+    assert configuration_of(CONFIG, "train") == (Path(CONFIG), [])
+    repository = Path.cwd()
+    with_checkpoint(folder, "train", ["run.dir=runs", "run.name=demo"])
+    moved = tmp_path / 'moved, to: "here"'
+    moved.mkdir()
+    folder.path.rename(moved / "demo")
+    monkeypatch.chdir(moved)
+    config, overrides = configuration_of("demo", "train")
+    assert Path.cwd() == repository, "where the run was started"
+    loaded = load_config(config, overrides, "train").config
+    assert (loaded.run.dir, loaded.run.name) == (str(moved), "demo")
+
+
+def test_a_run_whose_first_working_directory_is_gone_is_continued_where_the_user_is(folder, tmp_path, monkeypatch):
+    attempt = with_checkpoint(folder, overrides=["run.name=demo"])
+    attempt.started_in_file.write_text(f"{tmp_path / 'gone'}\n")
+    monkeypatch.chdir(tmp_path)
+    assert configuration_of("demo", "train")[0] == folder.config_file
+    assert Path.cwd() == tmp_path
+
+
+def test_a_run_made_before_the_working_directory_was_recorded_is_continued(folder, tmp_path, monkeypatch):
+    with_checkpoint(folder, overrides=["run.name=demo"]).started_in_file.unlink()
+    monkeypatch.chdir(tmp_path)
+    assert configuration_of("demo", "train")[0] == folder.config_file
+
+
+def test_a_folder_of_another_command_or_of_no_run_is_refused(folder, tmp_path):
+    with pytest.raises(ConfigError, match="is not a run's folder; give a YAML file, or a folder of a run"):
+        configuration_of(str(tmp_path), "train")
+    with_checkpoint(folder, overrides=["run.name=demo"]).command_file.write_text("sft\n")
+    with pytest.raises(ConfigError, match="is a run of `gspo-mega sft`; continue it with gspo-mega sft"):
+        configuration_of(str(folder.path), "train")
+
+
+@pytest.mark.parametrize("name", ["p\N{GRINNING FACE}", "u\u0308ber\"'", "a: b"])
+def test_a_run_is_continued_below_any_name(folder, tmp_path, name):
+    with_checkpoint(folder, "train", ["run.name=demo"])
+    (tmp_path / name).mkdir()
+    folder.path.rename(tmp_path / name / "demo")
+    config, overrides = configuration_of(str(tmp_path / name / "demo"), "train")
+    assert load_config(config, overrides, "train").config.run.dir == str(tmp_path / name)
+
+
+def test_a_renamed_copy_or_another_folders_name_is_refused(folder, tmp_path):
+    with_checkpoint(folder, "train", ["run.name=demo"])
+    with pytest.raises(ConfigError, match=r"run.name=other names another folder"):
+        configuration_of(str(folder.path), "train", ["run.name=other"])
+    folder.path.rename(tmp_path / "other")
+    with pytest.raises(ConfigError, match="is a copy of the run demo, or was renamed"):
+        configuration_of(str(tmp_path / "other"), "train")
+
+
+def test_a_working_directory_that_is_no_text_or_may_not_be_read_as_text_ends_nothing(folder, tmp_path, monkeypatch):
+    odd = Path(os.fsdecode(bytes(tmp_path) + b"/cwd\xff"))
+    odd.mkdir()
+    loaded = load_config(CONFIG, ["run.name=demo"], "train")
+    monkeypatch.chdir(odd)
+    attempt = new_attempt(folder, loaded, "train")
+    assert not attempt.started_in_file.exists()
+    attempt.started_in_file.write_bytes(b"\xff\xfe")
+    assert configuration_of(str(folder.path), "train")[0] == folder.config_file

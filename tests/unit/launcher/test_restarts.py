@@ -8,8 +8,8 @@ import time
 import pytest
 
 from gspo_mega.base.errors import ConfigError, DataError, NumericsError, RankError, RolloutError
-from gspo_mega.base.run_folder import RunFolder
-from gspo_mega.launcher.restarts import WINDOW_SECONDS, Furthest, Restarts, furthest, last_restart
+from gspo_mega.base.run_folder import DamagedFileError, RunFolder
+from gspo_mega.launcher.restarts import WINDOW_SECONDS, Furthest, Restarts, furthest, last_line, last_restart
 
 
 def test_as_often_as_allowed_while_it_gets_further():
@@ -120,3 +120,20 @@ def test_a_run_that_was_given_up_has_a_whole_budget_when_it_is_queued_again(tmp_
     used = Restarts(1, Furthest(), [time.time()])
     assert not used.decide_and_record(folder.new_attempt(), RankError("x")).again
     assert last_restart(folder).restarted_at and Restarts.carry_on(folder, 1).count == 0
+
+
+def test_the_last_line_of_metrics_is_read_however_long_it_is(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    long = {"step": 2, "text": "x" * 200_000}
+    file.write_text('{"step": 1}\n' + json.dumps(long) + "\n")
+    assert last_line(file) == long
+    file.write_text('{"step": 1, "eval/accuracy": 0.5}\n' + json.dumps(long) + "\n{half")
+    assert last_line(file) == long and last_line(file, "eval/accuracy") == {"step": 1, "eval/accuracy": 0.5}
+    assert last_line(file, "reward/mean") is None and last_line(tmp_path / "none") is None
+
+
+def test_megabytes_without_a_line_are_no_metrics(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1}\n' + "x" * 5_000_000 + "\n")
+    with pytest.raises(DamagedFileError, match="its last 4 MiB have no line of metrics"):
+        last_line(file)

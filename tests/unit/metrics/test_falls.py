@@ -165,3 +165,22 @@ def test_the_noise_of_a_long_mean(rho, factor):
     """The variance of a mean of n values is spread^2 (1 + rho) / (1 - rho) / n."""
     values = correlated(np.random.default_rng(7), 40, 2000, rho, 0.5)
     assert noise_until(values)[:, -1].mean() == pytest.approx(0.25 * factor, rel=0.25)
+
+
+@pytest.mark.parametrize(
+    ("rise", "level", "last", "falls"),
+    [
+        (0.0, 1.0, 0.70, False),  # less than a third of the level
+        (0.0, 1.0, 0.64, True),
+        (0.0, -1.0, -1.30, False),
+        (0.0, -1.0, -1.36, True),
+        (2.0, 0.3, -0.30, False),  # two thirds of what had been learnt since -1.7 are left
+        (2.0, 0.3, -0.42, True),
+    ],
+)
+def test_a_fall_loses_a_third_of_the_level_and_of_what_was_learnt(rise, level, last, falls):
+    """However certain a smaller loss is: the noise here is a thousandth."""
+    learning = level - rise * np.clip(1 - (np.arange(200) - 20) / 60, 0.0, 1.0)  # it begins after the first tenth
+    values = np.concatenate([learning[:150], np.full(50, last)])
+    values = values + 0.001 * np.random.default_rng(7).standard_normal(200)
+    assert bool(find_falls(values).fallen[-1]) is falls

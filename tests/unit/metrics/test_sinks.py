@@ -257,19 +257,19 @@ def test_a_package_that_is_missing_too_old_or_broken_is_said_before_a_run(monkey
     config = config_of("metrics.sinks=[wandb]")
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.23.1")
     with pytest.raises(ConfigError, match="metrics.sinks.0: .*'wandb': the package is 0.23.1 here, and 0.24 or newer"):
-        sink_makers(config)
+        sink_makers(config.metrics)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.0.0")
     monkeypatch.setitem(sys.modules, "wandb", None)
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "wandb" or find(name))
     with pytest.raises(ConfigError, match="wandb 1.0.0 cannot be imported here: ModuleNotFoundError"):
-        sink_makers(config)
+        sink_makers(config.metrics)
     gone = ("wandb", "tensorboard")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in gone else find(name))
     with pytest.raises(ConfigError, match="not installed here; pip install 'gspo_mega.wandb.'"):
-        sink_makers(config)
+        sink_makers(config.metrics)
     with pytest.raises(ConfigError, match="'tensorboard': the package tensorboard is not installed here"):
-        sink_makers(config_of("metrics.sinks=[tensorboard]"))
+        sink_makers(config_of("metrics.sinks=[tensorboard]").metrics)
 
 
 def test_the_oldest_version_is_that_of_the_package():
@@ -291,7 +291,7 @@ def test_names_are_short_for_sinks_and_the_older_key_is_read():
     assert [one.sink for one in config_of("metrics.tensorboard=false").metrics.sinks] == ["jsonl"]
     both = config_of("metrics.sinks=[wandb]", "metrics.tensorboard=true").metrics.sinks
     assert [one.sink for one in both] == ["wandb", "tensorboard"]
-    makers = sink_makers(config_of("metrics.sinks=[jsonl, {sink: wandb, options: {project: mine}}]"))
+    makers = sink_makers(config_of("metrics.sinks=[jsonl, {sink: wandb, options: {project: mine}}]").metrics)
     assert [maker.name for maker in makers] == ["wandb"]
 
 
@@ -308,5 +308,5 @@ def test_names_are_short_for_sinks_and_the_older_key_is_read():
 )
 def test_what_cannot_be_a_sink_is_refused_with_its_place(sinks, said):
     with pytest.raises(ConfigError) as refusal:
-        sink_makers(config_of(f"metrics.sinks={sinks}"))
+        sink_makers(config_of(f"metrics.sinks={sinks}").metrics)
     assert said in str(refusal.value) and str(refusal.value).startswith("metrics.sinks.")

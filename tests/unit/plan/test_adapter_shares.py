@@ -30,7 +30,7 @@ def test_a_rank_holds_the_model_frozen_and_adapters_trained(load, shape):
     shares = ModelShares(spec)
     state = shares.state(config, resolve_layout(config, spec), 0).of_rank(0)
     whole = shares.state(config.model_copy(update={"lora": None}), resolve_layout(config, spec), 0).of_rank(0)
-    assert num_adapter_parameters(config.lora, spec) == trained_parameters(config, spec, 10**9) == HALVES
+    assert num_adapter_parameters(config.lora, spec) == trained_parameters(config.lora, spec, 10**9) == HALVES
     assert (state.frozen, state.optimized) == (whole.parameters, HALVES + UNUSED_ROWS)
     assert state.parameters == state.frozen + state.optimized and state.gradients == state.optimized
     size = state_bytes(config, state)

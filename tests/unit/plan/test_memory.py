@@ -43,7 +43,7 @@ def test_the_verdict_names_peak_phase_and_part(load, shape):
     )
     report = render_report(plan, found)
     assert f"peak {found.memory.peak / GIB:.1f} GiB of 16.0 GiB in training, on stage 0: fits" in report
-    assert "formulas that no GPU has verified yet" in report
+    assert "formulas, checked on one H100 with two small models" in report
     plan, found = figures(load, shape, "cluster.gpu_memory_gib=8")
     assert not found.fits and "does not fit" in render_report(plan, found)
     assert any("does not fit by estimate" in notice and "most of it activations" in notice for notice in found.notices)

@@ -16,7 +16,7 @@ from gspo_mega.plan import estimate, plan_run, render_report
 ROOT = Path(__file__).parents[3]
 CONFIGS = ROOT / "configs"
 REAL = [path for path in sorted(CONFIGS.glob("*.yaml")) if "  gpu: " in path.read_text()]
-NAMES = {"qwen3_4b_1node", "llama3_70b_8nodes", "deepseek_v3_64nodes"} | {
+NAMES = {"qwen3_06b_1gpu", "qwen3_4b_1node", "llama3_70b_8nodes", "deepseek_v3_64nodes"} | {
     *(f"qwen3_235b_a22b_{nodes}nodes" for nodes in (8, 32, 128)),
     *(f"qwen3_30b_a3b_{nodes}nodes{precision}" for nodes in (4, 8) for precision in ("", "_fp8")),
 }
@@ -36,7 +36,7 @@ def test_a_real_configuration_fits_its_gpus(path, monkeypatch):
     assert figures.fits and "to spare" in report
     cluster = loaded.config.cluster
     machines = cluster.num_nodes + (figures.servers.nodes or 0)
-    assert machines == int(re.search(r"_(\d+)node", path.stem)[1])
+    assert machines == int(re.search(r"_(\d+)(?:node|gpu)", path.stem)[1])
     # The paper's, where it states them.
     objective = loaded.config.objective
     assert (objective.clip_low, objective.clip_high, loaded.config.batch.num_mini_batches) == (3e-4, 4e-4, 4)

@@ -23,21 +23,23 @@ def settings(load, *overrides: str) -> Config:
 
 def test_on_the_host_a_rank_holds_its_part_and_one_parameter(load):
     config, stage = settings(load), Stage(BufferSize(10**9, 10**6), BufferSize(10**7, 10**7))
-    assert save_host_bytes(config, stage, size(2 * 10**9)) == 2 * 10**9 + 12 * (10**8 + 10**7)
+    assert save_host_bytes(config.optimizer, stage, size(2 * 10**9)) == 2 * 10**9 + 12 * (10**8 + 10**7)
     # Reading takes 2 GiB at a time where that is more.
     stage.largest = State(parameters=10**9, linear=0, padding=0, optimized=10**6)
-    assert save_host_bytes(config, stage, size(0)) == 2 * GIB
+    assert save_host_bytes(config.optimizer, stage, size(0)) == 2 * GIB
     # Without the distributed optimizer a rank writes what it has.
     plain = settings(load, "optimizer.distributed=false")
-    assert save_host_bytes(plain, stage, size(9)) == 9 + 5 + 7
+    assert save_host_bytes(plain.optimizer, stage, size(9)) == 9 + 5 + 7
 
 
 def test_on_the_gpu_some_parameters_at_a_time_go_out_and_come_in(load):
     config = settings(load)
-    assert save_device_bytes(config, Stage(BufferSize(10**9, 10**6))) == 2 * 4 * 2**27
-    assert save_device_bytes(config, Stage(BufferSize(10**9, 3 * 10**8))) == 2 * 4 * 3 * 10**8
-    assert save_device_bytes(config, Stage(BufferSize(10**6, 10**5), BufferSize(10**5, 10**5))) == 2 * 4 * 10**6
-    assert save_device_bytes(settings(load, "optimizer.distributed=false"), Stage(BufferSize(10**9, 1))) == 0
+    assert save_device_bytes(config.optimizer, Stage(BufferSize(10**9, 10**6))) == 2 * 4 * 2**27
+    assert save_device_bytes(config.optimizer, Stage(BufferSize(10**9, 3 * 10**8))) == 2 * 4 * 3 * 10**8
+    assert (
+        save_device_bytes(config.optimizer, Stage(BufferSize(10**6, 10**5), BufferSize(10**5, 10**5))) == 2 * 4 * 10**6
+    )
+    assert save_device_bytes(settings(load, "optimizer.distributed=false").optimizer, Stage(BufferSize(10**9, 1))) == 0
 
 
 def test_the_report_names_both(load, shape):

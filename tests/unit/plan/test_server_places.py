@@ -20,12 +20,12 @@ MODELS = (
 
 def test_only_those_with_a_path_are_started():
     config = config_with(MODELS)
-    assert [(model.name, index) for model, index in reward_servers(config)] == [
+    assert [(model.name, index) for model, index in reward_servers(config.reward)] == [
         ("large", 0),
         ("small", 0),
         ("small", 1),
     ]
-    assert reward_gpus(config) == 6
+    assert reward_gpus(config.reward) == 6
 
 
 @pytest.mark.parametrize(

@@ -226,6 +226,18 @@ def test_each_line_from_its_metric():
     assert lines(run)["Mismatch of trainer and servers"].level == "good"
 
 
+@pytest.mark.parametrize(
+    ("old_log_probs", "share", "level"),
+    [("trainer", 0.2, "note"), ("trainer", 0.8, "warning"), ("rollout", 0.2, "warning"), ("rollout", 0.8, "warning")],
+)
+def test_clips_by_the_mismatch_are_a_warning_where_the_servers_log_probs_are_the_old_ones(old_log_probs, share, level):
+    run = record(mismatch__budget_share=[share] * 80, mismatch__clip_fraction=[0.3] * 80)
+    run.settings = {"old_log_probs": old_log_probs}
+    said = lines(run)["Mismatch of trainer and servers"]
+    assert said.level == level and "it clips 30% of sequences with no update at all" in said.text
+    assert ("were the servers' log-probs the old ones" in said.text) == (old_log_probs == "trainer")
+
+
 def test_without_a_signal_nothing_is_said_of_the_clip_range():
     run = record(policy__clip_fraction=[0.0] * 80, groups__constant_fraction=[1.0] * 80)
     nothing = f"nothing to clip: 100% of groups have one reward, and no gradient{LAST}"

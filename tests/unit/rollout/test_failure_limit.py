@@ -46,3 +46,21 @@ def test_a_fraction_of_zero_allows_none():
 def test_where_the_size_is_not_known_the_end_decides():
     assert outcome(2, 8, most_done=math.inf) == "at the end" and outcome(1, 8, most_done=math.inf) == "goes on"
     assert outcome(2, 8, most_done=math.inf, least_done=20) == "goes on"
+
+
+def test_the_error_keeps_the_counts_of_the_moment_that_made_it_certain():
+    """Tasks that fail at the same time raise it, too, and any of them may be the first to end."""
+    limit = FailureLimit("episodes", "episodes", 0.1, 20, 0, EpisodeError)
+    said = []
+    for number in range(5):
+        limit.add(f"e{number}: deadline")
+        try:
+            limit.check()
+        except EpisodeError as error:
+            said.append(str(error))
+    assert len(said) == 3 and set(said) == {said[0]} and said[0].startswith("3 of 3 episodes failed")
+    limit.begin()
+    for number in range(4):
+        limit.add(f"f{number}: deadline")
+    with pytest.raises(EpisodeError, match="4 of 4 episodes failed(?s:.*)f0: deadline"):
+        limit.check()

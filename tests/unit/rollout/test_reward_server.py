@@ -24,7 +24,7 @@ def config_with(*models):
 
 def test_a_server_of_it_is_one_of_the_policys_but_for_what_its_entry_says(tmp_path):
     config = config_with(OWN)
-    derived = reward_config(config, own_model(config, "sums"))
+    derived = reward_config(config, own_model(config.reward, "sums"))
     spec = spec_from_config(
         derived,
         model_path=derived.model.path,
@@ -45,7 +45,7 @@ def test_a_server_of_it_is_one_of_the_policys_but_for_what_its_entry_says(tmp_pa
 def test_a_text_may_be_longer_in_its_tokens_than_in_the_policys(tmp_path, positions, tokens):
     (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": positions} if positions else {}))
     config = config_with(dict(name="sums", path=str(tmp_path)))
-    assert reward_config(config, own_model(config, "sums")).server.context_tokens == tokens
+    assert reward_config(config, own_model(config.reward, "sums")).server.context_tokens == tokens
 
 
 def test_sglang_is_told_that_the_model_scores(tmp_path):
@@ -68,10 +68,10 @@ def test_sglang_is_told_that_the_model_scores(tmp_path):
 
 def test_a_name_that_is_none_is_refused():
     with pytest.raises(ConfigError, match="--reward-model: other: valid: sums"):
-        own_model(config_with(OWN), "other")
+        own_model(config_with(OWN).reward, "other")
     foreign = dict(name="sums", url="http://127.0.0.1:9/")
     with pytest.raises(ConfigError, match=r"no entry of reward.model has a `path`"):
-        own_model(config_with(foreign), "sums")
+        own_model(config_with(foreign).reward, "sums")
 
 
 def test_those_that_are_ready_are_found_apart_from_the_policys(tmp_path):

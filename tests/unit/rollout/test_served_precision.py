@@ -41,7 +41,9 @@ def ask(tmp_path):
         config = collector_config()
         config = config.model_copy(update={"precision": "fp32", "server": config.server.model_copy(update=keys)})
         answers.append((status, answer))
-        return served_precision(config, f"http://127.0.0.1:{server.server_port}", tmp_path / "key")
+        return served_precision(
+            config.server, config.precision, f"http://127.0.0.1:{server.server_port}", tmp_path / "key"
+        )
 
     asking.asked = asked
     yield asking

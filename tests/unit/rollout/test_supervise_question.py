@@ -53,4 +53,6 @@ def test_a_server_that_answers_the_second_question_is_ready(monkeypatch):
     monkeypatch.setattr(spec, "_server_info", once)
     monkeypatch.setattr(spec, "_PAUSE_SECONDS", 0.0)
     config = load_config(CONFIG, ["server.dtype=bf16"]).config
-    assert spec.served_precision(config, "http://x", Path("key")).startswith("bf16 activations")
+    assert spec.served_precision(config.server, config.precision, "http://x", Path("key")).startswith(
+        "bf16 activations"
+    )

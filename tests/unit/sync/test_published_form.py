@@ -66,7 +66,7 @@ def test_the_configuration_says_what_is_sent(changes, gathered, plain, rule):
     form = published_form(config)
     assert (form.gathered, form.plain) == (gathered, plain)
     assert (form.stored is None) == (rule is None) and (rule is None or form.rule == rule)
-    assert quantised_on_load(config) == (
+    assert quantised_on_load(config.server) == (
         changes["quantization"] if changes.get("quantization") in ("fp8", "int8") else None
     )
 

@@ -9,32 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from one_layer import ONE_LAYER
 
 from gspo_mega.config.schema import Lora
 from gspo_mega.engine.adapters import Adapter
 from gspo_mega.metrics.catalogue import find_metric
 from gspo_mega.models.low_rank import adapted
-from gspo_mega.models.spec import ModelSpec
 from gspo_mega.train.reports import adapter_metrics
 
-SPEC = ModelSpec(
-    family="qwen3",
-    num_layers=1,
-    hidden_size=2,
-    num_heads=1,
-    num_kv_heads=1,
-    head_dim=1,
-    intermediate_size=1,
-    vocab_size=8,
-    max_position_embeddings=16,
-    rope_theta=1e4,
-    rms_norm_eps=1e-6,
-    tie_word_embeddings=False,
-    qk_norm=True,
-    attention_bias=False,
-    torch_dtype="float32",
-    eos_token_ids=(1,),
-)
 LORA = Lora(rank=1, alpha=3.0, targets=("gate_proj", "up_proj"))
 ONE = SimpleNamespace(rank=0, size=1, group=None)
 
@@ -50,7 +32,7 @@ def engine_of(world: Any, lora: Lora | None, copy_rank: int = 0) -> Any:
     """A policy of one layer with alpha / rank = 3: A of gate (1, 2), of up (3, 4); B 5 and 6. `copy_rank`: of this rank
     among those that hold the same adapters.
     """
-    ((_, entries),) = adapted(SPEC, LORA.targets).items()
+    ((_, entries),) = adapted(ONE_LAYER, LORA.targets).items()
     linear = torch.nn.Linear(2, 2, bias=False)
     vars(linear)["config"] = SimpleNamespace(sequence_parallel=False)
     groups: Any = SimpleNamespace(
@@ -60,13 +42,13 @@ def engine_of(world: Any, lora: Lora | None, copy_rank: int = 0) -> Any:
         data_context=SimpleNamespace(rank=copy_rank, size=2, group=None),
         host=world,
     )
-    adapter = Adapter(SPEC, groups, LORA, entries, linear)
+    adapter = Adapter(ONE_LAYER, groups, LORA, entries, linear)
     with torch.no_grad():
         adapter.a["gate"].copy_(torch.tensor([[1.0, 2]]))
         adapter.a["up"].copy_(torch.tensor([[3.0, 4]]))
         adapter.b.copy_(torch.tensor([[5.0], [6]]))
     chunk = SimpleNamespace(low_rank=lambda: [adapter])
-    return SimpleNamespace(config=SimpleNamespace(lora=lora), chunks=[chunk], groups=groups, spec=SPEC)
+    return SimpleNamespace(config=SimpleNamespace(lora=lora), chunks=[chunk], groups=groups, spec=ONE_LAYER)
 
 
 def test_the_norm_is_that_of_what_is_added_to_the_weights(world):

@@ -242,7 +242,7 @@ def test_supervised_batch_has_the_tokens_of_all_demonstrations_as_denominator(sp
     config = two_mini_batches(cluster=dict(ranks_per_node=2))
     layout = resolve_layout(config, spec)
     demonstrations = [Demonstration.of_one_turn(f"d:{i}", (3, 4, 5), range(6, 8 + i)) for i in range(7)]
-    shards = assemble_supervised(demonstrations, config, layout, 0)
+    shards = assemble_supervised(demonstrations, config.batch, config.run, layout, 0)
     tokens = sum(2 + i for i in range(7))
     assert [s[0].denominator for s in shards] == [tokens, tokens]
     assert sum(int(b.loss_mask.sum()) for s in shards for b in s[0].micro_batches) == tokens
@@ -254,7 +254,7 @@ def test_supervised_turns_are_learned_and_what_stands_between_them_is_not(spec):
     turns = DemonstratedRow((3, 4, 5), (6, 7, 8, 9, 10), (1, 1, 0, 0, 1))
     branch = DemonstratedRow((3, 4), (11, 12), (0, 1))
     demonstrations = [Demonstration("d:0", (turns, branch)), Demonstration.of_one_turn("d:1", (3,), (4, 5))]
-    shards = assemble_supervised(demonstrations, config, layout, 0)
+    shards = assemble_supervised(demonstrations, config.batch, config.run, layout, 0)
     assert [s[0].denominator for s in shards] == [6.0, 6.0]
     packs = [b for s in shards for b in s[0].micro_batches]
     learned = sorted(int(label) for b in packs for label in b.labels[b.loss_mask > 0])

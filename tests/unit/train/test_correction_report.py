@@ -23,7 +23,7 @@ def metrics_of(config, values, present=(True,) * 4):
     columns = {f"correction_{name[:-1]}": np.array(column, float) for name, column in values.items()}
     columns["correction_vetoes"] = columns.pop("correction_vetoe")
     columns["correction_centre"] = np.full(4, -1e-3)
-    return correction_metrics(config, columns, np.array(present))
+    return correction_metrics(config.mismatch, config.old_log_probs, columns, np.array(present))
 
 
 def test_the_metrics_of_a_step(config):

@@ -70,7 +70,7 @@ def stepped(engine: Engine, **critic):
     batch = RolloutBatch(0, [Group(0, PROMPT, episodes())])
     fill_advantages(batch, config, 0)
     mini_batches = assemble(batch, config, LAYOUT, 0)[0]
-    settings = critic_of(config)
+    settings = critic_of(config.algorithm, config.critic)
     assert settings is not None
     step = CriticStep(engine, settings, std_ddof=0)
     step.estimate(mini_batches, [None], [None])

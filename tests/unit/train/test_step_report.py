@@ -111,11 +111,11 @@ class Session(SimpleNamespace):
                 check_newest_attempt=lambda: None,
                 source=source,
                 num_restarts=1,
+                shown_responses=["  1.000  a question", "           -> its answer"],
                 writer=SimpleNamespace(write=lambda step, metrics: lines.append((step, dict(metrics)))),
             ),
             prefetch=None,
             run_folder=RunFolder(tmp_path),
-            context=SimpleNamespace(notices=[]),
             said=[],
             lines=lines,
         )
@@ -281,6 +281,7 @@ def test_the_final_table_has_means_over_the_steps_that_have_them(tmp_path):
         },
     }
     text, result = run_table(session)
+    assert "\n  1.000  a question\n           -> its answer\n" in text
     lines = [line.split() for line in text.splitlines()]
     assert ["change", "+0.100", "+-", "0.050"] in lines
     assert ["train", "3.0", "s", "30%"] in lines and ["time", "in", "steps", "10.0", "s"] in lines

@@ -40,10 +40,10 @@ def test_ranks_beside_their_servers_listen_on_the_loopback_alone(monkeypatch, ma
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(variable, "undone")
         monkeypatch.delenv(variable)
-    _keep_to_this_machine(config)
+    _keep_to_this_machine(config.cluster, config.server)
     assert [os.environ.get(variable) for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")] == [interface] * 2
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
-    _keep_to_this_machine(config)
+    _keep_to_this_machine(config.cluster, config.server)
     assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0", "what the user says stands"
 
 

@@ -58,7 +58,7 @@ def test_recorded_log_probs_give_the_ratios_they_are_meant_to_give(on_edges):
     batch = recorded_batch(config, VOCAB)
     rng = np.random.default_rng(0)
     current = [rng.normal(-4, 1, t.num_response_tokens) for t in batch.trajectories]
-    recorded = old_log_probs(batch, current, config, on_edges)
+    recorded = old_log_probs(batch, current, config.objective, config.run, on_edges)
     set_old_log_probs(batch, np.concatenate(recorded))
     high, low = np.log1p(0.05), np.log1p(-0.04)
     sides = []

@@ -41,7 +41,7 @@ def test_every_family_has_cases_with_tensor_ranks_and_with_stages():
 
 def test_the_norm_acts_in_what_is_measured_also_of_a_critic_with_an_optimizer_of_its_own():
     loaded, overrides = load(PPO, "critic.optimizer={lr: 1e-4, clip_grad: 3.0}", "optimizer.clip_grad=2.0")
-    config = case_config(loaded.path, own_layout(loaded.config), overrides).config
+    config = case_config(loaded.path, own_layout(loaded.config.parallel, loaded.config.cluster), overrides).config
     assert config.optimizer.clip_grad == config.critic.optimizer.clip_grad == 0.1
 
 
@@ -71,7 +71,11 @@ def test_without_cases_the_files_own_layout_is_the_case():
     ]
     loaded, overrides = load(MOE, *overrides)
     references, (case,) = resolve_cases(loaded, overrides, "cpu")
-    assert case.refusal is None and case.spec == own_layout(loaded.config) and case.spec.ranks == 4
+    assert (
+        case.refusal is None
+        and case.spec == own_layout(loaded.config.parallel, loaded.config.cluster)
+        and case.spec.ranks == 4
+    )
     config = case_config(loaded.path, case.spec, overrides).config
     assert (config.parallel.tensor, config.parallel.expert, config.cluster.ranks_per_node) == (2, 2, 4)
     reference = case_config(loaded.path, references[0].spec, overrides).config

@@ -1,6 +1,6 @@
 """Differences are found, named, and judged; what cannot be compared is not called equal."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from gspo_mega.verify.certify.compare import (
     num_clip_flips,
     outside,
     tolerance_of,
+    widened,
 )
 from gspo_mega.verify.certify.measure import Edges, Numbers, num_route_flips
 from gspo_mega.verify.certify.program import CertificateRow, render_table
@@ -83,6 +84,30 @@ def test_equal_numbers_are_inside_and_a_gradient_where_there_was_none_is_not(ref
     comparison.take_gradient(iter([("zero", torch.tensor([1e-4, 0.0]))]))
     result = comparison.result(numbers(), ["x", "y"], [1, 2])
     assert outside(result, TOLERANCES["fp32"]) == ["gradient"] and result["gradient"]["place"] == "zero"
+
+
+class Moved:
+    """The start of a case whose weights were moved first."""
+
+    def read(self, name):
+        return Start().read(name) + {"a": torch.tensor([0.5, -0.5]), "b": torch.tensor([0.25])}[name]
+
+
+def test_weights_that_were_moved_first_are_compared_by_their_updates(reference):
+    comparison = CaseComparison(reference, EDGES)
+    moved = [("a", torch.tensor([1.5, 1.5])), ("b", torch.tensor([5.75]))]
+    comparison.take_weights(iter(moved), Start(), Moved())
+    # The update of b is 4.5 in place of 4, that of a is the reference's.
+    assert comparison.result(numbers(), ["x", "y"], [1, 2])["weights"]["value"] == pytest.approx(0.5 / 17**0.5)
+
+
+def test_rounding_widens_what_it_changes_and_counts_stay_counts():
+    measured = {kind: {"value": value, "place": ""} for kind, value in (("log_prob", 6e-6), ("gradient", 1e-7))}
+    measured |= {"state": {"value": 5.0, "place": ""}, "weights": None}
+    wider = widened(TOLERANCES["fp32"], measured, 8.0)
+    assert wider == replace(TOLERANCES["fp32"], log_prob=4.8e-5)
+    assert widened(TOLERANCES["fp32"], None, 8.0) == TOLERANCES["fp32"]
+    assert wider.state == 0.0 and widened(wider, measured, 1.0) == wider
 
 
 def test_nan_is_outside_whatever_comes_after():

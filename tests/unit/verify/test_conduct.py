@@ -181,7 +181,7 @@ def test_rounded_weights_are_the_servers_values(model, tmp_path, quantization):
             want = as_served(want, before[beside], ".experts." in entry.name, quantization)
             assert not np.array_equal(before[entry.name], want), entry.name
         assert np.array_equal(after[entry.name], want), entry.name
-    remove_folders(config)
+    remove_folders(config.run)
     assert not folder.exists()
     assert start_folder(config) == (folder_of(config, "quantized") if quantization == "fp8_block" else None)
 

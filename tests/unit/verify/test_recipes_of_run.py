@@ -61,9 +61,9 @@ def test_algorithms_that_are_not_there_are_refused():
     with pytest.raises(
         ConfigError, match=r"--algorithms: the gradient of ppo is made of a critic's values.*gspo_token"
     ):
-        check_algorithms(config(), ["gspo", "ppo"])
+        check_algorithms(config().algorithm, ["gspo", "ppo"])
     with pytest.raises(ConfigError, match="--algorithms: 'cisp' is no algorithm; did you mean 'cispo'?"):
-        check_algorithms(config(), ["gspo", "cisp"])
+        check_algorithms(config().algorithm, ["gspo", "cisp"])
     with pytest.raises(ConfigError, match="custom has no defaults of its own, and the run's algorithm is gspo"):
-        check_algorithms(config(), ["custom"])
-    assert check_algorithms(config(), ["gspo", "grpo", "gspo"]) == ("gspo", "grpo")
+        check_algorithms(config().algorithm, ["custom"])
+    assert check_algorithms(config().algorithm, ["gspo", "grpo", "gspo"]) == ("gspo", "grpo")

@@ -19,7 +19,7 @@ def pull(name, ratios):
     rows = batch()
     fill_advantages(rows, run, 0)
     old = np.full(10, -2.0)
-    return pull_of(run, rows, TokenLogProbs(old + np.log(ratios), old, old))
+    return pull_of(run.algorithm, run.objective, rows, TokenLogProbs(old + np.log(ratios), old, old))
 
 
 def test_a_response_that_is_clipped_is_dropped_and_named():

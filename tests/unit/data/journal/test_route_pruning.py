@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from typing import Any
 
@@ -101,3 +102,31 @@ def test_a_disk_that_refuses_is_told_once_and_the_file_stays(journal, monkeypatc
     pruning.wait()
     assert pruned(journal) == [True, True, False, False]
     assert journal.read(0).batch is not None
+
+
+def test_only_complete_steps_that_have_routes_are_rewritten(journal, tmp_path):
+    """A step that a run is still sampling, or that has nothing to remove, keeps its file byte for byte."""
+    prompt, plain = Prompt("p:0", "p", (1, 2), "text"), Journal(tmp_path)
+    for step, routes, completes in ((10, None, True), (11, np.ones((3, 4, 2), np.uint8), False)):
+        row = one_turn_row("s", 0, prompt, [3, 4], [1, 1], [-0.5] * 2, [0] * 2, "stop", routed_experts=routes)
+        batch = RolloutBatch(step, [Group.from_rows(0, prompt, [row])])
+        with plain.begin(step, step, 1, {}) as writer:
+            writer.add(batch.episodes[0])
+            if completes:
+                writer.finish(batch, {})
+    before = {step: plain.file(step).read_bytes() for step in (10, 11)}
+    plain.prune_routes(12)
+    assert {step: plain.file(step).read_bytes() for step in (10, 11)} == before
+    assert pruned(plain) == [True] * NUM_STEPS + [False, False]
+
+
+def test_nothing_but_the_routes_leaves_a_file(journal):
+    before, size = journal.read(1), journal.file(1).stat().st_size
+    journal.prune_routes(2)
+    after = journal.read(1)
+    (old,), (new,) = before.batch.trajectories, after.batch.trajectories
+    assert journal.file(1).stat().st_size < size
+    assert old.routed_experts is not None and new.routed_experts is None
+    for name in (field.name for field in dataclasses.fields(old) if field.name != "routed_experts"):
+        np.testing.assert_equal(getattr(new, name), getattr(old, name), err_msg=name)
+    assert journal.has_pruned_routes(1) and journal.read(2).batch.trajectories[0].routed_experts is not None

