@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import torch
+import yaml
 from gpu_engine import ROOT
 
 from gspo_mega.base import versions
@@ -45,9 +46,15 @@ def prepared(folder: Path, shape: str, experts: bool) -> list[str]:
 def placement(devices: int) -> list[str]:
     """Overrides for one rank and one server: two GPUs, one GPU in turns, or none."""
     one = ["cluster.ranks_per_node=1", "parallel.expert=1", "server.memory_fraction=0.3"]
+    one += [f"server.{key}={json.dumps(value)}" for key, value in server_keys().items()]
     if devices >= 2:
         return [*one, "publish.method=distributed", "precision=bf16"]
     return [*one, "publish.method=disk", *(["cluster.colocated=true", "precision=bf16"] if devices else [])]
+
+
+def server_keys() -> dict:
+    """Keys of the section `server` that this machine's servers need: $GSPO_GPU_SERVER, a YAML mapping."""
+    return yaml.safe_load(os.environ.get("GSPO_GPU_SERVER", "{}"))
 
 
 def server_python() -> str:
@@ -65,12 +72,21 @@ def devices(device: str) -> int:
 
 
 def gspo_mega(folder: Path, *words: str) -> str:
-    """The output of a command. Exits where it fails, with the end of what it said."""
-    done = subprocess.run(
-        [sys.executable, "-m", "gspo_mega", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    (folder / "output").write_text(done.stdout)
-    if done.returncode:
-        tail = "\n".join(done.stdout.splitlines()[-30:])
-        raise SystemExit(f"gspo-mega {words[0]} ended with {done.returncode}:\n{tail}")
-    return done.stdout
+    """The output of a command. Exits where it fails, with the end of what it said; a part that is cut says it, too."""
+    output = folder / "output"
+
+    def end(lines: int) -> str:
+        return "\n".join(output.read_text(errors="replace").splitlines()[-lines:])
+
+    with output.open("wb") as file:
+        process = subprocess.Popen([sys.executable, "-m", "gspo_mega", *words], stdout=file, stderr=subprocess.STDOUT)
+        try:
+            code = process.wait()
+        except BaseException:
+            print(f"cut; the end of what gspo-mega {words[0]} had said:\n{end(15)}", flush=True)
+            process.terminate()
+            process.wait()
+            raise
+    if code:
+        raise SystemExit(f"gspo-mega {words[0]} ended with {code}:\n{end(30)}")
+    return output.read_text(errors="replace")

@@ -13,8 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from gpu_engine import ROOT, arguments, finish, one_rank
-from gpu_model import devices, prepared, server_python
+from gpu_engine import ROOT, Rows, arguments, finish, one_rank
+from gpu_model import devices, prepared, server_keys, server_python
 
 sys.path.insert(0, str(ROOT / "tests/integration"))
 from publish_jobs import Trainer
@@ -29,7 +29,7 @@ DEADLINE_SECONDS = 120.0
 def measure(config: Path, attempt: Path, method: str, versions: range, weights: Path) -> list[dict]:
     publish = {"method": method, "deadline_seconds": DEADLINE_SECONDS}
     trainer = Trainer(str(config), str(attempt), {"expert_tensor": 1}, publish, str(weights))
-    rows = []
+    rows = Rows()
     try:
         for version in versions:
             trainer.change("weight")
@@ -38,7 +38,7 @@ def measure(config: Path, attempt: Path, method: str, versions: range, weights: 
                 raise SystemExit(f"{method}: version {version} failed: {result.failed}")
             row = dict(method=method, version=version, gigabytes=result.num_bytes / 1e9, seconds=result.seconds)
             row["gb_per_second"] = result.num_bytes / result.seconds / 1e9
-            rows.append(row | dict(result.phase_seconds))
+            rows.append(row | dict(result.phase_seconds))  # `Rows` prints it
     finally:
         trainer.publisher.close()
         if trainer.pool is not None:
@@ -53,13 +53,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         words = dict(word.split("=", 1) for word in prepared(folder, args.shape, experts=False))
-        server = dict(memory_fraction=0.3, start_deadline_seconds=START_SECONDS)
+        server = dict(memory_fraction=0.3, start_deadline_seconds=START_SECONDS, **server_keys())
         precision = "bf16" if count else "fp32"
         config = run_config(folder, Path(words["model.path"]), server=server, precision=precision)
         own = {"CUDA_VISIBLE_DEVICES": str(count - 1)} if count else {}
         serve = Serve(config, folder / "run", python=python, **own)
         try:
             serve.wait_for("ready", seconds=START_SECONDS)
+            print("the server is ready", flush=True)
             rows = []
             methods = ["disk", *(["distributed"] if count != 1 else [])]
             with one_rank():

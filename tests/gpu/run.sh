@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Measures precision, speed and memory on NVIDIA GPUs, part by part; a part that fails does not stop the others. Each ends
-# within ten minutes. What one H100 said is in tests/benchmarks/RESULTS.md; head, rollout,
-# publish, run_r3 and budget have not run, and resume only without experts.
+# within ten minutes. What an H100 and an H200 said is in tests/benchmarks/RESULTS.md;
+# publish, run_r3 and budget have not ended on one, and resume only without experts.
 #
 #   tests/gpu/run.sh [PART ...]     all parts by default
 #   tests/gpu/run.sh --list         the parts and their time limits
@@ -10,6 +10,7 @@
 # GSPO_GPU_BUNDLE   a folder for PYTHONPATH with Transformer Engine, Megatron-Core and so on; .cache/gpu_bundle by default
 # GSPO_PYTHON       the trainer's Python; that of launch/setup_gpu.sh by default, else python3
 # GSPO_SERVER_PYTHON   the servers', where it is another one; that of launch/setup_gpu.sh by default
+# GSPO_GPU_SERVER   keys of the section `server` that this machine needs, e.g. {attention_backend: triton}
 # OUT               the folder that parts add their rows to: PART.md, with date, versions and command; .cache/gpu_rows by default
 #
 # Exit code 0: every part passed or was skipped; 77: there is no GPU; 1: a part failed.

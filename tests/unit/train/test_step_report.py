@@ -89,6 +89,7 @@ class Session(SimpleNamespace):
 
     def __init__(self, tmp_path, other, **sections) -> None:
         lines: list[tuple[int, dict[str, float]]] = []
+        kept: list[tuple[int, object]] = []
         source = SimpleNamespace(
             state_dict=lambda: {
                 "sources": {
@@ -112,12 +113,14 @@ class Session(SimpleNamespace):
                 source=source,
                 num_restarts=1,
                 shown_responses=["  1.000  a question", "           -> its answer"],
+                keep_samples=lambda step, batch: kept.append((step, batch)),
                 writer=SimpleNamespace(write=lambda step, metrics: lines.append((step, dict(metrics)))),
             ),
             prefetch=None,
             run_folder=RunFolder(tmp_path),
             said=[],
             lines=lines,
+            kept=kept,
         )
         self.engine = SimpleNamespace(config=self.config)
         self.say = self.said.append
