@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # GSPO on a pretrained model: SmolLM2-135M-Instruct learns to write JSON objects. No GPU needed. See docs/pretrained.md.
 #
-#   launch/quickstart.sh --model smollm2 [--seed N] [--control] [key=value ...]
+#   launch/quickstart.sh --model smollm2 [--task json|arithmetic] [--lora] [--seed N] [--control] [key=value ...]
 #
+#   --task T     json (default), or arithmetic: sums and products, 20 steps
+#   --lora       train adapters of rank 16 in place of all weights
 #   --seed N     other problems and another order of everything (default 1)
 #   --control    the same training with rewards permuted inside the batch, which must not learn
 #   key=value    overrides for the configuration, e.g. train.num_steps=3
@@ -15,7 +17,7 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
 
-seed=1 control=false overrides=()
+seed=1 control=false task=json lora=false overrides=()
 while (($#)); do
   case $1 in
     --seed)
@@ -23,6 +25,12 @@ while (($#)); do
       seed=$2
       shift
       ;;
+    --task)
+      [[ ${2:-} == json || ${2:-} == arithmetic ]] || { echo "quickstart: --task is json or arithmetic, not '${2:-}'" >&2; exit 2; }
+      task=$2
+      shift
+      ;;
+    --lora) lora=true ;;
     --control) control=true ;;
     -h | --help)
       sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
@@ -30,7 +38,7 @@ while (($#)); do
       ;;
     *=*) overrides+=("$1") ;;
     *)
-      echo "quickstart: with --model smollm2, '$1' is neither an option (--seed N, --control) nor key=value" >&2
+      echo "quickstart: with --model smollm2, '$1' is neither an option (--task T, --lora, --seed N, --control) nor key=value" >&2
       exit 2
       ;;
   esac
@@ -38,9 +46,12 @@ while (($#)); do
 done
 
 model=runs/models/smollm2
-folder=runs/smollm2-json
+folder=runs/smollm2-$task own=()
+if [[ $task == arithmetic ]]; then own+=(reward=gsm8k train.num_steps=20 eval.every_steps=10); fi
+if $lora; then folder+=-lora own+=('lora={rank: 16, alpha: 32}' optimizer.lr=2e-4); fi
 [[ $seed == 1 ]] || folder+=-seed$seed
-! $control || { folder+=-control; overrides+=(reward.permute_in_batch=true); }
+if $control; then folder+=-control own+=(reward.permute_in_batch=true); fi
+overrides=(${own[@]+"${own[@]}"} ${overrides[@]+"${overrides[@]}"})
 config=configs/smollm2_json.yaml
 # Of the GGUF file inside the package.
 gguf_sha256=b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
@@ -73,7 +84,7 @@ if [[ -d $folder/train/hf ]]; then
   echo "quickstart: the finished $folder of the last run is now $folder.$number"
 fi
 say "3 of 5  Problems in $folder/data"
-.venv/bin/python tools/make_json_task.py "$folder/data" --seed "$seed"
+.venv/bin/python tools/make_short_task.py "$folder/data" --task "$task" --seed "$seed"
 
 run=(run.dir="$folder" run.seed="$seed" data.path="$folder/data/train.jsonl" eval.path="$folder/data/heldout.jsonl")
 say "4 of 5  GSPO: an SGLang server samples, two Megatron-Core ranks train, weights are published every step"

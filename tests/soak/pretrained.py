@@ -59,7 +59,7 @@ class Soak:
         self.data = self.work / "data"
         self.work.mkdir(parents=True, exist_ok=True)
         if not self.data.exists():
-            self.tool("make_json_task", self.data)
+            self.tool("make_short_task", self.data)
 
     def run(self, name: str, *command: object, ok: tuple[int, ...] = (0,)) -> str:
         """Run a command; its output goes to DIR/NAME.log, too. Raises AssertionError for another exit code."""

