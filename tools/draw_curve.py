@@ -1,9 +1,10 @@
 """Draw a run's learning curve as an SVG: `python tools/draw_curve.py CURVE OUT.svg [--title TEXT]`.
 
 CURVE is a run's metrics.jsonl, or the small CSV that `--csv` writes from one. The figure shows the mean reward of each
-rollout batch and, where there is one, held-out accuracy with two standard errors. The README's figure is drawn with
+rollout batch and, where there is one, held-out accuracy with two standard errors. The committed figures are drawn with
 
     python tools/draw_curve.py docs/quickstart_curve.csv docs/quickstart_curve.svg
+    python tools/draw_curve.py docs/smollm2_curve.csv docs/smollm2_curve.svg --title "SmolLM2-135M writes JSON: ..."
 
 Standard library only.
 """

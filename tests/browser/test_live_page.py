@@ -63,7 +63,9 @@ def test_trajectories_are_added_behind_filters_and_choice(page, run):
     add_trajectories(run, 3)
     page.until(f"{ROWS} === 3")
     assert page.run("chosen.i") == chosen and page.run("byId('f-reward-low').value") == "0.5"
-    assert page.run("[...byId('list').tBodies[0].rows].indexOf(document.activeElement)") == 0
+    assert page.run("[...byId('list').tBodies[0].rows].indexOf(document.activeElement)") == 1, (
+        "one newer row is above it"
+    )
     page.run("byId('tab-prompt').click()")
     page.until("document.querySelectorAll('#through-time .card').length === 6")
     add_trajectories(run, 4)

@@ -57,14 +57,21 @@ def test_summary_and_curves(page):
         and "rank 0: lost" in text
         and "torch 2.11" not in text
     )
+    above = page.run("[...document.querySelectorAll('#overview .chart')].map((one) => one.innerText)")
+    assert len(above) == 1 and above[0].startswith("Reward"), "this run has no held-out problems"
+    last = page.run("number(DATA.runs[0].series['reward/mean'].findLast((value) => value !== null))")
+    assert last in above[0], "the legend has the last value where no pointer is"
     page.run("byId('tab-curves').click()")
-    page.until("document.querySelectorAll('.uplot canvas').length >= 4")
-    labels = page.run("[...document.querySelectorAll('.uplot')].map((one) => one.getAttribute('aria-label')).join()")
+    page.until("document.querySelectorAll('#charts .uplot canvas').length >= 4")
+    labels = page.run("[...document.querySelectorAll('#charts .uplot')].map((one) => one.ariaLabel).join()")
     assert "one: reward/mean" in labels and "two: reward/mean" in labels
-    page.hover(".u-over")
-    page.until("/reward.mean:?\\s*0\\.\\d/.test(document.querySelector('.u-legend').innerText)")
+    page.run("document.querySelector('#charts .u-over').scrollIntoView()")
+    page.hover("#charts .u-over")
+    page.until("/reward.mean:?\\s*0\\.\\d/.test(document.querySelector('#charts .u-legend').innerText)")
     page.run("byId('mean').click()")
-    page.until("document.querySelector('.uplot').getAttribute('aria-label').includes('mean of 2')")
+    page.until("document.querySelector('#charts .uplot').ariaLabel.includes('mean of 2')")
+    assert page.run("tickLabels([0.99991, 0.99992, 0.99993])") == ["0.99991", "0.99992", "0.99993"]
+    assert page.run("tickLabels([null, 0.5, 1234567])") == ["", "0.5", "1234567"]
     page.run("byId('log').click()")
     assert "of 0 or below" not in page.run("byId('charts').innerText")
     page.run("zoom(3, 6)")
@@ -130,8 +137,16 @@ def test_trajectories_are_filtered_and_shown_token_by_token(page):
         page.until(f"{ROWS} === {left}")
         page.run("byId('filters').reset()")
         page.until(f"{ROWS} === 8")
+    steps = page.run("[...document.querySelectorAll('#list tbody tr')].map((row) => Number(row.cells[0].innerText))")
+    assert steps == sorted(steps, reverse=True) and len(set(steps)) == 2, "the newest step is first"
+    page.until("document.querySelectorAll('#detail .card').length === 2 && chosen === matching[0]")
+    assert page.run("document.querySelector('#detail .card pre.response').innerText === chosen.n[0].x")
+    for verdict, shown in ((True, "✓ correct"), (False, "✗ not correct"), (None, "")):
+        page.run(f"chosen.c = {json.dumps(verdict)}; listPage(); showDetail()")
+        assert page.run("document.querySelector('#detail .chosen h3 .verdict')?.innerText.trim() || ''") == shown
     page.key("j")
-    page.until("document.querySelectorAll('#detail .card').length === 2")
+    page.until("chosen === matching[1]")
+    page.run("choose(store.all[0])")
     page.hover("#detail .tokens span:nth-child(2)")
     page.until("!byId('token').hidden")
     text = page.run("byId('token').innerText")

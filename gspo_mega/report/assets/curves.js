@@ -2,7 +2,7 @@
 "use strict";
 const PALETTE = ["#0969da", "#cf222e", "#1a7f37", "#9a6700", "#8250df", "#0e8a8a", "#bf3989", "#57606a", "#bc4c00", "#4d7c0f"];
 const DARK_PALETTE = ["#58a6ff", "#ff7b72", "#56d364", "#e3b341", "#bc8cff", "#39c5cf", "#f778ba", "#9da7b1", "#ffa657", "#a3e635"];
-const drawn = [], charts = [], FEW = 30;
+const drawn = [], charts = [], overview = [], FEW = 30;
 let range = null;
 
 function isDark() { return document.documentElement.classList.contains("dark"); }
@@ -115,9 +115,22 @@ function drawMarks(plot) {
   context.restore();
 }
 
-function draw(box, { steps, found, bands }, settings, name) {
-  const own = charts[charts.length - 1];
-  const valueAt = (which, place) => (own.content.found[which].shown || own.content.found[which].values)[place];
+// Labels of an axis: as few digits as keep neighbours apart.
+function tickLabels(ticks) {
+  const known = ticks.filter((tick) => tick !== null);
+  for (let digits = 4; digits <= 12; digits += 2) {
+    const labels = known.map((tick) => number(tick, digits));
+    if (new Set(labels).size === known.length || digits === 12) return ticks.map((tick) => tick === null ? "" : number(tick, digits));
+  }
+}
+
+// `own.content`: the chart's lines as they are now. The chart joins `group`.
+function draw(box, own, settings, name, group) {
+  const { steps, found, bands } = own.content;
+  const valueAt = (which, place) => {
+    const values = own.content.found[which].shown || own.content.found[which].values;
+    return place === null || place === undefined ? values.findLast((value) => value !== null && value !== undefined) : values[place];
+  };
   const quiet = getComputedStyle(document.documentElement).getPropertyValue("--quiet").trim();
   const grid = getComputedStyle(document.documentElement).getPropertyValue("--line").trim();
   const axis = { stroke: quiet, grid: { stroke: grid, width: 1 }, ticks: { stroke: grid } };
@@ -125,12 +138,13 @@ function draw(box, { steps, found, bands }, settings, name) {
     width: Math.max(260, box.clientWidth - 22), height: 230, bands,
     cursor: { sync: { key: "steps" }, drag: { x: true, y: false } },
     scales: { x: { time: false }, y: { distr: settings.log ? 3 : 1, range: heights(settings, found.some((line) => line.filled)) } },
-    axes: [{ ...axis, label: undefined }, { ...axis, size: 76, values: (_, ticks) => ticks.map((tick) => tick === null ? "" : number(tick)) }],
-    series: [{ label: "step" }, ...found.map((line) => ({
+    axes: [{ ...axis, label: undefined }, { ...axis, size: 76, values: (_, ticks) => tickLabels(ticks) }],
+    series: [{ label: "step", value: (_, value) => value ?? own.content.steps[own.content.steps.length - 1] }, ...found.map((line) => ({
       label: line.label, class: line.width === 0 ? "bare" : undefined, stroke: line.colour, width: line.width, dash: line.dash, spanGaps: true,
       fill: line.filled ? line.colour : undefined,
       points: { show: count(line.values) < FEW && line.width > 0 && !line.filled, size: 5 },
-      value: (_, value, index, place) => number(place === null || place === undefined ? null : valueAt(index - 1, place)),
+      // Away from the pointer the legend has the last values.
+      value: (_, value, index, place) => number(valueAt(index - 1, place)),
     }))],
     hooks: { draw: [drawMarks], setSelect: [(u) => { if (u.select.width > 2) zoom(u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")); }] },
   }, plotData({ steps, found }, settings), box.querySelector(".plot"));
@@ -138,7 +152,7 @@ function draw(box, { steps, found, bands }, settings, name) {
   plot.root.setAttribute("aria-label", `${name}: ${found.map((line) => line.label).join(", ")}; the values are in the table below`);
   plot.over.addEventListener("dblclick", () => zoom(null, null));
   if (range) plot.setScale("x", range);
-  drawn.push(plot);
+  group.push(plot);
   return plot;
 }
 
@@ -170,7 +184,8 @@ function chart(name, make, settings, meaning, metrics = []) {
   byId("charts").append(box);
   const left = settings.log ? content.found.reduce((sum, line) => sum + count(line.values.map((value) => value > 0 ? null : value)), 0) : 0;
   if (left) box.querySelector(".plot").before(el("p", { class: "quiet" }, `${left} value${left > 1 ? "s" : ""} of 0 or below ${left > 1 ? "are" : "is"} not on a log scale.`));
-  const one = Object.assign(charts[charts.length - 1], { details, plot: draw(box, content, settings, name) });
+  const one = Object.assign(charts[charts.length - 1], { details });
+  one.plot = draw(box, one, settings, name, drawn);
   details.addEventListener("toggle", () => showTable(details, one.content));
 }
 
@@ -206,6 +221,18 @@ function drawCurves() {
     const make = () => DATA.runs[index].phases.length ? stacked(DATA.runs[index]) : null;
     chart(`Time by phase (s)${DATA.runs.length > 1 ? `, ${run.name}` : ""}`, make, { ...settings, log: false }, "stacked, the largest at the bottom");
   });
+}
+
+// Reward and held-out accuracy, above the summary.
+function drawOverview() {
+  overview.splice(0).forEach((plot) => plot.destroy());
+  const boxes = [["Reward", "reward/mean"], ["Held-out accuracy", "eval/accuracy"]].map(([title, metric]) => {
+    const content = lines([metric], { smooth: 0, log: false, mean: false });
+    const box = el("div", { class: "chart" }, el("h3", {}, title), el("div", { class: "plot" }));
+    return content.found.some((line) => count(line.values)) ? { box, title, content } : null;
+  }).filter(Boolean);
+  fill(byId("overview"), boxes.map((one) => one.box));
+  for (const { box, title, content } of boxes) draw(box, { content }, { smooth: 0, log: false, mean: false }, title, overview);
 }
 
 function namesLike(pattern) {

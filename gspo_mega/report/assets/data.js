@@ -59,7 +59,7 @@ async function unpack() {
   return found;
 }
 
-// Put runs' episodes behind those that are there.
+// Add runs' episodes to those that are there.
 function addEpisodes(store, runs) {
   runs.forEach((run, index) => {
     Object.assign(store.runs[index].prompts, run.prompts);

@@ -42,11 +42,12 @@ function answersShown() {
 
 // The lists grow; what is chosen, filtered, focused and scrolled to stays.
 function showMore(before) {
-  const list = byId("list").tBodies[0], focused = [...list.rows].indexOf(document.activeElement);
+  const list = byId("list").tBodies[0], place = [...list.rows].indexOf(document.activeElement);
+  const focused = place < 0 ? null : matching[first + place];
   finishChoices();
   filterAll();
   listPage();
-  if (focused >= 0) list.rows[focused]?.focus({ preventScroll: true });
+  if (focused) list.rows[matching.indexOf(focused) - first]?.focus({ preventScroll: true });
   const prompt = byId("p-prompt").value;
   fillPrompts();
   if ([...byId("p-prompt").options].some((option) => option.value === prompt)) byId("p-prompt").value = prompt;

@@ -11,7 +11,7 @@ const WORDS = [
   ["k3", "an estimate of the KL divergence in nats per token that is never negative: of the update (new against old policy) or of the mismatch."],
   ["mismatch", "what trainer and server make of the same token with the same weights, as a difference of log-probs."],
   ["budget (mismatch.budget)", "which share of the clip range the mismatch may take on the mean before the page warns."],
-  ["staleness", "by how many weight versions the sampling policy is behind the trained one."],
+  ["staleness", "how many weight versions lie between the policy that sampled and the trained one."],
   ["entropy", "of the policy's next token, in nats: near 0 it answers the same each time."],
   ["held-out", "problems that are never trained on; avg@k is the accuracy over k samples of each, pass@k counts a problem where one of k is correct."],
   ["truncated", "ended by rollout.max_new_tokens and not by the policy."],
@@ -34,7 +34,7 @@ function attempts(run) {
     }).flat());
   const rows = run.attempts.map((one) => [one.number, one.state, when(one.started), when(one.ended), one.host || "-", one.error || one.restart || ENDED[one.state] || ""]);
   const legend = el("p", { class: "quiet" }, "Green: at work; red: ended by a failure; grey: nothing ran.");
-  return [el("h2", {}, "Attempts"), line, legend, table(["attempt", "state", "began", "last sign of life", "host", "what happened"], rows)];
+  return [el("h2", {}, "Attempts"), line, legend, el("div", { class: "wide" }, table(["attempt", "state", "began", "last sign of life", "host", "what happened"], rows))];
 }
 
 function summaryOf(run) {
@@ -47,7 +47,7 @@ function summaryOf(run) {
     attempts(run),
     el("h2", {}, "Configuration: what differs from the defaults"),
     el("p", { class: "quiet" }, "A key without a default has to be given, or stands in a section that is absent by default."),
-    table(["key", "value", "default"], run.changed.map(([key, value, standard]) => [key, value, standard || "-"])),
+    el("div", { class: "wide" }, table(["key", "value", "default"], run.changed.map(([key, value, standard]) => [key, value, standard || "-"]))),
     el("details", {}, el("summary", {}, "Words of this page"), el("dl", {}, WORDS.map(([word, meaning]) => [el("dt", {}, word), el("dd", {}, meaning)]).flat())),
     run.versions ? el("details", {}, el("summary", {}, "Versions"), el("pre", {}, run.versions)) : null,
     run.layout ? el("details", {}, el("summary", {}, "Layout and plan"), el("pre", {}, run.layout)) : null);
@@ -60,6 +60,7 @@ function choosePart(part) {
     byId(`tab-${name}`).tabIndex = name === part ? 0 : -1;
   }
   byId("token").hidden = true;
+  if (part === "summary") drawOverview();
   if (part === "curves" && !curvesDrawn) { curvesDrawn = true; drawCurves(); }
   if (part === "trajectories" || part === "prompt") trajectoriesReady = trajectoriesReady || setUpTrajectories();
   return trajectoriesReady;
@@ -74,7 +75,8 @@ function setTheme(dark) {
 
 function showSummary() {
   const open = [...byId("summary").querySelectorAll("details")].map((one) => one.open);
-  fill(byId("summary"), el("div", { class: "runs" }, DATA.runs.map(summaryOf)));
+  fill(byId("summary"), el("div", { id: "overview", class: "grid" }), el("div", { class: "runs" }, DATA.runs.map(summaryOf)));
+  if (!byId("summary").hidden) drawOverview();
   byId("summary").querySelectorAll("details").forEach((one, place) => { one.open = Boolean(open[place]); });
 }
 
@@ -104,4 +106,10 @@ setUpKeys();
 setTheme(window.matchMedia("(prefers-color-scheme: dark)").matches);
 choosePart(PARTS.includes(location.hash.slice(1)) ? location.hash.slice(1) : "summary");
 let widthTimer = null;
-window.addEventListener("resize", () => { clearTimeout(widthTimer); widthTimer = setTimeout(() => { if (curvesDrawn && !byId("curves").hidden) drawCurves(); }, 200); });
+window.addEventListener("resize", () => {
+  clearTimeout(widthTimer);
+  widthTimer = setTimeout(() => {
+    if (curvesDrawn && !byId("curves").hidden) drawCurves();
+    if (!byId("summary").hidden) drawOverview();
+  }, 200);
+});

@@ -85,9 +85,11 @@ function turnBoxes(episode, vocabulary) {
     if (sampled) turn += 1;
     const roles = (node.m || []).map((message) => message.role || "?").join(", ") || "template";
     const head = sampled ? `turn ${turn}, ${node.t.length} tokens, ${node.f}` : `${roles}, ${node.t.length} tokens`;
-    const behind = node.p === undefined ? "" : `, behind node ${node.p}`;
-    boxes.push(el("div", { class: sampled ? "turn sampled" : "turn" }, alone ? null : el("p", { class: "quiet" }, head + behind),
-      tokenBox(node, episode, vocabulary), sampled ? callsOf(turn) : null));
+    const text = node.x ?? (node.m || []).map(messageText).join("\n");
+    const after = node.p === undefined ? "" : `, after node ${node.p}`;
+    boxes.push(el("div", { class: sampled ? "turn sampled" : "turn" }, alone ? null : el("p", { class: "quiet" }, head + after),
+      text ? el("pre", { class: sampled ? "response" : "" }, text) : null,
+      el("details", { open: episode === chosen || !text }, el("summary", {}, "Token by token"), tokenBox(node, episode, vocabulary)), sampled ? callsOf(turn) : null));
   });
   return boxes;
 }

@@ -27,7 +27,13 @@ function filterAll() {
   const promptText = (one) => `${one.p} ${store.runs[one.run].prompts[one.p].text}`.toLowerCase();
   matching = store.all.filter((one) => (run === "" || one.run === Number(run)) && inRange(one.s, ...steps) && inRange(one.r, ...rewards)
     && inRange(one.t, ...lengths) && (version === null || one.v.includes(version)) && (finish === "" || one.f === finish)
-    && (!failed || one.e !== undefined) && (prompt === "" || promptText(one).includes(prompt)) && (text === "" || one.text.toLowerCase().includes(text)));
+    && (!failed || one.e !== undefined) && (prompt === "" || promptText(one).includes(prompt)) && (text === "" || one.text.toLowerCase().includes(text)))
+    .sort((one, other) => other.s - one.s);  // the newest step first, a step in its own order
+}
+
+// Of a response: `right`, `wrong`, or nothing where no verifier says.
+function verdictOf(one) {
+  return one.c === null || one.c === undefined ? "" : one.c ? "right" : "wrong";
 }
 
 function listPage() {
@@ -39,7 +45,7 @@ function listPage() {
   fill(byId("list").tBodies[0], shown.map((one) => {
     const cells = [one.s, DATA.runs.length > 1 ? `${DATA.runs[one.run].name}: ${one.p}` : one.p, number(one.r), number(one.a, 3), one.t, one.f, one.e ? `${one.text} [${one.e}]` : one.text];
     return el("tr", { tabindex: 0, "aria-selected": one === chosen ? "true" : "false", onclick: () => choose(one), onkeydown: (event) => { if (event.key === "Enter") choose(one); } },
-      cells.map((cell, place) => el("td", { class: place === 6 ? "text" : HEADS[place][1] ? "number" : "" }, cell)));
+      cells.map((cell, place) => el("td", { class: place === 6 ? "text" : HEADS[place][1] ? `number${place === 2 ? ` ${verdictOf(one)}` : ""}` : "" }, cell)));
   }));
 }
 
@@ -55,7 +61,6 @@ function choose(one) {
 
 function facts(one) {
   const parts = [`reward ${number(one.r)}`, `advantage ${number(one.a, 3)}`, `${one.t} tokens`, one.f, `version ${one.v.join(", ") || "-"}`];
-  if (one.c !== null && one.c !== undefined) parts.push(one.c ? "correct" : "not correct");
   const gaps = one.n.flatMap((node) => (node.d || []).map((code) => Math.abs(gapOf(code))));
   if (gaps.length) parts.push(`largest mismatch of a token ${number(gaps.reduce((a, b) => Math.max(a, b)), 2)} nats`);
   for (const [name, value] of Object.entries(one.parts || {})) parts.push(`${name} ${number(value)}`);
@@ -63,13 +68,17 @@ function facts(one) {
 }
 
 function card(one) {
-  return el("div", { class: one === chosen ? "card chosen" : "card" }, el("h3", { title: `recorded as ${one.i}` }, one.i.replace(/^step\d+-/, "")), el("p", { class: "quiet" }, facts(one)),
+  const verdict = verdictOf(one), mark = { right: "✓ correct", wrong: "✗ not correct" }[verdict];
+  const head = el("h3", { title: `recorded as ${one.i}` }, one.i.replace(/^step\d+-/, ""));
+  if (mark) head.append(el("span", { class: `verdict ${verdict}` }, mark));
+  return el("div", { class: `card ${verdict}${one === chosen ? " chosen" : ""}` }, head,
+    el("p", { class: "quiet" }, facts(one)),
     one.e ? el("p", { class: "warning" }, `not trained on: ${one.e}`) : null, turnBoxes(one, store.runs[one.run].vocabulary));
 }
 
 function promptBox(run, id) {
   const prompt = store.runs[run].prompts[id];
-  return [el("pre", {}, prompt.text), prompt.answer ? el("p", { class: "quiet" }, `answer: ${prompt.answer}`) : null].filter(Boolean);
+  return [el("h3", {}, "Prompt"), el("pre", {}, prompt.text), prompt.answer ? el("p", { class: "quiet" }, `answer: ${prompt.answer}`) : null].filter(Boolean);
 }
 
 function showDetail() {
@@ -113,7 +122,7 @@ async function setUpTrajectories() {
   byId("earlier").addEventListener("click", () => { first = Math.max(0, first - PAGE); listPage(); });
   byId("later").addEventListener("click", () => { first += PAGE; listPage(); });
   applyFilters();
-  showDetail();
+  if (matching.length) choose(matching[0]); else showDetail();
   setUpPrompts();
 }
 

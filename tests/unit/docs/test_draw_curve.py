@@ -6,6 +6,8 @@ import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "tools" / "draw_curve.py"
 DOCS = ROOT / "docs"
@@ -18,9 +20,12 @@ def call(*arguments):
     return subprocess.run(command, capture_output=True, text=True, check=True)
 
 
-def test_the_committed_figure_is_of_the_committed_numbers(tmp_path):
-    call(DOCS / "quickstart_curve.csv", tmp_path / "curve.svg")
-    assert (tmp_path / "curve.svg").read_text() == (DOCS / "quickstart_curve.svg").read_text()
+@pytest.mark.parametrize("name", ["quickstart_curve", "smollm2_curve"])
+def test_the_committed_figure_is_of_the_committed_numbers(tmp_path, name):
+    committed = (DOCS / f"{name}.svg").read_text()
+    title = ET.fromstring(committed).find(f"{SVG}title").text
+    call(DOCS / f"{name}.csv", tmp_path / "curve.svg", "--title", title)
+    assert (tmp_path / "curve.svg").read_text() == committed
 
 
 def test_a_run_s_metrics_become_numbers_and_a_figure(tmp_path):
