@@ -17,6 +17,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -60,6 +61,8 @@ class Routers:
         for layer, router in self.all():
             router.register_forward_hook(self._check(layer))
             sort_chosen_experts(router)
+        for experts in (module for chunk in chunks for module in chunk.modules() if isinstance(module, BaseMoELayer)):
+            experts.register_forward_hook(_forget_dispatched)
         # Megatron lists every router of the process for its static helpers. This class controls each router directly,
         # and the list would keep models alive.
         RouterReplay.clear_global_router_replay_instances()
@@ -149,6 +152,24 @@ def _replay_of(router: TopKRouter) -> RouterReplay:
     if router.router_replay is None:
         raise ValueError("the router was built without moe_enable_routing_replay")
     return router.router_replay
+
+
+def _forget_dispatched(experts: BaseMoELayer, _given: object, _output: object) -> None:
+    """Hook after the forward of a layer of experts: drop what its dispatcher of tokens keeps of the graph.
+
+    Megatron-Core 0.16 and 0.19 leave the router's weights of the last pass in `token_dispatcher.probs`, and so their
+    graph until the layer's next forward: with recomputation the layer's input and that input's gradient, 2 [t, H]
+    tensors of each layer, through optimizer step, publish and checkpoint.
+    """
+    dispatcher: Any = experts.token_dispatcher
+    for holder in (dispatcher, getattr(dispatcher, "_comm_manager", None)):
+        if holder is not None:
+            kept = [name for name, value in vars(holder).items() if _has_graph(value)]
+            vars(holder).update(dict.fromkeys(kept))
+
+
+def _has_graph(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.grad_fn is not None
 
 
 def _layer_of(router: TopKRouter) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import weakref
+from typing import Any, cast
 
 import torch
 from optimizer_jobs import Run, changed, layout
@@ -43,6 +44,26 @@ def moved(folder: str, parallel: dict, **sections) -> dict:
             left=left,
             reference=[torch.equal(a, b) for a, b in zip(before, after, strict=True)],
         )
+
+
+def kept_between_passes(folder: str, parallel: dict, **sections) -> dict:
+    """Inputs of layers, [t, 1, H] with gradients, that are there in the passes of two steps, and that are left after."""
+    inputs: list[weakref.ref[torch.Tensor]] = []
+
+    def note(layer: Any, given: tuple, named: dict) -> None:
+        hidden = named.get("hidden_states", given[0] if given else None)
+        if hidden is not None and hidden.requires_grad:
+            inputs.append(weakref.ref(hidden))
+
+    with layout(parallel) as groups:
+        run = Run(folder, groups, parallel, **sections)
+        for chunk in run.engine.chunks:
+            for layer in cast(Any, chunk).decoder.layers:
+                layer.register_forward_pre_hook(note, with_kwargs=True)
+        for _ in range(2):
+            run.step()
+        left = [hidden for one in inputs if (hidden := one()) is not None]
+        return dict(seen=len(inputs), left=len(left), gradients=sum(hidden.grad is not None for hidden in left))
 
 
 def held_bytes(run: Run) -> int:

@@ -22,3 +22,15 @@ def test_training_with_its_state_away_between_steps_is_the_same_to_the_bit(rank_
         for (rest, parameters, again), (first, others, none) in zip(result["freed"], result["taken"], strict=True):
             assert rest > parameters > 0 and again == 0
             assert (first, others, none) == (parameters, rest, 0)
+
+
+@pytest.mark.parametrize("granularity", ["none", "full"])
+def test_nothing_of_a_pass_is_kept_until_the_next(rank_pools, tmp_path, granularity):
+    """Megatron's dispatcher of tokens would keep each layer's last graph, its input and that input's gradient."""
+    folder = str(make_folder(tmp_path / "model", moe=True))
+    sections = dict(recompute=dict(granularity=granularity))
+    parallel = dict(expert=2, expert_tensor=1)
+    for found in rank_pools(2).run(
+        "device_memory_jobs:kept_between_passes", folder=folder, parallel=parallel, **sections
+    ):
+        assert found["seen"] >= 8 and (found["left"], found["gradients"]) == (0, 0)
