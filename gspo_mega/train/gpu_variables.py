@@ -9,7 +9,9 @@ A variable that is set already keeps its value, except that of block scales, whi
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+import re
 import shlex
 import sys
 from collections.abc import Mapping, MutableMapping
@@ -19,16 +21,23 @@ from gspo_mega.config import Config
 from gspo_mega.config.derived import block_scale_variable
 
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_GROWING = "expandable_segments:True"
+_WITHOUT_ROUNDING = (2, 13)
 
 
-def before_torch(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that torch and CUDA read when they start and that `environment` does not set yet: allocator
-    segments that grow, so that packs of different sizes do not fragment memory; and a single queue to the device, so
-    that communication starts in the order of its calls, on which Megatron's overlap relies.
+def before_torch(environment: Mapping[str, str], torch: str) -> dict[str, str]:
+    """The variables that torch and CUDA read when they start and that `environment` does not set yet.
+
+    They are allocator segments that grow, so that packs of different sizes do not fragment memory; page-locked copies
+    on the host that take the memory they need, where torch would round each up to a power of two; and a single queue to
+    the device, so that communication starts in the order of its calls, on which Megatron's overlap relies.
+
+    torch: version of this Python's torch. Older ones do not know how to leave the rounding out, and refuse the key.
     """
     wanted = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     if not any(environment.get(name) for name in _ALLOCATOR):
-        wanted[_ALLOCATOR[0]] = "expandable_segments:True"
+        rounds = tuple(map(int, re.findall(r"\d+", torch)[:2])) < _WITHOUT_ROUNDING
+        wanted[_ALLOCATOR[0]] = _GROWING if rounds else f"{_GROWING},pinned_max_round_threshold_mb:1"
     return {name: value for name, value in wanted.items() if not environment.get(name)}
 
 
@@ -40,7 +49,7 @@ def set_variables(
     """
     capability = None
     if any(devices.glob("nvidia[0-9]*")):
-        environment.update(before_torch(environment))
+        environment.update(before_torch(environment, importlib.metadata.version("torch")))
         import torch
 
         if torch.cuda.is_available():

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from run_configs import make_config
 
 from gspo_mega.config.derived import FLOAT32_SCALES_VARIABLE, block_scale_variable, has_powers_of_two
@@ -18,7 +19,7 @@ from gspo_mega.train import gpu_variables, worker
 from gspo_mega.train.gpu_variables import before_torch
 
 REPOSITORY = Path(__file__).parents[3]
-EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,pinned_max_round_threshold_mb:1"}
 ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 FP32_SCALES = {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"}
 TWO = {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "0"}
@@ -35,7 +36,18 @@ TWO = {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "0"}
     ],
 )
 def test_what_torch_reads_is_added_and_a_choice_stands(given, added):
-    assert before_torch(given) == added
+    assert before_torch(given, "2.14.1+cu130") == added
+
+
+@pytest.mark.parametrize("version", ["2.11.0+cu130", "2.12.1", "2.9"])
+def test_an_older_torch_gets_no_key_that_it_would_refuse(version):
+    assert before_torch({}, version) == ONE_QUEUE | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+
+def test_this_torch_reads_the_key():
+    torch._C._accelerator_setAllocatorSettings(before_torch({}, torch.__version__)["PYTORCH_CUDA_ALLOC_CONF"])
+    with pytest.raises((ValueError, RuntimeError)):
+        torch._C._accelerator_setAllocatorSettings("pinned_max_round_threshold_mb:many")
 
 
 @pytest.mark.parametrize(
@@ -114,7 +126,7 @@ def test_they_are_there_when_torch_is_imported(tmp_path, capability, scales):
     assert said.returncode == 0, said.stderr
     assert (
         said.stdout.strip()
-        == f'[{{"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}}, {scales}]'
+        == f'[{{"PYTORCH_CUDA_ALLOC_CONF": "{EXPANDABLE["PYTORCH_CUDA_ALLOC_CONF"]}", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}}, {scales}]'
     )
 
 
