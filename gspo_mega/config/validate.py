@@ -31,7 +31,11 @@ from gspo_mega.config.validate_learning import (
     validate_staleness,
 )
 from gspo_mega.config.validate_rewards import validate_reward_functions, validate_reward_services
-from gspo_mega.config.validate_servers import validate_server_options, validate_speculative
+from gspo_mega.config.validate_servers import (
+    validate_returned_experts,
+    validate_server_options,
+    validate_speculative,
+)
 
 # Bounds on the counts that a plan iterates over. Each is far beyond any machine; a larger number is refused before a
 # loop counts to it.
@@ -459,6 +463,7 @@ def _validate_rounded_cases(certify: Certify, precision: Precision) -> Iterator[
 def _validate_rollout_and_servers(config: Config) -> Iterator[Violation]:
     yield from validate_server_nodes(config)
     yield from validate_speculative(config)
+    yield from validate_returned_experts(config)
     if config.rollout.top_k == 0:
         yield Violation("rollout.top_k", "0 leaves no token to sample; valid: -1 (all tokens) or at least 1")
     if config.run.name in (".", ".."):

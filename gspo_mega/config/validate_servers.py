@@ -190,6 +190,22 @@ def validate_server_options(options: dict[str, Any]) -> Iterator[Violation]:
             yield Violation(f"server.options.{name}", f"{REFUSED_ARGUMENTS[name]}; leave it out")
 
 
+# Products of experts that choose the experts themselves. SGLang 0.5.23 records only what its own top-k chose
+# (`layers/moe/topk.py`), so a response would carry what the buffer held before.
+CHOOSES_UNSEEN = ("flashinfer_trtllm", "experimental_sgl_trtllm", "flashinfer_mxfp4", "triton_kernel")
+
+
+def validate_returned_experts(config: Config) -> Iterator[Violation]:
+    """Yield a violation if servers are to return each token's experts and are told to use kernels that hide them."""
+    chosen = config.server.options.get("moe_runner_backend")
+    if config.rollout.return_routed_experts and chosen in CHOOSES_UNSEEN:
+        yield Violation(
+            "server.options.moe_runner_backend",
+            f"{chosen} chooses experts where SGLang does not see it, and `rollout.return_routed_experts` is true;"
+            " valid: triton, or false there",
+        )
+
+
 def validate_speculative(config: Config) -> Iterator[Violation]:
     """Yield settings that SGLang would refuse or change silently, or with which it would change the draft."""
     speculative = config.server.speculative

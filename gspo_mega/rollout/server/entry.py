@@ -33,6 +33,7 @@ from gspo_mega.rollout.server.spec import (
     check_memory_saver,
     check_options_sglang,
     draft_architectures,
+    experts_arguments,
     missing_values,
     sglang_arguments,
 )
@@ -88,14 +89,17 @@ def server_arguments(spec: ServerSpec):
     fields = msgspec.structs.fields(cast("type[msgspec.Struct]", ServerArgs))  # its decorator hides that it is one
     check_options_sglang(spec.options, (field.name for field in fields))
     on_cpu = sglang_hooks.activate()
-    if not on_cpu and spec.quantization != "none":
+    of_gpu: dict[str, str] = {}
+    if not on_cpu and (spec.quantization != "none" or spec.return_routed_experts):
         import torch
 
-        check_gpu(spec, torch.cuda.get_device_capability())
+        capability = torch.cuda.get_device_capability()
+        check_gpu(spec, capability)
+        of_gpu = experts_arguments(spec, capability)
     attention = sglang_hooks.INVARIANT_ATTENTION_BACKEND if spec.batch_invariant else sglang_hooks.ATTENTION_BACKEND
     arguments = sglang_arguments(spec, on_cpu=on_cpu, cpu_attention_backend=attention)
     arguments["api_key"] = read_secret(Path(spec.api_key_file))
-    return ServerArgs(**missing_values(model_config) | arguments)
+    return ServerArgs(**missing_values(model_config) | of_gpu | arguments)
 
 
 def read_model_config(folder: str) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from typing import Any
 
 from gspo_mega.base.errors import ConfigError, RankError
 from gspo_mega.config.derived import (
+    BLACKWELL,
     SERVER_DTYPES,
     WEIGHT_BLOCK,
     capability_problem,
@@ -186,6 +187,17 @@ def check_gpu(spec: ServerSpec, capability: tuple[int, int]) -> None:
     """Raise ConfigError if SGLang cannot hold the requested quantization on a GPU of this compute capability."""
     if (problem := capability_problem(spec.quantization, capability, spec.is_published_to)) is not None:
         raise ConfigError(f"server.quantization: {problem}; valid here: none")
+
+
+def experts_arguments(spec: ServerSpec, capability: tuple[int, int]) -> dict[str, str]:
+    """Return the argument that keeps chosen experts visible on a GPU of this compute capability.
+
+    SGLang 0.5.23 gives some models kernels that choose the experts themselves (`CHOOSES_UNSEEN`), and then returns
+    experts that nobody chose: on sm100 DeepSeek's kind, Qwen3 and GLM, and on any GPU gpt-oss in bf16. The user's
+    options override it (`validate_returned_experts`).
+    """
+    hides = spec.return_routed_experts and (spec.quantization == "none" or capability >= BLACKWELL)
+    return {"moe_runner_backend": "triton"} if hides and "moe_runner_backend" not in spec.options else {}
 
 
 def check_batch_invariant(spec: ServerSpec, on_cpu: bool) -> None:

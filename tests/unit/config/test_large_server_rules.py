@@ -67,6 +67,12 @@ SENT = ("publish.method=distributed",)
             "standalone with `server.attention_data: 2`, which SGLang refuses; valid: `attention_data: 1`, or another",
         ),
         (
+            ["server.options={moe_runner_backend: flashinfer_trtllm}", "rollout.return_routed_experts=true"],
+            "server.options.moe_runner_backend",
+            "flashinfer_trtllm chooses experts where SGLang does not see it, and `rollout.return_routed_experts` is true;"
+            " valid: triton, or false there",
+        ),
+        (
             ["server.speculative={algorithm: ngram}", "rollout.return_routed_experts=true"],
             "server.speculative",
             "nobody has shown that the returned experts are those of the accepted tokens; valid: null, or false there",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
 import os
 import pickle
+import re
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 from collector_support import collector_config
 
 from gspo_mega.base.errors import ConfigError, RolloutError
-from gspo_mega.config.validate_servers import OWN_ARGUMENTS, REFUSED_ARGUMENTS
+from gspo_mega.config.validate_servers import CHOOSES_UNSEEN, OWN_ARGUMENTS, REFUSED_ARGUMENTS
 from gspo_mega.rollout.registration import Registration, Secret, ensure_secret, read_registrations, read_secret
 from gspo_mega.rollout.server.spec import (
     ServerSpec,
@@ -24,6 +26,7 @@ from gspo_mega.rollout.server.spec import (
     check_gpu,
     check_memory_saver,
     check_options_sglang,
+    experts_arguments,
     missing_values,
     sglang_arguments,
     spec_from_config,
@@ -297,6 +300,27 @@ def test_the_gpu_of_a_server_is_asked_whether_it_keeps_what_is_published(tmp_pat
             check_gpu(spec, capability)
     check_gpu(blocks, (10, 0))
     check_gpu(replace(published, quantization="none"), (8, 0))
+
+
+def test_kernels_that_choose_experts_unseen_are_not_left_to_sglang(tmp_path):
+    """SGLang's own choice for gpt-oss in bf16, and on sm100 for Qwen3, GLM and DeepSeek, would return no route."""
+    plain, asked = spec_of(tmp_path), replace(spec_of(tmp_path), return_routed_experts=True)
+    eight = replace(asked, quantization="fp8_block")
+    triton = {"moe_runner_backend": "triton"}
+    assert experts_arguments(asked, (9, 0)) == experts_arguments(asked, (10, 0)) == triton
+    assert experts_arguments(eight, (9, 0)) == experts_arguments(plain, (10, 0)) == {}
+    assert experts_arguments(eight, (10, 0)) == experts_arguments(eight, (12, 0)) == triton
+    assert experts_arguments(replace(asked, options={"moe_runner_backend": "cutlass"}), (10, 0)) == {}
+
+
+def test_the_kernels_that_choose_unseen_are_those_of_this_sglang():
+    """What it compares with, in the text: importing the file takes SGLang's kernels."""
+    package = Path(importlib.util.find_spec("sglang").origin).parent / "srt"
+    names = re.findall(r'^    \w+ = "(\w+)"$', (package / "layers/moe/utils.py").read_text(), re.MULTILINE)
+    assert set(CHOOSES_UNSEEN) <= set(names)
+    binding = (package / "layers/moe/topk.py").read_text().split("def bind_runner_backend")[1].split("def ")[0]
+    asked = set(re.findall(r"runner_backend\.is_(\w+)\(", binding))
+    assert asked == {"flashinfer_mxfp4", "triton_kernels", "flashinfer_trtllm", "experimental_sgl_trtllm"}
 
 
 def test_a_server_that_shares_its_gpu_frees_it_and_keeps_its_weights_on_the_host(tmp_path):
