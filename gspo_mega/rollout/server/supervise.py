@@ -17,6 +17,7 @@ import json
 import logging
 import math
 import os
+import re
 import signal
 import sys
 import threading
@@ -45,6 +46,9 @@ _HEARTBEAT_SECONDS = 2.0
 _PROBE_SECONDS = 15.0
 
 _MOST_CAUSES = 5
+
+# What a Python without a package says. Once may be a network folder's fault.
+_MISSING = re.compile(r"(?:ModuleNotFoundError|ImportError): .*")
 
 _SCHEDULER_ANSWERS = "/server_info"
 
@@ -181,13 +185,19 @@ class ServerSupervisor:
         return self._num_signals < 2 and os.getppid() == self._parent
 
     def _serve(self) -> NoReturn:
-        server = self._config.server
+        server, missing = self._config.server, None
         while True:
             cause = self._serve_once()
             delay = self._budget.failed(self._last_healthy)
             self._num_failures += 1
             if self._running is not None and (line := self._running.failure_line) is not None:
                 cause = f"{cause}: {line}"
+            if (lacks := _MISSING.search(cause)) and lacks[0] == missing:
+                raise RankError(
+                    f"{self._registration.server_id}: {cause}, at two starts in a row: the servers' Python lacks what"
+                    f" SGLang imports (launch/env/gpu-server.txt).\n{log_tail(self._log)}"
+                )
+            missing = lacks and lacks[0]
             if delay is None:
                 raise RankError(
                     f"{self._registration.server_id}: {cause}, and it was restarted {server.max_restarts} times already"

@@ -166,7 +166,7 @@ TABLE: dict[str, dict[str, tuple[int, str] | tuple[int, str, str]]] = {
         "check_context": (1, PLAN),
     },
     "rollout/server/supervise.py": {
-        "ServerSupervisor._serve": (1, RUN, _SERVERS),
+        "ServerSupervisor._serve": (2, RUN, _SERVERS),
         "ServerSupervisor._death_of": (1, RUN, _SERVERS),
     },
     "rollout/pool.py": {

@@ -1,4 +1,6 @@
-"""A server that dies, or says nothing, at its first question after /health is started again like any that dies."""
+"""A server that dies, or says nothing, at its first question after /health is started again like any that dies; one
+whose Python lacks a package only once.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from gspo_mega.base.errors import RankError
 from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.config import load_config
 from gspo_mega.rollout.registration import ensure_secret
@@ -56,3 +59,41 @@ def test_a_server_that_answers_the_second_question_is_ready(monkeypatch):
     assert spec.served_precision(config.server, config.precision, "http://x", Path("key")).startswith(
         "bf16 activations"
     )
+
+
+DIES_OF = """
+import sys
+from pathlib import Path
+starts = Path(sys.argv[1])
+starts.write_text(starts.read_text() + "x")
+number = len(starts.read_text())
+raise {"lacking": ModuleNotFoundError("No module named 'cutlass'"),
+       "others": ImportError(f"cannot import name {number}"),
+       "not an import": ValueError("no")}[sys.argv[2]]
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "starts", "said"),
+    [
+        ("lacking", 2, "ModuleNotFoundError: No module named 'cutlass', at two starts in a row"),
+        ("others", 4, "it was restarted 3 times already"),
+        ("not an import", 4, "it was restarted 3 times already"),
+    ],
+)
+def test_a_package_that_is_missing_twice_is_not_waited_for(tmp_path, monkeypatch, kind, starts, said):
+    monkeypatch.setattr(supervise, "_FIRST_DELAY_SECONDS", 0.01)
+    attempt = RunFolder(tmp_path / "run").new_attempt()
+    (tmp_path / "starts").touch()
+    config = load_config(CONFIG, ["server.max_restarts=3"]).config
+    entry = (sys.executable, "-c", DIES_OF, str(tmp_path / "starts"), kind)
+    server = supervise.ServerSupervisor(config, attempt, 0, entry=entry)
+    for folder in (attempt.servers_dir, attempt.logs_dir):
+        folder.mkdir(parents=True, exist_ok=True)
+    ensure_secret(attempt.api_key_file)
+    try:
+        with pytest.raises(RankError, match=said):
+            server._serve()
+    finally:
+        server._end()
+    assert len((tmp_path / "starts").read_text()) == starts
