@@ -46,8 +46,8 @@ while (($#)); do
 done
 
 model=runs/models/smollm2
-folder=runs/smollm2-$task own=()
-if [[ $task == arithmetic ]]; then own+=(reward=gsm8k train.num_steps=20 eval.every_steps=10); fi
+folder=runs/smollm2-$task own=() reward=()
+if [[ $task == arithmetic ]]; then reward=(reward=gsm8k) own+=(train.num_steps=20 eval.every_steps=10); fi
 if $lora; then folder+=-lora own+=('lora={rank: 16, alpha: 32}' optimizer.lr=2e-4); fi
 [[ $seed == 1 ]] || folder+=-seed$seed
 if $control; then folder+=-control own+=(reward.permute_in_batch=true); fi
@@ -86,7 +86,8 @@ fi
 say "3 of 5  Problems in $folder/data"
 .venv/bin/python tools/make_short_task.py "$folder/data" --task "$task" --seed "$seed"
 
-run=(run.dir="$folder" run.seed="$seed" data.path="$folder/data/train.jsonl" eval.path="$folder/data/heldout.jsonl")
+run=(run.dir="$folder" run.seed="$seed" data.path="$folder/data/train.jsonl" eval.path="$folder/data/heldout.jsonl"
+  ${reward[@]+"${reward[@]}"})
 say "4 of 5  GSPO: an SGLang server samples, two Megatron-Core ranks train, weights are published every step"
 if grep -q amx_bf16 /proc/cpuinfo; then
   echo "quickstart: this processor multiplies bf16 itself; the training takes ten to twelve minutes on two idle cores"

@@ -109,6 +109,7 @@ def test_quickstart_with_a_pretrained_model(root):
     assert ended.returncode == 0 and "--task arithmetic --seed 1" in calls[0]
     assert "run.dir=runs/smollm2-arithmetic-lora" in calls[1] and "reward=gsm8k" in calls[1]
     assert calls[1].endswith("optimizer.lr=2e-4 optimizer.lr=1e-4"), "the user's words come last"
+    assert all("reward=gsm8k" in asked for asked in calls[2:4]), "the samples are scored by the same reward"
     ended, _ = call(root, "launch/quickstart.sh", "--model", "smollm2", "--task", "poems")
     assert ended.returncode == 2 and "--task is json or arithmetic, not 'poems'" in ended.stderr
 
