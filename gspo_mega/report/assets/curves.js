@@ -149,7 +149,7 @@ function draw(box, own, settings, name, group) {
     hooks: { draw: [drawMarks], setSelect: [(u) => { if (u.select.width > 2) zoom(u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")); }] },
   }, plotData({ steps, found }, settings), box.querySelector(".plot"));
   plot.root.setAttribute("role", "img");
-  plot.root.setAttribute("aria-label", `${name}: ${found.map((line) => line.label).join(", ")}; the values are in the table below`);
+  plot.root.setAttribute("aria-label", `${name}: ${found.map((line) => line.label).join(", ")}${group === drawn ? "; the values are in the table below" : ""}`);
   plot.over.addEventListener("dblclick", () => zoom(null, null));
   if (range) plot.setScale("x", range);
   group.push(plot);
