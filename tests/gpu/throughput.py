@@ -3,7 +3,7 @@
     python tests/gpu/throughput.py [--device cpu --shapes tiny-dense --tokens 64]
 
 A model and packs that fill most of the GPU: the `medium` shape where the `large` one does not fit. FLOPs are those of the
-matrix products and attention alone, forward once and backward twice; the LM head's logits computed again in the
+only matrix products and attention, forward once and backward twice; the LM head's logits computed again in the
 backward pass do not count. MFU is of an H200's bf16 peak without sparsity, which an H100 has too, and for FP8 as well,
 so that rows compare. `held_gib` is what stays allocated after a step: weights, gradients, moments and FP8 copies.
 

@@ -365,8 +365,8 @@ class CertifyCase(Section):
         default=False,
         description=(
             "Nothing is judged: every weight is moved to a neighbouring number of its precision first, so the row shows"
-            " what rounding alone does to this model. Its other cases of this precision may differ by `rounding_factor`"
-            " times as much, where that is above the usual tolerance. On one rank, in fp32 or bf16."
+            " what rounding by itself does to this model. Its other cases of this precision may differ by"
+            " `rounding_factor` times as much, where that is above the usual tolerance. On one rank, in fp32 or bf16."
         ),
     )
     refused: bool = Field(default=False, description="This case must be refused with a reason before it runs.")

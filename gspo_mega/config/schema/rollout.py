@@ -315,8 +315,8 @@ class Server(Section):
         default=5,
         ge=0,
         description=(
-            "Maximum restarts of one server, forgiven ones not counted. After that the run continues without the"
-            " server, and ends when none is left."
+            "Maximum restarts of one server, forgiven ones not counted. After that, or after two starts that lack the"
+            " same Python package, the run continues without the server, and ends when none is left."
         ),
     )
     restart_forgiven_after_seconds: float = Field(

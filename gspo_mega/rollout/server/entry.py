@@ -96,6 +96,8 @@ def server_arguments(spec: ServerSpec):
         capability = torch.cuda.get_device_capability()
         check_gpu(spec, capability)
         of_gpu = experts_arguments(spec, capability)
+        for name, value in of_gpu.items():
+            sys.stderr.write(f"{name}: {value}, so that SGLang sees the experts that it returns\n")
     attention = sglang_hooks.INVARIANT_ATTENTION_BACKEND if spec.batch_invariant else sglang_hooks.ATTENTION_BACKEND
     arguments = sglang_arguments(spec, on_cpu=on_cpu, cpu_attention_backend=attention)
     arguments["api_key"] = read_secret(Path(spec.api_key_file))

@@ -196,8 +196,11 @@ def experts_arguments(spec: ServerSpec, capability: tuple[int, int]) -> dict[str
     experts that nobody chose: on sm100 DeepSeek's kind, Qwen3 and GLM, and on any GPU gpt-oss in bf16. The user's
     options override it (`validate_returned_experts`).
     """
-    hides = spec.return_routed_experts and (spec.quantization == "none" or capability >= BLACKWELL)
-    return {"moe_runner_backend": "triton"} if hides and "moe_runner_backend" not in spec.options else {}
+    hides = spec.quantization == "none" or capability >= BLACKWELL
+    # With a dispatcher, whose own kernels the experts need, SGLang chooses none of them.
+    if not spec.return_routed_experts or not hides or spec.expert_dispatcher != "none":
+        return {}
+    return {} if "moe_runner_backend" in spec.options else {"moe_runner_backend": "triton"}
 
 
 def check_batch_invariant(spec: ServerSpec, on_cpu: bool) -> None:

@@ -311,11 +311,15 @@ def test_kernels_that_choose_experts_unseen_are_not_left_to_sglang(tmp_path):
     assert experts_arguments(eight, (9, 0)) == experts_arguments(plain, (10, 0)) == {}
     assert experts_arguments(eight, (10, 0)) == experts_arguments(eight, (12, 0)) == triton
     assert experts_arguments(replace(asked, options={"moe_runner_backend": "cutlass"}), (10, 0)) == {}
+    assert experts_arguments(replace(asked, expert_dispatcher="deepep"), (9, 0)) == {}
 
 
 def test_the_kernels_that_choose_unseen_are_those_of_this_sglang():
     """What it compares with, in the text: importing the file takes SGLang's kernels."""
-    package = Path(importlib.util.find_spec("sglang").origin).parent / "srt"
+    found = importlib.util.find_spec("sglang")
+    if found is None:
+        pytest.skip("sglang is not installed")
+    package = Path(found.origin).parent / "srt"
     names = re.findall(r'^    \w+ = "(\w+)"$', (package / "layers/moe/utils.py").read_text(), re.MULTILINE)
     assert set(CHOOSES_UNSEEN) <= set(names)
     binding = (package / "layers/moe/topk.py").read_text().split("def bind_runner_backend")[1].split("def ")[0]
