@@ -29,7 +29,8 @@ def test_a_shipped_configuration_loads_and_plans(path, tmp_path):
         plan = plan_run(loaded, "cpu")
         assert plan.layout.world_size == 1, "each case brings its own ranks"
     elif loaded.config.cluster.gpu is not None:
-        assert plan_run(loaded, "gpu").layout.world_size >= (1 if path.stem.endswith("_1gpu") else 4)
+        cluster, world = loaded.config.cluster, plan_run(loaded, "gpu").layout.world_size
+        assert world == cluster.num_nodes * cluster.ranks_per_node and (world == 1) == path.stem.endswith("_1gpu")
     elif path.name.startswith("quickstart_fp8"):
         plan = plan_run(loaded, "cpu", CONFIGS / "models" / "quickstart_wide.json")
         assert plan.layout.world_size == 1 and "hidden 256, 2 heads x 128" in render_report(plan)
