@@ -45,8 +45,9 @@ _MOST_TAIL_BYTES = 256 * 1024
 
 _MOST_WORD = 400
 
-# An error as in the last line of a traceback: a class, perhaps with its module, and its message.
-_ERROR = re.compile(r"(?<![\w.])(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Failure)\b:? .*$")
+# An error as in the last line of a traceback: a class, perhaps with its module, and its message. One in parentheses is
+# the reason for what its line says, as of a part that SGLang goes without.
+_ERROR = re.compile(r"(?<![\w.(])(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Failure)\b:? .*$")
 
 
 @dataclass(frozen=True)
@@ -92,9 +93,19 @@ class RunningServer:
         return f"SGLang {how} (see {self.log})"
 
     @property
-    def failure_line(self) -> str | None:
-        """The line of this start's log that best says why it failed: its last error, or else its last line."""
-        return failure_line(self.log, self.log_start)
+    def log_end(self) -> int:
+        """The length of the log now, in bytes."""
+        return self.log.stat().st_size if self.log.exists() else 0
+
+    def failure_line(self, ready_from: int | None) -> str | None:
+        """Return the line of this start's log that best says why it failed: its last error, or else its last line.
+
+        For a server that was ready, `ready_from` is where its log was then: only an error after that says why it ended,
+        not what it said of optional parts while it started, and not the last request that it answered.
+        """
+        if ready_from is None:
+            return failure_line(self.log, self.log_start)
+        return failure_line(self.log, ready_from, errors_only=True)
 
     def end(self) -> None:
         self.note_shared_memory()
@@ -104,9 +115,9 @@ class RunningServer:
         self.scratch.remove()
 
 
-def failure_line(log: Path, start: int = 0) -> str | None:
-    """Return the last line from byte `start` on that names an error, or else the last line; None if there is no
-    line.
+def failure_line(log: Path, start: int = 0, errors_only: bool = False) -> str | None:
+    """Return the last line from byte `start` on that names an error, or else, without `errors_only`, the last line; None
+    if there is no such line.
     """
     try:
         text = _end_of(log, start)
@@ -114,7 +125,7 @@ def failure_line(log: Path, start: int = 0) -> str | None:
         return None
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     named = [found[0] for line in lines if (found := _ERROR.search(line)) is not None]
-    last = named[-1] if named else lines[-1] if lines else None
+    last = named[-1] if named else lines[-1] if lines and not errors_only else None
     return None if last is None else last[:_MOST_WORD]
 
 

@@ -106,6 +106,7 @@ class ServerSupervisor:
         self._budget = RestartBudget(config.server.max_restarts, config.server.restart_forgiven_after_seconds)
         self._parts = ServerParts(attempt, index, config.server.num_nodes)
         self._last_healthy = 0.0
+        self._ready_from: int | None = None  # the end of the log, in bytes, when this start was ready
         self._registered_at = 0.0
         self._heartbeat_failed = False
         # A generation names one start in the attempt, also across restarts of this supervisor.
@@ -190,9 +191,11 @@ class ServerSupervisor:
             cause = self._serve_once()
             delay = self._budget.failed(self._last_healthy)
             self._num_failures += 1
-            if self._running is not None and (line := self._running.failure_line) is not None:
+            if self._running is not None and (line := self._running.failure_line(self._ready_from)) is not None:
                 cause = f"{cause}: {line}"
-            if (lacks := _MISSING.search(cause)) and lacks[0] == missing:
+            # A server that was ready lacks nothing, whatever its log says of parts that it goes without.
+            lacks = None if self._ready_from is not None else _MISSING.search(cause)
+            if lacks and lacks[0] == missing:
                 raise RankError(
                     f"{self._registration.server_id}: {cause}, at two starts in a row: the servers' Python lacks what"
                     f" SGLang imports (launch/env/gpu-server.txt).\n{log_tail(self._log)}"
@@ -223,6 +226,7 @@ class ServerSupervisor:
     def _serve_once(self) -> str:
         """Start the server, and watch it until it dies or hangs. Return the cause."""
         self._wait_for_turn()
+        self._ready_from = None
         running = self._running = self._start()
         started = time.monotonic()
         while not self._answers("/health", timeout=2.0):
@@ -241,6 +245,7 @@ class ServerSupervisor:
             )
         except RankError as error:
             return str(error)
+        self._ready_from = running.log_end
         self._register(state="ready", precision=precision)
         self._budget.healthy()
         logger.info("%s: ready at %s, %s", self._registration.server_id, self._registration.address, precision)

@@ -54,6 +54,8 @@ def test_each_failed_start_is_shown_once(attempt):
         ("", None),
         ("\n \n", None),
         ("loading\nKilled\n", "Killed"),
+        ("disabled: init failed (ModuleNotFoundError: No module named 'harmony')\nKilled\n", "Killed"),
+        ("init failed (aiohttp.ClientError: no answer) (x)\nKilled\n", "Killed"),
         ("Traceback (most recent call last):\n  x\nrequests.exceptions.ProxyError: no way\nbye\n", None),
         ("[2026-01-01 TP0] Scheduler hit an exception: ValueError: bad shape\n", "ValueError: bad shape"),
         ("OSError: first\nRuntimeError: second\n[sigquit received]\n", "RuntimeError: second"),

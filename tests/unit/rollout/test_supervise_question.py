@@ -12,7 +12,7 @@ import pytest
 from gspo_mega.base.errors import RankError
 from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.config import load_config
-from gspo_mega.rollout.registration import ensure_secret
+from gspo_mega.rollout.registration import ensure_secret, read_registrations
 from gspo_mega.rollout.server import spec, supervise
 
 CONFIG = Path(__file__).parents[3] / "configs/quickstart.yaml"
@@ -97,3 +97,42 @@ def test_a_package_that_is_missing_twice_is_not_waited_for(tmp_path, monkeypatch
     finally:
         server._end()
     assert len((tmp_path / "starts").read_text()) == starts
+
+
+# As SGLang: it starts, says which of its optional parts it goes without, serves, and is killed from outside.
+SERVES_WITHOUT_A_PART = """
+import http.server, json, os, signal, sys, threading
+spec = json.load(open(sys.argv[sys.argv.index("--spec") + 1]))
+print("[2026-01-01] Responses API disabled: init failed (ModuleNotFoundError: No module named 'harmony')", flush=True)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        threading.Timer(0.5, die).start()
+def die():
+    if sys.argv[1] == "says why":
+        print("MemoryError: out of it", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+http.server.ThreadingHTTPServer((spec["host"], spec["port"]), Handler).serve_forever()
+"""
+
+
+@pytest.mark.parametrize(("behaviour", "why"), [("says why", ": MemoryError: out of it"), ("says nothing", "")])
+def test_a_server_that_was_ready_lacks_nothing(tmp_path, monkeypatch, behaviour, why):
+    """What its log said of an optional part before it was ready is neither why it was killed nor a reason to give up."""
+    monkeypatch.setattr(supervise, "_FIRST_DELAY_SECONDS", 0.01)
+    attempt = RunFolder(tmp_path / "run").new_attempt()
+    for folder in (attempt.servers_dir, attempt.logs_dir):
+        folder.mkdir(parents=True, exist_ok=True)
+    ensure_secret(attempt.api_key_file)
+    config = load_config(CONFIG, ["server.max_restarts=2", f"model.path={tmp_path}"]).config
+    entry = (sys.executable, "-c", SERVES_WITHOUT_A_PART, behaviour)
+    server = supervise.ServerSupervisor(config, attempt, 0, entry=entry)
+    try:
+        with pytest.raises(RankError, match="it was restarted 2 times already"):
+            server._serve()
+    finally:
+        server._end()
+    (found,) = read_registrations(attempt.servers_dir)
+    cause = f"SGLang killed by SIGKILL (see {attempt.server_log(0)}){why}"
+    assert (found.generation, found.recent_failures) == (3, [cause, cause])
