@@ -34,6 +34,7 @@ RULE = CorrectionRule(
 )
 # Chi-squared of a share that is the same in four bins: above this in one of 1000 cases.
 CHI_SQUARED_3 = 16.3
+CHI_SQUARED_4 = 18.5  # as above, where the four shares are known beforehand
 KL, MOVED = 4.5e-3, 2e-3  # nats per token: of the engines with an FP8 KV cache; of a version to the next one
 BROKEN = 1 / 12  # share of the responses whose every token is 3 nats off
 # The gaps of every batch are drawn this often: one run has too few responses for a share of some per cent.
@@ -156,11 +157,36 @@ def test_the_default_mask_drops_the_broken_at_every_length_and_keeps_the_lengths
     assert not found["kept"][found["is_broken"]].any() and found["kept"][~found["is_broken"]].mean() > 0.998
 
 
+def chance_to_keep(batches, kl: float) -> np.ndarray:
+    """Of each response, in the order of `judge`'s first draw: the probability that noise leaves it inside the band, whole
+    and in every segment of at least `segment_tokens` tokens. Sampled from the definition, without the product's code.
+    """
+    chances, rng = [], np.random.default_rng(3)
+    for _, _, lengths in batches:
+        deviations = np.sqrt(2 * (kl + MOVED * np.arange(lengths.shape[1])[::-1]))
+        noise = deviations * rng.standard_normal((40_000, lengths.shape[1]))
+        for row in lengths:
+            inside = np.abs(noise @ np.sqrt(row / row.sum())) <= RULE.bound_nats
+            chances.append((inside & (np.abs(noise[:, row >= RULE.segment_tokens]) <= RULE.bound_nats).all(axis=1)).mean())
+    return np.array(chances)
+
+
 def test_where_noise_alone_leaves_the_default_band_it_does_so_at_every_length(batches):
-    """The noise of one token is half the bound: responses are dropped by nothing but chance."""
-    found = judge(batches, RULE, RULE.bound_nats**2 / 8, 0.0)
-    shares, chi_squared = kept_by_quartile(found["length"], found["kept"])
-    assert 0.92 < found["kept"].mean() < 0.97 and chi_squared < CHI_SQUARED_3, (shares, chi_squared)
+    """The noise of one token is half the bound, so that responses are dropped by nothing but chance: one in twenty of
+    those that are judged once, at every length. One that several versions sampled is judged as a whole and in its
+    segments, which drops up to twice as many; longer responses have more of those.
+    """
+    kl = RULE.bound_nats**2 / 8
+    found = judge(batches, RULE, kl, 0.0)
+    chance = np.tile(chance_to_keep(batches, kl), NUM_DRAWS)
+    once = np.tile(np.concatenate([(lengths > 0).sum(axis=1) == 1 for _, _, lengths in batches]), NUM_DRAWS)
+    assert np.ptp(chance[once]) < 0.02 and 0.85 < chance.min() < chance[once].min() - 0.03
+    shares, chi_squared = kept_by_quartile(found["length"][once], found["kept"][once])
+    assert 0.93 < found["kept"][once].mean() < 0.97 and chi_squared < CHI_SQUARED_3, (shares, chi_squared)
+    quartile = np.searchsorted(np.quantile(found["length"], [0.25, 0.5, 0.75]), found["length"])
+    sums = [np.bincount(quartile, of, minlength=4) for of in (found["kept"], chance, chance * (1 - chance))]
+    chi_squared = float(((sums[0] - sums[1]) ** 2 / sums[2]).sum())
+    assert chi_squared < CHI_SQUARED_4, (sums, chi_squared)
 
 
 def test_a_bound_that_is_not_scaled_with_the_length_is_seen(batches):
