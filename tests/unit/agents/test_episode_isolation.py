@@ -271,6 +271,7 @@ def test_a_thread_that_only_waits_is_not_blamed_for_a_loop_that_stands_still(fol
             await asyncio.sleep(0.05)
         the_worker().suspend()
 
-    waits = "Path('waits').touch()\nawait asyncio.to_thread(time.sleep, 1)\nreturn 1.0"
-    ends, sessions, _ = run([waits, "await asyncio.sleep(1)\nreturn 2.0"], inside=stop)
+    # The thread says when: at the callback's own end the page would still name the callback.
+    waits = "await asyncio.to_thread(lambda: [time.sleep(0.5), Path('waits').touch(), time.sleep(1)])\nreturn 1.0"
+    ends, sessions, _ = run([waits, "await asyncio.sleep(2)\nreturn 2.0"], inside=stop, blocked_seconds=3.0)
     assert kinds(ends) == {"": 2} and [session.num_restarts for session in sessions] == [1, 1]
