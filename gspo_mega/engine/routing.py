@@ -62,7 +62,7 @@ class Routers:
             router.register_forward_hook(self._check(layer))
             sort_chosen_experts(router)
         for experts in (module for chunk in chunks for module in chunk.modules() if isinstance(module, BaseMoELayer)):
-            experts.register_forward_hook(_forget_dispatched)
+            _forget_dispatched(experts)
         # Megatron lists every router of the process for its static helpers. This class controls each router directly,
         # and the list would keep models alive.
         RouterReplay.clear_global_router_replay_instances()
@@ -154,22 +154,29 @@ def _replay_of(router: TopKRouter) -> RouterReplay:
     return router.router_replay
 
 
-def _forget_dispatched(experts: BaseMoELayer, _given: object, _output: object) -> None:
-    """Hook after the forward of a layer of experts: drop what its dispatcher of tokens keeps of the graph.
+def _forget_dispatched(experts: BaseMoELayer) -> None:
+    """After each forward of a layer of experts, drop what its dispatcher of tokens noted of the pass.
 
-    Megatron-Core 0.16 and 0.19 leave the router's weights of the last pass in `token_dispatcher.probs`, and so their
-    graph until the layer's next forward: with recomputation the layer's input and that input's gradient, 2 [t, H]
-    tensors of each layer, through optimizer step, publish and checkpoint.
+    Megatron-Core 0.16 and 0.19 keep it until the layer's next forward, through optimizer step, publish and checkpoint:
+    the router's weights with their graph (with recomputation the layer's input and that input's gradient, 2 [t, H]
+    tensors), the routing map ([t, experts] bool) and the rows of the permuted tokens ([t, 2 x experts + 1] int32). For
+    Qwen3-30B-A3B in packs of 18,432 tokens the last two alone are 0.95 GiB. Autograd has its own references to what a
+    backward pass needs.
     """
     dispatcher: Any = experts.token_dispatcher
-    for holder in (dispatcher, getattr(dispatcher, "_comm_manager", None)):
-        if holder is not None:
-            kept = [name for name, value in vars(holder).items() if _has_graph(value)]
-            vars(holder).update(dict.fromkeys(kept))
+    holders = [one for one in (dispatcher, getattr(dispatcher, "_comm_manager", None)) if one is not None]
+    lasting = {id(value) for holder in holders for value in vars(holder).values() if isinstance(value, torch.Tensor)}
 
+    def forget(*_: object) -> None:
+        for holder in holders:
+            noted = [
+                name
+                for name, value in vars(holder).items()
+                if isinstance(value, torch.Tensor) and id(value) not in lasting
+            ]
+            vars(holder).update(dict.fromkeys(noted))
 
-def _has_graph(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.grad_fn is not None
+    experts.register_forward_hook(forget)
 
 
 def _layer_of(router: TopKRouter) -> int:

@@ -47,7 +47,9 @@ def moved(folder: str, parallel: dict, **sections) -> dict:
 
 
 def kept_between_passes(folder: str, parallel: dict, **sections) -> dict:
-    """Inputs of layers, [t, 1, H] with gradients, that are there in the passes of two steps, and that are left after."""
+    """Inputs of layers, [t, 1, H] with gradients, that are there in the passes of two steps, and that are left after.
+    `noted`: what dispatchers of tokens still hold of the last pass.
+    """
     inputs: list[weakref.ref[torch.Tensor]] = []
 
     def note(layer: Any, given: tuple, named: dict) -> None:
@@ -60,10 +62,25 @@ def kept_between_passes(folder: str, parallel: dict, **sections) -> dict:
         for chunk in run.engine.chunks:
             for layer in cast(Any, chunk).decoder.layers:
                 layer.register_forward_pre_hook(note, with_kwargs=True)
+        lasting = {id(value) for _, value in _of_dispatchers(run)}
         for _ in range(2):
             run.step()
+        noted = sorted({name for name, value in _of_dispatchers(run) if id(value) not in lasting})
         left = [hidden for one in inputs if (hidden := one()) is not None]
-        return dict(seen=len(inputs), left=len(left), gradients=sum(hidden.grad is not None for hidden in left))
+        gradients = sum(hidden.grad is not None for hidden in left)
+        return dict(seen=len(inputs), left=len(left), gradients=gradients, noted=noted)
+
+
+def _of_dispatchers(run: Run) -> list[tuple[str, torch.Tensor]]:
+    """The tensors in the attributes of all dispatchers, by name."""
+    dispatchers = [
+        cast(Any, module).token_dispatcher
+        for chunk in run.engine.chunks
+        for module in chunk.modules()
+        if hasattr(module, "token_dispatcher")
+    ]
+    assert dispatchers
+    return [(name, v) for one in dispatchers for name, v in vars(one).items() if isinstance(v, torch.Tensor)]
 
 
 def held_bytes(run: Run) -> int:

@@ -33,4 +33,4 @@ def test_nothing_of_a_pass_is_kept_until_the_next(rank_pools, tmp_path, granular
     for found in rank_pools(2).run(
         "device_memory_jobs:kept_between_passes", folder=folder, parallel=parallel, **sections
     ):
-        assert found["seen"] >= 8 and (found["left"], found["gradients"]) == (0, 0)
+        assert found["seen"] >= 8 and (found["left"], found["gradients"], found["noted"]) == (0, 0, [])
