@@ -3,10 +3,11 @@
 # project itself, editable. It needs Linux x86_64, Python 3.11 (the pins' wheels are for this version) and pip's usual
 # indexes. A second call returns at once: a stamp records what was installed.
 #
-#   launch/setup.sh [--tests]              GSPO_PYTHON=/path/to/python3.11 launch/setup.sh
+#   launch/setup.sh [--tests] [--trace]     GSPO_PYTHON=/path/to/python3.11 launch/setup.sh
 #
 # --tests: also the packages that only the tests need (launch/env/test.txt), with a stamp of their own, and reasoning-gym in
 # an environment of its own (launch/env/reasoning-gym.txt, .venv/opt/reasoning_gym), where there is a C compiler for it.
+# --trace: also the Megatron-Core that a GPU runs with (launch/env/trace.txt), which `gspo-mega trace` traces. Part of --tests.
 set -euo pipefail
 
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
@@ -20,6 +21,7 @@ log=$root/.cache/setup.log
 requirements=("$root/launch/env/cpu.txt" "$root/launch/env/cpu-no-deps.txt" "$root/launch/env/cpu-te.txt")
 test_requirements=$root/launch/env/test.txt
 gym_requirements=$root/launch/env/reasoning-gym.txt
+trace_requirements=$root/launch/env/trace.txt
 
 die() {
   printf 'setup: %s\n' "$@" >&2
@@ -71,11 +73,14 @@ step() {
 }
 
 with_tests=
-case ${1:-} in
-  "") ;;
-  --tests) with_tests=1 ;;
-  *) die "'$1' is no option; there is: --tests" ;;
-esac
+with_trace=
+for option in "$@"; do
+  case $option in
+    --tests) with_tests=1 with_trace=1 ;;
+    --trace) with_trace=1 ;;
+    *) die "'$option' is no option; there are: --tests --trace" ;;
+  esac
+done
 [[ $(uname -sm) == "Linux x86_64" ]] || die "the pins in launch/env are for Linux x86_64; this is $(uname -sm)"
 mkdir -p "$root/.cache"
 exec 9>"$root/.cache/setup.lock"
@@ -97,7 +102,9 @@ is_current() {
 stamp=$(wanted_stamp)
 compiler=$(type -P cc || true) # one of reasoning-gym's packages comes as source only
 test_stamp=$(printf '%s\n' "$stamp" "$compiler" | cat - "$test_requirements" "$gym_requirements" | sha256sum | cut -d' ' -f1)
+trace_stamp=$(printf '%s\n' "$stamp" | cat - "$trace_requirements" | sha256sum | cut -d' ' -f1)
 if is_current "$venv/gspo_mega.stamp" "$stamp" &&
+  { [[ -z $with_trace ]] || is_current "$venv/gspo_mega_trace.stamp" "$trace_stamp"; } &&
   { [[ -z $with_tests ]] || is_current "$venv/gspo_mega_tests.stamp" "$test_stamp"; }; then
   exit 0
 fi
@@ -122,6 +129,12 @@ if ! is_current "$venv/gspo_mega.stamp" "$stamp"; then
   step "Transformer Engine's Python" "${pip[@]}" --no-deps --target "$venv/opt/transformer_engine" -r "${requirements[2]}"
   step "gspo_mega itself" "${pip[@]}" --no-deps --no-build-isolation --editable "$root"
   printf '%s\n' "$stamp" >"$venv/gspo_mega.stamp"
+fi
+if [[ -n $with_trace ]] && ! is_current "$venv/gspo_mega_trace.stamp" "$trace_stamp"; then
+  rm -rf "$venv/gspo_mega_trace.stamp" "$venv/opt/megatron_core"
+  step "the GPU's Megatron-Core, for gspo-mega trace" "${pip[@]}" --no-deps --only-binary :all: --python-version 3.12 \
+    --target "$venv/opt/megatron_core" -r "$trace_requirements"
+  printf '%s\n' "$trace_stamp" >"$venv/gspo_mega_trace.stamp"
 fi
 if [[ -n $with_tests ]]; then
   rm -f "$venv/gspo_mega_tests.stamp"

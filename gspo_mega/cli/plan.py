@@ -4,6 +4,7 @@
     gspo-mega plan my_run.yaml --command train       also reads what `train` reads: data, rewards, tokenizer, headers
     gspo-mega plan my_run.yaml --read-weights        also reads all weights: are they there, and finite?
     gspo-mega plan my_run.yaml --search 4x8          rank the layouts on 4 nodes of 8 GPUs, print the YAML block
+    gspo-mega plan my_run.yaml --trace               beside it what the GPU's own code does (see gspo-mega trace)
     eval "$(gspo-mega plan my_run.yaml --shell)"     the numbers that a job script needs
 
 Starts no part of a run and imports no torch, so it answers at once on a login node. With --command, a separate process
@@ -46,6 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also read every value of the folders' weights: tensors that are missing, misshaped or not finite",
     )
+    parser.add_argument(
+        "--trace", action="store_true", help="also trace one rank of each kind, and show where it differs from the plan"
+    )
     parser.add_argument("--json", action="store_true", help="print the plan as one JSON object")
     parser.add_argument("--shell", action="store_true", help="print what a job script needs as shell variables")
     parser.add_argument(
@@ -65,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.config is None:
         raise ConfigError("gspo-mega plan: no configuration; for example: gspo-mega plan configs/quickstart.yaml")
+    if args.trace and (args.json or args.shell or args.search):
+        raise ConfigError("--trace: prints text, without --json, --shell and --search; gspo-mega trace --json has all")
     loaded = load_config(args.config, args.overrides, args.command)
     if args.search is not None:
         _input_notices(loaded, args.command, is_elsewhere=args.model is not None)
@@ -87,6 +93,11 @@ def run(args: argparse.Namespace) -> int:
         print(render_report(plan, figures))
         if args.resolved:
             print("\n" + render_config(loaded.config), end="")
+    if args.trace:
+        from gspo_mega.verify.trace.job import trace_run
+        from gspo_mega.verify.trace.report import render_differences
+
+        print("\n".join(render_differences(trace_run(args.config, args.overrides, model=args.model).differences)))
     if args.command in (None, "train", "sft"):
         refuse_what_does_not_fit(plan, figures, loaded.where)
     return 0

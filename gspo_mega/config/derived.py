@@ -373,6 +373,13 @@ def wheel_folder(prefix: str | None = None) -> Path:
     return Path(prefix or sys.prefix) / "opt" / "transformer_engine"
 
 
+def megatron_folder(prefix: str | None = None) -> Path:
+    """Return the folder where `launch/setup.sh --trace` puts the Megatron-Core of launch/env/gpu.txt. It is in the
+    environment `prefix`, and only a traced rank has it on its path.
+    """
+    return Path(prefix or sys.prefix) / "opt" / "megatron_core"
+
+
 def has_transformer_engine_layers(config: Config, has_gpu: bool) -> bool:
     """Return whether the policy has Transformer Engine's layers. `engine.transformer_engine` decides; if it is absent,
     fp8 has them, and bf16 on a GPU. fp32 and a policy with adapters always have Megatron's plain layers.

@@ -117,7 +117,7 @@ def trainer_memory(config: Config, layout: Layout, shares: ModelShares) -> GpuMe
     # and the last stage the head.
     sizes = {layout.stage_layers.index(count) for count in layout.stage_layers}
     stages = sorted({0, layout.pipeline - 1} | sizes)
-    return max((_stage(config, layout, shares, stage) for stage in stages), key=lambda memory: memory.peak)
+    return max((stage_memory(config, layout, shares, stage) for stage in stages), key=lambda memory: memory.peak)
 
 
 @dataclass
@@ -131,7 +131,8 @@ class _Parts:
         return {phase: sum(self.always.values()) + sum(parts.values()) for phase, parts in self.phases.items()}
 
 
-def _stage(config: Config, layout: Layout, shares: ModelShares, stage: int) -> GpuMemory:
+def stage_memory(config: Config, layout: Layout, shares: ModelShares, stage: int) -> GpuMemory:
+    """Return the memory of the fullest trainer rank of one pipeline stage, on GPUs."""
     spec = shares.spec
     held = shares.state(config, layout, stage)
     size = state_bytes(config, held.largest)
@@ -194,16 +195,21 @@ def _passes(
     buffers = round(4 * tokens * layer.layer_input) if layout.pipeline > 1 else 0
     head_saved = (head.row + head.token) if is_last else 0.0
 
-    def bytes_of(saved: float, logits: int) -> dict[str, int]:
+    def bytes_of(kept: float, head_saved: float, logits: int) -> dict[str, int]:
+        """Return the larger of two moments: a layer at work, and the head, while no layer works."""
+        of_head = (logits + round(tokens * head.working)) * is_last
+        if tokens * working >= tokens * head_saved + of_head:
+            head_saved, of_head = working, 0
+        saved = tokens * (kept + head_saved)
         return {
-            "activations": round(tokens * saved),
-            "fragmentation": round(FRAGMENTATION * tokens * saved),
-            "logits": (logits + round(tokens * head.working)) * is_last,
+            "activations": round(saved),
+            "fragmentation": round(FRAGMENTATION * saved),
+            "logits": of_head,
             "pipeline buffers": buffers,
         }
 
-    forward = bytes_of(working, head.chunk_forward)
-    return forward, bytes_of(chunks * a_chunk + working + head_saved, head.chunk_backward)
+    forward = bytes_of(0.0, 0.0, head.chunk_forward)
+    return forward, bytes_of(chunks * a_chunk, head_saved, head.chunk_backward)
 
 
 def in_flight(layout: Layout, stage: int, num_micro_batches: int) -> int:

@@ -82,6 +82,7 @@ HOMES: dict[str, set[str]] = {
         "agents/owned_processes.py",
         "train/gpu_variables.py",
         "base/network.py",
+        "verify/trace",  # for its own process, before it begins
     },
     "os.getenv": set(),
     "os.putenv": set(),

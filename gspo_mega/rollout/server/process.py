@@ -116,8 +116,8 @@ class RunningServer:
 
 
 def failure_line(log: Path, start: int = 0, errors_only: bool = False) -> str | None:
-    """Return the last line from byte `start` on that names an error, or else, without `errors_only`, the last line; None
-    if there is no such line.
+    """Return the last line from byte `start` on that names an error, or else, without `errors_only`, the last line;
+    None if there is no such line.
     """
     try:
         text = _end_of(log, start)

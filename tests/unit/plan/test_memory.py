@@ -99,8 +99,22 @@ def test_state_alone_that_exceeds_the_gpu_is_refused_at_its_place(load, shape):
     ],
 )
 def test_each_setting_moves_its_part(load, shape, override, part, less):
-    before, after = (figures(load, shape, "fp8.recipe=delayed", *changed)[1].memory for changed in ([], [override]))
+    # The logits are at the peak where the head's moment takes more than a layer's.
+    base = ("fp8.recipe=delayed", "batch.log_prob_chunk_tokens=65536") if part == "logits" else ("fp8.recipe=delayed",)
+    before, after = (figures(load, shape, *base, *changed)[1].memory for changed in ([], [override]))
     assert (after.parts[part] < before.parts[part]) == less and after.parts[part] != before.parts[part]
+
+
+def test_the_head_and_a_layer_are_not_at_work_at_the_same_time(load, shape):
+    """The training peak is the larger of two moments: more logits take nothing until the head's is the larger one."""
+
+    def parts(chunk):
+        memory = figures(load, shape, "recompute.granularity=full", f"batch.log_prob_chunk_tokens={chunk}")[1].memory
+        return memory.by_phase["training"]
+
+    small, less, large = parts(64), parts(65), parts(65536)
+    assert small == less and small["logits"] == 0 < large["logits"]
+    assert large["activations"] < small["activations"] < large["activations"] + large["logits"]
 
 
 def test_a_reference_is_a_second_set_of_weights(load, shape):

@@ -167,7 +167,9 @@ def chance_to_keep(batches, kl: float) -> np.ndarray:
         noise = deviations * rng.standard_normal((40_000, lengths.shape[1]))
         for row in lengths:
             inside = np.abs(noise @ np.sqrt(row / row.sum())) <= RULE.bound_nats
-            chances.append((inside & (np.abs(noise[:, row >= RULE.segment_tokens]) <= RULE.bound_nats).all(axis=1)).mean())
+            chances.append(
+                (inside & (np.abs(noise[:, row >= RULE.segment_tokens]) <= RULE.bound_nats).all(axis=1)).mean()
+            )
     return np.array(chances)
 
 

@@ -1,0 +1,187 @@
+"""Set what was traced beside what the plan says, and name the plan's formula where they differ.
+
+The plan's reserve and its allowance for fragmentation are left out, because nothing of the kind is traced. So are the
+buckets of a publish, which the sender holds and the trace does not send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gspo_mega.config.derived import needs_old_log_prob_pass
+from gspo_mega.config.schema import Config
+from gspo_mega.models.spec import ModelSpec
+from gspo_mega.models.tensors import forward_flops_per_token
+from gspo_mega.plan import Plan
+from gspo_mega.plan.layout import Layout, Sizes
+from gspo_mega.plan.memory import stage_memory
+from gspo_mega.plan.state import WEIGHT_BYTES, ModelShares
+
+STATE_TOLERANCE, TOLERANCE = 0.01, 0.05
+# How the ledger names what belongs to the state.
+STATE = "state: "
+_NOT_TRACED = ("reserve", "fragmentation")
+# The parts that stay on the GPU while servers sample, with `cluster.colocated`.
+_MOVED = ("weights", "padding", "gradients", "main weights", "moments", "reference")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One figure of both. `what` names it; `unit` is `bytes` or `FLOPs`. `formula`: where the plan's figure is made."""
+
+    what: str
+    planned: float
+    traced: float
+    unit: str
+    tolerance: float
+    formula: str
+
+    @property
+    def share(self) -> float:
+        """By how much the trace is above the plan, as a share of the plan."""
+        if self.planned == 0:
+            return 0.0 if self.traced == 0 else float("inf")
+        return self.traced / self.planned - 1
+
+    @property
+    def agrees(self) -> bool:
+        return abs(self.share) <= self.tolerance
+
+
+def kinds_of_rank(layout: Layout) -> list[int]:
+    """One rank for each kind: pipeline stages that differ in their layers, or have the embedding or the head."""
+    found: dict[tuple[int, bool, bool], int] = {}
+    for stage in range(layout.pipeline):
+        kind = (layout.stage_layers[stage], stage == 0, stage == layout.pipeline - 1)
+        found.setdefault(kind, layout.ranks_of(0, stage)[0])
+    return sorted(found.values())
+
+
+def num_packs(layout: Layout) -> int:
+    """Micro-batches of the traced mini-batch: enough that each stage holds as many at once as it ever does."""
+    return 2 if layout.pipeline == 1 else layout.pipeline * (1 if layout.virtual_pipeline is None else 2)
+
+
+def kept_between_steps(traced: Mapping[str, Any]) -> tuple[int, list[Mapping[str, Any]]]:
+    """Bytes that a rank keeps after an optimizer step besides its state, and who holds them, the most first."""
+    left = next(phase["left"] for phase in traced["phases"] if phase["name"] == "second optimizer")
+    kept = [one for one in left if not one["holder"].startswith(STATE)]
+    return sum(one["bytes"] for one in kept), kept
+
+
+def compare(plan: Plan, traced: Mapping[str, Any]) -> list[Difference]:
+    """Compare one rank's trace (`rank.py`'s JSON) with the plan's figures for its pipeline stage."""
+    config, layout, spec = plan.config, plan.layout, plan.spec
+    stage = traced["coordinates"]["pipeline"]
+    memory = stage_memory(config, layout, ModelShares(spec), stage)
+    phases = {phase["name"]: phase for phase in traced["phases"]}
+    always = sum(size for part, size in memory.always.items() if part not in _NOT_TRACED)
+
+    def planned(phase: str) -> float:
+        own = memory.by_phase[phase]
+        return always + sum(size for part, size in own.items() if part not in _NOT_TRACED)
+
+    rows = [
+        Difference(
+            "state",
+            always,
+            sum(one["bytes"] for one in phases["second optimizer"]["left"] if one["holder"].startswith(STATE)),
+            "bytes",
+            STATE_TOLERANCE,
+            "plan/state.py: state_bytes",
+        )
+    ]
+    if "second old pass" in phases:
+        rows.append(_peak("old pass", planned("old pass"), phases["second old pass"]))
+    rows.append(_peak("training", planned("training"), phases["second training"]))
+    rows.append(_peak("optimizer", planned("optimizer"), phases["second optimizer"]))
+    if "publish" in phases:
+        bucket = 3 * config.publish.bucket_bytes if config.publish.method == "distributed" else 0
+        rows.append(_peak("publish, without its buckets", planned("publish") - bucket, phases["publish"]))
+    if "rollout" in phases:
+        stays = sum(size for part, size in memory.always.items() if part not in (*_NOT_TRACED, *_MOVED))
+        rows.append(
+            Difference(
+                "rollout, what a rank leaves on the GPU",
+                stays,
+                phases["rollout"]["after"],
+                "bytes",
+                TOLERANCE,
+                "plan/memory.py: run_memory",
+            )
+        )
+    return [*rows, *_exchange(config, layout, spec, traced, phases)]
+
+
+def _peak(name: str, planned: float, phase: Mapping[str, Any]) -> Difference:
+    formula = "plan/state.py: state_bytes" if name == "optimizer" else "plan/memory.py: stage_memory"
+    if name in ("old pass", "training"):
+        formula = "plan/activations.py: layer_activations, head_activations"
+    return Difference(f"memory, {name}", planned, phase["peak"], "bytes", TOLERANCE, formula)
+
+
+def _exchange(
+    config: Config, layout: Layout, spec: ModelSpec, traced: Mapping[str, Any], phases: Mapping[str, Any]
+) -> list[Difference]:
+    """What a forward pass of one pack gives to other ranks: of the old pass, where there is one."""
+    passed = phases.get("second old pass") if needs_old_log_prob_pass(config) else None
+    if passed is None:
+        return []
+    stage = traced["coordinates"]["pipeline"]
+    layers = layout.stage_layers[stage]
+    tokens = traced["pack_tokens"] / layout.context
+    row = tokens * spec.hidden_size * WEIGHT_BYTES[config.precision]
+    rows = []
+    if layout.tensor > 1:
+        times = 4 if spec.moe is None else 2
+        found = _bytes(passed, "tensor") / traced["packs"]
+        rows.append(
+            Difference(
+                "tensor exchange, a pack's forward pass",
+                times * row * layers,
+                found,
+                "bytes",
+                TOLERANCE,
+                "plan/timing.py: _Layer._exchange",
+            )
+        )
+    return rows
+
+
+def _bytes(phase: Mapping[str, Any], group: str) -> float:
+    return sum(one["bytes"] for one in phase["collectives"] if one["group"] == group)
+
+
+def compare_flops(plan: Plan, traced: Sequence[Mapping[str, Any]]) -> Difference | None:
+    """The FLOPs of a pack's forward pass over all pipeline stages. `traced`: one rank of each kind."""
+    layout, spec = plan.layout, plan.spec
+    by_kind = {}
+    for one in traced:
+        phases = {phase["name"]: phase for phase in one["phases"]}
+        if "second old pass" not in phases:
+            return None
+        stage = one["coordinates"]["pipeline"]
+        kind = (layout.stage_layers[stage], stage == 0, stage == layout.pipeline - 1)
+        # The plan's experts are evenly loaded.
+        by_kind[kind] = (
+            sum(
+                number / (one["imbalance"] if name.startswith("experts'") else 1.0)
+                for name, number in phases["second old pass"]["flops"].items()
+            )
+            / one["packs"]
+        )
+    kinds = [(layers, stage == 0, stage == layout.pipeline - 1) for stage, layers in enumerate(layout.stage_layers)]
+    if any(kind not in by_kind for kind in kinds):
+        return None
+    tokens = traced[0]["pack_tokens"] / layout.context / layout.tensor
+    length = min(Sizes.of(plan.config).longest_sequence, traced[0]["pack_tokens"])
+    return Difference(
+        "FLOPs, a pack's forward pass",
+        tokens * forward_flops_per_token(spec, length),
+        sum(by_kind[kind] for kind in kinds),
+        "FLOPs",
+        TOLERANCE,
+        "models/tensors.py: forward_flops_per_token",
+    )

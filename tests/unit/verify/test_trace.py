@@ -1,0 +1,172 @@
+"""The trace on cases known by hand and against PyTorch's own allocator, and through the command on small models."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gspo_mega.base.errors import ConfigError, ModelError
+from gspo_mega.cli.main import main
+from gspo_mega.config import load_config
+from gspo_mega.models.huggingface import read_model_spec
+from gspo_mega.plan import plan_run
+from gspo_mega.verify.trace.compare import Difference, kept_between_steps, kinds_of_rank, num_packs
+from gspo_mega.verify.trace.report import NOT_MEASURED, draw, render_differences
+from gspo_mega.verify.trace.shape import with_layers
+
+ROOT = Path(__file__).parents[3]
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def found() -> dict:
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("trace_cases.py"))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_bytes_and_flops_are_those_counted_by_hand(found):
+    """Two matrices of 2 MiB and an input of 0.5 MiB; at the end their gradients and a gather of 8 MiB."""
+    one = found["plain"]
+    assert (one["before"], one["peak"], one["after"]) == (4.5 * MIB, 16.5 * MIB, 4.5 * MIB)
+    # Two products forward; backward both weights' gradients and that of the hidden layer.
+    assert one["flops"] == {"products, float32": 5 * 2 * 256 * 512 * 1024}
+    assert one["waits"] == {} and one["collectives"] == [["_allgather_base", "other", 4, 1, 8 * MIB]]
+    assert one["moved"] == 0.5 * MIB, "storages that are emptied in place"
+    assert any("trace_cases.py" in frame for stack in one["stacks"] for frame in stack)
+
+
+def test_the_peak_is_what_pytorch_allocates_on_a_cpu(found):
+    """The same passes with real tensors; small tensors differ by the block they are rounded up to."""
+    traced = found["plain"]["passes"] - found["plain"]["before"]
+    assert found["profiled"] > 4 * MIB and abs(traced - found["profiled"]) <= 2048
+
+
+def test_what_is_kept_gathered_twice_or_waited_for_is_found_with_its_line(found):
+    plain = found["plain"]
+    kept = found["retention"]
+    assert kept["after"] - plain["after"] == MIB
+    (more,) = [one for one in kept["left"] if one not in plain["left"]]
+    assert more[:2] == ["model", MIB] and "trace_cases.py" in more[2]
+    assert found["gathered twice"]["collectives"] == [["_allgather_base", "other", 4, 2, 16 * MIB]]
+    (what,) = found["waits"]["waits"]
+    assert what.startswith("_local_scalar_dense") and "trace_cases.py" in what
+
+
+def test_numbers_of_the_host_are_known_and_others_are_answered(found):
+    assert found["reads"] == {"lengths": [3, 4], "unknown": [0.0] * 3, "chosen": [2, 2], "waits": 2}
+
+
+def test_one_rank_of_each_kind():
+    def layout(*overrides):
+        return plan_run(load_config(str(ROOT / "configs/llama3_70b_8nodes.yaml"), overrides, "train"), "gpu").layout
+
+    staged = layout()
+    assert kinds_of_rank(staged) == [0, 8, 24] and num_packs(staged) == 8
+    assert [staged.coordinates(rank).pipeline for rank in (0, 8, 24)] == [0, 1, 3]
+    plain = layout("parallel.pipeline=1", "parallel.virtual_pipeline=null", "parallel.tensor=8")
+    assert kinds_of_rank(plain) == [0] and num_packs(plain) == 2
+    assert num_packs(layout("parallel.virtual_pipeline=null")) == 4
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "configs/models").glob("*.json")))
+def test_a_shape_with_fewer_layers_is_one_of_its_family(tmp_path, name):
+    spec = read_model_spec(with_layers(ROOT / f"configs/models/{name}.json", 4, tmp_path))
+    whole = read_model_spec(ROOT / f"configs/models/{name}.json")
+    assert spec.num_layers == 4 and spec.hidden_size == whole.hidden_size and spec.family == whole.family
+    assert (spec.moe is None) == (whole.moe is None)
+
+
+def test_a_shape_that_is_none_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match="config.json: not a model's shape: KeyError"):
+        with_layers(tmp_path, 2, tmp_path / "out")
+
+
+def test_a_difference_names_the_formula():
+    near = Difference("memory, training", 100.0, 104.0, "bytes", 0.05, "plan/activations.py: layer_activations")
+    far = Difference("memory, training", 100.0, 94.0, "bytes", 0.05, "plan/activations.py: layer_activations")
+    none = Difference("rollout", 0.0, 0.0, "bytes", 0.05, "x")
+    assert near.agrees and not far.agrees and none.agrees and far.share == pytest.approx(-0.06)
+    assert not Difference("rollout", 0.0, 1.0, "bytes", 0.05, "x").agrees
+    lines = render_differences([near, far])
+    assert "layer_activations" not in lines[1] and lines[2].endswith("-6.0%   more than 5%: " + far.formula)
+
+
+def test_what_is_kept_besides_the_state_is_named():
+    left = [
+        {"holder": "state: parameters", "bytes": 10},
+        {"holder": "decoder.layers.*.mlp", "bytes": 3},
+    ]
+    assert kept_between_steps({"phases": [{"name": "second optimizer", "left": left}]}) == (3, [left[1]])
+
+
+def test_a_picture_has_every_phase():
+    phase = {
+        "name": "training",
+        "peak": 3 * 2**30,
+        "at_peak": [{"holder": "a<b", "where": "", "bytes": 2**30, "tensors": 2}],
+    }
+    svg = draw([{"rank": 0, "phases": [phase]}], "title")
+    assert "rank 0: training" in svg and "a&lt;b" in svg and "3.0 GiB" in svg and NOT_MEASURED.split(":")[0] in svg
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--rank", "99"], "--rank 99: the configuration has ranks 0 to 1"),
+        (["--layers", "0"], "--layers 0: give a whole number from 1 on"),
+        (["--imbalance", "0"], "--imbalance 0: give a number above 0"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_refused(arguments, said, capsys):
+    assert main(["trace", str(ROOT / "configs/qwen3_4b_1node.yaml"), *arguments]) == ConfigError.exit_code
+    assert said in capsys.readouterr().err
+
+
+def test_without_the_wheel_the_command_says_what_installs_it(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("gspo_mega.verify.trace.job.megatron_folder", lambda: tmp_path)
+    assert main(["trace", str(ROOT / "configs/qwen3_4b_1node.yaml")]) == ModelError.exit_code
+    assert (
+        f"the GPU's Megatron-Core is not in {tmp_path}; launch/setup.sh --trace installs it" in capsys.readouterr().err
+    )
+
+
+# Configuration, further arguments, and the groups that must have been used.
+SAMPLES = {
+    "tensor": ("qwen3_4b_1node", ["--layers", "2"], {"tensor", "data_context"}),
+    "experts": ("qwen3_30b_a3b_4nodes", ["--layers", "2"], {"expert", "expert_data"}),
+    "stages": (
+        "llama3_70b_8nodes",
+        ["--layers", "8", "--rank", "0", "parallel.virtual_pipeline=null"],
+        {"pipeline", "tensor"},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(SAMPLES))
+def test_a_shipped_configuration_agrees_with_its_plan(kind, capsys):
+    """Two layers, in seconds: the state to 1 %, and nothing of a pass kept between steps."""
+    name, arguments, groups = SAMPLES[kind]
+    assert main(["trace", str(ROOT / f"configs/{name}.yaml"), *arguments, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["note"] == NOT_MEASURED
+    compared = {one["what"]: one for one in result["plan"]}
+    assert compared["state"]["agrees"], compared["state"]
+    assert abs(compared["memory, training"]["share"]) < 0.10, compared["memory, training"]
+    for one in result["ranks"]:
+        used = {sent["group"] for phase in one["phases"] for sent in phase["collectives"]}
+        assert groups <= used
+        assert one["versions"]["megatron-core"] == "0.19.2"
+        _, holders = kept_between_steps(one)
+        layers = [
+            held for held in holders if "experts" in held["holder"] or held["holder"].endswith((".mlp", ".router"))
+        ]
+        assert sum(held["bytes"] for held in layers if "transformer_engine/pytorch/cpp" not in held["where"]) < 2**20, (
+            layers
+        )

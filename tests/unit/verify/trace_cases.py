@@ -1,0 +1,119 @@
+"""Small programs on the fake device whose memory, sends and waits are known by hand: prints what the ledger found.
+
+Run as a process of its own, because the device has to be loaded before torch is.
+"""
+
+import json
+import sys
+
+from gspo_mega.cpu.fake_device import join_fake_world, load_device, pretend
+
+load_device()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch import nn  # noqa: E402
+
+from gspo_mega.verify.trace.ledger import Ledger, fake_tensors  # noqa: E402
+
+ROWS, WIDTH, INNER = 256, 512, 1024
+
+
+class Model(nn.Module):
+    def __init__(self, device: str, keeps: bool = False) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, INNER, bias=False, device=device)
+        self.down = nn.Linear(INNER, WIDTH, bias=False, device=device)
+        self.keeps, self.kept = keeps, None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.sigmoid(self.up(x))
+        if self.keeps:
+            self.kept = hidden.detach().clone()  # the retention
+        return self.down(hidden)
+
+
+def passes(device: str, model: Model, x: torch.Tensor) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+    model(x).sum().backward()
+
+
+def profiled_peak() -> int:
+    """The peak of the same passes on the CPU, as PyTorch's own allocator reports it, above what was there before."""
+    model, x = Model("cpu"), torch.ones(ROWS, WIDTH)
+    passes("cpu", model, x)
+    for parameter in model.parameters():
+        parameter.grad = None
+    with torch.profiler.profile(profile_memory=True) as profile:
+        passes("cpu", model, x)
+    now = peak = 0
+    changes = [one for one in profile.profiler.kineto_results.events() if one.name() == "[memory]"]
+    for change in sorted(changes, key=lambda one: one.start_ns()):
+        now += change.nbytes()
+        peak = max(peak, now)
+    return peak
+
+
+def traced(keeps: bool = False, gathers: int = 1, waits: bool = False) -> dict:
+    ledger = Ledger()
+    with fake_tensors(), ledger:
+        with ledger.phase("build"):
+            model = Model("cuda", keeps)
+            x = torch.ones(ROWS, WIDTH, device="cuda")
+        ledger.name_modules([model])
+        ledger.mark("parameters", model.parameters())
+        with ledger.phase("passes"):
+            passes("cuda", model, x)
+        with ledger.phase("rest"):
+            whole = torch.empty(4 * WIDTH, INNER, device="cuda")
+            for _ in range(gathers):
+                dist.all_gather_into_tensor(whole, model.down.weight.view(WIDTH, INNER))
+            del whole
+            if waits:
+                model.down.weight.grad.norm().item()
+            for parameter in model.parameters():
+                parameter.grad = None
+        with ledger.phase("moved"):
+            for parameter in model.parameters():
+                parameter.untyped_storage().resize_(0)
+    phases = {one.name: one for one in ledger.phases}
+    one = phases["rest"]
+    return {
+        "before": phases["passes"].before,
+        "passes": phases["passes"].peak,
+        "peak": one.peak,
+        "after": one.after,
+        "moved": phases["moved"].after,
+        "flops": dict(phases["passes"].flops),
+        "collectives": [[*key, *value] for key, value in one.collectives.items()],
+        "waits": dict(one.waits),
+        "left": [[held.holder, held.num_bytes, held.where] for held in one.left],
+        "stacks": [held.stack for held in one.at_peak if held.stack],
+    }
+
+
+def reads() -> dict:
+    """Numbers that came from the host are known after simple operations on them; others are answered."""
+    ledger = Ledger()
+    with fake_tensors(), ledger, ledger.phase("reads") as phase:
+        offsets = torch.tensor([0, 3, 7]).to("cuda")
+        lengths = (offsets[1:] - offsets[:-1]).tolist()
+        unknown = torch.empty(3, device="cuda").tolist()
+        chosen = torch.empty(7, 2, device="cuda")[torch.tensor([True, False, True] + [False] * 4).to("cuda")]
+    return {"lengths": lengths, "unknown": unknown, "chosen": list(chosen.shape), "waits": sum(phase.waits.values())}
+
+
+if __name__ == "__main__":
+    pretend((9, 0), "H100", 79 * 2**30)
+    join_fake_world(0, 4)
+    found = {
+        "plain": traced(),
+        "retention": traced(keeps=True),
+        "gathered twice": traced(gathers=2),
+        "waits": traced(waits=True),
+        "reads": reads(),
+    }
+    # Last: with the fake device, real tensors of the CPU are real outside of the modes.
+    found["profiled"] = profiled_peak()
+    json.dump(found, sys.stdout)
