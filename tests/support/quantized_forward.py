@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 
 
 def fp8_rows(x: np.ndarray, width: int) -> np.ndarray:
-    """Values of [n, m], each `width` of a row divided by amax / 448, rounded to e4m3 and multiplied again."""
+    """Values of [n, m], each `width` of a row multiplied by 1 / (amax / 448), rounded to e4m3 and scaled back."""
     parts = x.astype(np.float32).reshape(-1, width)
     scale = np.abs(parts).max(1, keepdims=True) / np.float32(448)
     scale[scale == 0] = 1
-    return (nearest_fp8(parts / scale, "e4m3") * scale).astype(np.float64).reshape(x.shape)
+    return (nearest_fp8(parts * (np.float32(1) / scale), "e4m3") * scale).astype(np.float64).reshape(x.shape)
 
 
 def fp8_squares(x: np.ndarray, side: int = 128) -> np.ndarray:

@@ -38,6 +38,17 @@ def test_a_token_has_its_own_scale_and_a_call_of_experts_one():
     assert torch.equal(rounded_expert_inputs(x, "int8"), rounded_linear_inputs(x, "int8"))
 
 
+def test_a_value_is_multiplied_by_the_reciprocal_of_its_scale():
+    """175 / (196 / 448) is 400, in the middle of 384 and 416, of which 384 is even. In float32 the reciprocal of
+    196 / 448 is a little too large, so the product is above the middle.
+    """
+    weight = torch.tensor([[196.0, 175.0]])
+    data, scale = served_linear(weight, "fp8")
+    assert scale.item() == 196 / 448 and from_fp8(data).flatten().tolist() == [448.0, 416.0]
+    assert rounded_linear_inputs(weight, "fp8")[0, 1] == 416 * 196 / 448
+    assert from_fp8(served_experts(weight[None], "fp8")[0]).flatten().tolist() == [448.0, 416.0]
+
+
 def test_128_values_of_a_token_have_a_scale():
     x = torch.full((1, 256), 3.0)
     x[0, 0], x[0, 128] = 448.0, 4.48
