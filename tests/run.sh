@@ -23,7 +23,7 @@ cd "$root"
 # What pytest runs of each tier, or of each of the two parts of one: a file that one part leaves out is in the other.
 declare -A folders=(
   [unit-1]="tests/structure tests/browser tests/numerics tests/unit --ignore-glob=tests/unit/[!a-k]*"
-  [unit-2]="tests/unit --ignore-glob=tests/unit/[a-k]*"
+  [unit-2]="tests/kernels tests/unit --ignore-glob=tests/unit/[a-k]*"
   [distributed]="tests/distributed tests/gpu"
   [recovery]="tests/recovery"
   [integration-1]="tests/integration --ignore-glob=tests/integration/test_run_*"

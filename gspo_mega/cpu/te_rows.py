@@ -6,9 +6,10 @@ copy, or -1 if it is dropped. Rows are added in fp32 and rounded once; a GPU add
 
 The second part, from `replace_kernels` on, has Triton kernels. Each function has the name, the arguments and the result
 of one in `transformer_engine.pytorch.triton.permutation`, and replaces it. Its row map [T, 2 E + 1] int32 has for token
-t the rows of its copies, then from column E on the experts of those rows, and in the last column their number. Sums
-over a token's rows are fp32 and rounded once, as in Triton. There is no function for rows of FP8 numbers or for padding
-inside the permutation, because Megatron permutes bf16 rows and pads them later (with the first part).
+t the rows of its copies, the last expert's first, then from column E on the experts of those rows, and in the last
+column their number. Sums over a token's rows are fp32, in the map's order, and rounded once, as in Triton.
+`tests/kernels` compares the two. There is no function for rows of FP8 numbers or for padding inside the permutation,
+because Megatron permutes bf16 rows and pads them later (with the first part).
 """
 
 from __future__ import annotations
@@ -139,10 +140,12 @@ def replace_kernels() -> None:
 
 
 def make_row_id_map(routing_map: torch.Tensor, num_tokens: int, num_experts: int) -> torch.Tensor:
-    """Return the row map of `routing_map` [T, E]: rows are ordered by expert, then by token."""
+    """Return the row map of `routing_map` [T, E]: rows are ordered by expert, then by token; the copies of a token from
+    its last row to its first.
+    """
     chosen = routing_map.bool()
     rows = (chosen.t().reshape(-1).cumsum(0) - 1).reshape(num_experts, num_tokens).t()
-    experts = torch.argsort((~chosen).to(torch.uint8), dim=1, stable=True)  # a token's own come first
+    experts = torch.where(chosen, torch.arange(num_experts), -1).argsort(dim=1, descending=True)  # its own come first
     counts = chosen.sum(dim=1, keepdim=True)
     there = torch.arange(num_experts) < counts
     parts = [torch.where(there, rows.gather(1, experts), -1), torch.where(there, experts, -1), counts]

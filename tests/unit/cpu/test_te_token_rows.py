@@ -1,28 +1,24 @@
-"""Tokens moved to their experts' rows by masks: the plain functions against Transformer Engine's own Triton kernels,
-which Triton's interpreter runs on a CPU, and Megatron's fused path against its unfused one.
+"""Tokens moved to their experts' rows by masks: Megatron's fused path against its unfused one, and the order in which
+a token's rows are added. `tests/kernels` compares the functions with Transformer Engine's own kernels.
 """
-
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from te_process import in_te_process
 
+from gspo_mega.cpu import te_rows
+
 TOKENS, EXPERTS, WIDTH = 11, 5, 16
 
 
-def test_the_plain_functions_are_transformer_engines_own_kernels():
-    done = subprocess.run(
-        [sys.executable, Path(__file__).with_name("te_triton_interpreted.py")],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.stdout.strip() == "the kernels agree", done.stderr[-3000:]
+def test_the_last_experts_row_comes_first_and_is_added_first():
+    mask = torch.tensor([[True, False, True, True], [False, True, False, False]])
+    row_map = te_rows.make_row_id_map(mask, 2, 4)
+    assert row_map.tolist() == [[3, 2, 0, -1, 3, 2, 0, -1, 3], [1, -1, -1, -1, 1, -1, -1, -1, 1]]
+    # In fp32, (-2^24 + 2^24) + 1 is 1, and (1 + 2^24) - 2^24 is 0.
+    rows = torch.tensor([[1.0], [5.0], [2.0**24], [-(2.0**24)]])
+    summed, _ = te_rows.unpermute_with_mask_map(rows, row_map, None, None, None, 2, 4, 1)
+    assert summed.tolist() == [[1.0], [5.0]]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
