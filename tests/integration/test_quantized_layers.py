@@ -67,7 +67,9 @@ def fill(layer, quantization: str, weight: torch.Tensor, name: str = "weight") -
 
 
 def rounded(x: torch.Tensor, block: tuple[int, int], to_int8: bool = False) -> torch.Tensor:
-    """float64 values of [n, m] after e4m3, or INT8, with amax / largest of each block as scale; by loops."""
+    """float64 values of [n, m] after e4m3, or INT8, with amax / largest of each block as scale; by loops. As SGLang's
+    kernels do, FP8 multiplies by the reciprocal of the scale.
+    """
     out = np.empty(x.shape)
     values = x.float().numpy()
     for i in range(0, x.shape[0], block[0]):
@@ -78,7 +80,7 @@ def rounded(x: torch.Tensor, block: tuple[int, int], to_int8: bool = False) -> t
                 scaled = (part * (np.float32(127) / np.abs(part).max())).astype(np.float64)
                 codes = np.sign(scaled) * np.floor(np.abs(scaled) + 0.5)
             else:
-                codes = nearest_fp8(part / scale, "e4m3")
+                codes = nearest_fp8(part * (np.float32(1) / scale), "e4m3")
             out[i : i + block[0], j : j + block[1]] = codes.astype(np.float64) * np.float64(scale)
     return torch.from_numpy(out)
 

@@ -14,12 +14,15 @@ from fp8_by_numpy import nearest_fp8
 from safetensors.torch import load_file, save_file
 
 
-def fp8_rows(x: np.ndarray, width: int) -> np.ndarray:
-    """Values of [n, m], each `width` of a row multiplied by 1 / (amax / 448), rounded to e4m3 and scaled back."""
+def fp8_rows(x: np.ndarray, width: int, is_divided: bool = False) -> np.ndarray:
+    """Values of [n, m], each `width` of a row rounded to e4m3 by the scale amax / 448. They are multiplied by its
+    reciprocal, as by SGLang's kernels, or divided by it, as published weights are.
+    """
     parts = x.astype(np.float32).reshape(-1, width)
     scale = np.abs(parts).max(1, keepdims=True) / np.float32(448)
     scale[scale == 0] = 1
-    return (nearest_fp8(parts * (np.float32(1) / scale), "e4m3") * scale).astype(np.float64).reshape(x.shape)
+    scaled = parts / scale if is_divided else parts * (np.float32(1) / scale)
+    return (nearest_fp8(scaled, "e4m3") * scale).astype(np.float64).reshape(x.shape)
 
 
 def fp8_squares(x: np.ndarray, side: int = 128) -> np.ndarray:
@@ -27,7 +30,7 @@ def fp8_squares(x: np.ndarray, side: int = 128) -> np.ndarray:
     for i in range(0, x.shape[0], side):
         for j in range(0, x.shape[1], side):
             part = x[i : i + side, j : j + side]
-            out[i : i + side, j : j + side] = fp8_rows(part.reshape(1, -1), part.size).reshape(part.shape)
+            out[i : i + side, j : j + side] = fp8_rows(part.reshape(1, -1), part.size, True).reshape(part.shape)
     return out
 
 
