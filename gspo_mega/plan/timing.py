@@ -262,7 +262,7 @@ class _Layer:
             2 * tokens * rows * columns / (rate * _width(min(rows, columns)))
             for rows, columns in _projections(spec, layout)
         )
-        scored = spec.num_heads * (spec.head_dim + spec.value_head_dim) / tensor
+        scored = spec.num_heads * (spec.head_dim + attended_value_dim(spec)) / tensor
         attended = (
             2
             * tokens
@@ -297,9 +297,9 @@ class _Layer:
         row = tokens * spec.hidden_size * size
         seconds: dict[str, float] = {}
         if layout.tensor > 1:
-            # A gather before and a scatter after attention, and the same around a dense MLP.
-            times = 4 if spec.moe is None else 2
-            seconds["tensor"] = times * row * (layout.tensor - 1) / layout.tensor / _link(gpu, layout.tensor, node)
+            seconds["tensor"] = (
+                tensor_rows(spec, layout) * row * (layout.tensor - 1) / layout.tensor / _link(gpu, layout.tensor, node)
+            )
         if layout.context > 1:
             ring = tokens * keys * size * (layout.context - 1) / _link(gpu, layout.tensor * layout.context, node)
             seconds["context"] = max(0.0, ring - attended)
@@ -321,6 +321,28 @@ class _Layer:
                 / (LINK_SHARE * gpu.network_bytes_per_second)
             )
         return seconds
+
+
+def attended_value_dim(spec: ModelSpec) -> int:
+    """Return the elements of a value as attention multiplies them: Megatron pads those of latent attention to a key's
+    size in packed sequences, and cuts the result.
+    """
+    return spec.value_head_dim if spec.latent is None else spec.head_dim
+
+
+def tensor_rows(spec: ModelSpec, layout: Layout) -> float:
+    """Return how many hidden states a layer's forward pass exchanges per token between tensor ranks, the mean over
+    layers: a gather before and a scatter after attention, and the same around a dense MLP or a shared expert. With
+    sequence parallelism latent attention gathers its latents instead.
+    """
+    latent, moe = spec.latent, spec.moe
+    gathered = 1.0
+    if latent is not None and layout.sequence_parallel:
+        numbers = latent.key_value_rank + latent.rotary_dim + (latent.query_rank or spec.hidden_size)
+        gathered = numbers / spec.hidden_size
+    dense = 1.0 if moe is None else 1 - spec.num_moe_layers / spec.num_layers
+    shared = 1 - dense if moe is not None and moe.shared_intermediate_size else 0.0
+    return gathered + 1 + 2 * (dense + shared)
 
 
 def _projections(spec: ModelSpec, layout: Layout) -> list[tuple[float, float]]:

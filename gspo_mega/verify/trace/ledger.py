@@ -35,7 +35,7 @@ _STACK_FRAMES = 8
 # The live storages are written down again when the peak has grown by this share.
 _PEAK_GROWTH = 1.002
 _OURS = ("/gspo_mega/", "/megatron/core/", "/transformer_engine/")
-_NOT_SHOWN = ("/site-packages/torch/", "/gspo_mega/verify/trace/ledger.py", "/gspo_mega/cpu/fake_")
+_NOT_SHOWN = ("/site-packages/torch/", "/gspo_mega/verify/trace/ledger.py", "/gspo_mega/cpu/")
 _MATRIX = {"aten::mm": (0, 1), "aten::bmm": (0, 1), "aten::addmm": (1, 2), "aten::baddbmm": (1, 2)}
 _READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::is_nonzero")
 _INDEXED = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
@@ -148,6 +148,10 @@ class Ledger(TorchDispatchMode):
                 held = self._live.get(one.untyped_storage()._cdata)
                 if held is not None and not held.holder.startswith("state: "):
                     held.holder = f"state: {part}"
+
+    def holds(self, storage: torch.UntypedStorage) -> bool:
+        """Whether this storage is one of the device. Those have no address; the ledger's key stands for it."""
+        return storage._cdata in self._live
 
     def live(self) -> list[Held]:
         return list(self._live.values())
@@ -455,8 +459,13 @@ def _answer_reads(ledger: Ledger) -> None:
     fake_class: Any = FakeTensor  # which has a `tolist` of its own, one read for each element
     tensor_class.tolist = fake_class.tolist = read_list
     tensor_class.numpy = read_numpy
+    address = torch.UntypedStorage.data_ptr
+
+    def data_ptr(self: torch.UntypedStorage) -> int:
+        return self._cdata if current[0].holds(self) else address(self)
+
     storage_class: Any = torch.UntypedStorage
-    storage_class.resize_ = resized
+    storage_class.resize_, storage_class.data_ptr = resized, data_ptr
 
 
 def _is_shown(file: str) -> bool:

@@ -192,6 +192,10 @@ class _Trace:
     def _mark(self, memory: Any) -> None:
         for part in ("parameters", "gradients", "optimizer"):
             self.ledger.mark(part, memory._tensors(part))
+        # Transformer Engine keeps the weights that it has rounded to FP8.
+        modules = (module for chunk in memory._engine.chunks for module in chunk.modules())
+        copies = (getattr(module, "_fp8_workspaces", None) or {} for module in modules)
+        self.ledger.mark("FP8 copies", (copy for held in copies for copy in held.values()))
 
     # --- the result ------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from gspo_mega.verify.trace.report import NOT_MEASURED, draw, render_differences
 from gspo_mega.verify.trace.shape import with_layers
 
 ROOT = Path(__file__).parents[3]
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 
 
 @pytest.fixture(scope="module")
@@ -89,13 +89,17 @@ def test_a_shape_that_is_none_is_refused(tmp_path):
 
 
 def test_a_difference_names_the_formula():
-    near = Difference("memory, training", 100.0, 104.0, "bytes", 0.05, "plan/activations.py: layer_activations")
-    far = Difference("memory, training", 100.0, 94.0, "bytes", 0.05, "plan/activations.py: layer_activations")
-    none = Difference("rollout", 0.0, 0.0, "bytes", 0.05, "x")
-    assert near.agrees and not far.agrees and none.agrees and far.share == pytest.approx(-0.06)
-    assert not Difference("rollout", 0.0, 1.0, "bytes", 0.05, "x").agrees
+    formula = "plan/activations.py: layer_activations"
+
+    def difference(planned, traced, what="rank 8: memory, training", tolerance=0.05):
+        return Difference(what, planned * GIB, traced * GIB, "bytes", tolerance, formula)
+
+    near, far = difference(100, 104), difference(100, 94)
+    assert near.agrees and not far.agrees and far.share == pytest.approx(-0.06)
+    assert difference(0, 0.2, "rollout, x").agrees and not difference(0, 0.3, "rollout, x").agrees
+    assert difference(1, 1.2).agrees and not difference(1, 1.2, "state", 0.01).agrees, "a workspace is no state"
     lines = render_differences([near, far])
-    assert "layer_activations" not in lines[1] and lines[2].endswith("-6.0%   more than 5%: " + far.formula)
+    assert formula not in lines[1] and lines[2].endswith("-6.0%   more than 5%: " + formula)
 
 
 def test_what_is_kept_besides_the_state_is_named():
