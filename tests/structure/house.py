@@ -82,7 +82,8 @@ HOMES: dict[str, set[str]] = {
         "agents/owned_processes.py",
         "train/gpu_variables.py",
         "base/network.py",
-        "verify/trace",  # for its own process, before it begins
+        "verify/trace/entry.py",  # for itself, before it begins; so the next one
+        "verify/trace/rank.py",
     },
     "os.getenv": set(),
     "os.putenv": set(),
