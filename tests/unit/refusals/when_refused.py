@@ -104,6 +104,8 @@ TABLE: dict[str, dict[str, tuple[int, str] | tuple[int, str, str]]] = {
         "_opened": (2, TRIED),
         "_check_columns": (1, TRIED),
     },
+    "cpu/fake_device.py": {"load_device": (3, TOOL), "_built": (3, TOOL)},
+    "cpu/fake_kernels.py": {"provide": (1, TOOL)},
     "data/template_process.py": {"ChatTemplate._render": (3, TRIED)},
     "agents/adapters/environment_loop.py": {"pattern_of": (2, FUNCTIONS), "as_text": (1, RUN, _SAMPLED)},
     "agents/adapters/gym_text.py": {"check_options": (1, FUNCTIONS), "_act": (1, RUN, _SAMPLED)},

@@ -143,7 +143,6 @@ def test_without_the_wheel_the_command_says_what_installs_it(monkeypatch, tmp_pa
 
 # Configuration, further arguments, and the groups that must have been used.
 SAMPLES = {
-    "tensor": ("qwen3_4b_1node", ["--layers", "2"], {"tensor", "data_context"}),
     "experts": ("qwen3_30b_a3b_4nodes", ["--layers", "2"], {"expert", "expert_data"}),
     "stages": (
         "llama3_70b_8nodes",
