@@ -126,9 +126,12 @@ def test_a_picture_has_every_phase():
         (["--rank", "99"], "--rank 99: the configuration has ranks 0 to 1"),
         (["--layers", "0"], "--layers 0: give a whole number from 1 on"),
         (["--imbalance", "0"], "--imbalance 0: give a number above 0"),
+        (["algorithm=ppo", "rollout.max_staleness=0"], "algorithm: the critic is not traced, only the policy"),
+        (["algorithm=grpo", "kl={coefficient: 0.1}"], "kl.coefficient: the frozen reference is not traced"),
     ],
 )
 def test_what_cannot_be_asked_for_is_refused(arguments, said, capsys):
+    """Second models too: their memory would be in the plan and not in the trace."""
     assert main(["trace", str(ROOT / "configs/qwen3_4b_1node.yaml"), *arguments]) == ConfigError.exit_code
     assert said in capsys.readouterr().err
 
