@@ -94,7 +94,7 @@ def _refuse_other_models(loaded: LoadedConfig) -> None:
     ):
         if is_there:
             raise ConfigError(
-                f"{loaded.where(key)}: {key}: the {what} is not traced, only the policy; {change} shows the policy's part"
+                f"{loaded.where(key)}: {key}: the {what} is not traced, only the policy; {change} shows its part"
             )
 
 
