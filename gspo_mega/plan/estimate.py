@@ -23,6 +23,7 @@ from gspo_mega.plan.gpus import GPUS
 from gspo_mega.plan.layout import Sizes
 from gspo_mega.plan.memory import (
     GIB,
+    GRAPHS,
     GpuMemory,
     ServerMemory,
     critic_state,
@@ -440,6 +441,8 @@ def _changes(config: Config, part: str) -> list[str]:
         ]
     if part == "reference":
         return ["no reference (kl.coefficient: 0)", more_ranks]
+    if part == GRAPHS:
+        return ["smaller graphs (server.options cuda_graph_max_bs_decode, cuda_graph_max_bs_prefill)"]
     if part == "publish":
         return [f"a smaller publish.bucket_bytes than {config.publish.bucket_bytes}, or `publish.method: disk`"]
     return [more_ranks, "GPUs with more memory"] if part != "reserve" else []

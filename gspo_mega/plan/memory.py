@@ -21,6 +21,7 @@ from gspo_mega.models.tensors import count_parameters
 from gspo_mega.plan.activations import HeadActivations, head_activations, layer_activations, value_head_activations
 from gspo_mega.plan.gpus import GPUS
 from gspo_mega.plan.layout import Layout, Sizes
+from gspo_mega.plan.server_buffers import CONTEXT_BYTES, graph_bytes
 from gspo_mega.plan.servers import attention_ranks, cache_element_bytes, draft_memory, rank_weight_bytes, weight_bytes
 from gspo_mega.plan.state import (
     WEIGHT_BYTES,
@@ -35,8 +36,8 @@ from gspo_mega.plan.state import (
 GIB = 2**30
 # CUDA context, NCCL's buffers and library workspaces of a rank.
 RESERVE_BYTES = 4 * GIB
-# CUDA context, NCCL's buffers and workspaces of one rank of a server, which SGLang's memory saver does not free.
-SERVER_RESERVE_BYTES = 3 * 2**30
+# The part of a server's memory that its CUDA graphs take.
+GRAPHS = "server's CUDA graphs"
 # The allocator's fragmentation, as a share of activations.
 FRAGMENTATION = 0.08
 # Tokens that the busiest expert-parallel rank receives, as a multiple of the mean.
@@ -79,13 +80,14 @@ class GpuMemory:
 @dataclass(frozen=True)
 class ServerMemory:
     """Bytes on one GPU of a server. `cache_tokens`: tokens that fit in the cache of one whole server. `draft`: the part
-    of `weights` that is the draft's.
+    of `weights` that is the draft's. `graphs`: what CUDA graphs take, outside `server.memory_fraction`.
     """
 
     weights: int
     cache: int
     cache_tokens: int
     draft: int = 0
+    graphs: int = 0
 
 
 def run_memory(config: Config, layout: Layout, shares: ModelShares, total_parameters: int, limit: int) -> GpuMemory:
@@ -99,14 +101,16 @@ def run_memory(config: Config, layout: Layout, shares: ModelShares, total_parame
     server = server_memory(config, shares.spec, total_parameters, limit)
     stays = {kind: size for kind, size in memory.always.items() if kind not in _MOVED}
     published = {kind: memory.always[kind] for kind in _PUBLISHED}
-    parts = {phase: {**memory.always, **own, "server": SERVER_RESERVE_BYTES} for phase, own in memory.by_phase.items()}
+    kept = {"server": CONTEXT_BYTES, GRAPHS: server.graphs}  # in every turn
+    parts = {phase: {**memory.always, **own, **kept} for phase, own in memory.by_phase.items()}
     parts["publish"] = {
         **stays,
         **published,
         **memory.by_phase["publish"],
-        "server": SERVER_RESERVE_BYTES + server.weights,
+        **kept,
+        "server": CONTEXT_BYTES + server.weights,
     }
-    parts["rollout"] = {**stays, "server": SERVER_RESERVE_BYTES + round(limit * config.server.memory_fraction)}
+    parts["rollout"] = {**stays, **kept, "server": CONTEXT_BYTES + round(limit * config.server.memory_fraction)}
     phases = {phase: sum(own.values()) for phase, own in parts.items()}
     return replace(memory, parts=parts[max(phases, key=lambda phase: phases[phase])], phases=phases)
 
@@ -257,8 +261,13 @@ def server_memory(config: Config, spec: ModelSpec, total_parameters: int, memory
     tokens = room // token
     if server.max_total_tokens is not None:
         tokens = min(tokens, server.max_total_tokens)
-    # Each data-parallel group of the attention has a cache of its own.
-    return ServerMemory(weights, tokens * token, tokens * server.attention_data, draft.weights)
+    return ServerMemory(
+        weights,
+        tokens * token,
+        tokens * server.attention_data,  # each data-parallel group of the attention has a cache of its own
+        draft.weights,
+        graph_bytes(config, spec, memory_bytes),
+    )
 
 
 def gpu_bytes(cluster: Cluster) -> int | None:

@@ -325,7 +325,10 @@ async def _end_open(pool: ServerPool) -> None:
 
 
 Turn = Literal["sample", "publish", "train"]
-SERVER_PARTS = ("weights", "kv_cache", "cuda_graph")
+# SGLang has a third, `cuda_graph`, and 0.5.23 frees nothing for it: it puts graphs under its memory saver only with
+# SGLANG_MEMORY_SAVER_CUDA_GRAPH (`full_cuda_graph_backend.py:121`), and then refuses the graphs that it captures of
+# prefills by default (`breakable_cuda_graph_backend.py:84`). So graphs stay, and the plan counts them.
+SERVER_PARTS = ("weights", "kv_cache")
 # Within this time a server that does not answer is found dead and its memory is free.
 _END_SECONDS = 30.0
 _POLL_SECONDS = 0.05

@@ -79,7 +79,7 @@ class HttpServerControl:
         self._run(self._flush_cache(deadline_seconds))
 
     def release_memory(self, parts: Sequence[str], *, deadline_seconds: float) -> None:
-        """Free the GPU memory of some of SGLang's parts: `weights`, `kv_cache`, `cuda_graph`.
+        """Free the GPU memory of some of SGLang's parts: `weights`, `kv_cache`.
 
         Requests may neither run nor come until the cache is back. SGLang refuses to flush its cache while requests run,
         and then fails to release memory.

@@ -34,6 +34,7 @@ from gspo_mega.rollout.server.spec import (
     check_options_sglang,
     draft_architectures,
     experts_arguments,
+    memory_saver_variables,
     missing_values,
     sglang_arguments,
 )
@@ -64,6 +65,7 @@ def use_private_rendezvous(spec: ServerSpec) -> None:
 
 def server_arguments(spec: ServerSpec):
     """Return SGLang's ServerArgs for `spec`. Raises ConfigError for an option that SGLang does not have or refuses."""
+    os.environ.update(memory_saver_variables(spec))
     model_config = read_model_config(spec.model_path)
     check_context(spec, model_config)
     check_checkpoint(spec, model_config)

@@ -209,6 +209,13 @@ def check_batch_invariant(spec: ServerSpec, on_cpu: bool) -> None:
         raise ConfigError("engine.batch_invariant: true, and this server sees a GPU; valid here: false")
 
 
+def memory_saver_variables(spec: ServerSpec) -> dict[str, str]:
+    """Return the environment variables of a server that frees its GPU. Its CUDA graphs stay there (`SERVER_PARTS` of
+    `train/servers.py`): with the variable set, SGLang would end while it captures the first graph of a prefill.
+    """
+    return {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "false"} if spec.releases_memory else {}
+
+
 def check_memory_saver(spec: ServerSpec, on_cpu: bool, is_installed: bool) -> None:
     """Raise ConfigError if servers are to free their GPUs and cannot."""
     if not spec.releases_memory:

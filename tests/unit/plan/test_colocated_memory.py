@@ -5,7 +5,8 @@ import pytest
 from gspo_mega.base.errors import PlanError
 from gspo_mega.launcher.slurm.size import Site, job_size
 from gspo_mega.plan import estimate, plan_run, render_report
-from gspo_mega.plan.memory import GIB, SERVER_RESERVE_BYTES
+from gspo_mega.plan.memory import GIB
+from gspo_mega.plan.server_buffers import CONTEXT_BYTES
 
 BIG = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=8, vocab_size=32000)
 SHARED = "cluster.colocated=true"
@@ -20,12 +21,13 @@ def figures(load, shape, *overrides):
 def test_each_phase_has_what_both_sides_hold_in_it(load, shape):
     (_, own), (plan, found) = figures(load, shape), figures(load, shape, SHARED)
     memory, size, server = found.memory, found.states[0][1], found.servers.memory
+    kept = CONTEXT_BYTES + server.graphs
     for phase in ("old pass", "training", "optimizer"):
-        assert memory.phases[phase] == own.memory.phases[phase] + SERVER_RESERVE_BYTES
+        assert memory.phases[phase] == own.memory.phases[phase] + kept
     away = size.gradients + size.main + size.moments
-    assert memory.phases["publish"] == own.memory.phases["publish"] - away + SERVER_RESERVE_BYTES + server.weights
+    assert memory.phases["publish"] == own.memory.phases["publish"] - away + kept + server.weights
     reserve = own.memory.always["reserve"] + size.fp8_copies
-    assert memory.phases["rollout"] == reserve + SERVER_RESERVE_BYTES + round(24 * GIB * 0.85)
+    assert memory.phases["rollout"] == reserve + kept + round(24 * GIB * 0.85)
     assert memory.peak_phase == "rollout" and memory.peak == sum(memory.parts.values())
     host = size.weights + size.main + size.moments + server.weights
     assert found.node_host_bytes == host and own.node_host_bytes == 0

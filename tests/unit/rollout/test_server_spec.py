@@ -8,6 +8,8 @@ import json
 import os
 import pickle
 import re
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -331,6 +333,45 @@ def test_a_server_that_shares_its_gpu_frees_it_and_keeps_its_weights_on_the_host
     spec = replace(spec_of(tmp_path), releases_memory=True)
     plain, sharing = arguments(spec_of(tmp_path), on_cpu=False), arguments(spec, on_cpu=False)
     assert sharing == {**plain, "enable_memory_saver": True, "enable_weights_cpu_backup": True}
+
+
+GRAPHS = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
+
+
+def test_a_server_that_shares_its_gpu_keeps_its_graphs_whatever_the_environment_says(tmp_path):
+    """SGLang's default graphs of prefills end the start with the variable (the next test)."""
+    code = (
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from gspo_mega.base.errors import ConfigError\n"
+        "from gspo_mega.rollout.server import entry\n"
+        "try:\n    entry.server_arguments(entry.ServerSpec.read(Path(sys.argv[1])))\n"
+        "except ConfigError as error:\n    print(str(error)[:40])\n"
+        f"print(os.environ.get('{GRAPHS}'))\n"
+    )
+    said = []
+    for sharing in (True, False):
+        replace(spec_of(tmp_path), releases_memory=sharing, model_path=str(tmp_path)).write(tmp_path / "spec.json")
+        command = [sys.executable, "-c", code, str(tmp_path / "spec.json")]
+        environment = {**os.environ, GRAPHS: "1"}
+        said.append(subprocess.run(command, capture_output=True, text=True, env=environment).stdout.splitlines())
+    assert [lines[-1] for lines in said] == ["false", "1"], said
+
+
+def test_this_sglang_cannot_free_the_graphs_that_it_captures_by_default():
+    """If this fails, SGLang may be able to free them: see `SERVER_PARTS` and docs/colocated.md."""
+    found = importlib.util.find_spec("sglang")
+    if found is None:
+        pytest.skip("sglang is not installed")
+    package = Path(found.origin).parent / "srt"
+    assert f"{GRAPHS} = EnvBool(False)" in (package / "environ.py").read_text()
+    backends = package / "model_executor/runner_backend"
+    for name in ("full", "breakable"):
+        text = (backends / f"{name}_cuda_graph_backend.py").read_text()
+        assert f'enable=enable_memory_saver\n            and get_bool_env_var("{GRAPHS}")' in text
+    assert 'raise NotImplementedError(\n                "Breakable CUDA graph is not compatible with' in text
+    config = (package / "model_executor/cuda_graph_config.py").read_text()
+    assert "return Backend.BREAKABLE if is_cuda() else Backend.DISABLED" in config
 
 
 def test_a_server_that_cannot_free_its_gpu_is_refused_before_it_starts(tmp_path):

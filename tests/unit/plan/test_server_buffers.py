@@ -1,0 +1,124 @@
+"""What a server's GPU holds outside its memory fraction: its CUDA graphs as SGLang reserves memory for them."""
+
+import importlib.util
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from gspo_mega.models.huggingface import read_model_spec
+from gspo_mega.plan import estimate, plan_run, render_report
+from gspo_mega.plan.memory import GIB
+from gspo_mega.plan.server_buffers import MIB, decode_sequences, graph_bytes, prefill_sizes, widest_elements
+
+NO_GRAPHS = "server.options={disable_decode_cuda_graph: true, disable_prefill_cuda_graph: true}"
+CASES = {
+    "one GPU": (["server.tensor=1"], "dense", 80),
+    "four ranks": (["server.tensor=4", "rollout.max_concurrent_requests=1024"], "dense", 80),
+    "few requests": (["server.tensor=4", "rollout.max_concurrent_requests=24"], "dense", 141),
+    "a small GPU": ([], "dense", 24),
+    "a large GPU": (["rollout.max_concurrent_requests=2048"], "dense", 180),
+    "a small cache": (["server.max_total_tokens=3000"], "dense", 80),
+    "groups of the attention": (
+        ["server.tensor=4", "server.attention_data=2", "rollout.max_concurrent_requests=1024"],
+        "moe",
+        80,
+    ),
+    "options": (["server.options={cuda_graph_max_bs_decode: 16, chunked_prefill_size: 2048}"], "dense", 80),
+    "no prefills": (["server.options={disable_prefill_cuda_graph: true}"], "dense", 80),
+    "none": ([NO_GRAPHS], "dense", 80),
+    "no prefills by name": (["server.options={cuda_graph_backend_prefill: disabled}"], "dense", 80),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_graphs_take_what_sglang_reserves_for_them(load, shape, monkeypatch, case):
+    if importlib.util.find_spec("sglang") is None:
+        pytest.skip("sglang is not installed")
+    from sglang.srt.arg_groups import cuda_graph_hook, memory_hook
+    from sglang.srt.model_executor.cuda_graph_config import Backend, default_cuda_graph_config
+
+    overrides, kind, gib = CASES[case]
+    config, spec = load("precision=bf16", *overrides).config, read_model_spec(shape(kind))
+    server, options = config.server, config.server.options
+    graphs = default_cuda_graph_config()
+    graphs.decode.backend, graphs.prefill.backend = Backend.FULL, Backend.BREAKABLE
+    for phase in ("decode", "prefill"):
+        graphs_of = getattr(graphs, phase)
+        if options.get(f"disable_{phase}_cuda_graph") or options.get(f"cuda_graph_backend_{phase}") == "disabled":
+            graphs_of.backend = Backend.DISABLED
+        graphs_of.max_bs = options.get(f"cuda_graph_max_bs_{phase}")
+    chunk = options.get("chunked_prefill_size")
+    arguments = SimpleNamespace(
+        device="cuda",
+        cuda_graph_config=graphs,
+        chunked_prefill_size=chunk,
+        tp_size=server.tensor,
+        pp_size=1,
+        attn_dp_size=server.attention_data,
+        max_running_requests=config.rollout.max_concurrent_requests,
+        max_total_tokens=server.max_total_tokens,
+        mem_fraction_static=0.8,
+        disaggregation_mode="null",
+        moe_a2a_backend="none",
+        model_path="a-model",
+        speculative_algorithm=None,
+        disable_cuda_graph_padding=False,
+        enable_symm_mem=False,
+        _cuda_graph_config_locked=set(),
+    )
+    for module in (memory_hook, cuda_graph_hook):
+        monkeypatch.setattr(module, "resolving_view", lambda record: record)
+        monkeypatch.setattr(module, "resolved_view", lambda record: record, raising=False)
+    monkeypatch.setattr(memory_hook, "declare_resolution", lambda record, _, **values: vars(record).update(values))
+    monkeypatch.setattr(memory_hook, "use_mla_backend", lambda record: False)
+    monkeypatch.setattr(memory_hook, "attn_dp_enabled_of", lambda record: record.attn_dp_size > 1)
+    monkeypatch.setattr(memory_hook, "get_device_memory_capacity", lambda device: gib * 1024)
+    vision = "sglang.srt.arg_groups.model_overrides.qwen3_vl.expand_multimodal_decode_graph_to_running_limit"
+    monkeypatch.setattr(vision, lambda *_: None)
+    memory_hook.handle_gpu_memory_settings(arguments)
+    sizes = prefill_sizes(config, spec, gib * GIB)
+    captured = arguments.cuda_graph_config
+    if captured.decode.backend != Backend.DISABLED:
+        assert decode_sequences(config, gib * GIB) == captured.decode.max_bs
+    if captured.prefill.backend != Backend.DISABLED:
+        share = arguments.chunked_prefill_size // server.attention_data
+        captured.prefill.bs = [size for size in captured.prefill.bs if size <= share]  # as `parallel_hook` cuts it
+        assert sizes == captured.prefill.bs
+    reserved = memory_hook.reserve_for_graph_mb(arguments)
+    largest = max([decode_sequences(config, gib * GIB), *sizes])
+    inside = largest * widest_elements(server, spec) * 2  # bf16
+    assert graph_bytes(config, spec, gib * GIB) == reserved * MIB + inside
+
+
+def test_what_the_largest_prefill_computes_in_stays_allocated(load, shape):
+    """By hand: 8192 tokens, of which one layer keeps its input, the residual and its output, and the widest part."""
+    config = load("server.tensor=2", "precision=bf16").config
+    sizes = dict(hidden_size=1024, num_attention_heads=16, num_key_value_heads=4, head_dim=64, intermediate_size=4096)
+    dense = read_model_spec(shape("dense", **sizes))
+    assert prefill_sizes(config, dense, 80 * GIB)[-1] == 8192 and len(prefill_sizes(config, dense, 80 * GIB)) == 58
+    graphs = 2 * min(256, config.rollout.max_concurrent_requests) + 8 * 58
+    assert graph_bytes(config, dense, 80 * GIB) == graphs * MIB + 8192 * (3 * 1024 + 3 * 4096 // 2) * 2
+    narrow = read_model_spec(shape("dense", **sizes | dict(intermediate_size=64)))
+    attention = 16 // 2 * 2 * 64 + 4 // 2 * 2 * 64
+    assert graph_bytes(config, narrow, 80 * GIB) == graphs * MIB + 8192 * (3 * 1024 + attention) * 2
+
+
+def test_they_are_in_every_turn_of_a_shared_gpu_and_in_the_report(load, shape):
+    keys = ["precision=bf16", "cluster.gpu_memory_gib=24", "cluster.colocated=true"]
+    found = []
+    for more in ([], [NO_GRAPHS]):
+        loaded = load(*keys, *more)
+        plan = plan_run(loaded, "gpu", shape("dense"))
+        figures = estimate(plan, loaded.where)
+        found.append(figures)
+        line = re.search(
+            r"outside server.memory_fraction: 3.0 GiB context and libraries, (.+) CUDA graphs",
+            render_report(plan, figures),
+        )
+        assert line is not None
+    with_graphs, without = found
+    assert without.servers.memory.graphs == 0 and with_graphs.servers.memory.graphs > 0.1 * GIB
+    for phase, size in with_graphs.memory.phases.items():
+        assert size - without.memory.phases[phase] == with_graphs.servers.memory.graphs
+    assert {"rollout", "publish", "training"} <= with_graphs.memory.phases.keys()
