@@ -132,8 +132,8 @@ if ! is_current "$venv/gspo_mega.stamp" "$stamp"; then
 fi
 if [[ -n $with_trace ]] && ! is_current "$venv/gspo_mega_trace.stamp" "$trace_stamp"; then
   rm -rf "$venv/gspo_mega_trace.stamp" "$venv/opt/megatron_core"
-  step "the GPU's Megatron-Core, for gspo-mega trace" "${pip[@]}" --no-deps --only-binary :all: --python-version 3.12 --ignore-requires-python \
-    --target "$venv/opt/megatron_core" -r "$trace_requirements"
+  step "the GPU's Megatron-Core, for gspo-mega trace" "${pip[@]}" --no-deps --only-binary :all: \
+    --python-version 3.12 --ignore-requires-python --target "$venv/opt/megatron_core" -r "$trace_requirements"
   printf '%s\n' "$trace_stamp" >"$venv/gspo_mega_trace.stamp"
 fi
 if [[ -n $with_tests ]]; then
