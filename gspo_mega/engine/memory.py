@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 
 Part = Literal["parameters", "gradients", "optimizer", "reference"]
+# Each copy on the host begins at a multiple of this many bytes.
+_ALIGNMENT = 512
 PARTS: tuple[Part, ...] = ("parameters", "gradients", "optimizer", "reference")
 
 
@@ -49,7 +51,10 @@ class DeviceMemory:
             chunk.await_parameters()  # overlapped gathers of the last step may not be complete
         freed = 0
         for part in going:
-            emptied = [self._empty(storage, keeps=part != "gradients") for storage in self._storages(part)]
+            storages, keeps = self._storages(part), part != "gradients"
+            if keeps:
+                self._make_room(storages)
+            emptied = [self._empty(storage, keeps) for storage in storages]
             self._away[part] = emptied
             freed += sum(one.num_bytes for one in emptied)
         if self._on_gpu:
@@ -75,14 +80,21 @@ class DeviceMemory:
     def _on_gpu(self) -> bool:
         return next(iter(self._engine.chunks[0].parameters())).is_cuda
 
+    def _make_room(self, storages: list[torch.UntypedStorage]) -> None:
+        """Make one block on the host for those of `storages` that have no copy yet. torch rounds small page-locked
+        blocks to powers of two (`train/gpu_variables.py`), and a part may have thousands.
+        """
+        new = [storage for storage in storages if storage._cdata not in self._host]
+        if not new:
+            return
+        sizes = [-(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT for storage in new]
+        block = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=new[0].device.type == "cuda")
+        for storage, room in zip(new, block.split(sizes), strict=True):
+            self._host[storage._cdata] = room[: storage.nbytes()]
+
     def _empty(self, storage: torch.UntypedStorage, keeps: bool) -> _Emptied:
-        host = None
-        if keeps:
-            host = self._host.get(storage._cdata)
-            if host is None:
-                pinned = storage.device.type == "cuda"
-                host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
-                self._host[storage._cdata] = host
+        host = self._host[storage._cdata] if keeps else None
+        if host is not None:
             host.copy_(_bytes(storage))
         emptied = _Emptied(storage, storage.nbytes(), host)
         storage.resize_(0)

@@ -19,7 +19,7 @@ from gspo_mega.config.derived import critic_config, episode_lengths, server_dtyp
 from gspo_mega.config.schema import Cluster, Config, ModelReward, Reward
 from gspo_mega.models.tensors import ParameterCounts, count_parameters, forward_flops_per_token
 from gspo_mega.models.value_models import ClassifierSizes, check_head, read_sizes
-from gspo_mega.plan.gpus import GPUS
+from gspo_mega.plan.gpus import GPUS, is_on_gpu
 from gspo_mega.plan.layout import Sizes
 from gspo_mega.plan.memory import (
     GIB,
@@ -31,6 +31,7 @@ from gspo_mega.plan.memory import (
     rank_host_bytes,
     run_memory,
     save_host_bytes,
+    save_rounding_bytes,
     saved_bytes,
     server_memory,
     servers_host_bytes,
@@ -151,6 +152,9 @@ def estimate(plan: Plan, where: Callable[[str], str] = lambda key: "configuratio
         if critic is not None:
             critic_states.append((critic[0].largest, critic[1]))
             saves[-1] += save_host_bytes(critic_config(config).optimizer, *critic)
+        if is_on_gpu(config.cluster, plan.device):
+            saves[-1] += save_rounding_bytes(config, held)
+            saves[-1] += save_rounding_bytes(critic_config(config), critic[0]) if critic is not None else 0
     limit = gpu_bytes(config.cluster)
     memory = run_memory(config, layout, shares, counts.total, limit) if limit is not None else None
     key = "cluster.gpu_memory_gib" if config.cluster.gpu_memory_gib is not None else "cluster.gpu"

@@ -24,6 +24,7 @@ from gspo_mega.plan.layout import Layout, Sizes
 from gspo_mega.plan.server_buffers import CONTEXT_BYTES, graph_bytes
 from gspo_mega.plan.servers import attention_ranks, cache_element_bytes, draft_memory, rank_weight_bytes, weight_bytes
 from gspo_mega.plan.state import (
+    MOMENT_BYTES,
     WEIGHT_BYTES,
     ModelShares,
     StageState,
@@ -312,6 +313,17 @@ def save_device_bytes(optimizer: Optimizer, state: StageState) -> int:
     return max(2 * _FP32_BYTES * min(b.bucket, max(EXCHANGED_ELEMENTS, b.parameter)) for b in state.buffers)
 
 
+def save_rounding_bytes(config: Config, state: StageState) -> int:
+    """Return the bytes that rounding adds to a save's copies of a GPU's tensors. Megatron copies each to page-locked
+    memory, no matter whether the save is asynchronous, and torch rounds. What the distributed optimizer saves is on the
+    host already.
+    """
+    kinds = [WEIGHT_BYTES[config.precision]]
+    if not config.optimizer.distributed:
+        kinds += [_FP32_BYTES] * (config.precision != "fp32") + [MOMENT_BYTES[config.optimizer.moments_dtype]] * 2
+    return sum(map(state.rounding_bytes, kinds))
+
+
 def save_host_bytes(optimizer: Optimizer, state: StageState, size: StateBytes) -> int:
     """Return the most bytes on the host that one rank of the stage needs for a save: what it writes. Loading takes
     less.
@@ -326,7 +338,7 @@ def save_host_bytes(optimizer: Optimizer, state: StageState, size: StateBytes) -
 
 def rank_host_bytes(cluster: Cluster, size: StateBytes) -> int:
     """Return the bytes that one rank keeps on the host while servers sample: its state without the gradients, which
-    need no copy.
+    need no copy. A part is one page-locked block, which is not rounded (`engine/memory.py`).
     """
     return size.weights + size.main + size.moments + size.reference if cluster.colocated else 0
 

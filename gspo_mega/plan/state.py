@@ -35,6 +35,9 @@ _START_ELEMENTS, _END_ELEMENTS = 64, 128
 # Megatron's bucket size with overlapped reduction: the larger of the first, and the second times the data-parallel
 # ranks.
 _BUCKET_ELEMENTS, _BUCKET_ELEMENTS_A_RANK = 40_000_000, 1_000_000
+# torch rounds page-locked memory up to this size to powers of two, and keeps it for the next request; above it takes
+# what is asked for, and gives it back (`train/gpu_variables.py`).
+PINNED_BLOCK_BYTES = 32 * 2**20
 # A critic's head, as its module is named.
 _VALUE_HEAD = "value_head.weight"
 # The order in which a layer's parameters are registered; it decides where buckets end.
@@ -307,6 +310,11 @@ class StageState:
         """Return the elements whose gradients are summed over the expert-data group, or over the data-context group."""
         return sum(b.num_elements for b in self._buffers if b.expert_data == over_expert_data)
 
+    def rounding_bytes(self, element_bytes: int) -> int:
+        """Return by how many bytes page-locked copies of all parameters, one by one, are larger than the parameters."""
+        sizes = (num_elements * element_bytes for b in self._buffers for num_elements in b.sizes)
+        return sum(pinned_bytes(size) - size for size in sizes)
+
     @property
     def buffers(self) -> tuple[BufferSize, ...]:
         """The sizes of the stage's buffers, which all its ranks share."""
@@ -342,9 +350,10 @@ class _Buffer:
     """One of Megatron's parameter-and-gradient buffers: where its parameters lie, in elements."""
 
     def __init__(self, shares: list[Share], num_ranks: int, bucket_elements: int | None, distributed: bool) -> None:
-        self.num_elements = sum(s.num_elements for s in shares)
+        self.sizes = [s.num_elements for s in shares]
+        self.num_elements = sum(self.sizes)
         self.linear = sum(s.num_elements for s in shares if s.linear)
-        self.largest = max(s.num_elements for s in shares)
+        self.largest = max(self.sizes)
         self.expert_data = shares[0].expert_data
         self.num_ranks = num_ranks
         self._distributed = distributed
@@ -414,6 +423,11 @@ class _Buffer:
         if index < 0:
             return 0
         return min(self._before[index] + position - self._starts[index], self._before[index + 1])
+
+
+def pinned_bytes(num_bytes: int) -> int:
+    """Return the bytes that torch takes for that many page-locked ones, with a rank's variables."""
+    return num_bytes if num_bytes > PINNED_BLOCK_BYTES else 1 << (num_bytes - 1).bit_length()
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -19,25 +19,32 @@ from pathlib import Path
 
 from gspo_mega.config import Config
 from gspo_mega.config.derived import block_scale_variable
+from gspo_mega.plan.state import PINNED_BLOCK_BYTES
 
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _GROWING = "expandable_segments:True"
 _WITHOUT_ROUNDING = (2, 13)
+_PINNED_MIB = PINNED_BLOCK_BYTES // 2**20
 
 
 def before_torch(environment: Mapping[str, str], torch: str) -> dict[str, str]:
     """The variables that torch and CUDA read when they start and that `environment` does not set yet.
 
-    They are allocator segments that grow, so that packs of different sizes do not fragment memory; page-locked copies
-    on the host that take the memory they need, where torch would round each up to a power of two; and a single queue to
-    the device, so that communication starts in the order of its calls, on which Megatron's overlap relies.
+    They are allocator segments that grow, so that packs of different sizes do not fragment memory; large
+    page-locked copies on the host that take the memory they need, where torch would round each up to a power of two and
+    keep it; and a single queue to the device, so that communication starts in the order of its calls, on which
+    Megatron's overlap relies.
+
+    Both limits of page-locked memory must be the same: torch 2.13 gives a block that it kept without rounding to a
+    larger request (pytorch/pytorch#192722). They are above what a pack has, since page-locking waits for the GPU.
 
     torch: version of this Python's torch. Older ones do not know how to leave the rounding out, and refuse the key.
     """
     wanted = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     if not any(environment.get(name) for name in _ALLOCATOR):
         rounds = tuple(map(int, re.findall(r"\d+", torch)[:2])) < _WITHOUT_ROUNDING
-        wanted[_ALLOCATOR[0]] = _GROWING if rounds else f"{_GROWING},pinned_max_round_threshold_mb:1"
+        limits = f"pinned_max_round_threshold_mb:{_PINNED_MIB},pinned_max_cached_size_mb:{_PINNED_MIB}"
+        wanted[_ALLOCATOR[0]] = _GROWING if rounds else f"{_GROWING},{limits}"
     return {name: value for name, value in wanted.items() if not environment.get(name)}
 
 

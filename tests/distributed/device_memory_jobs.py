@@ -42,6 +42,8 @@ def moved(folder: str, parallel: dict, **sections) -> dict:
             freed=freed,
             taken=taken,
             left=left,
+            blocks=len({copy.untyped_storage().data_ptr() for copy in memory._host.values()}),
+            copies=len(memory._host),
             reference=[torch.equal(a, b) for a, b in zip(before, after, strict=True)],
         )
 

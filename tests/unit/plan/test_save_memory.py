@@ -1,9 +1,11 @@
 """What a save takes besides: a rank's own part and one parameter, on the host; a group of parameters on the GPU."""
 
+import pytest
+
 from gspo_mega.config.schema import Config
 from gspo_mega.plan import estimate, plan_run, render_report
 from gspo_mega.plan.memory import GIB, save_device_bytes, save_host_bytes
-from gspo_mega.plan.state import BufferSize, State, StateBytes
+from gspo_mega.plan.state import BufferSize, ModelShares, State, StateBytes, pinned_bytes, state_bytes
 
 
 class Stage:
@@ -51,3 +53,41 @@ def test_the_report_names_both(load, shape):
     assert "on the host while a checkpoint is saved or loaded: 4.0 MiB" in report
     assert 3.95 < found.node_save_bytes / 2**20 < 4.05
     assert "checkpoint " in report.split("phases: ")[1].splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("size", "taken"),
+    [
+        (1, 1),
+        (1000, 1024),
+        (2**20, 2**20),
+        (2**20 + 1, 2**21),
+        (32 * 2**20, 32 * 2**20),
+        (32 * 2**20 + 1, 32 * 2**20 + 1),
+    ],
+)
+def test_page_locked_memory_is_rounded_while_it_is_small(size, taken):
+    assert pinned_bytes(size) == taken
+
+
+def test_copies_of_the_gpu_are_page_locked_and_rounded_in_every_save(load, shape):
+    """The distributed optimizer's state is ordinary memory of the host: only weights count then."""
+    found = {}
+    sizes = dict(hidden_size=96, intermediate_size=192, num_hidden_layers=2)
+    for device in ("gpu", "cpu"):
+        for distributed in ("true", "false"):
+            for kind in ("true", "false"):
+                keys = ["precision=bf16", f"optimizer.distributed={distributed}", f"checkpoint.asynchronous={kind}"]
+                keys += ["precision=fp32"] if device == "cpu" else []
+                loaded = load(*keys)
+                plan = plan_run(loaded, device, shape("dense", **sizes))
+                held = ModelShares(plan.spec).state(plan.config, plan.layout, 0)
+                size = state_bytes(plan.config, held.largest)
+                plain = save_host_bytes(plan.config.optimizer, held, size)
+                found[device, distributed, kind] = estimate(plan, loaded.where).node_save_bytes - plain
+    weights = sum(pinned_bytes(2 * n) - 2 * n for b in held._buffers for n in b.sizes)
+    whole = sum(pinned_bytes(4 * n) - 4 * n for b in held._buffers for n in b.sizes)
+    assert weights > 0
+    for kind in ("true", "false"):
+        assert found["gpu", "true", kind] == weights and found["gpu", "false", kind] == weights + 3 * whole
+        assert found["cpu", "true", kind] == found["cpu", "false", kind] == 0

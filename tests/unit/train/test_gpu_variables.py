@@ -15,11 +15,13 @@ from gspo_mega.config.derived import FLOAT32_SCALES_VARIABLE, block_scale_variab
 from gspo_mega.launcher.local import WORKER_COMMAND
 from gspo_mega.models.block_fp8 import publishes_powers_of_two
 from gspo_mega.plan.gpus import GPUS
+from gspo_mega.plan.state import PINNED_BLOCK_BYTES
 from gspo_mega.train import gpu_variables, worker
 from gspo_mega.train.gpu_variables import before_torch
 
 REPOSITORY = Path(__file__).parents[3]
-EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,pinned_max_round_threshold_mb:1"}
+PINNED = "pinned_max_round_threshold_mb:32,pinned_max_cached_size_mb:32"
+EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:True,{PINNED}"}
 ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 FP32_SCALES = {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"}
 TWO = {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "0"}
@@ -48,6 +50,17 @@ def test_this_torch_reads_the_key():
     torch._C._accelerator_setAllocatorSettings(before_torch({}, torch.__version__)["PYTORCH_CUDA_ALLOC_CONF"])
     with pytest.raises((ValueError, RuntimeError)):
         torch._C._accelerator_setAllocatorSettings("pinned_max_round_threshold_mb:many")
+    with pytest.raises((ValueError, RuntimeError)):
+        torch._C._accelerator_setAllocatorSettings("pinned_max_cached_size_mb:many")
+
+
+def test_no_page_locked_block_that_is_not_a_power_of_two_is_ever_used_again():
+    """torch 2.13 hands a freed block to the next request of its power of two, even a smaller block to a larger request
+    (pytorch/pytorch#192722). So what is not rounded may not be kept, and what is kept has to end at a power of two.
+    """
+    keys = dict(part.split(":") for part in before_torch({}, "2.13.0")["PYTORCH_CUDA_ALLOC_CONF"].split(","))
+    rounded, kept = int(keys["pinned_max_round_threshold_mb"]), int(keys["pinned_max_cached_size_mb"])
+    assert rounded == kept == PINNED_BLOCK_BYTES / 2**20 and kept.bit_count() == 1
 
 
 @pytest.mark.parametrize(
