@@ -49,13 +49,13 @@ def is_cpu_backend() -> bool:
     return not torch.cuda.is_available()
 
 
-class _NoStream:
+class NoStream:
     """Stands in for torch.cuda.Stream and Event: all work has already finished."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
-        pass
+        self.cuda_stream = 0
 
-    def __enter__(self) -> _NoStream:
+    def __enter__(self) -> NoStream:
         return self
 
     def __exit__(self, *exc: object) -> bool:
@@ -94,12 +94,12 @@ def _stand_in_for_cuda() -> None:
     """Make `torch.cuda`'s device, stream and RNG calls answer for the CPU, and let factories accept CUDA devices."""
     cuda = torch.cuda
     tensor_class: Any = torch.Tensor  # no type describes methods that are replaced by others
-    stream = _NoStream()
+    stream = NoStream()
     cuda.current_device = lambda: _CPU
     cuda.set_device = lambda *a, **k: None
     cuda.synchronize = lambda *a, **k: None
     cuda.empty_cache = lambda *a, **k: None
-    cuda.Stream = cuda.Event = _NoStream
+    cuda.Stream = cuda.Event = NoStream
     cuda.stream = lambda s: contextlib.nullcontext()
     cuda.current_stream = cuda.default_stream = lambda *a, **k: stream
     cuda.get_rng_state = lambda *a, **k: torch.get_rng_state()

@@ -90,35 +90,13 @@ def _built(package: Path, cache: Path) -> Path:
     return library
 
 
-class _Nothing:
-    """A stream or event on which all work has finished."""
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        self.cuda_stream = 0
-
-    def __enter__(self) -> _Nothing:
-        return self
-
-    def __exit__(self, *exc: object) -> bool:
-        return False
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, other: object) -> float:
-        return 0.0
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return lambda *args, **kwargs: self
-
-
 def pretend(capability: tuple[int, int], name: str, memory_bytes: int, cuda_version: str = "13.0") -> None:
     """Answer for `torch.cuda` as a process does that has one GPU of this kind, idle. Call it once, before the first
     import of Megatron-Core.
     """
     import torch
+
+    from gspo_mega.cpu.backend import NoStream  # which imports torch
 
     cuda: Any = torch.cuda
     properties = types.SimpleNamespace(
@@ -156,10 +134,10 @@ def pretend(capability: tuple[int, int], name: str, memory_bytes: int, cuda_vers
         setattr(cuda, key, lambda *args, _value=value, **kwargs: _value)
     cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     cuda.random.get_rng_state, cuda.random.set_rng_state = cuda.get_rng_state, cuda.set_rng_state
-    cuda.Stream = cuda.Event = _Nothing
+    cuda.Stream = cuda.Event = NoStream
     cuda.stream = lambda stream: contextlib.nullcontext()
     cuda.device = lambda *args: contextlib.nullcontext()
-    stream = _Nothing()
+    stream = NoStream()
     cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: stream
     cuda.default_generators = (torch.Generator(),)
     for key in ("range_push", "range_pop", "mark"):

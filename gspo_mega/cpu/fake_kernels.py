@@ -24,22 +24,25 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gspo_mega.base.errors import ModelError
-from gspo_mega.cpu import te_extension, te_loading
+from gspo_mega.cpu import te_extension, te_loading, te_rows
 from gspo_mega.cpu.te_extension import extension, torch_dtype
 from gspo_mega.cpu.te_quantized import build, empty_buffers
 
-_TRITON_PERMUTATION = "transformer_engine.pytorch.triton.permutation"
 # The backward pass of attention has five products of the size of the forward pass's two.
 _ATTENTION_BACKWARD = 2.5
 _CUDNN_ATTENTION = 1  # NVTE_F16_arbitrary_seqlen
 
 
 class Account(Protocol):
-    """What learns of kernels: `flops` of a kind of product, and allocations between which nothing counts."""
+    """What learns of kernels. Allocations `inside_kernel` do not count; what is `made` does, and `flops` of a kind of
+    product, and a `wait` of the host for the device.
+    """
 
     def flops(self, kind: str, number: float) -> None: ...
 
     def inside_kernel(self) -> AbstractContextManager[None]: ...
+
+    def made(self, result: Any) -> None: ...
 
     def wait(self, what: str) -> None: ...
 
@@ -51,8 +54,8 @@ class Account(Protocol):
 @dataclass(frozen=True)
 class Expected:
     """What the data of a pack would decide. `stage_shape`: of the hidden states that stages send each other. `copies`:
-    rows that one rank's tokens make together for all experts; `received`: rows that this rank's experts get.
-    `expert_tensor`: the size of the group that divides each expert.
+    rows that one rank's tokens make together for all experts; `received`: rows that this rank's experts get. `lengths`:
+    tokens of the pack's sequences.
     """
 
     stage_shape: tuple[int, int, int]
@@ -70,10 +73,7 @@ def provide(account: Account, transformer_engine: Path) -> None:
     before the first import of Megatron-Core. `transformer_engine`: the folder of its wheel. Raises ModelError without
     it.
     """
-    global _account
-    _account = account
-    compiled: Any = torch
-    compiled.compile = _compiled
+    compile_to_kernels(account)
     if not (transformer_engine / "transformer_engine" / "pytorch").is_dir():
         raise ModelError(f"trace: Transformer Engine's Python is not in {transformer_engine}")
     te_extension.provide()
@@ -86,16 +86,18 @@ def provide(account: Account, transformer_engine: Path) -> None:
         setattr(extension, name, _writes_in_place(name))
     sys.path.append(str(transformer_engine))
     te_loading._import_without_library(transformer_engine)
-    permutation: Any = sys.modules[_TRITON_PERMUTATION]
-    for function in _TRITON:
-        if not callable(getattr(permutation, function.__name__, None)):
-            raise RuntimeError(
-                f"{_TRITON_PERMUTATION} has no {function.__name__}: another Transformer Engine than 2.20"
-            )
-        setattr(permutation, function.__name__, function)
+    te_rows.replace_kernels(_TRITON)
     distributed: Any = sys.modules["transformer_engine.pytorch.distributed"]
     distributed._get_cuda_rng_state = distributed._set_cuda_rng_state = lambda *args, **kwargs: None
     _choose_attention_for_plain_tensors()
+
+
+def compile_to_kernels(account: Account) -> None:
+    """Let `torch.compile` make one kernel of a function, and report all kernels to `account`."""
+    global _account
+    _account = account
+    compiler: Any = torch
+    compiler.compile = _compiled
 
 
 def expect(expected: Expected) -> None:
@@ -141,7 +143,9 @@ def _compiled(function: Callable[..., Any] | None = None, **options: Any) -> Any
     @functools.wraps(function)
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with _account.inside_kernel():
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+        _account.made(result)
+        return result
 
     return kernel
 
@@ -174,7 +178,7 @@ def _move_counts(self: Any, point: str, tokens_per_expert: torch.Tensor | None =
     moved = {
         "input_splits": _expected.copies,
         "output_splits": _expected.received,
-        "output_splits_tp": _expected.received * (self.tp_size if self.tp_size > 1 else 1),
+        "output_splits_tp": _expected.received * self.tp_size,
     }
     for name, total in moved.items():
         held = getattr(self, name, None)

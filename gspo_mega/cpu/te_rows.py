@@ -15,7 +15,7 @@ because Megatron permutes bf16 rows and pads them later (with the first part).
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -123,17 +123,20 @@ def moe_unpermute_bwd(
 _REPLACED = "transformer_engine.pytorch.triton.permutation"
 
 
-def replace_kernels() -> None:
-    """Let Transformer Engine call these functions. Call it once, after it is imported."""
+def replace_kernels(functions: Sequence[Callable[..., Any]] | None = None) -> None:
+    """Let Transformer Engine call `functions`, by default those of this file, in place of its kernels of these names.
+    Call it once, after it is imported.
+    """
     module: Any = sys.modules[_REPLACED]
-    for function in (
+    own = (
         make_row_id_map,
         permute_with_mask_map,
         unpermute_with_mask_map,
         unpermute_with_mask_map_bwd_with_merging_probs,
         make_chunk_sort_map,
         sort_chunks_by_map,
-    ):
+    )
+    for function in own if functions is None else functions:
         if not callable(getattr(module, function.__name__, None)):
             raise RuntimeError(f"{_REPLACED} has no {function.__name__}: another Transformer Engine than 2.20")
         setattr(module, function.__name__, function)

@@ -160,7 +160,7 @@ def _forget_dispatched(experts: BaseMoELayer) -> None:
     Megatron-Core 0.16 and 0.19 keep it until the layer's next forward, through optimizer step, publish and checkpoint:
     the router's weights with their graph (with recomputation the layer's input and that input's gradient, 2 [t, H]
     tensors), the routing map ([t, experts] bool) and the rows of the permuted tokens ([t, 2 x experts + 1] int32). For
-    Qwen3-30B-A3B in packs of 18,432 tokens the last two alone are 0.95 GiB. Autograd has its own references to what a
+    Qwen3-30B-A3B in packs of 18,432 tokens the last two take 0.95 GiB. Autograd has its own references to what a
     backward pass needs.
     """
     dispatcher: Any = experts.token_dispatcher

@@ -16,7 +16,7 @@ TOKENS, EXPERTS, WIDTH = 7, 6, 80
 
 
 def _import_kernels():
-    """The two modules of the wheel alone: its packages would import the compiled extension."""
+    """Import only two modules of the wheel; its packages would import the compiled extension."""
     for name in ("", ".common", ".common.triton", ".pytorch", ".pytorch.triton"):
         package = types.ModuleType(f"transformer_engine{name}")
         package.__path__ = [str(wheel_folder() / package.__name__.replace(".", "/"))]

@@ -193,7 +193,7 @@ class ServerSupervisor:
             self._num_failures += 1
             if self._running is not None and (line := self._running.failure_line(self._ready_from)) is not None:
                 cause = f"{cause}: {line}"
-            # A server that was ready lacks nothing, whatever its log says of parts that it goes without.
+            # A server that was ready lacks no package, even if its log names optional ones that are missing.
             lacks = None if self._ready_from is not None else _MISSING.search(cause)
             if lacks and lacks[0] == missing:
                 raise RankError(

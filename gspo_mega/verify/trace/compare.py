@@ -16,8 +16,8 @@ from gspo_mega.models.spec import ModelSpec
 from gspo_mega.models.tensors import attended_positions, forward_flops_per_token
 from gspo_mega.plan import Plan
 from gspo_mega.plan.layout import Layout, Sizes
-from gspo_mega.plan.memory import stage_memory
-from gspo_mega.plan.state import WEIGHT_BYTES, ModelShares
+from gspo_mega.plan.memory import rank_host_bytes, stage_memory
+from gspo_mega.plan.state import WEIGHT_BYTES, ModelShares, state_bytes
 from gspo_mega.plan.timing import attended_value_dim, tensor_rows
 
 STATE_TOLERANCE, TOLERANCE = 0.01, 0.05
@@ -107,6 +107,17 @@ def compare(plan: Plan, traced: Mapping[str, Any]) -> list[Difference]:
         bucket = 3 * config.publish.bucket_bytes if config.publish.method == "distributed" else 0
         rows.append(_peak("publish, without its buckets", planned("publish") - bucket, phases["publish"]))
     if "rollout" in phases:
+        held = state_bytes(config, ModelShares(spec).state(config, layout, stage).largest)
+        rows.append(
+            Difference(
+                "host, page-locked while servers sample",
+                rank_host_bytes(config.cluster, held),
+                phases["rollout"]["host_peak"],
+                "bytes",
+                TOLERANCE,
+                "plan/memory.py: rank_host_bytes",
+            )
+        )
         stays = sum(size for part, size in memory.always.items() if part not in (*_NOT_TRACED, *_MOVED))
         rows.append(
             Difference(
@@ -135,8 +146,7 @@ def _exchange(
     passed = phases.get("second old pass") if needs_old_log_prob_pass(config) else None
     if passed is None:
         return []
-    stage = traced["coordinates"]["pipeline"]
-    layers = layout.stage_layers[stage]
+    layers = [layer for chunk in layout.chunk_layers(traced["coordinates"]["pipeline"]) for layer in chunk]
     tokens = traced["pack_tokens"] / layout.context
     row = tokens * spec.hidden_size * WEIGHT_BYTES[config.precision]
     rows = []
@@ -145,11 +155,25 @@ def _exchange(
         rows.append(
             Difference(
                 "tensor exchange, a pack's forward pass",
-                tensor_rows(spec, layout) * row * layers,
+                tensor_rows(spec, layout) * row * len(layers),
                 found,
                 "bytes",
                 TOLERANCE,
                 "plan/timing.py: tensor_rows",
+            )
+        )
+    if spec.moe is not None and layout.expert > 1:
+        # Each token's copies leave for the experts and come back; the plan's experts are evenly loaded.
+        copies = row / (layout.tensor if layout.sequence_parallel else 1) * spec.moe.experts_per_token
+        found = _bytes(passed, "expert") / traced["packs"] / traced["imbalance"]
+        rows.append(
+            Difference(
+                "expert exchange, a pack's forward pass",
+                2 * copies * sum(map(spec.has_experts, layers)),
+                found,
+                "bytes",
+                TOLERANCE,
+                "plan/timing.py: _Layer._exchange",
             )
         )
     return rows

@@ -19,7 +19,7 @@ from gspo_mega.verify.trace.request import TraceRequest
 
 
 def main(arguments: list[str]) -> int:
-    # Nothing is compiled; one connection is what Megatron asks for beside tensor parallelism; nothing computes.
+    # Nothing is compiled or computed. Megatron requires the one connection with tensor parallelism.
     os.environ.update(TORCHDYNAMO_DISABLE="1", CUDA_DEVICE_MAX_CONNECTIONS="1", OMP_NUM_THREADS="1")
     request = TraceRequest(**json.loads(Path(arguments[0]).read_text()))
     try:

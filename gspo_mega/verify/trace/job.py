@@ -17,8 +17,7 @@ from gspo_mega.config.derived import critic_of, megatron_folder, wheel_folder
 from gspo_mega.plan import Plan, plan_run
 from gspo_mega.plan.memory import EXPERT_IMBALANCE
 from gspo_mega.verify.trace.compare import Difference, compare, compare_flops, kinds_of_rank, num_packs
-from gspo_mega.verify.trace.request import TraceRequest
-from gspo_mega.verify.trace.shape import with_layers
+from gspo_mega.verify.trace.request import TraceRequest, with_layers
 
 _SETS_UP = "launch/setup.sh --trace"
 

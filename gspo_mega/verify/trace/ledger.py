@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -122,7 +123,6 @@ class Ledger(TorchDispatchMode):
         self._inside = 0
         self._modules: list[str] = []
         self._names: dict[int, str] = {}
-        self._parts: dict[int, str] = {}
         self._groups: dict[str, str] = {}
         self._numbers: Any = WeakIdKeyDictionary()  # fake tensor -> real one on the host
         self._hooks: list[Any] = []
@@ -154,13 +154,12 @@ class Ledger(TorchDispatchMode):
         return storage._cdata in self._live
 
     def live(self) -> list[Held]:
-        return list(self._live.values())
+        """Copies of what is on the device: later marks and sizes do not change them."""
+        return [Held(**vars(held)) for held in self._live.values()]
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[Phase]:
         """Account for what happens inside as one phase."""
-        import time
-
         self._phase = phase = Phase(name, self._now, self._now, host_peak=self._host_now)
         self._written_at, started = 0, time.monotonic()
         phase.at_peak = self.live()
@@ -177,13 +176,18 @@ class Ledger(TorchDispatchMode):
 
     @contextlib.contextmanager
     def inside_kernel(self) -> Iterator[None]:
-        """Allocations inside are not counted, unless they are still there at the end."""
+        """Allocations inside are not counted; `made` counts the results."""
         before = self._inside
         self._inside += 1
         try:
             yield
         finally:
             self._inside = before
+
+    def made(self, result: Any) -> None:
+        """Count the tensors of a kernel's result."""
+        for one in tree_iter(result):
+            self._see(one, pinned=False)
 
     def wait(self, what: str) -> None:
         self._phase.waits[f"{what} ({_where()})"] += 1
@@ -296,7 +300,7 @@ class Ledger(TorchDispatchMode):
             return
         num_bytes = -(-storage.nbytes() // _BLOCK) * _BLOCK
         stack = _stack() if num_bytes >= _STACK_BYTES else ()
-        self._live[key] = Held(num_bytes, tuple(one.shape), str(one.dtype), self._holder(), _where(), stack)
+        self._live[key] = Held(num_bytes, tuple(one.shape), str(one.dtype), self._module(), _where(), stack)
         self._change(num_bytes)
         weakref.finalize(storage, self._gone, key)
 
@@ -324,7 +328,7 @@ class Ledger(TorchDispatchMode):
             phase.peak = self._now
             if self._now > self._written_at * _PEAK_GROWTH:
                 self._written_at = self._now
-                phase.at_peak = [Held(**vars(held)) for held in self._live.values()]
+                phase.at_peak = self.live()
 
     def _gone(self, key: int) -> None:
         held = self._live.pop(key, None)
@@ -336,9 +340,6 @@ class Ledger(TorchDispatchMode):
 
     def _module(self) -> str:
         return next((name for name in reversed(self._modules) if name), "outside of modules")
-
-    def _holder(self) -> str:
-        return self._module()
 
     def _note_collective(self, name: str, args: Any) -> None:
         sizes = [

@@ -16,7 +16,7 @@ from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.plan import plan_run
 from gspo_mega.verify.trace.compare import Difference, kept_between_steps, kinds_of_rank, num_packs
 from gspo_mega.verify.trace.report import NOT_MEASURED, draw, render_differences
-from gspo_mega.verify.trace.shape import with_layers
+from gspo_mega.verify.trace.request import with_layers
 
 ROOT = Path(__file__).parents[3]
 MIB, GIB = 2**20, 2**30
@@ -38,6 +38,7 @@ def test_bytes_and_flops_are_those_counted_by_hand(found):
     assert one["flops"] == {"products, float32": 5 * 2 * 256 * 512 * 1024}
     assert one["waits"] == {} and one["collectives"] == [["_allgather_base", "other", 4, 1, 8 * MIB]]
     assert one["moved"] == 0.5 * MIB, "storages that are emptied in place"
+    assert one["recorded"] == one["after"], "what happens later does not change a phase's record"
     assert any("trace_cases.py" in frame for stack in one["stacks"] for frame in stack)
 
 
@@ -56,6 +57,10 @@ def test_what_is_kept_gathered_twice_or_waited_for_is_found_with_its_line(found)
     assert found["gathered twice"]["collectives"] == [["_allgather_base", "other", 4, 2, 16 * MIB]]
     (what,) = found["waits"]["waits"]
     assert what.startswith("_local_scalar_dense") and "trace_cases.py" in what
+
+
+def test_of_a_compiled_function_only_the_result_takes_memory(found):
+    assert found["compiled"] == {"before": MIB, "peak": 2 * MIB, "after": 2 * MIB}
 
 
 def test_numbers_of_the_host_are_known_and_others_are_answered(found):
@@ -164,6 +169,7 @@ def test_a_shipped_configuration_agrees_with_its_plan(kind, capsys):
     assert result["note"] == NOT_MEASURED
     compared = {one["what"]: one for one in result["plan"]}
     assert compared["state"]["agrees"], compared["state"]
+    assert all(one["agrees"] for what, one in compared.items() if what.startswith("expert exchange"))
     assert abs(compared["memory, training"]["share"]) < 0.10, compared["memory, training"]
     for one in result["ranks"]:
         used = {sent["group"] for phase in one["phases"] for sent in phase["collectives"]}

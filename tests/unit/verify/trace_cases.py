@@ -14,6 +14,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 
+from gspo_mega.cpu.fake_kernels import compile_to_kernels  # noqa: E402
 from gspo_mega.verify.trace.ledger import Ledger, fake_tensors  # noqa: E402
 
 ROWS, WIDTH, INNER = 256, 512, 1024
@@ -85,12 +86,26 @@ def traced(keeps: bool = False, gathers: int = 1, waits: bool = False) -> dict:
         "peak": one.peak,
         "after": one.after,
         "moved": phases["moved"].after,
+        "recorded": sum(held.num_bytes for held in one.left),
         "flops": dict(phases["passes"].flops),
         "collectives": [[*key, *value] for key, value in one.collectives.items()],
         "waits": dict(one.waits),
         "left": [[held.holder, held.num_bytes, held.where] for held in one.left],
         "stacks": [held.stack for held in one.at_peak if held.stack],
     }
+
+
+def compiled() -> dict:
+    """Three operations in one kernel: of what they allocate only the result takes memory, and stays."""
+    ledger = Ledger()
+    compile_to_kernels(ledger)
+    kernel = torch.compile(lambda x: torch.sigmoid(2 * x) + 1)
+    with fake_tensors(), ledger:
+        x = torch.ones(ROWS, INNER, device="cuda")
+        with ledger.phase("kernel") as phase:
+            y = kernel(x)
+        del y
+    return {"before": phase.before, "peak": phase.peak, "after": phase.after}
 
 
 def reads() -> dict:
@@ -113,6 +128,7 @@ if __name__ == "__main__":
         "gathered twice": traced(gathers=2),
         "waits": traced(waits=True),
         "reads": reads(),
+        "compiled": compiled(),
     }
     # Last: with the fake device, real tensors of the CPU are real outside of the modes.
     found["profiled"] = profiled_peak()
