@@ -88,7 +88,7 @@ class DeviceMemory:
         if not new:
             return
         sizes = [-(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT for storage in new]
-        block = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=new[0].device.type == "cuda")
+        block = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=self._on_gpu)
         for storage, room in zip(new, block.split(sizes), strict=True):
             self._host[storage._cdata] = room[: storage.nbytes()]
 
