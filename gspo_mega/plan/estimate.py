@@ -10,8 +10,8 @@ span and servers need, the servers of reward models, and how long a job takes to
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gspo_mega.base.errors import ConfigError, FitError, PlanError
@@ -24,6 +24,7 @@ from gspo_mega.plan.layout import Sizes
 from gspo_mega.plan.memory import (
     GIB,
     GRAPHS,
+    GROUPS,
     GpuMemory,
     ServerMemory,
     critic_state,
@@ -37,6 +38,7 @@ from gspo_mega.plan.memory import (
     servers_host_bytes,
 )
 from gspo_mega.plan.resolve import Plan
+from gspo_mega.plan.server_buffers import publish_group_bytes
 from gspo_mega.plan.servers import (
     DTYPE_BYTES,
     place_servers,
@@ -220,7 +222,7 @@ def estimate(plan: Plan, where: Callable[[str], str] = lambda key: "configuratio
         checkpoint_bytes=saved,
         save_seconds=save_seconds(saved),
         stop_seconds=stop_seconds(time, save_seconds(saved)),
-        notices=tuple(_notices(plan, spans, memory, limit)),
+        notices=(*_notices(plan, spans, memory, limit), *_server_notices(config, servers.memory, limit)),
     )
 
 
@@ -268,8 +270,25 @@ def _servers(plan: Plan, total_parameters: int, limit: int | None) -> ServerNode
         nodes = math.ceil(server.num_servers / max(1, node * server.num_nodes // server.tensor)) * server.num_nodes
         for _ in reward_servers(config.reward):  # each needs at most one more node
             nodes += max(place_servers(config, server.num_servers, nodes).gpus) > node
-    memory = server_memory(config, plan.spec, total_parameters, limit) if limit is not None else None
+    memory = None
+    if limit is not None:
+        memory = server_memory(config, plan.spec, total_parameters, limit)
+        memory = replace(memory, groups=publish_group_bytes(config, plan.layout)[0])
     return ServerNodes(num_gpus, nodes, memory)
+
+
+def _server_notices(config: Config, memory: ServerMemory | None, limit: int | None) -> Iterator[str]:
+    """Yield what a server's GPU has no room for, outside the share that SGLang fills."""
+    if memory is None or limit is None or config.cluster.colocated:
+        return
+    left = limit - round(limit * config.server.memory_fraction)
+    if sum(memory.outside.values()) > left:
+        needed = ", ".join(f"{size / GIB:.1f} GiB {what}" for what, size in memory.outside.items())
+        yield (
+            f"server.memory_fraction {config.server.memory_fraction:g} leaves {left / GIB:.1f} GiB of a server's GPU,"
+            f" and by estimate more is needed: {needed}; lower it, or publish.max_senders, or use"
+            " smaller graphs (server.options cuda_graph_max_bs_decode, cuda_graph_max_bs_prefill)"
+        )
 
 
 def _notices(plan: Plan, spans: tuple[Span, ...], memory: GpuMemory | None, limit: int | None) -> list[str]:
@@ -447,6 +466,8 @@ def _changes(config: Config, part: str) -> list[str]:
         return ["no reference (kl.coefficient: 0)", more_ranks]
     if part == GRAPHS:
         return ["smaller graphs (server.options cuda_graph_max_bs_decode, cuda_graph_max_bs_prefill)"]
+    if part == GROUPS:
+        return ["fewer groups per sender (publish.servers_per_group)", "`publish.method: disk`"]
     if part == "publish":
         return [f"a smaller publish.bucket_bytes than {config.publish.bucket_bytes}, or `publish.method: disk`"]
     return [more_ranks, "GPUs with more memory"] if part != "reserve" else []

@@ -21,7 +21,7 @@ from gspo_mega.models.tensors import count_parameters
 from gspo_mega.plan.activations import HeadActivations, head_activations, layer_activations, value_head_activations
 from gspo_mega.plan.gpus import GPUS
 from gspo_mega.plan.layout import Layout, Sizes
-from gspo_mega.plan.server_buffers import CONTEXT_BYTES, graph_bytes
+from gspo_mega.plan.server_buffers import CONTEXT_BYTES, graph_bytes, publish_group_bytes
 from gspo_mega.plan.servers import attention_ranks, cache_element_bytes, draft_memory, rank_weight_bytes, weight_bytes
 from gspo_mega.plan.state import (
     MOMENT_BYTES,
@@ -39,6 +39,7 @@ GIB = 2**30
 RESERVE_BYTES = 4 * GIB
 # The part of a server's memory that its CUDA graphs take.
 GRAPHS = "server's CUDA graphs"
+GROUPS = "publish groups"
 # The allocator's fragmentation, as a share of activations.
 FRAGMENTATION = 0.08
 # Tokens that the busiest expert-parallel rank receives, as a multiple of the mean.
@@ -81,7 +82,8 @@ class GpuMemory:
 @dataclass(frozen=True)
 class ServerMemory:
     """Bytes on one GPU of a server. `cache_tokens`: tokens that fit in the cache of one whole server. `draft`: the part
-    of `weights` that is the draft's. `graphs`: what CUDA graphs take, outside `server.memory_fraction`.
+    of `weights` that is the draft's. Outside `server.memory_fraction`: `graphs`, what CUDA graphs take, and `groups`,
+    NCCL's buffers of the groups of a publish.
     """
 
     weights: int
@@ -89,6 +91,13 @@ class ServerMemory:
     cache_tokens: int
     draft: int = 0
     graphs: int = 0
+    groups: int = 0
+
+    @property
+    def outside(self) -> dict[str, int]:
+        """By kind, the bytes outside `server.memory_fraction`."""
+        found = {"context and libraries": CONTEXT_BYTES, "CUDA graphs": self.graphs}
+        return found | ({GROUPS: self.groups} if self.groups else {})
 
 
 def run_memory(config: Config, layout: Layout, shares: ModelShares, total_parameters: int, limit: int) -> GpuMemory:
@@ -152,9 +161,10 @@ def stage_memory(config: Config, layout: Layout, shares: ModelShares, stage: int
         "FP8 copies": size.fp8_copies,
         "reference": size.reference,
         "critic": critic[1].on_device if critic is not None else 0,
+        GROUPS: publish_group_bytes(config, layout)[1],
         "reserve": RESERVE_BYTES,
     }
-    exact = sum(parts.always.values()) - RESERVE_BYTES
+    exact = sum(size for part, size in parts.always.items() if part not in (GROUPS, "reserve"))
     whole = _largest_tensor(spec) * WEIGHT_BYTES[config.precision]
     head = head_activations(config, spec, layout)
     parts.phases["old pass"], parts.phases["training"] = _passes(config, spec, layout, stage, head)

@@ -21,7 +21,6 @@ from gspo_mega.plan.gpus import ASSUMPTIONS
 from gspo_mega.plan.layout import Layout, Sizes
 from gspo_mega.plan.memory import GIB
 from gspo_mega.plan.resolve import Plan
-from gspo_mega.plan.server_buffers import CONTEXT_BYTES
 from gspo_mega.plan.servers import needs_start_folder
 from gspo_mega.plan.state import State
 from gspo_mega.plan.timing import StepTime, hand_out, hand_out_lines
@@ -243,10 +242,8 @@ def _servers(plan: Plan, figures: Estimate) -> list[str]:
             f"per GPU: {_gib(memory.weights)} weights{drafts}, {_gib(memory.cache)} cache; the cache holds"
             f" {_quantity(memory.cache_tokens)} tokens per server"
         )
-        outside = {"context and libraries": CONTEXT_BYTES, "CUDA graphs": memory.graphs}
-        lines.append(
-            f"  outside server.memory_fraction: {', '.join(f'{_gib(size)} {what}' for what, size in outside.items())}"
-        )
+        outside = ", ".join(f"{_gib(size)} {what}" for what, size in memory.outside.items())
+        lines.append(f"  outside server.memory_fraction: {outside}")
     return lines
 
 

@@ -1,8 +1,10 @@
-"""What a server's GPU holds outside `server.memory_fraction`: CUDA graphs, and the CUDA context with libraries.
+"""What a server's GPU holds outside `server.memory_fraction`: CUDA graphs, the CUDA context with libraries, and NCCL's
+buffers of the groups through which weights are published.
 
 SGLang's memory saver frees neither, so with `cluster.colocated` both stay while the ranks have their turn. The sizes of
 graphs are SGLang 0.5.23's own (`reserve_for_graph_mb` and `handle_gpu_memory_settings` in `arg_groups/memory_hook.py`),
-and those of what they compute in are a formula. Nothing here was measured on a GPU by this package. No torch.
+and those of what they compute in are a formula. Those of NCCL's buffers are NCCL's own; how many it makes is an
+assumption. Nothing here was measured on a GPU by this package. No torch.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from typing import Any
 from gspo_mega.config.derived import server_dtype
 from gspo_mega.config.schema import Config, Server
 from gspo_mega.models.spec import ModelSpec
-from gspo_mega.plan.servers import DTYPE_BYTES, attention_ranks, expert_ranks
+from gspo_mega.plan.layout import Layout
+from gspo_mega.plan.servers import DTYPE_BYTES, attention_ranks, expert_ranks, reward_gpus
 
 MIB = 2**20
 # CUDA context, NCCL's buffers of the server's own groups, and workspaces.
@@ -33,6 +36,40 @@ _PREFILL_MIB, _LATENT_MIB, _DEEPEP_MIB = 8, 1536, 1024
 _MOST_LATENT_TOKENS = 8192
 # Token counts for which SGLang captures a prefill: (from, to, step).
 _PREFILLS = ((4, 32, 4), (48, 256, 16), (288, 512, 32), (576, 1024, 64), (1280, 4096, 256), (4608, 2**31, 512))
+# NCCL's buffers of one connection, of its three protocols: LL, LL128 and Simple (`init.cc` of NCCL 2.30).
+_CONNECTION_BYTES = 8 * 512 * 8 * 16 + 120 * 640 * 8 * 8 + 4 * MIB
+# Assumed, from NCCL's choice of channels on GPUs of compute capability 9: a rank's connections in a ring that crosses
+# nodes, where a channel may have one from the network and one to it, and in a ring inside a node, where only the
+# receiver has a buffer.
+_CONNECTIONS_ACROSS, _CONNECTIONS_INSIDE = 8 * 2, 24
+
+
+def num_senders(config: Config, layout: Layout) -> int:
+    """Return how many ranks send weights with `publish.method: distributed`; 0 with another method. In each pipeline
+    stage and expert rank, one rank owns tensors.
+    """
+    if config.publish.method != "distributed":
+        return 0
+    return min(config.publish.max_senders, layout.pipeline * layout.expert)
+
+
+def publish_group_bytes(config: Config, layout: Layout) -> tuple[int, int]:
+    """Return the bytes of NCCL's buffers for publishes, which stay from one publish to the next, on the GPU of a server
+    and on that of a sending rank. A server is in one group of each sender.
+    """
+    senders = num_senders(config, layout)
+    if not senders:
+        return 0, 0
+    a_group = (_CONNECTIONS_INSIDE if on_one_node(config) else _CONNECTIONS_ACROSS) * _CONNECTION_BYTES
+    servers = config.server.num_servers
+    return senders * a_group, -(-servers // (config.publish.servers_per_group or servers)) * a_group
+
+
+def on_one_node(config: Config) -> bool:
+    """Return whether ranks and servers share one node."""
+    cluster = config.cluster
+    used = cluster.ranks_per_node + config.server.num_servers * config.server.tensor + reward_gpus(config.reward)
+    return cluster.num_nodes == 1 and cluster.num_rollout_nodes == 0 and used <= (cluster.gpus_per_node or 0)
 
 
 def graph_bytes(config: Config, spec: ModelSpec, gpu_bytes: int) -> int:

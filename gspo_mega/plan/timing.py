@@ -40,7 +40,8 @@ from gspo_mega.plan.gpus import (
 )
 from gspo_mega.plan.layout import Layout
 from gspo_mega.plan.memory import GIB, server_memory
-from gspo_mega.plan.servers import DTYPE_BYTES, reward_gpus, version_bytes
+from gspo_mega.plan.server_buffers import num_senders, on_one_node
+from gspo_mega.plan.servers import DTYPE_BYTES, version_bytes
 from gspo_mega.plan.state import GRADIENT_BYTES, MOMENT_BYTES, WEIGHT_BYTES, ModelShares
 
 # The cost of a backward pass, in forward passes.
@@ -433,11 +434,12 @@ def publish_seconds(config: Config, spec: ModelSpec, layout: Layout, gpu: Gpu, t
         / owners
         / _link(gpu, tensor, cluster.ranks_per_node)
     )
-    used = cluster.ranks_per_node + servers * config.server.tensor + reward_gpus(config.reward)
-    one_machine = cluster.num_nodes == 1 and cluster.num_rollout_nodes == 0 and used <= (cluster.gpus_per_node or 0)
-    link = LINK_SHARE * (gpu.nvlink_bytes_per_second if one_machine else gpu.network_bytes_per_second)
-    # An owner's first bucket is gathered before any is sent.
-    first = min(1.0, config.publish.bucket_bytes / weight_bytes * owners)
+    link = LINK_SHARE * (gpu.nvlink_bytes_per_second if on_one_node(config) else gpu.network_bytes_per_second)
+    # Owners that do not send bring their tensors to a sender first.
+    senders = num_senders(config, layout)
+    gathering += weight_bytes * (1 - senders / owners) / senders / link
+    # A sender's first bucket is gathered before any is sent.
+    first = min(1.0, config.publish.bucket_bytes / weight_bytes * senders)
     # A server takes one bucket at a time, no matter which rank sends it.
     leaving = math.ceil(servers / (config.publish.servers_per_group or servers)) * weight_bytes / link
     return max(gathering, leaving) + first * min(gathering, leaving)

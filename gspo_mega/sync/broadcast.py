@@ -1,8 +1,9 @@
 """Rank 0's side of sending tensors through process groups that the servers join: method `distributed`.
 
-`GroupSender` decides which rank sends when. Every rank that owns tensors sends them itself (`broadcast_group.py`), and
-rank 0 makes the requests to the servers. A server receives one bucket at a time and blocks until it has it, so ranks
-take turns: the bucket that is ready first goes first. While it is sent, this rank and others gather their next ones.
+`GroupSender` decides which rank sends when. Ranks that own tensors send them themselves (`broadcast_group.py`), up to
+`publish.max_senders` of them, to which the others bring theirs. Rank 0 makes the requests to the servers. A server
+receives one bucket at a time and blocks until it has it, so ranks take turns: the bucket that is ready first goes
+first. While it is sent, this rank and others gather their next ones.
 
 `ServerGroups` decides which servers share a group with a sending rank, and keeps the groups from one publish to the
 next. By default all servers share one group, so the bytes that leave a rank do not grow with the number of servers.

@@ -13,7 +13,7 @@ committed one.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -39,6 +39,8 @@ from gspo_mega.sync.transaction import PublishContent, PublishMemory, Send, Tran
 from gspo_mega.sync.verify import ExpectedChecksums, server_tensor_name, server_tensors
 
 if TYPE_CHECKING:
+    import torch
+
     from gspo_mega.engine.model import PolicyModel
     from gspo_mega.engine.process_groups import ParallelGroups
 
@@ -111,7 +113,9 @@ class Publisher:
         self._verification = resolve_verification(config, on_gpu)
         self._backend = backend = "nccl" if on_gpu else "gloo"
         settings = config.publish
-        self._owners = sorted({self._policy.owner(entry) for entry, _ in self._policy.stored()})
+        owners = sorted({self._policy.owner(entry) for entry, _ in self._policy.stored()})
+        self._sender_of = senders_of(owners, settings.max_senders)
+        self._senders = sorted(set(self._sender_of.values()))
         self._own = OwnTensors(groups.world.rank)
         self._to_lead = OrderChannel(groups.host, 0)
         self._sender = GroupSender(
@@ -121,7 +125,7 @@ class Publisher:
             settings.deadline_seconds,
             settings.servers_per_group,
             self._own,
-            [RemoteSender(rank, OrderChannel(groups.host, rank)) for rank in self._owners if rank != 0],
+            [RemoteSender(rank, OrderChannel(groups.host, rank)) for rank in self._senders if rank != 0],
         )
 
     def publish(
@@ -210,6 +214,12 @@ class Publisher:
             self._policy, self.versions.path(weight_version), self._form, self._source_folder, weight_version
         )
 
+    def _sent(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What this rank sends: what it owns, and what owners that do not send bring to it. Collective."""
+        if all(owner == sender for owner, sender in self._sender_of.items()):
+            return self._form.owned(self._policy)
+        return self._form.brought_to(self._policy, lambda entry: self._sender_of[self._policy.owner(entry)])
+
     def _lead_or_follow(
         self,
         content: PublishContent,
@@ -224,8 +234,8 @@ class Publisher:
         """
         if not self._groups.is_lead:
             while (order := broadcast_json(None, self._groups.host))["do"] == "send":
-                tensors = self._form.owned(self._policy)
-                if self._groups.world.rank in self._owners:
+                tensors = self._sent()
+                if self._groups.world.rank in self._senders:
                     serve_send_orders(self._own, self._to_lead, tensors, self._settings.bucket_bytes)
                 else:
                     for _ in tensors:  # this rank takes part in gathering them
@@ -267,7 +277,7 @@ class Publisher:
                 fleet.each(lambda s, left: self._load(s, path, version, left, **more), targets)
             else:
                 broadcast_json({"do": "send"}, self._groups.host)
-                self._sender.send(fleet, targets, self._form.owned(self._policy), version)
+                self._sender.send(fleet, targets, self._sent(), version)
 
             failpoints.reached("publish.sent")
 
@@ -299,6 +309,16 @@ class Publisher:
     def _commit(self, weight_version: int) -> None:
         self.versions.commit(weight_version)
         self.versions.prune(self._settings.keep_last, self._held())
+
+
+def senders_of(owners: Sequence[int], most: int) -> dict[int, int]:
+    """Return, for each rank that owns tensors, the rank that sends them: itself, or with more than `most` owners one of
+    `most`, each for as many neighbours as another, give or take one. `owners`: in ascending order.
+    """
+    count = min(most, len(owners))
+    return {
+        owner: owners[-(-(place * count // len(owners)) * len(owners) // count)] for place, owner in enumerate(owners)
+    }
 
 
 def expected_checksums(policy: PolicyTensors, form: PublishedForm, expected: ExpectedChecksums) -> dict[str, str]:

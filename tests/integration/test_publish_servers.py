@@ -190,6 +190,14 @@ def test_two_pipeline_stages_send_what_they_have_to_two_servers(tied, verify):
     assert sent == {0: 4 * 300 * 64 + layer, 1: layer + 4 * 64}, "the embedding's stage, and the last norm's"
 
 
+def test_a_stage_that_may_not_send_brings_what_it_has_to_one_that_does(tied):
+    side = tied("pipeline", method="distributed", verify="tensors", max_senders=1)
+    for version, change in ((1, "weight"), (2, "layers")):
+        result = side.publish(version, change=change)
+        assert {server for server, _ in result["verified"]} == {"server-0", "server-1"}, result
+    assert result["bytes_sent_by_rank"] == {0: result["num_bytes"]}
+
+
 def test_phases_account_for_the_time_of_a_publish(tied):
     side, began = tied(method="disk"), time.monotonic()
     result = side.publish(1, change="weight")

@@ -397,6 +397,14 @@ class Publish(Section):
             " group only."
         ),
     )
+    max_senders: int = Field(
+        default=8,
+        ge=1,
+        description=(
+            "With `method: distributed`, how many ranks send. Each has its own groups with the servers, whose NCCL"
+            " buffers take memory on the servers' GPUs. Other ranks that own tensors bring theirs to a sender."
+        ),
+    )
     verify: Literal["auto", "tensors", "replicas"] = Field(
         default="auto",
         description=(

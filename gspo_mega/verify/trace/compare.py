@@ -16,7 +16,7 @@ from gspo_mega.models.spec import ModelSpec
 from gspo_mega.models.tensors import attended_positions, forward_flops_per_token
 from gspo_mega.plan import Plan
 from gspo_mega.plan.layout import Layout, Sizes
-from gspo_mega.plan.memory import rank_host_bytes, stage_memory
+from gspo_mega.plan.memory import GROUPS, rank_host_bytes, stage_memory
 from gspo_mega.plan.state import WEIGHT_BYTES, ModelShares, state_bytes
 from gspo_mega.plan.timing import attended_value_dim, tensor_rows
 
@@ -26,7 +26,7 @@ STATE = "state: "
 # Workspaces that Transformer Engine allocates itself are traced; the plan's reserve stands for them.
 _WORKSPACES = 2**28
 _MEMORY = ("memory, ", "rollout, ")
-_NOT_TRACED = ("reserve", "fragmentation")
+_NOT_TRACED = ("reserve", "fragmentation", GROUPS)
 # The parts that stay on the GPU while servers sample, with `cluster.colocated`.
 _MOVED = ("weights", "padding", "gradients", "main weights", "moments", "reference")
 

@@ -1,4 +1,6 @@
-"""What a server's GPU holds outside its memory fraction: its CUDA graphs as SGLang reserves memory for them."""
+"""What a server's GPU holds outside its memory fraction: its CUDA graphs as SGLang reserves memory for them, and the
+buffers of its groups with the ranks that send weights.
+"""
 
 import importlib.util
 import re
@@ -122,3 +124,41 @@ def test_they_are_in_every_turn_of_a_shared_gpu_and_in_the_report(load, shape):
     for phase, size in with_graphs.memory.phases.items():
         assert size - without.memory.phases[phase] == with_graphs.servers.memory.graphs
     assert {"rollout", "publish", "training"} <= with_graphs.memory.phases.keys()
+
+
+# NCCL's buffers of one connection (init.cc): 8 lines of 512 threads in 8 steps of 16 bytes, 120 elements of 640 threads in
+# 8 steps of 8 bytes, and 4 MiB.
+CONNECTION = 524_288 + 4_915_200 + 4_194_304
+EXPERTS = ["precision=bf16", "cluster={num_nodes: 4, ranks_per_node: 8, gpu: H100}", "parallel={tensor: 8, expert: 32}"]
+
+
+def test_a_server_has_buffers_for_a_group_with_each_sender_and_a_sender_for_its_groups(load, shape):
+    def groups(*overrides):
+        loaded = load(*EXPERTS, "server.num_servers=6", *overrides)
+        model = shape("moe", num_attention_heads=16, num_key_value_heads=8, num_experts=32)
+        figures = estimate(plan_run(loaded, "gpu", model), loaded.where)
+        return figures.servers.memory.groups, figures.memory.always["publish groups"]
+
+    assert groups() == (0, 0), "through the disk"
+    sent = "publish.method=distributed"
+    assert groups(sent) == (8 * 16 * CONNECTION, 16 * CONNECTION)
+    assert groups(sent, "publish.max_senders=64") == (32 * 16 * CONNECTION, 16 * CONNECTION), "all 32 expert ranks"
+    assert groups(sent, "publish.servers_per_group=2") == (8 * 16 * CONNECTION, 3 * 16 * CONNECTION)
+
+
+def test_too_little_room_beside_the_memory_fraction_is_said(load, shape):
+    def notices(*overrides):
+        loaded = load(*EXPERTS, "server.num_servers=6", "publish.method=distributed", *overrides)
+        model = shape("moe", num_attention_heads=16, num_key_value_heads=8, num_experts=32)
+        return [
+            one for one in estimate(plan_run(loaded, "gpu", model), loaded.where).notices if "memory_fraction" in one
+        ]
+
+    assert notices() == []
+    assert notices("publish.max_senders=32", "server.memory_fraction=0.95")[0].startswith(
+        "server.memory_fraction 0.95 leaves"
+    )
+    assert (
+        "GiB publish groups; lower it, or publish.max_senders"
+        in notices("publish.max_senders=32", "server.memory_fraction=0.95")[0]
+    )

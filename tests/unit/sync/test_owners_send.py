@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections import Counter
 from queue import Queue
 
 import pytest
@@ -17,10 +18,21 @@ from test_server_groups import DEADLINE, ELEMENTS, GlooServer
 from gspo_mega.base.errors import PublishError
 from gspo_mega.sync.broadcast import GroupSender
 from gspo_mega.sync.broadcast_group import OwnTensors
+from gspo_mega.sync.publish import senders_of
 from gspo_mega.sync.remote_sender import OrderChannel, RemoteSender, serve_send_orders
 from gspo_mega.sync.servers import Deadline, Fleet
 
 SIZE = 4 * ELEMENTS
+
+
+@pytest.mark.parametrize("num_owners, most", [(1, 8), (8, 8), (9, 8), (10, 4), (256, 8), (300, 7)])
+def test_senders_are_owners_that_each_send_for_as_many_neighbours(num_owners, most):
+    owners = [3 * place for place in range(num_owners)]
+    found = senders_of(owners, most)
+    shares = Counter(found.values())
+    assert list(found) == owners and len(shares) == min(num_owners, most) and 0 in shares
+    assert all(found[sender] == sender for sender in shares) and max(shares.values()) - min(shares.values()) <= 1
+    assert list(found.values()) == sorted(found.values()), "neighbours, which are often on one node"
 
 
 class Pipe(OrderChannel):
