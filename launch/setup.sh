@@ -1,9 +1,13 @@
 #!/usr/bin/env bash
 # Makes .venv beside this repository's pyproject.toml, for a machine without a GPU: pinned, released packages and the
-# project itself, editable. It needs Linux x86_64, Python 3.11 (the pins' wheels are for this version) and pip's usual
-# indexes. A second call returns at once: a stamp records what was installed.
+# project itself, editable. It needs Linux x86_64, Python 3.11 and pip's usual indexes. A second call returns at once: a
+# stamp records what was installed.
 #
 #   launch/setup.sh [--tests] [--trace]     GSPO_PYTHON=/path/to/python3.11 launch/setup.sh
+#
+# GSPO_PYTHON=/path/to/python3.12: with the Megatron-Core of the GPU set-up (launch/env/cpu-py312.txt), which needs that
+# Python; the other packages are the same. Later calls keep an environment of either Python.
+# GSPO_VENV=/path: the environment's folder, in place of .venv.
 #
 # --tests: also the packages that only the tests need (launch/env/test.txt), with a stamp of their own, and reasoning-gym in
 # an environment of its own (launch/env/reasoning-gym.txt, .venv/opt/reasoning_gym), where there is a C compiler for it.
@@ -16,9 +20,10 @@ if [[ ${1:-} == -h || ${1:-} == --help ]]; then
 fi
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-venv=$root/.venv
+venv=${GSPO_VENV:-$root/.venv}
 log=$root/.cache/setup.log
 requirements=("$root/launch/env/cpu.txt" "$root/launch/env/cpu-no-deps.txt" "$root/launch/env/cpu-te.txt")
+newer_requirements=$root/launch/env/cpu-py312.txt
 test_requirements=$root/launch/env/test.txt
 gym_requirements=$root/launch/env/reasoning-gym.txt
 trace_requirements=$root/launch/env/trace.txt
@@ -28,19 +33,19 @@ die() {
   exit 1
 }
 
-is_311() {
-  [[ $("$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) == 3.11 ]]
+version_of() {
+  "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || true
 }
 
 find_python() {
   local candidate
   if [[ -n ${GSPO_PYTHON:-} ]]; then
-    is_311 "$GSPO_PYTHON" || die "GSPO_PYTHON=$GSPO_PYTHON is not a Python 3.11"
+    [[ $(version_of "$GSPO_PYTHON") == "$version" ]] || die "GSPO_PYTHON=$GSPO_PYTHON is not a Python 3.11 or 3.12"
     command -v "$GSPO_PYTHON"
     return
   fi
   for candidate in python3.11 python3 python; do
-    if command -v "$candidate" >/dev/null && is_311 "$candidate"; then
+    if command -v "$candidate" >/dev/null && [[ $(version_of "$candidate") == 3.11 ]]; then
       command -v "$candidate"
       return
     fi
@@ -55,8 +60,8 @@ find_python() {
 # made again.
 wanted_stamp() {
   {
-    printf '%s\n' "$root"
-    cat "${requirements[@]}" "$root/pyproject.toml" "${BASH_SOURCE[0]}"
+    printf '%s\n' "$root" "$version"
+    cat "${requirements[@]}" "$newer_requirements" "$root/pyproject.toml" "${BASH_SOURCE[0]}"
   } | sha256sum | cut -d' ' -f1
 }
 
@@ -99,6 +104,17 @@ is_current() {
   [[ -x $venv/bin/python && -f $1 && $(<"$1") == "$2" ]]
 }
 
+version=3.11
+for python in "$venv/bin/python" "${GSPO_PYTHON:-}"; do
+  if [[ -n $python && $(version_of "$python") == 3.12 ]]; then version=3.12; elif [[ -n $python ]]; then version=3.11; fi
+done
+if [[ $version == 3.12 ]]; then
+  # A PyTorch with CUDA requires another triton than cpu.txt has; without a GPU it does not use it.
+  triton=$(grep '^triton==' "${requirements[0]}")
+  sed "s/^megatron-core==.*/$(grep '^megatron-core==' "$newer_requirements")/; /^triton==/d" "${requirements[0]}" >"$root/.cache/cpu-py312.txt"
+  sed "\$a $triton" "${requirements[1]}" >"$root/.cache/cpu-py312-no-deps.txt"
+  requirements[0]=$root/.cache/cpu-py312.txt requirements[1]=$root/.cache/cpu-py312-no-deps.txt
+fi
 stamp=$(wanted_stamp)
 compiler=$(type -P cc || true) # one of reasoning-gym's packages comes as source only
 test_stamp=$(printf '%s\n' "$stamp" "$compiler" | cat - "$test_requirements" "$gym_requirements" | sha256sum | cut -d' ' -f1)
@@ -111,9 +127,9 @@ fi
 
 : >"$log"
 if ! is_current "$venv/gspo_mega.stamp" "$stamp"; then
-  if [[ ! -x $venv/bin/python ]] || ! is_311 "$venv/bin/python"; then
+  if [[ ! -x $venv/bin/python ]] || [[ $(version_of "$venv/bin/python") != "$version" ]]; then
     python=$(find_python)
-    step "virtual environment in .venv ($python)" "$python" -m venv --clear "$venv"
+    step "virtual environment in ${venv#"$root"/} ($python)" "$python" -m venv --clear "$venv"
   fi
   rm -f "$venv/gspo_mega.stamp"
   # --no-warn-conflicts: after phase 2, pip would list every package that SGLang declares and that a machine without a GPU
