@@ -50,6 +50,16 @@ def refusals(root: Path) -> Iterator[str]:
             yield from sites(ast.parse(path.read_text(encoding="utf-8")), path.relative_to(root).as_posix())
 
 
+def reader_name(test: str) -> str:
+    """The id of a unit test as `readers.txt` has it: relative to tests/unit and without parameters."""
+    return test.partition("[")[0].removeprefix("tests/unit/")
+
+
+def listed_readers() -> set[str]:
+    """The tests that `readers.txt` names: between them they read every refusal, or did when it was written."""
+    return set(Path(__file__).with_name("readers.txt").read_text(encoding="utf-8").split())
+
+
 def sites(tree: ast.Module, name: str) -> list[str]:
     """`name:line` of each refusal in a module."""
     found: list[str] = []
