@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
         ("cli.mismatch", ("torch", "megatron")),
         ("checkpoint.convert", ("megatron",)),
         ("checkpoint.hf_import", ("megatron",)),
+        ("train.session", ("wandb",)),
         ("launcher.doctor", ("pydantic", "yaml", "numpy")),
     ],
 )
