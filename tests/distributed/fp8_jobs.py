@@ -87,17 +87,19 @@ def certified(
     overrides: list[str],
     shares_amax: bool = True,
     other_order: bool = False,
+    is_recorded: bool = False,
 ) -> list | None:
     """`gspo-mega certify` of the cases `names` of `file`, in this process, against its case `reference`, all with the
     weights of `model`. Not `shares_amax`: recipe `delayed` leaves every rank its own largest values of the
     first quarter of the tensors. `other_order`: the products of `names` add in another order than the reference's.
+    `is_recorded`: an earlier call with the same `overrides` left the reference in `run_dir`.
 
     Returns on rank 0 (name, result) of each case.
     """
     own = [*overrides, f"model.path={model}"]
     given = {case.name: case for case in load_config(file, own, "certify").config.certify.cases}
     folder, found = Reference(Path(run_dir) / "reference"), []
-    for name in [reference, *names]:
+    for name in [*([] if is_recorded else [reference]), *names]:
         case = given[name]
         case = case.model_copy(update={"set": {key: value for key, value in case.set.items() if key != "model.path"}})
         config = case_config(file, case, own).config

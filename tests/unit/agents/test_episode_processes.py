@@ -56,7 +56,8 @@ def test_processes_end_with_their_episode_and_the_neighbours_live_on(folder):
 
     async def play():
         function = EpisodeFunction(function="user_episodes:behave")
-        async with EpisodePool(settings(), function, TOOLS) as pool:
+        # A dozen starts of processes hold one event loop, on a busy machine for more than a second.
+        async with EpisodePool(settings(blocked_seconds=15.0), function, TOOLS) as pool:
             staying = asyncio.create_task(pool.run(task(99, neighbour), PolicySession(), "neighbour"))
             while not (folder / "pid").exists() or not (folder / "pid").read_text():
                 await asyncio.sleep(0.01)
