@@ -83,14 +83,14 @@ def moe_model(tmp_path_factory) -> Path:
     return make_model(tmp_path_factory.mktemp("models") / "moe", moe=True)
 
 
-def _running(folder: Path, model: Path, rollout: dict, **sections: dict) -> RunningServer:
+def _running(folder: Path, model: Path, rollout: dict, forked: bool = False, **sections: dict) -> RunningServer:
     from servers import Serve, run_config
 
     # log_level info: SGLang then logs all its arguments, and a test looks for the API key there.
     config_path = run_config(
         folder, model, rollout=rollout, server={"log_level": "info", "start_deadline_seconds": 1200.0}, **sections
     )
-    serve = Serve(config_path, folder / "run")
+    serve = Serve(config_path, folder / "run", forked=forked)
     try:
         serve.wait_for("ready")
     except BaseException:

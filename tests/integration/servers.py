@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import signal
 import subprocess
@@ -12,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from forked_workers import ForkedWorkers
 
 from gspo_mega.base.run_folder import Attempt, RunFolder
+from gspo_mega.cpu.sglang_hooks import has_gpu
 from gspo_mega.rollout.client.completion import SamplingParams
 from gspo_mega.rollout.registration import Registration, read_registrations
 
@@ -21,6 +25,18 @@ START_SECONDS = 1200.0
 STOP_SECONDS = 120.0
 # A server that is started again may take as long as at first.
 NO_SERVER_SECONDS = 1500.0
+
+# What the process imports of which servers are forked: the entry comes before SGLang.
+FORKED_MODULES = (
+    "gspo_mega.rollout.server.entry",
+    "gspo_mega.cli.serve",
+    "sglang.srt.server_args",
+    "sglang.launch_server",
+    "sglang.srt.entrypoints.http_server",
+    "forked_serve",
+)
+# As the entry sets it before it imports SGLang.
+FORKED_VARIABLES = {"TORCHDYNAMO_DISABLE": "1"}
 
 
 def run_config(folder: Path, model: Path, **sections) -> Path:
@@ -44,6 +60,14 @@ def run_config(folder: Path, model: Path, **sections) -> Path:
     return path
 
 
+@functools.cache
+def _forks() -> ForkedWorkers:
+    """For all tests of this process."""
+    forks = ForkedWorkers(FORKED_MODULES, **FORKED_VARIABLES)
+    atexit.register(forks.close)
+    return forks
+
+
 class Serve:
     """One `gspo-mega serve` process of the newest attempt of a run (made if there is none)."""
 
@@ -55,13 +79,19 @@ class Serve:
         attempt: Attempt | None = None,
         words: tuple[str, ...] = (),
         python: str = sys.executable,
+        forked: bool = False,
         **variables: str,
     ) -> None:
-        """`words`: further options of the command. `variables`: of the server's environment."""
+        """`words`: further options of the command. `variables`: of the server's environment. `forked`: of a process that
+        has imported SGLang already, which saves most of a start's work; `process` then stands for `gspo-mega serve`, and
+        the processes of the server are not below it. On a GPU all are started.
+        """
         self.attempt = attempt or RunFolder(run_dir).new_attempt()
         self.server_id = f"server-{index}"
         self.output = self.attempt.path / f"serve_{index}{'_'.join(words)}.log"
-        command = [python, "-m", "gspo_mega", "serve", str(config), "--attempt", str(self.attempt.path)]
+        is_forked = forked and not has_gpu()
+        command = _forks().command("forked_serve") if is_forked else [python, "-m", "gspo_mega", "serve"]
+        command += [str(config), "--attempt", str(self.attempt.path)]
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
                 [*command, "--index", str(index), *words],

@@ -44,7 +44,7 @@ class Served:
             rollout={"max_new_tokens": 64, "max_concurrent_requests": 64},
             server={"log_level": "info", "start_deadline_seconds": 1200.0},
         )
-        self.serve = Serve(self.config_path, folder / "run")
+        self.serve = Serve(self.config_path, folder / "run", forked=True)
         self.attempt = self.serve.attempt
 
 

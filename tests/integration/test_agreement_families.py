@@ -25,7 +25,7 @@ def test_server_and_trainer_agree_after_publishing_by_both_methods(name, tmp_pat
     rollout = {"max_new_tokens": 64} | (
         {"return_routed_experts": True} if FAMILIES[MODELS[name][0]].experts is not None else {}
     )
-    server = _running(tmp_path, make_converted_model(tmp_path, name), rollout)
+    server = _running(tmp_path, make_converted_model(tmp_path, name), rollout, forked=True)
     ranks = RankPool(2)
     try:
         side = Side(ranks, server, parallel, tmp_path / "weights")

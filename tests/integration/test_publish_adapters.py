@@ -20,7 +20,7 @@ LAYOUTS = {"dense": {"tensor": 2}, "moe": {"expert": 2}}
 def test_server_and_trainer_agree_on_every_version_of_the_adapters(tmp_path, kind):
     model = make_model(tmp_path / "model", moe=kind == "moe", sizes={"num_hidden_layers": 2})
     rollout = {"max_new_tokens": 32, "return_routed_experts": kind == "moe"}
-    server = _running(tmp_path, model, rollout, **SECTIONS)
+    server = _running(tmp_path, model, rollout, forked=True, **SECTIONS)
     ranks = RankPool(2)
     try:
         side = Side(ranks, server, LAYOUTS[kind], tmp_path / "weights")

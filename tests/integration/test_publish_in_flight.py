@@ -101,7 +101,7 @@ class Long:
 
     def __init__(self, folder: Path, model: Path) -> None:
         self.path = run_config(folder, model, rollout={"max_new_tokens": NUM_TOKENS})
-        self.serve = Serve(self.path, folder / "run")
+        self.serve = Serve(self.path, folder / "run", forked=True)
         self.serve.wait_for("ready")
         self.folders = [model, *(perturb(model, folder / f"version_{i}", seed=i) for i in (1, 2))]
         self.settings = load_config(self.path).config.rollout

@@ -39,7 +39,7 @@ def ranks():
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("blocks_run")
     config_path = run_config(folder, make_blocks_model(folder / "model"), server={"quantization": "fp8_block"})
-    serve = Serve(config_path, folder / "run")
+    serve = Serve(config_path, folder / "run", forked=True)
     try:
         serve.wait_for("ready")
         yield config_path, serve

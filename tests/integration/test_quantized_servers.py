@@ -34,7 +34,7 @@ class Quantized:
     def __init__(self, folder: Path, model: Path, served: Path, **server: str) -> None:
         settings = {"start_deadline_seconds": 1200.0, **server}
         config = run_config(folder, served, rollout={"max_new_tokens": 64}, server=settings)
-        self.model, self.serve = model, Serve(config, folder / "run")
+        self.model, self.serve = model, Serve(config, folder / "run", forked=True)
         try:
             self.registration = self.serve.wait_for("ready")
             self.pool = ServerPool(load_config(config).config.rollout, read_model_spec(model), self.serve.attempt)

@@ -146,7 +146,7 @@ def stock_servers(dense_model, moe_model, tmp_path_factory):
         config = run_config(
             folder, model, server={"attention_backend": "torch_native", "start_deadline_seconds": 1200.0}
         )
-        serves[name] = (Serve(config, folder / "run"), config, model)
+        serves[name] = (Serve(config, folder / "run", forked=True), config, model)
     try:
         for serve, _, _ in serves.values():
             serve.wait_for("ready")

@@ -1,8 +1,8 @@
-"""Ranks of `gspo-mega certify` that are forked from one process, which has imported the engine, instead of importing it
-themselves: an import costs three seconds, and a certificate starts up to ten ranks.
+"""Processes that are forked from one that has imported what they need, instead of importing it themselves: an import of
+the engine costs three seconds, and a certificate starts up to ten ranks; one of SGLang costs six.
 
-`ForkedWorkers().command(MODULE, ...)` is a rank's command for `certify(..., worker_command=...)`. The launcher starts it
-as it starts any rank. It hands its arguments, environment, folder and output to the forking process, passes signals on to
+`ForkedWorkers().command(MODULE, ...)` is a command, for example of a rank for `certify(..., worker_command=...)`. It is
+started as any other. It hands its arguments, environment, folder and output to the forking process, passes signals on to
 the fork, in which `MODULE.main(arguments)` runs, and ends as the fork ends. A fork whose command is gone is killed.
 """
 
@@ -19,28 +19,39 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 _START_SECONDS = 120.0
 _STATUS_BYTES = 4
+# What ranks need. The CPU backend, which the engine brings, comes before Megatron.
+_OF_RANKS = ("gspo_mega.engine", "gspo_mega.train.worker", "gspo_mega.verify.certify.ranks")
 
 
 class ForkedWorkers:
-    """The forking process, started when the first command is asked for."""
+    """The forking process, started when the first command is asked for. It imports `modules`, in this order, with
+    `variables` in its environment.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Sequence[str] = _OF_RANKS, **variables: str) -> None:
+        self._modules, self._variables = modules, variables
         self._folder = tempfile.TemporaryDirectory()  # a short path: a socket's name is bounded
         self._socket = Path(self._folder.name) / "socket"
         self._server: subprocess.Popen | None = None
 
     def command(self, module: str, *words: str) -> list[str]:
         if self._server is None:
-            variables = {**os.environ, "GSPO_TRANSFORMER_ENGINE": "0", "OMP_NUM_THREADS": "1"}
+            variables = {
+                "GSPO_TRANSFORMER_ENGINE": "0",
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),  # forks find the tests' modules
+                **self._variables,
+            }
             self._server = subprocess.Popen(
-                [sys.executable, __file__, "--serve", str(self._socket), str(os.getpid())],
-                env=variables,
+                [sys.executable, __file__, "--serve", str(self._socket), str(os.getpid()), *self._modules],
+                env={**os.environ, **variables},
                 stdin=subprocess.DEVNULL,
             )
             deadline = time.monotonic() + _START_SECONDS
@@ -87,7 +98,7 @@ def _number(connection: socket.socket) -> int:
     return int.from_bytes(data, "little")
 
 
-def _serve(path: str, tests: int) -> None:
+def _serve(path: str, tests: int, modules: Sequence[str]) -> None:
     """Forks for everybody who connects, until the process `tests` ends. One thread, as forks are made of it."""
     from gspo_mega.base import processes
     from gspo_mega.base.garbage import uncollected
@@ -95,9 +106,8 @@ def _serve(path: str, tests: int) -> None:
     processes.die_with_parent(tests)
 
     with uncollected():
-        import gspo_mega.engine  # noqa: F401  the CPU backend comes first
-        from gspo_mega.train import worker  # noqa: F401
-        from gspo_mega.verify.certify import ranks  # noqa: F401
+        for module in modules:
+            importlib.import_module(module)
 
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     draft = f"{path}.draft"
@@ -168,14 +178,12 @@ def _run(job: dict, connection: socket.socket, out: int, err: int) -> None:
     os.environ.clear()
     os.environ.update(job["environment"])
     os.chdir(job["folder"])
-    sys.path.insert(0, str(Path(__file__).parent))
     sys.argv = [job["module"], *job["words"]]
-    importlib.import_module(job["module"]).main(job["words"])
-    os._exit(0)
+    os._exit(importlib.import_module(job["module"]).main(job["words"]) or 0)
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "--serve":
-        _serve(sys.argv[2], int(sys.argv[3]))
+        _serve(sys.argv[2], int(sys.argv[3]), sys.argv[4:])
     else:
         _hand_over(sys.argv[1], sys.argv[2], sys.argv[3:])
