@@ -3,45 +3,10 @@
 Each test has a process of its own: elsewhere on a CPU, torch.compile is switched off.
 """
 
-import os
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[3]
-
-VARIANTS = """
-import sys
-
-import torch
-
-import gspo_mega.engine
-from gspo_mega.engine.precision import fusion_settings
-from run_configs import make_config
-
-# As a rank's model is built; without the key, nothing is fused on a CPU.
-fusion_settings(make_config(engine=dict(fuse_activation=True) if sys.argv[1] == "ours" else {}), has_experts=True)
-if len(sys.argv) > 2:
-    torch._dynamo.config.recompile_limit = int(sys.argv[2])
-
-inside = []
-
-@torch.compile(backend="eager")
-def activation(x):
-    inside.append(torch.compiler.is_compiling())
-    return torch.nn.functional.silu(x) * 2
-
-for width in range(2, 14):
-    for gradient in (False, True):
-        activation(torch.ones(3, width, dtype=torch.bfloat16, requires_grad=gradient) if width % 2 else
-                   torch.ones(3, 3, width, requires_grad=gradient))
-        activation(torch.ones([1] * width, requires_grad=gradient))
-# A compiled function's Python runs while it is traced, and never again: what is False ran uncompiled.
-print("uncompiled calls:", inside.count(False))
-"""
-
+from forked_workers import ForkedWorkers
 
 CASES = {"ours": ["ours"], "torch's default": ["torch"], "ours, at most 8": ["ours", "8"]}
 
@@ -49,12 +14,16 @@ CASES = {"ours": ["ours"], "torch's default": ["torch"], "ours, at most 8": ["ou
 @pytest.fixture(scope="module")
 def ended() -> dict[str, tuple[int, str, str]]:
     """Exit code, output and errors of each case; they run side by side."""
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}", "TORCHDYNAMO_DISABLE": "0"}
-    command = [sys.executable, "-W", "ignore", "-c", VARIANTS]
+    forks = ForkedWorkers(("gspo_mega.engine", "torch._dynamo", "compiled_variants"), TORCHDYNAMO_DISABLE="0")
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    running = {name: subprocess.Popen([*command, *words], env=environment, **pipes) for name, words in CASES.items()}
-    outputs = {name: process.communicate(timeout=300) for name, process in running.items()}
-    return {name: (running[name].returncode, *output) for name, output in outputs.items()}
+    try:
+        running = {
+            name: subprocess.Popen(forks.command("compiled_variants", *words), **pipes) for name, words in CASES.items()
+        }
+        outputs = {name: process.communicate(timeout=300) for name, process in running.items()}
+        return {name: (running[name].returncode, *output) for name, output in outputs.items()}
+    finally:
+        forks.close()
 
 
 def test_a_function_of_many_kinds_of_arguments_stays_compiled(ended):
