@@ -115,7 +115,7 @@ def make_folder(folder: Path, variant: str) -> Path:
     return folder
 
 
-def train(folder: Path, variant: str) -> list[dict[str, float]]:
+def train(folder: Path, variant: str, forked: bool = False) -> list[dict[str, float]]:
     """Make a folder of the family in `folder` and train it for two steps, by the command and with a real server. Returns
     the lines of metrics.jsonl. Raises AssertionError: the run ended otherwise, left a process, or did not train.
     """
@@ -139,7 +139,7 @@ server: {{num_servers: 1, max_total_tokens: 4096, start_deadline_seconds: 600}}
 publish: {{method: disk}}
 """
     )
-    command = Command(folder, "train", "config.yaml")
+    command = Command(folder, "train", "config.yaml", forked=forked)
     try:
         assert command.finish() == 0, command.out + command.err
         assert command.left_running(folder / "runs" / "run") == []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import functools
 import os
 import signal
 import subprocess
@@ -14,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from forked_workers import ForkedWorkers
+from forks import forked_servers
 
 from gspo_mega.base.run_folder import Attempt, RunFolder
 from gspo_mega.cpu.sglang_hooks import has_gpu
@@ -25,18 +23,6 @@ START_SECONDS = 1200.0
 STOP_SECONDS = 120.0
 # A server that is started again may take as long as at first.
 NO_SERVER_SECONDS = 1500.0
-
-# What the process imports of which servers are forked: the entry comes before SGLang.
-FORKED_MODULES = (
-    "gspo_mega.rollout.server.entry",
-    "gspo_mega.cli.serve",
-    "sglang.srt.server_args",
-    "sglang.launch_server",
-    "sglang.srt.entrypoints.http_server",
-    "forked_serve",
-)
-# As the entry sets it before it imports SGLang.
-FORKED_VARIABLES = {"TORCHDYNAMO_DISABLE": "1"}
 
 
 def run_config(folder: Path, model: Path, **sections) -> Path:
@@ -58,14 +44,6 @@ def run_config(folder: Path, model: Path, **sections) -> Path:
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config), encoding="utf-8")
     return path
-
-
-@functools.cache
-def _forks() -> ForkedWorkers:
-    """For all tests of this process."""
-    forks = ForkedWorkers(FORKED_MODULES, **FORKED_VARIABLES)
-    atexit.register(forks.close)
-    return forks
 
 
 class Serve:
@@ -90,7 +68,7 @@ class Serve:
         self.server_id = f"server-{index}"
         self.output = self.attempt.path / f"serve_{index}{'_'.join(words)}.log"
         is_forked = forked and not has_gpu()
-        command = _forks().command("forked_serve") if is_forked else [python, "-m", "gspo_mega", "serve"]
+        command = forked_servers().command("forked_serve") if is_forked else [python, "-m", "gspo_mega", "serve"]
         command += [str(config), "--attempt", str(self.attempt.path)]
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(

@@ -60,7 +60,7 @@ publish: {{method: disk}}
 
 
 def finish(folder: Path, *words: str) -> Command:
-    command = Command(folder, *words)
+    command = Command(folder, *words, forked=True)
     try:
         assert command.finish() == 0, command.out + command.err
     finally:

@@ -12,4 +12,4 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reas
 
 @pytest.mark.parametrize("variant", ["llama2", "deepseek_v3", "gpt_oss"])
 def test_two_steps_of_a_family(tmp_path, variant):
-    train(tmp_path, variant)
+    train(tmp_path, variant, forked=True)

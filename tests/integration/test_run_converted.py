@@ -50,6 +50,7 @@ def test_a_run_starts_from_converted_weights_and_its_servers_too(tmp_path, quick
         "train.num_steps=1",
         "optimizer.lr=1e-12",
         f"reward.functions=[{{function: 'run_support:score', options: {{log: {tmp_path / 'scores'}}}}}]",
+        forked=True,
     )
     try:
         assert command.finish() == 0, command.out + command.err

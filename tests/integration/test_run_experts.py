@@ -28,6 +28,7 @@ def run(folder, quickstart_files, name, *overrides):
         f"reward.functions=[{{function: 'run_support:score', options: {{log: {folder / 'scores'}}}}}]",
         "rollout.return_routed_experts=true",
         *overrides,
+        forked=True,
     )
     try:
         assert command.finish() == 0, command.out + command.err

@@ -1,0 +1,22 @@
+"""`gspo-mega train` or `sft` on one machine whose ranks and servers are forks of processes that have imported what they
+need (`forked_workers.py`): forked_command.py COMMANDS WORD ..., for tests of what a run computes.
+
+COMMANDS is JSON: the command of a rank and that of a server. How they start and end is shown by runs without forks.
+"""
+
+import functools
+import json
+import sys
+
+from gspo_mega.launcher import local
+
+if __name__ == "__main__":
+    commands = json.loads(sys.argv[1])
+    # Before the commands import it. As these are the product's own ranks, the inputs are tried for them.
+    local.WORKER_COMMAND = tuple(commands["rank"])
+    local.launch = functools.partial(
+        local.launch, worker_command=local.WORKER_COMMAND, serve_command=commands["server"]
+    )
+    from gspo_mega.cli.main import main
+
+    sys.exit(main(sys.argv[2:]))

@@ -1,0 +1,35 @@
+"""The processes that this folder's tests fork ranks and servers from, one of each kind for all tests of a session."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+
+from forked_workers import ForkedWorkers
+
+# The entry comes before SGLang, and sets this variable before it imports SGLang.
+_OF_SERVERS = (
+    "gspo_mega.rollout.server.entry",
+    "gspo_mega.cli.serve",
+    "sglang.srt.server_args",
+    "sglang.launch_server",
+    "sglang.srt.entrypoints.http_server",
+    "forked_serve",
+)
+_VARIABLES_OF_SERVERS = {"TORCHDYNAMO_DISABLE": "1"}
+
+
+@functools.cache
+def forked_servers() -> ForkedWorkers:
+    """Its command `forked_serve` is `gspo-mega serve`."""
+    forks = ForkedWorkers(_OF_SERVERS, **_VARIABLES_OF_SERVERS)
+    atexit.register(forks.close)
+    return forks
+
+
+@functools.cache
+def forked_ranks() -> ForkedWorkers:
+    """Without Transformer Engine. Its command `gspo_mega.train.worker` is a rank."""
+    forks = ForkedWorkers()
+    atexit.register(forks.close)
+    return forks
