@@ -115,7 +115,7 @@ def neighbour(dense_server):
     from servers import Serve
 
     run = dense_server.attempt.run_folder.path
-    joined = Serve(dense_server.config_path, run, index=1, attempt=dense_server.attempt)
+    joined = Serve(dense_server.config_path, run, index=1, attempt=dense_server.attempt, forked=True)
     try:
         joined.wait_for("ready")
         yield joined

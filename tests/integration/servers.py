@@ -61,14 +61,14 @@ class Serve:
         **variables: str,
     ) -> None:
         """`words`: further options of the command. `variables`: of the server's environment. `forked`: of a process that
-        has imported SGLang already, which saves most of a start's work; `process` then stands for `gspo-mega serve`, and
-        the processes of the server are not below it. On a GPU all are started.
+        has imported SGLang already, which saves most of a start's work; `process` then stands for `gspo-mega serve`,
+        which is not below it. On a GPU all are started.
         """
         self.attempt = attempt or RunFolder(run_dir).new_attempt()
         self.server_id = f"server-{index}"
         self.output = self.attempt.path / f"serve_{index}{'_'.join(words)}.log"
-        is_forked = forked and not has_gpu()
-        command = forked_servers().command("forked_serve") if is_forked else [python, "-m", "gspo_mega", "serve"]
+        self._is_forked = forked and not has_gpu()
+        command = forked_servers().command("forked_serve") if self._is_forked else [python, "-m", "gspo_mega", "serve"]
         command += [str(config), "--attempt", str(self.attempt.path)]
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
@@ -119,6 +119,8 @@ class Serve:
                 except (FileNotFoundError, ProcessLookupError):
                     continue
         family = {self.process.pid}
+        if self._is_forked and (seen := self.registration()) is not None:
+            family.add(seen.pid)
         while grown := {pid for pid, parent in parents.items() if parent in family} - family:
             family |= grown
         return {pid: commands[pid] for pid in family if pid in commands}

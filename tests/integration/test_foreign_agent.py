@@ -75,7 +75,7 @@ def calculating(tmp_path_factory):
     subprocess.run([*make, "--num-train", "8", "--num-heldout", "2"], check=True, capture_output=True)
     rows = [json.loads(line) for line in (folder / "made/data/train.jsonl").read_text().splitlines()][:NUM_SUMS]
     learn_by_heart(folder / "made/model", rows)
-    serve = Serve(configured(folder, "tool_loop", tools=[CALCULATOR]), folder / "run")
+    serve = Serve(configured(folder, "tool_loop", tools=[CALCULATOR]), folder / "run", forked=True)
     try:
         serve.wait_for("ready")
         yield folder, rows, serve

@@ -120,9 +120,9 @@ def two_servers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tied_run")
     model = make_tied_model(folder / "model")
     config_path = run_config(folder, model)
-    servers = [Serve(config_path, folder / "run")]
+    servers = [Serve(config_path, folder / "run", forked=True)]
     try:
-        servers.append(Serve(config_path, folder / "run", index=1, attempt=servers[0].attempt))
+        servers.append(Serve(config_path, folder / "run", index=1, attempt=servers[0].attempt, forked=True))
         with ThreadPoolExecutor() as threads:
             list(threads.map(lambda s: s.wait_for("ready"), servers))
         yield config_path, servers

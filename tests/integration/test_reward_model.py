@@ -52,7 +52,7 @@ def attempt(fitted, tmp_path_factory):
         "model": [{"name": "sums", "path": str(fitted), "dtype": "fp32", "context_tokens": CONTEXT}],
     }
     config = run_config(folder, fitted.parent / "model", reward=reward)
-    serve = Serve(config, folder / "run", words=("--reward-model", "sums"))
+    serve = Serve(config, folder / "run", words=("--reward-model", "sums"), forked=True)
     attempt, serve.attempt = serve.attempt, reward_folder(serve.attempt, "sums")
     try:
         serve.wait_for("ready")
