@@ -179,7 +179,10 @@ def _run(job: dict, connection: socket.socket, out: int, err: int) -> None:
     os.environ.update(job["environment"])
     os.chdir(job["folder"])
     sys.argv = [job["module"], *job["words"]]
-    os._exit(importlib.import_module(job["module"]).main(job["words"]) or 0)
+    code = importlib.import_module(job["module"]).main(job["words"]) or 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -34,4 +34,3 @@ def main(words: list[str]) -> None:
             activation(torch.ones([1] * width, requires_grad=gradient))
     # A compiled function's Python runs while it is traced, and never again: what is False ran uncompiled.
     sys.stdout.write(f"uncompiled calls: {inside.count(False)}\n")
-    sys.stdout.flush()
