@@ -193,6 +193,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
             grad_hidden[rows] = product[: difference.size(0)]
             if grad_weight is not None:
                 _add_product(grad_weight.sum[: ctx.held], grad_logits.t(), hidden[rows], beta=1.0)
+            del grad_logits, full  # else the next chunk's would be made beside them
         return grad_hidden, grad_weight.for_autograd() if grad_weight is not None else None, *[None] * 8
 
 

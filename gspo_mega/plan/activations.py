@@ -18,6 +18,9 @@ from gspo_mega.plan.state import WEIGHT_BYTES
 
 # Bytes of an FP8 activation: one byte per value, and a scale of at most 4 bytes per block of 128.
 _FP8_BYTES = 1 + 4 / 128
+# The old pass's entropies take the logits of a chunk once more, a part at a time: `ENTROPY_PARTS` of
+# `engine/log_probs.py`.
+_ENTROPY_PARTS = 8
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ def head_activations(config: Config, spec: ModelSpec, layout: Layout) -> HeadAct
         row=spec.hidden_size * size + 40,
         token=part * (8 * spec.hidden_size + 4),
         working=(4 if layout.sequence_parallel else 2) * spec.hidden_size * size,
-        chunk_forward=chunk * vocabulary * 4,
+        chunk_forward=chunk * vocabulary * 4 + chunk * vocabulary * 4 // _ENTROPY_PARTS,
         chunk_backward=chunk * (vocabulary * (4 if size == 4 else 6) + spec.hidden_size * 4) + summed,
     )
 
