@@ -12,7 +12,6 @@ wrong: Megatron drops the padding between overlapped buckets, and then looks for
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import count
@@ -29,6 +28,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from gspo_mega.checkpoint.collectives import all_gather_json
 from gspo_mega.cpu.backend import is_cpu_backend
+from gspo_mega.engine.optimizer import free_replaced_copies
 from gspo_mega.engine.process_groups import RankGroup
 
 # The bytes that a rank reads at a time, and the elements of one kind that ranks exchange at a time. It is always at
@@ -71,6 +71,7 @@ def load_optimizer(optimizer: ChainedOptimizer, loaded: dict[Any, Any]) -> None:
         if isinstance(part, DistributedOptimizer):
             state.pop("param_state", None)
     optimizer.load_state_dict(loaded)
+    free_replaced_copies(optimizer)
 
 
 @torch.no_grad()
@@ -156,7 +157,9 @@ def _held(part: DistributedOptimizer, model_state: dict[str, Any]) -> dict[int, 
             like = by_weight[owned.weight]
             _check_replica(like, group.rank())
             shape = owned.weight.shape
-            found[owned.index] = {kind: _sharded(like, kind, tensor.view(shape)) for kind, tensor in tensors.items()}
+            found[owned.index] = {
+                kind: _in_parts(_sharded(like, kind, tensor.view(shape))) for kind, tensor in tensors.items()
+            }
     return found
 
 
@@ -184,6 +187,18 @@ def _sharded(
     sharded = replace(like, **settings)
     sharded.validate_metadata_integrity()
     return sharded
+
+
+def _in_parts(sharded: ShardedTensor | ShardedTensorFactory) -> Any:
+    """Return what a factory makes of its tensor, each part in memory of its own: of parts that are views Megatron would
+    make copies, and the host would hold both until the save has begun.
+    """
+    if isinstance(sharded, ShardedTensor):
+        return sharded
+    made = sharded.build()
+    for one in nested_values({"made": made}):
+        one.data = one.data.clone()
+    return made
 
 
 # --- which rank owns which part -------------------------------------------------------------------------------
@@ -231,16 +246,15 @@ def _groups(part: DistributedOptimizer) -> Iterator[list[_Owned]]:
 
 def _gather(
     part: DistributedOptimizer, group: list[_Owned], holders: dict[int, int]
-) -> list[tuple[_Owned, dict[str, torch.Tensor]]]:
-    """Return the parameters of the group that this rank holds, with their state as flat fp32 copies on the host.
-    Collective.
+) -> Iterator[tuple[_Owned, dict[str, torch.Tensor]]]:
+    """Yield the parameters of the group that this rank holds, with their state as flat fp32 copies on the host.
+    Collective: run the iterator to its end.
 
     `holders` gives the rank that holds each parameter, by index.
     """
     others = part.data_parallel_group
     rank, ranks = others.rank(), range(others.size())
     device = torch.device("cpu") if is_cpu_backend() else torch.device("cuda", torch.cuda.current_device())
-    own = {o.index: part._get_main_param_and_optimizer_states(o.weight) for o in group if o.parts[rank]}
     held = {owned.index: owned for owned in group if holders[owned.index] == rank}
     # What goes to each rank and comes from each rank, in the group's order.
     sent = [[o for o in group if holders[o.index] == other and o.parts[rank]] for other in ranks]
@@ -248,16 +262,31 @@ def _gather(
     send_sizes = [sum(len(owned.parts[rank]) for owned in to) for to in sent]
     receive_sizes = [sum(len(owned.parts[other]) for owned in received[other]) for other in ranks]
     lengths = [len(owned.parts[other]) for other in ranks for owned in received[other]]
-    tensors: dict[int, dict[str, torch.Tensor]] = {index: {} for index in held}
-    for kind in _KINDS:
-        pieces = [own[owned.index][kind].detach().flatten().to(device, torch.float32) for to in sent for owned in to]
+
+    def own_part(owned: _Owned, kind: str) -> torch.Tensor:
+        """This rank's part. Asked for one by one: of moments below fp32, Megatron makes fp32 copies."""
+        state = part._get_main_param_and_optimizer_states(owned.weight)[kind]
+        return state.detach().flatten().to(device, torch.float32)
+
+    def exchanged(kind: str) -> torch.Tensor:
+        """What comes from all ranks. On a GPU, at most two of `pieces`, `outgoing` and `incoming` take memory at a time
+        (`plan/memory.py`: save_device_bytes).
+        """
+        pieces = [own_part(owned, kind) for to in sent for owned in to]
         outgoing = torch.cat([torch.empty(0, device=device), *pieces])
+        del pieces
         incoming = torch.empty(sum(receive_sizes), device=device)
         dist.all_to_all_single(incoming, outgoing, receive_sizes, send_sizes, group=others)
-        parts = defaultdict(list)
-        # The parts of a parameter follow each other in the order of their ranks.
-        for owned, piece in zip((owned for sender in received for owned in sender), incoming.cpu().split(lengths)):
-            parts[owned.index].append(piece)
-        for index, found in parts.items():
-            tensors[index][kind] = torch.cat(found)
-    return [(held[index], found) for index, found in tensors.items()]
+        return incoming
+
+    tensors: dict[int, dict[str, torch.Tensor]] = {index: {} for index in held}
+    for kind in _KINDS:
+        incoming = exchanged(kind)
+        for index, owned in held.items():
+            tensors[index][kind] = incoming.new_empty(owned.weight.numel(), device="cpu")
+        pieces = iter(incoming.split(lengths))
+        for place, owned in ((owned.parts[other], owned) for other in ranks for owned in received[other]):
+            tensors[owned.index][kind][place.start : place.stop].copy_(next(pieces))
+        del incoming, pieces  # before the next kind comes
+    for index in list(tensors):  # what the caller is done with goes
+        yield held[index], tensors.pop(index)

@@ -13,6 +13,7 @@ rank's shards of them. Certificates use it.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import inspect
 import math
@@ -169,7 +170,21 @@ def build_optimizer(settings: Optimizer, chunks: list[DistributedDataParallel]) 
     no_decay = {NORMS_AND_BIASES: cast("ParamGroupOverride", {"wd_mult": 0.0})}
     overrides = {} if settings.decay_norms_and_biases else no_decay
     # Megatron declares the base class and returns a chain, also for a single optimizer.
-    return cast("ChainedOptimizer", get_megatron_optimizer(config, [*chunks], config_overrides=overrides))
+    optimizer = cast("ChainedOptimizer", get_megatron_optimizer(config, [*chunks], config_overrides=overrides))
+    free_replaced_copies(optimizer)
+    return optimizer
+
+
+def free_replaced_copies(optimizer: ChainedOptimizer) -> None:
+    """Free the fp32 parameters on the host that Megatron has replaced by new ones. Call it after an optimizer was built
+    and after its state was loaded.
+
+    Its offloaded Adam makes new copies of all parameters whenever a state is loaded into it, which happens while it is
+    built, too. Only the garbage collector finds the old ones, whose hooks refer to each other, and it may not look for
+    them in a whole run.
+    """
+    if any(part.config.optimizer_cpu_offload for part in optimizer.chained_optimizers):
+        gc.collect()
 
 
 @torch.no_grad()

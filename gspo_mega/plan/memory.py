@@ -5,9 +5,9 @@ State is exact (`state.py`), activations are formulas (`activations.py`), and wh
 CUDA context, libraries) is a rule of thumb. `trainer_memory` is for ranks with GPUs of their own, `server_memory` for
 servers, and `run_memory` puts both together when they use GPUs in turns, as `train/servers.py` moves the state. A
 critic adds its own state and passes. The functions about saving follow `checkpoint/optimizer_shards.py`: with the
-distributed optimizer a rank puts the fp32 state of some parameters together on the host before a save, about as much as
-it owns and at most one parameter more, since whole parameters are written. Ranks exchange some parameters at a time, on
-GPUs through their memory, and a load reads some at a time. Nothing is allocated here.
+distributed optimizer a rank puts the fp32 state of whole parameters together on the host before a save, about as much
+as it owns. Ranks exchange some parameters at a time, on GPUs through their memory, and a load reads some at a time.
+Nothing is allocated here.
 """
 
 from __future__ import annotations
@@ -180,8 +180,9 @@ def stage_memory(config: Config, layout: Layout, shares: ModelShares, stage: int
     parts.phases["optimizer"] = {}
     parts.phases["checkpoint"] = {"gathered state": gathered}
     bucket = config.publish.bucket_bytes if config.publish.method == "distributed" else 0
-    # A bucket that is being sent, the tensors of the next one, and the bytes of all of these for one broadcast.
-    parts.phases["publish"] = {"publish": 2 * whole + 3 * bucket}
+    # A whole tensor and, if ranks share it, their parts. A bucket that is being sent, the tensors of the next one, and
+    # the bytes of all of these for one broadcast.
+    parts.phases["publish"] = {"publish": (2 if layout.tensor > 1 else 1) * whole + 3 * bucket}
     totals = parts.totals()
     peak = max(totals, key=lambda phase: totals[phase])
     return GpuMemory(
@@ -317,10 +318,16 @@ def saved_bytes(config: Config, spec: ModelSpec, total_parameters: int) -> int:
 
 
 def save_device_bytes(optimizer: Optimizer, state: StageState) -> int:
-    """Return the most bytes on a GPU during a save: what a rank sends and gets at a time, of one kind of state."""
+    """Return the most bytes on a GPU during a save, of one kind of state: what a rank gets at a time, which may be all
+    that is exchanged, and its own part of that.
+    """
     if not optimizer.distributed:
         return 0
-    return max(2 * _FP32_BYTES * min(b.bucket, max(EXCHANGED_ELEMENTS, b.parameter)) for b in state.buffers)
+    most = 0
+    for b in state.buffers:
+        exchanged = min(b.bucket, max(EXCHANGED_ELEMENTS, b.parameter))
+        most = max(most, exchanged + min(exchanged, -(-b.bucket // b.num_ranks)))
+    return _FP32_BYTES * most
 
 
 def save_rounding_bytes(config: Config, state: StageState) -> int:
@@ -335,15 +342,24 @@ def save_rounding_bytes(config: Config, state: StageState) -> int:
 
 
 def save_host_bytes(optimizer: Optimizer, state: StageState, size: StateBytes) -> int:
-    """Return the most bytes on the host that one rank of the stage needs for a save: what it writes. Loading takes
-    less.
+    """Return the most bytes on the host that one rank of the stage needs for a save or a load: what it writes, or what
+    it reads at a time if that is more.
+    """
+    written = written_host_bytes(optimizer, state, size)
+    if not optimizer.distributed:
+        return written
+    whole = _STATE_TENSORS * _FP32_BYTES
+    read = max(READ_BYTES, whole * max(buffer.parameter for buffer in state.buffers))
+    return max(written, min(read, whole * state.largest.parameters))
+
+
+def written_host_bytes(optimizer: Optimizer, state: StageState, size: StateBytes, rank: int | None = None) -> int:
+    """Return the bytes that a global rank of the stage writes in a save, which are on the host by then, without the
+    rounding of page-locked memory (`save_rounding_bytes`). `rank`: None for the most that a rank writes.
     """
     if not optimizer.distributed:
         return size.weights + size.main + size.moments
-    whole = _STATE_TENSORS * _FP32_BYTES
-    held = whole * (state.largest.optimized + max(buffer.parameter for buffer in state.buffers))
-    read = max(READ_BYTES, whole * max(buffer.parameter for buffer in state.buffers))
-    return max(size.weights + held, min(read, whole * state.largest.parameters))
+    return size.weights + _STATE_TENSORS * _FP32_BYTES * state.held_in_save(rank)
 
 
 def rank_host_bytes(cluster: Cluster, size: StateBytes) -> int:

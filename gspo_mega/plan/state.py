@@ -76,10 +76,10 @@ class State:
 @dataclass(frozen=True)
 class StateBytes:
     """Bytes of one rank's `State`. `padding`: that of weights and gradients. `offloaded`: optimizer state that is on
-    the host instead. `fp8_copies`: linear weights in FP8 in addition to `weights`, rowwise and columnwise. `reference`:
-    the weights of the frozen reference of a KL term or penalty, with the FP8 copies that a forward pass keeps; it has
-    no gradients, padding or optimizer state. `snapshots`: weights of the current and earlier versions on the host
-    (`diagnostics.exact_staleness`).
+    the host instead, and the fp32 gradients that it steps with there. `fp8_copies`: linear weights in FP8 in addition
+    to `weights`, rowwise and columnwise. `reference`: the weights of the frozen reference of a KL term or penalty, with
+    the FP8 copies that a forward pass keeps; it has no gradients, padding or optimizer state. `snapshots`: weights of
+    the current and earlier versions on the host (`diagnostics.exact_staleness`).
     """
 
     weights: int
@@ -115,6 +115,7 @@ def state_bytes(config: Config, state: State, *, is_critic: bool = False) -> Sta
     main = 0 if config.precision == "fp32" else state.optimized * MAIN_BYTES
     moments = 2 * state.optimized * MOMENT_BYTES[optimizer.moments_dtype]
     stay = 1.0 - optimizer.cpu_offload_fraction
+    gradients_there = round(state.optimized * optimizer.cpu_offload_fraction) * MAIN_BYTES
     weights = (state.parameters - in_fp8) * weight + in_fp8
     most_stale = config.rollout.max_staleness
     return StateBytes(
@@ -125,7 +126,8 @@ def state_bytes(config: Config, state: State, *, is_critic: bool = False) -> Sta
         moments=round(moments * stay),
         # Both orientations of each linear weight, less the one that the parameter itself is.
         fp8_copies=2 * state.linear - in_fp8 if fp8 else 0,
-        offloaded=main + moments - round(main * stay) - round(moments * stay),
+        # The gradients of offloaded parameters get a page-locked copy, which stays.
+        offloaded=main + moments - round(main * stay) - round(moments * stay) + gradients_there,
         reference=weights + (state.linear - in_fp8 if fp8 else 0) if has_reference(config) and not is_critic else 0,
         snapshots=(most_stale + 1) * weights if config.diagnostics.exact_staleness and most_stale else 0,
     )
@@ -161,10 +163,13 @@ class Share:
 
 @dataclass(frozen=True)
 class BufferSize:
-    """Elements of one buffer's largest bucket, padding among them, and of its largest parameter."""
+    """Elements of one buffer's largest bucket, padding among them, and of its largest parameter; the ranks that share
+    it.
+    """
 
     bucket: int
     parameter: int
+    num_ranks: int
 
 
 class ModelShares:
@@ -306,6 +311,17 @@ class StageState:
         data_context = place.data * self._layout.context + place.context
         return self._buffers.state(lambda b: b.owned(place.expert_data if b.expert_data else data_context))
 
+    def held_in_save(self, rank: int | None = None) -> int:
+        """Return the elements whose main copy and moments a global rank puts together on its host for a save, with the
+        distributed optimizer. `rank`: None for an upper bound of all ranks of the stage.
+        """
+        held = self._buffers.held_in_save
+        if rank is None:
+            return sum(max(loads, default=0) for loads in held.values())
+        place = self._layout.coordinates(rank)
+        own = {False: place.data * self._layout.context + place.context, True: place.expert_data}
+        return sum(loads[own[expert_data]] for expert_data, loads in held.items() if loads)
+
     def reduced(self, over_expert_data: bool) -> int:
         """Return the elements whose gradients are summed over the expert-data group, or over the data-context group."""
         return sum(b.num_elements for b in self._buffers if b.expert_data == over_expert_data)
@@ -318,7 +334,7 @@ class StageState:
     @property
     def buffers(self) -> tuple[BufferSize, ...]:
         """The sizes of the stage's buffers, which all its ranks share."""
-        return tuple(BufferSize(b.largest_bucket, b.largest) for b in self._buffers)
+        return tuple(BufferSize(b.largest_bucket, b.largest, b.num_ranks) for b in self._buffers)
 
     @property
     def largest(self) -> State:
@@ -334,6 +350,20 @@ class _Buffers(list["_Buffer"]):
     @cached_property
     def largest(self) -> State:
         return self.state(_Buffer.most_owned)
+
+    @cached_property
+    def held_in_save(self) -> dict[bool, list[int]]:
+        """Elements that each rank of the data-context group (False) and the expert-data group (True) holds in a save,
+        as `checkpoint/optimizer_shards.py` gives them out: a parameter to the rank with the fewest so far of those that
+        own a part of it.
+        """
+        held: dict[bool, list[int]] = {}
+        for expert_data in (False, True):
+            buffers = [b for b in self if b.expert_data == expert_data]
+            loads = held[expert_data] = [0] * (buffers[0].num_ranks if buffers else 0)
+            for num_elements, owners in (owned for b in buffers for owned in b.owners()):
+                loads[min(owners, key=lambda rank: (loads[rank], rank))] += num_elements
+        return held
 
     def state(self, owned: Callable[[_Buffer], int]) -> State:
         """Return a rank's state. `owned`: the number of a buffer's elements whose optimizer state the rank keeps."""
@@ -399,6 +429,17 @@ class _Buffer:
             total += self._elements_before(start + (rank + 1) * part) - self._elements_before(start + rank * part)
             start = end
         return total
+
+    def owners(self) -> Iterator[tuple[int, range]]:
+        """Yield the elements of each parameter and the ranks of the group that own a part of it, in the buffer's order.
+        Only with the distributed optimizer.
+        """
+        for start, (before, after) in zip(self._starts, pairwise(self._before), strict=True):
+            bucket = bisect_right(self._ends, start)
+            first = self._ends[bucket - 1] if bucket else 0
+            part = (self._ends[bucket] - first) // self.num_ranks
+            last = start + after - before - 1
+            yield after - before, range((start - first) // part, (last - first) // part + 1)
 
     def most_owned(self) -> int:
         """Return the largest `owned` of all ranks, computed from the padding in each rank's part, of which there is

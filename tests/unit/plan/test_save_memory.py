@@ -1,4 +1,4 @@
-"""What a save takes besides: a rank's own part and one parameter, on the host; a group of parameters on the GPU."""
+"""What a save takes besides: the parameters that a rank writes, on the host; a group of parameters on the GPU."""
 
 import pytest
 
@@ -12,6 +12,10 @@ class Stage:
     def __init__(self, *buffers: BufferSize) -> None:
         self.buffers = buffers
         self.largest = State(parameters=10**9, linear=0, padding=0, optimized=10**8)
+        self.held = 10**8
+
+    def held_in_save(self, rank: int | None = None) -> int:
+        return self.held
 
 
 def size(weights: int) -> StateBytes:
@@ -23,11 +27,11 @@ def settings(load, *overrides: str) -> Config:
     return load("precision=bf16", *overrides).config
 
 
-def test_on_the_host_a_rank_holds_its_part_and_one_parameter(load):
-    config, stage = settings(load), Stage(BufferSize(10**9, 10**6), BufferSize(10**7, 10**7))
-    assert save_host_bytes(config.optimizer, stage, size(2 * 10**9)) == 2 * 10**9 + 12 * (10**8 + 10**7)
+def test_on_the_host_a_rank_holds_what_it_writes(load):
+    config, stage = settings(load), Stage(BufferSize(10**9, 10**6, 4), BufferSize(10**7, 10**7, 2))
+    assert save_host_bytes(config.optimizer, stage, size(2 * 10**9)) == 2 * 10**9 + 12 * 10**8
     # Reading takes 2 GiB at a time where that is more.
-    stage.largest = State(parameters=10**9, linear=0, padding=0, optimized=10**6)
+    stage.held = 10**6
     assert save_host_bytes(config.optimizer, stage, size(0)) == 2 * GIB
     # Without the distributed optimizer a rank writes what it has.
     plain = settings(load, "optimizer.distributed=false")
@@ -35,13 +39,18 @@ def test_on_the_host_a_rank_holds_its_part_and_one_parameter(load):
 
 
 def test_on_the_gpu_some_parameters_at_a_time_go_out_and_come_in(load):
+    """What comes in may be all that is exchanged; what goes out is a rank's own part of it."""
     config = settings(load)
-    assert save_device_bytes(config.optimizer, Stage(BufferSize(10**9, 10**6))) == 2 * 4 * 2**27
-    assert save_device_bytes(config.optimizer, Stage(BufferSize(10**9, 3 * 10**8))) == 2 * 4 * 3 * 10**8
-    assert (
-        save_device_bytes(config.optimizer, Stage(BufferSize(10**6, 10**5), BufferSize(10**5, 10**5))) == 2 * 4 * 10**6
-    )
-    assert save_device_bytes(settings(load, "optimizer.distributed=false").optimizer, Stage(BufferSize(10**9, 1))) == 0
+
+    def taken(*buffers: BufferSize) -> int:
+        return save_device_bytes(config.optimizer, Stage(*buffers))
+
+    assert taken(BufferSize(10**9, 10**6, 4)) == 2 * 4 * 2**27
+    assert taken(BufferSize(10**9, 3 * 10**8, 2)) == 2 * 4 * 3 * 10**8
+    assert taken(BufferSize(10**9, 3 * 10**8, 16)) == 4 * (3 * 10**8 + 10**9 // 16)
+    assert taken(BufferSize(10**6, 10**5, 1), BufferSize(10**5, 10**5, 1)) == 2 * 4 * 10**6
+    plain = settings(load, "optimizer.distributed=false").optimizer
+    assert save_device_bytes(plain, Stage(BufferSize(10**9, 1, 1))) == 0
 
 
 def test_the_report_names_both(load, shape):
