@@ -186,16 +186,7 @@ class Saver:
 
         def prepare() -> None:
             for name, model in self._models.items():
-                _keep_results_here()
-                # Look at the memory before and after the call, because it replaces factories by the tensors that they
-                # make, and most of those are views.
-                trained = tensors[name]
-                if model.config.optimizer.distributed:  # the optimizer's tensors are copies already
-                    trained = {key: part for key, part in trained.items() if key != "optimizer"}
-                changing = _memory_of(trained)
-                with atomic_io.operation("save.common"):
-                    request = dist_checkpointing.save(tensors[name], str(draft / name), **asynchronous_save())
-                prepared.append((request, self._copies(request, changing | _memory_of(trained))))
+                prepared.append(copied(model, tensors[name], draft / name, self._settings))
 
         self._waiting_inside(prepare, final)
         writing = _Writing(final, draft, record, [request for request, _ in prepared], started)
@@ -216,22 +207,6 @@ class Saver:
         else:
             write()
         return writing
-
-    def _copies(self, request: Any, changing: set[int]) -> Any:
-        """Return the data to write, on the host.
-
-        If training continues, tensors in the memory `changing` are copied. Tensors that Megatron has already copied,
-        from a GPU or out of a larger buffer, are not copied again.
-        """
-        if request.preload_fn is None:
-            return None
-        buckets = request.preload_fn()
-        if not self._settings.asynchronous:
-            return buckets
-        return [
-            (file, key, (data, [(item, t.clone() if _address(t) in changing else t) for item, t in tensors]))
-            for file, key, (data, tensors) in buckets
-        ]
 
     def _check_room(self, tensors: dict[str, Any], final: Path) -> None:
         kinds = (ShardedTensor, ShardedTensorFactory)
@@ -321,6 +296,39 @@ class Saver:
             raise CheckpointError(
                 f"{target} cannot be written:\n  rank {self._groups.world.rank}: {first_cause(error)}"
             ) from error
+
+
+def copied(model: TrainedModel, tensors: dict[str, Any], folder: Path, settings: Checkpoint) -> tuple[Any, Any]:
+    """Copy what this rank writes of one model to the host. `tensors`: its `sharded_state`. Returns Megatron's request
+    to write it into `folder`, and the data to write; None if this rank writes nothing. Collective.
+    """
+    _keep_results_here()
+    # Look at the memory before and after the call, because it replaces factories by the tensors that they make, and
+    # most of those are views.
+    trained = tensors
+    if model.config.optimizer.distributed:  # the optimizer's tensors are copies already
+        trained = {key: part for key, part in tensors.items() if key != "optimizer"}
+    changing = _memory_of(trained)
+    with atomic_io.operation("save.common"):
+        request = dist_checkpointing.save(tensors, str(folder), **asynchronous_save())
+    return request, _copies(request, changing | _memory_of(trained), settings)
+
+
+def _copies(request: Any, changing: set[int], settings: Checkpoint) -> Any:
+    """Return the data to write, on the host.
+
+    If training continues, tensors in the memory `changing` are copied. Tensors that Megatron has already copied, from a
+    GPU or out of a larger buffer, are not copied again.
+    """
+    if request.preload_fn is None:
+        return None
+    buckets = request.preload_fn()
+    if not settings.asynchronous:
+        return buckets
+    return [
+        (file, key, (data, [(item, t.clone() if _address(t) in changing else t) for item, t in tensors]))
+        for file, key, (data, tensors) in buckets
+    ]
 
 
 def _memory_of(tensors: dict[str, Any]) -> set[int]:

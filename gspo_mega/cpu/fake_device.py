@@ -191,6 +191,11 @@ def join_fake_world(rank: int, size: int) -> None:
         objects[:] = [one] * len(objects)
 
     distributed.new_group = distributed.distributed_c10d.new_group = new_group
-    distributed.all_gather_object = all_gather_object
+
+    def gather_object(obj: Any, object_gather_list: list[Any] | None = None, **options: Any) -> None:
+        if object_gather_list is not None:
+            object_gather_list[:] = [obj] * len(object_gather_list)
+
+    distributed.all_gather_object, distributed.gather_object = all_gather_object, gather_object
     distributed.broadcast_object_list = lambda *args, **kwargs: None
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())

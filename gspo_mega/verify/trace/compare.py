@@ -1,7 +1,6 @@
 """Set what was traced beside what the plan says, and name the plan's formula where they differ.
 
-The plan's reserve and its allowance for fragmentation are left out, because nothing of the kind is traced. So are the
-buckets of a publish, which the sender holds and the trace does not send.
+The plan's reserve and its allowance for fragmentation are left out, because nothing of the kind is traced.
 """
 
 from __future__ import annotations
@@ -10,13 +9,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gspo_mega.config.derived import needs_old_log_prob_pass
+from gspo_mega.config.derived import critic_config, needs_old_log_prob_pass
 from gspo_mega.config.schema import Config
 from gspo_mega.models.spec import ModelSpec
 from gspo_mega.models.tensors import attended_positions, forward_flops_per_token
 from gspo_mega.plan import Plan
 from gspo_mega.plan.layout import Layout, Sizes
-from gspo_mega.plan.memory import GROUPS, rank_host_bytes, stage_memory
+from gspo_mega.plan.memory import (
+    GROUPS,
+    critic_state,
+    rank_host_bytes,
+    save_rounding_bytes,
+    stage_memory,
+    written_host_bytes,
+)
 from gspo_mega.plan.state import WEIGHT_BYTES, ModelShares, state_bytes
 from gspo_mega.plan.timing import attended_value_dim, tensor_rows
 
@@ -99,25 +105,32 @@ def compare(plan: Plan, traced: Mapping[str, Any]) -> list[Difference]:
             "plan/state.py: state_bytes",
         )
     ]
-    if "second old pass" in phases:
-        rows.append(_peak("old pass", planned("old pass"), phases["second old pass"]))
-    rows.append(_peak("training", planned("training"), phases["second training"]))
-    rows.append(_peak("optimizer", planned("optimizer"), phases["second optimizer"]))
-    if "publish" in phases:
-        bucket = 3 * config.publish.bucket_bytes if config.publish.method == "distributed" else 0
-        rows.append(_peak("publish, without its buckets", planned("publish") - bucket, phases["publish"]))
-    if "rollout" in phases:
-        held = state_bytes(config, ModelShares(spec).state(config, layout, stage).largest)
-        rows.append(
-            Difference(
-                "host, page-locked while servers sample",
-                rank_host_bytes(config.cluster, held),
-                phases["rollout"]["host_peak"],
-                "bytes",
-                TOLERANCE,
-                "plan/memory.py: rank_host_bytes",
+    for part in ("reference", "critic"):
+        if memory.always[part]:
+            rows.append(
+                Difference(
+                    f"state, {part}",
+                    memory.always[part],
+                    _held(phases["second optimizer"], f"{STATE}{part}"),
+                    "bytes",
+                    STATE_TOLERANCE,
+                    "plan/state.py: state_bytes",
+                )
             )
-        )
+    for name, phase, figure in (
+        ("old pass", "second old pass", "old pass"),
+        ("reference pass", "second reference pass", "old pass"),
+        ("critic training", "second critic training", "critic"),
+        ("critic optimizer", "second critic optimizer", "optimizer"),
+        ("training", "second training", "training"),
+        ("optimizer", "second optimizer", "optimizer"),
+        ("publish", "publish", "publish"),
+        ("save", "save", "checkpoint"),
+    ):
+        if phase in phases:
+            rows.append(_peak(name, planned(figure), phases[phase]))
+    rows += _host(config, layout, spec, traced, phases)
+    if "rollout" in phases:
         stays = sum(size for part, size in memory.always.items() if part not in (*_NOT_TRACED, *_MOVED))
         rows.append(
             Difference(
@@ -132,9 +145,47 @@ def compare(plan: Plan, traced: Mapping[str, Any]) -> list[Difference]:
     return [*rows, *_exchange(config, layout, spec, traced, phases)]
 
 
+def _held(phase: Mapping[str, Any], holder: str) -> int:
+    return sum(one["bytes"] for one in phase["left"] if one["holder"] == holder)
+
+
+def _host(
+    config: Config, layout: Layout, spec: ModelSpec, traced: Mapping[str, Any], phases: Mapping[str, Any]
+) -> list[Difference]:
+    """What a rank has on the host: always, in addition while it saves, and in addition while servers sample."""
+    shares, stage = ModelShares(spec), traced["coordinates"]["pipeline"]
+    held = shares.state(config, layout, stage)
+    models = [(config, held, state_bytes(config, held.largest))]
+    critic = critic_state(config, layout, shares, stage)
+    if critic is not None:
+        models.append((critic_config(config), *critic))
+    found = []
+    if (offloaded := sum(size.offloaded for *_, size in models)) > 0:
+        after = phases["second optimizer"]["host_after"]
+        found.append(("optimizer state", offloaded, after, "plan/state.py: state_bytes"))
+    if "save" in phases:
+        written = sum(
+            written_host_bytes(own.optimizer, state, size, traced["rank"]) + save_rounding_bytes(own, state)
+            for own, state, size in models
+        )
+        found.append(("a save's copies", written, _host_peak(phases["save"]), "plan/memory.py: written_host_bytes"))
+    if "rollout" in phases:
+        kept = rank_host_bytes(config.cluster, models[0][-1])
+        took = _host_peak(phases["rollout"])
+        found.append(("page-locked while servers sample", kept, took, "plan/memory.py: rank_host_bytes"))
+    return [
+        Difference(f"host, {what}", planned, traced, "bytes", TOLERANCE, formula)
+        for what, planned, traced, formula in found
+    ]
+
+
+def _host_peak(phase: Mapping[str, Any]) -> int:
+    return phase["host_peak"] - phase["host_before"]
+
+
 def _peak(name: str, planned: float, phase: Mapping[str, Any]) -> Difference:
-    formula = "plan/state.py: state_bytes" if name == "optimizer" else "plan/memory.py: stage_memory"
-    if name in ("old pass", "training"):
+    formula = "plan/state.py: state_bytes" if name.endswith("optimizer") else "plan/memory.py: stage_memory"
+    if name.endswith(("pass", "training")):
         formula = "plan/activations.py: layer_activations, head_activations"
     return Difference(f"memory, {name}", planned, phase["peak"], "bytes", TOLERANCE, formula)
 

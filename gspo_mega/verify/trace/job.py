@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from gspo_mega.base.errors import ConfigError, ModelError
-from gspo_mega.config import LoadedConfig, load_config
-from gspo_mega.config.derived import critic_of, megatron_folder, wheel_folder
+from gspo_mega.config import load_config
+from gspo_mega.config.derived import megatron_folder, wheel_folder
 from gspo_mega.plan import Plan, plan_run
 from gspo_mega.plan.memory import EXPERT_IMBALANCE
 from gspo_mega.verify.trace.compare import Difference, compare, compare_flops, kinds_of_rank, num_packs
@@ -52,7 +52,6 @@ def trace_run(
     with tempfile.TemporaryDirectory(prefix="gspo_mega_trace_") as name:
         folder = Path(name)
         loaded = load_config(config, overrides, "train")
-        _refuse_other_models(loaded)
         if layers is not None:
             model = str(with_layers(Path(model or loaded.config.model.path), layers, folder))
         plan = plan_run(loaded, "gpu", model)
@@ -82,19 +81,6 @@ def trace_run(
         differences += own
     flops = compare_flops(plan, traced)
     return Traced(plan, traced, differences + ([] if flops is None else [flops]))
-
-
-def _refuse_other_models(loaded: LoadedConfig) -> None:
-    """Raise ConfigError for a run with a second model, which takes memory and passes that are not traced."""
-    config = loaded.config
-    for key, what, is_there, change in (
-        ("algorithm", "critic", critic_of(config.algorithm, config.critic) is not None, "algorithm=gspo critic=null"),
-        ("kl.coefficient", "frozen reference", config.kl.coefficient > 0, "kl.coefficient=0"),
-    ):
-        if is_there:
-            raise ConfigError(
-                f"{loaded.where(key)}: {key}: the {what} is not traced, only the policy; {change} shows its part"
-            )
 
 
 def _trace(asked: TraceRequest, rank: int, folder: Path) -> dict[str, Any]:

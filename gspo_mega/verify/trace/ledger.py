@@ -2,8 +2,10 @@
 
 `Ledger` is a dispatch mode over FakeTensorMode, so that it sees every operation of PyTorch, those of autograd included,
 and every storage on the fake device. A storage counts from the operation that returns it until it is freed, in blocks
-of 512 bytes as PyTorch's allocator gives them. Small tensors that come from the host keep their numbers beside them,
-and so do simple operations on them; other numbers are not known, and a read of one is answered (`_answer`).
+of 512 bytes as PyTorch's allocator gives them. Fake tensors on the host, which are copies of the device's and large
+ones, count in the same way; those in page-locked memory as torch rounds it. Small tensors that come from the host keep
+their numbers beside them, and so do simple operations on them; other numbers are not known, and a read of one is
+answered (`_answer`).
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import sys
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +26,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
+
+from gspo_mega.plan.state import pinned_bytes
 
 _BLOCK = 512
 # A tensor of at most this many elements keeps the numbers that came from the host.
@@ -81,7 +85,7 @@ _FOLLOWED = {
 
 @dataclass
 class Held:
-    """One storage on the device. `holder`: who holds it, in words; `where`: the line that made it."""
+    """One storage. `holder`: who holds it, in words; `where`: the line that made it."""
 
     num_bytes: int
     shape: tuple[int, ...]
@@ -93,19 +97,24 @@ class Held:
 
 @dataclass
 class Phase:
-    """What one part of a step did. `before`, `peak`, `after`: live bytes. `at_peak`: copies of what was live then."""
+    """What one part of a step did. `before`, `peak`, `after`: live bytes on the device; `host_...`: on the host.
+    `at_peak`, `host_at_peak`: copies of what was live then.
+    """
 
     name: str
     before: int
     peak: int
     after: int = 0
+    host_before: int = 0
     host_peak: int = 0
+    host_after: int = 0
     seconds: float = 0.0
     flops: dict[str, float] = field(default_factory=dict)
     flops_by_module: dict[str, float] = field(default_factory=dict)
     collectives: dict[tuple[str, str, int], list[int]] = field(default_factory=dict)
     waits: Counter[str] = field(default_factory=Counter)
     at_peak: list[Held] = field(default_factory=list)
+    host_at_peak: list[Held] = field(default_factory=list)
     left: list[Held] = field(default_factory=list)
 
 
@@ -116,10 +125,10 @@ class Ledger(TorchDispatchMode):
         super().__init__()
         self.phases: list[Phase] = []
         self._live: dict[int, Held] = {}
-        self._host: dict[int, int] = {}
+        self._host: dict[int, Held] = {}
         self._now = self._host_now = 0
         self._phase = Phase("start", 0, 0)
-        self._written_at = 0
+        self._written_at = self._host_written_at = 0
         self._inside = 0
         self._modules: list[str] = []
         self._names: dict[int, str] = {}
@@ -129,12 +138,12 @@ class Ledger(TorchDispatchMode):
 
     # --- what the run is told ----------------------------------------------------------------------------------
 
-    def name_modules(self, chunks: list[torch.nn.Module]) -> None:
-        """Name modules as they are named in the model, without the numbers of layers."""
+    def name_modules(self, chunks: Sequence[torch.nn.Module], prefix: str = "") -> None:
+        """Name modules as they are named in the model, without the numbers of layers. `prefix`: of a second model."""
         for chunk in chunks:
             for name, module in chunk.named_modules():
                 plain = ".".join("*" if part.isdigit() else part for part in name.split("."))
-                self._names[id(module)] = plain or "model"
+                self._names[id(module)] = prefix + (plain or "model")
 
     def name_groups(self, groups: dict[str, dist.ProcessGroup]) -> None:
         """Name process groups; the first name of a group counts."""
@@ -150,21 +159,23 @@ class Ledger(TorchDispatchMode):
                     held.holder = f"state: {part}"
 
     def holds(self, storage: torch.UntypedStorage) -> bool:
-        """Whether this storage is one of the device. Those have no address; the ledger's key stands for it."""
-        return storage._cdata in self._live
+        """Whether this storage is a fake one. Those have no address; the ledger's key stands for it."""
+        return storage._cdata in self._live or storage._cdata in self._host
 
     def live(self) -> list[Held]:
         """Copies of what is on the device: later marks and sizes do not change them."""
-        return [Held(**vars(held)) for held in self._live.values()]
+        return _copies(self._live)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[Phase]:
         """Account for what happens inside as one phase."""
-        self._phase = phase = Phase(name, self._now, self._now, host_peak=self._host_now)
-        self._written_at, started = 0, time.monotonic()
-        phase.at_peak = self.live()
+        self._phase = phase = Phase(name, self._now, self._now, host_before=self._host_now, host_peak=self._host_now)
+        self._written_at = self._host_written_at = 0
+        started = time.monotonic()
+        phase.at_peak, phase.host_at_peak = self.live(), _copies(self._host)
         yield phase
         phase.after, phase.seconds = self._now, time.monotonic() - started
+        phase.host_after = self._host_now
         phase.left = self.live()
         self.phases.append(phase)
 
@@ -229,11 +240,12 @@ class Ledger(TorchDispatchMode):
             if name == "c10d::allgather_":
                 _gather_own(args)
             return _done(func, args)
-        pins = kwargs.pop("pin_memory", None)
+        pins = kwargs.pop("pin_memory", None) or _copies_to_page_locked(name, args, kwargs)
         tensors = [one for one in tree_iter((args, kwargs)) if isinstance(one, torch.Tensor)]
         device = kwargs.get("device")
         to_device = device is not None and torch.device(device).type == "cuda"
-        if not to_device and all(_is_real(one) for one in tensors) and (tensors or _is_small_on_host(args, kwargs)):
+        is_plain = not to_device and not pins and all(_is_real(one) for one in tensors)
+        if is_plain and (tensors or _is_small_on_host(args, kwargs)):
             with _disable_current_modes():
                 return func(*args, **kwargs)
         if name in _READS or _copies_to_host(name, tensors, kwargs):
@@ -289,8 +301,8 @@ class Ledger(TorchDispatchMode):
         if not isinstance(one, torch.Tensor):
             return
         if one.device.type == "cpu":
-            if pinned and isinstance(one, FakeTensor):
-                self._see_host(one)
+            if isinstance(one, FakeTensor):
+                self._see_host(one, pinned)
             return
         if one.device.type != "cuda" or self._inside:
             return
@@ -304,12 +316,19 @@ class Ledger(TorchDispatchMode):
         self._change(num_bytes)
         weakref.finalize(storage, self._gone, key)
 
-    def _see_host(self, one: torch.Tensor) -> None:
+    def _see_host(self, one: torch.Tensor, pinned: bool) -> None:
         storage = one.untyped_storage()
         if storage._cdata not in self._host:
-            self._host[storage._cdata] = storage.nbytes()
-            self._host_now += storage.nbytes()
-            self._phase.host_peak = max(self._phase.host_peak, self._host_now)
+            num_bytes = pinned_bytes(storage.nbytes()) if pinned and storage.nbytes() else storage.nbytes()
+            holder = "page-locked" if pinned else "host"
+            self._host[storage._cdata] = Held(num_bytes, tuple(one.shape), str(one.dtype), holder, _where())
+            self._host_now += num_bytes
+            phase = self._phase
+            if self._host_now > phase.host_peak:
+                phase.host_peak = self._host_now
+                if self._host_now > self._host_written_at * _PEAK_GROWTH:
+                    self._host_written_at = self._host_now
+                    phase.host_at_peak = _copies(self._host)
             weakref.finalize(storage, self._gone_host, storage._cdata)
 
     def resized(self, storage: torch.UntypedStorage, num_bytes: int) -> bool:
@@ -336,7 +355,9 @@ class Ledger(TorchDispatchMode):
             self._now -= held.num_bytes
 
     def _gone_host(self, key: int) -> None:
-        self._host_now -= self._host.pop(key, 0)
+        held = self._host.pop(key, None)
+        if held is not None:
+            self._host_now -= held.num_bytes
 
     def _module(self) -> str:
         return next((name for name in reversed(self._modules) if name), "outside of modules")
@@ -364,6 +385,10 @@ def fake_tensors() -> FakeTensorMode:
     mode: Any = FakeTensorMode
     mode.avoid_device_init = property(lambda self: True)  # a copy to the device is fake from the start
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def _copies(held: dict[int, Held]) -> list[Held]:
+    return [Held(**vars(one)) for one in held.values()]
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:
@@ -408,6 +433,13 @@ def _is_small_on_host(args: Any, kwargs: Any) -> bool:
     for size in sizes:
         number *= size if isinstance(size, int) else 1
     return number * 8 <= _REAL_HOST_BYTES
+
+
+def _copies_to_page_locked(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether the result is in page-locked memory, as torch takes it for a copy to the host that nobody waits for."""
+    to = kwargs.get("device")
+    is_copy = name == "aten::_to_copy" and to is not None and bool(kwargs.get("non_blocking"))
+    return is_copy and torch.device(to).type == "cpu" and args[0].device.type == "cuda"
 
 
 def _copies_to_host(name: str, tensors: list[torch.Tensor], kwargs: dict[str, Any]) -> bool:
@@ -469,7 +501,7 @@ def _answer_reads(ledger: Ledger) -> None:
     storage_class.resize_, storage_class.data_ptr = resized, data_ptr
 
 
-def _is_shown(file: str) -> bool:
+def is_shown(file: str) -> bool:
     """Whether a line of this file says something: not PyTorch's, Python's own, or the ledger's."""
     return not (file.startswith(("<", sys.base_prefix)) or any(part in file for part in _NOT_SHOWN))
 
@@ -484,7 +516,7 @@ def _short(file: str) -> str:
 def _frames() -> Iterator[Any]:
     frame = sys._getframe(1)
     while frame is not None:
-        if _is_shown(frame.f_code.co_filename):
+        if is_shown(frame.f_code.co_filename):
             yield frame
         frame = frame.f_back
 

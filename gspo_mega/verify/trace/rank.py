@@ -1,17 +1,21 @@
-"""One rank's step on the fake device, by the engine's own code: old pass, training, optimizer step, publish, turns.
+"""One rank's step on the fake device, by the engine's own code and in the order of `train/loop.py`: old pass, the
+reference's pass, the critic's values and step, training, optimizer step, publish, a save's copies, turns.
 
 Imported after `fake_device.load_device`. Packs are full of sequences of the longest length, as in the plan.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import json
 import os
 import sys
+import tempfile
+import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +25,23 @@ from gspo_mega.base.atomic_io import atomic_write_text
 from gspo_mega.base.errors import GspoMegaError, ModelError
 from gspo_mega.base.records import MicroBatch
 from gspo_mega.config import load_config
-from gspo_mega.config.derived import block_scale_variable, needs_old_log_prob_pass
+from gspo_mega.config.derived import (
+    block_scale_variable,
+    critic_config,
+    critic_of,
+    needs_old_log_prob_pass,
+    penalises_kl,
+)
 from gspo_mega.cpu import fake_device, fake_kernels
 from gspo_mega.data.packing import build_micro_batch
 from gspo_mega.plan import Plan, plan_run
 from gspo_mega.plan.gpus import DEFAULT_GPU, GPUS
-from gspo_mega.verify.trace.ledger import Held, Ledger, Phase, fake_tensors
+from gspo_mega.verify.trace.ledger import Held, Ledger, Phase, fake_tensors, is_shown
 from gspo_mega.verify.trace.request import TraceRequest
 
 _PROMPT_TOKENS = 8
 _DENOMINATOR = 1.0
+_NUM_OPTIMIZER_STEPS = 100
 _MOST_HELD = 20
 
 
@@ -54,13 +65,18 @@ def trace_rank(request: TraceRequest) -> None:
     except GspoMegaError:
         raise
     except Exception as error:
-        last = traceback.extract_tb(error.__traceback__)
-        where = next(
-            (f"{f.filename}:{f.lineno}" for f in reversed(last) if "/site-packages/torch/" not in f.filename), ""
-        )
-        what = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ModelError(f"trace: rank {request.rank} cannot be traced: {what} ({where})") from error
+        raise cannot_be_traced(request.rank, error) from error
     atomic_write_text(Path(request.out), json.dumps(result))
+
+
+def cannot_be_traced(rank: int, error: Exception) -> ModelError:
+    """Return the error that says what ended a rank's trace: an operation's or a kernel's name, and the line that asked
+    for it.
+    """
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    asked = [f"{frame.f_code.co_filename}:{frame.f_lineno}" for frame in frames if is_shown(frame.f_code.co_filename)]
+    what = f"{type(error).__name__}: {error}".splitlines()[0]
+    return ModelError(f"trace: rank {rank} cannot be traced: {what} ({asked[-1] if asked else ''})")
 
 
 class _Trace:
@@ -115,14 +131,19 @@ class _Trace:
                 rollout_log_probs=np.full(active, -1.0),
                 advantage=1.0,
                 group_size=float(config.batch.group_size),
+                weight=1.0,
+                truncated=0.0,
+                token_rewards=np.zeros(active),
             )
             rows.append(row)
+        has_critic = critic_of(config.algorithm, config.critic) is not None
         pack = build_micro_batch(
             rows,
             list(range(len(rows))),
             layout.sequence_multiple_tokens,
-            ("advantage", "group_size"),
+            ("advantage", "group_size", "weight", *(("truncated",) if has_critic else ())),
             layout.pack_multiple_tokens,
+            ("token_rewards",) if has_critic else (),
         )
         if moe is not None and config.moe.routing_replay == "R3":
             layers = sum(self.spec.has_experts(index) for index in range(self.spec.num_layers))
@@ -148,54 +169,142 @@ class _Trace:
     def _step(self, groups: Any, packs: list[MicroBatch]) -> None:
         config, ledger = self.config, self.ledger
         with ledger.phase("build"):
-            engine = self.engine_room.PolicyEngine(config, self.spec, groups, num_optimizer_steps=100)
+            engine = self.engine_room.PolicyEngine(config, self.spec, groups, _NUM_OPTIMIZER_STEPS)
             ledger.name_modules(engine.chunks)
+            reference = self._reference(engine, groups)
+            critic = self._critic(groups)
             engine.after_weights_loaded()
+            if critic is not None:
+                critic.after_weights_loaded()
         memory_room = importlib.import_module("gspo_mega.engine.memory")
-        memory = memory_room.DeviceMemory(engine)
-        self._mark(memory)
+        memory = memory_room.DeviceMemory(engine, reference if reference is not None and reference.chunks else None)
+        of_critic = None if critic is None else memory_room.DeviceMemory(critic)
+        self._mark(memory, of_critic)
         settings = importlib.import_module("gspo_mega.algorithm.terms").objective_settings(
             config.algorithm, config.objective
         )
         for step in ("first", "second"):
             # The optimizer has its moments only after its first step.
-            old = None
+            old = frozen = None
             if needs_old_log_prob_pass(config):
                 with ledger.phase(f"{step} old pass"):
                     old = engine.old_pass(packs)
                     engine.correct([old])
+            if reference is not None:
+                with ledger.phase(f"{step} reference pass"):
+                    frozen = reference.log_probs(packs)
+            if critic is not None:
+                self._critic_step(step, critic, packs, old, frozen)
             with ledger.phase(f"{step} training"):
-                report = engine.policy_gradients(packs, settings, _DENOMINATOR, old)
+                compared = frozen if config.kl.coefficient > 0 else None
+                report = engine.policy_gradients(packs, settings, _DENOMINATOR, old, compared)
             with ledger.phase(f"{step} optimizer"):
                 engine._apply(report)
-            del old, report
-            self._mark(memory)
+            del old, frozen, compared, report
+            self._mark(memory, of_critic)
         if config.lora is None:
             with ledger.phase("publish"):
-                self._gather(groups, engine)
+                self._publish(groups, engine)
+        with ledger.phase("save"):
+            self._save({"policy": engine} | ({} if critic is None else {"critic": critic}))
         if config.cluster.colocated:
             with ledger.phase("rollout"):
                 memory.keep(())
             memory.restore(memory_room.PARTS)
 
-    def _gather(self, groups: Any, engine: Any) -> None:
-        """What every publish does on a rank: put whole tensors together, one at a time."""
+    # --- the second models -----------------------------------------------------------------------------------------
+
+    def _reference(self, engine: Any, groups: Any) -> Any:
+        """The frozen model of a KL term or penalty; None without one. Adapters need no model for it."""
+        config = self.config
+        if config.kl.coefficient == 0 and not penalises_kl(config):
+            return None
+        room = importlib.import_module("gspo_mega.engine.reference")
+        if config.lora is not None and config.kl.reference_path is None:
+            return room.FrozenBase(engine)
+        reference = room.ReferencePolicy(config, self.spec, groups)
+        self.ledger.name_modules(reference.chunks, "reference: ")
+        return reference
+
+    def _critic(self, groups: Any) -> Any:
+        """The value model; None if the algorithm has none."""
+        if critic_of(self.config.algorithm, self.config.critic) is None:
+            return None
+        room = importlib.import_module("gspo_mega.engine.critic")
+        critic = room.CriticEngine(critic_config(self.config), self.spec, groups, _NUM_OPTIMIZER_STEPS)
+        self.ledger.name_modules(critic.chunks, "critic: ")
+        return critic
+
+    def _critic_step(self, step: str, critic: Any, packs: list[MicroBatch], old: Any, frozen: Any) -> None:
+        """The critic's part of a step: values and advantages, then its own passes, then its own optimizer step."""
+        config, ledger = self.config, self.ledger
+        room = importlib.import_module("gspo_mega.train.critic_step")
+        batches = importlib.import_module("gspo_mega.train.batches")
+        mini_batch = batches.MiniBatch(_DENOMINATOR, packs, _DENOMINATOR)
+        own = room.CriticStep(critic, critic_of(config.algorithm, config.critic), config.advantage.std_ddof)
+        with ledger.phase(f"{step} values"):
+            own.estimate([mini_batch], [old], [frozen])
+        with contextlib.ExitStack() as now:
+            now.enter_context(ledger.phase(f"{step} critic training"))
+            apply = critic._apply
+
+            def apply_in_its_phase() -> Any:
+                now.close()
+                now.enter_context(ledger.phase(f"{step} critic optimizer"))
+                return apply()
+
+            critic._apply = apply_in_its_phase
+            try:
+                own.train(0, mini_batch)
+            finally:
+                critic._apply = apply
+
+    # --- what leaves the device ------------------------------------------------------------------------------------
+
+    def _publish(self, groups: Any, engine: Any) -> None:
+        """What a publish does on a rank: put whole tensors together, one at a time, and send them in buckets."""
+        config = self.config
         gather: Any = importlib.import_module("gspo_mega.checkpoint.gather")
         tables = importlib.import_module("gspo_mega.models.parameter_names")
+        form = importlib.import_module("gspo_mega.checkpoint.quantized").published_form(config)
         everything = tables.table_by_parameter(self.spec)
         # What other ranks own is what this one does not.
         gather.all_gather_json = lambda mine, group: [mine, [name for name in everything if name not in mine]]
-        dtype = engine.parameter_dtype()
-        for _name, tensor in gather.PolicyTensors(self.spec, groups, engine.chunks).owned(dtype):
-            del tensor
+        tensors = form.owned(gather.PolicyTensors(self.spec, groups, engine.chunks))
+        if config.publish.method != "distributed":
+            for _name, tensor in tensors:
+                del tensor
+            return
+        room = importlib.import_module("gspo_mega.sync.broadcast_group")
+        sender = room.OwnTensors(groups.world.rank)
+        sender._changed = _SlowReceivers(sender.release)
+        sender.open()
+        sender.offer(tensors, config.publish.bucket_bytes, lambda listing: None)
+        sender.end()
 
-    def _mark(self, memory: Any) -> None:
-        for part in ("parameters", "gradients", "optimizer"):
+    def _save(self, models: dict[str, Any]) -> None:
+        """What a save copies to the host before it writes."""
+        load = importlib.import_module("gspo_mega.checkpoint.load")
+        save = importlib.import_module("gspo_mega.checkpoint.save")
+        with tempfile.TemporaryDirectory(prefix="gspo_mega_trace_") as name:
+            states = {part: load.sharded_state(model, loading=False) for part, model in models.items()}
+            copies = []
+            for part, model in models.items():
+                folder = Path(name) / part
+                folder.mkdir()
+                copies.append(save.copied(model, states[part], folder, self.config.checkpoint))
+
+    def _mark(self, memory: Any, of_critic: Any) -> None:
+        for part in ("parameters", "gradients", "optimizer", "reference"):
             self.ledger.mark(part, memory._tensors(part))
         # Transformer Engine keeps the weights that it has rounded to FP8.
-        modules = (module for chunk in memory._engine.chunks for module in chunk.modules())
-        copies = (getattr(module, "_fp8_workspaces", None) or {} for module in modules)
-        self.ledger.mark("FP8 copies", (copy for held in copies for copy in held.values()))
+        self.ledger.mark("FP8 copies", _fp8_copies(memory._engine.chunks))
+        if memory._reference is not None:
+            self.ledger.mark("reference", _fp8_copies(memory._reference.chunks))
+        if of_critic is not None:
+            for part in ("parameters", "gradients", "optimizer"):
+                self.ledger.mark("critic", of_critic._tensors(part))
+            self.ledger.mark("critic", _fp8_copies(of_critic._engine.chunks))
 
     # --- the result ------------------------------------------------------------------------------------------------
 
@@ -211,13 +320,34 @@ class _Trace:
         }
 
 
+class _SlowReceivers(threading.Condition):
+    """Makes servers have a bucket only when the next one is ready, the most that a sender ever holds: it releases the
+    bucket when the sender begins to wait for that.
+    """
+
+    def __init__(self, release: Callable[[], None]) -> None:
+        super().__init__()
+        self._release_bucket = release
+
+    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
+        self._release_bucket()
+        return super().wait_for(predicate, timeout)
+
+
+def _fp8_copies(chunks: Any) -> Iterator[Any]:
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        yield from (getattr(module, "_fp8_workspaces", None) or {}).values()
+
+
 def _phase(phase: Phase) -> dict[str, Any]:
     return {
         "name": phase.name,
         "before": phase.before,
         "peak": phase.peak,
         "after": phase.after,
+        "host_before": phase.host_before,
         "host_peak": phase.host_peak,
+        "host_after": phase.host_after,
         "seconds": round(phase.seconds, 1),
         "flops": dict(phase.flops),
         "flops_by_module": dict(sorted(phase.flops_by_module.items(), key=lambda one: -one[1])),
@@ -227,6 +357,7 @@ def _phase(phase: Phase) -> dict[str, Any]:
         ],
         "waits": dict(phase.waits.most_common()),
         "at_peak": _by_holder(phase.at_peak),
+        "host_at_peak": _by_holder(phase.host_at_peak),
         "left": _by_holder(phase.left),
         "largest": [dataclasses.asdict(held) for held in _largest(phase.at_peak)],
     }

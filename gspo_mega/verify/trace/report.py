@@ -38,12 +38,15 @@ def render(plan: Plan, traced: Sequence[Mapping[str, Any]], differences: Sequenc
 
 def _rank(plan: Plan, one: Mapping[str, Any]) -> list[str]:
     place = ", ".join(f"{name} {index}" for name, index in one["coordinates"].items() if "expert" not in name)
-    lines = [f"rank {one['rank']:<4} {place}", "         phase               before      peak     after  TFLOP"]
+    lines = [
+        f"rank {one['rank']:<4} {place}",
+        "         phase               before      peak     after  TFLOP      host",
+    ]
     for phase in one["phases"]:
         flops = sum(phase["flops"].values()) / 1e12
         lines.append(
             f"         {phase['name']:<18} {_gib(phase['before'])} {_gib(phase['peak'])} {_gib(phase['after'])}"
-            f" {flops:6.1f}"
+            f" {flops:6.1f} {_gib(phase['host_peak'])}"
         )
     peak = max(one["phases"], key=lambda phase: phase["peak"])
     lines.append(f"held     at the peak, in {peak['name']}:")
@@ -51,6 +54,13 @@ def _rank(plan: Plan, one: Mapping[str, Any]) -> list[str]:
         f"         {_gib(entry['bytes'])}  {entry['tensors']:>5} x {entry['holder']} {entry['where']}".rstrip()
         for entry in peak["at_peak"][:_MOST_HOLDERS]
     ]
+    on_host = max(one["phases"], key=lambda phase: phase["host_peak"])
+    if on_host["host_peak"] >= _WORTH:
+        lines.append(f"host     {_gib(on_host['host_peak']).strip()}iB at the peak, in {on_host['name']}:")
+        lines += [
+            f"         {_gib(entry['bytes'])}  {entry['tensors']:>5} x {entry['holder']} {entry['where']}"
+            for entry in on_host["host_at_peak"][:_MOST_KEPT]
+        ]
     kept, holders = kept_between_steps(one)
     lines.append(f"kept     between steps, besides the state: {_gib(kept).strip()}iB")
     lines += [

@@ -15,7 +15,9 @@ import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 
 from gspo_mega.cpu.fake_kernels import compile_to_kernels  # noqa: E402
+from gspo_mega.cpu.te_extension import extension  # noqa: E402
 from gspo_mega.verify.trace.ledger import Ledger, fake_tensors  # noqa: E402
+from gspo_mega.verify.trace.rank import cannot_be_traced  # noqa: E402
 
 ROWS, WIDTH, INNER = 256, 512, 1024
 
@@ -119,6 +121,39 @@ def reads() -> dict:
     return {"lengths": lengths, "unknown": unknown, "chosen": list(chosen.shape), "waits": sum(phase.waits.values())}
 
 
+def copied() -> dict:
+    """Copies on the host take what they are, and page-locked ones what torch rounds them to."""
+    ledger = Ledger()
+    with fake_tensors(), ledger:
+        x = torch.ones(3 * ROWS, INNER, device="cuda")
+        with ledger.phase("copies") as phase:
+            plain = x.cpu()
+            locked = x.to("cpu", non_blocking=True)
+            views = (plain[:ROWS], locked.view(-1))
+            del plain, locked
+        with ledger.phase("after") as after:
+            del views
+    return {
+        "peak": phase.host_peak,
+        "after": phase.host_after,
+        "end": after.host_after,
+        "held": [[held.holder, held.num_bytes, held.where] for held in phase.host_at_peak],
+        "waits": sum(phase.waits.values()),
+    }
+
+
+def untraceable() -> list[str]:
+    """What ends a trace: an operation whose result depends on numbers, and a kernel without a shape."""
+    said = []
+    with fake_tensors(), Ledger():
+        for operation in (lambda: torch.empty(8, device="cuda").unique(), lambda: extension.made_up_kernel(1)):
+            try:
+                operation()
+            except Exception as error:
+                said.append(str(cannot_be_traced(3, error)))
+    return said
+
+
 if __name__ == "__main__":
     pretend((9, 0), "H100", 79 * 2**30)
     join_fake_world(0, 4)
@@ -129,6 +164,8 @@ if __name__ == "__main__":
         "waits": traced(waits=True),
         "reads": reads(),
         "compiled": compiled(),
+        "copied": copied(),
+        "untraceable": untraceable(),
     }
     # Last: with the fake device, real tensors of the CPU are real outside of the modes.
     found["profiled"] = profiled_peak()
