@@ -311,6 +311,7 @@ def apply_gradients(
         optimizer.step_with_ready_grads()
         _renew_inverse_scales(optimizer)
         scheduler.step(increment=1)
+    optimizer.zero_grad()  # fp32 copies of bf16 gradients would stay until the next step; those in buffers do not go
     start_parameter_gathers(optimizer.model_chunks)
     return StepResult(grad_norm=grad_norm, lr=lr, skipped=not finite)
 

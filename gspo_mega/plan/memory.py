@@ -24,6 +24,7 @@ from gspo_mega.plan.layout import Layout, Sizes
 from gspo_mega.plan.server_buffers import CONTEXT_BYTES, graph_bytes, publish_group_bytes
 from gspo_mega.plan.servers import attention_ranks, cache_element_bytes, draft_memory, rank_weight_bytes, weight_bytes
 from gspo_mega.plan.state import (
+    MAIN_BYTES,
     MOMENT_BYTES,
     WEIGHT_BYTES,
     ModelShares,
@@ -177,7 +178,10 @@ def stage_memory(config: Config, layout: Layout, shares: ModelShares, stage: int
             max(gathered, save_device_bytes(own.optimizer, critic[0])),
             offloaded + critic[1].offloaded,
         )
-    parts.phases["optimizer"] = {}
+    in_fp32 = fp32_gradient_bytes(config.optimizer, held)
+    if critic is not None:
+        in_fp32 = max(in_fp32, fp32_gradient_bytes(critic_config(config).optimizer, critic[0]))
+    parts.phases["optimizer"] = {"fp32 gradients": in_fp32} if in_fp32 else {}
     parts.phases["checkpoint"] = {"gathered state": gathered}
     bucket = config.publish.bucket_bytes if config.publish.method == "distributed" else 0
     # A whole tensor and, if ranks share it, their parts. A bucket that is being sent, the tensors of the next one, and
@@ -317,6 +321,14 @@ def saved_bytes(config: Config, spec: ModelSpec, total_parameters: int) -> int:
     )
 
 
+def fp32_gradient_bytes(optimizer: Optimizer, state: StageState) -> int:
+    """Return the bytes of the fp32 gradients that an optimizer step makes of bf16 ones, for the parameters that a rank
+    steps. Adam with small or offloaded moments reads the bf16 ones.
+    """
+    reads = optimizer.moments_dtype != "fp32" or optimizer.cpu_offload_fraction > 0
+    return 0 if optimizer.gradients_dtype == "fp32" or reads else MAIN_BYTES * state.largest.optimized
+
+
 def save_device_bytes(optimizer: Optimizer, state: StageState) -> int:
     """Return the most bytes on a GPU during a save, of one kind of state: what a rank gets at a time, which may be all
     that is exchanged, and its own part of that.
@@ -357,9 +369,12 @@ def written_host_bytes(optimizer: Optimizer, state: StageState, size: StateBytes
     """Return the bytes that a global rank of the stage writes in a save, which are on the host by then, without the
     rounding of page-locked memory (`save_rounding_bytes`). `rank`: None for the most that a rank writes.
     """
+    # With adapters only these are written; the frozen parameters are in the folder that the run started from.
+    largest = state.largest
+    weights = size.weights * (largest.parameters - largest.frozen) // max(largest.parameters, 1)
     if not optimizer.distributed:
-        return size.weights + size.main + size.moments
-    return size.weights + _STATE_TENSORS * _FP32_BYTES * state.held_in_save(rank)
+        return weights + size.main + size.moments
+    return weights + _STATE_TENSORS * _FP32_BYTES * state.held_in_save(rank)
 
 
 def rank_host_bytes(cluster: Cluster, size: StateBytes) -> int:

@@ -168,13 +168,18 @@ class _Trace:
 
     def _step(self, groups: Any, packs: list[MicroBatch]) -> None:
         config, ledger = self.config, self.ledger
+        load = _loads()
         with ledger.phase("build"):
             engine = self.engine_room.PolicyEngine(config, self.spec, groups, _NUM_OPTIMIZER_STEPS)
             ledger.name_modules(engine.chunks)
             reference = self._reference(engine, groups)
             critic = self._critic(groups)
+            load(engine.chunks)
             engine.after_weights_loaded()
+            if reference is not None:
+                load(reference.chunks)
             if critic is not None:
+                load(critic.chunks)
                 critic.after_weights_loaded()
         memory_room = importlib.import_module("gspo_mega.engine.memory")
         memory = memory_room.DeviceMemory(engine, reference if reference is not None and reference.chunks else None)
@@ -332,6 +337,18 @@ class _SlowReceivers(threading.Condition):
     def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
         self._release_bucket()
         return super().wait_for(predicate, timeout)
+
+
+def _loads() -> Callable[[Any], None]:
+    """What fills parameters as an import of weights does, which FP8 parameters need before a step."""
+    filled = importlib.import_module("gspo_mega.checkpoint.quantized").filled
+
+    def load(chunks: Any) -> None:
+        for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
+            with filled(parameter):
+                pass
+
+    return load
 
 
 def _fp8_copies(chunks: Any) -> Iterator[Any]:
