@@ -7,7 +7,7 @@ servers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -119,6 +119,18 @@ class PolicyTensors:
         for parameter, entries in self.table.items():
             if parameter in self._takes_part:
                 yield from self._gather(parameter, entries, dtype)
+
+    def shares(self, dtype: torch.dtype, names: Collection[str]) -> Iterator[tuple[list[TensorEntry], torch.Tensor]]:
+        """Yield (entries, share) of the parameters of which this rank's share is gathered: those entries that are in
+        `names`, and the share in its local shape and in `dtype` (a buffer in fp32). It may share memory with a
+        parameter. Only this rank's memory is read.
+        """
+        for chunk in self._chunks:
+            chunk.await_parameters()
+        for parameter, entries in self.table.items():
+            chosen = [entry for entry in entries if entry.name in names]
+            if chosen and parameter in self._takes_part:
+                yield chosen, self._values(parameter).to(entry_dtype(entries[0], dtype))
 
     def _gather(
         self, parameter: str, entries: list[TensorEntry], dtype: torch.dtype

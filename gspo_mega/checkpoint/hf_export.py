@@ -29,6 +29,7 @@ from gspo_mega.models.huggingface import description_files
 from gspo_mega.models.spec import BlockFp8, ModelSpec
 
 if TYPE_CHECKING:
+    from gspo_mega.checkpoint.shard_check import ShardCheck
     from gspo_mega.engine.model import PolicyModel
     from gspo_mega.engine.process_groups import ParallelGroups
 
@@ -41,6 +42,8 @@ DTYPE_NAMES = {
     torch.float8_e4m3fn: "float8_e4m3fn",
 }
 MAX_FILE_BYTES = 4 * 1024**3
+Digest = Callable[[str, torch.Tensor], str | None]
+"""Takes a name and a whole tensor in the host's memory. Returns its SHA-256 (hexadecimal), or None if it has none."""
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
@@ -56,6 +59,12 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     They are a copy if the tensor is on a device or not contiguous, and otherwise share its memory.
     """
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors in the host's memory, of any shape and dtype, have the same bytes in row-major order."""
+    first, second = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other))
+    return torch.equal(first, second)
 
 
 def policy_digests(policy: PolicyTensors, form: PublishedForm) -> dict[str, str]:
@@ -109,20 +118,25 @@ def export_policy(
     *,
     carries: bool = False,
     end_token_ids: Sequence[int] = (),
+    digest: Digest | None = None,
+    check: ShardCheck | None = None,
 ) -> dict[str, Any]:
     """Write the policy in `form` to `out_dir`, with config and tokenizer files of `source_folder`; return the manifest.
 
     Each owner of tensors writes its own files of at most about `max_file_bytes`, and uses no more host memory than
-    that. Files are written to a staging folder, synced, and compared with the digests taken from memory. Then the
-    folder is renamed and replaces an existing one. `out_dir` is on a file system that all ranks share. With `carries`,
-    the lead rank also writes the layers for multi-token prediction of `source_folder`, as they are there.
-    generation_config.json names `end_token_ids`, if there are any, instead of the source's.
+    that. Files are written to a staging folder, synced, read back and compared with memory. Then the folder is renamed
+    and replaces an existing one. `out_dir` is on a file system that all ranks share. With `carries`, the lead rank also
+    writes the layers for multi-token prediction of `source_folder`, as they are there. generation_config.json names
+    `end_token_ids`, if there are any, instead of the source's.
+
+    `digest` gets every tensor that this rank writes, in the order of the table, and returns its SHA-256 or None;
+    without it, every tensor is hashed. `check` compares what is gathered with what the ranks hold.
 
     The manifest, which is also in the folder, has `weight_version`, the `dtype` of plain tensors, and for every tensor
-    its `shape`, `dtype`, `file`, and the `sha256` of the owner's memory. Collective over all ranks.
+    its `shape`, `dtype`, `file`, and the `sha256` of the owner's memory, if it was hashed. Collective over all ranks.
 
-    Raises PublishError, the same on every rank, if a tensor cannot be sent in that form, or if a file cannot be written
-    or reads back differently.
+    Raises PublishError, the same on every rank, if a tensor cannot be sent in that form, if `check` finds a difference,
+    or if a file cannot be written or reads back differently.
     """
     out_dir = Path(out_dir)
     staging = out_dir.with_name(out_dir.name + ".writing")
@@ -134,9 +148,9 @@ def export_policy(
         problems = _attempt(_start, staging, Path(source_folder), form, policy, carries, carried, end_token_ids)
     raise_together(problems, groups.host, PublishError, f"{out_dir} cannot be written")
 
-    writer = _Writer(staging, groups.world.rank, max_file_bytes)
+    writer = _Writer(staging, groups.world.rank, max_file_bytes, digest or (lambda _, tensor: tensor_digest(tensor)))
     try:
-        for name, tensor in form.owned(policy):
+        for name, tensor in form.owned(policy, check):
             # After a failure the iterator still runs to its end, because other ranks wait in its collectives.
             if not problems:
                 problems = _attempt(writer.add, name, tensor)
@@ -183,10 +197,11 @@ def _attempt(action, *arguments: object) -> list[str]:
 class _Writer:
     """One rank's files, which it fills, writes and checks one after the other."""
 
-    def __init__(self, folder: Path, rank: int, max_file_bytes: int) -> None:
+    def __init__(self, folder: Path, rank: int, max_file_bytes: int, digest: Digest) -> None:
         self.folder = folder
         self.rank = rank
         self.max_file_bytes = max_file_bytes
+        self.digest = digest
         self.files: list[str] = []
         self.tensors: dict[str, dict[str, Any]] = {}
         self._pending: dict[str, torch.Tensor] = {}
@@ -207,18 +222,19 @@ class _Writer:
     def _write(self) -> None:
         file = f"rank{self.rank:05d}-{len(self.files):05d}.safetensors"
         for name, tensor in self._pending.items():
+            sha256 = self.digest(name, tensor)
             self.tensors[name] = {
                 "shape": list(tensor.shape),
                 "dtype": DTYPE_NAMES[tensor.dtype],
-                "sha256": tensor_digest(tensor),
+                **({} if sha256 is None else {"sha256": sha256}),
                 "file": file,
             }
         with atomic_io.operation("publish.tensors"):
             save_file(self._pending, self.folder / file, metadata={"format": "pt"})
         atomic_io.sync(self.folder / file, at="publish.sync")
         with safe_open(self.folder / file, framework="pt") as saved:
-            for name in self._pending:
-                if tensor_digest(saved.get_tensor(name)) != self.tensors[name]["sha256"]:
+            for name, tensor in self._pending.items():
+                if not _same_bytes(saved.get_tensor(name), tensor):
                     raise PublishError(f"{self.folder / file}: {name} reads back with other bytes than were written")
         self.files.append(file)
         self._pending, self._pending_bytes = {}, 0

@@ -37,6 +37,7 @@ from gspo_mega.models.tensors import TensorEntry
 
 if TYPE_CHECKING:
     from gspo_mega.checkpoint.gather import PolicyTensors
+    from gspo_mega.checkpoint.shard_check import ShardCheck
 
 Rule = Literal["checkpoint", "float32", "power_of_two"]
 """How a block gets its scale: as in DeepSeek-V3's checkpoints (amax / 448), or as in Transformer Engine's blockwise
@@ -95,22 +96,24 @@ class PublishedForm:
             scale_name(entry.name): (torch.float32, scale_shape(entry.shape, self.stored.block)),
         }
 
-    def owned(self, policy: PolicyTensors) -> Iterator[tuple[str, torch.Tensor]]:
+    def owned(self, policy: PolicyTensors, check: ShardCheck | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what is sent of the tensors that this rank owns. Collective over the tensor groups: run it to its end.
 
-        Raises the PublishError of `tensors`, on this rank only and after that end.
+        Raises the PublishError of `tensors` and of `check`, on this rank only and after that end.
         """
-        return self._sent(policy.owned(self.gathered))
+        owned = policy.owned(self.gathered)
+        return self._sent(owned if check is None else check.over(owned))
 
     def brought_to(
-        self, policy: PolicyTensors, home: Callable[[TensorEntry], int]
+        self, policy: PolicyTensors, home: Callable[[TensorEntry], int], check: ShardCheck | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what is sent of the tensors whose `home` is this rank, in table order.
 
         Collective over all ranks: run it to its end, even if the use of a tensor fails. Raises PublishError as `owned`
         does.
         """
-        return self._sent(policy.brought_to(home, self.gathered))
+        brought = policy.brought_to(home, self.gathered)
+        return self._sent(brought if check is None else check.over(brought))
 
     def _sent(self, tensors: Iterator[tuple[TensorEntry, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         try:

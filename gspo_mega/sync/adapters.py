@@ -19,16 +19,14 @@ from safetensors.torch import save_file
 from gspo_mega.base import atomic_io
 from gspo_mega.base.errors import PublishError
 from gspo_mega.checkpoint.adapters import CONFIG_NAME, WEIGHTS_NAME, export_adapters, served_config
-from gspo_mega.checkpoint.hf_export import policy_digests
 from gspo_mega.config.derived import publishes_adapters
 from gspo_mega.config.schema import Config, Lora
 from gspo_mega.engine.adapters import without_adapters
 from gspo_mega.models.low_rank import SERVED_NAME, adapter_tensors
 from gspo_mega.models.spec import ModelSpec
-from gspo_mega.sync.publish import Publisher, expected_checksums
+from gspo_mega.sync.publish import Publisher
 from gspo_mega.sync.servers import Deadline, Fleet, ServerControl
 from gspo_mega.sync.transaction import PublishContent, Send, Transaction
-from gspo_mega.sync.verify import ExpectedChecksums
 
 # The proof compares the log-probs of these tokens with and without adapters.
 _PROBE = tuple(range(1, 9))
@@ -89,7 +87,7 @@ class AdapterPublisher(Publisher):
         self._base: PublishContent | None = None
         self._proof = self.versions.folder / _PROOF
 
-    def _prepare(self, weight_version: int) -> PublishContent:
+    def _prepare(self, weight_version: int, chosen: frozenset[str] | None) -> PublishContent:
         """Write the version's folder, and return what servers hold besides it: the frozen weights, which are read
         once.
         """
@@ -97,14 +95,8 @@ class AdapterPublisher(Publisher):
         export_adapters(path, self._lora, self._spec, self._groups, self._chunks, self._source_folder, served=True)
         if self._base is None:
             with without_adapters(self._chunks):
-                if self._verification == "replicas":
-                    self._base = PublishContent(weight_version, digests=policy_digests(self._policy, self._form))
-                else:
-                    expected = ExpectedChecksums(self._spec, self._form.stored, self._on_load)
-                    self._base = PublishContent(
-                        weight_version, expected=expected_checksums(self._policy, self._form, expected)
-                    )
-        return replace(self._base, weight_version=weight_version)
+                self._base = self._hash_all(weight_version)
+        return replace(self._base, weight_version=weight_version, chosen=chosen)
 
     def _load(self, server: ServerControl, path: str, version: int, seconds: float, **more: bool) -> None:
         cast("AdapterServer", server).load_adapter(path, deadline_seconds=seconds)

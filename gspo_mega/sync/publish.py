@@ -4,20 +4,26 @@ The steps are pause -> send -> prove -> verify -> commit -> resume. A server tha
 result, and gets no work until it holds a committed version; the others continue. The publish fails if no server is
 left. The trainer never goes back to earlier weights.
 
-`Publisher` does the collective part: it prepares the content, and gathers it for every send of rank 0. `transaction.py`
-takes the servers through the steps, `broadcast.py` sends through process groups, and `checkpoint/hf_export.py` writes
-files. `PublishedVersions` is the folder of the versions on disk: `v<8 digits>`, and `current.json`, which names the
-committed one.
+`Publisher` does the collective part: it decides what is verified (`rotation.py`), and gathers the content for every
+send of rank 0. The first send of a publish is hashed (`hashes.py`), and compared with what each rank holds
+(`checkpoint/shard_check.py`). `transaction.py` takes the servers through the steps, `broadcast.py` sends through
+process groups, and `checkpoint/hf_export.py` writes files. `PublishedVersions` is the folder of the versions on disk:
+`v<8 digits>`, and `current.json`, which names the committed one.
 """
 
 from __future__ import annotations
 
+import math
 import re
+import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from gspo_mega.algorithm.rounding import OnLoad
 from gspo_mega.base import atomic_io, failpoints
@@ -28,12 +34,16 @@ from gspo_mega.checkpoint.collectives import all_gather_json, broadcast_json, ra
 from gspo_mega.checkpoint.gather import PolicyTensors
 from gspo_mega.checkpoint.hf_export import export_policy, policy_digests
 from gspo_mega.checkpoint.quantized import PublishedForm, published_form, quantised_on_load
+from gspo_mega.checkpoint.shard_check import ShardCheck
 from gspo_mega.config.schema import Config
 from gspo_mega.models.spec import ModelSpec
+from gspo_mega.models.tensors import TensorEntry
 from gspo_mega.plan.gpus import resolve_verification
 from gspo_mega.sync.broadcast import GroupSender
 from gspo_mega.sync.broadcast_group import OwnTensors
+from gspo_mega.sync.hashes import Hashed, Hashes, SentChecksums, SentDigests, hashed
 from gspo_mega.sync.remote_sender import OrderChannel, RemoteSender, serve_send_orders
+from gspo_mega.sync.rotation import Rotation
 from gspo_mega.sync.servers import Deadline, Fleet, ServerControl, check_same_versions, loaded_versions
 from gspo_mega.sync.transaction import PublishContent, PublishMemory, Send, Transaction
 from gspo_mega.sync.verify import ExpectedChecksums, server_tensor_name, server_tensors
@@ -57,6 +67,8 @@ class PublishResult:
     `verified` has (server_id, generation) of every server that serves the version, and `failed` the reason for each
     other server. `num_bytes` is the size of the version. `bytes_sent_by_rank` is what each rank gave to the servers'
     groups; it does not depend on how many servers share a group. The `phase_seconds` add up to `seconds`.
+    `num_bytes_hashed` is what all ranks hashed together, and `hash_seconds` the time of the rank that took longest,
+    most of it during the send. `num_tensors_compared` counts the tensors of a server that were compared.
     """
 
     weight_version: int
@@ -67,6 +79,9 @@ class PublishResult:
     bytes_sent_by_rank: dict[int, int]
     seconds: float
     phase_seconds: dict[str, float]
+    num_bytes_hashed: int = 0
+    hash_seconds: float = 0.0
+    num_tensors_compared: int = 0
 
     @property
     def num_bytes_sent(self) -> int:
@@ -111,6 +126,11 @@ class Publisher:
         self._on_load: OnLoad | None = quantised_on_load(config.server)
         self._tensors = server_tensors(spec, self._form.stored, self._on_load, reports_scales=not on_gpu)
         self._verification = resolve_verification(config, on_gpu)
+        self._rotation = Rotation(self._server_bytes(), config.publish.verify_all_every)
+        self._turn = 0
+        # What the next send hashes and checks; None if the content is hashed already.
+        self._unhashed: tuple[Hashes, ShardCheck] | None = None
+        self._hashed = Hashed({}, 0, 0.0)
         self._backend = backend = "nccl" if on_gpu else "gloo"
         settings = config.publish
         owners = sorted({self._policy.owner(entry) for entry, _ in self._policy.stored()})
@@ -144,7 +164,8 @@ class Publisher:
         no server holds the version, or if it cannot be written.
         """
         deadline = Deadline(self._settings.deadline_seconds)
-        content = self._prepare(weight_version)
+        self._hashed, self._unhashed = Hashed({}, 0, 0.0), None
+        content = self._prepare(weight_version, self._choose(servers))
         on_disk = self._settings.method == "disk"
 
         def commit(version: int) -> None:
@@ -152,7 +173,10 @@ class Publisher:
                 self._commit(version)
             announce(version)
 
+        self._memory.current = set()
         result = self._lead_or_follow(content, servers, deadline, commit, keeps_requests)
+        self._memory.current = set(result.verified)
+        self._turn += bool(result.verified) and content.chosen is not None
         if not result.verified:
             reasons = "".join(f"\n  {why}" for why in result.failed.values()) or " there is none"
             raise PublishError(f"no server holds weight version {weight_version}:{reasons}")
@@ -161,24 +185,39 @@ class Publisher:
     def publish_again(self, weight_version: int, servers: Sequence[ServerControl] = ()) -> PublishResult:
         """Bring servers that restarted, or that failed before, to the committed version. Collective.
 
-        `servers` is given on rank 0. The trainer's weights must still be the published ones. The servers are verified
-        against the committed content. Even if all of them fail, the version stays committed on the other servers.
+        `servers` is given on rank 0. The trainer's weights must still be the published ones. All tensors of the servers
+        are verified against the committed content, which is hashed again if only a part of it was. Even if all of them
+        fail, the version stays committed on the other servers.
 
         Returns what `publish` returns. Raises PublishError, the same on every rank, if another version is the committed
         one.
         """
-        problem = None
+        problem, is_whole = None, True
         committed = self._memory.committed
-        if self._groups.is_lead and (committed is None or committed.weight_version != weight_version):
-            problem = (
-                f"weight version {weight_version} cannot be published again: {committed and committed.weight_version}"
-                " is committed"
-            )
-        problem = broadcast_json(problem, self._groups.host)
+        if self._groups.is_lead:
+            if committed is None or committed.weight_version != weight_version:
+                problem = (
+                    f"weight version {weight_version} cannot be published again:"
+                    f" {committed and committed.weight_version} is committed"
+                )
+            else:
+                is_whole = self._is_whole(committed)
+        problem, is_whole = broadcast_json([problem, is_whole], self._groups.host)
         if problem is not None:
             raise PublishError(problem)
-        content = committed or PublishContent(weight_version)
-        return self._lead_or_follow(content, servers, Deadline(self._settings.deadline_seconds), _nothing)
+        self._hashed, self._unhashed = Hashed({}, 0, 0.0), None
+        if is_whole:
+            content = replace(committed or PublishContent(weight_version), chosen=None)
+        elif self._settings.method == "disk":
+            content = self._hash_all(weight_version)
+        else:
+            content = PublishContent(weight_version)
+            self._unhashed = self._hashes(None), self._shard_check(None)
+        deadline = Deadline(self._settings.deadline_seconds)
+        self._memory.current -= {(server.server_id, server.generation) for server in servers}
+        result = self._lead_or_follow(content, servers, deadline, _nothing)
+        self._memory.current |= set(result.verified)
+        return result
 
     def check_servers(self, software_dir: Path) -> None:
         """Check on rank 0, before the first publish, that servers have this process's PyTorch and NCCL, if NCCL is
@@ -196,29 +235,101 @@ class Publisher:
 
     # --- parts that are collective -------------------------------------------------------------------------
 
-    def _prepare(self, weight_version: int) -> PublishContent:
-        """Return the content's checksums, made from the trainer's memory and not from what is sent. With method disk,
-        also write its files.
+    def _choose(self, servers: Sequence[ServerControl]) -> frozenset[str] | None:
+        """Return the names of the server's tensors that this publish verifies; None for all of them. Collective.
+
+        All are verified if a server is not known to hold the last committed version in full: it has just started, it
+        failed, or this process has not published yet.
         """
-        digests = None
+        if self._settings.verify_all_every == 1:
+            return None
+        starts = {(server.server_id, server.generation) for server in servers}
+        turn = self._turn if starts and starts <= self._memory.current else None
+        turn = broadcast_json(turn, self._groups.host)
+        return None if turn is None else self._rotation.part(turn)
+
+    def _prepare(self, weight_version: int, chosen: frozenset[str] | None) -> PublishContent:
+        """Return the content, of which `chosen` is verified. With method disk, write its files and hash them. Otherwise
+        the first send fills in its hashes.
+        """
+        content = PublishContent(weight_version, chosen=chosen)
+        hashes, check = self._hashes(chosen), self._shard_check(chosen)
         if self._settings.method == "disk":
-            manifest = self._export(weight_version)
-            digests = {name: tensor["sha256"] for name, tensor in manifest["tensors"].items()}
+            export_policy(
+                self._policy,
+                self.versions.path(weight_version),
+                self._form,
+                self._source_folder,
+                weight_version,
+                digest=hashes.add,
+                check=check,
+            )
+            self._collect(hashes, content)
+        else:
+            self._unhashed = hashes, check
+        return content
+
+    def _hashes(self, chosen: frozenset[str] | None) -> Hashes:
         if self._verification == "replicas":
-            return PublishContent(weight_version, digests=digests or policy_digests(self._policy, self._form))
+            return SentDigests(self._policy, self._tensors, chosen)
         expected = ExpectedChecksums(self._spec, self._form.stored, self._on_load)
-        return PublishContent(weight_version, expected=expected_checksums(self._policy, self._form, expected))
+        where = self._policy.owner if self._settings.method == "disk" else self._sends
+        return SentChecksums(self._policy, self._form, expected, chosen, where)
 
-    def _export(self, weight_version: int) -> dict[str, Any]:
-        return export_policy(
-            self._policy, self.versions.path(weight_version), self._form, self._source_folder, weight_version
-        )
+    def _shard_check(self, chosen: frozenset[str] | None) -> ShardCheck:
+        """Sum what this rank holds of the tensors that are verified. Collective."""
+        names = None
+        if chosen is not None:
+            names = {e.name for e, _ in self._policy.stored() if server_tensor_name(self._spec, e) in chosen}
+        return ShardCheck(self._policy, self._form.gathered, names)
 
-    def _sent(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What this rank sends: what it owns, and what owners that do not send bring to it. Collective."""
+    def _to_send(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Return what this rank sends: what it owns, and what owners that do not send bring to it. The first send is
+        hashed and checked on the way. Collective.
+        """
+        hashes, check = self._unhashed or (None, None)
         if all(owner == sender for owner, sender in self._sender_of.items()):
-            return self._form.owned(self._policy)
-        return self._form.brought_to(self._policy, lambda entry: self._sender_of[self._policy.owner(entry)])
+            tensors = self._form.owned(self._policy, check)
+        else:
+            tensors = self._form.brought_to(self._policy, self._sends, check)
+        return tensors if hashes is None else hashed(tensors, hashes)
+
+    def _sends(self, entry: TensorEntry) -> int:
+        """Return the rank that sends a tensor."""
+        return self._sender_of[self._policy.owner(entry)]
+
+    def _collect(self, hashes: Hashes, content: PublishContent) -> None:
+        """Fill in the hashes of all ranks. Collective."""
+        self._hashed, self._unhashed = hashes.collect(), None
+        if self._verification == "replicas":
+            content.digests = self._hashed.hashes
+        else:
+            content.expected = self._hashed.hashes
+
+    def _hash_all(self, weight_version: int) -> PublishContent:
+        """Gather and hash all tensors without sending them, and return them as content. Collective."""
+        begun, content = time.perf_counter(), PublishContent(weight_version)
+        if self._verification == "replicas":
+            content.digests = policy_digests(self._policy, self._form)
+        else:
+            expected = ExpectedChecksums(self._spec, self._form.stored, self._on_load)
+            content.expected = expected_checksums(self._policy, self._form, expected)
+        self._hashed = Hashed({}, self._form.num_bytes(self._policy), time.perf_counter() - begun)
+        return content
+
+    def _is_whole(self, content: PublishContent) -> bool:
+        """Whether the content has a hash of every tensor."""
+        if self._verification == "replicas":
+            return self._tensors.names.keys() <= (content.digests or {}).keys()
+        return self._tensors.expected <= (content.expected or {}).keys()
+
+    def _server_bytes(self) -> dict[str, int]:
+        """Return the bytes that are sent for each of the server's tensors, in the order of the table."""
+        sizes: Counter[str] = Counter()
+        for entry, _ in self._policy.stored():
+            for name, (dtype, shape) in self._form.described(entry).items():
+                sizes[self._tensors.names[name]] += math.prod(shape) * dtype.itemsize
+        return {**sizes, **dict.fromkeys(self._tensors.own_scales, 0)}
 
     def _lead_or_follow(
         self,
@@ -233,8 +344,12 @@ class Publisher:
         All ranks return its result or raise its error.
         """
         if not self._groups.is_lead:
-            while (order := broadcast_json(None, self._groups.host))["do"] == "send":
-                tensors = self._sent()
+            while (order := broadcast_json(None, self._groups.host))["do"] != "end":
+                if order["do"] == "collect":
+                    assert self._unhashed is not None, "a send is collected once"
+                    self._collect(self._unhashed[0], content)
+                    continue
+                tensors = self._to_send()
                 if self._groups.world.rank in self._senders:
                     serve_send_orders(self._own, self._to_lead, tensors, self._settings.bucket_bytes)
                 else:
@@ -277,7 +392,10 @@ class Publisher:
                 fleet.each(lambda s, left: self._load(s, path, version, left, **more), targets)
             else:
                 broadcast_json({"do": "send"}, self._groups.host)
-                self._sender.send(fleet, targets, self._sent(), version)
+                self._sender.send(fleet, targets, self._to_send(), version)
+                if self._unhashed is not None:
+                    broadcast_json({"do": "collect"}, self._groups.host)
+                    self._collect(self._unhashed[0], content)
 
             failpoints.reached("publish.sent")
 
@@ -292,6 +410,9 @@ class Publisher:
             bytes_sent_by_rank=dict(self._sender.bytes_by_rank - sent_before),
             seconds=sum(transaction.phase_seconds.values()),
             phase_seconds=transaction.phase_seconds,
+            num_bytes_hashed=self._hashed.num_bytes,
+            hash_seconds=self._hashed.seconds,
+            num_tensors_compared=len(self._tensors.expected if content.chosen is None else content.chosen),
         )
 
     def _load(self, server: ServerControl, path: str, version: int, seconds: float, **more: bool) -> None:

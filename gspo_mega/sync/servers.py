@@ -124,8 +124,11 @@ class ServerControl(Protocol):
         """Return the version that the server reports."""
         ...
 
-    def checksums(self, *, deadline_seconds: float) -> list[dict[str, str]]:
-        """Return the hash of every tensor as the server holds it (fused, sharded), by name: one mapping per rank."""
+    def checksums(self, *, deadline_seconds: float, skip: Sequence[str] = ()) -> list[dict[str, str]]:
+        """Return the hash of every tensor as the server holds it (fused, sharded), by name: one mapping per rank.
+
+        The server need not hash tensors whose name contains one of `skip`, and leaves out those that it does not hash.
+        """
         ...
 
     def snapshot(self, *, deadline_seconds: float) -> None:

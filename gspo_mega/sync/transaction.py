@@ -11,34 +11,48 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from gspo_mega.base import failpoints
+from gspo_mega.sync.rotation import skipped
 from gspo_mega.sync.servers import Deadline, Fleet, ServerControl
-from gspo_mega.sync.verify import Baseline, ServerTensors, check_replicas, check_tensors, read_reports
+from gspo_mega.sync.verify import (
+    Baseline,
+    ServerTensors,
+    check_replicas,
+    check_tensors,
+    read_reports,
+    verified_only,
+)
 
 Send = Callable[[Fleet, list[ServerControl]], None]
 
 
-@dataclass(frozen=True)
+@dataclass
 class PublishContent:
     """The content of a publish.
 
     With `verify: tensors`, `expected` has the checksums that a server must report, by the server's tensor names. With
-    `verify: replicas`, `digests` has the trainer's checksums, by checkpoint name. The other one is None.
+    `verify: replicas`, `digests` has the trainer's checksums, by checkpoint name. The other one is None. A publish that
+    hashes what it sends fills them in after its first send.
+
+    `chosen` has the names of the server's tensors that are verified; None for all.
     """
 
     weight_version: int
     expected: dict[str, str] | None = None
     digests: dict[str, str] | None = None
+    chosen: frozenset[str] | None = None
 
 
 @dataclass
 class PublishMemory:
     """Rank 0's state between publishes.
 
-    `proved` has the generation of each server for which an update is known to reach every tensor. `committed` and
+    `proved` has the generation of each server for which an update is known to reach every tensor. `current` has
+    (server_id, generation) of the servers that hold the committed version, as far as it was verified. `committed` and
     `baseline` are those of the last verified publish.
     """
 
     proved: dict[str, int] = field(default_factory=dict)
+    current: set[tuple[str, int]] = field(default_factory=set)
     committed: PublishContent | None = None
     baseline: Baseline = field(default_factory=Baseline)
 
@@ -127,8 +141,13 @@ class Transaction:
             self._memory.proved[server_id] = generations[server_id]
 
     def _verify(self, fleet: Fleet) -> Baseline:
-        reports = read_reports(fleet, self._content.weight_version)
-        if self._content.expected is not None:
-            check_tensors(fleet, reports, self._content.expected)
+        content, chosen = self._content, self._content.chosen
+        skip = [] if chosen is None else skipped(self._tensors.expected, chosen)
+        reports = read_reports(fleet, content.weight_version, skip)
+        if chosen is not None:
+            reports = verified_only(reports, self._tensors, chosen)
+        if content.expected is not None:
+            expected = {n: value for n, value in content.expected.items() if chosen is None or n in chosen}
+            check_tensors(fleet, reports, expected)
             return self._memory.baseline
-        return check_replicas(fleet, self._tensors, reports, self._content.digests or {}, self._memory.baseline)
+        return check_replicas(fleet, self._tensors, reports, content.digests or {}, self._memory.baseline, chosen)

@@ -15,7 +15,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -121,27 +121,28 @@ class ExpectedChecksums:
 
     The order of the table is the order of the rows in every fused parameter ([q; k; v], [gate; up], expert by expert)
     and in its scales. So one running hash per parameter is enough, and no fused tensor is built. Only parameters that a
-    server quantises itself (`on_load`) are put together first, as the server does.
+    server quantises itself (`on_load`) are put together first, as the server does. `names` maps every tensor that is
+    sent to the server's.
     """
 
     def __init__(self, spec: ModelSpec, stored: BlockFp8 | None = None, on_load: OnLoad | None = None) -> None:
-        self._names = server_tensor_names(spec, stored)
+        self.names = server_tensor_names(spec, stored)
         self._entries = {entry.name: entry for entry in checkpoint_tensors(spec)}
         self._vocabulary = {name: e.shape for name, e in self._entries.items() if e.sharding == "vocabulary"}
         self._on_load: OnLoad | None = on_load
         self._num_experts = 0 if spec.moe is None else spec.moe.num_experts
         self._missing = Counter(
-            self._names[name] for name, entry in self._entries.items() if on_load and is_quantizable(entry)
+            self.names[name] for name, entry in self._entries.items() if on_load and is_quantizable(entry)
         )
         self._parts: dict[str, list[torch.Tensor]] = {}
         self._hashes: dict[str, Any] = {}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Add the next tensor in the order of the table, a weight before its scales: whole as it is sent, and local."""
-        if self._names[name] in self._missing:
+        if self.names[name] in self._missing:
             self._add_part(name, tensor)
             return
-        running = self._hashes.setdefault(self._names[name], hashlib.sha256())
+        running = self._hashes.setdefault(self.names[name], hashlib.sha256())
         entry = self._entries.get(name)  # None for scales
         if tensor.dim() == 3:
             tensor = tensor.transpose(1, 2)
@@ -153,7 +154,7 @@ class ExpectedChecksums:
     def _add_part(self, name: str, tensor: torch.Tensor) -> None:
         """Keep a part of a parameter that the server quantises. With the last part, quantise it as the server does."""
         assert self._on_load is not None
-        fused = self._names[name]
+        fused = self.names[name]
         parts = self._parts.setdefault(fused, [])
         parts.append(tensor.detach().to("cpu", copy=True))
         if len(parts) < self._missing[fused]:
@@ -199,21 +200,37 @@ Reported = list[dict[str, str]]
 
 @dataclass
 class Baseline:
-    """The last verified publish: the trainer's digests, and the reports of servers by tensor-parallel size."""
+    """The trainer's digests, and the reports of servers by tensor-parallel size: of each tensor from the last publish
+    that verified it.
+    """
 
     digests: dict[str, str] = field(default_factory=dict)
     reported: dict[int, Reported] = field(default_factory=dict)
 
 
-def read_reports(fleet: Fleet, weight_version: int) -> dict[str, Reported]:
-    """Return every server's checksums by server id. Servers that report another version leave the fleet."""
+def read_reports(fleet: Fleet, weight_version: int, skip: Sequence[str] = ()) -> dict[str, Reported]:
+    """Return every server's checksums by server id. Servers that report another version leave the fleet. `skip`: pieces
+    of the names of tensors that need not be reported.
+    """
     for server_id, version in fleet.each(lambda s, left: s.weight_version(deadline_seconds=left)).items():
         if version != weight_version:
             fleet.fail(
                 _active_server(fleet, server_id),
                 f"{server_id}: holds weight_version {version} after version {weight_version} was sent",
             )
-    return cast(dict[str, Reported], fleet.each(lambda s, left: s.checksums(deadline_seconds=left)))
+    more = {"skip": skip} if skip else {}
+    return cast(dict[str, Reported], fleet.each(lambda s, left: s.checksums(deadline_seconds=left, **more)))
+
+
+def verified_only(reports: dict[str, Reported], tensors: ServerTensors, chosen: Collection[str]) -> dict[str, Reported]:
+    """Return `reports` without the server's known tensors that are not in `chosen`. SGLang reports some that it was
+    told to skip. Unknown ones stay, because a server must not have any.
+    """
+    known = tensors.expected
+    return {
+        server: [{n: value for n, value in rank.items() if n in chosen or n not in known} for rank in reported]
+        for server, reported in reports.items()
+    }
 
 
 def check_tensors(fleet: Fleet, reports: dict[str, Reported], expected: dict[str, str]) -> None:
@@ -233,9 +250,14 @@ def check_tensors(fleet: Fleet, reports: dict[str, Reported], expected: dict[str
 
 
 def check_replicas(
-    fleet: Fleet, tensors: ServerTensors, reports: dict[str, Reported], digests: dict[str, str], baseline: Baseline
+    fleet: Fleet,
+    tensors: ServerTensors,
+    reports: dict[str, Reported],
+    digests: dict[str, str],
+    baseline: Baseline,
+    chosen: Collection[str] | None = None,
 ) -> Baseline:
-    """Check that servers agree, and that since the last verified publish exactly the tensors changed that the trainer
+    """Check that servers agree, and that since each tensor was verified last, exactly those changed that the trainer
     changed.
 
     This cannot detect that one part of a fused tensor reached no server while the rest did. `transaction.py` proves
@@ -243,21 +265,31 @@ def check_replicas(
 
     A tensor that servers quantise themselves may stay as it was although the trainer's changed, because rounding may
     hide a small change. It must not change if the trainer's did not. `digests` are the trainer's, by the names that are
-    sent. Servers that fail leave the fleet. Returns the new baseline, which is valid if a server is left.
+    sent. `chosen`: the server's tensors that are verified, which are those of the reports; None for all. Servers that
+    fail leave the fleet. Returns the new baseline, which is valid if a server is left.
     """
-    changed_here = {tensors.names[n] for n, digest in digests.items() if baseline.digests.get(n) != digest}
+    expected = tensors.expected if chosen is None else set(chosen)
+    now = {name: digest for name, digest in digests.items() if tensors.names[name] in expected}
+    changed_here = {tensors.names[n] for n, digest in now.items() if baseline.digests.get(n) != digest}
     for server_id, reported in reports.items():
         server = _active_server(fleet, server_id)
-        problem = _names_problem(reported, tensors.expected)
+        problem = _names_problem(reported, expected)
         before = baseline.reported.get(server.tensor_parallel)
         if problem is None and before is not None:
             problem = _change_problem(reported, before, changed_here, tensors.own_scales)
         if problem:
             fleet.fail(server, f"{server_id}: {problem}")
     _check_agreement(fleet, reports)
-    # Reports for a size that no server here has stay valid while the weights are unchanged.
-    kept = baseline.reported if digests == baseline.digests else {}
-    return Baseline(digests, {**kept, **{s.tensor_parallel: reports[s.server_id] for s in fleet.active}})
+    # Reports for a size that no server here has stay valid for tensors that are unchanged.
+    stale = changed_here | {scale for scale, name in tensors.own_scales.items() if name in changed_here}
+    kept = {
+        size: [{n: value for n, value in rank.items() if n not in stale} for rank in ranks]
+        for size, ranks in baseline.reported.items()
+    }
+    for server in fleet.active:
+        size, found = server.tensor_parallel, reports[server.server_id]
+        kept[size] = [{**then, **rank} for then, rank in zip(kept.get(size, [{} for _ in found]), found, strict=True)]
+    return Baseline({**baseline.digests, **now}, kept)
 
 
 def _names_problem(reported: Reported, expected: set[str]) -> str | None:
@@ -274,13 +306,12 @@ def _change_problem(
     """Return in words which tensors changed only here or only there, or None.
 
     A tensor that the trainer changed must change on at least one rank of the server, unless the server rounds it. Any
-    other tensor must change on none.
+    other tensor must change on none. A tensor that `before` lacks is new, and nothing is known of it.
     """
+    pairs = list(zip(reported, before, strict=True))
+    changed_here = {name for name in changed_here if any(name in then for _, then in pairs)}
     changed_there = {
-        own_scales.get(name, name)
-        for now, then in zip(reported, before, strict=True)
-        for name in now
-        if now[name] != then[name]
+        own_scales.get(name, name) for now, then in pairs for name in now if name in then and now[name] != then[name]
     }
     parts = [
         f"{words}: {', '.join(sorted(found)[:5])}{f' and {len(found) - 5} more' if len(found) > 5 else ''}"

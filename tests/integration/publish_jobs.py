@@ -142,6 +142,8 @@ def publish(version: int, change: str = "", fault: dict | None = None, again: bo
         "num_bytes": result.num_bytes,
         "num_bytes_sent": result.num_bytes_sent,
         "bytes_sent_by_rank": result.bytes_sent_by_rank,
+        "num_bytes_hashed": result.num_bytes_hashed,
+        "num_compared": result.num_tensors_compared,
         "seconds": result.seconds,
     }
 

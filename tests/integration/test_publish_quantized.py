@@ -13,9 +13,11 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
 from quantized_models import make_blocks_model
 from rank_pool import RankPools
+from safetensors.torch import load_file
 from servers import Serve, run_config
 from test_publish_servers import Side
 
+from gspo_mega.checkpoint.hf_export import tensor_digest
 from gspo_mega.config import load_config
 from gspo_mega.models.huggingface import read_model_spec, read_stored
 from gspo_mega.models.spec import BlockFp8
@@ -65,9 +67,13 @@ class Published(Side):
     def reported(self) -> dict[str, str]:
         return self.ask("checksums")[0]
 
-    def manifest(self, version: int) -> dict[str, str]:
-        tensors = json.loads((self.weights_dir / f"v{version:08d}" / "manifest.json").read_text())["tensors"]
-        return {name: noted["sha256"] for name, noted in tensors.items()}
+    def written(self, version: int) -> dict[str, str]:
+        """The SHA-256 of each tensor in a version's files, which its manifest lists."""
+        folder = self.weights_dir / f"v{version:08d}"
+        noted = json.loads((folder / "manifest.json").read_text())["tensors"]
+        held = {n: t for file in {one["file"] for one in noted.values()} for n, t in load_file(folder / file).items()}
+        assert held.keys() == noted.keys()
+        return {name: tensor_digest(tensor) for name, tensor in held.items()}
 
 
 @pytest.fixture
@@ -103,7 +109,7 @@ def test_what_changed_in_the_trainer_changed_there_with_its_scales(side, method)
     changed = {name for name in after if after[name] != before[name]}
     assert f"{FUSED}_scale_inv" in changed and changed <= {FUSED, f"{FUSED}_scale_inv"}
     if method == "disk":
-        old, new = one.manifest(1), one.manifest(2)
+        old, new = one.written(1), one.written(2)
         names = server_tensor_names(one.spec, BlockFp8())
         assert changed == {names[name] for name in new if new[name] != old[name]}
 

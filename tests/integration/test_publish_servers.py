@@ -21,6 +21,7 @@ from servers import Serve, run_config
 
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.models.tensors import hf_tensors
+from gspo_mega.sync.verify import server_tensor_names
 
 # --- fixtures -----------------------------------------------------------------------------------------------------
 
@@ -232,6 +233,31 @@ def test_a_fault_on_the_way_fails_the_publish_and_names_the_tensor(moe, method, 
         assert side.current()["weight_version"] == 1
     # The trainer goes on, and the server is as good as new once it holds a version in full.
     assert side.publish(3, change="weight")["verified"] == [["server-0", 1]]
+
+
+@pytest.mark.parametrize("verify", ["tensors", "replicas"])
+@pytest.mark.parametrize("method", ["disk", "distributed"])
+def test_with_a_period_a_server_hashes_a_share_and_a_stale_tensor_is_found_in_time(moe, moe_model, method, verify):
+    """The server leaves out what it is told to skip, or names would be missing or too many. One tensor stays old from
+    some publish on; the publish that finds it fails, and the one after it compares all of them.
+    """
+    every, whole = 3, len(set(server_tensor_names(read_model_spec(moe_model)).values()))
+    side = moe(method=method, verify=verify, verify_all_every=every)
+    found = [side.publish(version, change="weight") for version in range(1, every + 2)]
+    assert all(result["verified"] for result in found), found
+    assert found[0]["num_compared"] == whole and all(0 < result["num_compared"] < whole for result in found[1:])
+    assert sum(result["num_compared"] for result in found[1:]) == whole
+    assert sum(result["num_bytes_hashed"] for result in found[1:]) == found[0]["num_bytes"]
+    names, named = "layers.1.self_attn.o_proj", "model.layers.1.self_attn.o_proj.weight"
+    fault = {"servers": ["server-0"], "kind": "stale", "names": names}
+    for version in range(every + 2, 2 * every + 2):
+        fault["old"] = str(side.weights_dir / f"v{version - 1:08d}")
+        result = side.publish(version, change="weight", fault=fault)
+        if "error" in result:
+            break
+    assert named in result["error"], result
+    mended = side.publish(2 * every + 2, change="weight")
+    assert mended["verified"] and mended["num_compared"] == whole
 
 
 @pytest.mark.parametrize(

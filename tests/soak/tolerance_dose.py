@@ -10,7 +10,7 @@ The launcher starts this file once more as a rank: `tolerance_dose.py BITS --con
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 
@@ -37,6 +37,12 @@ def tensors_of_dose(bits: int) -> type[PolicyTensors]:
         def owned(self, dtype: torch.dtype) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
             for entry, tensor in super().owned(dtype):
                 yield entry, dosed(entry.name, tensor, bits)
+
+        def shares(
+            self, dtype: torch.dtype, names: Collection[str]
+        ) -> Iterator[tuple[list[TensorEntry], torch.Tensor]]:
+            for entries, share in super().shares(dtype, names):
+                yield entries, dosed(entries[0].name, share, bits)
 
         def brought_to(
             self, home: Callable[[TensorEntry], int], dtype: torch.dtype

@@ -413,6 +413,16 @@ class Publish(Section):
             " reach every tensor once per server start. auto: tensors where it is possible, else replicas."
         ),
     )
+    verify_all_every: int = Field(
+        default=1,
+        ge=1,
+        description=(
+            "Every tensor of every server is verified at least once in this many publishes. 1: all of them in each."
+            " Above 1, a publish hashes and reads back about an equal share of the model's bytes, and publishes take"
+            " the shares in turns. Always all of them: the first publish after a start of the run or of a server, and"
+            " a server that failed or comes back. A tensor that goes wrong later may be served for this many steps."
+        ),
+    )
     keep_last: int = Field(default=2, ge=1, description="Published versions kept on disk.")
     lora: Literal["merged", "adapter"] = Field(
         default="merged",

@@ -84,12 +84,16 @@ def test_a_publisher_sends_the_dose(monkeypatch):
         return ((entries[name], tensor) for name, tensor in exact.items())
 
     monkeypatch.setattr(PolicyTensors, "brought_to", whole)
+    monkeypatch.setattr(
+        PolicyTensors, "shares", lambda self, dtype, names: (([entries[n]], exact[n]) for n in exact if n in names)
+    )
     monkeypatch.setattr(publish, "PolicyTensors", tolerance_dose.tensors_of_dose(1))
     config = load_config(tolerance.CONFIG, ["precision=fp32", "server.quantization=none"], "train").config
     spec = read_model_spec(SHAPES / "quickstart_wide.json")
     publisher = publish.Publisher(config, spec, ONE_RANK, [torch.nn.Linear(1, 1)], "weights")
     made = publisher._policy
-    for tensors in (made.owned(torch.float32), made.brought_to(lambda _: 0, torch.float32)):
+    held = ((entry, share) for (entry,), share in made.shares(torch.float32, exact))
+    for tensors in (made.owned(torch.float32), made.brought_to(lambda _: 0, torch.float32), held):
         sent = {entry.name: tensor for entry, tensor in tensors}
         assert sent.keys() == exact.keys()
         for name, tensor in exact.items():
