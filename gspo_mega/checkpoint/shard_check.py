@@ -20,11 +20,10 @@ from gspo_mega.checkpoint.hf_folder import part_of
 from gspo_mega.models.parameter_names import tensor_group
 from gspo_mega.models.tensors import TensorEntry, parameter_blocks
 
-_CHUNK_ELEMENTS = 2**20
+_CHUNK_WORDS = 2**18
 # Odd, so that no chunk's sum is lost.
 _CHUNK_FACTOR = 0x5851F42D4C957F2D
 _SHOWN = 5
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 class ShardCheck:
@@ -81,14 +80,15 @@ class ShardCheck:
 
 
 def position_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a sum of a local tensor's bits, each element times a factor of its place: int64 modulo 2**64, 0-dim, on
-    the tensor's device. Any shape, elements of 1, 2 or 4 bytes. A single changed element always changes it, and so do
-    two that change places within 2**20 elements.
+    """Return the sum of a local tensor's words, each times a factor of its place: int64 modulo 2**64, 0-dim, on the
+    tensor's device. Any shape and dtype; a word has four bytes, or one if the tensor's bytes are no multiple of four. A
+    single changed word always changes the sum, and words that change places do with near certainty.
     """
-    bits = tensor.detach().contiguous().view(-1).view(_BITS[tensor.element_size()])
+    bits = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    bits = bits.view(torch.int32) if bits.numel() % 4 == 0 else bits
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     factors = _factors(tensor.device)
-    for chunk in bits.split(_CHUNK_ELEMENTS):
+    for chunk in bits.split(_CHUNK_WORDS):
         total = total * _CHUNK_FACTOR + (chunk.to(torch.int64) * factors[: chunk.numel()]).sum()
     return total
 
@@ -96,7 +96,7 @@ def position_sum(tensor: torch.Tensor) -> torch.Tensor:
 @cache
 def _factors(device: torch.device) -> torch.Tensor:
     """Return a different positive factor below 2**31 for each place in a chunk, in no simple order: int64."""
-    mask, place = 2**31 - 1, torch.arange(1, _CHUNK_ELEMENTS + 1, dtype=torch.int64, device=device)
+    mask, place = 2**31 - 1, torch.arange(1, _CHUNK_WORDS + 1, dtype=torch.int64, device=device)
     # Each step maps 31 bits to 31 bits one to one, and 0 to 0.
     mixed = place * 0x1E3779B1 & mask
     mixed = (mixed ^ mixed >> 15) * 0x05EBCA77 & mask

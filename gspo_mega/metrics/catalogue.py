@@ -500,6 +500,19 @@ def _entries() -> list[Metric]:
             "what all ranks sent to the servers' groups; 0 if weights go through the disk",
         ),
         Metric("publish/num_bytes_sent_per_rank", "bytes", "value", "the most that one rank sent"),
+        Metric("publish/num_bytes_hashed", "bytes", "value", "what all ranks hashed of it for its verification"),
+        Metric(
+            "publish/hash_seconds",
+            "s",
+            "value",
+            "hashing on the rank that took longest, most of it while others are sent",
+        ),
+        Metric(
+            "publish/num_tensors_compared",
+            "1",
+            "value",
+            "tensors of a server that were compared: all, or a share with publish.verify_all_every",
+        ),
         Metric("publish/num_open_requests", "requests", "value", "requests that were open when the publish began"),
         Metric(
             "colocated/offload_seconds", "s", "value", "moving rank 0's state to the host before servers take its GPU"

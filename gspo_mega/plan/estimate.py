@@ -46,7 +46,7 @@ from gspo_mega.plan.servers import (
     reward_servers,
 )
 from gspo_mega.plan.state import ModelShares, State, StateBytes, state_bytes
-from gspo_mega.plan.timing import StepTime, save_seconds, step_time
+from gspo_mega.plan.timing import HashCost, StepTime, hash_cost, save_seconds, step_time
 from gspo_mega.plan.validate import validate_deadlines
 from gspo_mega.plan.validate_servers import validate_rollout_nodes, validate_shared_nodes
 
@@ -106,9 +106,10 @@ class RewardModelEstimate:
 class Estimate:
     """`states`: state of the fullest rank of each pipeline stage; `critic_states`: the critic's, empty without a
     critic. `rewards`: an entry for each reward model that the run serves. `limit`: bytes of one GPU. `memory` is None
-    if the GPU's memory is not known, `time` if `cluster.gpu` is not given. `node_host_bytes`: the most that the ranks
-    of one node keep in its host memory. `node_save_bytes`: what they need there in addition while they save or load a
-    checkpoint. `stop_seconds`: from a stop request to the end of the save. `notices`: what these figures warn of.
+    if the GPU's memory is not known, `time` if `cluster.gpu` is not given. `hashes`: what verifying a publish hashes.
+    `node_host_bytes`: the most that the ranks of one node keep in its host memory. `node_save_bytes`: what they need
+    there in addition while they save or load a checkpoint. `stop_seconds`: from a stop request to the end of the save.
+    `notices`: what these figures warn of.
     """
 
     counts: ParameterCounts
@@ -123,6 +124,7 @@ class Estimate:
     node_save_bytes: int
     memory: GpuMemory | None
     time: StepTime | None
+    hashes: HashCost
     checkpoint_bytes: int
     save_seconds: float
     stop_seconds: float
@@ -219,6 +221,14 @@ def estimate(plan: Plan, where: Callable[[str], str] = lambda key: "configuratio
         node_save_bytes=node_save,
         memory=memory,
         time=time,
+        hashes=hash_cost(
+            config,
+            spec,
+            layout,
+            counts.total,
+            is_on_gpu(config.cluster, plan.device),
+            GPUS.get(config.cluster.gpu or ""),
+        ),
         checkpoint_bytes=saved,
         save_seconds=save_seconds(saved),
         stop_seconds=stop_seconds(time, save_seconds(saved)),

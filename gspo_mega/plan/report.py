@@ -12,18 +12,18 @@ import shlex
 from dataclasses import asdict
 from typing import Any
 
-from gspo_mega.config.derived import describe_server_precision, penalises_kl, publishes_adapters
+from gspo_mega.config.derived import describe_server_precision, penalises_kl, publishes, publishes_adapters
 from gspo_mega.models.block_fp8 import served_layout
 from gspo_mega.models.spec import ModelSpec
 from gspo_mega.plan.disk import disk_lines, disk_notices, disk_use
 from gspo_mega.plan.estimate import Estimate, estimate, signal_seconds
-from gspo_mega.plan.gpus import ASSUMPTIONS
+from gspo_mega.plan.gpus import ASSUMPTIONS, SHA256_BYTES_PER_SECOND, is_on_gpu
 from gspo_mega.plan.layout import Layout, Sizes
 from gspo_mega.plan.memory import GIB
 from gspo_mega.plan.resolve import Plan
 from gspo_mega.plan.servers import needs_start_folder
 from gspo_mega.plan.state import State
-from gspo_mega.plan.timing import StepTime, hand_out, hand_out_lines
+from gspo_mega.plan.timing import HashCost, StepTime, hand_out, hand_out_lines
 from gspo_mega.plan.watchdog_bounds import patience
 
 _MOST_RANKS_SHOWN = 16
@@ -220,6 +220,7 @@ def _servers(plan: Plan, figures: Estimate) -> list[str]:
             f" {'adapters' if publishes_adapters(config) else 'weights'} by {config.publish.method}"
         ),
         f"weights {plan.verification}",
+        *_hashes(plan, figures.hashes),
         describe_server_precision(config.server, config.precision),
     ]
     if needs_start_folder(config, plan.spec):
@@ -245,6 +246,24 @@ def _servers(plan: Plan, figures: Estimate) -> list[str]:
         outside = ", ".join(f"{_gib(size)} {what}" for what, size in memory.outside.items())
         lines.append(f"  outside server.memory_fraction: {outside}")
     return lines
+
+
+def _hashes(plan: Plan, hashes: HashCost) -> list[str]:
+    """Return the line about what verification hashes."""
+    config = plan.config
+    train = config.train
+    if not publishes(train, config.sft) or (train and (train.from_rollouts or train.rollouts_only)):
+        return []
+    every = config.publish.verify_all_every
+    whole = "all weights" if every == 1 else f"the mean of {every} publishes (publish.verify_all_every: {every})"
+    on_gpu = is_on_gpu(config.cluster, plan.device)
+    how = {True: ", by SGLang's GPU kernel", False: ", SHA-256", None: ""}[on_gpu]
+    seconds = "" if hashes.server_seconds is None else f" in {hashes.server_seconds:.2f} s"
+    return [
+        f"hashed per publish, {whole}: {_gib(hashes.trainer_bytes)} in {hashes.trainer_seconds:.2f} s on each of"
+        f" {hashes.num_senders} ranks that send (SHA-256, {SHA256_BYTES_PER_SECOND / 1e9:g} GB/s on one core),"
+        f" {_gib(hashes.server_bytes)}{seconds} on each rank of a server{how}"
+    ]
 
 
 def _rewards(figures: Estimate) -> list[str]:
@@ -391,6 +410,7 @@ def plan_json(plan: Plan, figures: Estimate) -> str:
             "nodes": figures.servers.nodes,
             "weights": plan.verification,
             "memory_bytes": asdict(figures.servers.memory) if figures.servers.memory is not None else None,
+            "hashes_per_publish": asdict(figures.hashes),
         },
         "reward_models": [asdict(model) | {"num_gpus": model.num_gpus} for model in figures.rewards],
         "state": [

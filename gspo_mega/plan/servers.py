@@ -85,6 +85,15 @@ def rank_weight_bytes(config: Config, spec: ModelSpec, total_parameters: int) ->
     return round(found)
 
 
+def rank_block_elements(config: Config, spec: ModelSpec) -> int:
+    """Return the elements that one of a server's ranks holds in FP8 blocks."""
+    if config.server.quantization != "fp8_block":
+        return 0
+    return round(
+        sum(e.num_elements / ranks_that_share(config.server, e) for e in hf_tensors(spec) if is_quantizable(e))
+    )
+
+
 def cache_element_bytes(config: Config) -> int:
     """Return the bytes of one element of the cache."""
     return 1 if config.server.kv_cache == "fp8" else DTYPE_BYTES[server_dtype(config.server, config.precision)]

@@ -21,6 +21,7 @@ from gspo_mega.config.derived import (
     mean_tokens,
     needs_old_log_prob_pass,
     penalises_kl,
+    publishes_adapters,
     server_dtype,
 )
 from gspo_mega.config.schema import Config, Precision
@@ -35,13 +36,19 @@ from gspo_mega.plan.gpus import (
     MEMORY_SHARE,
     NARROW_ELEMENTS,
     NETWORK_SUM_SECONDS,
+    SHA256_BYTES_PER_SECOND,
     STORAGE_BYTES_PER_SECOND,
     Gpu,
 )
 from gspo_mega.plan.layout import Layout
 from gspo_mega.plan.memory import GIB, server_memory
 from gspo_mega.plan.server_buffers import num_senders, on_one_node
-from gspo_mega.plan.servers import DTYPE_BYTES, version_bytes
+from gspo_mega.plan.servers import (
+    DTYPE_BYTES,
+    rank_block_elements,
+    rank_weight_bytes,
+    version_bytes,
+)
 from gspo_mega.plan.state import GRADIENT_BYTES, MOMENT_BYTES, WEIGHT_BYTES, ModelShares
 
 # The cost of a backward pass, in forward passes.
@@ -413,19 +420,65 @@ def _width(elements: float) -> float:
     return elements / (elements + NARROW_ELEMENTS)
 
 
+@dataclass(frozen=True)
+class HashCost:
+    """What a publish hashes, the mean over `publish.verify_all_every` publishes: bytes and seconds of one of the ranks
+    that send (`num_senders`), and of one rank of a server. `server_seconds` is None if the servers' GPU is not known.
+    """
+
+    num_senders: int
+    trainer_bytes: float
+    trainer_seconds: float
+    server_bytes: float
+    server_seconds: float | None
+
+
+def hash_cost(
+    config: Config, spec: ModelSpec, layout: Layout, total_parameters: int, on_gpu: bool | None, gpu: Gpu | None
+) -> HashCost:
+    """Return what a publish hashes. `on_gpu`: whether the servers run on GPUs. `gpu` has their rates. Both are None if
+    not known.
+
+    On a GPU, SGLang 0.5.23 turns weights in FP8 blocks into bf16, hashes that, and does so whether it was told to skip
+    them or not. Adapters are not hashed, and the frozen weights below them by the trainer only once.
+    """
+    every = config.publish.verify_all_every
+    trainer = 0.0
+    if config.lora is None or not publishes_adapters(config):
+        trainer = version_bytes(config, spec, total_parameters) / _num_owners(layout) / every
+    blocks = rank_block_elements(config, spec) if on_gpu else 0
+    rest = (rank_weight_bytes(config, spec, total_parameters) - blocks) / every
+    server, seconds = rest + DTYPE_BYTES["bf16"] * blocks, None
+    if on_gpu is False:
+        seconds = server / SHA256_BYTES_PER_SECOND
+    elif on_gpu and gpu is not None:  # a block's element is read, its bf16 written and read
+        moved = rest + (1 + 2 * DTYPE_BYTES["bf16"]) * blocks
+        seconds = moved / (MEMORY_SHARE * gpu.memory_bytes_per_second)
+    return HashCost(_num_owners(layout), trainer, trainer / SHA256_BYTES_PER_SECOND, server, seconds)
+
+
+def _num_owners(layout: Layout) -> int:
+    """Return the number of ranks that send: one in each pipeline stage and expert rank gets each tensor whole."""
+    return layout.pipeline * layout.expert
+
+
 def publish_seconds(config: Config, spec: ModelSpec, layout: Layout, gpu: Gpu, total_parameters: int) -> float:
-    """Return the seconds to move the weights of one publish. The ranks that own tensors gather them in their
-    tensor-parallel groups, all at the same time, while one rank after the other sends a bucket, one copy per group of
-    servers. With `publish.method: disk` they are written once and read on every node of every server. The publish at a
-    server's start is left out.
+    """Return the seconds of one publish, the mean over `publish.verify_all_every` publishes. The ranks that own tensors
+    gather them in their tensor-parallel groups and hash them, all at the same time, while one rank after the other
+    sends a bucket, one copy per group of servers. Then the servers hash what they hold. With `publish.method: disk`
+    weights are hashed, written once and read on every node of every server. The publish at a server's start is left
+    out.
     """
     weight_bytes = version_bytes(config, spec, total_parameters)
     servers, cluster = config.server.num_servers, config.cluster
+    hashes = hash_cost(config, spec, layout, total_parameters, True, gpu)
+    verifying = hashes.server_seconds or 0.0
     if config.publish.method == "disk":
-        return (1 + servers * config.server.num_nodes) * weight_bytes / STORAGE_BYTES_PER_SECOND
+        moving = (1 + servers * config.server.num_nodes) * weight_bytes / STORAGE_BYTES_PER_SECOND
+        return hashes.trainer_seconds + moving + verifying
     # In each pipeline stage and expert rank, one rank gets each tensor whole, and sends it. It gathers plain tensors
     # and quantises what it sends.
-    owners = layout.pipeline * layout.expert
+    owners = _num_owners(layout)
     tensor = max(layout.tensor, layout.expert_tensor)
     gathering = (
         total_parameters
@@ -438,11 +491,12 @@ def publish_seconds(config: Config, spec: ModelSpec, layout: Layout, gpu: Gpu, t
     # Owners that do not send bring their tensors to a sender first.
     senders = num_senders(config, layout)
     gathering += weight_bytes * (1 - senders / owners) / senders / link
-    # A sender's first bucket is gathered before any is sent.
+    preparing = gathering + hashes.trainer_seconds
+    # A sender's first bucket is gathered and hashed before any is sent.
     first = min(1.0, config.publish.bucket_bytes / weight_bytes * senders)
     # A server takes one bucket at a time, no matter which rank sends it.
     leaving = math.ceil(servers / (config.publish.servers_per_group or servers)) * weight_bytes / link
-    return max(gathering, leaving) + first * min(gathering, leaving)
+    return max(preparing, leaving) + first * min(preparing, leaving) + verifying
 
 
 def save_seconds(num_bytes: int) -> float:

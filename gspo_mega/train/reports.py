@@ -183,6 +183,9 @@ class StepReport:
                 "publish/num_bytes": self.published.num_bytes,
                 "publish/num_bytes_sent": self.published.num_bytes_sent,
                 "publish/num_bytes_sent_per_rank": max(self.published.bytes_sent_by_rank.values(), default=0),
+                "publish/num_bytes_hashed": self.published.num_bytes_hashed,
+                "publish/hash_seconds": self.published.hash_seconds,
+                "publish/num_tensors_compared": self.published.num_tensors_compared,
             }
         return metrics
 

@@ -1,12 +1,25 @@
+import json
 import math
 
 import pytest
 
 from gspo_mega.models.huggingface import read_model_spec
-from gspo_mega.plan import estimate, plan_run, render_report
-from gspo_mega.plan.gpus import EXPERT_SHARE, GPUS, LINK_SHARE, MATRIX_SHARE, STORAGE_BYTES_PER_SECOND, Gpu
+from gspo_mega.models.tensors import count_parameters
+from gspo_mega.plan import estimate, plan_run, render_report, timing
+from gspo_mega.plan.gpus import (
+    EXPERT_SHARE,
+    GPUS,
+    LINK_SHARE,
+    MATRIX_SHARE,
+    MEMORY_SHARE,
+    SHA256_BYTES_PER_SECOND,
+    STORAGE_BYTES_PER_SECOND,
+    Gpu,
+)
+from gspo_mega.plan.report import plan_json
 from gspo_mega.plan.state import ModelShares, checkpoint_bytes
 from gspo_mega.plan.timing import (
+    HashCost,
     _all_to_all,
     mean_tokens,
     rollout_seconds,
@@ -120,7 +133,10 @@ def test_phases_and_what_sampling_ahead_would_save(load, shape):
         time.phases.values()
     )
     assert time.hidden_by_overlap == min(time.rollout, time.train.total)
-    assert time.publish == pytest.approx(2e9 / (LINK_SHARE * 50e9))
+    # Hashing 2 GB takes longer than sending them, which overlaps but for the first bucket; then the server hashes.
+    hashed, read = 2e9 / SHA256_BYTES_PER_SECOND, 2e9 / (MEMORY_SHARE * 3.35e12)
+    sent, first = 2e9 / (LINK_SHARE * 50e9), plan.config.publish.bucket_bytes / 2e9
+    assert time.publish == pytest.approx(hashed + first * sent + read)
     disk = step_time(
         plan.config.model_copy(update={"publish": load().config.publish}),
         plan.layout,
@@ -128,7 +144,45 @@ def test_phases_and_what_sampling_ahead_would_save(load, shape):
         GPUS["H100"],
         10**9,
     )
-    assert disk.publish == pytest.approx(2 * 2e9 / STORAGE_BYTES_PER_SECOND)
+    assert disk.publish == pytest.approx(hashed + 2 * 2e9 / STORAGE_BYTES_PER_SECOND + read)
+
+
+def test_what_a_publish_hashes(load, shape):
+    """By hand, 10^9 parameters in bf16 are 2 GB, those of one of two expert or pipeline ranks 1 GB."""
+
+    def hashes(*overrides, device="gpu", total=10**9):
+        plan = plan_run(load(*BATCH, *overrides), device, shape("dense", **REAL))
+        on_gpu = device == "gpu"
+        return timing.hash_cost(plan.config, plan.spec, plan.layout, total, on_gpu, GPUS["H100"] if on_gpu else None)
+
+    read = MEMORY_SHARE * 3.35e12
+    assert hashes() == HashCost(1, 2e9, 2e9 / SHA256_BYTES_PER_SECOND, 2e9, pytest.approx(2e9 / read))
+    two = hashes("cluster.ranks_per_node=2", "parallel.pipeline=2", "server.tensor=2")
+    assert two == HashCost(2, 1e9, 1e9 / SHA256_BYTES_PER_SECOND, 1e9, pytest.approx(1e9 / read))
+    spread = hashes("publish.verify_all_every=4")
+    assert spread == HashCost(1, 5e8, 5e8 / SHA256_BYTES_PER_SECOND, 5e8, pytest.approx(5e8 / read))
+    host = hashes("publish.verify_all_every=4", device="cpu")
+    assert host.server_seconds == host.trainer_seconds == 5e8 / SHA256_BYTES_PER_SECOND
+    # SGLang does not leave out what is in blocks, and hashes it in bf16.
+    total = count_parameters(read_model_spec(shape("dense", **REAL))).total
+    quantized = ("server.quantization=fp8_block", "publish.verify=replicas")
+    blocks, spread = (hashes(*quantized, f"publish.verify_all_every={n}", total=total) for n in (1, 1000))
+    assert spread.trainer_bytes == pytest.approx(blocks.trainer_bytes / 1000)
+    assert 0.8 * blocks.server_bytes < spread.server_bytes < blocks.server_bytes < 2.001 * total
+
+
+def test_the_plan_shows_what_a_publish_hashes(load, shape):
+    overrides = (*BATCH, "train.num_steps=3", "publish={method: distributed, verify_all_every: 4}")
+    plan = plan_run(load(*overrides), "gpu", shape("dense", **REAL))
+    figures = estimate(plan)
+    text, values = render_report(plan, figures), json.loads(plan_json(plan, figures))["servers"]["hashes_per_publish"]
+    assert "hashed per publish, the mean of 4 publishes (publish.verify_all_every: 4): " in text
+    assert "ranks that send (SHA-256, 1.1 GB/s on one core)" in text and "by SGLang's GPU kernel" in text
+    assert values["trainer_bytes"] == pytest.approx(2 * figures.counts.total / 4)
+    assert values["trainer_seconds"] == pytest.approx(values["trainer_bytes"] / 1.1e9)
+    said = render_report(plan_run(load("train.num_steps=3"), "cpu", shape("dense")))
+    assert "hashed per publish, all weights: " in said and "on each rank of a server, SHA-256" in said
+    assert "hashed per publish" not in render_report(plan_run(load(), "cpu", shape("dense"))), "nothing is trained"
 
 
 @pytest.mark.parametrize(("servers", "slower"), [(1, "rollout"), (16, "training")])
@@ -154,8 +208,14 @@ def test_with_sampling_ahead_a_step_takes_the_longer_of_rollout_and_training(loa
     assert f"{waits} for about {abs(ahead.rollout - ahead.train.total):.0f} s of it" in text
 
 
+@pytest.fixture
+def without_hashes(monkeypatch):
+    monkeypatch.setattr(timing, "hash_cost", lambda *_: HashCost(1, 0.0, 0.0, 0.0, 0.0))
+
+
+@pytest.mark.usefixtures("without_hashes")
 def test_publishing_sends_a_copy_per_group_of_servers_out_of_one_gpu(load, shape):
-    """By hand, 10^9 parameters in bf16: 2 GB a copy; .75 of 50 GB/s of network are 37.5, of 450 of NVLink 337.5."""
+    """Without what is hashed. By hand, 10^9 parameters in bf16: 2 GB a copy; .75 of 50 GB/s of network are 37.5, of 450 of NVLink 337.5."""
 
     def seconds(*overrides, kind="dense", total=10**9):
         plan = plan_run(load(*BATCH, "publish.method=distributed", *overrides), "gpu", shape(kind, **REAL))
@@ -190,8 +250,15 @@ def test_publishing_sends_a_copy_per_group_of_servers_out_of_one_gpu(load, shape
     "stages, tensor, servers, per_group",
     [(4, 2, 16, "null"), (4, 2, 16, "1"), (2, 4, 2, "null"), (1, 2, 5, "2"), (1, 4, 1, "null"), (4, 1, 2, "null")],
 )
-def test_a_publish_takes_what_its_buckets_take_by_a_clock(load, shape, stages, tensor, servers, per_group):
-    """Every stage gathers its next bucket while it waits for its turn to send the one before. A node per rank."""
+@pytest.mark.parametrize("hash_rate", [math.inf, 200e9, 1.1e9])
+def test_a_publish_takes_what_its_buckets_take_by_a_clock(
+    load, shape, monkeypatch, stages, tensor, servers, per_group, hash_rate
+):
+    """Every stage gathers and hashes its next bucket while it waits for its turn to send the one before. A node per
+    rank. Servers' hashes come after it, and are left out.
+    """
+    hashed = 2e9 / stages / hash_rate
+    monkeypatch.setattr(timing, "hash_cost", lambda *_: HashCost(stages, 0.0, hashed, 0.0, 0.0))
     num_buckets, rate = 16, 37.5e9
     plan = plan_run(
         load(
@@ -205,7 +272,8 @@ def test_a_publish_takes_what_its_buckets_take_by_a_clock(load, shape, stages, t
         shape("dense", **REAL),
     )
     groups = 1 if per_group == "null" else math.ceil(servers / int(per_group))
-    gather, send = ((1 - 1 / tensor) * 2e9 / rate / num_buckets, groups * 2e9 / rate / num_buckets)
+    gather = (1 - 1 / tensor) * 2e9 / rate / num_buckets + 2e9 / hash_rate / num_buckets
+    send = groups * 2e9 / rate / num_buckets
     handed, sent, end = [0.0] * stages, [0.0] * stages, 0.0
     for _ in range(num_buckets // stages):
         for stage in range(stages):
