@@ -39,6 +39,7 @@ from gspo_mega.plan.gpus import (
     SHA256_BYTES_PER_SECOND,
     STORAGE_BYTES_PER_SECOND,
     Gpu,
+    resolve_verification,
 )
 from gspo_mega.plan.layout import Layout
 from gspo_mega.plan.memory import GIB, server_memory
@@ -442,12 +443,14 @@ def hash_cost(
     On a GPU, SGLang 0.5.23 turns weights in FP8 blocks into bf16, hashes that, and does so whether it was told to skip
     them or not. Adapters are not hashed, and the frozen weights below them by the trainer only once.
     """
-    every = config.publish.verify_all_every
+    # Replicas verify each tensor in two publishes in a row.
+    turns = 2 if resolve_verification(config, on_gpu is not False) == "replicas" else 1
+    share = min(1.0, turns / config.publish.verify_all_every)
     trainer = 0.0
     if config.lora is None or not publishes_adapters(config):
-        trainer = version_bytes(config, spec, total_parameters) / _num_owners(layout) / every
+        trainer = share * version_bytes(config, spec, total_parameters) / _num_owners(layout)
     blocks = rank_block_elements(config, spec) if on_gpu else 0
-    rest = (rank_weight_bytes(config, spec, total_parameters) - blocks) / every
+    rest = share * (rank_weight_bytes(config, spec, total_parameters) - blocks)
     server, seconds = rest + DTYPE_BYTES["bf16"] * blocks, None
     if on_gpu is False:
         seconds = server / SHA256_BYTES_PER_SECOND

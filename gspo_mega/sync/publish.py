@@ -246,7 +246,11 @@ class Publisher:
         starts = {(server.server_id, server.generation) for server in servers}
         turn = self._turn if starts and starts <= self._memory.current else None
         turn = broadcast_json(turn, self._groups.host)
-        return None if turn is None else self._rotation.part(turn)
+        if turn is None:
+            return None
+        # Replicas are compared with what they were. So each tensor is verified in two publishes in a row: one that
+        # keeps an old value would otherwise differ from that of an even earlier publish, and look changed.
+        return self._rotation.part(turn, 2 if self._verification == "replicas" else 1)
 
     def _prepare(self, weight_version: int, chosen: frozenset[str] | None) -> PublishContent:
         """Return the content, of which `chosen` is verified. With method disk, write its files and hash them. Otherwise

@@ -33,9 +33,11 @@ class Rotation:
             for index, part in enumerate(parts)
         ]
 
-    def part(self, turn: int) -> frozenset[str]:
-        """Return the names of the tensors that the publish number `turn` verifies."""
-        return self._parts[turn % len(self._parts)]
+    def part(self, turn: int, num_turns: int = 1) -> frozenset[str]:
+        """Return the names of the tensors that the publish number `turn` verifies, if each is verified in `num_turns`
+        publishes in a row.
+        """
+        return frozenset().union(*(self._parts[(turn + more) % len(self._parts)] for more in range(num_turns)))
 
 
 def _units(names: Iterable[str]) -> list[list[str]]:

@@ -132,9 +132,10 @@ def run_layout(root: Path, name: str, kind: str, parallel: dict) -> dict:
 
     backend.install()
     from gspo_mega.base.errors import ModelError, PublishError
-    from gspo_mega.checkpoint.gather import gather_stream
+    from gspo_mega.checkpoint.gather import PolicyTensors, gather_stream
     from gspo_mega.checkpoint.hf_export import export_huggingface, tensor_digest
     from gspo_mega.checkpoint.hf_import import import_huggingface
+    from gspo_mega.checkpoint.shard_check import ShardCheck
     from gspo_mega.engine.model import build_chunks, transformer_config
     from gspo_mega.engine.precision import DTYPES
     from gspo_mega.engine.process_groups import create_groups, destroy_groups
@@ -161,6 +162,8 @@ def run_layout(root: Path, name: str, kind: str, parallel: dict) -> dict:
         root / f"{name}.out", spec, groups, chunks, dtype, source, weight_version=3, max_file_bytes=40_000
     )
     seen["manifest"] = manifest
+    policy = PolicyTensors(spec, groups, chunks)
+    seen["checked"] = [e.name for e, _ in ShardCheck(policy, dtype).over(policy.owned(dtype))]  # raises what differs
     seen["stream"] = [[n, tensor_digest(t)] for n, t in gather_stream(spec, groups, chunks, dtype)]
     if kind in ("dense", "moe") and not parallel:
         seen["logits_difference"] = logits_difference(root, source, chunks[0], spec)
@@ -310,6 +313,12 @@ def test_stream_brings_every_tensor_to_rank_0_in_order(pool, layout):
     first, *others = seen_by_ranks(pool, layout)
     assert first["stream"] == [[n, t["sha256"]] for n, t in first["manifest"]["tensors"].items()]
     assert all(other["stream"] == [] for other in others)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_gathered_is_what_the_ranks_hold(pool, layout):
+    checked = [name for seen in seen_by_ranks(pool, layout) for name in seen["checked"]]
+    assert sorted(checked) == sorted(seen_by_ranks(pool, layout)[0]["manifest"]["tensors"])
 
 
 def test_work_is_spread_over_the_ranks_that_own_tensors(pool):

@@ -418,9 +418,10 @@ class Publish(Section):
         ge=1,
         description=(
             "Every tensor of every server is verified at least once in this many publishes. 1: all of them in each."
-            " Above 1, a publish hashes and reads back about an equal share of the model's bytes, and publishes take"
-            " the shares in turns. Always all of them: the first publish after a start of the run or of a server, and"
-            " a server that failed or comes back. A tensor that goes wrong later may be served for this many steps."
+            " Above 1, a publish hashes and reads back a share of the model's bytes, and publishes take the shares in"
+            " turns: one part in this many with `verify: tensors`, two with `replicas`. Always all of them: the first"
+            " publish after a start of the run or of a server, and a server that failed or comes back. A tensor that"
+            " goes wrong later may be served for this many steps."
         ),
     )
     keep_last: int = Field(default=2, ge=1, description="Published versions kept on disk.")
