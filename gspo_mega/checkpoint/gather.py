@@ -7,7 +7,7 @@ servers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -180,6 +180,11 @@ class PolicyTensors:
         homes = {part.name: home(whole) for whole, parts in self.stored() for part in parts}
         return stacked(self.spec, self._parts_brought_to(lambda entry: homes[entry.name], dtype))
 
+    @property
+    def is_stacked(self) -> bool:
+        """Whether files have some of the tensors in stacks, whose parts may have several owners."""
+        return self._is_stacked
+
     def stored(self) -> Iterator[Stacking]:
         """Yield the tensors as files have them, in table order, each with its parts."""
         return stackings(entry for entries in self.table.values() for entry in entries)
@@ -191,14 +196,7 @@ class PolicyTensors:
     def _parts_brought_to(
         self, home: Callable[[TensorEntry], int], dtype: torch.dtype
     ) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-        device = next(iter(self._parameters.values())).device
-        if device.type == "cuda" and self.groups.world.size > 1:
-            # NCCL connects a group in its first operation, in which all ranks must take part. Only then may two ranks
-            # send to each other.
-            dist.all_reduce(torch.zeros(1, device=device), group=self.groups.world.group)
-        me = self.groups.world.rank
-        for chunk in self._chunks:
-            chunk.await_parameters()
+        device, me = self._meet(), self.groups.world.rank
         # All ranks go through the table in the same order, so no two ranks wait for each other.
         for parameter, entries in self.table.items():
             owner = self.owners[parameter]
@@ -215,6 +213,52 @@ class PolicyTensors:
                     tensor = torch.empty(entry.shape, dtype=entry_dtype(entry, dtype), device=device)
                     self._move(dist.irecv, tensor, owner)
                     yield entry, tensor
+
+    def passed_on(
+        self,
+        home: Callable[[TensorEntry], int],
+        dtype: torch.dtype,
+        made: Callable[[TensorEntry, torch.Tensor], Iterator[tuple[str, torch.Tensor]]],
+        described: Callable[[TensorEntry], Mapping[str, tuple[torch.dtype, tuple[int, ...]]]],
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, part), in table order, of what the owners make of the tensors whose `home` is this rank.
+
+        `made` yields the parts of a whole tensor, [entry.shape] in `dtype`, on its owner. `described` says their dtypes
+        and shapes, by name and in that order. Collective over all ranks: every rank must run the iterator to its end.
+        Not for models whose files have stacks of experts.
+        """
+        assert not self._is_stacked, "a stack has parts of several owners"
+        device, me = self._meet(), self.groups.world.rank
+        # All ranks go through the table in the same order, so no two ranks wait for each other.
+        for parameter, entries in self.table.items():
+            owner = self.owners[parameter]
+            mine = self._gather(parameter, entries, dtype) if parameter in self._takes_part else iter(())
+            for entry in entries:
+                to, own = home(entry), next(mine, None)
+                if owner == me:
+                    assert own is not None and own[0] is entry, f"{entry.name} was due"
+                    parts = made(*own)
+                    if to == me:
+                        yield from parts
+                    else:
+                        for _, part in parts:
+                            self._move(dist.isend, part.contiguous().view(-1).view(torch.uint8), to)
+                elif to == me:
+                    for name, (part_dtype, shape) in described(entry).items():
+                        part = torch.empty(shape, dtype=part_dtype, device=device)
+                        self._move(dist.irecv, part.view(-1).view(torch.uint8), owner)
+                        yield name, part
+
+    def _meet(self) -> torch.device:
+        """Return the parameters' device, when all ranks may send to each other and all parameters are there."""
+        device = next(iter(self._parameters.values())).device
+        if device.type == "cuda" and self.groups.world.size > 1:
+            # NCCL connects a group in its first operation, in which all ranks must take part. Only then may two ranks
+            # send to each other.
+            dist.all_reduce(torch.zeros(1, device=device), group=self.groups.world.group)
+        for chunk in self._chunks:
+            chunk.await_parameters()
+        return device
 
     def _move(self, operation: Callable[..., dist.Work | None], tensor: torch.Tensor, peer: int) -> None:
         """Send to global rank `peer`, or receive from it, as a batch of one operation.

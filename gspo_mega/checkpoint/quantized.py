@@ -96,24 +96,66 @@ class PublishedForm:
             scale_name(entry.name): (torch.float32, scale_shape(entry.shape, self.stored.block)),
         }
 
-    def owned(self, policy: PolicyTensors, check: ShardCheck | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield what is sent of the tensors that this rank owns. Collective over the tensor groups: run it to its end.
+    def owned(
+        self,
+        policy: PolicyTensors,
+        check: ShardCheck | None = None,
+        seen: Callable[[str, torch.Tensor], object] | None = None,
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what is sent of the tensors that this rank owns, after `seen` was called with it. Collective over the
+        tensor groups: run it to its end.
 
         Raises the PublishError of `tensors` and of `check`, on this rank only and after that end.
         """
         owned = policy.owned(self.gathered)
-        return self._sent(owned if check is None else check.over(owned))
+        for name, tensor in self._sent(owned if check is None else check.over(owned)):
+            if seen is not None:
+                seen(name, tensor)
+            yield name, tensor
 
     def brought_to(
-        self, policy: PolicyTensors, home: Callable[[TensorEntry], int], check: ShardCheck | None = None
+        self, policy: PolicyTensors, home: Callable[[TensorEntry], int]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what is sent of the tensors whose `home` is this rank, in table order.
 
         Collective over all ranks: run it to its end, even if the use of a tensor fails. Raises PublishError as `owned`
         does.
         """
-        brought = policy.brought_to(home, self.gathered)
-        return self._sent(brought if check is None else check.over(brought))
+        return self._sent(policy.brought_to(home, self.gathered))
+
+    def passed_on(
+        self,
+        policy: PolicyTensors,
+        home: Callable[[TensorEntry], int],
+        check: ShardCheck | None = None,
+        seen: Callable[[str, torch.Tensor], object] | None = None,
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what is sent of the tensors whose `home` is this rank, in table order. Their owners check and make it,
+        call `seen` with each part, and bring it here.
+
+        Collective over all ranks: run it to its end, even if the use of a tensor fails. Raises PublishError as `owned`
+        does, on the owner.
+        """
+        problems: list[PublishError] = []
+
+        def made(entry: TensorEntry, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+            if check is not None:
+                check.compare(entry, tensor)
+            try:
+                for name, part in self.tensors(entry, tensor):
+                    if seen is not None:
+                        seen(name, part)
+                    yield name, part
+            except PublishError as error:  # before the first part; the rank that is brought them waits for all
+                problems.append(error)
+                for name, (dtype, shape) in self.described(entry).items():
+                    yield name, torch.zeros(shape, dtype=dtype, device=tensor.device)
+
+        yield from policy.passed_on(home, self.gathered, made, self.described)
+        if check is not None and not problems:
+            check.finish()
+        if problems:
+            raise problems[0]
 
     def _sent(self, tensors: Iterator[tuple[TensorEntry, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         try:

@@ -47,6 +47,9 @@ class ShardCheck:
         values, mine = iter(_values(sums)), {}
         for name, rank, count in places:
             mine[name] = [rank, [next(values) for _ in range(count)]]
+        self._compared: list[tuple[str, int]] = []
+        self._found: list[torch.Tensor] = []
+        self._wanted: list[int] = []
         self._sums: dict[str, dict[int, list[int]]] = {}
         for found in all_gather_json(mine, policy.groups.host):
             for name, (rank, of_blocks) in found.items():
@@ -56,20 +59,25 @@ class ShardCheck:
         """Yield (entry, tensor) as `PolicyTensors.owned` does. After the last one, because other ranks take part in all
         of them, raises PublishError naming the tensors that are not what the ranks hold.
         """
-        compared: list[tuple[str, int]] = []
-        found: list[torch.Tensor] = []
-        wanted: list[int] = []
         for entry, tensor in tensors:
-            for part in self._parts.get(entry.name, ()):
-                view = tensor if part.stack is None else part_of(tensor, part)
-                size = 1 if part.sharding == "replicated" else tensor_group(self._policy.groups, part).size
-                for rank in range(size):
-                    blocks = parameter_blocks(self._policy.spec, part, size, rank)
-                    compared += [(entry.name, rank)] * len(blocks)
-                    found += [position_sum(view.narrow(b.dim, b.start, b.length)) for b in blocks]
-                    wanted += self._sums[part.name][rank]
+            self.compare(entry, tensor)
             yield entry, tensor
-        pairs = zip(compared, _values(found), wanted, strict=True)
+        self.finish()
+
+    def compare(self, entry: TensorEntry, tensor: torch.Tensor) -> None:
+        """Sum each rank's part of a whole tensor, [entry.shape] and local. `finish` compares."""
+        for part in self._parts.get(entry.name, ()):
+            view = tensor if part.stack is None else part_of(tensor, part)
+            size = 1 if part.sharding == "replicated" else tensor_group(self._policy.groups, part).size
+            for rank in range(size):
+                blocks = parameter_blocks(self._policy.spec, part, size, rank)
+                self._compared += [(entry.name, rank)] * len(blocks)
+                self._found += [position_sum(view.narrow(b.dim, b.start, b.length)) for b in blocks]
+                self._wanted += self._sums[part.name][rank]
+
+    def finish(self) -> None:
+        """Raise PublishError naming the tensors that are not what the ranks hold."""
+        pairs = zip(self._compared, _values(self._found), self._wanted, strict=True)
         wrong = list(dict.fromkeys(f"{name} (rank {rank})" for (name, rank), here, there in pairs if here != there))
         if wrong:
             more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""

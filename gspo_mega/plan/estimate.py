@@ -283,7 +283,7 @@ def _servers(plan: Plan, total_parameters: int, limit: int | None) -> ServerNode
     memory = None
     if limit is not None:
         memory = server_memory(config, plan.spec, total_parameters, limit)
-        memory = replace(memory, groups=publish_group_bytes(config, plan.layout)[0])
+        memory = replace(memory, groups=publish_group_bytes(config, plan.spec, plan.layout)[0])
     return ServerNodes(num_gpus, nodes, memory)
 
 

@@ -162,7 +162,7 @@ def stage_memory(config: Config, layout: Layout, shares: ModelShares, stage: int
         "FP8 copies": size.fp8_copies,
         "reference": size.reference,
         "critic": critic[1].on_device if critic is not None else 0,
-        GROUPS: publish_group_bytes(config, layout)[1],
+        GROUPS: publish_group_bytes(config, spec, layout)[1],
         "reserve": RESERVE_BYTES,
     }
     exact = sum(size for part, size in parts.always.items() if part not in (GROUPS, "reserve"))

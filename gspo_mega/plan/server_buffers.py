@@ -14,6 +14,7 @@ from typing import Any
 from gspo_mega.config.derived import server_dtype
 from gspo_mega.config.schema import Config, Server
 from gspo_mega.models.spec import ModelSpec
+from gspo_mega.models.tensors import is_stacked
 from gspo_mega.plan.layout import Layout
 from gspo_mega.plan.servers import DTYPE_BYTES, attention_ranks, expert_ranks, reward_gpus
 
@@ -44,20 +45,21 @@ _CONNECTION_BYTES = 8 * 512 * 8 * 16 + 120 * 640 * 8 * 8 + 4 * MIB
 _CONNECTIONS_ACROSS, _CONNECTIONS_INSIDE = 8 * 2, 24
 
 
-def num_senders(config: Config, layout: Layout) -> int:
+def num_senders(config: Config, spec: ModelSpec, layout: Layout) -> int:
     """Return how many ranks send weights with `publish.method: distributed`; 0 with another method. In each pipeline
-    stage and expert rank, one rank owns tensors.
+    stage and expert rank, one rank owns tensors. All of them send if files have experts in stacks.
     """
     if config.publish.method != "distributed":
         return 0
-    return min(config.publish.max_senders, layout.pipeline * layout.expert)
+    owners = layout.pipeline * layout.expert
+    return owners if is_stacked(spec) else min(config.publish.max_senders, owners)
 
 
-def publish_group_bytes(config: Config, layout: Layout) -> tuple[int, int]:
+def publish_group_bytes(config: Config, spec: ModelSpec, layout: Layout) -> tuple[int, int]:
     """Return the bytes of NCCL's buffers for publishes, which stay from one publish to the next, on the GPU of a server
     and on that of a sending rank. A server is in one group of each sender.
     """
-    senders = num_senders(config, layout)
+    senders = num_senders(config, spec, layout)
     if not senders:
         return 0, 0
     a_group = (_CONNECTIONS_INSIDE if on_one_node(config) else _CONNECTIONS_ACROSS) * _CONNECTION_BYTES

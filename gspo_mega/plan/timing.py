@@ -492,7 +492,7 @@ def publish_seconds(config: Config, spec: ModelSpec, layout: Layout, gpu: Gpu, t
     )
     link = LINK_SHARE * (gpu.nvlink_bytes_per_second if on_one_node(config) else gpu.network_bytes_per_second)
     # Owners that do not send bring their tensors to a sender first.
-    senders = num_senders(config, layout)
+    senders = num_senders(config, spec, layout)
     gathering += weight_bytes * (1 - senders / owners) / senders / link
     preparing = gathering + hashes.trainer_seconds
     # A sender's first bucket is gathered and hashed before any is sent.

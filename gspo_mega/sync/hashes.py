@@ -1,15 +1,16 @@
 """The hashes of one publish: every tensor that is verified is hashed once, as it is sent or written.
 
-A publisher passes each tensor that this rank sends to `add`, and all ranks then exchange what they have with `collect`.
-`SentDigests` has the trainer's own digests, of every tensor by the name under which it is sent (`verify: replicas`).
-`SentChecksums` has the checksums that servers must report, by the server's names (`verify: tensors`). The same bytes
-leave the rank and are hashed, so a fault of the gather is not found here but by `checkpoint/shard_check.py`.
+A publisher passes each tensor that this rank owns to `add`, as it is sent, and all ranks then exchange what they have
+with `collect`. `SentDigests` has the trainer's own digests, of every tensor by the name under which it is sent
+(`verify: replicas`). `SentChecksums` has the checksums that servers must report, by the server's names (`verify:
+tensors`). The same bytes leave the rank and are hashed, so a fault of the gather is not found here but by
+`checkpoint/shard_check.py`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,7 +21,6 @@ from gspo_mega.checkpoint.collectives import all_gather_json
 from gspo_mega.checkpoint.gather import PolicyTensors
 from gspo_mega.checkpoint.hf_export import tensor_digest
 from gspo_mega.checkpoint.quantized import PublishedForm
-from gspo_mega.models.tensors import TensorEntry
 from gspo_mega.sync.verify import ExpectedChecksums, ServerTensors, server_tensor_name
 
 
@@ -47,13 +47,6 @@ class Hashes(Protocol):
     def collect(self) -> Hashed:
         """Return what all ranks hashed. Collective over all ranks, once, after the last `add`."""
         ...
-
-
-def hashed(tensors: Iterator[tuple[str, torch.Tensor]], hashes: Hashes) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) of `tensors`, each after it is hashed."""
-    for name, tensor in tensors:
-        hashes.add(name, tensor)
-        yield name, tensor
 
 
 class SentDigests:
@@ -91,11 +84,8 @@ class SentChecksums:
         form: PublishedForm,
         expected: ExpectedChecksums,
         chosen: Collection[str] | None,
-        where: Callable[[TensorEntry], int],
     ) -> None:
-        """`chosen`: the server's tensors that are verified; None for all. `where`: the rank to whose `add` a tensor, as
-        files have it, comes.
-        """
+        """`chosen`: the server's tensors that are verified; None for all."""
         self._policy, self._expected = policy, expected
         self._homes: dict[str, int] = {}
         self._later: dict[str, tuple[int, int, torch.dtype, tuple[int, ...]]] = {}
@@ -104,7 +94,7 @@ class SentChecksums:
         self._chosen: set[str] = set()
         spread: set[str] = set()
         for entry, _ in policy.stored():
-            server, owner = server_tensor_name(policy.spec, entry), where(entry)
+            server, owner = server_tensor_name(policy.spec, entry), policy.owner(entry)
             home = self._homes.setdefault(server, owner)
             if home != owner:
                 spread.add(server)

@@ -41,7 +41,7 @@ from gspo_mega.models.tensors import TensorEntry
 from gspo_mega.plan.gpus import resolve_verification
 from gspo_mega.sync.broadcast import GroupSender
 from gspo_mega.sync.broadcast_group import OwnTensors
-from gspo_mega.sync.hashes import Hashed, Hashes, SentChecksums, SentDigests, hashed
+from gspo_mega.sync.hashes import Hashed, Hashes, SentChecksums, SentDigests
 from gspo_mega.sync.remote_sender import OrderChannel, RemoteSender, serve_send_orders
 from gspo_mega.sync.rotation import Rotation
 from gspo_mega.sync.servers import Deadline, Fleet, ServerControl, check_same_versions, loaded_versions
@@ -131,10 +131,13 @@ class Publisher:
         # What the next send hashes and checks; None if the content is hashed already.
         self._unhashed: tuple[Hashes, ShardCheck] | None = None
         self._hashed = Hashed({}, 0, 0.0)
+        # What this rank found wrong with tensors that it brought to a sender.
+        self._problem: str | None = None
         self._backend = backend = "nccl" if on_gpu else "gloo"
         settings = config.publish
         owners = sorted({self._policy.owner(entry) for entry, _ in self._policy.stored()})
-        self._sender_of = senders_of(owners, settings.max_senders)
+        # A stack of experts has parts of several owners, which are brought to the first of them already.
+        self._sender_of = senders_of(owners, len(owners) if self._policy.is_stacked else settings.max_senders)
         self._senders = sorted(set(self._sender_of.values()))
         self._own = OwnTensors(groups.world.rank)
         self._to_lead = OrderChannel(groups.host, 0)
@@ -277,8 +280,7 @@ class Publisher:
         if self._verification == "replicas":
             return SentDigests(self._policy, self._tensors, chosen)
         expected = ExpectedChecksums(self._spec, self._form.stored, self._on_load)
-        where = self._policy.owner if self._settings.method == "disk" else self._sends
-        return SentChecksums(self._policy, self._form, expected, chosen, where)
+        return SentChecksums(self._policy, self._form, expected, chosen)
 
     def _shard_check(self, chosen: frozenset[str] | None) -> ShardCheck:
         """Sum what this rank holds of the tensors that are verified. Collective."""
@@ -292,11 +294,10 @@ class Publisher:
         hashed and checked on the way. Collective.
         """
         hashes, check = self._unhashed or (None, None)
-        if all(owner == sender for owner, sender in self._sender_of.items()):
-            tensors = self._form.owned(self._policy, check)
-        else:
-            tensors = self._form.brought_to(self._policy, self._sends, check)
-        return tensors if hashes is None else hashed(tensors, hashes)
+        seen = None if hashes is None else hashes.add
+        if len(self._senders) < len(self._sender_of):
+            return self._form.passed_on(self._policy, self._sends, check, seen)
+        return self._form.owned(self._policy, check, seen)
 
     def _sends(self, entry: TensorEntry) -> int:
         """Return the rank that sends a tensor."""
@@ -309,6 +310,29 @@ class Publisher:
             content.digests = self._hashed.hashes
         else:
             content.expected = self._hashed.hashes
+
+    def _collect_sent(self, content: PublishContent) -> str | None:
+        """Fill in the hashes of the first send, or return what a rank found wrong with what it brought to a sender.
+        Collective.
+        """
+        assert self._unhashed is not None, "a send is collected once"
+        (hashes, _), self._unhashed = self._unhashed, None
+        problems = [problem for problem in all_gather_json(self._problem, self._groups.host) if problem is not None]
+        self._problem = None
+        if problems:
+            return problems[0]
+        self._collect(hashes, content)
+        return None
+
+    def _take_part(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Take part in gathering, on a rank that does not send. Rank 0 is told of a problem after the send."""
+        try:
+            for _ in tensors:
+                pass
+        except PublishError as error:
+            if self._unhashed is None:
+                raise
+            self._problem = str(error)
 
     def _hash_all(self, weight_version: int) -> PublishContent:
         """Gather and hash all tensors without sending them, and return them as content. Collective."""
@@ -350,15 +374,13 @@ class Publisher:
         if not self._groups.is_lead:
             while (order := broadcast_json(None, self._groups.host))["do"] != "end":
                 if order["do"] == "collect":
-                    assert self._unhashed is not None, "a send is collected once"
-                    self._collect(self._unhashed[0], content)
+                    self._collect_sent(content)
                     continue
                 tensors = self._to_send()
                 if self._groups.world.rank in self._senders:
                     serve_send_orders(self._own, self._to_lead, tensors, self._settings.bucket_bytes)
                 else:
-                    for _ in tensors:  # this rank takes part in gathering them
-                        pass
+                    self._take_part(tensors)
             if "error" in order:
                 raise PublishError(order["error"])
             result = order["result"]  # JSON has turned tuples into lists, and numbers as keys into text
@@ -399,7 +421,8 @@ class Publisher:
                 self._sender.send(fleet, targets, self._to_send(), version)
                 if self._unhashed is not None:
                     broadcast_json({"do": "collect"}, self._groups.host)
-                    self._collect(self._unhashed[0], content)
+                    if (problem := self._collect_sent(content)) is not None:
+                        raise PublishError(problem)
 
             failpoints.reached("publish.sent")
 

@@ -53,12 +53,14 @@ def num_tensors(models, kind: str) -> int:
         ("dense", TENSOR, "disk"),
         ("dense", TENSOR, "distributed"),
         ("moe", EXPERT, "disk"),
+        ("moe", EXPERT, "distributed"),
         ("moe", {"tensor": 2, "expert": 2}, "disk"),
         ("gpt_oss", EXPERT, "disk"),
     ],
 )
 def test_a_publish_gathers_once_and_hashes_once(publish, models, kind, parallel, method, verify):
-    found = publish(kind, parallel, [{"change": "weight"}, {"change": "weight"}], method=method, verify=verify)
+    rounds = [{"change": "weight"}, {"change": "weight"}]
+    found = publish(kind, parallel, rounds, method=method, verify=verify, max_senders=1)
     for number, result in enumerate(found):
         assert result["verified"] and not result["failed"], result
         # At a server's start the weights are sent twice, to prove that they reach every tensor.
@@ -127,6 +129,14 @@ def test_a_fault_on_another_owner_is_told_to_all_ranks(publish, models, kind, na
     stack = name.replace("experts.3.down_proj.weight", "experts.down_proj")
     assert "what was gathered is not what the ranks hold" in found["error"]
     assert (name if kind == "moe" else stack) in found["error"], found
+
+
+@pytest.mark.parametrize("verify", ["tensors", "replicas"])
+def test_a_fault_on_an_owner_that_does_not_send_ends_that_publish_only(publish, verify):
+    rounds = [{"change": "weight"}, {"change": "weight", "gather": ("flipped", NAMES["moe"])}, {"change": "weight"}]
+    found = publish("moe", EXPERT, rounds, method="distributed", verify=verify, max_senders=1)
+    assert found[0]["verified"] and found[2]["verified"], found
+    assert f"what was gathered is not what the ranks hold: {NAMES['moe']}" in found[1]["error"]
 
 
 @pytest.mark.parametrize("verify", ["tensors", "replicas"])
