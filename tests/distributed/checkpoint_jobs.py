@@ -17,7 +17,7 @@ from gspo_mega.algorithm.objective import ObjectiveSettings
 from gspo_mega.base import failpoints
 from gspo_mega.base.errors import GspoMegaError
 from gspo_mega.base.run_folder import RunFolder
-from gspo_mega.checkpoint import optimizer_shards
+from gspo_mega.checkpoint import optimizer_shards, save
 from gspo_mega.checkpoint.gather import PolicyTensors
 from gspo_mega.checkpoint.hf_import import import_huggingface
 from gspo_mega.checkpoint.load import TrainState, find_checkpoint, load_checkpoint
@@ -46,14 +46,14 @@ def count_copies(saver: Saver, state: TrainState) -> dict[str, int]:
     """Save, and wait for the write. `staged`: bytes that this rank writes. `copied`: bytes of the clones on the way.
     `shared`: staged tensors that lie in memory which training changes.
     """
-    staged, original, clones = [], Saver._copies, _Clones()
+    staged, original, clones = [], save._copies, _Clones()
 
-    def kept(self, *args):
-        found = original(self, *args)
+    def kept(*args):
+        found = original(*args)
         staged.extend(tensor for _, _, (_, tensors) in found or () for _, tensor in tensors)
         return found
 
-    with mock.patch.object(Saver, "_copies", kept), mock.patch("gspo_mega.checkpoint.save.random_state", dict), clones:
+    with mock.patch.object(save, "_copies", kept), mock.patch.object(save, "random_state", dict), clones:
         saver.save(state)
     trained = {tensor.untyped_storage().data_ptr() for tensor in live_tensors(saver._engine)}
     shared = sum(tensor.untyped_storage().data_ptr() in trained for tensor in staged)

@@ -438,8 +438,9 @@ def _is_small_on_host(args: Any, kwargs: Any) -> bool:
 def _copies_to_page_locked(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether the result is in page-locked memory, as torch takes it for a copy to the host that nobody waits for."""
     to = kwargs.get("device")
-    is_copy = name == "aten::_to_copy" and to is not None and bool(kwargs.get("non_blocking"))
-    return is_copy and torch.device(to).type == "cpu" and args[0].device.type == "cuda"
+    if name != "aten::_to_copy" or to is None or not kwargs.get("non_blocking"):
+        return False
+    return torch.device(to).type == "cpu" and args[0].device.type == "cuda"
 
 
 def _copies_to_host(name: str, tensors: list[torch.Tensor], kwargs: dict[str, Any]) -> bool:
