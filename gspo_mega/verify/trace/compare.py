@@ -162,7 +162,7 @@ def _host(
     found = []
     if (offloaded := sum(size.offloaded for *_, size in models)) > 0:
         after = phases["second optimizer"]["host_after"]
-        found.append(("optimizer state", offloaded, after, "plan/state.py: state_bytes"))
+        found.append(("offloaded optimizer", offloaded, after, "plan/state.py: state_bytes"))
     if "save" in phases:
         written = sum(
             written_host_bytes(own.optimizer, state, size, traced["rank"]) + save_rounding_bytes(own, state)

@@ -218,7 +218,7 @@ def test_a_critic_and_a_reference_are_traced_with_their_state_passes_and_saves(c
     assert list(phases) == ["build", *steps, "publish", "save"]
     assert [what for what, one in compared.items() if not one["agrees"]] == []
     assert compared["state, critic"]["traced"] > compared["state, reference"]["traced"] > 0
-    assert compared["host, optimizer state"]["traced"] > 0
+    assert compared["host, offloaded optimizer"]["traced"] > 0
     flops = {name: sum(phase["flops"].values()) for name, phase in phases.items()}
     assert flops["second reference pass"] == flops["second old pass"] > flops["second values"] > 0
     assert phases["second critic training"]["flops"] != {} == phases["second critic optimizer"]["flops"]
