@@ -8,7 +8,10 @@ import subprocess
 import sys
 import time
 import uuid
+from importlib import metadata
 from pathlib import Path
+
+import pytest
 
 from gspo_mega.base import processes
 
@@ -37,6 +40,7 @@ process._bootstrap = wait_for_ever
 """
 
 
+@pytest.mark.skipif(metadata.version("megatron-core") >= "0.19", reason="its writers are threads: nothing is forked")
 def test_a_killed_supervisor_leaves_no_writer_behind(ranks, tmp_path):
     marker = f"gspo-test-{uuid.uuid4()}"
     (writers := tmp_path / "writers").mkdir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import metadata
 from pathlib import Path
 
 from recovery_support import KILLED
@@ -35,6 +36,8 @@ def test_saves_journal_and_exports_change_the_disk_in_operations_alone(ranks, tm
         changed |= operations_that_changed(noted(file))
     # What only flushes or opens changes nothing; nothing is in the way here, and a run's exports have one file and no
     # versions.
+    if metadata.version("megatron-core") >= "0.19":  # keeps nothing apart from tensors
+        changed.add("save.common")
     silent = {name for name in failpoints.OPERATIONS if name.endswith((".sync", ".drop", ".aside", "journal.open"))}
     assert failpoints.OPERATIONS.keys() - silent - changed == {f"publish.{name}" for name in PUBLISHED_ALONE} | {
         "journal.routes.write",
