@@ -20,12 +20,14 @@ import traceback
 from pathlib import Path
 
 import numpy as np
+import setproctitle
 
 from gspo_mega.cli.main import main as command_line
 from gspo_mega.rollout.server import entry, process
 
 _ENTRY = ["-m", "gspo_mega.rollout.server.entry"]
 _POLL_SECONDS = 0.02
+setproctitle.getproctitle()  # it finds the place of the title by variables that a fork replaces
 
 
 class _Fork:
@@ -49,8 +51,6 @@ class _Fork:
 
 def _as_new_process(title: list[str]) -> None:
     """Drop what a process would not have that was started and not forked."""
-    import setproctitle
-
     setproctitle.setproctitle(" ".join([sys.executable, *title]))
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)

@@ -7,14 +7,13 @@ import functools
 
 from forked_workers import ForkedWorkers
 
-# The entry comes before SGLang, and sets this variable before it imports SGLang.
+# `forked_serve` imports the server's entry, which comes before SGLang and sets this variable before it imports that.
 _OF_SERVERS = (
-    "gspo_mega.rollout.server.entry",
+    "forked_serve",
     "gspo_mega.cli.serve",
     "sglang.srt.server_args",
     "sglang.launch_server",
     "sglang.srt.entrypoints.http_server",
-    "forked_serve",
 )
 _VARIABLES_OF_SERVERS = {"TORCHDYNAMO_DISABLE": "1"}
 

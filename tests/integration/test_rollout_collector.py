@@ -102,7 +102,7 @@ def test_kill_in_the_middle_of_a_rollout(dense_model, tmp_path, behind):
         rollout={"max_new_tokens": 400},
     )
     config, spec = load_config(path).config, read_model_spec(dense_model)
-    serve = Serve(path, tmp_path / "run", forked=True)
+    serve = Serve(path, tmp_path / "run")
     stream = Stream()
     try:
         serve.wait_for("ready")
