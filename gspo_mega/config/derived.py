@@ -382,9 +382,9 @@ def megatron_folder(prefix: str | None = None) -> Path:
 
 def has_transformer_engine_layers(config: Config, has_gpu: bool) -> bool:
     """Return whether the policy has Transformer Engine's layers. `engine.transformer_engine` decides; if it is absent,
-    fp8 has them, and bf16 on a GPU. fp32 and a policy with adapters always have Megatron's plain layers.
+    fp8 has them, and bf16 on a GPU. fp32 always has Megatron's plain layers.
     """
-    if config.precision == "fp32" or config.lora is not None:
+    if config.precision == "fp32":
         return False
     chosen = config.engine.transformer_engine
     return config.precision == "fp8" or (has_gpu if chosen is None else chosen)
@@ -436,6 +436,8 @@ def fusion_obstacle(config: Config, key: FusionKey, *, has_experts: bool, has_gp
         return "no experts"
     if key != "fuse_activation" and not has_transformer_engine_layers(config, has_gpu):
         return "Megatron's plain layers"
+    if key == "fuse_weight_gradient" and config.lora is not None:
+        return "layers whose weights are frozen"
     return None
 
 

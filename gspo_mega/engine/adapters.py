@@ -1,16 +1,19 @@
 """Low-rank adapters (LoRA) on Megatron's linear layers: the modules, their place in a layout, their checkpoint.
 
-A forward hook adds (alpha / rank) B A x to the output of a linear layer, so Megatron's layer stays as it is. Every
-parameter except those of adapters is frozen. Names and shapes are in `models/low_rank.py`, whole tensors of adapters in
-`checkpoint/adapters.py`.
+A forward hook adds (alpha / rank) B A x to the output of a linear layer, so Megatron's layer stays as it is, a plain
+one or Transformer Engine's. The hook sees the layer's input x, so no norm may be fused into an adapted layer:
+`build_chunks` keeps them apart. Transformer Engine's experts are one module with a weight for each expert, and their
+adapters are multiplied together. Every parameter except those of adapters is frozen. Names and shapes are in
+`models/low_rank.py`, whole tensors of adapters in `checkpoint/adapters.py`.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+import importlib
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -23,6 +26,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from gspo_mega.config.schema import Lora
@@ -54,9 +58,11 @@ class Adapter(nn.Module):
         settings: Lora,
         entries: Sequence[TensorEntry],
         linear: nn.Module,
+        weight: str = "weight",
     ) -> None:
+        """`weight`: the name of the adapted weight in `linear`, which may be one of several."""
         super().__init__()
-        base: Any = linear.weight
+        base: Any = getattr(linear, weight)
         self.parameter, self.sharding, self.is_expert = (
             entries[0].parameter,
             entries[0].sharding,
@@ -128,7 +134,7 @@ class Adapter(nn.Module):
                 inner = reduce_scatter_to_sequence_parallel_region(inner, group=self.group.group)
             else:
                 inner = reduce_from_tensor_model_parallel_region(inner, group=self.group.group)
-        return functional.linear(inner, self.whole_b()) * self.scale
+        return functional.linear(inner * self.scale, self.whole_b())
 
     def halves(self) -> dict[str, nn.Parameter]:
         """This rank's parts of A and B by canonical name."""
@@ -157,13 +163,14 @@ def attach_adapters(
     wanted = adapted(spec, settings.targets)
     for chunk in chunks:
         chunk.requires_grad_(False)
-        for parameter, linear in _linears(chunk, spec, groups):
-            entries = wanted.get(parameter)
-            if entries is None:
-                continue
-            adapter = Adapter(spec, groups, settings, entries, linear)
-            chunk.adapters[parameter.removesuffix(".weight").replace(".", "-")] = adapter
-            linear.register_forward_hook(_adding(adapter))
+        for linear, weights in _linears(chunk, spec, groups):
+            own = []
+            for parameter, weight in weights.items():
+                if (entries := wanted.get(parameter)) is not None:
+                    own.append(Adapter(spec, groups, settings, entries, linear, weight))
+                    chunk.adapters[parameter.removesuffix(".weight").replace(".", "-")] = own[-1]
+            if own:
+                linear.register_forward_hook(_adding_grouped(own) if _is_grouped(linear) else _adding(own[0]))
         if hasattr(chunk, "embedding"):
             # Recomputed layers have gradients only if their input has one, and nothing before the adapters is trained.
             chunk.embedding.register_forward_hook(_with_gradient)
@@ -202,9 +209,89 @@ def _adding(adapter: Adapter) -> Any:
         if not adapter.is_on:
             return output
         values, bias = output
-        return values + adapter(inputs[0]), bias
+        return adapter(inputs[0]).add_(values), bias
 
     return add
+
+
+def _adding_grouped(adapters: Sequence[Adapter]) -> Any:
+    def add(_module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+        if not adapters[0].is_on:
+            return output
+        values, bias = output
+        rows, splits = inputs
+        return _grouped_adapters(adapters, rows, [int(split) for split in splits]).add_(values), bias
+
+    return add
+
+
+def _grouped_adapters(adapters: Sequence[Adapter], inputs: torch.Tensor, splits: list[int]) -> torch.Tensor:
+    """What the adapters of a rank's experts add, [rows, out] of the inputs' dtype. inputs [rows, in], those of expert
+    after expert; `splits`: the number of rows of each.
+    """
+    first = adapters[0]
+    inputs = functional.dropout(inputs, first.dropout, first.training)
+    all_a = torch.cat([adapter.a[role] for adapter in adapters for role in adapter.roles])
+    all_b = torch.stack([adapter.b for adapter in adapters])
+    if first.rows is not None:  # the same rows in every expert, because each is whole on its rank
+        all_b = all_b.repeat(1, 1, len(first.roles)) * first.rows
+    inner = _GroupedProduct.apply(inputs, all_a.unflatten(0, (len(adapters), -1)), splits)
+    return _GroupedProduct.apply(inner * first.scale, all_b, splits)
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """Rows of expert after expert, each times its expert's matrix. The product is the one that Transformer Engine's own
+    experts use, in which the host waits for nothing.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, weights: torch.Tensor, splits: list[int]) -> torch.Tensor:
+        """inputs [rows, in], weights [experts, out, in], of one dtype; returns [rows, out]."""
+        ctx.save_for_backward(inputs, weights)
+        ctx.splits = splits
+        output = inputs.new_empty(inputs.size(0), weights.size(1))
+        _multiply(weights, inputs.split(splits), [output], splits, "TN")
+        return output
+
+    @staticmethod
+    @once_differentiable
+    # `once_differentiable` makes `ctx` positional; autograd passes it so.
+    def backward(ctx: Any, grad: torch.Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        inputs, weights = ctx.saved_tensors
+        splits, by_inputs, by_weights = ctx.splits, None, None
+        parts = grad.contiguous().split(splits)
+        if ctx.needs_input_grad[0]:
+            by_inputs = torch.empty_like(inputs)
+            _multiply(weights, parts, [by_inputs], splits, "NN")
+        if ctx.needs_input_grad[1]:
+            by_weights = torch.empty_like(weights)
+            _multiply(inputs.split(splits), parts, by_weights, splits, "NT")
+        return by_inputs, by_weights, None
+
+
+def _multiply(
+    left: Iterable[torch.Tensor],
+    right: Iterable[torch.Tensor],
+    out: Iterable[torch.Tensor],
+    splits: list[int],
+    layout: Literal["TN", "NN", "NT"],
+) -> None:
+    """Fill `out` with each expert's product. It has a tensor for each expert in layout NT, the gradient of weights, and
+    otherwise a single one with the rows of all.
+    """
+    gemm: Any = importlib.import_module("transformer_engine.pytorch.cpp_extensions").general_grouped_gemm
+    left, right, out = list(left), list(right), list(out)
+    gemm(
+        left,
+        right,
+        out,
+        [None] * len(splits),  # nothing is quantised
+        out[0].dtype,
+        layout=layout,
+        m_splits=splits,
+        grad=layout != "TN",
+        single_output=layout != "NT",
+    )
 
 
 def _with_gradient(_module: nn.Module, _inputs: object, output: torch.Tensor) -> torch.Tensor:
@@ -223,21 +310,33 @@ def _fill(parameter: torch.Tensor, spec: ModelSpec, group: RankGroup, entry: Ten
         )
 
 
-def _linears(chunk: PolicyModel, spec: ModelSpec, groups: ParallelGroups) -> Iterator[tuple[str, nn.Module]]:
-    """Yields (canonical name of the weight, module) for every linear layer inside the chunk's transformer layers."""
+def _is_grouped(linear: nn.Module) -> bool:
+    """Whether the module is Transformer Engine's linear layer of several experts."""
+    return hasattr(linear, "num_gemms")
+
+
+def _linears(chunk: PolicyModel, spec: ModelSpec, groups: ParallelGroups) -> Iterator[tuple[nn.Module, dict[str, str]]]:
+    """Yields every linear layer inside the chunk's transformer layers, and the names of its weights in it by their
+    canonical names: one, or one for each of this rank's experts.
+    """
     layers: Any = chunk.decoder.layers  # torch declares plain modules
-    first_expert = 0 if spec.moe is None else groups.expert.rank * (spec.moe.num_experts // groups.expert.size)
+    num_local = 0 if spec.moe is None else spec.moe.num_experts // groups.expert.size
+    first_expert = groups.expert.rank * num_local
     for layer in layers:
         start = f"decoder.layers.{layer.layer_number - 1}."
         for name, module in layer.named_modules():
-            last = name.rpartition(".")[2]
-            if not last.startswith("linear_") or not hasattr(module, "weight"):
+            before, _, last = name.rpartition(".")
+            if not last.startswith("linear_"):
                 continue
-            before, found, after = name.partition(".local_experts.")
-            if found:
-                local, _, rest = after.partition(".")
-                name = f"{before}.{first_expert + int(local)}.{rest}"
-            yield f"{start}{name}.weight", module
+            if _is_grouped(module):
+                experts = range(num_local)
+                yield module, {f"{start}{before}.{first_expert + i}.{last}.weight": f"weight{i}" for i in experts}
+            elif hasattr(module, "weight"):
+                before, found, after = name.partition(".local_experts.")
+                if found:
+                    local, _, rest = after.partition(".")
+                    name = f"{before}.{first_expert + int(local)}.{rest}"
+                yield module, {f"{start}{name}.weight": "weight"}
 
 
 @contextmanager

@@ -43,6 +43,7 @@ from gspo_mega.engine.precision import (
     fusion_settings,
     head_without_apex,
     log_backends,
+    mlp_submodules,
     precision_settings,
     require_precision,
     uses_transformer_engine,
@@ -103,8 +104,13 @@ def build_chunks(
     spec: ModelSpec,
     groups: ParallelGroups,
     model: type[PolicyModel] = PolicyModel,
+    *,
+    separate_norms: bool = False,
 ) -> list[PolicyModel]:
     """This rank's model chunks: one, or one per virtual pipeline stage. Parameters are untrained.
+
+    `separate_norms`: Transformer Engine's layers do not fuse a norm into the linear layer after it, because adapters
+    need that layer's input. Megatron's plain layers never do.
 
     Collective over the embedding group if embeddings are tied over several pipeline stages.
     """
@@ -115,7 +121,7 @@ def build_chunks(
         with head_without_apex():
             chunk = model(
                 megatron_config,
-                cast(ModuleSpec, _layer_specs(megatron_config, spec, stage)),  # Megatron takes either
+                cast(ModuleSpec, _layer_specs(megatron_config, spec, stage, separate_norms)),  # Megatron takes either
                 vocab_size=padded_vocab_size(spec.vocab_size, groups.tensor.size),
                 max_sequence_length=spec.max_position_embeddings,
                 pre_process=has_embedding,
@@ -249,16 +255,18 @@ def _expert_settings(routing: Moe, spec: ModelSpec, moe: MoeSpec) -> dict:
 
 
 def _layer_specs(
-    megatron_config: TransformerConfig, spec: ModelSpec, virtual_stage: int | None
+    megatron_config: TransformerConfig, spec: ModelSpec, virtual_stage: int | None, separate_norms: bool
 ) -> TransformerBlockSubmodules:
     first = get_transformer_layer_offset(megatron_config, vp_stage=virtual_stage)
     count = get_num_layers_to_build(megatron_config, vp_stage=virtual_stage)
-    make = _transformer_engine_layer if uses_transformer_engine(megatron_config) else _plain_layer
+
+    def make(has_experts: bool) -> ModuleSpec:
+        if uses_transformer_engine(megatron_config):
+            return _transformer_engine_layer(megatron_config, spec, has_experts, separate_norms)
+        return _plain_layer(megatron_config, spec, has_experts)
+
     # All layers of a kind share one spec.
-    kinds = {
-        kind: make(megatron_config, spec, kind)
-        for kind in {spec.has_experts(layer) for layer in range(first, first + count)}
-    }
+    kinds = {kind: make(kind) for kind in {spec.has_experts(layer) for layer in range(first, first + count)}}
     layers = [kinds[spec.has_experts(layer)] for layer in range(first, first + count)]
     norm: Any = norm_class(megatron_config)  # Megatron declares a spec or a module and builds a class as well
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
@@ -287,7 +295,9 @@ def _plain_layer(megatron_config: TransformerConfig, spec: ModelSpec, has_expert
     return layer
 
 
-def _transformer_engine_layer(megatron_config: TransformerConfig, spec: ModelSpec, has_experts: bool) -> ModuleSpec:
+def _transformer_engine_layer(
+    megatron_config: TransformerConfig, spec: ModelSpec, has_experts: bool, separate_norms: bool
+) -> ModuleSpec:
     layer = get_gpt_layer_with_transformer_engine_spec(
         num_experts=megatron_config.num_moe_experts if has_experts else None,
         moe_grouped_gemm=megatron_config.moe_grouped_gemm,
@@ -296,7 +306,30 @@ def _transformer_engine_layer(megatron_config: TransformerConfig, spec: ModelSpe
     )
     if spec.latent is not None:
         complete_latent_spec(_submodules(layer).self_attention)
+    if separate_norms:
+        _separate_norms(_submodules(layer), spec, has_experts, norm_class(megatron_config))
     return layer
+
+
+def _separate_norms(parts: Any, spec: ModelSpec, has_experts: bool, norm: type) -> None:
+    """Take the norms out of the linear layers of Transformer Engine's layer, in place. `parts`: its submodules.
+
+    Latent attention and experts have norms of their own anyway.
+    """
+    # This module imports Transformer Engine; `require_precision` has checked that it is installed.
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+
+    fused = {}
+    if spec.latent is None:
+        parts.input_layernorm = norm
+        _submodules(parts.self_attention).linear_qkv = TEColumnParallelLinear
+        fused["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
+    if not has_experts:
+        parts.pre_mlp_layernorm = norm
+        mlp_submodules(parts.mlp).linear_fc1 = TEColumnParallelLinear
+        fused["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    # A checkpoint names them as if they were fused.
+    parts.sharded_state_dict_keys_map = fused
 
 
 def norm_class(config: TransformerConfig) -> type:

@@ -133,7 +133,7 @@ class PolicyEngine:
         self.before_step: Callable[[], None] | None = None  # `apply_gradients` calls it
         require_optimizer(config.optimizer)
         self.megatron_config = transformer_config(config, spec)
-        self.chunks = build_chunks(self.megatron_config, spec, groups)
+        self.chunks = build_chunks(self.megatron_config, spec, groups, separate_norms=config.lora is not None)
         if config.lora is not None:
             attach_adapters(self.chunks, spec, groups, config.lora, config.run.seed)
         self.wrapped = wrap_data_parallel(self.megatron_config, self.chunks, config.optimizer)

@@ -80,11 +80,16 @@ def run(folder: str, parallel: dict, steps: int = 3, random_start: bool = True, 
             merged=merged,
             log_probs=log_probs,
             grad_norms=[r.grad_norm for r in results],
+            linears={type(module).__name__ for chunk in engine.chunks for module in _linears(chunk)},
             num_trained=sum(p.numel() for p in trained),
             num_optimized=sum(p.numel() for g in engine.optimizer.param_groups for p in g["params"]),
         )
     finally:
         destroy_groups()
+
+
+def _linears(chunk) -> list:
+    return [module for name, module in chunk.named_modules() if name.rpartition(".")[2].startswith("linear_")]
 
 
 def write_folders(folder: str, out: str, parallel: dict, lora: dict) -> None:
@@ -123,8 +128,8 @@ def refused(folder: str, lora: dict) -> str:
 
 
 @contextlib.contextmanager
-def _engine(folder: str, parallel: dict, lora: dict) -> Iterator[PolicyEngine]:
-    config = layout_config(folder, {"expert_tensor": 1, **parallel}, lora=lora)
+def _engine(folder: str, parallel: dict, lora: dict, **sections) -> Iterator[PolicyEngine]:
+    config = layout_config(folder, {"expert_tensor": 1, **parallel}, lora=lora, **sections)
     groups = create_groups(**parallel)
     try:
         engine = PolicyEngine(config, read_model_spec(folder), groups, num_optimizer_steps=1)
@@ -136,10 +141,10 @@ def _engine(folder: str, parallel: dict, lora: dict) -> Iterator[PolicyEngine]:
         destroy_groups()
 
 
-def own_base(folder: str, parallel: dict, lora: dict) -> dict:
+def own_base(folder: str, parallel: dict, lora: dict, **sections) -> dict:
     """Whether the log-probs of the KL term's reference are those of the model without adapters, before and after
     steps."""
-    with _engine(folder, parallel, lora) as engine:
+    with _engine(folder, parallel, lora, **sections) as engine:
         batch = shard(recorded_sequences(), engine.groups.data.rank, engine.groups.data.size, 2)
         own = FrozenBase(engine)
         first = engine.old_pass(batch)

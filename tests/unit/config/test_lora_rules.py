@@ -4,7 +4,7 @@ import pytest
 from config_refusals import refused
 
 from gspo_mega.config import load_config
-from gspo_mega.config.derived import has_transformer_engine_layers
+from gspo_mega.config.derived import fused_keys, fusion_obstacle, has_transformer_engine_layers
 
 LORA = "lora={rank: 4, alpha: 8}"
 
@@ -12,8 +12,10 @@ LORA = "lora={rank: 4, alpha: 8}"
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["precision=fp8"], "precision: fp8 with `lora`: adapters need Megatron's plain layers"),
-        (["engine.transformer_engine=true"], "because Transformer Engine's fuse a norm into the layer after it"),
+        (
+            ["precision=fp8"],
+            "precision: fp8 with `lora`: adapters on FP8 layers have not been tried; valid: bf16, fp32",
+        ),
         (
             ["lora.dropout=0.1", "parallel.tensor=2"],
             "lora.dropout: 0.1 with parallel.tensor 2: tensor ranks would drop different inputs of one adapter",
@@ -57,11 +59,26 @@ def test_what_contradicts_adapters_on_servers_is_refused(write, overrides, said)
     assert said in refused(write(), LORA, "publish.lora=adapter", *overrides)
 
 
-def test_layers_are_plain_with_adapters(write):
-    plain, adapted = (load_config(write(), overrides).config for overrides in ([], [LORA]))
-    assert has_transformer_engine_layers(plain, has_gpu=True) and not has_transformer_engine_layers(
-        adapted, has_gpu=True
-    )
+@pytest.mark.parametrize(
+    ("overrides", "on_cpu", "on_gpu"),
+    [
+        (["precision=bf16"], False, True),
+        (["precision=bf16", "engine.transformer_engine=false"], False, False),
+        (["precision=bf16", "engine.transformer_engine=true"], True, True),
+        (["precision=fp32"], False, False),
+    ],
+)
+def test_adapters_have_the_layers_that_a_whole_policy_has(write, overrides, on_cpu, on_gpu):
+    for config in (load_config(write(), [*more, *overrides]).config for more in ([], [LORA])):
+        found = [has_transformer_engine_layers(config, has_gpu=has_gpu) for has_gpu in (False, True)]
+        assert found == [on_cpu, on_gpu]
+
+
+def test_no_weight_gradient_is_fused_where_weights_are_frozen(write):
+    config = load_config(write(), [LORA, "precision=bf16"]).config
+    assert fused_keys(config, has_experts=True, has_gpu=True) == {"fuse_activation", "fuse_permutation"}
+    obstacle = fusion_obstacle(config, "fuse_weight_gradient", has_experts=True, has_gpu=True)
+    assert obstacle == "layers whose weights are frozen"
 
 
 def test_dropout_and_the_reference_are_said(write):

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from one_layer import ONE_LAYER
+from te_process import in_te_process
 
 from gspo_mega.config.schema import Lora
-from gspo_mega.engine.adapters import Adapter
+from gspo_mega.engine.adapters import Adapter, _grouped_adapters
 from gspo_mega.models.low_rank import adapted
 
 ONE = SimpleNamespace(rank=0, size=1, group=None)
@@ -73,3 +74,42 @@ def test_a_sum_in_bf16_is_rounded_once():
     weight = torch.ones(2, 2, dtype=torch.bfloat16)
     assert torch.equal(adapter.merged(weight), weight)
     assert adapter(torch.ones(1, 2, dtype=torch.bfloat16))[0, 1] > 0
+
+
+@in_te_process
+def test_experts_adapters_are_multiplied_together():
+    """Numbers by hand for three experts with two rows, none and one: values, and every gradient."""
+    adapters = [build(["gate_proj", "up_proj"]) for _ in range(3)]
+    for expert, adapter in enumerate(adapters):
+        with torch.no_grad():
+            adapter.a["gate"].copy_(torch.tensor([[1.0, 2]]) * (expert + 1))
+            adapter.a["up"].copy_(torch.tensor([[3.0, 4]]))
+            adapter.b.copy_(torch.tensor([[5.0], [6]]))
+    inputs = torch.tensor([[1.0, 1], [0, 1], [1, 1]], requires_grad=True)
+    found = _grouped_adapters(adapters, inputs, [2, 0, 1])
+    assert found.tolist() == [[3 * 5 * 3, 3 * 6 * 7], [3 * 5 * 2, 3 * 6 * 4], [3 * 5 * 9, 3 * 6 * 7]]
+    found[[0, 2]].sum().backward()
+    gate_and_up = [[[15, 15], [18, 18]], [[0, 0], [0, 0]], [[15, 15], [18, 18]]]
+    assert [[adapter.a[role].grad[0].tolist() for role in ("gate", "up")] for adapter in adapters] == gate_and_up
+    assert [adapter.b.grad.flatten().tolist() for adapter in adapters] == [[9, 21], [0, 0], [27, 21]]
+    assert inputs.grad.tolist() == [[15 + 54, 30 + 72], [0, 0], [45 + 54, 90 + 72]]
+
+
+@in_te_process
+def test_experts_adapters_equal_each_expert_s_own():
+    """In bf16, to the bit, with frozen inputs and experts that get no row."""
+    generator = torch.Generator().manual_seed(1)
+    adapters = [build(["gate_proj", "up_proj"], torch.bfloat16) for _ in range(4)]
+    for half in (half for adapter in adapters for half in adapter.parameters()):
+        half.data.copy_(torch.randn(half.shape, generator=generator))
+    splits, inputs = [3, 0, 2, 0], torch.randn(5, 2, generator=generator, dtype=torch.float32).bfloat16()
+    together = _grouped_adapters(adapters, inputs, splits)
+    together.float().square().sum().backward()
+    gradients = [half.grad.clone() for adapter in adapters for half in adapter.parameters()]
+    for half in (half for adapter in adapters for half in adapter.parameters()):
+        half.grad = None
+    alone = torch.cat([adapter(part) for adapter, part in zip(adapters, inputs.split(splits))])
+    alone.float().square().sum().backward()
+    assert torch.equal(together, alone)
+    one_by_one = [half.grad for adapter in adapters for half in adapter.parameters()]
+    assert all(torch.allclose(got, want, rtol=2**-6) for got, want in zip(gradients, one_by_one, strict=True))
