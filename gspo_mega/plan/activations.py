@@ -166,7 +166,8 @@ def _gpu(
     config: Config, spec: ModelSpec, moe: MoeSpec | None, layout: Layout, size: int, part: float, has_gpu: bool
 ) -> tuple[float, float]:
     """Return (attention, mlp) of Transformer Engine's layers, whose norms are fused into the linear layer that follows,
-    except before experts.
+    except before experts. With adapters none is fused, and as much is kept: frozen layers keep no input, the adapters
+    do.
     """
     hidden, gate = spec.hidden_size, _gate(config, spec, has_gpu)
     linear = _FP8_BYTES if config.precision == "fp8" else size

@@ -107,6 +107,13 @@ def test_recomputed_layers_give_the_same_gradient_to_the_bit(computed, kind):
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_fused_operations_change_no_adapter(computed, kind):
+    """With those that a GPU fuses by default."""
+    fused = TE | dict(fuse_activation=True) | (dict(fuse_permutation=True) if kind == "moe" else {})
+    same_to_bf16(computed(kind, fused), computed(kind, TE))
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
 def test_the_model_without_adapters_is_the_reference(rank_pools, models, kind):
     sections = dict(precision="bf16", engine=TE, lora=LORA)
     found = rank_pools(1, transformer_engine=True).run(

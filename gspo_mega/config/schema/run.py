@@ -191,7 +191,7 @@ class Engine(Section):
             "Transformer Engine's products add weight gradients to their fp32 buffers themselves"
             " (gradient_accumulation_fusion, without Apex): unrounded, and with one pass fewer over the buffers."
             " Without"
-            " it: on GPUs, with Transformer Engine's layers."
+            " it: on GPUs, with Transformer Engine's layers, unless `lora` freezes the weights."
         ),
     )
 

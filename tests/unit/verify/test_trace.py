@@ -168,6 +168,11 @@ SAMPLES = {
         ["--layers", "2", "moe.routing_replay=R3", "rollout.return_routed_experts=true"],
         {"expert", "expert_data"},
     ),
+    "adapters": (
+        "qwen3_30b_a3b_4nodes",
+        ["--layers", "2", "--rank", "0", "lora={rank: 16, alpha: 32}"],
+        {"expert", "expert_data"},
+    ),
     "stages": (
         "llama3_70b_8nodes",
         ["--layers", "8", "--rank", "0", "parallel.virtual_pipeline=null"],
@@ -190,6 +195,8 @@ def test_a_shipped_configuration_agrees_with_its_plan(kind, capsys):
     for one in result["ranks"]:
         used = {sent["group"] for phase in one["phases"] for sent in phase["collectives"]}
         assert groups <= used
+        waits = [where for phase in one["phases"] for where in phase["waits"]]
+        assert not any("rope_utils" in where for where in waits), "rotary positions are not fused"
         assert one["versions"]["megatron-core"] == "0.19.2"
         _, holders = kept_between_steps(one)
         layers = [
