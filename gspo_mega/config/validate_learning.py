@@ -310,9 +310,7 @@ def validate_lora(config: Config) -> Iterator[Violation]:
     if lora is None:
         return
     if config.precision == "fp8":
-        yield Violation(
-            "precision", "fp8 with `lora`: adapters on FP8 layers have not been tried; valid then: bf16, fp32"
-        )
+        yield Violation("precision", "fp8 with `lora`: adapters on FP8 layers were not tried; valid then: bf16, fp32")
     if lora.dropout > 0 and config.parallel.tensor > 1:
         yield Violation(
             "lora.dropout",

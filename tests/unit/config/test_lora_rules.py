@@ -14,7 +14,7 @@ LORA = "lora={rank: 4, alpha: 8}"
     [
         (
             ["precision=fp8"],
-            "precision: fp8 with `lora`: adapters on FP8 layers have not been tried; valid: bf16, fp32",
+            "precision: fp8 with `lora`: adapters on FP8 layers were not tried; valid then: bf16",
         ),
         (
             ["lora.dropout=0.1", "parallel.tensor=2"],
