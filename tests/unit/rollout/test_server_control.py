@@ -62,6 +62,16 @@ def test_checksums_of_layers_beside_adapters_have_the_layers_own_names(fakes, po
     assert control.checksums(deadline_seconds=2) == [{"mlp.experts.w2_weight": "1", "norm.weight": "2"}]
 
 
+def test_a_server_is_told_which_checksums_to_leave_out(fakes, pools):
+    server = fakes("server-0")
+    (control,) = pools().controls()
+    control.checksums(deadline_seconds=2, skip=["model.layers.0.", "lm_head.weight"])
+    control.checksums(deadline_seconds=2)
+    bodies = [body for path, body in server.calls if path == "/weights_checker"]
+    plain = {"action": "checksum", "selector": "target"}
+    assert bodies == [plain | {"skip_tensor_list": ["model.layers.0.", "lm_head.weight"]}, plain]
+
+
 def test_a_cache_is_flushed_when_the_last_request_is_put_away(fakes, pools, monkeypatch):
     """As SGLang does: it refuses while it has a request whose answer has come already."""
     server, refusals = fakes("server-0"), [400, 400]

@@ -50,7 +50,7 @@ class Server:
     ) -> None:
         self.server_id, self.refuse, self.drop, self.generation = server_id, refuse, drop, generation
         self.held = dict.fromkeys(NAMES, "0")
-        self.version = 0
+        self.version, self.reports_all = 0, False
         self.calls: list[str] = []
 
     def __getattr__(self, name: str):
@@ -66,20 +66,21 @@ class Server:
         ):
             raise AttributeError(name)
 
-        def call(*, deadline_seconds: float):
+        def call(*, deadline_seconds: float, **more):
             assert 0 < deadline_seconds <= 5
             self.calls.append(name)
             if name in self.refuse:
                 raise PublishError(f"{self.server_id}: {name}: refused")
-            return getattr(self, f"do_{name}", lambda: None)()
+            return getattr(self, f"do_{name}", lambda: None)(**more)
 
         return call
 
     def do_weight_version(self):
         return self.version
 
-    def do_checksums(self):
-        return [dict(self.held)]
+    def do_checksums(self, skip=()):
+        left_out = () if self.reports_all else skip
+        return [{name: value for name, value in self.held.items() if not any(piece in name for piece in left_out)}]
 
     def do_snapshot(self):
         self.kept = dict(self.held)
@@ -104,12 +105,20 @@ def weights(version: int, *but: str) -> dict[str, str]:
     return {name: f"{1 if name in but else version}" for name in NAMES}
 
 
-def run(servers: list[Server], memory: PublishMemory, version: int, now: dict[str, str], verify: str = "tensors"):
+def run(
+    servers: list[Server],
+    memory: PublishMemory,
+    version: int,
+    now: dict[str, str],
+    verify: str = "tensors",
+    chosen: frozenset[str] | None = None,
+):
     """One transaction; also the calls of `commit`."""
     if verify == "tensors":
-        content = PublishContent(version, expected=now)
+        content = PublishContent(version, expected=now, chosen=chosen)
     else:
-        content = PublishContent(version, digests={n: now[server] for n, server in server_tensor_names(SPEC).items()})
+        digests = {n: now[server] for n, server in server_tensor_names(SPEC).items()}
+        content = PublishContent(version, digests=digests, chosen=chosen)
     commits: list[list[str]] = []
 
     def send(fleet: Fleet, targets: list[Server]) -> None:
@@ -217,6 +226,51 @@ def test_replicas_a_server_that_came_back_is_held_against_the_committed_weights(
     back.drop, back.held["lm_head.weight"] = ("lm_head.weight",), "old"
     _, failed, _ = run([back], memory, 1, weights(1), "replicas")
     assert "changed there and not in the trainer: lm_head.weight" in failed["b"]
+
+
+@pytest.mark.parametrize("verify", ["tensors", "replicas"])
+@pytest.mark.parametrize("reports_all", [False, True])
+def test_a_share_is_compared_whether_the_server_leaves_out_the_rest_or_not(verify, reports_all):
+    """SGLang on a GPU reports weights in blocks all the same. What the model does not have is never left out."""
+    server, memory, share = Server("a"), PublishMemory(), frozenset(["model.norm.weight"])
+    server.reports_all = reports_all
+    assert run([server], memory, 1, weights(1), verify)[0]
+    server.drop = ("lm_head.weight",)
+    assert run([server], memory, 2, weights(2), verify, share)[0], "it is not of the share"
+    server.drop = ("model.norm.weight",)
+    _, failed, _ = run([server], memory, 3, weights(3), verify, share)
+    assert "model.norm.weight" in failed["a"]
+    server.drop, server.held["surprise"] = (), "1"
+    _, failed, _ = run([server], memory, 3, weights(3), verify, share)
+    assert "surprise" in failed["a"]
+
+
+def test_replicas_a_tensor_is_compared_with_what_it_was_when_it_was_read_last():
+    server, memory = Server("a"), PublishMemory()
+    head, norm = frozenset(["lm_head.weight"]), frozenset(["model.norm.weight"])
+    for version, share in ((1, None), (2, head), (3, norm)):
+        assert run([server], memory, version, weights(version), "replicas", share)[0]
+    assert memory.baseline.reported[1][0]["lm_head.weight"] == "2"
+    assert memory.baseline.reported[1][0]["model.norm.weight"] == "3"
+    assert not run([server], memory, 4, weights(4) | {"lm_head.weight": "2"}, "replicas", head)[1], "as it was"
+    server.held["lm_head.weight"] = "stray"
+    server.drop = ("lm_head.weight",)
+    _, failed, _ = run([server], memory, 5, weights(5) | {"lm_head.weight": "2"}, "replicas", head)
+    assert "changed there and not in the trainer: lm_head.weight" in failed["a"]
+
+
+def test_replicas_what_changed_without_servers_of_a_size_is_not_known_of_them():
+    small, large = Server("small"), Server("large")
+    large.tensor_parallel, memory = 2, PublishMemory()
+    large.do_checksums = lambda skip=(): Server.do_checksums(large, skip) * 2
+    assert len(run([small, large], memory, 1, weights(1), "replicas")[0]) == 2
+    changed = weights(1) | {"model.norm.weight": "2"}
+    assert run([small], memory, 2, changed, "replicas", frozenset(["model.norm.weight"]))[0]
+    assert "model.norm.weight" not in memory.baseline.reported[2][0]
+    assert memory.baseline.reported[2][0]["lm_head.weight"] == "1"
+    large.held["lm_head.weight"], large.drop = "stray", ("lm_head.weight",)
+    _, failed, _ = run([large], memory, 2, changed, "replicas")
+    assert "changed there and not in the trainer: lm_head.weight" in failed["large"]
 
 
 def test_replicas_with_several_ranks_a_tensor_may_change_on_some_only():
