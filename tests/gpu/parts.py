@@ -44,8 +44,41 @@ class Part:
 
 _SHORT = ("--shapes", "tiny-moe", "--longest", "32")
 _FEW = ("--shapes", "tiny-moe", "--tokens", "32", "--packs", "2", "--times", "1")
+# In the order of a GPU's first day (docs/gpu_first_day.md): what is most likely to fail comes first.
 PARTS = {
-    "products": Part("Transformer Engine's linear layer, every recipe against bf16", "products.py", 120),
+    "traced": Part(
+        "memory by phase beside what the trace predicted",
+        "traced.py",
+        180,
+        ("--cases", "dense,experts"),
+        dry=("--cases", "tiny"),
+    ),
+    "traced_fp8": Part(
+        "the same of FP8 and of adapters", "traced.py", 300, ("--cases", "fp8,adapters"), dry=("--cases", "tiny")
+    ),
+    "run_r3": Part(
+        "gspo-mega train with our server entry, R3 and publishes; tokens/s, GB/s, mismatch",
+        "whole_run.py",
+        MOST_SECONDS,
+        dry=("--shape", "tiny", "--steps", "2"),
+        is_rank=False,
+    ),
+    "publish": Part(
+        "weights to one server: by disk, and with two GPUs by NCCL; GB/s",
+        "publish_once.py",
+        MOST_SECONDS,
+        dry=("--shape", "tiny"),
+        is_rank=False,
+    ),
+    "rollout": Part("SGLang's own server against the trainer's log-probs", "rollout.py", 480, is_rank=False),
+    "budget": Part(
+        "gspo-mega mismatch: where the mismatch comes from",
+        "budget_run.py",
+        MOST_SECONDS,
+        dry=("--shape", "tiny"),
+        is_rank=False,
+    ),
+    "resume": Part("save, a new engine, load, go on: with each recipe", "resumed_recipes.py", MOST_SECONDS, dry=_SHORT),
     "log_probs": Part(
         "log-probs of each precision against fp32",
         "log_probs.py",
@@ -58,7 +91,7 @@ PARTS = {
         300,
         dry=(*_SHORT, "--steps", "6", "--rate", "3e-4"),
     ),
-    "resume": Part("save, a new engine, load, go on: with each recipe", "resumed_recipes.py", MOST_SECONDS, dry=_SHORT),
+    "products": Part("Transformer Engine's linear layer, every recipe against bf16", "products.py", 120),
     "head": Part(
         "memory and time of the LM head's log-probs at 32k tokens",
         "head_memory.py",
@@ -70,28 +103,6 @@ PARTS = {
     ),
     "throughput_moe": Part(
         "the same of a mixture of 128 experts", "throughput.py", MOST_SECONDS, ("--shapes", "large-moe"), _FEW
-    ),
-    "rollout": Part("SGLang's own server against the trainer's log-probs", "rollout.py", 480, is_rank=False),
-    "publish": Part(
-        "weights to one server: by disk, and with two GPUs by NCCL; GB/s",
-        "publish_once.py",
-        MOST_SECONDS,
-        dry=("--shape", "tiny"),
-        is_rank=False,
-    ),
-    "run_r3": Part(
-        "gspo-mega train with our server entry, R3 and publishes; tokens/s, GB/s, mismatch",
-        "whole_run.py",
-        MOST_SECONDS,
-        dry=("--shape", "tiny", "--steps", "2"),
-        is_rank=False,
-    ),
-    "budget": Part(
-        "gspo-mega mismatch: where the mismatch comes from",
-        "budget_run.py",
-        MOST_SECONDS,
-        dry=("--shape", "tiny"),
-        is_rank=False,
     ),
 }
 

@@ -462,13 +462,16 @@ def _answer(known: torch.Tensor | None, asked: torch.Tensor) -> Any:
 
 
 def _answer_reads(ledger: Ledger) -> None:
-    """Answer `tolist` and `numpy` of fake tensors, which are not dispatched: known numbers, or zeros (bool: True)."""
+    """Answer `tolist` and `numpy` of fake tensors, which are not dispatched: known numbers, or zeros (bool: True). All
+    single numbers are finite.
+    """
     tensor_class: Any = torch.Tensor
     if getattr(tensor_class, "_gspo_mega_reads", None) is not None:
         tensor_class._gspo_mega_reads[0] = ledger
         return
     current = tensor_class._gspo_mega_reads = [ledger]
     tolist, numpy, resize = tensor_class.tolist, tensor_class.numpy, torch.UntypedStorage.resize_
+    isfinite = tensor_class.isfinite
 
     def values(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device.type == "cuda":
@@ -478,6 +481,13 @@ def _answer_reads(ledger: Ledger) -> None:
             return (
                 known if known is not None else torch.full(tensor.shape, tensor.dtype == torch.bool, dtype=tensor.dtype)
             )
+
+    def read_finite(self: torch.Tensor) -> Any:
+        if not isinstance(self, FakeTensor) or self.dim():
+            return isfinite(self)
+        current[0].wait("isfinite")
+        with _disable_current_modes():
+            return torch.tensor(True)
 
     def read_list(self: torch.Tensor) -> Any:
         return tolist(values(self) if isinstance(self, FakeTensor) else self)
@@ -493,6 +503,7 @@ def _answer_reads(ledger: Ledger) -> None:
     fake_class: Any = FakeTensor  # which has a `tolist` of its own, one read for each element
     tensor_class.tolist = fake_class.tolist = read_list
     tensor_class.numpy = read_numpy
+    tensor_class.isfinite = fake_class.isfinite = read_finite
     address = torch.UntypedStorage.data_ptr
 
     def data_ptr(self: torch.UntypedStorage) -> int:

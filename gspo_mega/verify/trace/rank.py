@@ -33,13 +33,12 @@ from gspo_mega.config.derived import (
     penalises_kl,
 )
 from gspo_mega.cpu import fake_device, fake_kernels
-from gspo_mega.data.packing import build_micro_batch
 from gspo_mega.plan import Plan, plan_run
 from gspo_mega.plan.gpus import DEFAULT_GPU, GPUS
 from gspo_mega.verify.trace.ledger import Held, Ledger, Phase, fake_tensors, is_shown
+from gspo_mega.verify.trace.packs import full_pack
 from gspo_mega.verify.trace.request import TraceRequest
 
-_PROMPT_TOKENS = 8
 _DENOMINATOR = 1.0
 _NUM_OPTIMIZER_STEPS = 100
 _MOST_HELD = 20
@@ -104,53 +103,11 @@ class _Trace:
                 if field.name != "world"
             }
         )
-        packs = [self._pack() for _ in range(self.request.packs)]
+        packs = [full_pack(config, self.layout, self.spec) for _ in range(self.request.packs)]
         self._expect(packs[0])
         with fake_tensors(), ledger:
             self._step(groups, packs)
         return self._result(packs[0])
-
-    def _pack(self) -> MicroBatch:
-        """A full pack: as many sequences of the longest length as it takes, and a shorter one for the rest."""
-        config, layout = self.config, self.layout
-        longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-        tokens = config.batch.micro_batch_tokens
-        longest = min(longest, tokens)
-        lengths = [longest] * (tokens // longest)
-        if tokens % longest > 2 * _PROMPT_TOKENS * layout.sequence_multiple_tokens:
-            lengths.append(tokens % longest)
-        moe = self.spec.moe
-        rng = np.random.default_rng(0)
-        rows = []
-        for length in lengths:
-            active = length - _PROMPT_TOKENS
-            row: dict[str, Any] = dict(
-                prompt_token_ids=rng.integers(0, self.spec.vocab_size, _PROMPT_TOKENS),
-                response_token_ids=rng.integers(0, self.spec.vocab_size, active),
-                response_mask=np.ones(active),
-                rollout_log_probs=np.full(active, -1.0),
-                advantage=1.0,
-                group_size=float(config.batch.group_size),
-                weight=1.0,
-                truncated=0.0,
-                token_rewards=np.zeros(active),
-            )
-            rows.append(row)
-        has_critic = critic_of(config.algorithm, config.critic) is not None
-        pack = build_micro_batch(
-            rows,
-            list(range(len(rows))),
-            layout.sequence_multiple_tokens,
-            ("advantage", "group_size", "weight", *(("truncated",) if has_critic else ())),
-            layout.pack_multiple_tokens,
-            ("token_rewards",) if has_critic else (),
-        )
-        if moe is not None and config.moe.routing_replay == "R3":
-            layers = sum(self.spec.has_experts(index) for index in range(self.spec.num_layers))
-            pack.routed_experts = np.zeros((pack.num_tokens, layers, moe.experts_per_token), np.int16)
-            held = [index for index in range(self.spec.num_layers) if self.spec.has_experts(index)]
-            pack.routed_layers = np.asarray(held)
-        return pack
 
     def _expect(self, pack: MicroBatch) -> None:
         layout, moe = self.layout, self.spec.moe
