@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
@@ -32,7 +33,7 @@ from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.checkpoint import folders
 from gspo_mega.checkpoint.collectives import all_gather_json, broadcast_json, raise_together
 from gspo_mega.checkpoint.optimizer_shards import load_optimizer, optimizer_state, read_optimizer_state
-from gspo_mega.checkpoint.quantized import keep_exact
+from gspo_mega.checkpoint.quantized import is_fp8_parameter, keep_exact, plain_values
 from gspo_mega.checkpoint.safe_pickle import first_cause, refuse_code, write_tags_by_value
 from gspo_mega.checkpoint.tensor_sources import MEGATRON_FOLDER
 from gspo_mega.config.schema import Model
@@ -259,8 +260,7 @@ def _load_model(folder: Path, name: str, engine: TrainedModel, is_same_layout: b
             # A new torch AdamW has no state to read into.
             if isinstance(part, DistributedOptimizer):
                 part._init_optimizer_states_with_dummy_values()
-        # Megatron's annotation includes a tuple, which it returns only for a strictness that is not used here.
-        loaded = cast(dict[str, Any], dist_checkpointing.load(sharded_state(engine, loading=True), str(folder / name)))
+        loaded = _load_plain(sharded_state(engine, loading=True), folder / name)
         names = ["model"] if len(engine.chunks) == 1 else [f"model{i}" for i in range(len(engine.chunks))]
         scales = _scales(folder, name, world.rank) if is_same_layout else {}
         engine.scales.load(scales)  # FP8 parameters are rounded with them when they are filled; this counts as a use
@@ -280,6 +280,20 @@ def _load_model(folder: Path, name: str, engine: TrainedModel, is_same_layout: b
     except (CheckpointException, EOFError, KeyError, OSError, RuntimeError, SafetensorError, ValueError) as error:
         problems.append(f"rank {world.rank}: {first_cause(error)}")
     raise_together(problems, host, CheckpointError, f"{folder} cannot be read")
+
+
+def _load_plain(wanted: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the state that `wanted` describes, without FP8 parameters: their parts are loaded as plain tensors.
+    Collective.
+
+    Megatron-Core 0.19 would fill such parameters themselves, so that the loaded numbers are lost, and round them before
+    their scales are loaded; 0.16 takes plain tensors.
+    """
+    for part in nested_values(wanted):
+        if isinstance(getattr(part, "data", None), torch.Tensor) and is_fp8_parameter(part.data):
+            part.data = plain_values(part.data)
+    # Megatron's annotation includes a tuple, which it returns only for a strictness that is not used here.
+    return cast(dict[str, Any], dist_checkpointing.load(wanted, str(folder)))
 
 
 def rank_file(folder: str, rank: int) -> Path:
@@ -357,8 +371,7 @@ def load_weights(folder: Path, engine: PolicyEngine) -> None:
             wanted = chunk.sharded_state_dict(metadata={"dp_cp_group": engine.groups.data_context.group})
             # Transformer Engine's scaling states are not weights, and a converted checkpoint has none.
             wanted = {name: value for name, value in wanted.items() if not isinstance(value, ShardedObject)}
-            # Megatron's annotation includes a tuple, which it returns only for a strictness that is not used here.
-            loaded = cast(dict[str, Any], dist_checkpointing.load(wanted, str(folder / MEGATRON_FOLDER)))
+            loaded = _load_plain(wanted, folder / MEGATRON_FOLDER)
             result = chunk.load_state_dict({name: loaded[name] for name in wanted}, strict=False)
             problems += [f"{name} is not filled" for name in result.missing_keys if not name.endswith(_EXTRA_STATE)]
             for name, parameter in chunk.named_parameters():

@@ -523,7 +523,11 @@ def _mark(name: str, parameter: Any, entry: TensorEntry, groups: ParallelGroups,
         parameter.partition_stride = 1
     parameter.sequence_parallel = sequence_parallel and along is None and entry.expert is None
     is_experts_own = entry.expert is not None and groups.expert.size > 1
-    if getattr(parameter, "allreduce", True) == is_experts_own:
+    # Megatron-Core 0.16 and 0.19 mark this layout, which the plan refuses, differently.
+    is_refused = (
+        entry.expert is not None and groups.expert.size == 1 and groups.expert_tensor.size != groups.tensor.size
+    )
+    if not is_refused and getattr(parameter, "allreduce", True) == is_experts_own:
         raise ModelError(
             f"{name}: Megatron reduces its gradient {'over all data ranks' if is_experts_own else 'as an expert'}, and"
             f" the tensor table says that it is {'an expert' if is_experts_own else 'not an expert'}"
