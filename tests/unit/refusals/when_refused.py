@@ -218,7 +218,7 @@ TABLE: dict[str, dict[str, tuple[int, str] | tuple[int, str, str]]] = {
         "_fill_from_tensor": (1, RUN, "a tied head that differs from the embedding is seen in the values of both"),
     },
     "checkpoint/gather.py": {"PolicyTensors.__init__": (2, RUN, _DEFECT)},
-    "checkpoint/shard_check.py": {"ShardCheck.over": (1, RUN, _DEFECT)},
+    "checkpoint/shard_check.py": {"ShardCheck.finish": (1, RUN, _DEFECT)},
     "checkpoint/hf_export.py": {"_Writer._write": (1, RUN, _DISK)},
     "sync/broadcast_group.py": {
         "PendingBroadcast.wait": (3, RUN, _SERVERS),
@@ -229,6 +229,7 @@ TABLE: dict[str, dict[str, tuple[int, str] | tuple[int, str, str]]] = {
         "Publisher.publish": (1, RUN, _SERVERS),
         "Publisher.publish_again": (1, RUN, _SERVERS),
         "Publisher._lead_or_follow": (1, RUN, _SERVERS),
+        "Publisher._lead.send": (1, RUN, _DEFECT),
         "PublishedVersions.current": (1, RUN, _DISK),
         "PublishedVersions.commit": (2, RUN, _DISK),
         "PublishedVersions.prune": (1, RUN, _DISK),
