@@ -78,7 +78,7 @@ ASSUMPTIONS = (
         f"{STORAGE_BYTES_PER_SECOND / 1e9:.0f} GB/s; scoring, tools and agents, evaluation and start-up are left out"
     ),
     (
-        "publishing: ranks that own tensors send them in turn, one copy per group of servers, and each hashes its next"
+        "publishing: ranks send in turn, one copy per group of servers, and owners of tensors hash their next"
         f" ones meanwhile with SHA-256 on one core, {SHA256_BYTES_PER_SECOND / 1e9:g} GB/s; servers on GPUs hash there"
         " as fast as they read memory; copying weights to the host and what a server's start repeats are left out"
     ),

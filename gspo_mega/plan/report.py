@@ -261,7 +261,7 @@ def _hashes(plan: Plan, hashes: HashCost) -> list[str]:
     seconds = "" if hashes.server_seconds is None else f" in {hashes.server_seconds:.2f} s"
     return [
         f"hashed per publish, {whole}: {_gib(hashes.trainer_bytes)} in {hashes.trainer_seconds:.2f} s on each of"
-        f" {hashes.num_senders} ranks that send (SHA-256, {SHA256_BYTES_PER_SECOND / 1e9:g} GB/s on one core),"
+        f" {hashes.num_owners} ranks that own tensors (SHA-256, {SHA256_BYTES_PER_SECOND / 1e9:g} GB/s on one core),"
         f" {_gib(hashes.server_bytes)}{seconds} on each rank of a server{how}"
     ]
 

@@ -424,10 +424,11 @@ def _width(elements: float) -> float:
 @dataclass(frozen=True)
 class HashCost:
     """What a publish hashes, the mean over `publish.verify_all_every` publishes: bytes and seconds of one of the ranks
-    that send (`num_senders`), and of one rank of a server. `server_seconds` is None if the servers' GPU is not known.
+    that own tensors (`num_owners`), and of one rank of a server. `server_seconds` is None if the servers' GPU is not
+    known.
     """
 
-    num_senders: int
+    num_owners: int
     trainer_bytes: float
     trainer_seconds: float
     server_bytes: float
@@ -461,7 +462,7 @@ def hash_cost(
 
 
 def _num_owners(layout: Layout) -> int:
-    """Return the number of ranks that send: one in each pipeline stage and expert rank gets each tensor whole."""
+    """Return the number of ranks that own tensors: one in each pipeline stage and expert rank gets them whole."""
     return layout.pipeline * layout.expert
 
 

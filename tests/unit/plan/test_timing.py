@@ -178,7 +178,7 @@ def test_the_plan_shows_what_a_publish_hashes(load, shape):
     figures = estimate(plan)
     text, values = render_report(plan, figures), json.loads(plan_json(plan, figures))["servers"]["hashes_per_publish"]
     assert "hashed per publish, the mean of 4 publishes (publish.verify_all_every: 4): " in text
-    assert "ranks that send (SHA-256, 1.1 GB/s on one core)" in text and "by SGLang's GPU kernel" in text
+    assert "ranks that own tensors (SHA-256, 1.1 GB/s on one core)" in text and "by SGLang's GPU kernel" in text
     assert values["trainer_bytes"] == pytest.approx(2 * figures.counts.total * 2 / 4)
     assert values["trainer_seconds"] == pytest.approx(values["trainer_bytes"] / 1.1e9)
     said = render_report(plan_run(load("train.num_steps=3"), "cpu", shape("dense")))
