@@ -171,7 +171,8 @@ def build_optimizer(settings: Optimizer, chunks: list[DistributedDataParallel]) 
     overrides = {} if settings.decay_norms_and_biases else no_decay
     # Megatron declares the base class and returns a chain, also for a single optimizer.
     optimizer = cast("ChainedOptimizer", get_megatron_optimizer(config, [*chunks], config_overrides=overrides))
-    free_replaced_copies(optimizer)
+    if config.optimizer_cpu_offload:
+        free_replaced_copies(optimizer)
     return optimizer
 
 

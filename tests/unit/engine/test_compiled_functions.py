@@ -3,6 +3,7 @@
 Each test has a process of its own: elsewhere on a CPU, torch.compile is switched off.
 """
 
+import os
 import subprocess
 
 import pytest
@@ -14,8 +15,9 @@ CASES = {"ours": ["ours"], "torch's default": ["torch"], "ours, at most 8": ["ou
 @pytest.fixture(scope="module")
 def ended() -> dict[str, tuple[int, str, str]]:
     """Exit code, output and errors of each case; they run side by side."""
-    forks = ForkedWorkers(("gspo_mega.engine", "torch._dynamo", "compiled_variants"), TORCHDYNAMO_DISABLE="0")
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    switched_on = {"TORCHDYNAMO_DISABLE": "0"}  # for the forking process, and for each fork, which has its command's
+    forks = ForkedWorkers(("gspo_mega.engine", "torch._dynamo", "compiled_variants"), **switched_on)
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | switched_on)
     try:
         running = {
             name: subprocess.Popen(forks.command("compiled_variants", *words), **pipes) for name, words in CASES.items()
