@@ -388,7 +388,8 @@ def fake_tensors() -> FakeTensorMode:
 
 
 def _copies(held: dict[int, Held]) -> list[Held]:
-    return [Held(**vars(one)) for one in held.values()]
+    # A list first: while copies are made, the garbage collector may free storages, which then leave `held`.
+    return [Held(**vars(one)) for one in list(held.values())]
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:

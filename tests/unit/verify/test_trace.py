@@ -63,6 +63,10 @@ def test_of_a_compiled_function_only_the_result_takes_memory(found):
     assert found["compiled"] == {"before": MIB, "peak": 2 * MIB, "after": 2 * MIB}
 
 
+def test_what_is_freed_while_it_is_counted_is_no_error(found):
+    assert found["collected"] == ""
+
+
 def test_numbers_of_the_host_are_known_and_others_are_answered(found):
     assert found["reads"] == {"lengths": [3, 4], "unknown": [0.0] * 3, "chosen": [2, 2], "waits": 2}
 

@@ -3,6 +3,7 @@
 Run as a process of its own, because the device has to be loaded before torch is.
 """
 
+import gc
 import json
 import sys
 
@@ -110,6 +111,27 @@ def compiled() -> dict:
     return {"before": phase.before, "peak": phase.peak, "after": phase.after}
 
 
+def collected() -> str:
+    """The garbage collector frees storages while the ledger copies what is live."""
+    ledger = Ledger()
+    with fake_tensors(), ledger, ledger.phase("cycles"):
+        gc.disable()
+        for _ in range(100):
+            cycle: list = [torch.empty(WIDTH, device="cuda")]
+            cycle.append(cycle)
+        del cycle
+        before = gc.get_threshold()
+        gc.set_threshold(gc.get_count()[0] + 50)  # half of the copies are made by then
+        gc.enable()
+        try:
+            ledger.live()
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            gc.set_threshold(*before)
+    return ""
+
+
 def reads() -> dict:
     """Numbers that came from the host are known after simple operations on them; others are answered."""
     ledger = Ledger()
@@ -164,6 +186,7 @@ if __name__ == "__main__":
         "waits": traced(waits=True),
         "reads": reads(),
         "compiled": compiled(),
+        "collected": collected(),
         "copied": copied(),
         "untraceable": untraceable(),
     }
