@@ -13,6 +13,7 @@ wrong: Megatron drops the padding between overlapped buckets, and then looks for
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -54,13 +55,30 @@ def optimizer_state(
         if not isinstance(part, DistributedOptimizer):
             states[index] = part.sharded_state_dict(model_state, loading, metadata=metadata)
             continue
-        states[index] = part.state_dict()
+        with _without_fp32_copies(part):
+            states[index] = part.state_dict()
         if loading:
             part.load_state_dict(part.state_dict())  # allocates the tensors to read into
         else:
             form = metadata["distrib_optim_sharding_type"]
             states[index] |= {"param_state": _held(part, model_state), "param_state_sharding_type": form}
     return states if len(parts) > 1 else states[0]
+
+
+@contextmanager
+def _without_fp32_copies(part: DistributedOptimizer) -> Iterator[None]:
+    """Inside this context Transformer Engine's Adam gives its state to a state dict as it is. It would cast all small
+    moments to fp32 first, on the GPU, and Megatron's state dict has none of them.
+    """
+    inner: Any = part.optimizer
+    if not hasattr(inner, "get_unscaled_state"):
+        yield
+        return
+    vars(inner)["get_unscaled_state"] = lambda parameter, kind, skip_unscale=False: inner.state[parameter][kind]
+    try:
+        yield
+    finally:
+        del vars(inner)["get_unscaled_state"]
 
 
 def load_optimizer(optimizer: ChainedOptimizer, loaded: dict[Any, Any]) -> None:

@@ -14,6 +14,7 @@ from gspo_mega.cli.main import main
 from gspo_mega.config import load_config
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.plan import plan_run
+from gspo_mega.plan.memory import EXCHANGED_ELEMENTS
 from gspo_mega.verify.trace.compare import Difference, kept_between_steps, kinds_of_rank, num_packs
 from gspo_mega.verify.trace.report import NOT_MEASURED, draw, render_differences
 from gspo_mega.verify.trace.request import with_layers
@@ -241,3 +242,11 @@ def test_a_reference_makes_room_for_servers(capsys):
     assert "state, critic" not in compared and compared["state, reference"]["traced"] > 0
     left = {one["holder"]: one["bytes"] for one in phases["rollout"]["left"]}
     assert left["state: reference"] == left["state: parameters"] == 0
+
+
+def test_a_save_makes_no_fp32_copies_of_all_small_moments(capsys):
+    """They would be 2 GiB here. It holds what ranks exchange at a time, twice."""
+    arguments = ["--layers", "9", "--packs", "1", "--rank", "0", "--json"]
+    assert main(["trace", str(ROOT / "configs/deepseek_v3_64nodes.yaml"), *arguments]) == 0
+    phases = {one["name"]: one for one in json.loads(capsys.readouterr().out)["ranks"][0]["phases"]}
+    assert phases["save"]["peak"] - phases["save"]["before"] < 2 * 4 * EXCHANGED_ELEMENTS + 64 * MIB
