@@ -32,6 +32,8 @@ from gspo_mega.base.errors import CheckpointError
 from gspo_mega.base.untrusted import open_regular, read_bytes, read_json_file
 
 _DISTRIBUTED = "torch.distributed.checkpoint"
+# What a pickle of a tensor asks for; the second one since Megatron-Core 0.19.
+_LOADS_BYTES = {("torch.storage", "_load_from_bytes"), ("megatron.core.safe_globals", "safe_load_from_bytes")}
 # Classes of plain data, and functions that look a value up or make a tensor from given bytes.
 ALLOWED = {
     *(
@@ -57,7 +59,7 @@ ALLOWED = {
     ("torch", "device"),
     ("torch.serialization", "_get_layout"),
     ("torch._utils", "_rebuild_tensor_v2"),
-    ("torch.storage", "_load_from_bytes"),
+    *_LOADS_BYTES,
     ("__builtin__", "bytes"),
     ("_codecs", "encode"),
     ("collections", "OrderedDict"),
@@ -79,7 +81,7 @@ _PICKLE = b"\x80"
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch.storage", "_load_from_bytes"):
+        if (module, name) in _LOADS_BYTES:
             return _safe_torch_load
         if (module, name) == ("builtins", "getattr"):
             return _enum_member

@@ -36,7 +36,7 @@ def test_megatrons_fused_permutation_is_its_plain_one(dtype):
     results = []
     for fused in (False, True):
         x, probs = values.clone().requires_grad_(), weights.clone().requires_grad_()
-        rows, row_weights, order = permute(x, mask, probs=probs, num_out_tokens=2 * TOKENS, fused=fused)
+        rows, row_weights, order, *_ = permute(x, mask, probs=probs, num_out_tokens=2 * TOKENS, fused=fused)
         back = unpermute(
             (rows * row_weights[:, None]).to(kind), order, restore_shape=x.shape, routing_map=mask, fused=fused
         )
