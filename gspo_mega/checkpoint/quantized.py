@@ -142,14 +142,16 @@ class PublishedForm:
             if check is not None:
                 check.compare(entry, tensor)
             try:
-                for name, part in self.tensors(entry, tensor):
-                    if seen is not None:
-                        seen(name, part)
-                    yield name, part
-            except PublishError as error:  # before the first part; the rank that is brought them waits for all
+                parts = list(self.tensors(entry, tensor))
+            except PublishError as error:  # the rank that they are brought to waits for all of them
                 problems.append(error)
                 for name, (dtype, shape) in self.described(entry).items():
                     yield name, torch.zeros(shape, dtype=dtype, device=tensor.device)
+                return
+            for name, part in parts:
+                if seen is not None:
+                    seen(name, part)
+                yield name, part
 
         yield from policy.passed_on(home, self.gathered, made, self.described)
         if check is not None and not problems:

@@ -4,7 +4,7 @@
     gspo-mega plan my_run.yaml --command train       also reads what `train` reads: data, rewards, tokenizer, headers
     gspo-mega plan my_run.yaml --read-weights        also reads all weights: are they there, and finite?
     gspo-mega plan my_run.yaml --search 4x8          rank the layouts on 4 nodes of 8 GPUs, print the YAML block
-    gspo-mega plan my_run.yaml --trace               the plan beside a trace of the GPU's own code (see gspo-mega trace)
+    gspo-mega plan my_run.yaml --trace               the plan, and how a trace of the GPU code differs from it
     eval "$(gspo-mega plan my_run.yaml --shell)"     the numbers that a job script needs
 
 Starts no part of a run and imports no torch, so it answers at once on a login node. With --command, a separate process

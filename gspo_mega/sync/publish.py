@@ -49,8 +49,6 @@ from gspo_mega.sync.transaction import PublishContent, PublishMemory, Send, Tran
 from gspo_mega.sync.verify import ExpectedChecksums, server_tensor_name, server_tensors
 
 if TYPE_CHECKING:
-    import torch
-
     from gspo_mega.engine.model import PolicyModel
     from gspo_mega.engine.process_groups import ParallelGroups
 
@@ -136,7 +134,7 @@ class Publisher:
         self._backend = backend = "nccl" if on_gpu else "gloo"
         settings = config.publish
         owners = sorted({self._policy.owner(entry) for entry, _ in self._policy.stored()})
-        # A stack of experts has parts of several owners, which are brought to the first of them already.
+        # The parts of a stack of experts have several owners, and already travel to the first of them.
         self._sender_of = senders_of(owners, len(owners) if self._policy.is_stacked else settings.max_senders)
         self._senders = sorted(set(self._sender_of.values()))
         self._own = OwnTensors(groups.world.rank)

@@ -47,7 +47,7 @@ _FEW = ("--shapes", "tiny-moe", "--tokens", "32", "--packs", "2", "--times", "1"
 # In the order of a GPU's first day (docs/gpu_first_day.md): what is most likely to fail comes first.
 PARTS = {
     "traced": Part(
-        "memory by phase beside what the trace predicted",
+        "memory of each phase against what the trace predicted",
         "traced.py",
         180,
         ("--cases", "dense,experts"),

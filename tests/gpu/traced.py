@@ -1,4 +1,4 @@
-"""A rank's memory by phase, measured beside what `gspo-mega trace` predicted, and the host's waits.
+"""Measure a rank's memory in each phase of a step, and compare it with what `gspo-mega trace` predicted.
 
     python tests/gpu/traced.py [--cases dense,experts]
     python tests/gpu/traced.py --device cpu --predict 1        makes predicted.json anew, by the trace
