@@ -196,23 +196,14 @@ class PolicyTensors:
     def _parts_brought_to(
         self, home: Callable[[TensorEntry], int], dtype: torch.dtype
     ) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-        device, me = self._meet(), self.groups.world.rank
-        # All ranks go through the table in the same order, so no two ranks wait for each other.
-        for parameter, entries in self.table.items():
-            owner = self.owners[parameter]
-            mine = self._gather(parameter, entries, dtype) if parameter in self._takes_part else iter(())
-            for entry in entries:
-                to, own = home(entry), next(mine, None)
-                if owner == me:
-                    assert own is not None and own[0] is entry, f"{entry.name} was due"
-                    if to == me:
-                        yield own
-                    else:
-                        self._move(dist.isend, own[1].contiguous(), to)
-                elif to == me:
-                    tensor = torch.empty(entry.shape, dtype=entry_dtype(entry, dtype), device=device)
-                    self._move(dist.irecv, tensor, owner)
-                    yield entry, tensor
+        def itself(entry: TensorEntry, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+            yield entry.name, tensor
+
+        def described(entry: TensorEntry) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+            return {entry.name: (entry_dtype(entry, dtype), entry.shape)}
+
+        for entry, _, tensor in self._travel(home, dtype, itself, described):
+            yield entry, tensor
 
     def passed_on(
         self,
@@ -228,6 +219,16 @@ class PolicyTensors:
         Not for models whose files have stacks of experts.
         """
         assert not self._is_stacked, "a stack has parts of several owners"
+        for _, name, part in self._travel(home, dtype, made, described):
+            yield name, part
+
+    def _travel(
+        self,
+        home: Callable[[TensorEntry], int],
+        dtype: torch.dtype,
+        made: Callable[[TensorEntry, torch.Tensor], Iterator[tuple[str, torch.Tensor]]],
+        described: Callable[[TensorEntry], Mapping[str, tuple[torch.dtype, tuple[int, ...]]]],
+    ) -> Iterator[tuple[TensorEntry, str, torch.Tensor]]:
         device, me = self._meet(), self.groups.world.rank
         # All ranks go through the table in the same order, so no two ranks wait for each other.
         for parameter, entries in self.table.items():
@@ -237,17 +238,16 @@ class PolicyTensors:
                 to, own = home(entry), next(mine, None)
                 if owner == me:
                     assert own is not None and own[0] is entry, f"{entry.name} was due"
-                    parts = made(*own)
-                    if to == me:
-                        yield from parts
-                    else:
-                        for _, part in parts:
-                            self._move(dist.isend, part.contiguous().view(-1).view(torch.uint8), to)
+                    for name, part in made(*own):
+                        if to == me:
+                            yield entry, name, part
+                        else:
+                            self._move(dist.isend, _as_bytes(part.contiguous()), to)
                 elif to == me:
                     for name, (part_dtype, shape) in described(entry).items():
                         part = torch.empty(shape, dtype=part_dtype, device=device)
-                        self._move(dist.irecv, part.view(-1).view(torch.uint8), owner)
-                        yield name, part
+                        self._move(dist.irecv, _as_bytes(part), owner)
+                        yield entry, name, part
 
     def _meet(self) -> torch.device:
         """Return the parameters' device, when all ranks may send to each other and all parameters are there."""
@@ -268,6 +268,11 @@ class PolicyTensors:
         """
         for work in dist.batch_isend_irecv([dist.P2POp(operation, tensor, peer, self.groups.world.group)]):
             work.wait()
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the contiguous tensor's memory, flat: not every dtype can be sent."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def entry_dtype(entry: TensorEntry, dtype: torch.dtype) -> torch.dtype:

@@ -38,7 +38,7 @@ from gspo_mega.plan.memory import (
     servers_host_bytes,
 )
 from gspo_mega.plan.resolve import Plan
-from gspo_mega.plan.server_buffers import publish_group_bytes
+from gspo_mega.plan.server_buffers import num_senders, publish_group_bytes
 from gspo_mega.plan.servers import (
     DTYPE_BYTES,
     place_servers,
@@ -232,7 +232,11 @@ def estimate(plan: Plan, where: Callable[[str], str] = lambda key: "configuratio
         checkpoint_bytes=saved,
         save_seconds=save_seconds(saved),
         stop_seconds=stop_seconds(time, save_seconds(saved)),
-        notices=(*_notices(plan, spans, memory, limit), *_server_notices(config, servers.memory, limit)),
+        notices=(
+            *_notices(plan, spans, memory, limit),
+            *_server_notices(config, servers.memory, limit),
+            *_sender_notices(plan),
+        ),
     )
 
 
@@ -285,6 +289,18 @@ def _servers(plan: Plan, total_parameters: int, limit: int | None) -> ServerNode
         memory = server_memory(config, plan.spec, total_parameters, limit)
         memory = replace(memory, groups=publish_group_bytes(config, plan.spec, plan.layout)[0])
     return ServerNodes(num_gpus, nodes, memory)
+
+
+def _sender_notices(plan: Plan) -> Iterator[str]:
+    """Yield that `publish.max_senders` has no effect on a model whose files have experts in stacks."""
+    publish = plan.config.publish
+    senders = num_senders(plan.config, plan.spec, plan.layout)
+    if senders > publish.max_senders:
+        yield (
+            f"publish.max_senders {publish.max_senders}: all {senders} ranks that own tensors of a {plan.spec.family}"
+            " send, because files have its experts in stacks, whose parts have several owners; if their groups take too"
+            " much memory, use `publish.method: disk`"
+        )
 
 
 def _server_notices(config: Config, memory: ServerMemory | None, limit: int | None) -> Iterator[str]:

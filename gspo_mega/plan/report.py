@@ -21,6 +21,7 @@ from gspo_mega.plan.gpus import ASSUMPTIONS, SHA256_BYTES_PER_SECOND, is_on_gpu
 from gspo_mega.plan.layout import Layout, Sizes
 from gspo_mega.plan.memory import GIB
 from gspo_mega.plan.resolve import Plan
+from gspo_mega.plan.server_buffers import num_owners, num_senders
 from gspo_mega.plan.servers import needs_start_folder
 from gspo_mega.plan.state import State
 from gspo_mega.plan.timing import HashCost, StepTime, hand_out, hand_out_lines
@@ -217,7 +218,7 @@ def _servers(plan: Plan, figures: Estimate) -> list[str]:
         (
             f"{server.num_servers} x tensor {server.tensor}{over} on {server.host}, ports chosen at start, {context}"
             f" tokens of context, at most {rollout.max_concurrent_requests} open requests per server;"
-            f" {'adapters' if publishes_adapters(config) else 'weights'} by {config.publish.method}"
+            f" {'adapters' if publishes_adapters(config) else 'weights'} by {config.publish.method}{_senders(plan)}"
         ),
         f"weights {plan.verification}",
         *_hashes(plan, figures.hashes),
@@ -246,6 +247,15 @@ def _servers(plan: Plan, figures: Estimate) -> list[str]:
         outside = ", ".join(f"{_gib(size)} {what}" for what, size in memory.outside.items())
         lines.append(f"  outside server.memory_fraction: {outside}")
     return lines
+
+
+def _senders(plan: Plan) -> str:
+    """Return, for a publish through groups, how many ranks send."""
+    senders, owners = num_senders(plan.config, plan.spec, plan.layout), num_owners(plan.layout)
+    if not senders:
+        return ""
+    whole = "" if senders == owners else f" for {owners} that own tensors (publish.max_senders)"
+    return f" from {senders} rank{'s' * (senders > 1)}{whole}"
 
 
 def _hashes(plan: Plan, hashes: HashCost) -> list[str]:

@@ -46,13 +46,18 @@ _CONNECTIONS_ACROSS, _CONNECTIONS_INSIDE = 8 * 2, 24
 
 
 def num_senders(config: Config, spec: ModelSpec, layout: Layout) -> int:
-    """Return how many ranks send weights with `publish.method: distributed`; 0 with another method. In each pipeline
-    stage and expert rank, one rank owns tensors. All of them send if files have experts in stacks.
+    """Return how many ranks send weights with `publish.method: distributed`; 0 with another method. All owners send if
+    files have experts in stacks.
     """
     if config.publish.method != "distributed":
         return 0
-    owners = layout.pipeline * layout.expert
+    owners = num_owners(layout)
     return owners if is_stacked(spec) else min(config.publish.max_senders, owners)
+
+
+def num_owners(layout: Layout) -> int:
+    """Return the number of ranks that own tensors: one in each pipeline stage and expert rank gets them whole."""
+    return layout.pipeline * layout.expert
 
 
 def publish_group_bytes(config: Config, spec: ModelSpec, layout: Layout) -> tuple[int, int]:

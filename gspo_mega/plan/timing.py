@@ -43,7 +43,7 @@ from gspo_mega.plan.gpus import (
 )
 from gspo_mega.plan.layout import Layout
 from gspo_mega.plan.memory import GIB, server_memory
-from gspo_mega.plan.server_buffers import num_senders, on_one_node
+from gspo_mega.plan.server_buffers import num_owners, num_senders, on_one_node
 from gspo_mega.plan.servers import (
     DTYPE_BYTES,
     rank_block_elements,
@@ -449,7 +449,7 @@ def hash_cost(
     share = min(1.0, turns / config.publish.verify_all_every)
     trainer = 0.0
     if config.lora is None or not publishes_adapters(config):
-        trainer = share * version_bytes(config, spec, total_parameters) / _num_owners(layout)
+        trainer = share * version_bytes(config, spec, total_parameters) / num_owners(layout)
     blocks = rank_block_elements(config, spec) if on_gpu else 0
     rest = share * (rank_weight_bytes(config, spec, total_parameters) - blocks)
     server, seconds = rest + DTYPE_BYTES["bf16"] * blocks, None
@@ -458,12 +458,7 @@ def hash_cost(
     elif on_gpu and gpu is not None:  # a block's element is read, its bf16 written and read
         moved = rest + (1 + 2 * DTYPE_BYTES["bf16"]) * blocks
         seconds = moved / (MEMORY_SHARE * gpu.memory_bytes_per_second)
-    return HashCost(_num_owners(layout), trainer, trainer / SHA256_BYTES_PER_SECOND, server, seconds)
-
-
-def _num_owners(layout: Layout) -> int:
-    """Return the number of ranks that own tensors: one in each pipeline stage and expert rank gets them whole."""
-    return layout.pipeline * layout.expert
+    return HashCost(num_owners(layout), trainer, trainer / SHA256_BYTES_PER_SECOND, server, seconds)
 
 
 def publish_seconds(config: Config, spec: ModelSpec, layout: Layout, gpu: Gpu, total_parameters: int) -> float:
@@ -482,7 +477,7 @@ def publish_seconds(config: Config, spec: ModelSpec, layout: Layout, gpu: Gpu, t
         return hashes.trainer_seconds + moving + verifying
     # In each pipeline stage and expert rank, one rank gets each tensor whole, and sends it. It gathers plain tensors
     # and quantises what it sends.
-    owners = _num_owners(layout)
+    owners = num_owners(layout)
     tensor = max(layout.tensor, layout.expert_tensor)
     gathering = (
         total_parameters

@@ -4,6 +4,7 @@ buffers of its groups with the ranks that send weights.
 
 import importlib.util
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -162,3 +163,26 @@ def test_too_little_room_beside_the_memory_fraction_is_said(load, shape):
         "GiB publish groups; lower it, or publish.max_senders"
         in notices("publish.max_senders=32", "server.memory_fraction=0.95")[0]
     )
+
+
+def test_the_plan_says_how_many_ranks_send_and_where_the_limit_has_no_effect(load, shape):
+    def told(model: str | Path, *overrides: str):
+        loaded = load("precision=bf16", "publish.method=distributed", *overrides)
+        plan = plan_run(loaded, "gpu", model)
+        figures = estimate(plan, loaded.where)
+        return render_report(plan, figures), [one for one in figures.notices if one.startswith("publish.max_senders")]
+
+    experts = shape("moe", num_attention_heads=16, num_key_value_heads=8, num_experts=32)
+    text, notices = told(experts, *EXPERTS)
+    assert "weights by distributed from 8 ranks for 32 that own tensors (publish.max_senders)" in text and not notices
+    text, notices = told(experts, *EXPERTS, "publish.max_senders=32")
+    assert "weights by distributed from 32 ranks\n" in text and not notices
+    stacks = Path(__file__).parents[3] / "configs/models/gpt_oss_20b.json"
+    ranks = [
+        "cluster={num_nodes: 2, ranks_per_node: 8, gpu: H100}",
+        "parallel={expert: 16}",
+        "batch.num_mini_batches=2",
+    ]
+    text, notices = told(stacks, *ranks, "engine.transformer_engine=false")
+    assert "weights by distributed from 16 ranks\n" in text
+    assert notices[0].startswith("publish.max_senders 8: all 16 ranks that own tensors of a gpt_oss send")
