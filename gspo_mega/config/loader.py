@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from gspo_mega.base.errors import ConfigError
 from gspo_mega.base.untrusted import NoRegularFileError, read_bytes
 from gspo_mega.config.explain import explain
-from gspo_mega.config.hub_ids import resolve_hub_ids
+from gspo_mega.config.input_paths import find_inputs, resolve_hub_ids
 from gspo_mega.config.schema import Config, Metrics
 from gspo_mega.config.strict_yaml import KeyPath, YamlPosition, implicit_resolvers, parse
 from gspo_mega.config.validate import validate_config
@@ -103,12 +103,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), command: str | 
         raise ConfigError(
             "\n".join(f"{_where(path, origins, tuple(v.key.split('.')))}: {v.key}: {v.text}" for v in violations)
         )
+    config, found = find_inputs(config, path, lambda key: isinstance(_nearest_origin(origins, key), YamlPosition))
     config, missing = resolve_hub_ids(resolve_defaults(config), command)
     if missing:
         raise ConfigError(
             "\n".join(f"{_where(path, origins, tuple(key.split('.')))}: {key}: {t}" for key, t in missing)
         )
-    return LoadedConfig(config, path, text, tuple(notices), origins)
+    return LoadedConfig(config, path, text, (*notices, *found), origins)
 
 
 def _read(path: Path) -> str:

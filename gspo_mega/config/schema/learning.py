@@ -10,7 +10,7 @@ from pydantic import Field
 
 from gspo_mega.config.algorithms import RECIPES, Aggregation, Ratio
 from gspo_mega.config.schema.run import Recompute
-from gspo_mega.config.schema.section import HUB_MODEL, MAY_CHANGE, Section
+from gspo_mega.config.schema.section import HUB_MODEL, LOCAL_INPUT, MAY_CHANGE, Section
 
 _PAPER = RECIPES["gspo"]
 
@@ -271,7 +271,10 @@ class Lora(Section):
         description="Share of an adapter's inputs that training passes leave out; passes without gradients drop none.",
     )
     path: str | None = Field(
-        default=None, min_length=1, description="PEFT folder to start from; when absent, B is zero and A is random."
+        default=None,
+        min_length=1,
+        json_schema_extra=LOCAL_INPUT,
+        description="PEFT folder to start from; when absent, B is zero and A is random.",
     )
 
 
@@ -280,6 +283,7 @@ class Train(Section):
     from_rollouts: str | None = Field(
         default=None,
         min_length=1,
+        json_schema_extra=LOCAL_INPUT,
         description="Run folder whose recorded rollouts are trained on: no server, no publish, no held-out evaluation.",
     )
     rollouts_only: bool = Field(

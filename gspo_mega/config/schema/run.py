@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from gspo_mega.config.schema.section import HUB_MODEL, MAY_CHANGE, Section
+from gspo_mega.config.schema.section import HUB_MODEL, LOCAL_INPUT, MAY_CHANGE, Section
 
 
 class Run(Section):
@@ -41,6 +41,7 @@ class Model(Section):
     weights: str | None = Field(
         default=None,
         min_length=1,
+        json_schema_extra=LOCAL_INPUT,
         description=(
             "Folder that `gspo-mega convert` wrote. `train` and `sft` start with its weights instead of the"
             " safetensors in `path`."

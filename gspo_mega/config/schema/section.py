@@ -1,5 +1,5 @@
 """What all sections of the schema have in common: they are frozen and strict, they refuse unknown keys, and a key says
-whether it may change when a run is continued, and whether its value may be an id of the Hugging Face hub.
+whether it may change when a run is continued, and whether its value is a path to read or an id of the Hugging Face hub.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from pydantic.fields import FieldInfo
 # `Field(..., json_schema_extra=MAY_CHANGE)`: the key, or the whole section, may differ when a run is continued, because
 # it changes nothing of what is learned from a step (another layout: to rounding). All other keys must stay.
 MAY_CHANGE: JsonDict = {"may_change": True}
-# The value may be an id of a model (`Qwen/Qwen3-0.6B`), or of a dataset or a file in one (`hub_ids.py`).
-HUB_MODEL: JsonDict = {"hub": "model"}
-HUB_DATASET: JsonDict = {"hub": "dataset"}
+# The value is a file or folder that is read (`input_paths.py`), or the id of a model (`Qwen/Qwen3-0.6B`), or of a
+# dataset or a file in one.
+HUB_MODEL: JsonDict = {"input": "model"}
+HUB_DATASET: JsonDict = {"input": "dataset"}
+LOCAL_INPUT: JsonDict = {"input": "local"}
 
 
 class Section(BaseModel):
@@ -32,9 +34,11 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
     return next((found for inner in typing.get_args(annotation) if (found := section_of(inner)) is not None), None)
 
 
-def hub_kind(field: FieldInfo) -> str | None:
-    """Return `model` or `dataset` if the key's value may be an id of the Hugging Face hub, else None."""
-    kind = field.json_schema_extra.get("hub") if isinstance(field.json_schema_extra, dict) else None
+def input_kind(field: FieldInfo) -> str | None:
+    """Return `model` or `dataset` if the key names an input that may be an id of the Hugging Face hub, `local` if it
+    names one that may not, else None.
+    """
+    kind = field.json_schema_extra.get("input") if isinstance(field.json_schema_extra, dict) else None
     return kind if isinstance(kind, str) else None
 
 

@@ -7,6 +7,7 @@ from a journal or file. They are drawn independently, although real responses to
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -265,8 +266,9 @@ def job_of(
         server_restart=START_SECONDS + weights,
         trainer_nodes=cluster.num_nodes,
         server_nodes=cluster.num_rollout_nodes or server_nodes or 0,
-        num_gpus=cluster.num_nodes * cluster.ranks_per_node
-        + config.server.num_servers * config.server.tensor
+        num_gpus=(max if cluster.colocated else operator.add)(
+            cluster.num_nodes * cluster.ranks_per_node, config.server.num_servers * config.server.tensor
+        )
         + reward_gpus(config.reward),
         nodes_per_server=config.server.num_nodes,
     )

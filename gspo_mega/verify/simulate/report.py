@@ -155,10 +155,7 @@ def render_outcome(outcome: SimulationResult) -> str:
     sections = {
         "job": _job(outcome),
         "step": _step(outcome),
-        "idle": [
-            f"trainer {outcome.record.waiting / outcome.record.elapsed:.1%}, waiting for rollouts; servers"
-            f" {outcome.servers_idle:.1%}; {outcome.rate:.0f} tokens per second and {_gpus(outcome, 1)}"
-        ],
+        "idle": [_idle(outcome)],
         "stale": [
             "trained tokens by versions that they lagged behind: "
             + ", ".join(f"{lag}: {share:.1%}" for lag, share in enumerate(outcome.staleness))
@@ -177,12 +174,15 @@ def render_outcome(outcome: SimulationResult) -> str:
 
 def _job(outcome: SimulationResult) -> list[str]:
     job = outcome.job
-    apart = (
-        f" on {job.trainer_nodes} nodes and {job.num_servers} servers on {job.server_nodes}" if job.server_nodes else ""
-    )
+    if job.server_nodes:
+        apart = f" on {job.trainer_nodes} nodes and {job.num_servers} servers on {job.server_nodes}"
+    elif outcome.plan.config.cluster.colocated:
+        apart = f" and {job.num_servers} {'server' if job.num_servers == 1 else 'servers'}, in turns"
+    else:
+        apart = ""
     lines = [
-        f"{job.num_gpus} {_gpus(outcome)}: the trainer{apart}; max_staleness {job.max_staleness}, on_publish"
-        f" {job.on_publish}",
+        f"{job.num_gpus} {_gpus(outcome, job.num_gpus)}: the trainer{apart}; max_staleness {job.max_staleness},"
+        f" on_publish {job.on_publish}",
         f"{job.sequences} responses per step, {job.lengths.described}; at most {job.slots} run at once on a server",
         f"seconds: training {job.mean_train:.1f}, publish {job.publish:.1f}, save {job.save:.0f}, restart"
         f" {job.restart:.0f}, a server's restart {job.server_restart:.0f}",
@@ -214,6 +214,14 @@ def _step(outcome: SimulationResult) -> list[str]:
 def _gpus(outcome: SimulationResult, number: int = 2) -> str:
     one, many = ("process", "processes") if outcome.plan.config.cluster.gpu is None else ("GPU", "GPUs")
     return one if number == 1 else many
+
+
+def _idle(outcome: SimulationResult) -> str:
+    waiting, rate = outcome.record.waiting / outcome.record.elapsed, f"{outcome.rate:.0f} tokens per second and"
+    trainer = f"trainer {waiting:.1%}, waiting for rollouts; servers {outcome.servers_idle:.1%}"
+    if outcome.plan.config.cluster.colocated:
+        trainer += ", while the other has the GPUs"
+    return f"{trainer}; {rate} {_gpus(outcome, 1)}"
 
 
 def _span(seconds: float) -> str:

@@ -1,6 +1,7 @@
 """`gspo-mega simulate`: its report, JSON and SVG, and its errors."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,14 @@ def test_report_json_and_svg_say_the_same_twice(capsys, tmp_path):
     assert json.loads(capsys.readouterr().out) == values, "the same seed"
     figure = ElementTree.fromstring((tmp_path / "figure.svg").read_text())
     assert figure.tag.endswith("svg") and len(list(figure.iter("{http://www.w3.org/2000/svg}rect"))) > 30
+
+
+def test_gpus_that_change_hands_are_counted_once(capsys):
+    assert main(["simulate", "configs/qwen3_06b_1gpu.yaml", *SHORT, "--length-distribution", "constant:512"]) == 0
+    report = capsys.readouterr().out
+    assert "1 GPU: the trainer and 1 server, in turns;" in report and "while the other has the GPUs" in report
+    step, tokens = (float(re.search(found, report)[1]) for found in (r"\n {10}step +([\d.]+)", r"([\d.]+) tokens per"))
+    assert step * tokens == pytest.approx(32 * 8 * 512, rel=0.05)  # all tokens of a step, of the one GPU
 
 
 def test_nodes_are_divided_as_fast_as_possible(capsys):

@@ -20,7 +20,7 @@ from pydantic import BaseModel
 
 from gspo_mega.base.errors import ConfigError
 from gspo_mega.config import Config, load_config, render_config
-from gspo_mega.config.schema.section import hub_kind
+from gspo_mega.config.schema.section import input_kind
 
 CONFIG = Path("configs/quickstart.yaml").absolute()
 COMMIT = "c0ffee" + "0" * 34
@@ -238,14 +238,96 @@ def test_other_models_are_found_in_the_cache_and_every_marked_key_is_one_of_thes
 
     def marked(section):
         for name, field in section.model_fields.items():
-            if hub_kind(field):
-                yield f"{section.__name__}.{name}", hub_kind(field)
+            if input_kind(field):
+                yield f"{section.__name__}.{name}", input_kind(field)
 
     assert {pair for section in sections_of(Config) for pair in marked(section)} == {
         *((key, "model") for key in ("Model.path", "Kl.reference_path", "Critic.path", "Speculative.draft_path")),
         ("ModelReward.path", "model"),
         *((key, "dataset") for key in ("Data.path", "Source.path", "Eval.path", "EvalSet.path")),
+        *((key, "local") for key in ("Model.weights", "Lora.path", "Train.from_rollouts")),
     }
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """A project whose YAML is in a folder of its own, and another folder, in which commands run."""
+    project, here = tmp_path / "project", tmp_path / "here"
+    for folder in (project / "runs_of_mine", project / "rows", here):
+        folder.mkdir(parents=True)
+    (project / "runs_of_mine/run.yaml").write_text(CONFIG.read_text(encoding="utf-8"), encoding="utf-8")
+    for file in ("rows/train.jsonl", "rows/heldout.jsonl"):
+        (project / file).write_text("{}\n", encoding="utf-8")
+    monkeypatch.chdir(here)
+    return project, here
+
+
+def in_file(project: Path, **values: str) -> Path:
+    """The project's YAML with other paths in it."""
+    file = project / "runs_of_mine/run.yaml"
+    text = file.read_text(encoding="utf-8")
+    for before, now in values.values():
+        assert text.count(before) == 1
+        text = text.replace(before, now)
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def test_a_path_in_the_file_starts_in_the_working_directory_or_the_files_folder_or_the_one_above(elsewhere):
+    project, here = elsewhere
+    file = in_file(
+        project,
+        data=("runs/quickstart/data/train.jsonl", "rows/train.jsonl"),
+        eval=("runs/quickstart/data/heldout.jsonl", "../rows/heldout.jsonl"),
+    )
+    loaded = load_config(file, [], "train")
+    assert loaded.config.data is not None and loaded.config.eval is not None
+    assert loaded.config.data.path == str(project / "rows/train.jsonl")
+    assert Path(loaded.config.eval.path).resolve() == project / "rows/heldout.jsonl"
+    assert f"data.path: rows/train.jsonl is not in {here}; {project / 'rows/train.jsonl'} is read" in loaded.notices
+    # What is not anywhere stays, and so does where results go.
+    assert (loaded.config.model.path, loaded.config.run.dir) == ("runs/quickstart/sft/hf", "runs/quickstart")
+
+    (project / "runs_of_mine/rows").mkdir()
+    (project / "runs_of_mine/rows/train.jsonl").touch()
+    assert load_config(file).config.data.path == str(project / "runs_of_mine/rows/train.jsonl")
+    (here / "rows").mkdir()
+    (here / "rows/train.jsonl").touch()
+    loaded = load_config(file)
+    assert loaded.config.data.path == "rows/train.jsonl"
+    assert [notice for notice in loaded.notices if notice.startswith("data.path")] == []
+
+
+def test_a_path_on_the_command_line_starts_in_the_working_directory_only(elsewhere):
+    project, _ = elsewhere
+    file = in_file(project)
+    assert load_config(file, ["data.path=rows/train.jsonl"]).config.data.path == "rows/train.jsonl"
+    assert (
+        load_config(file, ["data={path: rows/train.jsonl, max_prompt_tokens: 9}"]).config.data.path
+        == "rows/train.jsonl"
+    )
+
+
+def test_entries_of_lists_are_found_and_the_home_folder_is_known(elsewhere, monkeypatch):
+    project, _ = elsewhere
+    file = in_file(
+        project,
+        data=("path: runs/quickstart/data/train.jsonl", "sources: [{name: a, path: rows/train.jsonl}]"),
+        model=("runs/quickstart/sft/hf", "~/model"),
+        dir=("dir: runs/quickstart", "dir: ~/results"),
+    )
+    monkeypatch.setenv("HOME", str(project))
+    config = load_config(file).config
+    assert [source.path for source in config.data.sources] == [str(project / "rows/train.jsonl")]
+    assert (config.model.path, config.run.dir) == (f"{project}/model", f"{project}/results")
+    assert load_config(file, ["model.path=~/other"]).config.model.path == f"{project}/other"
+
+
+def test_a_shipped_configuration_finds_its_shape_from_any_working_directory(tmp_path, monkeypatch):
+    file = Path("configs/qwen3_06b_1gpu.yaml").absolute()
+    shape = load_config(file).config.model.path
+    monkeypatch.chdir(tmp_path)
+    assert load_config(file).config.model.path == str(file.parent.parent / shape)
 
 
 def sections_of(model):
