@@ -2,7 +2,7 @@
 
     python tests/benchmarks/simulated_runs.py
 
-Prints the tables of docs/simulate.md. Rates are fitted on rows that are not validated. Starts nothing; some 10 s.
+Prints tables of RESULTS.md, "Against measured runs". Rates are fitted on rows that are not validated. Starts nothing; some 10 s.
 """
 
 from __future__ import annotations

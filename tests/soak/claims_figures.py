@@ -90,9 +90,10 @@ def compared(arms: Sequence[str]) -> list[tuple[str, str]]:
 
 def differences(rows: Sequence[Row]) -> list[str]:
     """Every arm against another of its block, by final accuracy and by area, within cold starts, and what can be seen of
-    so many runs. Of an arm with fewer than NEEDED runs nothing is said.
+    so many runs. An arm with fewer than NEEDED runs has their number in place of a difference.
     """
-    lines = []
+    pairs: dict[tuple[str, str], list[str]] = {}
+    spreads = []
     for column, what in (("accuracy", "final accuracy"), ("area", "area")):
 
         def value(row: Row, column: str = column) -> float:
@@ -102,17 +103,27 @@ def differences(rows: Sequence[Row]) -> list[str]:
             spread, freedom = compared_spread(rows, value)
         except ValueError:
             return ["", "What can be seen between arms is not known yet: too few runs."]
+        spreads.append(f"{spread:.3f} of {what} ({freedom} degrees of freedom)")
         effects = start_effects(rows, value)
         groups = {name: [value(row) - effects[row.cold_start] for row in arm] for name, arm in arms_of(rows).items()}
-        lines += ["", f"By {what} (spread between seeds {spread:.3f}, {freedom} degrees of freedom):", ""]
         for name, first in compared(list(groups)):
             runs = [len(groups[first]), len(groups[name])]
             detectable = smallest_detectable(spread, freedom, runs)
             difference = fmean(groups[name]) - fmean(groups[first])
-            seen = "" if abs(difference) >= detectable > 0 else "; cannot be told at this size"
+            mark = "**" if abs(difference) >= detectable > 0 else ""
+            cells = pairs.setdefault((name, first), [])
             if min(runs) < NEEDED:
-                seen = f"; {min(runs)} of {NEEDED} runs: nothing is said yet"
-            lines.append(f"- `{name}` less `{first}`: {difference:+.3f}, detectable from {detectable:.3f} on{seen}")
+                cells += [f"{min(runs)} of {NEEDED} runs", "-"]
+            else:
+                cells += [f"{mark}{difference:+.3f}{mark}", f"{detectable:.3f}"]
+    lines = [
+        "",
+        f"Spread between seeds: {' and '.join(spreads)}. Differences in bold can be told, the others cannot at this size:",
+        "",
+        "| arms | final accuracy | detectable from | area | detectable from |",
+        "|---|---|---|---|---|",
+        *(f"| `{name}` less `{first}` | {' | '.join(cells)} |" for (name, first), cells in pairs.items()),
+    ]
     starts = dict.fromkeys(f"{row.before:.3f} ± {row.before_se:.3f}" for row in rows)
     if len(starts) > 1:
         said = "without what a cold start adds to all arms"

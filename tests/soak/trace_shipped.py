@@ -1,4 +1,4 @@
-"""Trace every shipped GPU configuration whole, and print the table of docs/trace.md.
+"""Trace every shipped GPU configuration whole, and print the table of tests/benchmarks/RESULTS.md, "Traced configurations".
 
     python tests/soak/trace_shipped.py [NAME ...]        some minutes each; a NAME is a file of configs/, without .yaml
 

@@ -129,10 +129,10 @@ def test_the_table_says_what_can_be_told(study, tmp_path, capsys):
     text = page.read_text()
     assert "\nold\n" not in text and text.startswith("before") and text.endswith("after\n")
     assert "| `gspo` | 3 | 0.620 ± 0.012 (0.600 0.620 0.640) | 0.450 ± 0.000 | 0.1 ± 0 |" in text
-    lines = {line.split("`")[1]: line for line in text.splitlines() if line.startswith("- `")}
-    assert "`grpo` less `gspo`: -0.010" in text and "`ppo` less `gspo`: -0.300" in text
-    told = [line for line in text.splitlines() if line.startswith("- ") and "cannot be told" not in line]
-    assert len(told) == 1 and told[0].startswith("- `ppo` less `gspo`: -0.300") and len(lines) == 2
+    lines = [line for line in text.splitlines() if " less `" in line]
+    assert len(lines) == 2 and lines[0].startswith("| `grpo` less `gspo` | -0.010 | 0.")
+    assert [line for line in text.splitlines() if "**" in line] == lines[1:], "what can be told is in bold"
+    assert lines[1].startswith("| `ppo` less `gspo` | **-0.300** | 0.") and lines[1].endswith(" |")
     assert (tmp_path / "claims_learning.svg").read_text().count("<circle") == 9 + 4
     assert not (tmp_path / "claims_routing.svg").exists()
     assert claims_figures.main(["--rows", str(tmp_path / "none.csv"), "--out", str(tmp_path)]) == 1

@@ -223,10 +223,10 @@ def test_the_detectable_differences_that_the_protocol_names():
     ("gspo_arm", "grpo_arm", "said"),
     [
         # spread .02 from 8 degrees of freedom: (2.306 + .889) .02 sqrt(4/3) = .074
-        (0.55, 0.45, "loses 0.050, GRPO 0.150: GSPO loses less (-0.100, detectable from 0.074 on)"),
-        (0.45, 0.55, "loses 0.150, GRPO 0.050: GRPO loses less (+0.100, detectable from 0.074 on)"),
+        (0.55, 0.45, "| 0.050 | 0.150 | -0.100, GSPO loses less | 0.074 |"),
+        (0.45, 0.55, "| 0.150 | 0.050 | +0.100, GRPO loses less | 0.074 |"),
         # .06 could be told apart if two arms were compared (.052), but two losses are
-        (0.54, 0.48, "loses 0.060, GRPO 0.120: no difference seen (-0.060, detectable from 0.074 on)"),
+        (0.54, 0.48, "| 0.060 | 0.120 | -0.060, no difference seen | 0.074 |"),
     ],
 )
 def test_which_algorithm_bears_more_is_said_of_losses(gspo_arm, grpo_arm, said):
@@ -236,8 +236,8 @@ def test_which_algorithm_bears_more_is_said_of_losses(gspo_arm, grpo_arm, said):
             rows.append(row(f"{algorithm}-fp32-same-old_trainer", seed, 0.6 + off))
             rows.append(row(f"{algorithm}-fp32-same-1bits-old_rollout", seed, with_gap + off))
     text = tolerance_figures.table(rows)
-    assert f"- `fp32-same-1bits-old_rollout`: GSPO {said}" in text
-    assert "- `fp32-same-old_trainer`" not in text, "an anchor is compared with nothing"
+    assert f"\n| `fp32-same-1bits-old_rollout` {said}\n" in text
+    assert "\n| `fp32-same-old_trainer`" not in text, "an anchor is compared with nothing"
     without_anchor = [one for one in rows if one.arm != "grpo-fp32-same-old_trainer"]
     assert "loses" not in tolerance_figures.table(without_anchor), "there is no loss without an anchor"
 

@@ -1,4 +1,4 @@
-"""The simulation against runs that were measured; its tables are docs/simulate.md's."""
+"""The simulation against runs that were measured; its tables are in tests/benchmarks/RESULTS.md."""
 
 import sys
 from dataclasses import replace
@@ -41,7 +41,7 @@ def test_a_core_each(runs):
 
 
 def test_published_rows_by_two_rates_of_other_rows(runs):
-    """The factors of docs/simulate.md, which follow from the first two rows; the third is validated."""
+    """The factors of tests/benchmarks/RESULTS.md, which follow from the first two rows; the third is validated."""
     _, measured, of = runs.published_jobs()[2]
     assert runs.rate(of.scaled(1.44, 2.94)) == pytest.approx(measured, rel=0.15)
     assert runs.rate(replace(of, num_servers=2 * of.num_servers)) > runs.rate(of)
