@@ -3,7 +3,20 @@ extension on a machine without a GPU.
 
 The enums have the values of Transformer Engine's public headers. The other `te_*.py` files put their functions into the
 module with the decorator `kernel`; they have the numerics, and `te_loading.py` the loading. A kernel that does not
-exist raises NotImplementedError with its name when it is called.
+exist raises NotImplementedError with its name when it is called. These are written:
+
+- te_layers.py: generic_gemm, te_general_grouped_gemm, rmsnorm_fwd, rmsnorm_bwd, rmsnorm_bwd_add, layernorm_fwd,
+  layernorm_bwd, fused_rope_forward, fused_rope_backward, swiglu, dswiglu
+- te_fp8.py: quantize, dequantize, create_empty_quantized_tensor, split_quantize, multi_tensor_quantize,
+  bgrad_quantize, fp8_transpose, swap_first_dims, compute_amax, multi_tensor_compute_scale_and_scale_inv,
+  multi_tensor_compute_scale_inv_e8m0, fused_amax_and_scale_update_after_reduction,
+  fp8_block_scaling_compute_partial_amax, fp8_block_scaling_partial_cast, mxfp8_scaling_compute_partial_amax,
+  mxfp8_scaling_partial_cast
+- te_rows.py: fused_multi_row_padding, fused_multi_row_unpadding, moe_permute_fwd, moe_permute_bwd, moe_unpermute_fwd,
+  moe_unpermute_bwd
+- te_optimizer.py: multi_tensor_scale, multi_tensor_scale_tensor, multi_tensor_l2norm, multi_tensor_unscale_l2norm,
+  multi_tensor_adam, multi_tensor_adam_param_remainder, multi_tensor_adam_fp8
+- te_extension.py: get_cublasLt_version, get_cudnn_version, get_num_cublas_streams, get_stream_priority_range
 """
 
 from __future__ import annotations
