@@ -1,1 +1,1 @@
-"""The commands that check the numbers: `gspo-mega certify`, `mismatch`, `compare` and `simulate`."""
+"""The commands that check the numbers: `gspo-mega certify`, `mismatch`, `compare`, `simulate`, `trace`."""

@@ -56,11 +56,11 @@ def test_a_table_shows_the_numbers_of_its_file(found):
     if found["alternatives"]:
         rows[R3] = found["alternatives"]["other routing"]["row"]
     assert (R3 in shown) == bool(found["alternatives"])
-    for cause, (k3, band, negative, positive, below, above, *shares) in shown.items():
+    for cause, (k3, band, negative, positive, *shares) in shown.items():
         row = rows[cause]
         assert numbers(k3) == [rounded(row["k3"]["value"], 2), rounded(row["k3"]["error"], 1)], cause
         assert numbers(band)[0] == pytest.approx(row["band_share"]["value"], abs=0.005), cause
-        cells = dict(clipped_negative=negative, clipped_positive=positive, below=below, above=above)
+        cells = dict(clipped_negative=negative, clipped_positive=positive)
         for side, cell in cells.items():
             assert numbers(cell)[0] == pytest.approx(100 * row[side]["value"], abs=0.5), (cause, side)
         if cause in parts:

@@ -83,7 +83,7 @@ def test_table_and_figures_take_a_run_that_ended_in_its_first_step():
     ended = row(name, 2, 0.0, outcome="ended", num_steps=0, accuracy_se=0.0, **nothing)
     rows = [row(k3_first=4e-13), row(name, 1, 0.3, outcome="collapsed", k3_first=0.03), ended]
     text = tolerance_figures.table(rows)
-    assert "| 2 | 0.300 0.000 |" in text and "3.0e-02" in text and "2 of 2" in text and "nan" not in text
+    assert f"| `{name}` | 0.300 0.000 |" in text and "3.0e-02" in text and "2 of 2" in text and "nan" not in text
     assert "1 run ended in the first step" in text
     for draw, num_marks in ((tolerance_figures.draw_arms, 3), (tolerance_figures.draw_dose, 2)):
         drawn = draw(rows)
