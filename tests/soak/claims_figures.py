@@ -50,9 +50,9 @@ def table(rows: Sequence[Row]) -> str:
     """One block's rows by arm as Markdown, and what can be said between its arms."""
     arms = arms_of(rows)
     lines = [
-        "| arm | runs | accuracy | area | tokens clipped | sequences clipped | tokens with other experts | last ten steps"
-        " | choices replaced | by layer, % | trainer and server | critic explains | collapsed |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| arm | runs | accuracy | area | tokens clipped | sequences clipped | tokens with other experts"
+        " | choices replaced | by layer, % | critic explains | collapsed |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, arm in arms.items():
         cells = [
@@ -63,10 +63,8 @@ def table(rows: Sequence[Row]) -> str:
             said([row.token_clip for row in arm], ".2g"),
             said([row.sequence_clip for row in arm], ".2g"),
             said([row.changed for row in arm], ".2%"),
-            said([row.changed_last for row in arm], ".2%"),
             said([row.replaced for row in arm], ".2%"),
             by_layer([row.replaced_layers for row in arm]),
-            said([row.changed_from_rollout for row in arm], ".2g"),
             said([row.explained for row in arm]),
             f"{sum(row.outcome != 'trained' for row in arm)} of {len(arm)}",
         ]
