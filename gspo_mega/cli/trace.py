@@ -15,9 +15,13 @@ import argparse
 from pathlib import Path
 
 from gspo_mega.base.errors import ConfigError
+from gspo_mega.base.run_folder import RunFolder
+from gspo_mega.metrics.writer import read_metrics
 from gspo_mega.plan.memory import EXPERT_IMBALANCE
 from gspo_mega.verify.trace.job import trace_run
 from gspo_mega.verify.trace.report import draw, render, trace_json
+
+_MEASURED = "routing/rank_load_max"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,10 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--imbalance",
-        type=float,
-        default=EXPERT_IMBALANCE,
+        default=str(EXPERT_IMBALANCE),
         metavar="X",
-        help=f"tokens that a rank's experts receive, in means (default: the plan's {EXPERT_IMBALANCE})",
+        help="tokens that a rank's experts receive, in means, or the folder of a run, which measured the largest"
+        f" (default: the plan's {EXPERT_IMBALANCE})",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object, with the stacks of large tensors")
     parser.add_argument("--svg", metavar="FILE", help="also draw what each phase holds at its peak into this file")
@@ -45,8 +49,7 @@ def run(args: argparse.Namespace) -> int:
         value = getattr(args, name)
         if value is not None and value < least:
             raise ConfigError(f"--{name} {value}: give a whole number from {least} on")
-    if not 0 < args.imbalance < 100:
-        raise ConfigError(f"--imbalance {args.imbalance:g}: give a number above 0, 1 for even experts")
+    imbalance = _imbalance(args.imbalance)
     traced = trace_run(
         args.config,
         args.overrides,
@@ -54,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         rank=args.rank,
         layers=args.layers,
         packs=args.packs,
-        imbalance=args.imbalance,
+        imbalance=imbalance,
     )
     if args.svg is not None:
         try:
@@ -65,3 +68,23 @@ def run(args: argparse.Namespace) -> int:
     show = trace_json(traced.ranks, traced.differences) if args.json else None
     print(show or render(traced.plan, traced.ranks, traced.differences))
     return 0
+
+
+def _imbalance(text: str) -> float:
+    """The number, or the largest that the run of a folder measured."""
+    try:
+        number = float(text)
+    except ValueError:
+        if not Path(text).is_dir():
+            raise ConfigError(
+                f"--imbalance {text}: give a number above 0, 1 for even experts, or a run's folder"
+            ) from None
+        loads = [line[_MEASURED] for line in read_metrics(RunFolder(text).metrics_file) if _MEASURED in line]
+        if not loads:
+            raise ConfigError(
+                f"--imbalance {text}: that run has not measured {_MEASURED}; it needs parallel.expert above 1"
+            ) from None
+        return max(loads)
+    if not 0 < number < 100:
+        raise ConfigError(f"--imbalance {number:g}: give a number above 0, 1 for even experts, or a run's folder")
+    return number

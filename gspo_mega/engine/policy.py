@@ -56,6 +56,7 @@ from gspo_mega.engine.routing import (
     RoutingPass,
     changed_sums,
     count_changed,
+    rank_loads,
 )
 from gspo_mega.models.spec import ModelSpec
 
@@ -274,7 +275,7 @@ class PolicyEngine:
             micro_batches, self._policy_loss(settings, denominator, old, reference, corrects), routing
         )
         report = PassReport.collect(micro_batches, outputs, self.groups)
-        report.routing = self.balancing.sums()
+        report.routing = self.balancing.sums() | rank_loads(routing.taken, self.routers.moe, self.groups)
         if replay is None and old is not None:
             report.routing |= self._changed("old", micro_batches, old.routes, routing.recorded)
         elif replay is None:

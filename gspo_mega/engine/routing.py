@@ -413,6 +413,38 @@ def has_router_losses(settings: Moe) -> bool:
     return megatron_coefficient(settings) > 0 or settings.z_loss_coefficient > 0
 
 
+def rank_loads(routes: Sequence[Routes], moe: MoeSpec | None, groups: ParallelGroups) -> dict[str, float]:
+    """Measure how unevenly tokens reach the expert-parallel ranks, which decides how long a layer takes and how much
+    memory the busiest rank needs.
+
+    For each pack and layer, the ratio is the tokens that the busiest rank's experts receive over the mean rank's,
+    padding and filler included. Returns the sum of the ratios, their number and their maximum over this rank's layers,
+    on one rank of each exchange of tokens, and nothing elsewhere or without expert parallelism.
+
+    routes: per micro-batch the experts that the pass used, [t, k] int16 per layer. Collective over the exchange.
+    """
+    if moe is None or groups.expert.size == 1 or not any(routes):
+        return {}
+    per_rank = moe.num_experts // groups.expert.size
+    layers = len(routes[0])
+    counts = torch.zeros(len(routes) * layers, groups.expert.size, dtype=torch.int64, device=device())
+    for place, experts in enumerate(experts for taken in routes for experts in taken.values()):
+        ranks = experts.flatten().long() // per_rank
+        counts[place].index_add_(0, ranks, torch.ones_like(ranks))
+    for group in (groups.expert, groups.expert_tensor):
+        if group.size > 1:
+            dist.all_reduce(counts, group=group.group)
+    if groups.expert.rank or groups.expert_tensor.rank:
+        return {}
+    received = counts.double()
+    ratios = (received.amax(dim=1) / received.mean(dim=1).clamp(min=1)).tolist()
+    return {
+        "rank_load_max_over_mean": sum(ratios),
+        "num_rank_loads": float(len(ratios)),
+        "rank_load_max": max(ratios),
+    }
+
+
 class ExpertBias:
     """Balance without a loss: the expert bias favours experts that received too few tokens (arXiv:2408.15664). Does
     nothing if `rate` is 0.

@@ -483,6 +483,14 @@ def _entries() -> list[Metric]:
             "tokens of a layer's busiest expert over the mean expert's, over layers and optimizer steps, where the"
             " expert bias moves; 1 when even",
         ),
+        Metric(
+            "routing/rank_load_max_over_mean",
+            "1",
+            "mean",
+            "tokens that the busiest expert-parallel rank receives over the mean rank's, over layers and packs of the"
+            " training passes; 1 when even",
+        ),
+        Metric("routing/rank_load_max", "1", "max", "the largest of these ratios in the step"),
         Metric("optimizer/grad_norm", "1", "mean", "global gradient norm before clipping, over optimizer steps"),
         Metric("optimizer/grad_norm_max", "1", "max", "global gradient norm before clipping, over optimizer steps"),
         Metric("optimizer/lr", "1", "value", "learning rate of the last optimizer step"),

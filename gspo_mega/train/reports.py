@@ -411,9 +411,14 @@ def router_losses(moe: Moe, reports: Sequence[Sums]) -> dict[str, float]:
 
 
 def expert_loads(reports: Sequence[Sums]) -> dict[str, float]:
-    """`routing/load_max_over_mean`, if the expert bias is moved."""
-    count = _routing_total("num_loads", reports)
-    return {"routing/load_max_over_mean": _routing_total("load_max_over_mean", reports) / count} if count > 0 else {}
+    """`routing/load_max_over_mean` if the expert bias is moved, and with expert parallelism the loads of its ranks."""
+    metrics = {}
+    for name, count_name in (("load_max_over_mean", "num_loads"), ("rank_load_max_over_mean", "num_rank_loads")):
+        if (count := _routing_total(count_name, reports)) > 0:
+            metrics[f"routing/{name}"] = _routing_total(name, reports) / count
+    if loads := [report["rank_load_max"] for report in reports if "rank_load_max" in report]:
+        metrics["routing/rank_load_max"] = max(loads)
+    return metrics
 
 
 def _routing_total(name: str, reports: Sequence[Sums]) -> float:

@@ -181,7 +181,22 @@ def replay_rollout_routes(
             gradient=run.gradient(),
             routing=run.routing(old.report),
             routing_of_training=run.routing(report),
+            rank_loads=report.routing if mode == "R3" else {},
+            counted=_counted(run, packs, parallel.get("expert", 1)),
         )
+
+
+def _counted(run: Run, packs: list[MicroBatch], size: int) -> np.ndarray:
+    """Tokens for each of `size` ranks' experts, [packs, layers, size], by the routes that were handed out. The packs of
+    two data-parallel ranks are exchanged together; two tensor ranks have the same pack.
+    """
+    mine = [
+        [np.bincount(layer.flatten() // (EXPERTS // size), minlength=size) for layer in m.routed_experts.swapaxes(0, 1)]
+        for m in packs
+    ]
+    whole: list = [None] * run.groups.data.size
+    torch.distributed.all_gather_object(whole, mine, group=run.groups.data.group)
+    return np.sum(whole, axis=0)
 
 
 def replay_own_routes(folder: str, parallel: dict) -> dict:

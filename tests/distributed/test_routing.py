@@ -84,6 +84,14 @@ def test_the_rollout_engines_routes_are_replayed_in_every_layout(rank_pools, fol
     trained = want["log_s"] > -np.inf
     assert np.array_equal(got["log_s"][trained], np.zeros(trained.sum()))
     assert_same_gradient(got["gradient"], want["gradient"])
+    loads = got["rank_loads"]
+    if "EP2" not in layout:
+        assert loads == {}, "no tokens are exchanged"
+        return
+    ratios = (got["counted"].max(axis=2) / got["counted"].mean(axis=2)).flatten()
+    assert loads["num_rank_loads"] == ratios.size == (8 if layout == "EP2" else 16)
+    assert loads["rank_load_max_over_mean"] == pytest.approx(ratios.sum()) and ratios.std() > 0.01
+    assert loads["rank_load_max"] == pytest.approx(ratios.max())
 
 
 def test_other_routes_give_other_log_probs(alone):

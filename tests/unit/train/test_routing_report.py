@@ -19,6 +19,19 @@ def test_the_load_is_the_mean_over_layers_and_steps_and_absent_where_the_bias_st
     assert expert_loads([{}, {"z_loss": 1.0}]) == {}
 
 
+def test_the_load_of_expert_ranks_is_a_mean_over_what_was_exchanged_and_the_largest():
+    reports = [
+        {"rank_load_max_over_mean": 4.5, "num_rank_loads": 3.0, "rank_load_max": 1.9},
+        {},  # another rank of the same exchange
+        {"rank_load_max_over_mean": 1.1, "num_rank_loads": 1.0, "rank_load_max": 1.1},
+    ]
+    assert expert_loads(reports) == {
+        "routing/rank_load_max_over_mean": pytest.approx(1.4),
+        "routing/rank_load_max": 1.9,
+    }
+    assert all(find_metric(name).name == name for name in expert_loads(reports))
+
+
 def test_replaced_experts_are_shares_of_a_layers_choices_over_all_ranks():
     reports = [{"replaced/1": 3.0, "choices/1": 10.0}, {"replaced/1": 1.0, "choices/1": 6.0, "z_loss": 1.0}]
     reports += [{"replaced/10": 0.0, "choices/10": 4.0, "replaced/2": 0.0, "choices/2": 0.0}]

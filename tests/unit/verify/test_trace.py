@@ -151,11 +151,33 @@ def test_a_picture_has_every_phase():
         (["--rank", "99"], "--rank 99: the configuration has ranks 0 to 1"),
         (["--layers", "0"], "--layers 0: give a whole number from 1 on"),
         (["--imbalance", "0"], "--imbalance 0: give a number above 0"),
+        (["--imbalance", "nan"], "--imbalance nan: give a number above 0"),
+        (["--imbalance", "runs/nothing"], "--imbalance runs/nothing: give a number above 0, 1 for even experts, or"),
     ],
 )
 def test_what_cannot_be_asked_for_is_refused(arguments, said, capsys):
     assert main(["trace", str(ROOT / "configs/qwen3_4b_1node.yaml"), *arguments]) == ConfigError.exit_code
     assert said in capsys.readouterr().err
+
+
+def test_the_imbalance_of_a_run_is_the_largest_that_it_measured(tmp_path, monkeypatch, capsys):
+    asked = []
+
+    def stop(*_: object, imbalance: float, **__: object) -> None:
+        asked.append(imbalance)
+        raise ConfigError("stopped")
+
+    monkeypatch.setattr("gspo_mega.cli.trace.trace_run", stop)
+    words = ["trace", str(ROOT / "configs/qwen3_30b_a3b_4nodes.yaml"), "--imbalance"]
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"step": 1}\n')
+    main([*words, str(tmp_path)])
+    assert f"--imbalance {tmp_path}: that run has not measured routing/rank_load_max" in capsys.readouterr().err
+    loads = "".join(f'{{"step": {s}, "routing/rank_load_max": {x}}}\n' for s, x in ((2, 1.4), (3, 2.6), (4, 1.9)))
+    metrics.write_text('{"step": 1}\n' + loads)
+    main([*words, str(tmp_path)])
+    main([*words, "1.5"])
+    assert asked == [2.6, 1.5]
 
 
 def test_without_the_wheel_the_command_says_what_installs_it(monkeypatch, tmp_path, capsys):
