@@ -43,8 +43,9 @@ from gspo_mega.agents.protocol import EpisodeFunction, Outcome, Task, TurnRefuse
 from gspo_mega.agents.tools import Tool, load_tools
 from gspo_mega.agents.worker_episode import BadMessages, TooLarge, WorkerEpisode
 from gspo_mega.base.errors import EpisodeError
+from gspo_mega.base.user_functions import describe
 from gspo_mega.rewards.guard import begin, leave, leave_network, limit
-from gspo_mega.rewards.user_code import BadResult, describe
+from gspo_mega.rewards.user_code import BadResult
 
 # How long an episode that was ended has to clean up after itself.
 _GRACE_SECONDS = 1.0

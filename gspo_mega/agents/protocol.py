@@ -39,7 +39,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from gspo_mega.base.errors import EpisodeError
-from gspo_mega.rewards.user_code import BadResult, import_function, number_of, place_of, verdict_of
+from gspo_mega.base.user_functions import import_function, place_of
+from gspo_mega.rewards.user_code import BadResult, number_of, verdict_of
 
 # Users' episodes may import this module by its earlier name, for one more release.
 sys.modules.setdefault("gspo_mega.episodes.protocol", sys.modules[__name__])

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 
 from gspo_mega.agents.protocol import Task
 from gspo_mega.base.errors import EpisodeError
-from gspo_mega.rewards.user_code import import_function, place_of
+from gspo_mega.base.user_functions import import_function, place_of
 
 _SHOWN_CHARACTERS = 80
 

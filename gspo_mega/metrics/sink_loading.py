@@ -12,10 +12,10 @@ from functools import partial
 from typing import Any
 
 from gspo_mega.base.errors import ConfigError
+from gspo_mega.base.user_functions import import_function
 from gspo_mega.config.schema import Metrics, MetricsSink
 from gspo_mega.metrics import wandb_sink
 from gspo_mega.metrics.sinks import SampleRow, SinkMaker, SinkRun
-from gspo_mega.rewards.user_code import import_function
 
 
 def tensorboard_problem() -> str | None:

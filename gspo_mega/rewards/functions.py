@@ -14,8 +14,8 @@ policy sampled.
 The function runs in a separate process: it may be slow, raise, print or crash, and only that response is lost, that is,
 not trained on. It may be called again for a response whose scoring was interrupted, so it should have no side effects.
 
-`load_function` finds and checks a function before a run; `scoring_worker.py` calls it. `user_code.py` imports users'
-functions, also those of episodes and tools, and reads what they return.
+`load_function` finds and checks a function before a run; `scoring_worker.py` calls it. `base/user_functions.py` imports
+users' functions, also those of episodes and tools, and `user_code.py` reads what they return.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from gspo_mega.base.errors import RewardError
+from gspo_mega.base.user_functions import import_function
 from gspo_mega.rewards import builtin, code, json_responses, mathematics
-from gspo_mega.rewards.user_code import import_function
 
 RewardFunction = Callable[..., Any]
 BUILTINS: dict[str, RewardFunction] = {

@@ -22,10 +22,11 @@ import json
 from typing import Any
 
 from gspo_mega.base.errors import RewardError
+from gspo_mega.base.user_functions import describe, file_of
 from gspo_mega.rewards.blame import HeldUp, cause_of
 from gspo_mega.rewards.functions import BUILTINS, RewardFunction, load_function, measured_by, zero_for
 from gspo_mega.rewards.guard import begin, leave, leave_network, limit
-from gspo_mega.rewards.user_code import BadResult, describe, file_of, result_of
+from gspo_mega.rewards.user_code import BadResult, result_of
 
 
 def main() -> None:

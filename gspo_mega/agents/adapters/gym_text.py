@@ -25,7 +25,7 @@ from typing import Any
 from gspo_mega.agents.adapters.environment_loop import Step, pattern_of, play
 from gspo_mega.agents.protocol import Model, Outcome, Task, Tools
 from gspo_mega.base.errors import EpisodeError
-from gspo_mega.rewards.user_code import import_function
+from gspo_mega.base.user_functions import import_function
 
 
 async def episode(

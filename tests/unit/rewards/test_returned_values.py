@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from gspo_mega.agents.protocol import Outcome, outcome_of
-from gspo_mega.rewards.user_code import BadResult, describe, number_of, result_of
+from gspo_mega.base.user_functions import describe
+from gspo_mega.rewards.user_code import BadResult, number_of, result_of
 
 NUMPY = [
     "bool",
