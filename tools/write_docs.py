@@ -225,7 +225,7 @@ def _binary(value: int) -> str:
 
 def _section_class(annotation: Any) -> type[BaseModel] | None:
     for each in _alternatives(annotation):
-        inner = typing.get_args(each)[0] if typing.get_origin(each) is tuple else each
+        inner = typing.get_args(each)[0] if typing.get_origin(each) in (tuple, typing.Annotated) else each
         if isinstance(inner, type) and issubclass(inner, BaseModel):
             return inner
     return None

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gspo_mega.algorithm.hooks import ObjectiveInputs, non_finite_term, user_terms
 from gspo_mega.algorithm.surrogates import TokenInputs, clipped_log_ratios, geometric_terms, surrogate_terms
 from gspo_mega.algorithm.terms import (
     ObjectiveSettings,
@@ -32,6 +33,7 @@ from gspo_mega.algorithm.terms import (
     ratio_parts,
     require_finite,
 )
+from gspo_mega.base.user_functions import LoadedHook
 from gspo_mega.config.algorithms import Aggregation
 
 
@@ -99,9 +101,9 @@ def policy_objective(
     together; `keep` (0: rejected, contributes 0 and stays in the denominator); `sequence_weights`, detached
     correction factors of each term; `group_sizes`, `branch_weights` and `denominator` as in `sequence_coefficients`.
 
-    `reduce_sequences` is called exactly once, on the [S] float64 partial sums of the log-ratio ([S, 2] for `gmpo`,
-    which adds those of the clipped log-ratio). It must return their sum over the context-parallel ranks with an
-    identity backward.
+    `reduce_sequences` is called once, on the [S] float64 partial sums of the log-ratio ([S, 2] for `gmpo`, which adds
+    those of the clipped log-ratio), and again with [S, 1] for each mean that a function of the user asks for. It must
+    return their sum over the context-parallel ranks with an identity backward.
 
     Raises NumericsError for a non-finite active log-prob (before `reduce_sequences`, or at the end of
     `deferred_checks`), and ValueError for a denominator or setting that has no meaning.
@@ -133,7 +135,34 @@ def policy_objective(
     sequence_log_ratio = sums / tokens.clamp(min=1.0)
 
     # 3. Eq. 5, 13 and 2: the clipped term of each sequence or token, or the term of another objective.
-    if geometric is not None:
+    if settings.function is not None:
+        # A term of a token may not have a gradient in another token, which another context-parallel rank may hold.
+        of_sequences = settings.unit == "sequence"
+
+        def sequence_mean(values: Tensor) -> Tensor:
+            sums = segment_sum(
+                active_values(values if of_sequences else values.detach(), mask), segment_ids, num_sequences
+            )
+            return reduce_sequences(sums[:, None])[:, 0] / tokens.clamp(min=1.0)
+
+        own_advantages = sequence_advantages[segment_ids]
+        if token_advantages is not None:
+            own_advantages = active_values(token_advantages.detach(), mask)
+        inputs = ObjectiveInputs(
+            log_probs=active_values(log_probs, mask),
+            old_log_probs=active_values(old_log_probs.detach(), mask),
+            log_ratio=token_log_ratio,
+            advantages=own_advantages,
+            counts=active & counts[segment_ids],
+            segment_ids=segment_ids,
+            lengths=tokens,
+            sequence_log_ratio=sequence_log_ratio if of_sequences else sequence_log_ratio.detach(),
+            sequence_advantages=sequence_advantages,
+            sequence_counts=counts,
+            sequence_mean=sequence_mean,
+        )
+        terms = _terms_of_user(settings.function, inputs, of_sequences)
+    elif geometric is not None:
         log_mean, high, low = geometric
         terms = geometric_terms(log_mean, sequence_advantages, counts, high, low)
     elif settings.unit == "sequence":
@@ -281,6 +310,17 @@ def clipped_terms(
     # offset + excess is rho where the term follows the ratio, and 1 + clipped_excess where it was clipped.
     offset, excess = ratio_parts(log_ratio, decision, follows_ratio, clipped_excess)
     return Terms(torch.where(positive | negative, advantages, 0.0), offset, excess, high, low, dual)
+
+
+def _terms_of_user(function: LoadedHook, inputs: ObjectiveInputs, of_sequences: bool) -> Terms:
+    """The terms of a function of the user: [S] or [T]."""
+    made = user_terms(function, inputs, of_sequences)
+    counts = inputs.sequence_counts if of_sequences else inputs.counts
+    owners = torch.arange(len(inputs.lengths), device=counts.device) if of_sequences else inputs.segment_ids
+    require_finite(counts, owners, non_finite_term(function), term=made.values)
+    assert made.high is not None and made.low is not None  # `user_terms` fills them in
+    nothing = torch.zeros_like(made.values.detach())
+    return Terms(counts.double(), nothing, made.values, made.high, made.low, torch.zeros_like(counts))
 
 
 # --- 4. The mean over sequences --------------------------------------------------------------------------------

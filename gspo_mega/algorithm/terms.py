@@ -24,7 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gspo_mega.algorithm.hooks import load_objective
 from gspo_mega.base.errors import NumericsError
+from gspo_mega.base.user_functions import LoadedHook
 from gspo_mega.config.algorithms import PARAMETERS, RECIPES, Aggregation, Ratio, Surrogate
 from gspo_mega.config.schema import Objective
 
@@ -37,7 +39,8 @@ class ObjectiveSettings:
     leaves [1 - clip_low, 1 + clip_high] in the direction its advantage rewards; equality is not outside.
     `dual_clip` c: for A < 0 a term is at least c * A. `norm_constant_tokens`: the constant of
     `sequence_mean_token_sum_norm`, tokens. `surrogate`: the term of each unit; the parameters after it are those of
-    `sapo` (temperatures), `minirl` (the limit of a weight; None: none) and `vespo` (powers and decays).
+    `sapo` (temperatures), `minirl` (the limit of a weight; None: none) and `vespo` (powers and decays). `function`: the
+    user's own term, in place of the clipped one. `entropy_coefficient`: weight of the entropy bonus (`losses.py`).
 
     Raises ValueError for values outside these meanings.
     """
@@ -56,6 +59,8 @@ class ObjectiveSettings:
     decay_positive: float = 3.0
     power_negative: float = 3.0
     decay_negative: float = 2.0
+    function: LoadedHook | None = None
+    entropy_coefficient: float = 0.0
 
     @property
     def unit(self) -> Literal["sequence", "token"]:
@@ -84,13 +89,18 @@ class ObjectiveSettings:
             raise ValueError(f"dual_clip must be > 1; got {self.dual_clip}")
         if self.aggregation == "sequence_mean_token_sum_norm" and not (self.norm_constant_tokens or 0) > 0:
             raise ValueError("aggregation sequence_mean_token_sum_norm needs norm_constant_tokens > 0")
+        if self.function is not None and (self.ratio == "sequence_token" or self.surrogate != "clip"):
+            raise ValueError("a function of terms needs ratio sequence or token, and no surrogate")
+        if self.entropy_coefficient < 0:
+            raise ValueError(f"entropy_coefficient must be >= 0; got {self.entropy_coefficient}")
 
 
 def objective_settings(algorithm: str, objective: Objective) -> ObjectiveSettings:
     """The settings that the key `algorithm` and the section `objective` of a configuration mean. The recipes of
     `config/algorithms.py` say what each algorithm is.
 
-    Raises ValueError for an algorithm without a ratio of its own when `objective.ratio` gives none.
+    Raises ValueError for an algorithm without a ratio of its own when `objective.ratio` gives none, and HookError if
+    `objective.function` cannot be loaded.
     """
     ratio = RECIPES[algorithm].ratio or objective.ratio
     if ratio is None:
@@ -103,6 +113,8 @@ def objective_settings(algorithm: str, objective: Objective) -> ObjectiveSetting
         aggregation=objective.aggregation,
         norm_constant_tokens=objective.norm_constant_tokens,
         surrogate=RECIPES[algorithm].surrogate,
+        function=None if objective.function is None else load_objective(objective.function),
+        entropy_coefficient=objective.entropy_coefficient,
         **{key: value for key in PARAMETERS if (value := getattr(objective, key)) is not None},
     )
 

@@ -66,6 +66,14 @@ class RewardError(GspoMegaError):
     exit_code = 2
 
 
+class HookError(GspoMegaError):
+    """A function of the user that takes the place of a built-in part cannot be loaded, failed, or returned something
+    else than it must.
+    """
+
+    exit_code = 2
+
+
 class EpisodeError(GspoMegaError):
     """An episode function or a tool cannot be loaded, or more episodes failed than are allowed.
 

@@ -1,6 +1,11 @@
 """Find a function that a user names as `package.module:function`, and say where it is and how it failed.
 
-It needs only the standard library, because the workers of episodes import it.
+At the end are hooks: functions in place of a built-in part of a run (docs/hooks.md). A hook runs in the process of the
+trainer that needs its answer, so an error of it ends the run; the error names the key, the function and its line. A
+hook has to be deterministic: it is called again where a step is repeated, and a run continues to the bit only if it
+then gives the same.
+
+This file needs only the standard library, because the workers of episodes import it.
 """
 
 from __future__ import annotations
@@ -10,11 +15,12 @@ import importlib
 import inspect
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import CodeType, ModuleType
 from typing import Any
 
-from gspo_mega.base.errors import GspoMegaError
+from gspo_mega.base.errors import GspoMegaError, HookError
 
 
 def import_function(name: str, what: str, error: type[GspoMegaError]) -> Callable[..., Any]:
@@ -88,3 +94,47 @@ def place_of(function: Callable[..., Any]) -> str:
 def _code_of(function: Callable[..., Any]) -> CodeType | None:
     inner = inspect.unwrap(getattr(function, "func", function))  # of a functools.partial, its function
     return getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
+
+
+@dataclass(frozen=True)
+class LoadedHook:
+    """A hook that was imported. `key`: its key in the configuration. Calling it passes `options` as keywords."""
+
+    key: str
+    name: str
+    function: Callable[..., Any]
+    options: Mapping[str, Any]
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """Return what the function returns. Raises HookError in place of whatever it raises, but for the errors of
+        gspo_mega itself.
+        """
+        try:
+            return self.function(*arguments, **keywords, **self.options)
+        except GspoMegaError:
+            raise
+        except Exception as error:
+            raise HookError(f"{self.key}: {self.name} failed: {describe(error, file_of(self.function))}") from error
+
+    def bad_result(self, why: str) -> HookError:
+        """Return the error for a result that cannot be used."""
+        return HookError(f"{self.key}: {self.name}{place_of(self.function)} returned {why}")
+
+
+def load_hook(key: str, name: str, options: Mapping[str, Any], num_arguments: int, **keywords: Any) -> LoadedHook:
+    """Import a hook and check that it can be called with `num_arguments` values, the names of `keywords` and its
+    options. Raises HookError if it cannot, or if there is no such function.
+    """
+    function = import_function(name, key, HookError)
+    if inspect.iscoroutinefunction(function):
+        raise HookError(f"{key} {name!r}: it is an async function; a plain one is expected")
+    if taken := sorted(keywords.keys() & options.keys()):
+        raise HookError(f"{key} {name!r}: option {taken[0]!r} is an argument that it gets anyway; give it another name")
+    try:
+        inspect.signature(function).bind(*[None] * num_arguments, **keywords, **options)
+    except TypeError as error:
+        shown = ", ".join([*["a value"] * num_arguments, *keywords, *options])
+        raise HookError(f"{key} {name!r}: cannot be called with ({shown}): {error}{place_of(function)}") from error
+    except ValueError:  # a function of C that does not say what it takes
+        pass
+    return LoadedHook(key, name, function, dict(options))

@@ -32,6 +32,7 @@ from gspo_mega.config.schema import (
     Server,
     Sft,
     Train,
+    UserFunction,
 )
 
 # The configuration of one command: a `Config` that has the sections the command needs. The loader checks that they are
@@ -79,6 +80,25 @@ def _narrowed(config: Config, kind: type[CommandConfig]) -> CommandConfig:
         if field.is_required() and getattr(config, key) is None:
             raise ConfigError(f"{key}: missing; this command needs the section")
     return kind.model_construct(config.model_fields_set, **dict(config))
+
+
+# Functions of the user in place of built-in parts.
+
+
+def hooks_of(config: Config) -> dict[str, UserFunction]:
+    """Return the hooks of a configuration by their key (docs/hooks.md)."""
+    named = {
+        "advantage.function": config.advantage.function,
+        "objective.function": config.objective.function,
+        "rollout.group_filter": config.rollout.group_filter,
+        "data.source": config.data.source,
+    }
+    return {key: hook for key, hook in named.items() if hook is not None}
+
+
+def filters_groups(rollout: Rollout) -> bool:
+    """Return whether groups that were sampled may be dropped and replaced, by the built-in filter or the user's."""
+    return rollout.filter_constant_groups or rollout.group_filter is not None
 
 
 # The critic, and advantages.
@@ -256,8 +276,10 @@ class Band:
 
 
 def band_of(config: Config) -> Band | None:
-    """Return the clip range of a configuration; None if it clips nothing."""
+    """Return the clip range of a configuration; None if it clips nothing, or if a function of the user decides."""
     objective = config.objective
+    if objective.function is not None:
+        return None
     return make_band(config.algorithm, objective.ratio, objective.clip_low, objective.clip_high, objective.dual_clip)
 
 

@@ -135,12 +135,17 @@ def _read(path: Path) -> str:
 
 def _expand_shorthands(tree: dict[str, Any], origins: dict[KeyPath, YamlPosition | str]) -> None:
     """Expand shorthands in place: `reward: name` stands for one function of that name, `rollout.episode: name` for an
-    episode without options, `metrics.sinks: [name]` for a sink without options.
+    episode without options, `metrics.sinks: [name]` for a sink without options, and the name of a function in place of
+    the section `advantage` or `objective` for its key `function`.
     """
     if isinstance(tree.get("reward"), str):
         tree["reward"] = {"functions": [{"function": tree["reward"]}]}
         for inner in (("functions",), ("functions", 0), ("functions", 0, "function")):
             origins[("reward", *inner)] = origins[("reward",)]
+    for section in ("advantage", "objective"):
+        if isinstance(tree.get(section), str):
+            tree[section] = {"function": tree[section]}
+            origins[(section, "function")] = origins[(section,)]
     rollout = tree.get("rollout")
     if isinstance(rollout, dict) and isinstance(rollout.get("episode"), str):
         rollout["episode"] = {"function": rollout["episode"]}
@@ -334,6 +339,8 @@ def render_json_schema() -> str:
     for properties, key, description in (
         (schema["properties"], "reward", "A built-in verifier's name, or package.module:function."),
         (schema["$defs"]["Rollout"]["properties"], "episode", "A built-in episode, or package.module:function."),
+        (schema["properties"], "advantage", "Your own advantages: package.module:function."),
+        (schema["properties"], "objective", "Your own term: package.module:function."),
     ):
         properties[key] = {"anyOf": [{"type": "string", "description": description}, properties[key]]}
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "gspo_mega run"}

@@ -15,6 +15,8 @@ from gspo_mega.config.derived import (
     corrects_engine_gap,
     critic_of,
     critic_path,
+    filters_groups,
+    hooks_of,
     is_one_turn,
     needs_old_log_prob_pass,
     on_publish,
@@ -54,7 +56,7 @@ def _objective_notices(config: Config) -> Iterator[str]:
             f"old_log_probs: {config.old_log_probs} with algorithm {recipe.name}: its authors measure the change of a"
             " probability from the server's, and advise against recomputed ones"
         )
-    if recipe.name == "dapo" and not config.rollout.filter_constant_groups:
+    if recipe.name == "dapo" and not filters_groups(config.rollout):
         yield (
             "algorithm dapo without rollout.filter_constant_groups: prompts whose rewards are all equal are not sampled"
             " again, as the paper's dynamic sampling does"
@@ -200,8 +202,11 @@ def _sampling_and_precision_notices(config: Config) -> Iterator[str]:
         )
     if config.reward.permute_in_batch:
         yield "reward.permute_in_batch: a control; rewards are permuted, so accuracy is not expected to rise"
-    if rollout.filter_constant_groups and rollout.max_oversampling == 1:
-        yield "filter_constant_groups with max_oversampling 1: dropped groups are not refilled, batches shrink"
+    if filters_groups(rollout) and rollout.max_oversampling == 1:
+        which = "group_filter" if rollout.group_filter is not None else "filter_constant_groups"
+        yield f"{which} with max_oversampling 1: dropped groups are not refilled, batches shrink"
+    for key, hook in hooks_of(config).items():
+        yield f"{key}: {hook.function} takes the place of the built-in part; it runs in the trainer, with its rights"
 
 
 def _episode_notices(config: Config) -> Iterator[str]:

@@ -22,6 +22,7 @@ from gspo_mega.config.notices import notices
 from gspo_mega.config.prompt_sources import eval_sets, names_prompts, own_rewards
 from gspo_mega.config.schema import Alerts, Batch, Certify, Cluster, Config, Engine, Precision, Profile
 from gspo_mega.config.validate_episodes import validate_episodes
+from gspo_mega.config.validate_hooks import validate_hooks
 from gspo_mega.config.validate_learning import (
     resolve_defaults,
     validate_batch_invariance,
@@ -67,6 +68,7 @@ def validate_config(config: Config, command: str | None = None) -> tuple[list[Vi
     violations = [
         *validate_objective(config, command),
         *validate_critic(config),
+        *validate_hooks(config),
         *_validate_batch(config.batch),
         *validate_staleness(config),
         *validate_colocated(config),

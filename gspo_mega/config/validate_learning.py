@@ -74,7 +74,8 @@ def validate_objective(config: Config, command: str | None = None) -> Iterator[V
         yield Violation(
             "objective.ratio", f"`algorithm: {recipe.name}` has its own ratio; leave it out, or use `algorithm: custom`"
         )
-    if objective.ratio == "token" and not {"clip_low", "clip_high"} <= objective.model_fields_set:
+    given = objective.function is not None or {"clip_low", "clip_high"} <= objective.model_fields_set
+    if objective.ratio == "token" and not given:
         grpo = RECIPES["grpo"]
         yield Violation(
             "objective.clip_low",
@@ -240,7 +241,7 @@ def validate_critic(config: Config) -> Iterator[Violation]:
 
 def _validate_unused_advantage_keys(advantage: Advantage, algorithm: AlgorithmName) -> Iterator[Violation]:
     """Yield the keys of advantages that are relative to a group or a batch, which a critic replaces."""
-    for key in ("divide_by_std", "baseline", "std_over", "turns", "turn_discount"):
+    for key in ("function", "divide_by_std", "baseline", "std_over", "turns", "turn_discount"):
         default = type(advantage).model_fields[key].default
         if getattr(advantage, key) != default:
             yield Violation(
@@ -419,3 +420,8 @@ def validate_batch_invariance(config: Config) -> Iterator[Violation]:
         )
     if server.speculative is not None:
         yield Violation("server.speculative", f"set {_WITH_INVARIANCE}: its passes were not compared; leave it out")
+    if config.objective.entropy_coefficient > 0:
+        yield Violation(
+            "objective.entropy_coefficient",
+            f"set {_WITH_INVARIANCE}: its gradient was not compared; valid then: 0",
+        )

@@ -148,6 +148,10 @@ class RowSource(ABC, Generic[Item]):
             f" (data.unreadable_answers: drop): {named}{f'; and {more} more' if more > 0 else ''}"
         )
 
+    def values(self, row: int) -> Row:
+        """The values of a row as the file has them, by key. Raises DataError if the file was written over."""
+        return self._file[row]
+
     def item(self, row: int) -> Item | None:
         """The item of a row, or None if the row is left out.
 

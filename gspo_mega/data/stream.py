@@ -115,6 +115,9 @@ class PromptStream(Generic[Item]):
         self._cursors[chosen].progress = after[chosen]
         return item
 
+    def observe(self, results: Sequence[Any]) -> None:
+        """Does nothing: the order does not depend on what became of the items."""
+
     def state_dict(self) -> dict[str, Any]:
         """The place of the stream and the data that it draws from, as plain values for JSON."""
         return {

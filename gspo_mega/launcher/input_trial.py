@@ -36,6 +36,7 @@ from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.models.value_models import SCORE, critic_tensors, is_ignored_critic_tensor, read_critic_spec
 from gspo_mega.rollout.server.spec import argument_names, check_options_sglang
 from gspo_mega.train.held_out import LoadedSet, row_check
+from gspo_mega.train.hook_trial import try_hooks
 from gspo_mega.train.rollouts import episode_driver
 
 # All files together are read for this many seconds, and of each file at least this many rows.
@@ -51,6 +52,7 @@ class Trial:
     the run's tools. `keeps_weights`: the run goes on from a checkpoint, so the weights of model.path are not read.
     `problems`: each a dict of "key", "kind" (the name of a class of `base/errors.py`) and "text". `tokenizer`: None if
     it cannot be loaded; `can_encode`: whether it can encode prompts; `end_token_ids`: the tokens that end a response.
+    `sources`: the files of prompts that could be read.
     """
 
     config: Config
@@ -62,6 +64,7 @@ class Trial:
     tokenizer: Any = None
     can_encode: bool = False
     end_token_ids: tuple[int, ...] = ()
+    sources: list[PromptSource] = field(default_factory=list)
     seconds_per_file: float = READING_SECONDS
 
     @contextlib.contextmanager
@@ -152,17 +155,23 @@ def _prompts(trial: Trial) -> None:
     for index, source in enumerate(sources_of(config.data)):
         with trial.at(_source_key(config.data, index)):
             check = row_check(config.reward, source.reward, config.data)
-            trial.note_rows(
-                PromptSource(
-                    source.name,
-                    source.path,
-                    config.data,
-                    encoder,
-                    check if not demonstrates else lambda row: None,
-                    enough=trial.enough(),
-                    needs_answers=not demonstrates,
-                )
+            read = PromptSource(
+                source.name,
+                source.path,
+                config.data,
+                encoder,
+                check if not demonstrates else lambda row: None,
+                enough=trial.enough(),
+                needs_answers=not demonstrates,
             )
+            trial.note_rows(read)
+            trial.sources.append(read)
+
+
+def _hooks(trial: Trial) -> None:
+    for key, attempt in try_hooks(trial.config, trial.sources):
+        with trial.at(key):
+            attempt()
 
 
 def _demonstrations(trial: Trial) -> None:
@@ -252,6 +261,7 @@ CHECKS: tuple[Check, ...] = (
     Check("turns and tool calls in the template", _SAMPLES, _episodes),
     Check("held-out sets", ("train", "sft", "eval"), _held_out),
     Check("prompts and answers", _SAMPLES, _prompts),
+    Check("functions in place of built-in parts", ("train", "replay"), _hooks),
     Check("demonstrations", ("sft",), _demonstrations),
     Check("arguments for SGLang, where it is installed here", _SAMPLES, _server_options),
     Check("names, shapes and types of the stored tensors", (*_SAMPLES, "replay"), _stored_tensors),

@@ -13,6 +13,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from gspo_mega.config.derived import filters_groups
 from gspo_mega.config.schema import Config
 from gspo_mega.models.spec import ModelSpec
 from gspo_mega.plan.memory import GIB
@@ -100,7 +101,7 @@ def journal_bytes(config: Config, spec: ModelSpec) -> tuple[int, int]:
     if config.rollout.episode.function != "one_turn":
         turns = config.episodes.max_turns
         response = max(response, (config.episodes.max_tokens or 0) - prompt)
-    sampled = config.rollout.max_oversampling if config.rollout.filter_constant_groups else 1.0
+    sampled = config.rollout.max_oversampling if filters_groups(config.rollout) else 1.0
     prompts = int(batch.prompts_per_step * sampled)
     episodes = prompts * batch.group_size
     own = prompts * (PROMPT_BYTES + prompt * (PROMPT_TOKEN_BYTES + TEXT_BYTES_PER_TOKEN))

@@ -17,6 +17,7 @@ from gspo_mega.config.derived import (
     critic_config,
     critic_of,
     episode_lengths,
+    filters_groups,
     may_correct_in_training,
     mean_tokens,
     needs_old_log_prob_pass,
@@ -552,7 +553,7 @@ def hand_out(config: Config, spec: ModelSpec, layout: Layout) -> HandOut:
     num_ahead = 1 if recorded else config.rollout.max_staleness
     if spec.moe is None or not config.rollout.return_routed_experts:
         return HandOut(int(shards * away), None, num_ahead > 0)
-    sampled = config.rollout.max_oversampling if config.rollout.filter_constant_groups else 1.0
+    sampled = config.rollout.max_oversampling if filters_groups(config.rollout) else 1.0
     values = rows * (length - 1) * spec.num_layers * spec.moe.experts_per_token * sampled
     # Rank 0 keeps the routes of its own stage's layers if no other rank needs them.
     stages = [sum(map(spec.has_experts, layers)) for layers in _stage_layers(layout)]

@@ -18,6 +18,7 @@ from gspo_mega.base.episodes import Episode, Group, RolloutBatch
 from gspo_mega.base.errors import RolloutError
 from gspo_mega.base.garbage import RareCollections
 from gspo_mega.base.records import Prompt
+from gspo_mega.config.derived import filters_groups
 from gspo_mega.config.schema import Config
 from gspo_mega.rollout.client.completion import SamplingParams
 from gspo_mega.rollout.groups import EpisodeMaker, SampledGroups, TaskGroup
@@ -219,7 +220,7 @@ class Collector:
 
     def _new_scheduler(self) -> GroupScheduler:
         config, rollout, batch = self._config, self._config.rollout, self._config.batch
-        allowed = batch.prompts_per_step * (rollout.max_oversampling if rollout.filter_constant_groups else 1)
+        allowed = batch.prompts_per_step * (rollout.max_oversampling if filters_groups(rollout) else 1)
         sampled = SampledGroups(
             config,
             self._pool,

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from gspo_mega.base.episodes import Episode, Group, RolloutBatch
+from gspo_mega.base.group_results import GroupResult, group_result
 from gspo_mega.base.records import Prompt, distinct_values
-from gspo_mega.config.derived import least_of_group
-from gspo_mega.config.schema import Config
+from gspo_mega.base.user_functions import LoadedHook, load_hook
+from gspo_mega.config.derived import filters_groups, least_of_group
+from gspo_mega.config.schema import Config, UserFunction
 from gspo_mega.metrics.reductions import is_constant, sampled_metrics
 from gspo_mega.rollout.admission import Admission
 from gspo_mega.rollout.arrival_order import Formed, Freshness
@@ -30,6 +32,10 @@ class Prompts(Protocol):
     """An endless stream of prompts, such as `PromptStream` of the room `data`."""
 
     def next(self) -> Prompt: ...
+
+    def observe(self, results: Sequence[GroupResult]) -> None:
+        """Gets the groups that were sampled for a step, in the order of their numbers, before the next is begun."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -59,12 +65,31 @@ class ResumePoint:
     tickets: dict[str, Any] | None = None
 
 
+FILTER_KEY = "rollout.group_filter"
+
+
+def load_group_filter(settings: UserFunction) -> LoadedHook:
+    """Return `rollout.group_filter`, which gets a `GroupResult` and returns whether to train on the group. Raises
+    HookError if it cannot be loaded or called.
+    """
+    return load_hook(FILTER_KEY, settings.function, settings.options, 1)
+
+
+def is_kept_by(hook: LoadedHook, group: GroupResult) -> bool:
+    """Whether `rollout.group_filter` keeps a group. Raises HookError if it fails, or returns neither True nor False."""
+    kept = hook(group)
+    # NumPy's and PyTorch's truth values are meant as well.
+    if not isinstance(kept, bool) and type(kept).__name__ not in ("bool_", "bool"):
+        raise hook.bad_result(f"{kept!r} for the group of {group.prompt_id}; True (keep it) or False was expected")
+    return bool(kept)
+
+
 def admission_of(config: Config) -> Admission:
     """Return the admission that the configuration asks for."""
     rollout, wanted = config.rollout, config.batch.prompts_per_step
     return Admission(
         wanted,
-        int(wanted * rollout.max_oversampling) if rollout.filter_constant_groups else wanted,
+        int(wanted * rollout.max_oversampling) if filters_groups(rollout) else wanted,
         Freshness(rollout.max_staleness),
         rollout.order,
         num_steps=None if config.train is None else config.train.num_steps,
@@ -98,6 +123,8 @@ class GroupScheduler:
         # Groups that have ended come through a queue: asyncio.wait on N tasks would cost time by N for each of them.
         self._events: asyncio.Queue[asyncio.Task[Group] | None] = asyncio.Queue()
         self._num_running = 0
+        chosen = config.rollout.group_filter
+        self._filter = None if chosen is None else load_group_filter(chosen)
         self._groups: dict[int, Group] = {}
         self._before: dict[int, Any] = {}
         self._known: dict[int, Group] = {}
@@ -189,10 +216,14 @@ class GroupScheduler:
         if not self._num_running:
             self._busy_seconds += max(0.0, self._sampled.last_generated - self._busy_since)
         self._groups[group.group_id] = group
-        is_kept = len(group.scored) >= least_of_group(self._config) and not (
-            self._config.rollout.filter_constant_groups and is_constant(group, self._config.advantage)
-        )
-        self._admission.complete(group.group_id, is_kept)
+        self._admission.complete(group.group_id, self._is_kept(group))
+
+    def _is_kept(self, group: Group) -> bool:
+        if len(group.scored) < least_of_group(self._config):
+            return False
+        if self._filter is not None:
+            return is_kept_by(self._filter, group_result(group))
+        return not (self._config.rollout.filter_constant_groups and is_constant(group, self._config.advantage))
 
     def _hand_out(self) -> None:
         """Hand out the batch that was asked for, if it is complete. Report the next one if that is complete already."""
@@ -209,7 +240,10 @@ class GroupScheduler:
                 self._straggler = self._clock(), waited[0]
             return
         self._admission.consume(formed)
+        sampled = [self._groups[number] for number in sorted((*formed.kept, *formed.dropped))]
         batch = self._make_batch(formed)
+        if self._config.data.source is not None:
+            self._prompts.observe([group_result(group) for group in sampled])  # the position below is after it
         for number in (*formed.kept, *formed.dropped):
             del self._before[number]
         first = self._before.get(self._admission.first)

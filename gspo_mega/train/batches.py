@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from gspo_mega.algorithm.advantages import group_advantages, token_rewards, turn_advantages
+from gspo_mega.algorithm.hooks import AdvantageInputs, load_advantage, user_advantages
 from gspo_mega.algorithm.objective import mini_batch_denominator
 from gspo_mega.base.episodes import ENDED_BY_LIMIT, Episode, RolloutBatch, leaf_ids
 from gspo_mega.base.errors import RewardError
@@ -93,17 +94,43 @@ def fill_advantages(batch: RolloutBatch, config: Config, step: int) -> None:
     if config.advantage.turns == "return_to_go":
         fill_turn_advantages(episodes, rewards.tolist(), config)
         return
-    advantages = group_advantages(
-        torch.from_numpy(rewards),
-        torch.tensor([episode.group_id for episode in episodes]),
-        std_ddof=config.advantage.std_ddof,
-        divide_by_std=config.advantage.divide_by_std,
-        baseline=config.advantage.baseline,
-        std_over=config.advantage.std_over,
-    )
+    if config.advantage.function is not None:
+        inputs = advantage_inputs(episodes, rewards, config.reward, step)
+        advantages = user_advantages(load_advantage(config.advantage.function), inputs)
+    else:
+        advantages = group_advantages(
+            torch.from_numpy(rewards),
+            torch.tensor([episode.group_id for episode in episodes]),
+            std_ddof=config.advantage.std_ddof,
+            divide_by_std=config.advantage.divide_by_std,
+            baseline=config.advantage.baseline,
+            std_over=config.advantage.std_over,
+        )
     for episode, advantage in zip(episodes, advantages.tolist(), strict=True):
         for row in episode.rows():
             row.advantage, row.token_advantages = advantage, None
+
+
+def advantage_inputs(episodes: Sequence[Episode], rewards: np.ndarray, reward: Reward, step: int) -> AdvantageInputs:
+    """What a function of the whole batch gets: `rewards` [N] float64 of the scored `episodes`, and what is known of
+    them.
+
+    With `reward.permute_in_batch` the parts are those of the episode whose total is no longer its own, so they are left
+    out.
+    """
+    names = dict.fromkeys(name for episode in episodes for name in episode.reward_parts)
+    parts = {
+        name: torch.tensor([episode.reward_parts.get(name, float("nan")) for episode in episodes], dtype=torch.float64)
+        for name in ({} if reward.permute_in_batch else names)
+    }
+    return AdvantageInputs(
+        rewards=torch.from_numpy(rewards),
+        group_ids=torch.tensor([episode.group_id for episode in episodes], dtype=torch.int64),
+        parts=parts,
+        weights={one.name or one.function: one.weight for one in reward.functions},
+        lengths=torch.tensor([episode.num_sampled_tokens for episode in episodes], dtype=torch.int64),
+        step=step,
+    )
 
 
 def fill_token_rewards(episodes: Sequence[Episode], rewards: Sequence[float], reward: Reward) -> None:

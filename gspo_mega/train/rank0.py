@@ -21,7 +21,7 @@ from gspo_mega.metrics.writer import MetricsWriter
 from gspo_mega.models.end_tokens import planned_end_tokens
 from gspo_mega.models.spec import ModelSpec
 from gspo_mega.train.context import StopRequest, WorkerContext
-from gspo_mega.train.reusable_records import made_by
+from gspo_mega.train.reusable_records import hook_fingerprints, made_by
 from gspo_mega.train.rollouts import Rollouts
 from gspo_mega.train.sources import LiveSource, RecordedSource, journalled_source
 
@@ -59,7 +59,7 @@ class Rank0:
         self._cleanup = contextlib.ExitStack()
         self.writer = MetricsWriter(self.run_folder.path, self._sinks, self._prometheus_endpoint(context))
         if recorded_dir is not None:
-            new_groups = RecordedSource(RunFolder(recorded_dir).journal_dir)
+            new_groups = RecordedSource(RunFolder(recorded_dir).journal_dir, hook_fingerprints(config, sampled=False))
         else:
             fingerprints = made_by(config)
             self._rollouts = self._cleanup.enter_context(Rollouts(config, spec, self.attempt, needs_answers))

@@ -342,8 +342,12 @@ def _num_unreadable(stream: dict[str, Any]) -> int:
 
 
 def _epochs(stream: dict[str, Any]) -> float:
-    """How often the prompts have been passed over, the mean over sources."""
+    """How often the prompts have been passed over, the mean over sources. With `data.source`, the number of prompts
+    that it chose over the number of rows.
+    """
     sources = stream["sources"].values()
+    if "chosen" in stream:
+        return stream["chosen"]["num_drawn"] / max(sum(s["num_rows"] for s in sources), 1)
     return sum(s["epoch"] + s["position"] / max(s["num_rows"], 1) for s in sources) / len(sources)
 
 

@@ -26,6 +26,7 @@ from gspo_mega.agents.protocol import BUILTINS as EPISODES
 from gspo_mega.base.episodes import Group, RolloutBatch
 from gspo_mega.base.records import Prompt, distinct_values
 from gspo_mega.base.untrusted import open_regular, read_bytes
+from gspo_mega.config.derived import hooks_of
 from gspo_mega.config.prompt_sources import sources_of
 from gspo_mega.config.schema import Config, Data, Episodes, OwnReward, Reward, RewardFunction, Rollout
 from gspo_mega.data.journal.episode_log import FileBegin
@@ -47,6 +48,10 @@ REASONS = {
     "tools": "other tools made them, or tools whose source is not the same",
     "template": "another chat template or tokenizer made them",
     "recorded rollouts": "they are of another recording",
+    "advantage.function": "other advantages would be trained on: the source of advantage.function is not the same",
+    "objective.function": "another term would be trained: the source of objective.function is not the same",
+    "rollout.group_filter": "another filter chose their groups: the source of rollout.group_filter is not the same",
+    "data.source": "another function chose their prompts: the source of data.source is not the same",
 }
 # Bytes that are hashed at the beginning, middle and end of each file of weights. They are enough to tell two trainings
 # of one model apart.
@@ -206,6 +211,7 @@ def made_by(config: Config) -> dict[str, str]:
     found = {
         "rewards": reward_fingerprint(config.reward, config.data),
         "sampling": _digest({"rollout": sampling, "precision": config.precision}),
+        **hook_fingerprints(config),
     }
     if config.rollout.episode.function == "one_turn":
         most = config.episodes.max_tokens
@@ -214,6 +220,18 @@ def made_by(config: Config) -> dict[str, str]:
         "episode": episode_fingerprint(config.rollout, config.episodes),
         "tools": _digest([[name, source_digest(name)] for name in config.rollout.tools]),
         "template": template_fingerprint(Path(config.model.path)),
+    }
+
+
+def hook_fingerprints(config: Config, *, sampled: bool = True) -> dict[str, str]:
+    """The fingerprints of the hooks (docs/hooks.md) by key: name, options, and the source of the function's module and
+    of the user's own modules that it imports. Terms and advantages decide which weights sample the next step, so they
+    are among them. `sampled`: False for a run that samples nothing itself, where nothing is filtered or chosen.
+    """
+    return {
+        key: _digest([hook.model_dump(mode="json"), source_digest(hook.function)])
+        for key, hook in hooks_of(config).items()
+        if sampled or key in ("advantage.function", "objective.function")
     }
 
 

@@ -29,6 +29,7 @@ from gspo_mega.config.derived import episode_lengths, is_one_turn, publishes_ada
 from gspo_mega.config.prompt_sources import HeldOutSet, names_prompts, source_rewards, sources_of
 from gspo_mega.config.schema import Config
 from gspo_mega.data.chat import check_vocabulary, load_tokenizer
+from gspo_mega.data.chosen_rows import ChosenRows, load_source
 from gspo_mega.data.prompts import PromptSource, encoder_of, load_prompts
 from gspo_mega.data.stream import PromptStream
 from gspo_mega.data.templates import SuffixRule, run_end_tokens
@@ -70,14 +71,23 @@ class Rollouts:
                 needs_answers,
             )
             weights = [source.weight for source in sources_of(config.data)]
-        self.prompts: PromptStream[Prompt] = PromptStream(
-            self._sources
-            or [one.source for one in self.held_out.sets],  # an evaluation without training draws no prompts
-            weights,
-            seed=config.run.seed,
-            shuffle=config.data.shuffle,
-            accept_changed=config.data.accept_changed,
-        )
+        self.prompts: PromptStream[Prompt]
+        if self._sources and config.data.source is not None and needs_answers:
+            self.prompts = ChosenRows(
+                self._sources,
+                load_source(config.data.source),
+                seed=config.run.seed,
+                accept_changed=config.data.accept_changed,
+            )
+        else:
+            self.prompts = PromptStream(
+                self._sources
+                or [one.source for one in self.held_out.sets],  # an evaluation without training draws no prompts
+                weights,
+                seed=config.run.seed,
+                shuffle=config.data.shuffle,
+                accept_changed=config.data.accept_changed,
+            )
         self.pool = ServerPool(config.rollout, spec, attempt, SERVED_NAME if publishes_adapters(config) else None)
         self._scoring = ScoringPool(
             config.reward,

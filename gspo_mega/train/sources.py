@@ -306,8 +306,9 @@ class RecordedSource:
     reads the batch of the next one.
     """
 
-    def __init__(self, journal_dir: Path) -> None:
-        self._recorded = Journal(journal_dir)
+    def __init__(self, journal_dir: Path, fingerprints: Mapping[str, str] | None = None) -> None:
+        """`fingerprints`: further ones, of what decides the weights after a step (`reusable_records`)."""
+        self._recorded, self._fingerprints = Journal(journal_dir), dict(fingerprints or {})
         self._position: dict[str, Any] = {"sources": {}}
         self._last: StepRecord | None = None
         self._next: tuple[int, concurrent.futures.Future[StepRecord | None]] | None = None
@@ -364,7 +365,7 @@ class RecordedSource:
 
     def made_by(self, step: int) -> dict[str, str]:
         record, batch = self._read(step)
-        return {"recorded rollouts": next_history("", batch, record.checksums)}
+        return {"recorded rollouts": next_history("", batch, record.checksums), **self._fingerprints}
 
     def due(self, step: int, numbers: Iterable[int]) -> dict[int, Prompt]:
         recorded = {group.group_id: group.prompt for group in self._read(step)[1].groups}

@@ -55,7 +55,7 @@ from gspo_mega.config.schema.measuring import (
 )
 from gspo_mega.config.schema.rollout import Endpoint, EpisodeFunction, Episodes, Publish, Rollout, Server
 from gspo_mega.config.schema.run import Cluster, Engine, Fp8, Model, Moe, Parallel, PlanRules, Recompute, Run
-from gspo_mega.config.schema.section import MAY_CHANGE, Section
+from gspo_mega.config.schema.section import MAY_CHANGE, Hook, Section, UserFunction
 
 __all__ = [
     "Advantage",
@@ -76,6 +76,7 @@ __all__ = [
     "Eval",
     "EvalSet",
     "Fp8",
+    "Hook",
     "HttpReward",
     "Journal",
     "JudgeReward",
@@ -110,6 +111,7 @@ __all__ = [
     "Sft",
     "Source",
     "Train",
+    "UserFunction",
     "Watchdog",
 ]
 

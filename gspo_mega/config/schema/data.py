@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from gspo_mega.config.schema.section import HUB_DATASET, HUB_MODEL, MAY_CHANGE, Section
+from gspo_mega.config.schema.section import HUB_DATASET, HUB_MODEL, MAY_CHANGE, Hook, Section
 
 
 def _conditions(given: Any) -> Any:
@@ -334,6 +334,13 @@ class Data(Section):
         default=None,
         min_length=1,
         description=("Python with the packages that make prompts; the run's own when absent."),
+    )
+    source: Hook | None = Field(
+        default=None,
+        description=(
+            "Your own choice of the next prompt among the rows of all files, such as a curriculum (docs/hooks.md):"
+            " package.module:function, or {function, options}. When absent: every row once per epoch."
+        ),
     )
     prompt_key: str = Field(
         default="prompt", description="Key of the prompt text (or list of chat messages) in a line."

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from gspo_mega.config.algorithms import RECIPES, Aggregation, Ratio
 from gspo_mega.config.schema.run import Recompute
-from gspo_mega.config.schema.section import HUB_MODEL, LOCAL_INPUT, MAY_CHANGE, Section
+from gspo_mega.config.schema.section import HUB_MODEL, LOCAL_INPUT, MAY_CHANGE, Hook, Section
 
 _PAPER = RECIPES["gspo"]
 
@@ -62,6 +62,21 @@ class Objective(Section):
     decay_negative: float | None = Field(
         default=None, ge=0, description="With `algorithm: vespo`: lambda of the weight for A < 0: 2."
     )
+    function: Hook | None = Field(
+        default=None,
+        description=(
+            "With `algorithm: custom`: your own term of each sequence or token, as `objective.ratio` says, instead of"
+            " the clipped ratio (docs/hooks.md): package.module:function, or {function, options}."
+        ),
+    )
+    entropy_coefficient: float = Field(
+        default=0.0,
+        ge=0,
+        description=(
+            "Weight of an entropy bonus: this times the entropy of the next-token distribution, averaged as the"
+            " objective averages its terms, is added to J."
+        ),
+    )
     scope: Literal["trajectory", "turn"] = Field(
         default="trajectory",
         description=(
@@ -72,6 +87,13 @@ class Objective(Section):
 
 
 class Advantage(Section):
+    function: Hook | None = Field(
+        default=None,
+        description=(
+            "Your own advantages, instead of those that the other keys describe (docs/hooks.md):"
+            " package.module:function, or {function, options}. `advantage: NAME` is short for it."
+        ),
+    )
     std_ddof: Literal[0, 1] = Field(default=0, description="0: population standard deviation; 1: sample.")
     divide_by_std: bool = Field(default=True, description="False leaves A = r - mean.")
     baseline: Literal["group", "leave_one_out", "batch"] = Field(

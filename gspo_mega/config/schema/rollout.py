@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from gspo_mega.config.schema.section import HUB_MODEL, MAY_CHANGE, Section
+from gspo_mega.config.schema.section import HUB_MODEL, MAY_CHANGE, Hook, Section
 
 
 class EpisodeFunction(Section):
@@ -214,10 +214,17 @@ class Rollout(Section):
     filter_constant_groups: bool = Field(
         default=False, description="Drop groups whose rewards are all equal and sample others in their place."
     )
+    group_filter: Hook | None = Field(
+        default=None,
+        description=(
+            "Your own filter instead of `filter_constant_groups` (docs/hooks.md): package.module:function, or"
+            " {function, options}. Groups that it does not keep are replaced."
+        ),
+    )
     max_oversampling: float = Field(
         default=3.0,
         ge=1,
-        description="With the filter: maximum prompts sampled per step, as a multiple of prompts_per_step.",
+        description="With a filter: maximum prompts sampled per step, as a multiple of prompts_per_step.",
     )
     return_routed_experts: bool = Field(
         default=False, description="Let the servers return the experts that each token went to (MoE)."

@@ -5,9 +5,9 @@ whether it may change when a run is continued, and whether its value is a path t
 from __future__ import annotations
 
 import typing
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.config import JsonDict
 from pydantic.fields import FieldInfo
 
@@ -25,6 +25,24 @@ class Section(BaseModel):
     """A part of a run's configuration."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class UserFunction(Section):
+    """A function of yours that takes the place of a built-in part of a run (docs/hooks.md)."""
+
+    function: str = Field(min_length=1, description="package.module:function.")
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="Passed to the function as keyword arguments after its own."
+    )
+
+
+def _named(given: Any) -> Any:
+    """Turn a name into the function that it stands for."""
+    return {"function": given} if isinstance(given, str) else given
+
+
+Hook = Annotated[UserFunction, BeforeValidator(_named, json_schema_input_type=str | UserFunction)]
+"""A function's name, or its name with options."""
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:

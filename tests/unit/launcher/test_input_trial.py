@@ -422,3 +422,60 @@ def test_a_process_that_says_what_is_no_text_is_shown_all_the_same(monkeypatch):
     monkeypatch.setattr(trial_process, "_COMMAND", (sys.executable, "-c", says))
     with pytest.raises(RankError, match="exit code 3 and no answer:\nbad \ufffd byte"):
         trial_process.read_weights(load_config(CONFIG, command="train"), "train")
+
+
+# --- functions in place of built-in parts -------------------------------------------------------------------------
+
+HOOKS = """
+import torch
+
+def fine(inputs): return inputs.rewards
+def by_group(inputs): return inputs.rewards[:3]
+def term(inputs): return inputs.sequence_advantages * inputs.sequence_log_ratio.exp()
+def fixed(inputs): return inputs.sequence_advantages
+def root(inputs): return inputs.sequence_log_ratio.square().sqrt()
+def keep(group): return len(group.rewards)
+
+class Forgetful:
+    def __init__(self, rows, *, seed): self.number, self.rows = seed, rows
+    def next(self):
+        self.number = (self.number + 1) % len(self.rows)
+        return self.number
+    def observe(self, results): pass
+    def state(self): return None
+    def restore(self, state): pass
+"""
+
+
+def term(name: str) -> list[str]:
+    return ["algorithm=custom", f"objective={{ratio: sequence, function: '{name}'}}"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "said"),
+    [
+        (["advantage=trial_hooks:absent"], "advantage.function", "has no function 'absent'"),
+        (["advantage=trial_hooks:by_group"], "advantage.function", "returned a tensor of shape [3]; [6] was expected"),
+        (term("trial_hooks:fixed"), "objective.function", "its terms have no gradient"),
+        (term("trial_hooks:root"), "objective.function", "the gradient is not finite where"),
+        (["rollout.group_filter=trial_hooks:keep"], "rollout.group_filter", "returned 2 for the group of trial:0"),
+        (["data.source=trial_hooks:Forgetful"], "data.source", "after restore(state()) the next rows are"),
+    ],
+)
+def test_a_hook_is_tried_before_a_run_and_refused_with_its_key(inputs, tmp_path, monkeypatch, overrides, key, said):
+    (tmp_path / "trial_hooks.py").write_text(HOOKS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = load_config(CONFIG, inputs.words(*overrides), "train").config
+    (problem,) = run_checks(Trial(config, "train"))["problems"]
+    assert (problem["key"], problem["kind"]) == (key, "HookError") and said in problem["text"]
+
+
+def test_the_shipped_hooks_pass_the_trial(inputs, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    words = inputs.words(
+        *term("examples.hooks:sspo"),
+        "advantage=examples.hooks:maxrl",
+        "rollout.group_filter={function: 'examples.hooks:keep_between', options: {lowest: 0.1}}",
+        "data.source={function: 'examples.hooks:Curriculum', options: {difficulty_key: answer}}",
+    )
+    assert not run_checks(Trial(load_config(CONFIG, words, "train").config, "train"))["problems"]

@@ -30,6 +30,7 @@ TABLE: dict[str, dict[str, tuple[int, str] | tuple[int, str, str]]] = {
     "train/critic_step.py": {"build_critic": (1, PLAN)},
     "train/scatter.py": {"Exchange._announce": (1, RUN, _PROCESSES), "Exchange._await": (1, RUN, _PROCESSES)},
     "train/fit_scores.py": {"ScoreFitting._packs": (1, RUN, "one example is longer than a pack; its tokens are new")},
+    "train/hook_trial.py": {"try_objective": (2, TRIED), "try_source": (1, TRIED)},
     "train/rank0.py": {"Rank0.check_newest_attempt": (1, RUN, _PROCESSES)},
     "train/session.py": {"load_reference": (1, PLAN), "_check_skipped": (1, RUN, _NUMBERS)},
     "train/sft_loop.py": {"run_sft": (1, RUN, _NUMBERS), "_measure": (2, RUN, _SAMPLED)},
@@ -86,6 +87,10 @@ TABLE: dict[str, dict[str, tuple[int, str] | tuple[int, str, str]]] = {
         "_lines": (1, PLAN),
     },
     "data/prompts.py": {"RowSource.item": (1, TRIED), "RowSource._survey": (2, TRIED)},
+    "data/chosen_rows.py": {
+        "ChosenRows.next": (1, TRIED),
+        "ChosenRows.load_state_dict": (1, RUN, _RESUME),
+    },
     "data/stream.py": {
         "PromptStream.load_state_dict": (5, RUN, _RESUME),
         "PromptStream._draw": (
