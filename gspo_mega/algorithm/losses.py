@@ -10,6 +10,9 @@ mismatch correction, 0 for a rejected sequence, exactly as in J. The loss is -J 
 through log pi(y_it) inside k_it only. For k1 it is 1, whose expectation under the policy vanishes, so k1 measures and
 does not hold the policy back; for k2 it is -d; for k3 it is 1 - exp(d).
 
+An entropy bonus adds coefficient x E to J, E = sum_i c_i w_i (1/L_i) sum_t H_it with the same coefficients, H_it the
+entropy of the next-token distribution at token t. The gradient flows through H_it.
+
 The value loss is PPO's (arXiv:1707.06347; clipped as in arXiv:1811.02553, section 2). With V_t the value now, V'_t the
 value that the advantages were made with, R_t the return and eps the clip range,
 
@@ -82,14 +85,46 @@ def reference_kl(
     require_finite(mask, segment_ids, non_finite_log_prob, log_probs=log_probs, reference_log_probs=reference_log_probs)
     d = active_values(reference_log_probs.detach(), mask) - active_values(log_probs, mask)
     k = token_kl(estimator, d)
+    value = token_average(
+        settings,
+        k,
+        segment_ids=segment_ids,
+        num_sequences=num_sequences,
+        lengths=lengths,
+        denominator=denominator,
+        keep=keep,
+        sequence_weights=sequence_weights,
+        group_sizes=group_sizes,
+        branch_weights=branch_weights,
+    )
+    return ReferenceKl(value, torch.stack([k.detach().sum(), mask.bool().sum().double()]))
+
+
+def token_average(
+    settings: ObjectiveSettings,
+    values: Tensor,
+    *,
+    segment_ids: Tensor,
+    num_sequences: int,
+    lengths: Tensor,
+    denominator: float,
+    keep: Tensor | None = None,
+    sequence_weights: Tensor | None = None,
+    group_sizes: Tensor | None = None,
+    branch_weights: Tensor | None = None,
+) -> Tensor:
+    """This rank's share of sum_i c_i w_i (1/L_i) sum_t values_it: 0-d float64, with the gradient of `values`.
+
+    `values: [T]` float64, 0 at masked tokens; the other arguments as in `policy_objective`. Summed over data- and
+    context-parallel ranks it is the average that the objective takes of its own terms.
+    """
     tokens = lengths.double()
     weights = sequence_coefficients(settings, lengths, denominator, group_sizes, branch_weights) / tokens.clamp(min=1.0)
     if sequence_weights is not None:
         weights = weights * sequence_weights.detach().double()
     if keep is not None:
         weights = torch.where(keep.bool(), weights, 0.0)
-    value = (weights * segment_sum(k, segment_ids, num_sequences)).sum()
-    return ReferenceKl(value, torch.stack([k.detach().sum(), mask.bool().sum().double()]))
+    return (weights * segment_sum(values, segment_ids, num_sequences)).sum()
 
 
 # The sums from which `explained_variance` is computed. Each adds up over tokens, micro-batches and ranks.

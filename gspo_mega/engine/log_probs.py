@@ -109,12 +109,27 @@ def _expected_logits(shifted: torch.Tensor) -> torch.Tensor:
     return torch.cat([part.exp().mul_(part).sum(1) for part in parts])
 
 
+def _weigh_probabilities(
+    log_p: torch.Tensor, entropies: torch.Tensor, grad_log_probs: torch.Tensor, grad_entropies: torch.Tensor
+) -> None:
+    """Turn `log_p` [n, v] into p (g + e (log p + H)) in place, n / 8 rows at a time; each of the others is [n]."""
+    step = -(-log_p.size(0) // ENTROPY_PARTS)
+    for start in range(0, log_p.size(0), step):
+        rows = slice(start, start + step)
+        e = grad_entropies[rows, None].to(log_p.dtype)
+        weights = (log_p[rows] + entropies[rows, None]).mul_(e).add_(grad_log_probs[rows, None].to(log_p.dtype))
+        log_p[rows].exp_().mul_(weights)
+
+
 class _ChunkedLogProbs(torch.autograd.Function):
     """log softmax(h W^T / temperature)[label] for each row, chunk by chunk.
 
     hidden [N, H]; weight [padded vocabulary / tensor, H], the parameter itself, of which the first `held` rows
-    are vocabulary; labels [N] int64, global ids. Returns log-probs [N] and entropies [N] (not differentiable;
-    empty unless asked for), fp32 nats.
+    are vocabulary; labels [N] int64, global ids. Returns log-probs [N] and entropies [N] (empty unless asked for),
+    fp32 nats, both differentiable. With p = softmax(x), x the logits over the temperature, and upstream gradients g of
+    a log-prob and e of an entropy H = -sum p log p,
+
+        d / d x_j = g (1[j is the label] - p_j) - e p_j (log p_j + H).
     """
 
     @staticmethod
@@ -160,18 +175,20 @@ class _ChunkedLogProbs(torch.autograd.Function):
         log_probs = as_served if batch_invariant else targets - highest - log_totals
         entropies = log_totals - weighted / totals if with_entropy else log_probs.new_empty(0)
 
-        ctx.save_for_backward(hidden, weight, labels, highest + log_totals)
+        ctx.save_for_backward(hidden, weight, labels, highest + log_totals, entropies)
+        ctx.set_materialize_grads(False)  # so that entropies that are only reported cost no second product
         ctx.first_id, ctx.held, ctx.temperature, ctx.chunk_rows = first_id, held, temperature, chunk_rows
         ctx.batch_invariant = batch_invariant
-        ctx.mark_non_differentiable(entropies)
         return log_probs, entropies
 
     @staticmethod
     @once_differentiable
     # `once_differentiable` makes `ctx` positional; autograd passes it so.
     def backward(ctx, *grad_outputs: torch.Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        grad_log_probs, _ = grad_outputs
-        hidden, weight, labels, log_sums = ctx.saved_tensors
+        grad_log_probs, grad_entropies = grad_outputs
+        hidden, weight, labels, log_sums, entropies = ctx.saved_tensors
+        if grad_log_probs is None:
+            grad_log_probs = torch.zeros_like(log_sums)
         head = _Head(
             hidden, weight[: ctx.held], labels, ctx.first_id, ctx.temperature, ctx.chunk_rows, ctx.batch_invariant
         )
@@ -180,13 +197,19 @@ class _ChunkedLogProbs(torch.autograd.Function):
         minus_scale = grad_log_probs.to(log_sums.dtype)[:, None] / -ctx.temperature
         minus_owned = head.owned.to(log_sums.dtype).neg_()[:, None]
         for rows, logits in head.chunks():
-            probabilities = logits.sub_(log_sums[rows, None]).exp_()
-            difference = probabilities.scatter_add_(1, head.columns[rows], minus_owned[rows])
+            logits.sub_(log_sums[rows, None])
+            if grad_entropies is None:
+                difference = logits.exp_().scatter_add_(1, head.columns[rows], minus_owned[rows])
+            else:
+                _weigh_probabilities(logits, entropies[rows], grad_log_probs[rows], grad_entropies[rows])
+                own = minus_owned[rows] * grad_log_probs[rows, None].to(log_sums.dtype)
+                difference = logits.scatter_add_(1, head.columns[rows], own)
             # d loss / d logits, rounded to the model's dtype for the products, as in every linear layer.
             grad_logits = (
                 difference if hidden.dtype == difference.dtype else torch.empty_like(difference, dtype=hidden.dtype)
             )
-            torch.mul(difference, minus_scale[rows], out=grad_logits)
+            scale = minus_scale[rows] if grad_entropies is None else -1.0 / ctx.temperature
+            torch.mul(difference, scale, out=grad_logits)
             full = _with_enough_rows(grad_logits)
             product = difference.new_empty((full.size(0), hidden.size(1)))
             _add_product(product, full, head.weight)
@@ -249,9 +272,10 @@ def token_log_probs(
     rows: [N] int64, positions in this context rank's (gathered) pack whose next token is active; labels: [N] int64.
     chunk_rows: rows whose logits are in memory at once. Apart from tensors of N or t rows of at most H numbers, the
     memory is about chunk_rows x vocabulary / tensor x 4 bytes, half as much again in the backward pass of a bf16 head.
-    Returns two [N] float32 tensors in nats, the same on all tensor ranks, the second None unless `with_entropy`. The
-    first is differentiable with respect to hidden_states and head_weight, and bitwise the same with and without
-    entropy. If head_weight is a parameter under Megatron's DDP, its gradient goes to `main_grad` only.
+    Returns two [N] float32 tensors in nats, the same on all tensor ranks, the second None unless `with_entropy`. Both
+    are differentiable with respect to hidden_states and head_weight. The first is bitwise the same with and without
+    entropy, and so is its gradient if the second is not differentiated. If head_weight is a parameter under Megatron's
+    DDP, its gradient goes to `main_grad` only.
     batch_invariant: on one tensor rank on a CPU, the log-probs are bit for bit those of the servers
     (`engine.batch_invariant`).
     Collective over the tensor group.

@@ -29,7 +29,7 @@ from gspo_mega.algorithm.correction import (
     mismatch_sums,
 )
 from gspo_mega.algorithm.diagnostics import policy_sums
-from gspo_mega.algorithm.losses import KlEstimator, reference_kl, supervised_loss
+from gspo_mega.algorithm.losses import KlEstimator, reference_kl, supervised_loss, token_average
 from gspo_mega.algorithm.objective import ObjectiveSettings, policy_objective, segment_sum, token_log_ratios
 from gspo_mega.algorithm.terms import (
     CORRECTION_CENTRE,
@@ -254,7 +254,7 @@ class OldPass:
             MISMATCH_SUMS.name: sums,
             MISMATCH_MAXIMA.name: maxima,
             ENTROPY_SUM.name: segment_sum(
-                _require_entropies(entropies).double(), batch.sequence_ids, batch.num_sequences
+                _require_entropies(entropies).detach().double(), batch.sequence_ids, batch.num_sequences
             ),
         }
         gap = GapSums(
@@ -320,8 +320,10 @@ class PolicyLoss:
 
     @property
     def wants_entropy(self) -> bool:
-        """Whether this loss needs entropies: it reports the metrics of the old pass if that was skipped."""
-        return self.old is None
+        """Whether this loss needs entropies: it reports the metrics of the old pass if that was skipped, and an entropy
+        bonus has a gradient in them.
+        """
+        return self.old is None or self.settings.entropy_coefficient > 0
 
     def __call__(self, batch: DeviceBatch, log_probs: torch.Tensor, entropies: torch.Tensor | None) -> PassOutput:
         require_finite_tokens(batch, log_probs=log_probs)
@@ -397,6 +399,23 @@ class PolicyLoss:
             )
             loss = loss + self.kl.coefficient * kl.value
             totals["kl_sums"] = kl.sums
+        if self.settings.entropy_coefficient > 0:
+            found = _require_entropies(entropies)
+            require_finite_tokens(batch, entropy=found)
+            bonus = token_average(
+                self.settings,
+                found.double(),
+                segment_ids=batch.sequence_ids,
+                num_sequences=batch.num_sequences,
+                lengths=batch.sequence["length"],
+                denominator=self.denominator,
+                keep=keep,
+                sequence_weights=weights,
+                group_sizes=batch.sequence["group_size"],
+                branch_weights=batch.sequence.get("weight"),
+            )
+            loss = loss - self.settings.entropy_coefficient * bonus
+            totals["entropy_sums"] = bonus.detach()[None]
         gaps = self.old_pass.gaps(batch, log_probs) if self.old is None else None
         return PassOutput(loss, columns | {LOG_S.name: out.sequence_log_ratio}, totals, gaps=gaps)
 
@@ -414,5 +433,5 @@ class SupervisedLoss:
     def __call__(self, batch: DeviceBatch, log_probs: torch.Tensor, entropies: torch.Tensor | None) -> PassOutput:
         require_finite_tokens(batch, log_probs=log_probs)
         loss = supervised_loss(log_probs, torch.ones_like(batch.sequence_ids), self.denominator)
-        totals = torch.stack([log_probs.detach().double().sum(), _require_entropies(entropies).double().sum()])
+        totals = torch.stack([log_probs.detach().double().sum(), _require_entropies(entropies).detach().double().sum()])
         return PassOutput(loss=loss, totals={"supervised_sums": totals})

@@ -437,6 +437,12 @@ def _entries() -> list[Metric]:
             "mean",
             "KL(policy || reference) per token by kl.estimator, over all mini-batches",
         ),
+        Metric(
+            "policy/entropy_bonus",
+            "1",
+            "mean",
+            "objective.entropy_coefficient x the entropy as J averages it",
+        ),
         Metric("policy/ess", "fraction", "ratio", "effective share of sequences under weights s_i"),
         *(Metric(f"mismatch/{name}", unit, reduction, what) for name, (unit, reduction, what) in _MISMATCH.items()),
         *(Metric(f"mismatch/{name}", unit, reduction, what) for name, (unit, reduction, what) in _OF_RANGE.items()),

@@ -18,8 +18,8 @@ from gspo_mega.plan.state import WEIGHT_BYTES
 
 # Bytes of an FP8 activation: one byte per value, and a scale of at most 4 bytes per block of 128.
 _FP8_BYTES = 1 + 4 / 128
-# The old pass's entropies take the logits of a chunk once more, a part at a time: `ENTROPY_PARTS` of
-# `engine/log_probs.py`.
+# Entropies, and the gradient of an entropy bonus, take the logits of a chunk once more, a part at a time:
+# `ENTROPY_PARTS` of `engine/log_probs.py`.
 _ENTROPY_PARTS = 8
 
 
@@ -71,6 +71,7 @@ def head_activations(config: Config, spec: ModelSpec, layout: Layout) -> HeadAct
     part = 1 / layout.tensor if layout.sequence_parallel else 1.0
     vocabulary = layout.padded_vocab_size // layout.tensor
     chunk = config.batch.log_prob_chunk_tokens
+    entropy_part = chunk * vocabulary * 4 // _ENTROPY_PARTS
     # The head's gradient is summed over chunks in fp32: in the buffer itself, or in a separate tensor that is then
     # rounded.
     is_separate = config.optimizer.gradients_dtype == "bf16" and config.lora is None
@@ -79,8 +80,10 @@ def head_activations(config: Config, spec: ModelSpec, layout: Layout) -> HeadAct
         row=spec.hidden_size * size + 40,
         token=part * (8 * spec.hidden_size + 4),
         working=(4 if layout.sequence_parallel else 2) * spec.hidden_size * size,
-        chunk_forward=chunk * vocabulary * 4 + chunk * vocabulary * 4 // _ENTROPY_PARTS,
-        chunk_backward=chunk * (vocabulary * (4 if size == 4 else 6) + spec.hidden_size * 4) + summed,
+        chunk_forward=chunk * vocabulary * 4 + entropy_part,
+        chunk_backward=chunk * (vocabulary * (4 if size == 4 else 6) + spec.hidden_size * 4)
+        + summed
+        + (entropy_part if config.objective.entropy_coefficient > 0 else 0),
     )
 
 

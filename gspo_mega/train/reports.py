@@ -275,6 +275,11 @@ class StepReport:
         if config.kl.coefficient > 0:
             kl = _total([report.totals.get("kl_sums") for report in self._reports("train")])
             metrics["policy/kl_reference"] = float(kl[KL_SUMS.index("k")] / max(kl[KL_SUMS.index("num_tokens")], 1.0))
+        if config.objective.entropy_coefficient > 0:
+            mean = (
+                float(_total([part.totals.get("entropy_sums") for part in self._reports("train")])) / num_mini_batches
+            )
+            metrics["policy/entropy_bonus"] = config.objective.entropy_coefficient * mean
         old, train = self._columns("old"), self._columns("train")
         sums = old[MISMATCH_SUMS.name]
         tokens = sums[:, SUM_NAMES.index("tokens")]

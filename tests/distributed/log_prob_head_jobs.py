@@ -95,12 +95,14 @@ def run_head(
     chunk: int = 4,
     temperature: float = 0.7,
     tied: bool = False,
+    entropy: float = 0.0,
 ) -> dict:
     """Log-probs, entropies, gradients of this rank's part of the head and hidden states, and the collectives of the
     head.
 
     `wrapped`: "" for plain autograd, "ddp" or "ddp-overlap" for Megatron's DDP with two micro-batches of the same pack.
-    With `tied` the pack's labels go through the same weight as an embedding into the hidden states.
+    `entropy`: weight of the entropies in the loss, whose upstream gradients are those of the log-probs in reverse. With
+    `tied` the pack's labels go through the same weight as an embedding into the hidden states.
     """
     groups = create_groups(tensor=tensor)
     try:
@@ -139,14 +141,17 @@ def run_head(
                     chunk_rows=chunk,
                     with_entropy=True,
                 )
-                (log_probs @ case["upstream"]).backward()
+                loss = log_probs @ case["upstream"]
+                if entropy:
+                    loss = loss + entropy * (entropies @ case["upstream"].flip(0))
+                loss.backward()
         if wrapped:
             ddp.finish_grad_sync()
             assert module.weight.grad is None and module.weight.grad_added_to_main_grad
         gradient = module.weight.main_grad / 2 if wrapped else module.weight.grad
         return dict(
             log_probs=log_probs.detach().numpy(),
-            entropies=entropies.numpy(),
+            entropies=entropies.detach().numpy(),
             hidden_grad=hidden.grad.numpy().copy(),
             weight_grad=gradient.numpy().copy(),
             collectives=calls,

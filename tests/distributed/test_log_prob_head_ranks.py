@@ -12,7 +12,9 @@ from layout_models import make_folder
 VOCABULARIES = {"whole": (96, 96), "padded": (83, 96), "padding-only-rank": (64, 128)}
 
 
-def reference(vocab: int, temperature: float = 0.7, tied_rows: int | None = None) -> dict[str, np.ndarray]:
+def reference(
+    vocab: int, temperature: float = 0.7, tied_rows: int | None = None, entropy: float = 0.0
+) -> dict[str, np.ndarray]:
     """The plain path in float64; `tied_rows`: also through the embedding of the first label modulo that many rows."""
     case = {name: t.double() if t.is_floating_point() else t for name, t in jobs.head_case(vocab).items()}
     hidden, weight = case["hidden"].requires_grad_(), case["weight"].requires_grad_()
@@ -20,10 +22,11 @@ def reference(vocab: int, temperature: float = 0.7, tied_rows: int | None = None
     logits = states[:, 0][case["rows"]] @ weight.t() / temperature
     everything = torch.log_softmax(logits, dim=-1)
     log_probs = everything.gather(1, case["labels"][:, None])[:, 0]
-    (log_probs @ case["upstream"]).backward()
+    entropies = -(everything.exp() * everything).sum(1)
+    (log_probs @ case["upstream"] + entropy * (entropies @ case["upstream"].flip(0))).backward()
     return dict(
         log_probs=log_probs.detach().numpy(),
-        entropies=-(everything.exp() * everything).sum(1).detach().numpy(),
+        entropies=entropies.detach().numpy(),
         hidden_grad=hidden.grad.numpy(),
         weight_grad=weight.grad.numpy(),
     )
@@ -55,6 +58,25 @@ def test_tensor_parallel_head_equals_whole_logits(rank_pools, vocabulary, sequen
         wrapped=wrapped,
     )
     check(results, reference(vocab), vocab, sequence_parallel)
+
+
+@pytest.mark.parametrize("wrapped", ["", "ddp"])
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_the_gradient_of_an_entropy_bonus_equals_that_of_whole_logits(rank_pools, vocabulary, wrapped):
+    """With the vocabulary over two ranks, in chunks, beside the gradient of the log-probs; no further collective."""
+    vocab, padded = VOCABULARIES[vocabulary]
+    results = rank_pools(2).run(
+        "log_prob_head_jobs:run_head",
+        vocab=vocab,
+        padded=padded,
+        tensor=2,
+        sequence_parallel=wrapped == "ddp",
+        wrapped=wrapped,
+        entropy=0.7,
+    )
+    check(results, reference(vocab, entropy=0.7), vocab, wrapped == "ddp")
+    if not wrapped:
+        assert [r["collectives"] for r in results] == [dict(all_reduces=3, here=3, elsewhere=0)] * 2
 
 
 def test_chunks_cost_no_collective(rank_pools):

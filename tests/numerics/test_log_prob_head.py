@@ -114,8 +114,10 @@ def test_entropy_is_on_request_and_changes_no_bit():
     hidden, weight, labels = case(50, 1000, 32)
     without, nothing = head(hidden, weight, labels, chunk=16)
     with_entropy, entropies = head(hidden, weight, labels, chunk=16, entropy=True)
-    assert nothing is None and entropies.shape == (50,) and not entropies.requires_grad
+    assert nothing is None and entropies.shape == (50,)
     assert torch.equal(without, with_entropy)
+    gradients = [torch.autograd.grad(one.sum(), (hidden, weight)) for one in (without, with_entropy)]
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
 
 
 def test_logits_far_from_zero_and_non_finite_ones():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -113,7 +114,7 @@ class AlgorithmComparison:
             started = time.monotonic()
             config = config_of(self.config, name)
             batch, packs, denominator = self._assemble(name)
-            settings = objective_settings(name, config.objective)
+            settings = replace(objective_settings(name, config.objective), entropy_coefficient=0.0)
             self.engine.policy_gradients(packs, settings, denominator, old)
             complete_gradients(self.engine)
             self._write(name)
