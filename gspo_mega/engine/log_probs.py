@@ -4,11 +4,17 @@
 evaluation all call it. Only rows that carry an active response token reach the LM head. The head is
 vocabulary-parallel; accumulation, log-softmax and entropy are fp32 (float64 stays). The backward pass computes each
 chunk's logits again and adds the head's gradient straight into Megatron's main gradient.
+
+Where tokens were sampled from sets of kept ones (`KeptTokens`), with q = softmax(logits / temperature) over the whole
+vocabulary and S_t the set of token t, the log-prob is log(q[y_t] / q(S_t)), whose gradient with respect to the logits
+is 1[y_t] - q / q(S_t) inside of S_t and 0 outside. Entropies stay those of q.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -61,6 +67,33 @@ def _with_enough_rows(rows: torch.Tensor) -> torch.Tensor:
     if rows.is_cuda or missing <= 0:
         return rows
     return torch.cat([rows, rows.new_zeros((missing, rows.size(1)))])
+
+
+@dataclass
+class KeptTokens:
+    """The sets of tokens that N tokens were sampled from. `counts` [N] int64: their sizes; `ids` [sum of counts] int32:
+    global token ids, one set after the other, each with its own sampled token. `offsets` [N + 1], on the host: where
+    each set begins.
+
+    `token_log_probs` writes `log_mass` [N] float32 nats: the log of the probability of the set under softmax(logits /
+    temperature).
+    """
+
+    offsets: list[int]
+    counts: torch.Tensor
+    ids: torch.Tensor
+    log_mass: torch.Tensor | None = None
+
+    def columns(self, rows: slice, first_id: int, num_held: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sets of these rows as columns of this tensor rank's logits: [n, K] int64, and [n, K] bool, False where a
+        set has fewer tokens or the token is on another rank.
+        """
+        offsets = self.offsets[rows.start : rows.stop + 1]
+        most = max([1, *(end - start for start, end in itertools.pairwise(offsets))])
+        present = torch.arange(most, device=self.ids.device) < self.counts[rows, None]
+        ids = torch.zeros(present.shape, dtype=torch.int64, device=self.ids.device)
+        local = ids.masked_scatter_(present, self.ids[offsets[0] : offsets[-1]].long()) - first_id
+        return local.clamp(0, num_held - 1), present & (local >= 0) & (local < num_held)
 
 
 class _Head:
@@ -122,7 +155,7 @@ def _weigh_probabilities(
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
-    """log softmax(h W^T / temperature)[label] for each row, chunk by chunk.
+    """log softmax(h W^T / temperature)[label] for each row, chunk by chunk; with `kept` over the row's set only.
 
     hidden [N, H]; weight [padded vocabulary / tensor, H], the parameter itself, of which the first `held` rows
     are vocabulary; labels [N] int64, global ids. Returns log-probs [N] and entropies [N] (empty unless asked for),
@@ -145,12 +178,20 @@ class _ChunkedLogProbs(torch.autograd.Function):
         chunk_rows,
         with_entropy,
         batch_invariant,
+        kept,
     ):
         head = _Head(hidden, weight[:held], labels, first_id, temperature, chunk_rows, batch_invariant)
         peaks = hidden.new_full((hidden.size(0),), float("-inf"), dtype=_accumulation_dtype(hidden))
         totals, targets, weighted = (torch.zeros_like(peaks) for _ in range(3))
         as_served = torch.empty_like(peaks)
+        kept_peaks, kept_totals = torch.full_like(peaks, float("-inf")), torch.zeros_like(peaks)
         for rows, logits in head.chunks():
+            if kept is not None:
+                columns, is_held = kept.columns(rows, first_id, held)
+                among = logits.gather(1, columns).masked_fill_(~is_held, float("-inf"))
+                kept_peaks[rows] = among.amax(1)
+                among.sub_(torch.where(kept_peaks[rows] == float("-inf"), 0.0, kept_peaks[rows])[:, None])
+                kept_totals[rows] = among.exp_().sum(1)
             if batch_invariant:
                 as_served[rows] = label_log_probs(logits, head.columns[rows])
             peaks[rows] = logits.amax(1)
@@ -163,20 +204,32 @@ class _ChunkedLogProbs(torch.autograd.Function):
         # Each rank has summed relative to its own maximum: two collectives per micro-batch for any number of chunks.
         # The sum has three rows with or without entropy: the position of a number can decide the order of its addition,
         # and the old pass (with entropy) must equal the first training pass (without) bit for bit.
-        highest = peaks.clone()
+        # Those of the sets are further rows of the same two.
+        highest = torch.stack([peaks] if kept is None else [peaks, kept_peaks])
         if tensor_group.size > 1 and peaks.numel():
             dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=tensor_group.group)
-            shift = torch.where(totals == 0, 0.0, peaks - highest)  # a rank that holds padding only has -inf
+            shift = torch.where(totals == 0, 0.0, peaks - highest[0])  # a rank that holds padding only has -inf
             scale = shift.exp()
-            sums = torch.stack([totals * scale, targets, (weighted + shift * totals) * scale])
+            parts = [totals * scale, targets, (weighted + shift * totals) * scale]
+            if kept is not None:
+                parts.append(kept_totals * torch.where(kept_totals == 0, 0.0, kept_peaks - highest[1]).exp())
+            sums = torch.stack(parts)
             dist.all_reduce(sums, group=tensor_group.group)
-            totals, targets, weighted = sums
+            totals, targets, weighted = sums[:3]
+            kept_totals = sums[-1]
         log_totals = totals.log()
-        log_probs = as_served if batch_invariant else targets - highest - log_totals
+        log_sums = log_all = highest[0] + log_totals
+        log_probs = as_served if batch_invariant else targets - highest[0] - log_totals
+        if kept is not None:
+            log_kept = kept_totals.log()
+            log_probs = targets - highest[1] - log_kept
+            log_sums = highest[1] + log_kept
+            kept.log_mass = log_sums - log_all
         entropies = log_totals - weighted / totals if with_entropy else log_probs.new_empty(0)
 
-        ctx.save_for_backward(hidden, weight, labels, highest + log_totals, entropies)
+        ctx.save_for_backward(hidden, weight, labels, log_sums, log_all, entropies)
         ctx.set_materialize_grads(False)  # so that entropies that are only reported cost no second product
+        ctx.kept = kept
         ctx.first_id, ctx.held, ctx.temperature, ctx.chunk_rows = first_id, held, temperature, chunk_rows
         ctx.batch_invariant = batch_invariant
         return log_probs, entropies
@@ -186,7 +239,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
     # `once_differentiable` makes `ctx` positional; autograd passes it so.
     def backward(ctx, *grad_outputs: torch.Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         grad_log_probs, grad_entropies = grad_outputs
-        hidden, weight, labels, log_sums, entropies = ctx.saved_tensors
+        hidden, weight, labels, log_sums, log_all, entropies = ctx.saved_tensors
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(log_sums)
         head = _Head(
@@ -197,13 +250,25 @@ class _ChunkedLogProbs(torch.autograd.Function):
         minus_scale = grad_log_probs.to(log_sums.dtype)[:, None] / -ctx.temperature
         minus_owned = head.owned.to(log_sums.dtype).neg_()[:, None]
         for rows, logits in head.chunks():
-            logits.sub_(log_sums[rows, None])
-            if grad_entropies is None:
-                difference = logits.exp_().scatter_add_(1, head.columns[rows], minus_owned[rows])
+            own = minus_owned[rows]
+            if ctx.kept is not None:
+                columns, is_held = ctx.kept.columns(rows, ctx.first_id, ctx.held)
+                among = logits.gather(1, columns).sub_(log_sums[rows, None]).exp_().masked_fill_(~is_held, 0.0)
+            if grad_entropies is None and ctx.kept is None:
+                difference = logits.sub_(log_sums[rows, None]).exp_()
+            elif grad_entropies is None:
+                difference = logits.zero_().scatter_add_(1, columns, among)
             else:
-                _weigh_probabilities(logits, entropies[rows], grad_log_probs[rows], grad_entropies[rows])
-                own = minus_owned[rows] * grad_log_probs[rows, None].to(log_sums.dtype)
-                difference = logits.scatter_add_(1, head.columns[rows], own)
+                grad = grad_log_probs[rows].to(log_sums.dtype)
+                _weigh_probabilities(
+                    logits.sub_(log_all[rows, None]),
+                    entropies[rows],
+                    grad if ctx.kept is None else torch.zeros_like(grad),
+                    grad_entropies[rows],
+                )
+                difference = logits if ctx.kept is None else logits.scatter_add_(1, columns, among * grad[:, None])
+                own = own * grad[:, None]
+            difference.scatter_add_(1, head.columns[rows], own)
             # d loss / d logits, rounded to the model's dtype for the products, as in every linear layer.
             grad_logits = (
                 difference if hidden.dtype == difference.dtype else torch.empty_like(difference, dtype=hidden.dtype)
@@ -217,7 +282,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
             if grad_weight is not None:
                 _add_product(grad_weight.sum[: ctx.held], grad_logits.t(), hidden[rows], beta=1.0)
             del grad_logits, full  # else the next chunk's would be made beside them
-        return grad_hidden, grad_weight.for_autograd() if grad_weight is not None else None, *[None] * 8
+        return grad_hidden, grad_weight.for_autograd() if grad_weight is not None else None, *[None] * 9
 
 
 class _WeightGradient:
@@ -262,6 +327,7 @@ def token_log_probs(
     chunk_rows: int,
     with_entropy: bool,
     batch_invariant: bool = False,
+    kept: KeptTokens | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probs of the tokens `labels` under softmax(logits / temperature), and on request the entropies there.
 
@@ -278,8 +344,11 @@ def token_log_probs(
     DDP, its gradient goes to `main_grad` only.
     batch_invariant: on one tensor rank on a CPU, the log-probs are bit for bit those of the servers
     (`engine.batch_invariant`).
+    kept: the sets of the N tokens, over which their log-probs are normalised; their `log_mass` is written. None: the
+    whole vocabulary. Not with `batch_invariant`.
     Collective over the tensor group.
     """
+    assert kept is None or not batch_invariant, "the servers' order of summation over a set is not repeated"
     hidden = hidden_states
     if tensor_group.size > 1 and sequence_parallel:
         hidden = gather_from_sequence_parallel_region(
@@ -300,5 +369,6 @@ def token_log_probs(
         chunk_rows,
         with_entropy,
         batch_invariant,
+        kept,
     )
     return log_probs, entropies if with_entropy else None

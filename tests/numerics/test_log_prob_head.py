@@ -16,13 +16,13 @@ import torch  # noqa: E402
 from peak_memory import peak_extra_bytes  # noqa: E402
 
 import gspo_mega.engine  # noqa: E402,F401  the CPU backend comes before Megatron
-from gspo_mega.engine.log_probs import token_log_probs  # noqa: E402
+from gspo_mega.engine.log_probs import KeptTokens, token_log_probs  # noqa: E402
 from gspo_mega.engine.process_groups import RankGroup  # noqa: E402
 
 ALONE = RankGroup(group=None, rank=0, size=1, ranks=(0,))
 
 
-def head(hidden, weight, labels, *, rows=None, vocab=None, temperature=1.0, chunk=4, entropy=False):
+def head(hidden, weight, labels, *, rows=None, vocab=None, temperature=1.0, chunk=4, entropy=False, kept=None):
     """token_log_probs of [N, H] hidden states on one rank."""
     return token_log_probs(
         hidden[:, None],
@@ -35,6 +35,7 @@ def head(hidden, weight, labels, *, rows=None, vocab=None, temperature=1.0, chun
         sequence_parallel=False,
         chunk_rows=chunk,
         with_entropy=entropy,
+        kept=kept,
     )
 
 
@@ -215,3 +216,110 @@ def test_memory_of_the_main_gradient_path_is_independent_of_the_width():
         head(hidden, weight, labels, chunk=chunk)[0].sum().backward()
 
     assert peak_extra_bytes(both) < 2.2 * chunk * vocab * 4 < vocab * 8 * chunk * 4 < peak_extra_bytes(autograd)
+
+
+# --- over the sets of tokens that the sampler kept --------------------------------------------------------------------
+
+
+def kept_tokens(sets: list[list[int]]) -> KeptTokens:
+    counts = torch.tensor([len(one) for one in sets], dtype=torch.int64)
+    offsets = [0, *counts.cumsum(0).tolist()]
+    return KeptTokens(offsets, counts, torch.tensor([i for one in sets for i in one], dtype=torch.int32))
+
+
+def random_sets(labels: torch.Tensor, vocab: int, most: int, seed: int = 2) -> list[list[int]]:
+    """A set of 1 to `most` ids for each label, in ascending order, with the label among them."""
+    generator = torch.Generator().manual_seed(seed)
+    sets = []
+    for label in labels.tolist():
+        count = int(torch.randint(0, most, (1,), generator=generator))
+        sets.append(sorted({label, *torch.randperm(vocab, generator=generator)[:count].tolist()}))
+    return sets
+
+
+def over_sets(hidden, weight, labels, sets, temperature=1.0):
+    """The plain path: all logits, -inf outside of the set, softmax. And the log of the set's mass without the mask."""
+    logits = hidden @ weight.t() / temperature
+    inside = torch.zeros(logits.shape, dtype=torch.bool)
+    for row, one in enumerate(sets):
+        inside[row, one] = True
+    masked = torch.log_softmax(logits.masked_fill(~inside, float("-inf")), dim=-1)
+    mass = (torch.softmax(logits, -1) * inside).sum(1).log()
+    return masked.gather(1, labels[:, None])[:, 0], mass
+
+
+def test_a_set_by_hand():
+    """Logits 0, log 2, log 3, log 4 over temperature 1: kept are ids 1 and 3, so p = 2/6, and their mass is 6/10."""
+    weight = torch.tensor([[0.0], [math.log(2)], [math.log(3)], [math.log(4)]], dtype=torch.float64)
+    kept = kept_tokens([[1, 3]])
+    log_probs, _ = head(torch.ones(1, 1, dtype=torch.float64), weight, torch.tensor([1]), kept=kept)
+    assert log_probs.item() == pytest.approx(math.log(2 / 6), abs=1e-14)
+    assert kept.log_mass.item() == pytest.approx(math.log(6 / 10), abs=1e-14)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_gradients_over_sets_are_those_of_a_masked_softmax(chunk, temperature):
+    hidden, weight, labels = case(9, 13, 5, torch.float64)
+    sets = random_sets(labels, 13, 8)
+    assert len({len(one) for one in sets}) > 3 and min(map(len, sets)) == 1
+    upstream = torch.randn(9, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    plain, mass = over_sets(hidden, weight, labels, sets, temperature)
+    want = torch.autograd.grad(plain @ upstream, (hidden, weight))
+    kept = kept_tokens(sets)
+    log_probs, _ = head(hidden, weight, labels, chunk=chunk, temperature=temperature, kept=kept)
+    got = torch.autograd.grad(log_probs @ upstream, (hidden, weight))
+    assert (log_probs - plain).abs().max() < 1e-13 and (kept.log_mass - mass).abs().max() < 1e-13
+    for ours, reference in zip(got, want, strict=True):
+        assert relative(ours, reference) < 1e-13
+    assert torch.autograd.gradcheck(
+        lambda h, w: head(h, w, labels, chunk=chunk, temperature=temperature, kept=kept_tokens(sets))[0],
+        (hidden, weight),
+    )
+
+
+def test_sets_leave_the_entropy_alone_and_a_set_of_all_tokens_changes_nothing():
+    hidden, weight, labels = case(50, 200, 32)
+    plain, entropies = head(hidden, weight, labels, chunk=16, entropy=True)
+    kept = kept_tokens([list(range(200))] * 50)
+    of_all, same = head(hidden, weight, labels, chunk=16, entropy=True, kept=kept)
+    assert (of_all - plain).abs().max() < 2e-6 and torch.equal(entropies, same)
+    assert kept.log_mass.abs().max() < 2e-6
+    without, _ = head(hidden, weight, labels, chunk=16, kept=kept_tokens([list(range(200))] * 50))
+    assert torch.equal(of_all, without)
+
+
+def test_a_set_far_below_the_peak_and_non_finite_logits():
+    """The set's own maximum is subtracted, so a set with probability e^-1000 has exact log-probs."""
+    weight = torch.tensor([[1000.0], [0.0], [1.0]])
+    kept = kept_tokens([[1, 2]])
+    log_probs, _ = head(torch.ones(1, 1), weight, torch.tensor([2]), kept=kept)
+    assert log_probs.item() == pytest.approx(-math.log1p(math.exp(-1)), abs=1e-6)
+    assert kept.log_mass.item() == pytest.approx(-999 + math.log1p(math.exp(-1)), abs=1e-3)
+    log_probs, _ = head(torch.full((1, 1), float("nan")), weight, torch.tensor([2]), kept=kept_tokens([[1, 2]]))
+    assert not torch.isfinite(log_probs).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sets_with_the_main_gradient(dtype):
+    hidden, weight, labels = case(50, 1000, 32, dtype)
+    sets = random_sets(labels, 1000, 20)
+    exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    want = torch.autograd.grad(over_sets(*exact, labels, sets)[0].sum(), exact)
+    parameter = under_ddp(weight)
+    states = hidden.detach().requires_grad_()
+    head(states, parameter, labels, chunk=16, kept=kept_tokens(sets))[0].sum().backward()
+    bound = 1e-6 if dtype == torch.float32 else 8e-3
+    assert relative(parameter.main_grad.double() - 0.25, want[1]) < bound
+    assert relative(states.grad.double(), want[0]) < bound
+
+
+def test_memory_with_sets_is_bounded_by_the_chunk():
+    chunk, vocab = 64, 20_000
+    hidden, weight, labels = case(512, vocab, 16)
+    sets, parameter = random_sets(labels, vocab, 20), under_ddp(weight)
+
+    def both():
+        head(hidden, parameter, labels, chunk=chunk, kept=kept_tokens(sets))[0].sum().backward()
+
+    assert chunk * vocab * 4 < peak_extra_bytes(both) < 2.3 * chunk * vocab * 4
