@@ -154,6 +154,7 @@ class Recorder:
             text,
             server_id=turn.server_id,
             cause=(cause or "resampled") if self._children[parent] else "",
+            sampling_masks=turn.sampling_masks,
         )
         return self._add(node, [message])
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from gspo_mega.agents.protocol import Outcome
 from gspo_mega.base.episodes import Episode, ToolRecord
+from gspo_mega.base.sampling_masks import SamplingMasks
 
 OnTokens = Callable[[int, Sequence[int]], None]
 
@@ -28,7 +29,8 @@ class Turn:
 
     `log_probs` are in nats, at the sampling temperature. `finish_reason` is `stop` (the last token is a stop token) or
     `length`. `routed_experts` is an integer array of shape [context + turn - 1, layers, top_k], or None. `server_id` is
-    the server that sampled the last token, and so holds the prefix in its cache.
+    the server that sampled the last token, and so holds the prefix in its cache. `sampling_masks` are the tokens that
+    each was sampled from, with `log_probs` over these; None if from all.
     """
 
     token_ids: Sequence[int]
@@ -37,6 +39,7 @@ class Turn:
     finish_reason: str
     routed_experts: np.ndarray | None = None
     server_id: str = ""
+    sampling_masks: SamplingMasks | None = None
 
 
 class TurnParams(Protocol):

@@ -231,6 +231,9 @@ STALENESS_SUMS = SequenceColumn(
 ENTROPY_SUM = SequenceColumn(
     "entropy_sum", "sum", "[S] nats: entropy of the next-token distribution at the tokens held here"
 )
+KEPT_MASS = SequenceColumn(
+    "kept_mass", "sum", "[S] probability of the tokens held here to be in the set that the sampler kept"
+)
 LOG_S = SequenceColumn("log_s", "same", "[S] nats: log s_i of the whole sequence")
 
 COLUMNS: dict[str, SequenceColumn] = {
@@ -245,6 +248,7 @@ COLUMNS: dict[str, SequenceColumn] = {
         CORRECTION_SEGMENTS,
         STALENESS_SUMS,
         ENTROPY_SUM,
+        KEPT_MASS,
         LOG_S,
     )
 }

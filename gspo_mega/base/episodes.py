@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from gspo_mega.base.records import Prompt, Trajectory, are_equal_rewards, constant_column, float_column, join_columns
+from gspo_mega.base.sampling_masks import SamplingMasks
 
 # The key in `Episode.reward_parts` of the reward that the episode gave itself. Its further numbers are `episode/NAME`.
 OWN_REWARD = "episode"
@@ -32,9 +33,10 @@ class Node:
     the end token, and the one message that they make.
 
     `log_probs` (nats at the sampling temperature) and `weight_versions` have one entry per token of a sampled node, and
-    none in a context node. `routed_experts` is [positions, layers, top_k] of `route_type`, or None. Its positions begin
-    after those of the nearest sampled ancestor and end at this node's last token but one, so the positions of a path
-    follow each other without a gap. `text` is a sampled node's text without its end token. `finish_reason` is `stop` or
+    none in a context node. `sampling_masks`, if a sampled node has them, are the tokens that each of its tokens was
+    sampled from. `routed_experts` is [positions, layers, top_k] of `route_type`, or None. Its positions begin after
+    those of the nearest sampled ancestor and end at this node's last token but one, so the positions of a path follow
+    each other without a gap. `text` is a sampled node's text without its end token. `finish_reason` is `stop` or
     `length`. `reward` is the turn's own reward, if the episode gives one. `cause` says why a branch begins here
     (`edited`, `template`, `resampled` or `not_ours`), and is empty if none does.
     """
@@ -52,6 +54,7 @@ class Node:
     reward: float | None = None
     server_id: str = ""
     cause: str = ""
+    sampling_masks: SamplingMasks | None = None
 
     @property
     def is_sampled(self) -> bool:
@@ -112,6 +115,7 @@ class Episode:
             row.finish_reason,
             row.response_text,
             routed_experts=row.routed_experts,
+            sampling_masks=row.sampling_masks,
         )
         if not all(row.response_mask):
             episode.nodes[1:] = _nodes_by_mask(row)
@@ -212,12 +216,13 @@ def one_turn_episode(
     text: str = "",
     *,
     routed_experts: np.ndarray | None = None,
+    sampling_masks: SamplingMasks | None = None,
     server_id: str = "",
 ) -> Episode:
     """Return an episode of two nodes: the prompt and one response to it.
 
     The sequences have one entry per token of the response. `routed_experts` is [prompt + response - 1, layers, top_k]
-    of `route_type`, or None.
+    of `route_type`, or None. `sampling_masks`: the tokens that each was sampled from; None if from all.
     """
     context = Node(0, -1, "context", [{"role": "user", "content": prompt.text}], list(prompt.token_ids))
     response = Node(
@@ -232,6 +237,7 @@ def one_turn_episode(
         finish_reason,
         text,
         server_id=server_id,
+        sampling_masks=sampling_masks,
     )
     return Episode(episode_id, group_id, prompt, [context, response])
 
@@ -284,6 +290,8 @@ def _nodes_by_mask(row: Trajectory) -> list[Node]:
             if row.routed_experts is not None:
                 routed, first = len(row.prompt.token_ids) + end - 1, routed
                 node.routed_experts = row.routed_experts[first:routed]
+            if row.sampling_masks is not None:
+                node.sampling_masks = row.sampling_masks.between(start, end)
         nodes.append(node)
     if row.response_mask and row.response_mask[-1]:
         nodes[-1].finish_reason, nodes[-1].text = row.finish_reason, row.response_text
@@ -331,20 +339,32 @@ def build_rows(episode: Episode, by_turn: bool = False) -> list[Trajectory]:
         )
         start = 0
         columns: list[tuple[Sequence[int], Sequence[float], Sequence[int]]] = []
+        masks: list[SamplingMasks | None] = []
         for node in path[first:]:
             length, is_active = len(node.token_ids), node.is_sampled and node.node_id not in trained
             log_probs = node.log_probs if is_active else float_column([0.0] * length)
             versions = node.weight_versions if node.is_sampled else constant_column(0, length)
             columns.append((constant_column(int(is_active), length), log_probs, versions))
+            masks.append(node.sampling_masks if is_active else SamplingMasks.none(length))
             if is_active:
                 trained.add(node.node_id)
                 row.turns.append((start, start + length))
                 row.turn_nodes.append(node.node_id)
             start += length
         row.response_mask, row.rollout_log_probs, row.weight_versions = map(join_columns, zip(*columns, strict=True))
+        if any(len(mask.codes) for mask in masks if mask is not None):
+            row.sampling_masks = _joined_masks(episode.episode_id, masks)
         row.weight = sum(end - start for start, end in row.turns) / episode.num_sampled_tokens
         rows.append(row)
     return rows
+
+
+def _joined_masks(name: str, masks: Sequence[SamplingMasks | None]) -> SamplingMasks:
+    """Return the masks of a row's nodes. Raises ValueError if one of them has none although its tokens are trained."""
+    known = [mask for mask in masks if mask is not None]
+    if len(known) < len(masks):
+        raise ValueError(f"episode {name}: only some of its turns have sampling masks")
+    return SamplingMasks.join(known)
 
 
 def _routes_of(path: Sequence[Node]) -> np.ndarray | None:
@@ -428,10 +448,12 @@ class RolloutBatch:
         return replace(self, groups=groups)
 
     def drop_routes(self) -> None:
-        """Forget the routed experts. They are nearly all of the memory of a batch that has them."""
+        """Forget the routed experts and the sampling masks. They are nearly all of the memory of a batch that has
+        them.
+        """
         for episode in self.episodes:
             for owner in (*episode.nodes, *episode.rows()):
-                owner.routed_experts = None
+                owner.routed_experts = owner.sampling_masks = None
 
     def scored(self, least_of_group: int = 2) -> RolloutBatch:
         """Return what to train on: episodes with a reward, in groups of at least `least_of_group` such episodes."""
@@ -459,8 +481,9 @@ def check_episode(episode: Episode) -> None:
         if node.kind == "sampled":
             _check_turn(episode, node, where, per_token)
         elif node.kind == "context":
-            if any(per_token.values()) or node.routed_experts is not None or node.finish_reason:
-                raise ValueError(f"{where}: a context node has no log-probs, versions, routes or finish reason")
+            recorded = node.routed_experts is not None or node.sampling_masks is not None
+            if any(per_token.values()) or recorded or node.finish_reason:
+                raise ValueError(f"{where}: a context node has no log-probs, versions, routes, masks or finish reason")
             parent = episode.nodes[node.parent] if node.parent >= 0 else None
             if parent is not None and parent.finish_reason == "length" and not node.token_ids:
                 raise ValueError(f"{where}: follows a turn that ended by length without the tokens that close it")
@@ -482,6 +505,8 @@ def _check_turn(episode: Episode, node: Node, where: str, per_token: dict[str, i
         raise ValueError(f"{where}: finish_reason is {node.finish_reason!r}, not 'stop' or 'length'")
     if len(node.messages) != 1:
         raise ValueError(f"{where}: a sampled turn is one message, not {len(node.messages)}")
+    if node.sampling_masks is not None and len(node.sampling_masks) != len(node.token_ids):
+        raise ValueError(f"{where}: {len(node.sampling_masks)} sampling masks for {len(node.token_ids)} tokens")
     if node.routed_experts is not None:
         rows, expected = node.routed_experts.shape[0], num_routed_rows(episode, node.node_id)
         if rows != expected:

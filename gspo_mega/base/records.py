@@ -18,6 +18,8 @@ from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
 
+from gspo_mega.base.sampling_masks import SamplingMasks
+
 # Rewards are equal if their spread is at most this share of the largest of them. It is 1024 float64 roundings: a sum of
 # a thousand terms of one sign may lose that much when it is added up in another order. One millionth is four million
 # times this share.
@@ -57,6 +59,8 @@ class Trajectory:
       episode, cut the row off
     - `routed_experts` is [prompt + response - 1, layers, top_k] of `route_type`, or None. It says nothing about layers
       without experts
+    - `sampling_masks` are the tokens that each response token was sampled from, empty where the mask is 0; None if it
+      was sampled from all tokens. `rollout_log_probs` are then normalised over these
     - `reward` is None until the row is scored and after a failed scoring; `reward_error` is then the reason.
       `reward_parts` holds each reward function's own value. `correct` says whether the episode is right; it is None if
       no function says so
@@ -89,6 +93,7 @@ class Trajectory:
     token_advantages: list[float] | None = None
     token_rewards: list[float] | None = None
     is_truncated: bool = False
+    sampling_masks: SamplingMasks | None = None
 
     @property
     def is_scored(self) -> bool:
@@ -144,6 +149,9 @@ class MicroBatch:
       int64, the place of each active label's version in it. Both are None if the weights that are trained sampled
       everything
 
+    - `mask_counts` [T] int32 and `mask_codes` [bytes] uint8, `SamplingMasks` aligned with `labels`: the tokens that
+      each active label was sampled from, over which its log-probs are normalised. Both are None if these are all tokens
+
     A filler is a sequence without a trajectory, with `loss_mask` 0. It lets all ranks run the same number of
     micro-batches.
     """
@@ -163,6 +171,8 @@ class MicroBatch:
     token_rewards: np.ndarray | None = None
     versions: np.ndarray | None = None
     version_index: np.ndarray | None = None
+    mask_counts: np.ndarray | None = None
+    mask_codes: np.ndarray | None = None
 
     @property
     def num_tokens(self) -> int:

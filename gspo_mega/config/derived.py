@@ -337,6 +337,13 @@ def is_one_turn(rollout: Rollout) -> bool:
     return rollout.episode.function == ONE_TURN
 
 
+def has_sampling_masks(rollout: Rollout) -> bool:
+    """Return whether tokens are sampled from a set of kept ones, which servers return and log-probs are normalised
+    over.
+    """
+    return rollout.top_k > 1
+
+
 def episode_lengths(config: Config) -> EpisodeLengths:
     """Return the lengths from which every length that is decided before a run follows: servers' context, packs and
     estimates.

@@ -16,6 +16,7 @@ from gspo_mega.config.derived import (
     critic_of,
     critic_path,
     filters_groups,
+    has_sampling_masks,
     hooks_of,
     is_one_turn,
     needs_old_log_prob_pass,
@@ -178,10 +179,11 @@ def _correction_notices(config: Config) -> Iterator[str]:
 
 def _sampling_and_precision_notices(config: Config) -> Iterator[str]:
     rollout = config.rollout
-    if rollout.top_p < 1 or rollout.top_k > 0:
+    if has_sampling_masks(rollout):
         yield (
-            f"top_p {rollout.top_p:g}, top_k {rollout.top_k}: sampled from a truncated distribution, while log-probs"
-            " describe the whole one (temperature included)"
+            f"top_p {rollout.top_p:g}, top_k {rollout.top_k}, min_p {rollout.min_p:g}: sampled from a truncated"
+            " distribution; all log-probs, the reference's too, are normalised over each token's kept set, which the"
+            " server returns (response/kept_tokens_mean, policy/kept_mass)"
         )
     if config.precision != "fp8" and config.fp8 != Fp8():
         yield f"`fp8` has no effect with `precision: {config.precision}`"

@@ -34,6 +34,7 @@ from gspo_mega.config.validate_learning import (
 from gspo_mega.config.validate_rewards import validate_reward_functions, validate_reward_services
 from gspo_mega.config.validate_servers import (
     validate_returned_experts,
+    validate_sampling_masks,
     validate_server_options,
     validate_speculative,
 )
@@ -466,8 +467,7 @@ def _validate_rollout_and_servers(config: Config) -> Iterator[Violation]:
     yield from validate_server_nodes(config)
     yield from validate_speculative(config)
     yield from validate_returned_experts(config)
-    if config.rollout.top_k == 0:
-        yield Violation("rollout.top_k", "0 leaves no token to sample; valid: -1 (all tokens) or at least 1")
+    yield from validate_sampling_masks(config)
     if config.run.name in (".", ".."):
         yield Violation(
             "run.name", f"{config.run.name!r} is not a folder of its own; valid: letters, digits and `.`, `_`, `-`"

@@ -2,8 +2,9 @@
 
 `validate_server_options` refuses arguments that follow from another key, and those that would run foreign code, open
 the server, or break what a run relies on; the tables hold the reasons. Whether the installed SGLang knows an argument
-is checked where SGLang runs. `validate_speculative` has the rules between the keys of `server.speculative`; the
-functions after it give SGLang's names for them. What a draft takes of a GPU's memory is in `plan/servers.py`.
+is checked where SGLang runs. `validate_sampling_masks` has the rules of truncated sampling. `validate_speculative` has
+the rules between the keys of `server.speculative`; the functions after it give SGLang's names for them. What a draft
+takes of a GPU's memory is in `plan/servers.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_mega.base.errors import Violation
-from gspo_mega.config.derived import publishes
+from gspo_mega.config.derived import has_sampling_masks, publishes
 from gspo_mega.config.schema import Config, Model, Server
 
 CONTEXT_SLACK = 8
@@ -190,6 +191,9 @@ def validate_server_options(options: dict[str, Any]) -> Iterator[Violation]:
             yield Violation(f"server.options.{name}", f"{REFUSED_ARGUMENTS[name]}; leave it out")
 
 
+# SGLang's default of `sampling_mask_max_tokens`.
+MOST_KEPT_TOKENS = 4096
+
 # Products of experts that choose the experts themselves. SGLang 0.5.23 records only what its own top-k chose
 # (`layers/moe/topk.py`), so a response would carry what the buffer held before.
 CHOOSES_UNSEEN = ("flashinfer_trtllm", "experimental_sgl_trtllm", "flashinfer_mxfp4", "triton_kernel")
@@ -203,6 +207,55 @@ def validate_returned_experts(config: Config) -> Iterator[Violation]:
             "server.options.moe_runner_backend",
             f"{chosen} chooses experts where SGLang does not see it, and `rollout.return_routed_experts` is true;"
             " valid: triton, or false there",
+        )
+
+
+def validate_sampling_masks(config: Config) -> Iterator[Violation]:
+    """Yield what does not fit a truncated sampling distribution, whose sets of kept tokens the servers must return."""
+    rollout, options = config.rollout, config.server.options
+    most = options.get("sampling_mask_max_tokens", MOST_KEPT_TOKENS)
+    if rollout.top_k == 0:
+        yield Violation("rollout.top_k", "0 leaves no token to sample; valid: -1 (all tokens) or at least 2")
+    elif rollout.top_k == 1:
+        yield Violation(
+            "rollout.top_k",
+            "1 leaves one token, which is sampled with probability 1 whatever the weights are, so nothing could be"
+            " learned; valid: -1 (all tokens) or at least 2",
+        )
+    elif rollout.top_k == -1:
+        for key, value, plain in (("top_p", rollout.top_p, 1), ("min_p", rollout.min_p, 0)):
+            if value != plain:
+                yield Violation(
+                    f"rollout.{key}",
+                    f"{value:g} without a finite `rollout.top_k`: SGLang returns the set of kept tokens, over which"
+                    f" log-probs must be normalised, only with one; valid: `rollout.top_k` from 2 to {most} (20 is"
+                    f" usual), or {key} {plain}",
+                )
+    elif type(most) is int and rollout.top_k > most:
+        yield Violation(
+            "rollout.top_k",
+            f"{rollout.top_k}: SGLang returns sets of at most {most} kept tokens; valid: -1 (all tokens), 2 to {most},"
+            " or a larger server.options.sampling_mask_max_tokens",
+        )
+    if not has_sampling_masks(rollout):
+        return
+    with_sets = f"with `rollout.top_k: {rollout.top_k}`"
+    if config.server.speculative is not None:
+        yield Violation(
+            _KEY,
+            f"{with_sets}: SGLang does not return the set of kept tokens with `{config.server.speculative.algorithm}`;"
+            " valid: null, or `rollout.top_k: -1`",
+        )
+    if config.engine.batch_invariant:
+        yield Violation(
+            "engine.batch_invariant",
+            f"true {with_sets}: SGLang normalises over the kept tokens in an order of its own, which is not repeated"
+            " here to the bit; valid: false, or `rollout.top_k: -1`",
+        )
+    if options.get("sampling_backend") == "ascend":
+        yield Violation(
+            "server.options.sampling_backend",
+            f"ascend {with_sets}: it does not return the set of kept tokens; valid: pytorch, flashinfer",
         )
 
 

@@ -25,6 +25,7 @@ import numpy as np
 
 from gspo_mega.base.errors import PlanError, RolloutError
 from gspo_mega.base.records import MicroBatch, Trajectory, route_type
+from gspo_mega.base.sampling_masks import SamplingMasks
 from gspo_mega.models.spec import ModelSpec
 
 # For callers without a model. A run's own value comes from its layout.
@@ -162,6 +163,7 @@ def build_micro_batch(
     sequence_keys: Sequence[str] = (),
     pack_multiple: int = 1,
     token_keys: Sequence[str] = (),
+    with_masks: bool = False,
 ) -> MicroBatch:
     """The arrays of one pack: the `rows` of `trajectories`, in that order; no rows give filler.
 
@@ -173,12 +175,14 @@ def build_micro_batch(
     `sequence` holds, [S] each: `num_prompt_tokens`, `num_response_tokens`, `length` (active response tokens) int64, and
     float64 of every key in `sequence_keys`, looked up in the trajectory; 0 in filler, which is one sequence of the
     smallest valid pack's length with `trajectory_index` -1. `token_keys`: `token_advantages`, `token_rewards` and
-    `version_index`, [R] of each trajectory, aligned as its log-probs are; not in the pack unless named.
+    `version_index`, [R] of each trajectory, aligned as its log-probs are; not in the pack unless named. `with_masks`:
+    each trajectory with an active token has `sampling_masks`, [R], aligned in the same way.
 
     Raises ValueError for a trajectory whose arrays differ in length.
     """
     names = (*TOKEN_ARRAYS, *token_keys)
     pieces = [_sequence_arrays(trajectories[row], row, pad_multiple, token_keys) for row in rows]
+    masks = _packed_masks([trajectories[row] for row in rows], pieces) if with_masks else None
     pieces = pieces or [_filler_arrays(pad_multiple, token_keys)]
     sizes = [piece["token_ids"].shape[0] for piece in pieces]
     missing = -sum(sizes) % pack_multiple
@@ -203,6 +207,8 @@ def build_micro_batch(
         trajectory_index=np.array(list(rows) or [-1], dtype=np.int64),
         rollout_log_probs=joined("rollout_log_probs"),
         sequence=counts | values,
+        mask_counts=None if masks is None else np.pad(masks.counts, (0, sum(sizes) - len(masks))),
+        mask_codes=None if masks is None else masks.codes,
         **{name: joined(name) for name in token_keys},
     )
 
@@ -236,6 +242,17 @@ def _sequence_arrays(
         "num_response_tokens": response.size,
         "length": int(active.sum()),
     }
+
+
+def _packed_masks(trajectories: Sequence[Mapping[str, Any]], pieces: Sequence[Mapping[str, Any]]) -> SamplingMasks:
+    """The masks of the pieces, aligned with their labels; empty where no active response token is predicted."""
+    parts = []
+    for trajectory, piece in zip(trajectories, pieces, strict=True):
+        masks = trajectory["sampling_masks"] or SamplingMasks.none(piece["num_response_tokens"])
+        before, after = piece["num_prompt_tokens"] - 1, len(piece["token_ids"]) - len(masks)
+        active = np.asarray(trajectory["response_mask"]) != 0
+        parts += [SamplingMasks.none(before), masks.where(active), SamplingMasks.none(after - before)]
+    return SamplingMasks.join(parts)
 
 
 def _filler_arrays(size: int, token_keys: Sequence[str]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +17,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from gspo_mega.algorithm.terms import local_rows
 from gspo_mega.base.records import MicroBatch
+from gspo_mega.base.sampling_masks import SamplingMasks
+from gspo_mega.engine.log_probs import KeptTokens
 from gspo_mega.engine.process_groups import ParallelGroups, RankGroup, device
 
 
@@ -28,7 +31,8 @@ class DeviceBatch:
     `labels` [N] int64, `sequence_ids` [N] int64 in [0, S), `rollout_log_probs` [N] float32 nats, `token_advantages` [N]
     float64 or None, `version_index` [N] int64 in [0, `num_versions`) or None. For the E sequences whose last active
     token is held here: `end_rows` [E] int64 (its own position in t), `end_sequences` [E] int64. `sequence`:
-    tensors [S], the same on all context ranks; `trajectory_index` [S] int64, rows of the rollout batch, on the host.
+    tensors [S], the same on all context ranks; `kept`: the tokens that each of the N tokens was sampled from, on
+    last-stage ranks, or None if from all; `trajectory_index` [S] int64, rows of the rollout batch, on the host.
     """
 
     token_ids: torch.Tensor
@@ -46,6 +50,7 @@ class DeviceBatch:
     token_advantages: torch.Tensor | None = None
     version_index: torch.Tensor | None = None
     num_versions: int = 1
+    kept: KeptTokens | None = None
 
 
 def held_rows(micro_batch: MicroBatch, groups: ParallelGroups) -> tuple[torch.Tensor, torch.Tensor]:
@@ -111,7 +116,19 @@ def to_device(micro_batch: MicroBatch, groups: ParallelGroups) -> DeviceBatch:
         token_advantages=None if micro_batch.token_advantages is None else move(micro_batch.token_advantages, active),
         version_index=None if micro_batch.version_index is None else move(micro_batch.version_index, active),
         num_versions=1 if micro_batch.versions is None else len(micro_batch.versions),
+        kept=_kept_tokens(micro_batch, active, move) if groups.is_last_stage else None,
     )
+
+
+def _kept_tokens(
+    micro_batch: MicroBatch, active: torch.Tensor, move: Callable[[np.ndarray], torch.Tensor]
+) -> KeptTokens | None:
+    """The sets of the `active` positions of the pack, [N] int64, in their order."""
+    if micro_batch.mask_counts is None or micro_batch.mask_codes is None:
+        return None
+    counts, ids = SamplingMasks(micro_batch.mask_counts, micro_batch.mask_codes).at(active.numpy())
+    offsets = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+    return KeptTokens(offsets.tolist(), move(counts.astype(np.int64)), move(ids.astype(np.int32)))
 
 
 class _SumForward(torch.autograd.Function):

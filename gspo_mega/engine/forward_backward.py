@@ -109,6 +109,7 @@ class Pipeline:
             chunk_rows=self.log_prob_chunk_tokens,
             with_entropy=with_entropy,
             batch_invariant=is_batch_invariant(self.megatron_config),
+            kept=batch.kept,
         )
 
     def _index_of(self, model: torch.nn.Module) -> int:

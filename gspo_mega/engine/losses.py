@@ -38,6 +38,7 @@ from gspo_mega.algorithm.terms import (
     CORRECTION_VETOES,
     CORRECTION_WEIGHT,
     ENTROPY_SUM,
+    KEPT_MASS,
     LOG_S,
     MISMATCH_MAXIMA,
     MISMATCH_SUMS,
@@ -257,6 +258,9 @@ class OldPass:
                 _require_entropies(entropies).detach().double(), batch.sequence_ids, batch.num_sequences
             ),
         }
+        if batch.kept is not None and batch.kept.log_mass is not None:
+            mass = batch.kept.log_mass.double().exp()
+            columns[KEPT_MASS.name] = segment_sum(mass, batch.sequence_ids, batch.num_sequences)
         gap = GapSums(
             rows=torch.from_numpy(batch.trajectory_index).to(exact.device),
             sums=exact,

@@ -26,7 +26,7 @@ from gspo_mega.agents.pool import check_functions
 from gspo_mega.agents.protocol import runs_in_worker
 from gspo_mega.base.errors import ConfigError, DataError, EpisodeError, FolderError, JournalError, RewardError
 from gspo_mega.base.run_folder import RunFolder
-from gspo_mega.config.derived import command_name, is_one_turn
+from gspo_mega.config.derived import command_name, has_sampling_masks, is_one_turn
 from gspo_mega.config.loader import LoadedConfig
 from gspo_mega.config.prompt_sources import (
     HeldOutSet,
@@ -207,16 +207,16 @@ def is_replay(loaded: LoadedConfig, command: str) -> bool:
         )
     # A rank reads all of them, one by one. What it would refuse is refused now if reading takes only seconds.
     journal.check(range(train.num_steps), _MOST_CHECKED_BYTES)
-    pruned = (
-        [step for step in range(train.num_steps) if journal.has_pruned_routes(step)]
-        if loaded.config.moe.routing_replay == "R3"
-        else []
-    )
-    if pruned:
+    needed = []
+    if loaded.config.moe.routing_replay == "R3":
+        needed.append(("routed experts", "moe.routing_replay: R3 needs. Use R2 or none"))
+    if has_sampling_masks(loaded.config.rollout):
+        needed.append(("sampling masks", "rollout.top_k needs: its log-probs are over the tokens that were kept"))
+    pruned = [step for step in range(train.num_steps) if journal.has_pruned_routes(step)] if needed else []
+    for what, why in needed if pruned else ():
         raise JournalError(
-            f"{loaded.where('train.from_rollouts')}: train.from_rollouts: {train.from_rollouts} has no routed experts"
-            f" of step {pruned[0] + 1} (journal.prune_routes removed them), which moe.routing_replay: R3 needs. Use R2"
-            " or none"
+            f"{loaded.where('train.from_rollouts')}: train.from_rollouts: {train.from_rollouts} has no {what}"
+            f" of step {pruned[0] + 1} (journal.prune_routes removed them), which {why}"
         )
     return True
 

@@ -409,6 +409,13 @@ def _entries() -> list[Metric]:
             "ratio",
             f"episodes whose last turn hit max_new_tokens, or that a limit ended; {_SAMPLED}",
         ),
+        Metric(
+            "response/kept_tokens_mean",
+            "tokens",
+            "mean",
+            f"tokens that a token was sampled from, by token, with a finite rollout.top_k; {_SAMPLED}",
+        ),
+        Metric("response/kept_tokens_max", "tokens", "max", f"the most tokens that one was sampled from; {_SAMPLED}"),
         *(Metric(f"rollout/{name}", unit, "sum", what) for name, (unit, what) in ROLLOUT_COUNTS.items()),
         *(Metric(f"episode/{name}", unit, reduction, what) for name, (unit, reduction, what) in EPISODE.items()),
         Metric("rollout/staleness_mean", "steps", "mean", "weight versions between sampling and training, by token"),
@@ -417,6 +424,13 @@ def _entries() -> list[Metric]:
             "rollout/multi_version_fraction", "fraction", "ratio", "episodes with tokens of several weight versions"
         ),
         Metric("policy/entropy", "nats", "mean", "entropy of the next-token distribution at active tokens"),
+        Metric(
+            "policy/kept_mass",
+            "fraction",
+            "mean",
+            "probability under the trainer's old policy that a token is in the set that the sampler kept, by token;"
+            " with a finite rollout.top_k",
+        ),
         *(
             Metric(f"policy/{name}", unit, reduction, f"{what}; over all mini-batches")
             for name, (unit, reduction, what) in _POLICY.items()

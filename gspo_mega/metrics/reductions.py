@@ -71,6 +71,10 @@ def sampled_metrics(groups: Sequence[Group], config: Config) -> dict[str, float]
         "response/length_max": lengths,
         "response/truncated_fraction": [episode.is_truncated for episode in episodes],
     }
+    masks = [turn.sampling_masks for one in episodes for turn in one.turns if turn.sampling_masks is not None]
+    if masks:
+        counts = np.concatenate([mask.counts for mask in masks])
+        numbers |= {"response/kept_tokens_mean": counts, "response/kept_tokens_max": counts}
     if compares_within_groups(config):  # otherwise groups with equal rewards teach something as well
         several = [group for group in groups if len(group.scored) > 1]
         if several:

@@ -195,8 +195,9 @@ class Collector:
         with contextlib.suppress(RolloutError):  # its thread has ended, and was reported
             self._pool.loop.run(scheduler.close())
 
-    def _params(self, temperature: float, top_p: float, top_k: int) -> SamplingParams:
-        return SamplingParams(self._config.rollout.max_new_tokens, temperature, top_p, top_k, self._eos_token_ids)
+    def _params(self, temperature: float, top_p: float, top_k: int, min_p: float = 0.0) -> SamplingParams:
+        most = self._config.rollout.max_new_tokens
+        return SamplingParams(most, temperature, top_p, top_k, self._eos_token_ids, min_p)
 
     # The methods below run on the pool's loop.
 
@@ -226,7 +227,7 @@ class Collector:
             self._pool,
             self._maker,
             batch.group_size,
-            self._params(rollout.temperature, rollout.top_p, rollout.top_k),
+            self._params(rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p),
             least_episodes=batch.prompts_per_step * batch.group_size,
             most_episodes=int(allowed) * batch.group_size * (1 + rollout.max_staleness),
             clock=self._clock,

@@ -108,6 +108,7 @@ class Sampler:
             whole.finish_reason,
             whole.routed_experts,
             server_id,
+            whole.sampling_masks,
         )
 
     async def _complete(self, response: PartialResponse, asked: _SampleRequest, limit: asyncio.Timeout) -> str:

@@ -23,9 +23,9 @@ from gspo_mega.algorithm.advantages import group_advantages, token_rewards, turn
 from gspo_mega.algorithm.hooks import AdvantageInputs, load_advantage, user_advantages
 from gspo_mega.algorithm.objective import mini_batch_denominator
 from gspo_mega.base.episodes import ENDED_BY_LIMIT, Episode, RolloutBatch, leaf_ids
-from gspo_mega.base.errors import RewardError
+from gspo_mega.base.errors import RewardError, RolloutError
 from gspo_mega.base.records import MicroBatch, Trajectory
-from gspo_mega.config.derived import critic_of, least_of_group
+from gspo_mega.config.derived import critic_of, has_sampling_masks, least_of_group
 from gspo_mega.config.schema import Batch, Config, Reward, Run
 from gspo_mega.data.demonstrations import Demonstration
 from gspo_mega.data.packing import RankPlan, build_micro_batch, plan_rollout_batch
@@ -274,6 +274,7 @@ def assemble(
         by_sequence, by_token = (*by_sequence, "truncated"), ("token_rewards",)
         for record in records:
             record["advantage"] = 0.0  # until the critic's values are known
+    with_masks = has_masks(trajectories, num_tokens, has_sampling_masks(config.rollout))
     versions = sorted({v for t in trajectories for v in _versions_of(t)})
     if len(versions) > 1 or (weight_version is not None and versions not in ([], [weight_version])):
         by_token = (*by_token, "version_index")
@@ -301,7 +302,7 @@ def assemble(
                 lengths=[episode_tokens[episode] for episode in group_of],
                 group_ids=list(group_of.values()),
             )
-        packed = _packed(records, packs_of, layout, by_sequence, by_token)
+        packed = _packed(records, packs_of, layout, by_sequence, by_token, with_masks)
         for shard, micro_batches in zip(shards, packed, strict=True):
             for micro_batch in micro_batches:
                 micro_batch.versions = np.array(versions, np.int64) if "version_index" in by_token else None
@@ -337,6 +338,7 @@ def _packed(
     layout: Layout,
     sequence_keys: tuple[str, ...] = (),
     token_keys: tuple[str, ...] = (),
+    with_masks: bool = False,
 ) -> list[list[MicroBatch]]:
     """The micro-batches of every data-parallel rank, the same number on each. `packs_of`: the rows of `records` in each
     pack, by rank.
@@ -344,7 +346,7 @@ def _packed(
 
     def build(rows: list[int], pack_multiple: int) -> MicroBatch:
         return build_micro_batch(
-            records, rows, layout.sequence_multiple_tokens, sequence_keys, pack_multiple, token_keys
+            records, rows, layout.sequence_multiple_tokens, sequence_keys, pack_multiple, token_keys, with_masks
         )
 
     count = max(len(packs) for packs in packs_of)
@@ -359,6 +361,26 @@ def _packed(
     return packed
 
 
+def has_masks(trajectories: Sequence[Trajectory], num_tokens: Sequence[int], required: bool) -> bool:
+    """Return whether the tokens of these rows were sampled from sets of kept tokens. `num_tokens`: how many tokens of
+    each row are trained. Raises RolloutError naming a row that lacks its sets, if they are `required` or others have
+    theirs: its log-probs are of another distribution than those of the others.
+    """
+    trained = [t for t, count in zip(trajectories, num_tokens, strict=True) if count]
+    lacking = [t.trajectory_id for t in trained if t.sampling_masks is None]
+    if not lacking or (len(lacking) == len(trained) and not required):
+        return bool(trained) and not lacking
+    raise RolloutError(
+        f"trajectory {lacking[0]} has no sampling masks"
+        + (
+            ", which `rollout.top_k` asks the servers for; one that was recorded without them, or from whose record"
+            " journal.prune_routes removed them, cannot be trained with it. Valid: `rollout.top_k: -1`, or new samples"
+            if required
+            else f", and {len(trained) - len(lacking)} others of its batch have"
+        )
+    )
+
+
 def _versions_of(trajectory: Trajectory) -> list[int]:
     """The weight versions of the tokens that are trained, sorted."""
     versions = np.asarray(trajectory.weight_versions, np.int64)
@@ -371,6 +393,7 @@ def _record(trajectory: Trajectory) -> dict[str, Any]:
         "response_token_ids": trajectory.response_token_ids,
         "response_mask": trajectory.response_mask,
         "rollout_log_probs": trajectory.rollout_log_probs,
+        "sampling_masks": trajectory.sampling_masks,
         "advantage": trajectory.advantage,
         "token_advantages": trajectory.token_advantages,
         "token_rewards": trajectory.token_rewards,

@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike
 from gspo_mega.algorithm.correction import SUM_NAMES, effective_sample_fraction
 from gspo_mega.algorithm.diagnostics import log_ratio_summary, policy_metrics
 from gspo_mega.algorithm.losses import KL_SUMS, VALUE_SUMS, explained_variance
-from gspo_mega.algorithm.terms import ENTROPY_SUM, LOG_S, MISMATCH_SUMS, STALENESS_SUMS, merge_columns
+from gspo_mega.algorithm.terms import ENTROPY_SUM, KEPT_MASS, LOG_S, MISMATCH_SUMS, STALENESS_SUMS, merge_columns
 from gspo_mega.base.episodes import RolloutBatch
 from gspo_mega.config.derived import compares_within_groups, critic_of, needs_old_log_prob_pass, train_config
 from gspo_mega.config.schema import Moe
@@ -289,6 +289,8 @@ class StepReport:
             config.mismatch, config.old_log_probs, train, present
         )
         metrics["policy/entropy"] = float(old[ENTROPY_SUM.name].sum() / max(float(tokens.sum()), 1.0))
+        if KEPT_MASS.name in old:
+            metrics["policy/kept_mass"] = float(old[KEPT_MASS.name].sum() / max(float(tokens.sum()), 1.0))
         log_s = torch.from_numpy(train[LOG_S.name])[torch.from_numpy(present)]
         metrics["policy/ess"] = effective_sample_fraction(log_s)
         if config.old_log_probs == "rollout":

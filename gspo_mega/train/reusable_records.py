@@ -26,7 +26,7 @@ from gspo_mega.agents.protocol import BUILTINS as EPISODES
 from gspo_mega.base.episodes import Group, RolloutBatch
 from gspo_mega.base.records import Prompt, distinct_values
 from gspo_mega.base.untrusted import open_regular, read_bytes
-from gspo_mega.config.derived import hooks_of
+from gspo_mega.config.derived import has_sampling_masks, hooks_of
 from gspo_mega.config.prompt_sources import sources_of
 from gspo_mega.config.schema import Config, Data, Episodes, OwnReward, Reward, RewardFunction, Rollout
 from gspo_mega.data.journal.episode_log import FileBegin
@@ -65,11 +65,14 @@ _SAMPLING_KEYS = ("max_new_tokens", "temperature", "top_p", "top_k", "filter_con
 
 @dataclass(frozen=True)
 class RecordRequirements:
-    """What a run requires of every record. `needs_routes`: a record without its routed experts is not used."""
+    """What a run requires of every record. `needs_routes`: a record without its routed experts is not used.
+    `needs_masks`: nor is one without its sampling masks.
+    """
 
     group_size: int
     freshness: Freshness
     needs_routes: bool
+    needs_masks: bool = False
 
 
 class ReusableRecords:
@@ -196,6 +199,8 @@ class ReusableRecords:
             reasons.append(
                 "their routed experts were pruned (journal.prune_routes), and moe.routing_replay R3 needs them"
             )
+        if needed.needs_masks and record.routes_pruned:
+            reasons.append("their sampling masks were pruned (journal.prune_routes), and rollout.top_k needs them")
         return "; ".join(reasons) or None
 
 
@@ -208,6 +213,8 @@ def made_by(config: Config) -> dict[str, str]:
     sampling = config.rollout.model_dump(include=set(_SAMPLING_KEYS))
     if config.rollout.on_publish == "continue_with_cache":  # the only value that changes what is sampled
         sampling["on_publish"] = config.rollout.on_publish
+    if has_sampling_masks(config.rollout):  # an earlier release recorded no masks and other log-probs
+        sampling["masks"] = {"min_p": config.rollout.min_p}
     found = {
         "rewards": reward_fingerprint(config.reward, config.data),
         "sampling": _digest({"rollout": sampling, "precision": config.precision}),

@@ -44,8 +44,9 @@ class Journal(Section):
     prune_routes: bool = Field(
         default=False,
         description=(
-            "Remove the routed experts, the largest part of a step's record, once a checkpoint with that step is on"
-            " disk. A thread rewrites the step's file while the run goes on. R3 cannot be replayed from such a record."
+            "Remove the routed experts and sampling masks, the largest part of a step's record, once a checkpoint with"
+            " that step is on disk. A thread rewrites the step's file while the run goes on. R3, or training with"
+            " `rollout.top_k`, cannot be repeated from such a record."
         ),
     )
 

@@ -141,10 +141,27 @@ class Rollout(Section):
     max_new_tokens: int = Field(ge=1, description="Maximum tokens per turn, so of a response that has one turn.")
     temperature: float = Field(default=1.0, gt=0, description="Sampling temperature.")
     top_p: float = Field(
-        default=1.0, gt=0, le=1, description="Probability mass that tokens are sampled from; 1: all tokens."
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Probability mass that tokens are sampled from; 1: all tokens. Below 1 with a finite `top_k`.",
     )
     top_k: int = Field(
-        default=-1, ge=-1, description="Number of most probable tokens that are sampled from; -1: all tokens."
+        default=-1,
+        ge=-1,
+        description=(
+            "Number of most probable tokens that are sampled from; -1: all tokens. Otherwise from 2 on: servers return"
+            " which tokens they kept, and every log-prob is normalised over these (docs/sampling_masks.md)."
+        ),
+    )
+    min_p: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description=(
+            "Tokens are sampled from only if they have at least this share of the most probable one's probability; 0:"
+            " all. Above 0 with a finite `top_k`."
+        ),
     )
     max_concurrent_requests: int = Field(
         default=256, ge=1, json_schema_extra=MAY_CHANGE, description="Maximum open requests per server."

@@ -12,8 +12,9 @@ a frame's checksum holds.
 
 The second part encodes prompts, episodes and batches as records and decodes them without loss. Token ids, log-probs
 (float64, as the server sent them) and weight versions of all nodes are arrays, one node after the other; routed experts
-are an array for each node, so that they can be taken out; the other fields are JSON. What is empty or follows from the
-prompt is left out. Advantages are not kept, because they follow from the rewards of the group and the configuration.
+and sampling masks are arrays for each node, so that they can be taken out; the other fields are JSON. What is empty or
+follows from the prompt is left out. Advantages are not kept, because they follow from the rewards of the group and the
+configuration.
 Records of format 1, whose episodes are one prompt and one response (`decode_trajectory`), are read and no longer
 written.
 """
@@ -37,6 +38,7 @@ from gspo_mega.base import progress
 from gspo_mega.base.episodes import Episode, Node, RolloutBatch, ToolRecord, check_episode, one_turn_episode
 from gspo_mega.base.errors import JournalError
 from gspo_mega.base.records import Prompt, float_column, int_column
+from gspo_mega.base.sampling_masks import SamplingMasks
 from gspo_mega.base.untrusted import open_regular
 
 MAGIC = b"GSPOJRN1"
@@ -246,7 +248,8 @@ def _decode(payload: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 _PROMPT = ("prompt_id", "source", "text", "answer", "metadata")
 _ROUTES = "routed_experts."
-_IN_ARRAYS = ("node_id", "token_ids", "log_probs", "weight_versions", "routed_experts")
+_MASK_COUNTS, _MASK_CODES = "sampling_mask_counts.", "sampling_mask_codes."
+_IN_ARRAYS = ("node_id", "token_ids", "log_probs", "weight_versions", "routed_experts", "sampling_masks")
 _OF_EPISODE = ("reward", "reward_parts", "reward_error", "correct", "failure", "info", "counts")
 
 Tools = list[dict[str, Any]]
@@ -285,6 +288,8 @@ def encode_episode(episode: Episode) -> bytes:
         "log_probs": _joined([node.log_probs for node in turns], np.float64),
         "weight_versions": _joined([node.weight_versions for node in turns], np.int32),
         **{f"{_ROUTES}{n.node_id}": n.routed_experts for n in episode.nodes if n.routed_experts is not None},
+        **{f"{_MASK_COUNTS}{n.node_id}": n.sampling_masks.counts for n in turns if n.sampling_masks is not None},
+        **{f"{_MASK_CODES}{n.node_id}": n.sampling_masks.codes for n in turns if n.sampling_masks is not None},
     }
     values: dict[str, Any] = {
         "kind": "episode",
@@ -320,6 +325,8 @@ def decode_episode(
             node.log_probs = float_column(log_probs.next(count))
             node.weight_versions = int_column(versions.next(count))
         node.routed_experts = arrays.get(f"{_ROUTES}{node_id}")
+        if (counts := arrays.get(f"{_MASK_COUNTS}{node_id}")) is not None:
+            node.sampling_masks = SamplingMasks(counts, arrays[f"{_MASK_CODES}{node_id}"])
         nodes.append(node)
     calls = [ToolRecord(**call) for call in values.get("tool_calls", ())]
     schemas = tools[values["tools_id"]] if "tools_id" in values else []
@@ -330,10 +337,12 @@ def decode_episode(
 
 
 def drop_routes(arrays: dict[str, np.ndarray]) -> bool:
-    """Remove the routed experts of every node from a record's arrays, also of format 1. Returns whether there were
-    any.
+    """Remove the routed experts and sampling masks of every node from a record's arrays, also of format 1. Returns
+    whether there were any.
     """
-    routes = [name for name in arrays if name.startswith(_ROUTES) or name == "routed_experts"]
+    routes = [
+        name for name in arrays if name.startswith((_ROUTES, _MASK_COUNTS, _MASK_CODES)) or name == "routed_experts"
+    ]
     for name in routes:
         del arrays[name]
     return bool(routes)

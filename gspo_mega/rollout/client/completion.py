@@ -32,6 +32,7 @@ import pybase64
 
 from gspo_mega.base.errors import RolloutError
 from gspo_mega.base.records import Column, constant_column, float_column, int_column, join_columns, route_type
+from gspo_mega.base.sampling_masks import SamplingMasks
 
 _LOG_PROB_ROUNDING = 1e-5
 """In fp32, the log-prob of a token with nearly all the probability may exceed zero by this much (nats)."""
@@ -61,7 +62,8 @@ class RefusedAnswer(RolloutError):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample one response. Log-probs are log_softmax(logits / temperature), before top_p and top_k.
+    """How to sample one response. Log-probs are log_softmax(logits / temperature), over the tokens that `top_k`,
+    `top_p` and `min_p` keep if `has_masks`, else over all tokens.
 
     `temperature` 0 is greedy, with log-probs at temperature 1. `top_k` -1 admits all tokens. Sampling ends with the
     first of `stop_token_ids`, which is part of the response.
@@ -72,6 +74,12 @@ class SamplingParams:
     top_p: float
     top_k: int
     stop_token_ids: tuple[int, ...]
+    min_p: float = 0.0
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether the server returns the set of tokens that each token was sampled from."""
+        return self.top_k > 1
 
     def as_json(self) -> dict[str, Any]:
         """Return the parameters as SGLang's `sampling_params`."""
@@ -84,6 +92,8 @@ class SamplingParams:
         }
         if self.top_k != -1:
             params["top_k"] = self.top_k
+        if self.min_p:
+            params["min_p"] = self.min_p
         return params
 
     def at_most(self, num_tokens: int) -> SamplingParams:
@@ -119,6 +129,7 @@ class Completion:
         routed_experts: [prompt + response - 1, layers, experts_per_token] of `route_type`, 0 in layers without
             experts. None if they were not requested, or if the response was cut short and the server did not return
             them.
+        sampling_masks: the tokens that each token was sampled from, itself among them; None without masks.
     """
 
     token_ids: Sequence[int]
@@ -126,6 +137,7 @@ class Completion:
     weight_versions: Sequence[int]
     finish_reason: str
     routed_experts: np.ndarray | None = None
+    sampling_masks: SamplingMasks | None = None
 
 
 class StreamedAnswer:
@@ -159,9 +171,10 @@ class StreamedAnswer:
         self._vocab_size = vocab_size
         self._routing = routing
         self._num = 0
-        self._token_ids: list[np.ndarray] = []  # one entry per report, as in the next two
+        self._token_ids: list[np.ndarray] = []  # one entry per report, as in the next three
         self._log_probs: list[np.ndarray] = []
         self._versions: list[Column[int]] = []
+        self._masks: list[SamplingMasks] = []
         self.completion: Completion | None = None
 
     def add(self, report: Any) -> int:
@@ -203,13 +216,25 @@ class StreamedAnswer:
         _check_middle(token_ids, self._params)
         end = self._num_certain()
         versions = join_columns([constant_column(0, 0), *self._versions])
-        return Completion(int_column(token_ids[:end]), self._known_log_probs()[:end], versions[:end], "abort")
+        masks = self._known_masks()
+        if masks is not None:
+            masks = masks.between(0, end)
+        return Completion(
+            int_column(token_ids[:end]),
+            self._known_log_probs()[:end],
+            versions[:end],
+            "abort",
+            sampling_masks=masks,
+        )
 
     def _known_token_ids(self) -> np.ndarray:
         return np.concatenate([np.zeros(0, np.int32), *self._token_ids])
 
     def _known_log_probs(self) -> Column[float]:
         return float_column(np.concatenate([np.zeros(0), *self._log_probs]))
+
+    def _known_masks(self) -> SamplingMasks | None:
+        return SamplingMasks.join(self._masks) if self._params.has_masks else None
 
     def _num_certain(self) -> int:
         """Return how many tokens from the first on are of the version under which the request began."""
@@ -235,7 +260,11 @@ class StreamedAnswer:
         if reason == "abort":
             entries = entries[:count]
         self._token_ids.append(checked_token_ids(token_ids, self._vocab_size))
-        self._log_probs.append(checked_log_probs(entries, token_ids))
+        log_probs = checked_log_probs(entries, token_ids)
+        if self._params.has_masks:
+            log_probs, masks = _sampling_masks(meta, self._token_ids[-1], self._vocab_size)
+            self._masks.append(masks)
+        self._log_probs.append(log_probs)
         if count:
             self._versions.append(constant_column(version_of(meta.get("weight_version")), count))
         self._num = total
@@ -252,7 +281,8 @@ class StreamedAnswer:
             routes = _routed_experts(meta, self._num_prompt_tokens + count - 1, self._routing)
         if reason != "abort" or "weight_versions" in meta:
             versions = versions_of(meta, count)
-            return Completion(int_column(token_ids), self._known_log_probs(), versions, reason, routes)
+            log_probs, masks = self._known_log_probs(), self._known_masks()
+            return Completion(int_column(token_ids), log_probs, versions, reason, routes, masks)
         whole = self.so_far()
         end = len(whole.token_ids)
         return replace(whole, routed_experts=None if routes is None else routes[: self._num_prompt_tokens + end - 1])
@@ -265,7 +295,7 @@ class PartialResponse:
         self._num_prompt_tokens = num_prompt_tokens
         self._params = params
         self._with_routes = with_routes
-        self.whole = Completion([], [], [], "abort")
+        self.whole = Completion([], [], [], "abort", sampling_masks=SamplingMasks.none(0) if params.has_masks else None)
 
     def __len__(self) -> int:
         return len(self.whole.token_ids)
@@ -294,7 +324,10 @@ class PartialResponse:
             reason = "length"
         log_probs = join_columns([whole.log_probs, part.log_probs])
         versions = join_columns([whole.weight_versions, part.weight_versions])
-        self.whole = Completion(token_ids, log_probs, versions, reason, routes)
+        masks = None
+        if whole.sampling_masks is not None and part.sampling_masks is not None:
+            masks = SamplingMasks.join([whole.sampling_masks, part.sampling_masks])
+        self.whole = Completion(token_ids, log_probs, versions, reason, routes, masks)
         return True
 
 
@@ -329,6 +362,35 @@ def _routed_experts(meta: dict, num_rows: int, routing: RoutingShape) -> np.ndar
     if flat.size != math.prod(shape):
         raise NonsenseAnswer(f"{flat.size} routed experts; {shape} (tokens, layers, experts per token) expected")
     return flat.reshape(shape)
+
+
+def _sampling_masks(meta: dict, token_ids: np.ndarray, vocab_size: int) -> tuple[np.ndarray, SamplingMasks]:
+    """Return the log-probs over the kept tokens, [tokens] float64 nats, and these tokens, from the next reported
+    tokens' `meta`. Raises NonsenseAnswer.
+    """
+    count = len(token_ids)
+    if not count:
+        return np.zeros(0), SamplingMasks.none(0)
+    # As with `output_token_logprobs`, the last report of an aborted request may have more entries than tokens.
+    sets = field_of(meta, "output_token_sampling_mask", list)[:count]
+    values = field_of(meta, "output_token_sampling_logprobs", list)[:count]
+    if len(sets) != count or len(values) != count or set(map(type, sets)) != {list}:
+        raise NonsenseAnswer(f"{len(sets)} sampling masks and {len(values)} of their log-probs for {count} tokens")
+    log_probs = [log_prob_of(value, f"over the kept tokens at position {place}") for place, value in enumerate(values)]
+    ids = list(chain.from_iterable(sets))
+    if set(map(type, ids)) != {int} or not 0 <= min(ids) <= max(ids) < vocab_size:
+        raise NonsenseAnswer(f"a sampling mask with other things than token ids from 0 to {vocab_size - 1}")
+    counts, flat = np.fromiter(map(len, sets), np.int32, count), np.array(ids, np.int32)
+    owner = np.repeat(np.arange(count), counts)
+    found = np.bincount(owner[flat == token_ids[owner]], minlength=count)
+    if (found != 1).any():
+        place = int(np.argmax(found != 1))
+        times = f"token {token_ids[place]} is {found[place]} times"
+        raise NonsenseAnswer(f"{times} in its sampling mask {shown(sets[place])}")
+    try:
+        return np.array(log_probs), SamplingMasks.of_ids(counts, flat)
+    except ValueError as error:
+        raise NonsenseAnswer(f"a sampling mask: {error}") from error
 
 
 def _error_text(error: Any) -> str:
@@ -381,6 +443,8 @@ def finish_reason_of(finish: Any) -> str | None:
     if reason == "abort" and finish.get("status_code") is not None:
         message = finish.get("message")
         message = message[:2000] if isinstance(message, str) else shown(message)
+        if "sampling-mask-max-tokens" in message:
+            message += " (rollout.top_k; server.options.sampling_mask_max_tokens)"
         raise RefusedAnswer(f"{shown(finish['status_code'])}: {message}")
     return reason
 

@@ -403,6 +403,13 @@ def answer_bytes(num_prompt_tokens: int, max_new_tokens: int, report_tokens: int
     return int(max_new_tokens * _TOKEN_BYTES + reports * _REPORT_BYTES + routes)
 
 
+def mask_bytes(top_k: int, vocab_size: int) -> int:
+    """Return the most bytes that a token's sampling mask can have in a well-formed answer. Ties at the cutoff may keep
+    more than `top_k` tokens; as many again are allowed for.
+    """
+    return 64 + 2 * top_k * (len(str(vocab_size)) + 1)
+
+
 def check_plain(response: StreamResponse) -> None:
     """Raise NonsenseAnswer for a compressed body."""
     coding = response.headers.get("content-encoding", "identity")

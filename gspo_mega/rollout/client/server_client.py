@@ -39,7 +39,14 @@ from gspo_mega.rollout.client.completion import (
     log_prob_of,
     shown,
 )
-from gspo_mega.rollout.client.http_stream import IDENTITY, StreamClient, answer_bytes, read_body, read_events
+from gspo_mega.rollout.client.http_stream import (
+    IDENTITY,
+    StreamClient,
+    answer_bytes,
+    mask_bytes,
+    read_body,
+    read_events,
+)
 from gspo_mega.rollout.registration import Secret
 
 logger = logging.getLogger(__name__)
@@ -141,6 +148,8 @@ class ServerClient:
             "return_routed_experts": self._routing is not None,
             "stream": True,
         }
+        if params.has_masks:
+            body["return_sampling_mask"] = True
         if cache_key is not None:
             body["extra_key"] = cache_key
         if self.adapter is not None:
@@ -155,6 +164,8 @@ class ServerClient:
             weight_version=weight_version,
         )
         limit_bytes = answer_bytes(len(input_ids), params.max_new_tokens, report_tokens, self._routing)
+        if params.has_masks:
+            limit_bytes += params.max_new_tokens * mask_bytes(params.top_k, self._vocab_size)
         try:
             async with asyncio.timeout(None) as limit:
                 flight.begin(answer, limit, lambda: self._abort(unique_id, flight.grace_seconds))

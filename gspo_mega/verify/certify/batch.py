@@ -15,7 +15,8 @@ import numpy as np
 
 from gspo_mega.base.episodes import Episode, Group, RolloutBatch, one_turn_row
 from gspo_mega.base.records import Prompt
-from gspo_mega.config.derived import is_one_turn
+from gspo_mega.base.sampling_masks import SamplingMasks
+from gspo_mega.config.derived import has_sampling_masks, is_one_turn
 from gspo_mega.config.schema import Batch, Config, Objective, Run
 from gspo_mega.train.batches import fill_advantages
 from gspo_mega.verify.certify.trees import recorded_tree
@@ -97,8 +98,21 @@ def recorded_batch(config: Config, vocab_size: int, draws: Draws | None = None) 
     batch = RolloutBatch(0, groups)
     if config.objective.scope == "turn":
         batch = batch.by_turn()
+    if has_sampling_masks(config.rollout):
+        _draw_masks(batch, config.run.seed, config.rollout.top_k, vocab_size)
     fill_advantages(batch, config, 0)
     return batch
+
+
+def _draw_masks(batch: RolloutBatch, seed: int, top_k: int, vocab_size: int) -> None:
+    """Give each active token a set of at most `top_k` random tokens, itself among them."""
+    for index, row in enumerate(batch.trajectories):
+        rng = np.random.default_rng((seed, 9, index))
+        sets = []
+        for token, is_active in zip(row.response_token_ids, row.response_mask, strict=True):
+            others = rng.choice(vocab_size, int(rng.integers(0, min(top_k, vocab_size))), replace=False)
+            sets.append([token, *others[others != token].tolist()] if is_active else [])
+        row.sampling_masks = SamplingMasks.of(sets)
 
 
 def redraw(batch: RolloutBatch, unwanted: Sequence[np.ndarray], draws: Draws) -> bool:

@@ -211,6 +211,10 @@ class Conduct:
             "server.num_servers=1",
             "batch.num_mini_batches=1",
             "old_log_probs=trainer",
+            # Both engines compare whole distributions, and a server scores given tokens over the whole vocabulary.
+            "rollout.top_p=1",
+            "rollout.top_k=-1",
+            "rollout.min_p=0",
             "optimizer.moments_dtype=fp32",
             "eval=null",
         ]

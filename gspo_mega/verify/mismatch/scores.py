@@ -39,7 +39,7 @@ _FLUSH_SECONDS = 60.0
 
 
 def sample_tokens(rollouts: Rollouts, config: Config, on_wait: Callable[[], None]) -> FixedTokens:
-    """Sample the tokens from the run's own data as training does, with its temperature, top_p and top_k, and compute
+    """Sample the tokens from the run's own data at the run's temperature, from all tokens, and compute
     advantages from the rewards as the run does. `on_wait` is called meanwhile; an exception from it ends the wait.
     """
     prompts = [rollouts.prompts.next() for _ in range(config.budget.num_prompts)]
@@ -47,8 +47,6 @@ def sample_tokens(rollouts: Rollouts, config: Config, on_wait: Callable[[], None
         prompts,
         config.budget.samples_per_prompt,
         config.rollout.temperature,
-        top_p=config.rollout.top_p,
-        top_k=config.rollout.top_k,
         name="budget",
         on_wait=on_wait,
     )

@@ -138,6 +138,26 @@ WILDCARDS = (
         ),
         (["precision=fp8", "fp8={parameters: true, recipe: mxfp8}"], "fp8.parameters", "valid: false"),
         (["rollout.top_k=0"], "rollout.top_k", "-1"),
+        (["rollout.top_k=1"], "rollout.top_k", "valid: -1 (all tokens) or at least 2"),
+        (["rollout.top_p=0.9"], "rollout.top_p", "0.9 without a finite `rollout.top_k`"),
+        (["rollout.min_p=0.05"], "rollout.min_p", "valid: `rollout.top_k` from 2 to 4096 (20 is usual), or min_p 0"),
+        (["rollout.top_k=4097"], "rollout.top_k", "sets of at most 4096 kept tokens"),
+        (
+            ["rollout.top_k=21", "server.options={sampling_mask_max_tokens: 20}"],
+            "rollout.top_k",
+            "at most 20 kept tokens",
+        ),
+        (
+            ["rollout.top_k=20", "server.speculative={algorithm: ngram}"],
+            "server.speculative",
+            "kept tokens with `ngram`",
+        ),
+        (["rollout.top_k=20", "engine.batch_invariant=true"], "engine.batch_invariant", "with `rollout.top_k: 20`"),
+        (
+            ["rollout.top_k=20", "server.options={sampling_backend: ascend}"],
+            "server.options.sampling_backend",
+            "valid: pytorch, flashinfer",
+        ),
         (
             ["cluster.num_rollout_nodes=2"],
             "cluster.num_rollout_nodes",
@@ -243,8 +263,9 @@ def test_the_default_clip_range_of_grpo(write):
         (["objective.dual_clip=3"], "dual clip 3"),
         (["old_log_probs=rollout"], "old_log_probs: rollout: the engines' mismatch enters the policy ratio"),
         (["batch.num_mini_batches=1", "mismatch.correction=none"], "old log-prob pass is skipped"),
-        (["rollout.top_p=0.9"], "truncated"),
-        (["rollout.top_k=50"], "truncated"),
+        (["rollout.top_p=0.9", "rollout.top_k=50"], "truncated"),
+        (["rollout.top_k=50"], "over each token's kept set"),
+        (["rollout.top_k=50", "rollout.min_p=0.02"], "min_p 0.02: sampled from a truncated"),
         (["rollout.temperature=0.7"], "temperature 0.7"),
         (["rollout.filter_constant_groups=true", "rollout.max_oversampling=1"], "not refilled"),
         (

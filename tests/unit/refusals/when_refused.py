@@ -40,7 +40,7 @@ TABLE: dict[str, dict[str, tuple[int, str] | tuple[int, str, str]]] = {
         "SharedGpus._on_each_server": (1, RUN, _SERVERS),
     },
     "train/worker.py": {"RankEnvironment.read": (2, RUN, _PROCESSES), "_store_of_job": (1, RUN, _PROCESSES)},
-    "train/batches.py": {"scored_batch": (1, RUN, _SAMPLED)},
+    "train/batches.py": {"scored_batch": (1, RUN, _SAMPLED), "has_masks": (1, RUN, _SERVERS)},
     "train/held_out.py": {
         "summarize": (1, RUN, _SAMPLED),
         "is_correct": (1, RUN, "whether a reward says `correct` is known when it has scored a response"),

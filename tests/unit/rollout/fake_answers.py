@@ -36,6 +36,9 @@ def good_answer(input_ids, params, version="0", rng=random, experts=None, rid="t
         layers, top_k, num_experts = experts
         rows = np.array([rng.sample(range(num_experts), top_k) for _ in range((len(input_ids) + count - 1) * layers)])
         meta["routed_experts"] = base64.b64encode(rows.astype("<i4").tobytes()).decode()
+    if params.get("top_k", -1) > 1:
+        meta["output_token_sampling_mask"] = [[token, (token + 1) % VOCAB] for token in ids]
+        meta["output_token_sampling_logprobs"] = [entry[0] for entry in meta["output_token_logprobs"]]
     return {"output_ids": ids, "meta_info": meta}
 
 
@@ -48,7 +51,9 @@ def part_of(answer: dict, start: int, end: int, finish: dict | None = None, vers
     is_last = end == total or finish is not None
     meta = {name: whole[name] for name in ("id", "prompt_tokens", "weight_version")}
     meta |= {"finish_reason": (finish or whole["finish_reason"]) if is_last else None, "completion_tokens": end}
-    meta["output_token_logprobs"] = whole["output_token_logprobs"][start:end]
+    for name in ("output_token_logprobs", "output_token_sampling_mask", "output_token_sampling_logprobs"):
+        if name in whole:
+            meta[name] = whole[name][start:end]
     if is_last:
         meta["weight_versions"] = spans(versions[:end] if versions else [whole["weight_version"]] * end)
         if "routed_experts" in whole and end:

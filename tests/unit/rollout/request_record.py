@@ -1,6 +1,7 @@
 """What a one-turn batch asks of a server and keeps of its answers, in full and in order, to be compared with a record.
 
 The record, `data/one_turn_requests.json`, was made by the release before episodes, whose only rollout was one turn.
+Since then requests with a finite top_k also ask for sampling masks.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import copy
 import random
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +14,7 @@ from fake_answers import EOS, VOCAB, good_answer, part_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gspo_mega.base.sampling_masks import SamplingMasks
 from gspo_mega.rollout.client.completion import (
     NonsenseAnswer,
     PartialResponse,
@@ -286,3 +288,93 @@ def test_an_answer_that_is_cut_short_without_spans_ends_where_its_versions_are_n
     for report in with_spans:
         whole.add(report)
     assert (whole.completion.token_ids, whole.completion.weight_versions) == (SIX[:4], [7, 7, 7, 8])
+
+
+# --- sampling masks ----------------------------------------------------------------------------------------------------
+
+KEPT = SamplingParams(6, 1.0, 0.8, 20, (EOS,), min_p=0.05)
+
+
+def kept_answer(ids, sets, log_probs, finish="length"):
+    return answer_of(ids, finish, output_token_sampling_mask=sets, output_token_sampling_logprobs=log_probs)
+
+
+def test_masks_come_with_their_log_probs_in_place_of_the_plain_ones():
+    sets = [[9, 5], [6], [7, 63, 0], [8, 1], [9, 2], [10, 3]]
+    whole = parse(kept_answer(SIX, sets, [-0.25, 0.0, -0.75, -0.5, -0.5, -0.5]), params=KEPT)
+    assert whole.log_probs == [-0.25, 0.0, -0.75, -0.5, -0.5, -0.5]
+    assert whole.sampling_masks == SamplingMasks.of([sorted(one) for one in sets])
+    assert parse(answer_of(SIX)).sampling_masks is None
+
+
+def test_a_request_asks_for_masks_where_top_k_is_finite_and_says_min_p():
+    assert KEPT.has_masks and not PARAMS.has_masks and not replace(KEPT, top_k=1).has_masks
+    assert KEPT.as_json()["min_p"] == 0.05 and "min_p" not in PARAMS.as_json()
+
+
+@given(st.integers(0, 10**6), st.data())
+def test_masks_of_reports_add_up_however_the_answer_is_cut(seed, data):
+    answer = good_answer([3, 4, 5], KEPT.as_json(), "9", random.Random(seed))
+    total = len(answer["output_ids"])
+    cut, end = (data.draw(st.integers(0, total)) for _ in range(2))
+    cut, end = sorted((cut, end))
+    finish = None if end == total else {"type": "abort", "message": "m"}
+    read = reader(KEPT)
+    for start, stop, how in [(0, cut, None), (cut, end, finish)][cut == total :] if cut < total else [(0, total, None)]:
+        read.add(part_of(answer, start, stop, how))
+    whole = parse(answer, params=KEPT)
+    got = read.completion
+    assert got.sampling_masks == whole.sampling_masks.between(0, len(got.token_ids))
+    assert read.so_far().sampling_masks == got.sampling_masks
+    response = PartialResponse(3, KEPT, False)
+    assert response.add(got)
+    if response.whole.finish_reason == "abort":
+        rest = good_answer([3] * (3 + len(got.token_ids)), KEPT.after(len(got.token_ids)).as_json(), "9")
+        part = parse(rest, params=KEPT.after(len(got.token_ids)), prompt=3 + len(got.token_ids))
+        assert response.add(part)
+        assert response.whole.sampling_masks == SamplingMasks.join([got.sampling_masks, part.sampling_masks])
+    assert len(response.whole.sampling_masks) == len(response.whole.token_ids)
+
+
+def test_the_last_report_of_an_aborted_request_repeats_a_token_and_its_mask():
+    read = reader(KEPT)
+    first = kept_answer([5, 6], [[5], [6, 7]], [0.0, -0.5])
+    first["meta_info"]["finish_reason"] = None
+    read.add(first)
+    last = kept_answer([6], [[6, 7]], [-0.5], "abort")
+    last["meta_info"] |= {"completion_tokens": 2, "weight_versions": [{"version": "7", "start": 0, "end": 2}]}
+    read.add(last)
+    assert read.completion.sampling_masks == SamplingMasks.of([[5], [6, 7]])
+
+
+@pytest.mark.parametrize(
+    ("sets", "log_probs", "said"),
+    [
+        ([[5]], [0.0], "1 sampling masks and 1 of their log-probs for 2 tokens"),
+        ([[5], [6]], [0.0], "2 sampling masks and 1"),
+        ([[5], [7]], [0.0, 0.0], "token 6 is 0 times in its sampling mask"),
+        ([[5], [6, 6]], [0.0, 0.0], "token 6 is 2 times"),
+        ([[5], [6, 7, 7]], [0.0, 0.0], "one id twice"),
+        ([[5], [6, VOCAB]], [0.0, 0.0], "other things than token ids"),
+        ([[5], [6, True]], [0.0, 0.0], "other things than token ids"),
+        ([[5], [6, -1]], [0.0, 0.0], "other things than token ids"),
+        ([[5], [6.0]], [0.0, 0.0], "other things than token ids"),
+        ([[5], 6], [0.0, 0.0], "sampling masks"),
+        ([[], [6]], [0.0, 0.0], "token 5 is 0 times"),
+        ([[5], [6]], [0.0, 0.5], "log-prob 0.5 over the kept tokens at position 1"),
+        ([[5], [6]], [0.0, None], "log-prob None over the kept tokens"),
+        (None, [0.0, 0.0], "no output_token_sampling_mask"),
+    ],
+)
+def test_masks_that_cannot_be_are_nonsense(sets, log_probs, said):
+    params = replace(KEPT, max_new_tokens=2)
+    with pytest.raises(NonsenseAnswer, match=re.escape(said)):
+        parse(kept_answer([5, 6], sets, log_probs), params=params)
+
+
+def test_ties_that_overflow_are_refused_with_the_keys():
+    message = "Sampling support exceeds --sampling-mask-max-tokens=4096, commonly because of cutoff ties."
+    report = answer_of([], "abort")
+    report["meta_info"]["finish_reason"] |= {"status_code": 400, "message": message}
+    with pytest.raises(RefusedAnswer, match=r"cutoff ties\. \(rollout\.top_k; server\.options\.sampling_mask_max_tok"):
+        parse(report, params=KEPT)
