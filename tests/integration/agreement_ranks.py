@@ -178,9 +178,11 @@ class Trainer:
             self.pool.commit(weight_version, [(control.server_id, control.generation)])
         dist.barrier(self.groups.host.group)
 
-    def sample(self, temperature: float, step: int) -> tuple[list[Sampled], list[MiniBatch]]:
-        """A rollout batch of the servers: all of it (rank 0), and this rank's packs."""
-        config = self._at(temperature)
+    def sample(self, temperature: float, step: int, **sampling) -> tuple[list[Sampled], list[MiniBatch]]:
+        """A rollout batch of the servers: all of it (rank 0), and this rank's packs. `sampling`: other keys of
+        `rollout`.
+        """
+        config = self._at(temperature, **sampling)
         message = [None]
         trajectories: list[Trajectory] = []
         if self.pool is not None:
@@ -200,7 +202,7 @@ class Trainer:
                 routes.attach([pack for shard in message[0] for mini in shard for pack in mini.micro_batches])
         dist.broadcast_object_list(message, src=0, group=self.groups.host.group)
         sampled = [
-            Sampled(t.group_id, len(t.prompt.token_ids), np.array(t.rollout_log_probs), self._ascending(t))
+            Sampled(t.group_id, len(t.prompt.token_ids), np.array(t.rollout_log_probs), self._ascending(t), _kept_of(t))
             for t in trajectories
         ]
         return sampled, message[0][self.groups.data.rank]
@@ -239,10 +241,9 @@ class Trainer:
         """A run has one temperature, given to the engine when it is made; these tests have two."""
         self.engine.config, self.engine.pipeline.temperature = self._at(temperature), temperature
 
-    def _at(self, temperature: float) -> Config:
-        return self.config.model_copy(
-            update={"rollout": self.config.rollout.model_copy(update={"temperature": temperature})}
-        )
+    def _at(self, temperature: float, **sampling) -> Config:
+        update = {"temperature": temperature, **sampling}
+        return self.config.model_copy(update={"rollout": self.config.rollout.model_copy(update=update)})
 
     def _ascending(self, trajectory: Trajectory) -> np.ndarray | None:
         """The experts as the server returned them, [tokens - 1, layers with experts, k], in the order of their
@@ -254,6 +255,10 @@ class Trainer:
     def _forget_routing(self) -> None:
         if self.routing is not None:
             self.routing.take()
+
+
+def _kept_of(trajectory: Trajectory) -> np.ndarray | None:
+    return None if trajectory.sampling_masks is None else trajectory.sampling_masks.counts
 
 
 def _by_trajectory(
@@ -295,10 +300,10 @@ def act(name: str, **arguments):
     return getattr(_trainer, name)(**arguments)
 
 
-def roll_out(temperature: float, step: int) -> tuple[list[Sampled], dict[int, Scored]]:
+def roll_out(temperature: float, step: int, **sampling) -> tuple[list[Sampled], dict[int, Scored]]:
     """What the servers sampled (from rank 0) and what this rank says of its share of it."""
     assert _trainer is not None
-    sampled, mini_batches = _trainer.sample(temperature, step)
+    sampled, mini_batches = _trainer.sample(temperature, step, **sampling)
     return sampled, _trainer.score(mini_batches, temperature)
 
 

@@ -21,13 +21,14 @@ TIES_PER_POSITION = 1e-4
 @dataclass
 class Sampled:
     """One trajectory as the server returned it: `log_probs` [R] nats; `experts` [P + R - 1, layers, k] ascending, or
-    None.
+    None; `kept` [R]: how many tokens each was sampled from, or None if from all.
     """
 
     group_id: int
     num_prompt_tokens: int
     log_probs: np.ndarray
     experts: np.ndarray | None
+    kept: np.ndarray | None = None
 
 
 @dataclass
@@ -42,13 +43,16 @@ class Scored:
 @dataclass
 class Agreement:
     """`largest_gap`: of the log-probs of the `num_compared` tokens that no difference of experts came before, nats.
-    `causes`: margin of each difference that is no consequence, by (prompt or trajectory, position, layer)."""
+    `causes`: margin of each difference that is no consequence, by (prompt or trajectory, position, layer). `kept`: the
+    sizes of the sets of each trajectory that has them.
+    """
 
     num_tokens: int = 0
     num_compared: int = 0
     num_positions: int = 0
     largest_gap: float = 0.0
     causes: dict[tuple[str, int, int], float] = field(default_factory=dict)
+    kept: list[np.ndarray] = field(default_factory=list)
 
     def problems(self) -> list[str]:
         """What keeps the two from agreeing; empty when they do."""
@@ -86,6 +90,8 @@ def compare(sampled: list[Sampled], scored: dict[int, Scored]) -> Agreement:
                     result.causes[owner, int(position), int(layer)] = float(theirs.margins[position, layer])
         gaps = np.abs(ours.log_probs - theirs.log_probs)[agreed[first:]]
         result.num_tokens += count
+        if ours.kept is not None:
+            result.kept.append(ours.kept)
         result.num_compared += gaps.size
         result.num_positions += count - 1
         result.largest_gap = float(np.max(gaps, initial=result.largest_gap))

@@ -62,9 +62,10 @@ class Side:
         self.version += 1
         self._run("act", name="serve_folder", path=str(path), weight_version=self.version)
 
-    def roll_out(self, temperature: float) -> Agreement:
+    def roll_out(self, temperature: float, **sampling) -> Agreement:
+        """`sampling`: other keys of `rollout`."""
         self.step += 1
-        parts = self._run("roll_out", temperature=temperature, step=self.step)
+        parts = self._run("roll_out", temperature=temperature, step=self.step, **sampling)
         rows = [row for _, scored in parts for row in scored]
         assert len(rows) == len(set(rows)), "two ranks report one trajectory"
         return compare(parts[0][0], {row: value for _, scored in parts for row, value in scored.items()})
@@ -105,6 +106,28 @@ def test_log_probs_agree_after_a_publish(side, method, temperature):
     agreement = side.roll_out(temperature)
     assert agreement.num_tokens >= 10_000
     assert agreement.problems() == [], agreement
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        {"temperature": 1.0, "top_k": 20, "top_p": 0.8},
+        {"temperature": 0.7, "top_k": 400, "top_p": 0.5},
+        {"temperature": 0.5, "top_k": 100, "top_p": 0.9, "min_p": 0.1},
+    ],
+    ids=lambda kept: " ".join(f"{name} {value}" for name, value in kept.items()),
+)
+def test_log_probs_over_the_kept_tokens_agree(side, kept):
+    """Both engines normalise over the set that the server returned. The model is nearly uniform over 512 tokens, so 20
+    of them have less than 0.8 of the mass and top-k decides; in the other settings top-p or min-p does.
+    """
+    side.publish("disk")
+    agreement = side.roll_out(**kept)
+    assert agreement.num_tokens >= 10_000
+    assert agreement.problems() == [] and agreement.largest_gap < 1e-5, agreement
+    sizes = np.concatenate(agreement.kept)
+    assert sizes.min() >= 1 and sizes.max() <= kept["top_k"]
+    assert (sizes == 20).all() if kept["top_k"] == 20 else len(np.unique(sizes)) > 10, np.unique(sizes)
 
 
 def test_a_step_of_the_policy_begins_where_it_sampled_and_agrees_afterwards(side):
