@@ -56,6 +56,14 @@ def value_gradient_summed_over_tensor_ranks() -> None:
     )
 
 
+def masks_of_the_first_tokens() -> None:
+    """A context-parallel rank takes the sets of the pack's first tokens for those of the tokens that it holds."""
+    from gspo_mega.base.sampling_masks import SamplingMasks
+
+    at = SamplingMasks.at
+    SamplingMasks.at = lambda self, places: at(self, self.counts.nonzero()[0][: len(places)])
+
+
 def second_rank_dies_in_one_case() -> None:
     """An exception on one rank, in the case whose chunk is of 31 tokens."""
     import gspo_mega.verify.certify.ranks as ranks

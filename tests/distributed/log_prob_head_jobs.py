@@ -21,7 +21,7 @@ from gspo_mega.algorithm.terms import local_rows
 from gspo_mega.checkpoint.hf_import import import_huggingface
 from gspo_mega.engine import forward_backward
 from gspo_mega.engine.device_batch import DeviceBatch
-from gspo_mega.engine.log_probs import token_log_probs
+from gspo_mega.engine.log_probs import KeptTokens, token_log_probs
 from gspo_mega.engine.losses import OldPass, PolicyLoss
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
@@ -77,6 +77,22 @@ def head_case(vocab: int) -> dict[str, torch.Tensor]:
     )
 
 
+def head_sets(vocab: int) -> list[list[int]]:
+    """The sets of the pack's 15 rows: 1 to 9 ids, the label among them, some in one half of the vocabulary only."""
+    rng = np.random.default_rng(4)
+    sets = []
+    for row, label in enumerate(head_case(vocab)["labels"].tolist()):
+        first, end = [(0, vocab), (label // 2, label + 1), (label, vocab)][row % 3]
+        sets.append(sorted({label, *rng.integers(first, max(end, first + 1), row % 9).tolist()}))
+    return sets
+
+
+def kept_tokens(sets: list[list[int]]) -> KeptTokens:
+    counts = torch.tensor([len(one) for one in sets], dtype=torch.int64)
+    ids = torch.tensor([token for one in sets for token in one], dtype=torch.int32)
+    return KeptTokens([0, *counts.cumsum(0).tolist()], counts, ids)
+
+
 class _Head(torch.nn.Module):
     """A model that is only its LM head; with `tied` the same weight is its embedding as well."""
 
@@ -96,13 +112,15 @@ def run_head(
     temperature: float = 0.7,
     tied: bool = False,
     entropy: float = 0.0,
+    with_sets: bool = False,
 ) -> dict:
     """Log-probs, entropies, gradients of this rank's part of the head and hidden states, and the collectives of the
     head.
 
     `wrapped`: "" for plain autograd, "ddp" or "ddp-overlap" for Megatron's DDP with two micro-batches of the same pack.
-    `entropy`: weight of the entropies in the loss, whose upstream gradients are those of the log-probs in reverse. With
-    `tied` the pack's labels go through the same weight as an embedding into the hidden states.
+    `entropy`: weight of the entropies in the loss, whose upstream gradients are those of the log-probs in reverse.
+    `with_sets`: log-probs over `head_sets`. With `tied` the pack's labels go through the same weight as an embedding
+    into the hidden states.
     """
     groups = create_groups(tensor=tensor)
     try:
@@ -129,6 +147,7 @@ def run_head(
                 states = states + torch.nn.functional.embedding(case["labels"][:1] % held, module.weight)[None]
             context = ddp.no_sync() if wrapped and micro_batch == 0 else contextlib.nullcontext()
             with context, counted(groups.tensor.group) as calls:
+                kept = kept_tokens(head_sets(vocab)) if with_sets else None
                 log_probs, entropies = token_log_probs(
                     states,
                     module.weight,
@@ -140,6 +159,7 @@ def run_head(
                     sequence_parallel=sequence_parallel,
                     chunk_rows=chunk,
                     with_entropy=True,
+                    kept=kept,
                 )
                 loss = log_probs @ case["upstream"]
                 if entropy:
@@ -155,6 +175,7 @@ def run_head(
             hidden_grad=hidden.grad.numpy().copy(),
             weight_grad=gradient.numpy().copy(),
             collectives=calls,
+            log_mass=None if kept is None else kept.log_mass.numpy(),
         )
     finally:
         destroy_groups()

@@ -46,6 +46,7 @@ SAMPLE = {
     "episodes": ["TP2+SP", "CP2", "DP2 uneven shards", "GSPO with advantages of turns"],
     "families": ["gpt_oss TP2+SPxEP2", "qwen2 TP2"],
     "balanced": ["TP2+SPxEP2"],
+    "masks": ["TP2+SP", "CP2", "PP2xVPP2", "all in one pack"],
     "mla": ["TP2+SPxEP2", "PP2xVPP2", "CP2", "EP2 distributed optimizer", "all in one pack"],
 }
 
@@ -75,7 +76,7 @@ def test_a_sample_of_the_matrix_holds(model, tmp_path, forked_workers):
     if model == "families":  # some of these have experts, others none
         return
     ties = [float(margin) for margin in re.findall(r"nearest tie (\S+) away", shown)]
-    no_experts = model in ("dense", "episodes")
+    no_experts = model in ("dense", "episodes", "masks")
     assert ties == [] if no_experts else ties and min(ties) > 1e-4
     # On the edges, put there on purpose, rounding does decide otherwise.
     if model == "balanced":
@@ -115,6 +116,13 @@ def test_a_fault_is_caught_in_the_layout_that_has_it(run, fault, caught_in, unha
     name = [re.search(r"name: ([^,]+),", case).group(1) for case in (caught_in, unharmed)]
     assert verdicts == {name[0]: "FAIL", name[1]: "pass"}, shown
     assert "1 of 2 cases hold" in shown
+
+
+def test_sets_of_other_tokens_are_caught(run):
+    """With context parallelism a rank holds two parts of each sequence, and its tokens' sets must be those tokens'."""
+    code, shown = run([CP2, TP2SP], "masks_of_the_first_tokens", "rollout.top_k=20")
+    assert code == 1, shown
+    assert re.search(r"^CP2 .*FAIL", shown, re.M) and re.search(r"^TP2\+SP .*pass", shown, re.M), shown
 
 
 def test_what_rounding_does_is_measured_and_hides_no_fault(run):

@@ -13,19 +13,31 @@ VOCABULARIES = {"whole": (96, 96), "padded": (83, 96), "padding-only-rank": (64,
 
 
 def reference(
-    vocab: int, temperature: float = 0.7, tied_rows: int | None = None, entropy: float = 0.0
+    vocab: int,
+    temperature: float = 0.7,
+    tied_rows: int | None = None,
+    entropy: float = 0.0,
+    with_sets: bool = False,
 ) -> dict[str, np.ndarray]:
-    """The plain path in float64; `tied_rows`: also through the embedding of the first label modulo that many rows."""
+    """The plain path in float64; `tied_rows`: also through the embedding of the first label modulo that many rows.
+    `with_sets`: the softmax of the log-probs is masked outside of each row's set.
+    """
     case = {name: t.double() if t.is_floating_point() else t for name, t in jobs.head_case(vocab).items()}
     hidden, weight = case["hidden"].requires_grad_(), case["weight"].requires_grad_()
     states = hidden if tied_rows is None else hidden + weight[case["labels"][0] % tied_rows]
     logits = states[:, 0][case["rows"]] @ weight.t() / temperature
     everything = torch.log_softmax(logits, dim=-1)
-    log_probs = everything.gather(1, case["labels"][:, None])[:, 0]
+    inside = torch.ones(logits.shape, dtype=torch.bool)
+    for row, one in enumerate(jobs.head_sets(vocab) if with_sets else ()):
+        inside[row] = False
+        inside[row, one] = True
+    masked = torch.log_softmax(logits.masked_fill(~inside, float("-inf")), dim=-1)
+    log_probs = masked.gather(1, case["labels"][:, None])[:, 0]
     entropies = -(everything.exp() * everything).sum(1)
     (log_probs @ case["upstream"] + entropy * (entropies @ case["upstream"].flip(0))).backward()
     return dict(
         log_probs=log_probs.detach().numpy(),
+        log_mass=(everything.exp() * inside).sum(1).log().detach().numpy(),
         entropies=entropies.detach().numpy(),
         hidden_grad=hidden.grad.numpy(),
         weight_grad=weight.grad.numpy(),
@@ -93,6 +105,30 @@ def test_chunks_cost_no_collective(rank_pools):
         )
         assert [r["collectives"] for r in results] == [dict(all_reduces=3, here=3, elsewhere=0)] * 2
         check(results, reference(96), 96, False)
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+@pytest.mark.parametrize("wrapped", ["", "ddp"])
+def test_sets_of_tokens_over_tensor_ranks(rank_pools, vocabulary, wrapped):
+    """Some sets are on one rank only, and no further collective is made for them."""
+    vocab, padded = VOCABULARIES[vocabulary]
+    arguments = dict(vocab=vocab, padded=padded, tensor=2, sequence_parallel=bool(wrapped), wrapped=wrapped)
+    results = rank_pools(2).run("log_prob_head_jobs:run_head", **arguments, with_sets=True)
+    want = reference(vocab, with_sets=True)
+    check(results, want, vocab, bool(wrapped))
+    assert not np.allclose(want["log_probs"], reference(vocab)["log_probs"], atol=0.1)
+    for result in results:
+        assert np.abs(result["log_mass"] - want["log_mass"]).max() < 1e-6 * np.abs(want["log_mass"]).max()
+        if not wrapped:
+            assert result["collectives"] == dict(all_reduces=3, here=3, elsewhere=0)
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_an_entropy_bonus_beside_sets_is_that_of_the_whole_vocabulary(rank_pools, vocabulary):
+    vocab, padded = VOCABULARIES[vocabulary]
+    arguments = dict(vocab=vocab, padded=padded, tensor=2, sequence_parallel=False, wrapped="")
+    results = rank_pools(2).run("log_prob_head_jobs:run_head", **arguments, with_sets=True, entropy=0.7)
+    check(results, reference(vocab, with_sets=True, entropy=0.7), vocab, False)
 
 
 @pytest.mark.parametrize("wrapped", ["", "ddp", "ddp-overlap"])
