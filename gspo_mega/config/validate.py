@@ -33,6 +33,7 @@ from gspo_mega.config.validate_learning import (
 )
 from gspo_mega.config.validate_rewards import validate_reward_functions, validate_reward_services
 from gspo_mega.config.validate_servers import (
+    validate_delta,
     validate_returned_experts,
     validate_sampling_masks,
     validate_server_options,
@@ -73,6 +74,7 @@ def validate_config(config: Config, command: str | None = None) -> tuple[list[Vi
         *_validate_batch(config.batch),
         *validate_staleness(config),
         *validate_colocated(config),
+        *validate_delta(config),
         *_validate_optimizers(config),
         *_validate_experts(config),
         *_validate_data(config, command),

@@ -2,9 +2,10 @@
 
 `validate_server_options` refuses arguments that follow from another key, and those that would run foreign code, open
 the server, or break what a run relies on; the tables hold the reasons. Whether the installed SGLang knows an argument
-is checked where SGLang runs. `validate_sampling_masks` has the rules of truncated sampling. `validate_speculative` has
-the rules between the keys of `server.speculative`; the functions after it give SGLang's names for them. What a draft
-takes of a GPU's memory is in `plan/servers.py`.
+is checked where SGLang runs. `validate_sampling_masks` has the rules of truncated sampling, and `validate_delta` says
+with what `publish.full_every` does not go. `validate_speculative` has the rules between the keys of
+`server.speculative`; the functions after it give SGLang's names for them. What a draft takes of a GPU's memory is in
+`plan/servers.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_mega.base.errors import Violation
-from gspo_mega.config.derived import has_sampling_masks, publishes
+from gspo_mega.config.derived import has_sampling_masks, publishes, publishes_adapters
 from gspo_mega.config.schema import Config, Model, Server
 
 CONTEXT_SLACK = 8
@@ -294,6 +295,46 @@ def validate_speculative(config: Config) -> Iterator[Violation]:
             f"{algorithm} with `publish.method: disk`: SGLang loads what is published into the draft as well; valid:"
             " `publish.method: distributed`, or ngram",
         )
+
+
+def validate_delta(config: Config) -> Iterator[Violation]:
+    """Yield what contradicts `publish.full_every` above 1: publishes that send only what changed."""
+    every = config.publish.full_every
+    if every == 1 or not publishes(config.train, config.sft):
+        return
+    refused = (
+        (
+            publishes_adapters(config),
+            "`publish.lora: adapter`: adapters are sent whole, and are small",
+            "`publish.lora: merged`",
+        ),
+        (
+            config.cluster.colocated,
+            "`cluster.colocated: true`: servers on the ranks' own GPUs would need a second copy of the weights in the"
+            " memory of the same nodes, where the ranks' state already goes",
+            "`colocated: false`",
+        ),
+        (
+            config.server.num_nodes > 1,
+            f"`server.num_nodes: {config.server.num_nodes}`: a copy of the weights on each of a server's nodes was not"
+            " tested",
+            "`num_nodes: 1`",
+        ),
+        (
+            config.server.speculative is not None,
+            "`server.speculative`: a draft that shares SGLang's weight updates was not tested",
+            "`speculative: null`",
+        ),
+        (
+            config.publish.method == "disk" and config.eval is not None and not config.eval.blocking,
+            "`eval.blocking: false` and `publish.method: disk`: an evaluation that a restart interrupted loads its"
+            " version's folder, which has only changes",
+            "`eval.blocking: true`, or `method: distributed`",
+        ),
+    )
+    for is_so, what, valid in refused:
+        if is_so:
+            yield Violation("publish.full_every", f"{every} with {what}; valid: 1, or {valid}")
 
 
 def _validate_draft_sizes(server: Server) -> Iterator[Violation]:

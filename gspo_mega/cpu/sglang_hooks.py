@@ -304,6 +304,11 @@ def _fork_children(module: types.ModuleType) -> None:
     vars(module)["mp"] = _ForkingMultiprocessing()
 
 
+def after_import(actions: dict[str, Callable[[types.ModuleType], None]]) -> None:
+    """Call the action of each named module with it, just after this process has imported it for the first time."""
+    sys.meta_path.insert(0, _BeforeAfterImport(before={}, after=actions))
+
+
 _installed = False
 
 

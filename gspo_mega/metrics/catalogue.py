@@ -541,6 +541,15 @@ def _entries() -> list[Metric]:
             "value",
             "tensors of a server that were compared: all, or a share with publish.verify_all_every",
         ),
+        Metric("publish/is_full", "1", "value", "1 if all values were sent, 0 if only those that changed"),
+        Metric(
+            "publish/changed_share",
+            "1",
+            "value",
+            "share of the values in the servers' dtype that a delta publish changed (publish.full_every); 1 if full",
+        ),
+        Metric("publish/num_delta_bytes", "bytes", "value", "size of what a delta publish sent or wrote; 0 if full"),
+        Metric("publish/num_fallbacks", "1", "value", "1 if no server took what changed, so that all values were sent"),
         Metric("publish/num_open_requests", "requests", "value", "requests that were open when the publish began"),
         Metric(
             "colocated/offload_seconds", "s", "value", "moving rank 0's state to the host before servers take its GPU"

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 LEAVE_SECONDS = 5.0
 # A broadcast has at least this time to end after the server has confirmed that it received everything.
 _LEAST_WAIT_SECONDS = 1.0
+# Records of what changed (`delta.py`) are bytes.
+_DTYPE_NAMES = {**DTYPE_NAMES, torch.uint8: "uint8"}
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 Bucket = list[tuple[str, torch.Tensor]]
@@ -207,7 +209,7 @@ class BucketMessage:
         self.stream = new_stream_after(self.content)
         self.listing = Listing(
             [name for name, _ in bucket],
-            [DTYPE_NAMES[tensor.dtype] for _, tensor in bucket],
+            [_DTYPE_NAMES[tensor.dtype] for _, tensor in bucket],
             [list(tensor.shape) for _, tensor in bucket],
             self.content.numel(),
         )

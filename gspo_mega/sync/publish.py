@@ -7,14 +7,13 @@ left. The trainer never goes back to earlier weights.
 `Publisher` does the collective part: it decides what is verified (`rotation.py`), and gathers the content for every
 send of rank 0. The first send of a publish is hashed (`hashes.py`), and compared with what each rank holds
 (`checkpoint/shard_check.py`). `transaction.py` takes the servers through the steps, `broadcast.py` sends through
-process groups, and `checkpoint/hf_export.py` writes files. `PublishedVersions` is the folder of the versions on disk:
-`v<8 digits>`, and `current.json`, which names the committed one.
+process groups, and `checkpoint/hf_export.py` writes files, of which `versions.py` keeps the newest. With
+`publish.full_every`, most publishes send only what changed (`delta.py`).
 """
 
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -26,10 +25,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gspo_mega.algorithm.rounding import OnLoad
-from gspo_mega.base import atomic_io, failpoints
+from gspo_mega.base import failpoints
 from gspo_mega.base.errors import GspoMegaError, PublishError
-from gspo_mega.base.run_folder import CURRENT_WEIGHTS_NAME, weight_version_folder
-from gspo_mega.base.untrusted import read_json_file
 from gspo_mega.checkpoint.collectives import all_gather_json, broadcast_json, raise_together
 from gspo_mega.checkpoint.gather import PolicyTensors
 from gspo_mega.checkpoint.hf_export import export_policy, policy_digests
@@ -41,21 +38,21 @@ from gspo_mega.models.tensors import TensorEntry
 from gspo_mega.plan.gpus import resolve_verification
 from gspo_mega.sync.broadcast import GroupSender
 from gspo_mega.sync.broadcast_group import OwnTensors
+from gspo_mega.sync.delta import PublishedChanges
+from gspo_mega.sync.delta_files import export_changes
 from gspo_mega.sync.hashes import Hashed, Hashes, SentChecksums, SentDigests
 from gspo_mega.sync.remote_sender import OrderChannel, RemoteSender, serve_send_orders
 from gspo_mega.sync.rotation import Rotation
 from gspo_mega.sync.servers import Deadline, Fleet, ServerControl, check_same_versions, loaded_versions
 from gspo_mega.sync.transaction import PublishContent, PublishMemory, Send, Transaction
 from gspo_mega.sync.verify import ExpectedChecksums, server_tensor_name, server_tensors
+from gspo_mega.sync.versions import PublishedVersions
 
 if TYPE_CHECKING:
     from gspo_mega.engine.model import PolicyModel
     from gspo_mega.engine.process_groups import ParallelGroups
 
 __all__ = ["PublishResult", "Publisher", "ServerControl"]
-
-_VERSION = re.compile(r"v(\d{8})")
-_UNFINISHED = re.compile(r"v\d{8}\.(writing|replaced)|\.v\d{8}(\.\w+)?\.removed")
 
 
 @dataclass(frozen=True)
@@ -67,6 +64,9 @@ class PublishResult:
     groups; it does not depend on how many servers share a group. The `phase_seconds` add up to `seconds`.
     `num_bytes_hashed` is what all ranks hashed together, and `hash_seconds` the time of the rank that took longest,
     most of it during the send. `num_tensors_compared` counts the tensors of a server that were compared.
+    `is_full`: all values were sent, and not only those that changed. Of a delta publish, `changed_share` is the share
+    of values that changed, and `num_delta_bytes` the size of their records. `fallback`: why a delta publish failed
+    before this full one.
     """
 
     weight_version: int
@@ -80,6 +80,10 @@ class PublishResult:
     num_bytes_hashed: int = 0
     hash_seconds: float = 0.0
     num_tensors_compared: int = 0
+    is_full: bool = True
+    changed_share: float = 1.0
+    num_delta_bytes: int = 0
+    fallback: str | None = None
 
     @property
     def num_bytes_sent(self) -> int:
@@ -129,6 +133,9 @@ class Publisher:
         # What the next send hashes and checks; None if the content is hashed already.
         self._unhashed: tuple[Hashes, ShardCheck] | None = None
         self._hashed = Hashed({}, 0, 0.0)
+        # With `publish.full_every`: what this rank sent last, and what it sends of the next version.
+        self._changes: PublishedChanges | None = None
+        self._only_changes_on_disk = False
         # What this rank found wrong with tensors that it brought to a sender.
         self._problem: str | None = None
         self._backend = backend = "nccl" if on_gpu else "gloo"
@@ -137,6 +144,11 @@ class Publisher:
         # The parts of a stack of experts have several owners, and already travel to the first of them.
         self._sender_of = senders_of(owners, len(owners) if self._policy.is_stacked else settings.max_senders)
         self._senders = sorted(set(self._sender_of.values()))
+        if settings.full_every > 1:
+            me = groups.world.rank
+            number = self._senders.index(me) if me in self._senders else None
+            device = next(iter(chunks[0].parameters())).device
+            self._changes = PublishedChanges(settings.full_every, number, len(self._senders), device)
         self._own = OwnTensors(groups.world.rank)
         self._to_lead = OrderChannel(groups.host, 0)
         self._sender = GroupSender(
@@ -161,11 +173,33 @@ class Publisher:
         Rank 0 calls `announce` with the version when it is committed, before any server serves it. With
         `keeps_requests`, open requests go on over the cache of the earlier weights; otherwise the servers end them.
 
+        With `publish.full_every`, only what changed is sent if all servers hold the version before. If no server takes
+        that, all is sent within a new deadline, and the result says why.
+
         Returns the committed version on every rank, with the servers that failed. Raises PublishError on every rank if
         no server holds the version, or if it cannot be written.
         """
+        base, fallback = self._next_base(servers), None
+        if base is not None:
+            try:
+                return self._publish(weight_version, servers, announce, keeps_requests, base)
+            except PublishError as error:
+                fallback = str(error)
+        return replace(self._publish(weight_version, servers, announce, keeps_requests, None), fallback=fallback)
+
+    def _publish(
+        self,
+        weight_version: int,
+        servers: Sequence[ServerControl],
+        announce: Callable[[int], None],
+        keeps_requests: bool,
+        base: int | None,
+    ) -> PublishResult:
+        """Publish once, in full or as changes since version `base`. As `publish`."""
         deadline = Deadline(self._settings.deadline_seconds)
         self._hashed, self._unhashed = Hashed({}, 0, 0.0), None
+        if self._changes is not None:
+            self._changes.begin(base, weight_version)
         content = self._prepare(weight_version, self._choose(servers))
         on_disk = self._settings.method == "disk"
 
@@ -181,7 +215,7 @@ class Publisher:
         if not result.verified:
             reasons = "".join(f"\n  {why}" for why in result.failed.values()) or " there is none"
             raise PublishError(f"no server holds weight version {weight_version}:{reasons}")
-        return result
+        return self._with_changes(result)
 
     def publish_again(self, weight_version: int, servers: Sequence[ServerControl] = ()) -> PublishResult:
         """Bring servers that restarted, or that failed before, to the committed version. Collective.
@@ -207,7 +241,12 @@ class Publisher:
         if problem is not None:
             raise PublishError(problem)
         self._hashed, self._unhashed = Hashed({}, 0, 0.0), None
-        if is_whole:
+        commit = _nothing
+        if self._changes is not None:
+            self._changes.begin(None, weight_version)
+        if self._only_changes_on_disk:  # these servers need all of it
+            content, commit = self._prepare(weight_version, None), self._commit
+        elif is_whole:
             content = replace(committed or PublishContent(weight_version), chosen=None)
         elif self._settings.method == "disk":
             content = self._hash_all(weight_version)
@@ -216,9 +255,9 @@ class Publisher:
             self._unhashed = self._hashes(None), self._shard_check(None)
         deadline = Deadline(self._settings.deadline_seconds)
         self._memory.current -= {(server.server_id, server.generation) for server in servers}
-        result = self._lead_or_follow(content, servers, deadline, _nothing)
+        result = self._lead_or_follow(content, servers, deadline, commit)
         self._memory.current |= set(result.verified)
-        return result
+        return self._with_changes(result, counts=False)
 
     def check_servers(self, software_dir: Path) -> None:
         """Check on rank 0, before the first publish, that servers have this process's PyTorch and NCCL, if NCCL is
@@ -253,6 +292,34 @@ class Publisher:
         # keeps an old value would otherwise differ from that of an even earlier publish, and look changed.
         return self._rotation.part(turn, 2 if self._verification == "replicas" else 1)
 
+    def _next_base(self, servers: Sequence[ServerControl]) -> int | None:
+        """Return the version of which this publish sends the changes, or None if it sends all. Collective.
+
+        All is sent if a full publish is due, and if some server is not known to hold what was committed last: it has
+        just started, it failed, or this process has not published yet.
+        """
+        if self._changes is None:
+            return None
+        starts = {(server.server_id, server.generation) for server in servers}
+        committed = self._memory.committed
+        held = committed.weight_version if committed is not None and starts and starts <= self._memory.current else None
+        bases = set(all_gather_json(self._changes.next_base(), self._groups.host))
+        held = broadcast_json(held, self._groups.host)
+        return held if bases == {held} else None
+
+    def _with_changes(self, result: PublishResult, *, counts: bool = True) -> PublishResult:
+        """Record that the version is committed, and return the result with what all ranks sent of it. Collective."""
+        if (own := self._changes) is None:
+            return result
+        is_delta = own.base is not None
+        parts = all_gather_json([own.num_changed, own.num_values, own.num_bytes], self._groups.host)
+        own.end(counts=counts)
+        self._only_changes_on_disk = is_delta and self._settings.method == "disk"
+        changed, values, size = (sum(column) for column in zip(*parts, strict=True))
+        if not is_delta:
+            return result
+        return replace(result, is_full=False, changed_share=changed / max(1, values), num_delta_bytes=size)
+
     def _prepare(self, weight_version: int, chosen: frozenset[str] | None) -> PublishContent:
         """Return the content, of which `chosen` is verified. With method disk, write its files and hash them. Otherwise
         the first send fills in its hashes.
@@ -260,15 +327,26 @@ class Publisher:
         content = PublishContent(weight_version, chosen=chosen)
         hashes, check = self._hashes(chosen), self._shard_check(chosen)
         if self._settings.method == "disk":
-            export_policy(
-                self._policy,
-                self.versions.path(weight_version),
-                self._form,
-                self._source_folder,
-                weight_version,
-                digest=hashes.add,
-                check=check,
-            )
+            changes = self._changes
+            if changes is not None and changes.base is not None:
+                folder = self.versions.delta_path(weight_version)
+                export_changes(self._policy, folder, self._form, changes, weight_version, hashes.add, check)
+            else:
+
+                def seen(name: str, tensor: torch.Tensor) -> str | None:
+                    if changes is not None:
+                        changes.keep(name, tensor)
+                    return hashes.add(name, tensor)
+
+                export_policy(
+                    self._policy,
+                    self.versions.path(weight_version),
+                    self._form,
+                    self._source_folder,
+                    weight_version,
+                    digest=seen,
+                    check=check,
+                )
             self._collect(hashes, content)
         else:
             self._unhashed = hashes, check
@@ -294,8 +372,10 @@ class Publisher:
         hashes, check = self._unhashed or (None, None)
         seen = None if hashes is None else hashes.add
         if len(self._senders) < len(self._sender_of):
-            return self._form.passed_on(self._policy, self._sends, check, seen)
-        return self._form.owned(self._policy, check, seen)
+            tensors = self._form.passed_on(self._policy, self._sends, check, seen)
+        else:
+            tensors = self._form.owned(self._policy, check, seen)
+        return tensors if self._changes is None else self._changes.messages(tensors)
 
     def _sends(self, entry: TensorEntry) -> int:
         """Return the rank that sends a tensor."""
@@ -407,13 +487,13 @@ class Publisher:
         keeps_requests: bool,
     ) -> PublishResult:
         version = content.weight_version
+        folder = self._folder(version)
         more = {"keeps_cache": True} if keeps_requests else {}
         sent_before = self._sender.bytes_by_rank.copy()
 
         def send(fleet: Fleet, targets: list[ServerControl]) -> None:
             if self._settings.method == "disk":
-                path = str(self.versions.path(version))
-                fleet.each(lambda s, left: self._load(s, path, version, left, **more), targets)
+                fleet.each(lambda s, left: self._load(s, str(folder), version, left, **more), targets)
             else:
                 broadcast_json({"do": "send"}, self._groups.host)
                 self._sender.send(fleet, targets, self._to_send(), version)
@@ -428,7 +508,7 @@ class Publisher:
         verified, failed = transaction.run(servers, lambda: commit(version))
         return PublishResult(
             weight_version=version,
-            path=str(self.versions.path(version)) if self._settings.method == "disk" else None,
+            path=str(folder) if self._settings.method == "disk" else None,
             verified=verified,
             failed=failed,
             num_bytes=self._version_bytes(),
@@ -452,8 +532,15 @@ class Publisher:
     def _version_bytes(self) -> int:
         return self._form.num_bytes(self._policy)
 
+    def _folder(self, weight_version: int) -> Path:
+        """Return the folder that servers load, of all weights or of what changed."""
+        if self._changes is not None and self._changes.base is not None:
+            return self.versions.delta_path(weight_version)
+        return self.versions.path(weight_version)
+
     def _commit(self, weight_version: int) -> None:
-        self.versions.commit(weight_version)
+        if self._folder(weight_version) == self.versions.path(weight_version):
+            self.versions.commit(weight_version)
         self.versions.prune(self._settings.keep_last, self._held())
 
 
@@ -488,66 +575,3 @@ def expected_checksums(policy: PolicyTensors, form: PublishedForm, expected: Exp
     raise_together(problems, policy.groups.host, PublishError, "the weights cannot be published")
     parts = all_gather_json(expected.checksums(), policy.groups.host)
     return {name: checksum for part in parts for name, checksum in part.items()}
-
-
-@dataclass(frozen=True)
-class CommittedVersion:
-    """The version that `current.json` names, and its folder."""
-
-    weight_version: int
-    path: Path
-
-
-class PublishedVersions:
-    """The versions in one folder that all nodes see. Only rank 0 commits and prunes."""
-
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder).absolute()
-
-    def path(self, weight_version: int) -> Path:
-        """Return the folder of a version, whether it exists or not."""
-        return weight_version_folder(self.folder, weight_version)
-
-    def current(self) -> CommittedVersion | None:
-        """Return the committed version, or None before the first. Raises PublishError if the file cannot be read."""
-        file = self.folder / CURRENT_WEIGHTS_NAME
-        try:
-            value = read_json_file(file)
-            return CommittedVersion(int(value["weight_version"]), Path(value["path"]))
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise PublishError(
-                f"{file}: cannot be read ({error!r}); it must have weight_version and path of the committed weights"
-            ) from error
-
-    def commit(self, weight_version: int) -> None:
-        """Make a complete version the current one, atomically. Raises PublishError if that fails."""
-        path = self.path(weight_version)
-        if not path.is_dir():
-            raise PublishError(f"{path}: cannot be committed: there is no such folder")
-        file = self.folder / CURRENT_WEIGHTS_NAME
-        try:
-            atomic_io.atomic_write_json(
-                file, {"weight_version": weight_version, "path": str(path)}, at="publish.commit"
-            )
-        except OSError as error:
-            raise PublishError(f"{file}: version {weight_version} cannot be committed: {error}") from error
-
-    def prune(self, keep_last: int, held: Collection[int] = ()) -> list[Path]:
-        """Remove all but the newest `keep_last` versions, and the remains of unfinished writes.
-
-        The current version and those of `held`, which servers are loading, always stay. Returns the removed folders.
-        Raises PublishError if a folder cannot be removed.
-        """
-        current = self.current()
-        found = sorted(path for path in self.folder.iterdir() if _VERSION.fullmatch(path.name))
-        kept = {self.path(version) for version in held} | ({current.path} if current is not None else set())
-        old = [path for path in found[:-keep_last] if path not in kept]
-        old += [path for path in self.folder.iterdir() if _UNFINISHED.fullmatch(path.name)]
-        try:
-            for path in old:
-                atomic_io.remove_tree(path, at="publish.prune")
-        except OSError as error:
-            raise PublishError(f"{self.folder}: an old version cannot be removed: {error}") from error
-        return old

@@ -24,7 +24,7 @@ from gspo_mega.checkpoint.quantized import published_form
 from gspo_mega.checkpoint.tensor_sources import open_checkpoint
 from gspo_mega.config.schema import Config
 from gspo_mega.rollout.eval_servers import EvalServers, reserve_for_eval
-from gspo_mega.sync.publish import PublishedVersions
+from gspo_mega.sync.versions import PublishedVersions
 from gspo_mega.train.held_out import Evaluation
 
 if TYPE_CHECKING:

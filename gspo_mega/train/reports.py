@@ -186,7 +186,14 @@ class StepReport:
                 "publish/num_bytes_hashed": self.published.num_bytes_hashed,
                 "publish/hash_seconds": self.published.hash_seconds,
                 "publish/num_tensors_compared": self.published.num_tensors_compared,
+                "publish/is_full": float(self.published.is_full),
             }
+            if session.config.publish.full_every > 1:
+                metrics |= {
+                    "publish/changed_share": self.published.changed_share,
+                    "publish/num_delta_bytes": self.published.num_delta_bytes,
+                    "publish/num_fallbacks": float(self.published.fallback is not None),
+                }
         return metrics
 
     def _show_notices(self, metrics: dict[str, float]) -> None:

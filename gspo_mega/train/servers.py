@@ -229,6 +229,11 @@ class LiveServers:
     def _commit(self, result: PublishResult) -> None:
         self._committed_version = result.weight_version
         if self._lead is not None:
+            if result.fallback is not None:
+                self._say(
+                    f"warning  weight version {result.weight_version} was published in full, because no server took"
+                    f" what changed (publish.full_every): {result.fallback}"
+                )
             self._lead.rollouts.pool.commit(result.weight_version, result.verified)
             for server, why in result.failed.items():
                 self._say(

@@ -39,13 +39,15 @@ class Trainer:
         if self.pool is not None:
             self.pool.wait_ready(1, deadline_seconds=60)
 
-    def change(self, which: str) -> None:
-        """As an optimizer step would: every parameter whose name has `which` in it moves a little."""
+    def change(self, which: str, every: int = 1) -> None:
+        """As an optimizer step would: every parameter whose name has `which` in it moves a little, or one in `every` of
+        its values.
+        """
         with torch.no_grad():
             for chunk in self.chunks:
                 for name, parameter in chunk.named_parameters():
                     if which in name:
-                        parameter.mul_(1.01)
+                        parameter.view(-1)[::every].mul_(1.01)
 
     def servers(self, fault: dict | None) -> list:
         if self.pool is None:
@@ -70,7 +72,11 @@ class Faulty:
             self._update_from_disk(path, weight_version, deadline_seconds)
 
     def _update_from_disk(self, path, weight_version, deadline_seconds):
-        file = next(f for f in sorted(Path(path).glob("*.safetensors")) if any(self._names in n for n in load_file(f)))
+        files = sorted(Path(path).glob("*.safetensors"))
+        file = next((f for f in files if any(self._names in n for n in load_file(f))), None)
+        if file is None:  # this folder has no such tensor: a fault of changes only
+            self._control.update_from_disk(path, weight_version, deadline_seconds=deadline_seconds)
+            return
         right = load_file(file)
         wrong = {}
         for name, tensor in right.items():
@@ -125,11 +131,20 @@ def open_trainer(**arguments) -> None:
     _trainer = Trainer(**arguments)
 
 
-def publish(version: int, change: str = "", fault: dict | None = None, again: bool = False) -> dict:
-    """Publish after a change; the result as plain values, or the error's text."""
+def publish(
+    version: int, change: str = "", fault: dict | None = None, again: bool = False, every: int = 1, base: int = 0
+) -> dict:
+    """Publish after a change; the result as plain values, or the error's text. `base`: the trainer takes this for the
+    version that it published last, where it is not 0.
+    """
     assert _trainer is not None
     if not again:
-        _trainer.change(change or "\0")
+        _trainer.change(change or "\0", every)
+    if base:
+        committed = _trainer.publisher._memory.committed
+        if committed is not None:
+            committed.weight_version = base
+        _trainer.publisher._changes._copy.version = base
     act = _trainer.publisher.publish_again if again else _trainer.publisher.publish
     try:
         result = act(version, _trainer.servers(fault))
@@ -144,6 +159,10 @@ def publish(version: int, change: str = "", fault: dict | None = None, again: bo
         "bytes_sent_by_rank": result.bytes_sent_by_rank,
         "num_bytes_hashed": result.num_bytes_hashed,
         "num_compared": result.num_tensors_compared,
+        "is_full": result.is_full,
+        "changed_share": result.changed_share,
+        "num_delta_bytes": result.num_delta_bytes,
+        "fallback": result.fallback,
         "seconds": result.seconds,
     }
 

@@ -45,7 +45,7 @@ class Side:
         self, ranks: RankPool, config_path: Path, attempt: Path, weights_dir: Path, parallel: dict, **publish
     ) -> None:
         self.ranks, self.weights_dir = ranks, weights_dir
-        publish = {"deadline_seconds": 60.0, "bucket_bytes": 100_000} | publish
+        publish = {"deadline_seconds": 60.0, "bucket_bytes": 100_000, "full_every": 1} | publish
         sizes = {"expert_tensor": 1, **parallel}
         self._run(
             "open_trainer",
@@ -117,10 +117,12 @@ def make_tied_model(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def two_servers(tmp_path_factory):
-    """Two servers of one dense model with tied embeddings and a vocabulary that both engines pad."""
+    """Two servers of one dense model with tied embeddings and a vocabulary that both engines pad. They can take what
+    changed, too.
+    """
     folder = tmp_path_factory.mktemp("tied_run")
     model = make_tied_model(folder / "model")
-    config_path = run_config(folder, model)
+    config_path = run_config(folder, model, publish={"full_every": 3})
     servers = [Serve(config_path, folder / "run", forked=True)]
     try:
         servers.append(Serve(config_path, folder / "run", index=1, attempt=servers[0].attempt, forked=True))
@@ -197,6 +199,47 @@ def test_a_stage_that_may_not_send_brings_what_it_has_to_one_that_does(tied):
         result = side.publish(version, change=change)
         assert {server for server, _ in result["verified"]} == {"server-0", "server-1"}, result
     assert result["bytes_sent_by_rank"] == {0: result["num_bytes"]}
+
+
+@pytest.mark.parametrize("method, axis", [("disk", "tensor"), ("distributed", "pipeline")])
+def test_servers_that_are_sent_what_changed_hold_what_a_full_publish_gives_them(tied, method, axis):
+    """Every tensor of both servers is compared with the trainer's whole weights, as after a full publish. What goes
+    wrong with the changes on the way, or with their base, is found by the servers, and all is sent instead.
+    """
+    side = tied(axis, method=method, verify="tensors", full_every=4)
+    found = [side.publish(version, change="weight" if version != 3 else "", every=50) for version in range(1, 6)]
+    for result in found:
+        assert len(result["verified"]) == 2 and not result["failed"] and result["fallback"] is None, result
+        assert result["num_bytes_hashed"] == result["num_bytes"]
+    assert [result["is_full"] for result in found] == [True, False, False, False, True]
+    second, third = found[1:3]
+    assert 0.015 < second["changed_share"] < 0.025 and 0 < second["num_delta_bytes"] < 0.06 * second["num_bytes"]
+    assert third["changed_share"] == third["num_delta_bytes"] == 0, "nothing changed, and it is a version all the same"
+    if method == "disk":
+        assert side.current() == {"weight_version": 5, "path": str(side.weights_dir / "v00000005")}
+    else:
+        messages = second["num_bytes_sent"] - second["num_delta_bytes"]
+        assert 0 < messages < 1000 and 0 < third["num_bytes_sent"] < 1000
+    both = ["server-0", "server-1"]
+    fault = {"servers": both, "kind": "renamed", "names": "change:model.layers.1.self_attn.q_proj"}
+    result = side.publish(6, change="weight", every=50, fault=fault)
+    assert len(result["verified"]) == 2 and result["is_full"] and "the change is damaged" in result["fallback"], result
+    assert not side.publish(7, change="weight", every=50)["is_full"]
+    result = side.publish(8, change="weight", every=50, base=5)
+    assert len(result["verified"]) == 2 and result["is_full"], result
+    assert "changes of version 5 to version 8, and holds version 7" in result["fallback"], result
+
+
+def test_a_server_that_missed_what_changed_gets_all_of_it(tied):
+    side = tied(method="distributed", verify="replicas", full_every=10)
+    assert len(side.publish(1, change="weight")["verified"]) == 2
+    fault = {"servers": ["server-1"], "kind": "renamed", "names": "change:model.layers.1.self_attn.q_proj"}
+    result = side.publish(2, change="weight", every=50, fault=fault)
+    assert result["verified"] == [["server-0", 1]] and "the change is damaged" in result["failed"]["server-1"], result
+    again = side.publish(2, again=True)
+    assert len(again["verified"]) == 2 and again["is_full"], again
+    result = side.publish(3, change="weight", every=50)
+    assert len(result["verified"]) == 2 and not result["is_full"], result
 
 
 def test_phases_account_for_the_time_of_a_publish(tied):

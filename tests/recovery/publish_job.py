@@ -23,7 +23,7 @@ def main(arguments: list[str]) -> None:
 
     from gspo_mega.checkpoint.hf_export import export_policy
     from gspo_mega.checkpoint.quantized import plain_form
-    from gspo_mega.sync.publish import PublishedVersions
+    from gspo_mega.sync.versions import PublishedVersions
 
     failpoints.arm(os.environ.get(failpoints.VARIABLE), 0)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

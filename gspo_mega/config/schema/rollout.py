@@ -448,6 +448,15 @@ class Publish(Section):
             " goes wrong later may be served for this many steps."
         ),
     )
+    full_every: int = Field(
+        default=1,
+        ge=1,
+        description=(
+            "One publish in this many sends all weights, and the others only the values that changed in the servers'"
+            " dtype (delta publish). 1: every publish sends all. All are sent, too, if some server does not hold the"
+            " version before. Above 1, senders and servers keep a copy of the weights in their hosts' memory."
+        ),
+    )
     keep_last: int = Field(default=2, ge=1, description="Published versions kept on disk.")
     lora: Literal["merged", "adapter"] = Field(
         default="merged",

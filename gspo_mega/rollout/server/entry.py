@@ -40,6 +40,8 @@ from gspo_mega.rollout.server.spec import (
 )
 
 _PR_SET_PDEATHSIG = 1
+HELD_WEIGHTS = "GSPO_MEGA_HELD_WEIGHTS"
+"""The environment variable that says where a server's copy of the weights is (`held_weights.py`)."""
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -169,6 +171,13 @@ def main() -> None:
         from sglang.srt.entrypoints import http_server  # noqa: F401, run_server imports it where all is collected
         from sglang.srt.utils import kill_process_tree
 
+        if spec.holds_weights:
+            from gspo_mega.rollout.server import held_weights
+
+            reserved = held_weights.reserve(spec.model_path, spec.tensor // spec.num_nodes)
+            os.environ[HELD_WEIGHTS] = reserved  # for children that SGLang starts anew
+            held_weights.install(reserved, is_imported=True)
+
     try:
         run_server(server_args)
     finally:
@@ -188,3 +197,7 @@ if __name__ == "__main__":
     main()
 else:
     sglang_hooks.activate()
+    if HELD_WEIGHTS in os.environ:
+        from gspo_mega.rollout.server import held_weights
+
+        held_weights.install(os.environ[HELD_WEIGHTS], is_imported=False)

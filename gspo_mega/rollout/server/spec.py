@@ -61,6 +61,7 @@ class ServerSpec:
         store: the file through which the server's own processes find each other on one machine.
         rendezvous: host:port, where the parts of a server over several nodes find each other.
         is_published_to: it is sent new weights while it runs.
+        holds_weights: it keeps a copy of what it was sent, to which a delta publish applies.
         releases_memory: it frees its GPU while the ranks train.
         classifies: its model scores texts, and generates nothing.
         batch_invariant: it computes a row as the trainer does with `engine.batch_invariant`.
@@ -88,6 +89,7 @@ class ServerSpec:
     quantization: str = "none"
     kv_cache: str = "auto"
     is_published_to: bool = True
+    holds_weights: bool = False
     releases_memory: bool = False
     num_nodes: int = 1
     node: int = 0
@@ -160,6 +162,7 @@ def spec_from_config(
         quantization=server.quantization,
         kv_cache=server.kv_cache,
         is_published_to=publishes(config.train, config.sft),
+        holds_weights=publishes(config.train, config.sft) and config.publish.full_every > 1,
         releases_memory=config.cluster.colocated,
         num_nodes=server.num_nodes,
         expert=server.expert,

@@ -230,14 +230,31 @@ TABLE: dict[str, dict[str, tuple[int, str] | tuple[int, str, str]]] = {
         "BroadcastGroup.broadcast": (1, RUN, _SERVERS),
         "OwnTensors.broadcast": (1, RUN, _SERVERS),
     },
-    "sync/publish.py": {
-        "Publisher.publish": (1, RUN, _SERVERS),
-        "Publisher.publish_again": (1, RUN, _SERVERS),
-        "Publisher._lead_or_follow": (1, RUN, _SERVERS),
-        "Publisher._lead.send": (1, RUN, _DEFECT),
+    "sync/delta.py": {
+        "Change.put_into": (1, RUN, _SERVERS),
+        "read_record": (5, RUN, _SERVERS),
+        "read_message": (1, RUN, _SERVERS),
+    },
+    "sync/delta_files.py": {"read_changes": (1, RUN, _DISK), "read_changes.records": (2, RUN, _DISK)},
+    "rollout/server/held_weights.py": {
+        "HeldWeights._begin": (1, RUN, _SERVERS),
+        "HeldWeights._start": (1, RUN, _SERVERS),
+        "HeldWeights._change": (2, RUN, _SERVERS),
+        "HeldWeights._apply": (1, RUN, _SERVERS),
+        "HeldWeights._place": (1, RUN, _SERVERS),
+        "HeldWeights.read_folder": (1, RUN, _DISK),
+        "HeldWeights._read_changes": (1, RUN, _DISK),
+    },
+    "sync/versions.py": {
         "PublishedVersions.current": (1, RUN, _DISK),
         "PublishedVersions.commit": (2, RUN, _DISK),
         "PublishedVersions.prune": (1, RUN, _DISK),
+    },
+    "sync/publish.py": {
+        "Publisher._publish": (1, RUN, _SERVERS),
+        "Publisher.publish_again": (1, RUN, _SERVERS),
+        "Publisher._lead_or_follow": (1, RUN, _SERVERS),
+        "Publisher._lead.send": (1, RUN, _DEFECT),
     },
     "checkpoint/quantized.py": {"PublishedForm.tensors": (2, RUN, _NUMBERS)},
     "sync/servers.py": {

@@ -13,10 +13,10 @@ import torch
 from gspo_mega.base.errors import PublishError
 from gspo_mega.models.spec import ModelSpec, MoeSpec
 from gspo_mega.sync.broadcast_group import buckets
-from gspo_mega.sync.publish import PublishedVersions
 from gspo_mega.sync.servers import Deadline, Fleet
 from gspo_mega.sync.transaction import PublishContent, PublishMemory, Transaction
 from gspo_mega.sync.verify import Baseline, check_replicas, server_tensor_names, server_tensors
+from gspo_mega.sync.versions import PublishedVersions
 
 SPEC = ModelSpec(
     family="qwen3_moe",
@@ -361,6 +361,18 @@ def test_commit_names_the_current_version_and_prune_keeps_it(tmp_path):
     assert {p.name for p in tmp_path.glob("v*")} == {"v00000003", "v00000004"}, "a server loads it"
     versions.prune(keep_last=1)
     assert [p.name for p in tmp_path.glob("v*")] == ["v00000004"]
+
+
+def test_prune_keeps_the_last_whole_version_and_the_newest_changes(tmp_path):
+    versions = make_versions(tmp_path, 1)
+    versions.commit(1)
+    for number in (2, 3, 4):
+        versions.delta_path(number).mkdir()
+    (tmp_path / "v00000005.delta.writing").mkdir()
+    (tmp_path / ".v00000002.delta.removed").mkdir()
+    versions.prune(keep_last=2)
+    left = {"current.json", "v00000001", "v00000003.delta", "v00000004.delta"}
+    assert {p.name for p in tmp_path.iterdir()} == left, "a server can start from whole weights only"
 
 
 def test_a_version_that_is_not_there_cannot_be_committed(tmp_path):

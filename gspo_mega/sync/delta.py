@@ -1,0 +1,304 @@
+"""Delta publish: what changed between two versions of the weights, as records of places and values.
+
+At a small learning rate most bf16 or FP8 values do not change in a step. With `publish.full_every` above 1, ranks that
+send keep a copy of what they sent last (`SentCopy`), and `PublishedChanges` turns the tensors of the next version into
+records of what differs in the servers' dtype. A server applies them to a copy of its own
+(`rollout/server/held_weights.py`). The values are absolute, so nothing is added and nothing is rounded: the result has
+the bits of a full publish, and is verified like one.
+
+A record is a tensor of bytes: a header, the new values, and the distances between their places. It names the version
+that it changes and the one that it makes, and has a SHA-256 of all this. A tensor of which so much changed that the
+record would be larger is sent whole, as a record too. The same records go through groups and into files, so nothing is
+pickled. The module needs only torch: servers import it as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gspo_mega.base.errors import PublishError
+
+CHANGE = "gspo_mega:change:"
+"""The record of tensor X is sent under the name CHANGE + X."""
+BEGIN, END = "gspo_mega:begin", "gspo_mega:end"
+"""Each sender's first and last message, in JSON: which version it sends, and then the number of tensors."""
+
+_MAGIC = b"gmdelta1"
+# magic, base version, version, number of elements, of changed ones, of distances, bytes of an element and of a distance
+_HEADER = struct.Struct("<8sqqqqqqq")
+_DIGEST_BYTES = 32
+_OVERHEAD = _HEADER.size + _DIGEST_BYTES
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_GAP_DTYPES = {1: torch.uint8, 2: torch.int16}
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a record says of one tensor of `num_elements` elements.
+
+    places: [changed] int64, ascending, or None if the tensor is whole. values: [changed] or [num_elements], the
+    elements' bits as integers of their size.
+    """
+
+    base: int
+    version: int
+    num_elements: int
+    places: torch.Tensor | None
+    values: torch.Tensor
+
+    def put_into(self, tensor: torch.Tensor) -> None:
+        """Make `tensor`, contiguous and in the host's memory, what the sender has. Raises PublishError if it has
+        another size.
+        """
+        bits = _bits(tensor)
+        if bits.numel() != self.num_elements or bits.element_size() != self.values.element_size():
+            raise PublishError(
+                f"a change of {self.num_elements} elements of {self.values.element_size()} bytes is not one of a tensor"
+                f" of {bits.numel()} elements of {bits.element_size()} bytes"
+            )
+        if self.places is None:
+            bits.copy_(self.values)
+        else:
+            bits[self.places] = self.values
+
+
+def make_record(
+    name: str, before: torch.Tensor | None, after: torch.Tensor, base: int, version: int
+) -> tuple[torch.Tensor | None, int]:
+    """Return the record that makes `after` of `before`, [bytes] uint8 in the host's memory, and the number of elements
+    that changed. The record is None if none did.
+
+    after: a local tensor of any shape and dtype of 1, 2, 4 or 8 bytes, on any device. before: the same shape and dtype;
+    None if it is not known, and the record then has the whole tensor. Values are compared as bits: -0.0 differs from
+    0.0, and a NaN from no other NaN with its bits.
+    """
+    new = _bits(after)
+    size = new.element_size()
+    places = values = gaps = None
+    changed, width = new.numel(), 0
+    if before is not None:
+        places = (_bits(before).to(new.device) != new).nonzero().view(-1)
+        changed = places.numel()
+        if changed == 0:
+            return None, 0
+        distances = torch.diff(places, prepend=places.new_full((1,), -1)) - 1
+        costs = {w: w * (changed + int((distances // _most(w)).sum())) for w in _GAP_DTYPES}
+        width = min(costs, key=lambda w: costs[w])
+        if changed * size + costs[width] < new.numel() * size:
+            values, gaps = new[places], _pack(distances, width)
+        else:
+            width = 0
+    values = new if values is None else values
+    parts = [as_bytes(values.cpu()), *([] if gaps is None else [as_bytes(gaps.cpu())])]
+    num_gaps = 0 if gaps is None else gaps.numel()
+    header = _HEADER.pack(_MAGIC, base, version, new.numel(), values.numel(), num_gaps, size, width)
+    digest = _digest(name, header, parts)
+    start = torch.frombuffer(bytearray(header + digest), dtype=torch.uint8)
+    return torch.cat([start, *parts]), changed
+
+
+def read_record(name: str, record: torch.Tensor) -> Change:
+    """Return what a record, [bytes] uint8 in the host's memory, says of tensor `name`.
+
+    Raises PublishError if it is damaged, or not a record of that tensor.
+    """
+    if record.numel() < _OVERHEAD:
+        raise PublishError(f"{name}: a change of {record.numel()} bytes, fewer than its header has")
+    start = bytes(record[:_OVERHEAD].numpy())
+    header, digest, payload = start[: _HEADER.size], start[_HEADER.size :], record[_OVERHEAD:]
+    if _digest(name, header, [payload]) != digest:
+        raise PublishError(f"{name}: the change is damaged: its SHA-256 is another")
+    magic, base, version, num_elements, num_values, num_gaps, size, width = _HEADER.unpack(header)
+    if magic != _MAGIC or payload.numel() != num_values * size + num_gaps * width or size not in _BITS:
+        raise PublishError(f"{name}: the change has a form that this version of gspo_mega does not know")
+    # Copies, because a part may begin at any byte.
+    values = payload[: num_values * size].clone().view(_BITS[size])
+    places = None
+    if width:
+        places = _unpack(payload[num_values * size :].clone().view(_GAP_DTYPES[width]), width)
+        if places.numel() != num_values or (num_values and int(places[-1]) >= num_elements):
+            raise PublishError(f"{name}: the change has other places than values, or places outside of the tensor")
+    elif num_values != num_elements:
+        raise PublishError(f"{name}: the change says that it is whole, and is not")
+    return Change(base, version, num_elements, places, values)
+
+
+def message(**value: Any) -> torch.Tensor:
+    """Return a JSON value as bytes, [bytes] uint8."""
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def read_message(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return the value of a `message`. Raises PublishError if it is none."""
+    try:
+        return dict(json.loads(bytes(tensor.cpu().numpy())))
+    except ValueError as error:
+        raise PublishError(f"a message of a publish cannot be read: {error}") from error
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a contiguous local tensor, [bytes] uint8, in its memory."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.detach().contiguous().view(-1)
+    return flat.view(_BITS[flat.element_size()])
+
+
+def _digest(name: str, header: bytes, parts: list[torch.Tensor]) -> bytes:
+    running = hashlib.sha256(name.encode() + b"\0" + header)
+    for part in parts:
+        running.update(part.numpy().data)
+    return running.digest()
+
+
+def _most(width: int) -> int:
+    """Return the number that means: go on by this many elements, none of which changed."""
+    return 2 ** (8 * width) - 1
+
+
+def _pack(distances: torch.Tensor, width: int) -> torch.Tensor:
+    """Return `distances` ([changed] int64: how many unchanged elements are before each changed one) as numbers of
+    `width` bytes. One that is too large is preceded by as many `_most` as it has.
+    """
+    most = _most(width)
+    ends = torch.cumsum(distances // most + 1, 0) - 1
+    packed = torch.full((int(ends[-1]) + 1,), most, dtype=torch.int64, device=distances.device)
+    packed[ends] = distances % most
+    return packed.to(_GAP_DTYPES[width])
+
+
+def _unpack(packed: torch.Tensor, width: int) -> torch.Tensor:
+    """Return the places, [changed] int64, of distances that `_pack` made."""
+    most = _most(width)
+    numbers = packed.to(torch.int64) & most
+    ends = torch.cumsum(numbers + (numbers != most), 0)
+    return ends[numbers != most] - 1
+
+
+class SentCopy:
+    """This rank's copy, in the host's memory, of the tensors that it sent last. `version` is theirs, or None if a
+    publish of them failed or has not ended.
+    """
+
+    def __init__(self) -> None:
+        self.version: int | None = None
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def get(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the copy of a tensor, or None if there is none of its shape and dtype."""
+        held = self._tensors.get(name)
+        return held if held is not None and (held.shape, held.dtype) == (tensor.shape, tensor.dtype) else None
+
+    def keep(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy a whole local tensor of any shape and dtype."""
+        if (held := self.get(name, tensor)) is not None:
+            as_bytes(held).copy_(as_bytes(tensor.detach().contiguous()))
+        else:
+            self._tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors.values())
+
+
+class PublishedChanges:
+    """One rank's part in publishes that may send only what changed.
+
+    Every rank has one. `begin` and `end` surround a publish; in between, what the rank sends goes through `messages`
+    (groups) or `record` (files), or through `keep` if the version is written in full.
+    `num_changed`, `num_values` and `num_bytes` count the values that changed, all values, and the bytes of records, in
+    this rank's part of the publish.
+    """
+
+    def __init__(self, full_every: int, sender: int | None, num_senders: int, device: torch.device) -> None:
+        """`sender` is this rank's number among the `num_senders` that send through groups, from `device`; None if it
+        does not send.
+        """
+        self._full_every, self._sender, self._num_senders = full_every, sender, num_senders
+        self._device = device
+        self._copy = SentCopy()
+        self._num_since_full = 0
+        self._num_sends = 0
+        self._was_sent = False
+        self._base: int | None = None
+        self._version = -1
+        self.num_changed = self.num_values = self.num_bytes = 0
+
+    def next_base(self) -> int | None:
+        """Return the version that the next publish may send the changes of, or None if a full one is due."""
+        return None if self._num_since_full + 1 >= self._full_every else self._copy.version
+
+    @property
+    def base(self) -> int | None:
+        """The version of which the running publish sends the changes; None if it is a full one."""
+        return self._base
+
+    def begin(self, base: int | None, version: int) -> None:
+        """Begin to publish `version`: in full, or the changes since `base`. The copy is not valid until `end`."""
+        self._copy.version, self._base, self._version, self._was_sent = None, base, version, False
+        self.num_changed = self.num_values = self.num_bytes = 0
+
+    def end(self, *, counts: bool = True) -> None:
+        """The version is committed. `counts`: as one of the `full_every`."""
+        if counts:
+            self._num_since_full = 0 if self._base is None else self._num_since_full + 1
+        self._copy.version, self._base = self._version, None
+
+    def record(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the record of a tensor, local and whole as servers load it, and keep it as what was sent last. None
+        if it has not changed.
+        """
+        assert self._base is not None, "a full publish has no records"
+        found, changed = make_record(name, self._copy.get(name, tensor), tensor, self._base, self._version)
+        self.num_changed += changed
+        self.num_values += tensor.numel()
+        if found is not None:
+            self.num_bytes += found.numel()
+            self._copy.keep(name, tensor)
+        return found
+
+    def keep(self, name: str, tensor: torch.Tensor) -> None:
+        """Keep a tensor of a full publish."""
+        self.num_changed += tensor.numel()
+        self.num_values += tensor.numel()
+        self._copy.keep(name, tensor)
+
+    def messages(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what goes through the groups for `tensors`: (name, local tensor of any shape), between `BEGIN` and
+        `END`. The servers apply all that comes in one send, from all senders, or nothing.
+
+        A second send of the same publish has all tensors whole. Every rank calls this for every send; on one that does
+        not send, the tensors pass as they are.
+        """
+        self._num_sends += 1
+        base = None if self._was_sent else self._base
+        self._was_sent = True
+        if self._sender is None:
+            yield from tensors
+            return
+        about = {"base": base, "version": self._version, "send": self._num_sends, "sender": self._sender}
+        about["num_senders"] = self._num_senders
+        count = 0
+        try:
+            yield BEGIN, message(**about).to(self._device)
+            for name, tensor in tensors:
+                if base is None:
+                    self.keep(name, tensor)
+                    yield name, tensor
+                    count += 1
+                elif (found := self.record(name, tensor)) is not None:
+                    yield CHANGE + name, found.to(self._device)
+                    count += 1
+            yield END, message(**about, num_tensors=count).to(self._device)
+        finally:
+            for _ in tensors:  # other ranks take part in every tensor
+                pass
