@@ -1,7 +1,7 @@
 """Export: the policy as a Hugging Face folder, written by all ranks that own tensors.
 
-The folder, with its files, index and manifest, appears complete or not at all. `sync/versions.py` decides which versions
-a run keeps.
+The folder, with its files, index and manifest, appears complete or not at all. `sync/versions.py` decides which
+versions a run keeps.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from pathlib import Path
 from gspo_mega.config.derived import filters_groups
 from gspo_mega.config.schema import Config
 from gspo_mega.models.spec import ModelSpec
+from gspo_mega.plan.delta import delta_bytes
 from gspo_mega.plan.memory import GIB
 from gspo_mega.plan.servers import needs_start_folder, version_bytes
 from gspo_mega.plan.state import WEIGHT_BYTES
@@ -85,6 +86,9 @@ def disk_use(config: Config, spec: ModelSpec, total_parameters: int, checkpoint_
             versions += needs_start_folder(config, spec)
             if versions:
                 parts["published weights"] = versions * version_bytes(config, spec, total_parameters)
+            if config.publish.full_every > 1 and config.publish.method == "disk":
+                changed = delta_bytes(config, spec, total_parameters)
+                parts["published changes"] = round((config.publish.keep_last + 1) * changed)
     folder = Path(config.run.dir) / config.run.name
     where = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     try:

@@ -19,6 +19,7 @@ from gspo_mega.config.derived import critic_config, episode_lengths, server_dtyp
 from gspo_mega.config.schema import Cluster, Config, ModelReward, Reward
 from gspo_mega.models.tensors import ParameterCounts, count_parameters, forward_flops_per_token
 from gspo_mega.models.value_models import ClassifierSizes, check_head, read_sizes
+from gspo_mega.plan.delta import DeltaCost, copies_host_bytes, delta_cost
 from gspo_mega.plan.gpus import GPUS, is_on_gpu
 from gspo_mega.plan.layout import Sizes
 from gspo_mega.plan.memory import (
@@ -107,6 +108,7 @@ class Estimate:
     """`states`: state of the fullest rank of each pipeline stage; `critic_states`: the critic's, empty without a
     critic. `rewards`: an entry for each reward model that the run serves. `limit`: bytes of one GPU. `memory` is None
     if the GPU's memory is not known, `time` if `cluster.gpu` is not given. `hashes`: what verifying a publish hashes.
+    `delta`: what sending only changes costs, None without `publish.full_every`.
     `node_host_bytes`: the most that the ranks of one node keep in its host memory. `node_save_bytes`: what they need
     there in addition while they save or load a checkpoint. `stop_seconds`: from a stop request to the end of the save.
     `notices`: what these figures warn of.
@@ -120,6 +122,7 @@ class Estimate:
     servers: ServerNodes
     rewards: tuple[RewardModelEstimate, ...]
     limit: int | None
+    delta: DeltaCost | None
     node_host_bytes: int
     node_save_bytes: int
     memory: GpuMemory | None
@@ -173,8 +176,10 @@ def estimate(plan: Plan, where: Callable[[str], str] = lambda key: "configuratio
     ranks_per_node = config.cluster.ranks_per_node
     shared = ranks_per_node * max(rank_host_bytes(config.cluster, size) for _, size in states)
     shared += servers_host_bytes(config, shares, counts.total)
+    delta = delta_cost(config, spec, layout, counts.total)
+    copies = copies_host_bytes(config, delta)
     by_stage = [[size for _, size in pair] for pair in (zip(states, critic_states) if critic_states else zip(states))]
-    node_host = ranks_per_node * max(sum(size.on_host for size in sizes) for sizes in by_stage) + shared
+    node_host = ranks_per_node * max(sum(size.on_host for size in sizes) for sizes in by_stage) + shared + copies
     node_save = ranks_per_node * max(saves)
     room = config.cluster.host_memory_gib
     if room is not None and node_host + node_save > room * GIB:
@@ -186,8 +191,8 @@ def estimate(plan: Plan, where: Callable[[str], str] = lambda key: "configuratio
             f" more while they save or load a checkpoint. Per rank: optimizer state {offloaded:.1f} GiB"
             f" (optimizer.cpu_offload_fraction), weights of earlier versions {snapshots:.1f} GiB"
             " (diagnostics.exact_staleness, rollout.max_staleness); for ranks and"
-            f" servers in turns on the same GPUs {shared / GIB:.1f} GiB (cluster.colocated). Lower these, or use more"
-            " nodes or parallelism"
+            f" servers in turns on the same GPUs {shared / GIB:.1f} GiB (cluster.colocated); copies of what was"
+            f" published {copies / GIB:.1f} GiB (publish.full_every). Lower these, or use more nodes or parallelism"
         )
     time = None
     if config.cluster.gpu is not None:
@@ -221,6 +226,7 @@ def estimate(plan: Plan, where: Callable[[str], str] = lambda key: "configuratio
         node_save_bytes=node_save,
         memory=memory,
         time=time,
+        delta=delta,
         hashes=hash_cost(
             config,
             spec,

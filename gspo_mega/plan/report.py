@@ -13,8 +13,10 @@ from dataclasses import asdict
 from typing import Any
 
 from gspo_mega.config.derived import describe_server_precision, penalises_kl, publishes, publishes_adapters
+from gspo_mega.config.schema import Config
 from gspo_mega.models.block_fp8 import served_layout
 from gspo_mega.models.spec import ModelSpec
+from gspo_mega.plan.delta import ASSUMED_SHARE, DeltaCost
 from gspo_mega.plan.disk import disk_lines, disk_notices, disk_use
 from gspo_mega.plan.estimate import Estimate, estimate, signal_seconds
 from gspo_mega.plan.gpus import ASSUMPTIONS, SHA256_BYTES_PER_SECOND, is_on_gpu
@@ -222,6 +224,7 @@ def _servers(plan: Plan, figures: Estimate) -> list[str]:
         ),
         f"weights {plan.verification}",
         *_hashes(plan, figures.hashes),
+        *_changes(config, figures.delta),
         describe_server_precision(config.server, config.precision),
     ]
     if needs_start_folder(config, plan.spec):
@@ -273,6 +276,20 @@ def _hashes(plan: Plan, hashes: HashCost) -> list[str]:
         f"hashed per publish, {whole}: {_gib(hashes.trainer_bytes)} in {hashes.trainer_seconds:.2f} s on each of"
         f" {hashes.num_owners} ranks that own tensors (SHA-256, {SHA256_BYTES_PER_SECOND / 1e9:g} GB/s on one core),"
         f" {_gib(hashes.server_bytes)}{seconds} on each rank of a server{how}"
+    ]
+
+
+def _changes(config: Config, delta: DeltaCost | None) -> list[str]:
+    """Return the lines about publishes that send only what changed."""
+    if delta is None:
+        return []
+    keeps = "has a copy" if delta.num_senders == 1 else "have copies"
+    return [
+        f"one publish in {config.publish.full_every} sends all weights, {_gib(delta.full_bytes)}, the others what"
+        f" changed (publish.full_every): {_gib(delta.delta_bytes)} if {ASSUMED_SHARE:.0%} of the values do; not known"
+        " before a run, see publish/changed_share",
+        f"  {delta.num_senders} rank{'s' * (delta.num_senders > 1)} {keeps} of {_gib(delta.sender_bytes)} in the host's"
+        f" memory for it, and each server of {_gib(delta.server_bytes)}",
     ]
 
 
@@ -421,6 +438,7 @@ def plan_json(plan: Plan, figures: Estimate) -> str:
             "weights": plan.verification,
             "memory_bytes": asdict(figures.servers.memory) if figures.servers.memory is not None else None,
             "hashes_per_publish": asdict(figures.hashes),
+            "delta_publish": asdict(figures.delta) if figures.delta is not None else None,
         },
         "reward_models": [asdict(model) | {"num_gpus": model.num_gpus} for model in figures.rewards],
         "state": [

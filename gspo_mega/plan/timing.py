@@ -28,6 +28,7 @@ from gspo_mega.config.derived import (
 from gspo_mega.config.schema import Config, Precision
 from gspo_mega.models.spec import ModelSpec
 from gspo_mega.models.tensors import attended_positions
+from gspo_mega.plan.delta import copying_seconds, delta_cost
 from gspo_mega.plan.gpus import (
     ATTENTION_SHARE,
     EXPERT_SHARE,
@@ -463,18 +464,22 @@ def hash_cost(
 
 
 def publish_seconds(config: Config, spec: ModelSpec, layout: Layout, gpu: Gpu, total_parameters: int) -> float:
-    """Return the seconds of one publish, the mean over `publish.verify_all_every` publishes. The ranks that own tensors
+    """Return the seconds of one publish, the mean over `publish.verify_all_every` and `publish.full_every` publishes.
+    The ranks that own tensors
     gather them in their tensor-parallel groups and hash them, all at the same time, while one rank after the other
     sends a bucket, one copy per group of servers. Then the servers hash what they hold. With `publish.method: disk`
     weights are hashed, written once and read on every node of every server. The publish at a server's start is left
     out.
     """
     weight_bytes = version_bytes(config, spec, total_parameters)
+    delta = delta_cost(config, spec, layout, total_parameters)
+    moved_bytes = weight_bytes if delta is None else delta.mean_bytes
     servers, cluster = config.server.num_servers, config.cluster
     hashes = hash_cost(config, spec, layout, total_parameters, True, gpu)
     verifying = hashes.server_seconds or 0.0
+    verifying += copying_seconds(config, delta, rank_weight_bytes(config, spec, total_parameters))
     if config.publish.method == "disk":
-        moving = (1 + servers * config.server.num_nodes) * weight_bytes / STORAGE_BYTES_PER_SECOND
+        moving = (1 + servers * config.server.num_nodes) * moved_bytes / STORAGE_BYTES_PER_SECOND
         return hashes.trainer_seconds + moving + verifying
     # In each pipeline stage and expert rank, one rank gets each tensor whole, and sends it. It gathers plain tensors
     # and quantises what it sends.
@@ -495,7 +500,7 @@ def publish_seconds(config: Config, spec: ModelSpec, layout: Layout, gpu: Gpu, t
     # A sender's first bucket is gathered and hashed before any is sent.
     first = min(1.0, config.publish.bucket_bytes / weight_bytes * senders)
     # A server takes one bucket at a time, no matter which rank sends it.
-    leaving = math.ceil(servers / (config.publish.servers_per_group or servers)) * weight_bytes / link
+    leaving = math.ceil(servers / (config.publish.servers_per_group or servers)) * moved_bytes / link
     return max(preparing, leaving) + first * min(preparing, leaving) + verifying
 
 
