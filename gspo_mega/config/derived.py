@@ -26,8 +26,10 @@ from gspo_mega.config.schema import (
     Eval,
     Fp8,
     Mismatch,
+    Moe,
     OldLogProbs,
     Precision,
+    Recompute,
     Rollout,
     Server,
     Sft,
@@ -145,10 +147,38 @@ def penalises_kl(config: Config) -> bool:
 
 def compares_within_groups(config: Config) -> bool:
     """Return whether an advantage is relative to the other responses to its prompt, so that equal rewards teach
-    nothing. With a critic it is relative to the critic's values, with `advantage.baseline: batch` to the whole rollout
-    batch.
+    nothing. If rewards are not trained on, no advantage is. With a critic it is relative to the critic's values,
+    with `advantage.baseline: batch` to the whole rollout batch.
     """
+    if not trains_on_rewards(config) and config.advantage.baseline != "leave_one_out":
+        return False
     return critic_of(config.algorithm, config.critic) is None and config.advantage.baseline != "batch"
+
+
+def trains_on_rewards(config: Config) -> bool:
+    """Return whether rewards are trained on; otherwise they are only measured, and a teacher teaches."""
+    return config.teacher is None or config.teacher.reward_weight > 0
+
+
+def teacher_config(config: Config, has_experts: bool) -> Config:
+    """Return the run's configuration as the teacher is built with it: the policy's layout and precision, and none of
+    what only training needs. `has_experts`: the teacher's; without experts it is the same on all ranks of an expert
+    group.
+    """
+    parallel = config.parallel
+    if not has_experts:
+        alone = {"expert": 1, "expert_tensor": 1, "expert_dispatcher": "alltoall"}
+        parallel = parallel.model_copy(update=alone)
+    return config.model_copy(
+        update={
+            "parallel": parallel,
+            "moe": Moe(),
+            "recompute": Recompute(),
+            "lora": None,
+            "teacher": None,
+            "rollout": config.rollout.model_copy(update={"return_routed_experts": False}),
+        }
+    )
 
 
 def least_of_group(config: Config) -> int:

@@ -80,6 +80,7 @@ def _objective_notices(config: Config) -> Iterator[str]:
         )
     elif config.kl.reference_path is not None and not penalises_kl(config):
         yield "kl.reference_path has no effect with kl.coefficient 0: no reference is loaded"
+    yield from _teacher_notices(config)
     yield from _critic_notices(config)
     if config.lora is not None and config.lora.dropout > 0:
         yield (
@@ -153,6 +154,23 @@ def _critic_notices(config: Config) -> Iterator[str]:
         )
     if config.advantage.std_ddof and not critic.whiten:
         yield "advantage.std_ddof has no effect with `critic.whiten: false`"
+
+
+def _teacher_notices(config: Config) -> Iterator[str]:
+    teacher, recipe = config.teacher, RECIPES[config.algorithm]
+    if teacher is None:
+        return
+    way = (
+        "is added to the objective as the term of GSPO-token, whose clip range it shares"
+        if (recipe.ratio or config.objective.ratio) == "sequence"
+        else "is added to each token's advantage"
+    )
+    yield (
+        f"teacher {teacher.path}: -{teacher.coefficient:g} x (log policy - log teacher) {way}; a second model in memory"
+        " and one more forward pass per step"
+    )
+    if teacher.reward_weight == 0:
+        yield "teacher.reward_weight 0: rewards are measured and not trained on; groups of one response are valid"
 
 
 def _correction_notices(config: Config) -> Iterator[str]:

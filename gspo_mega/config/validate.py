@@ -30,6 +30,7 @@ from gspo_mega.config.validate_learning import (
     validate_lora,
     validate_objective,
     validate_staleness,
+    validate_teacher,
 )
 from gspo_mega.config.validate_rewards import validate_reward_functions, validate_reward_services
 from gspo_mega.config.validate_servers import (
@@ -71,6 +72,7 @@ def validate_config(config: Config, command: str | None = None) -> tuple[list[Vi
         *validate_objective(config, command),
         *validate_critic(config),
         *validate_hooks(config),
+        *validate_teacher(config, command),
         *_validate_batch(config.batch),
         *validate_staleness(config),
         *validate_colocated(config),
@@ -411,11 +413,12 @@ def _validate_fp8(config: Config) -> Iterator[Violation]:
     if (
         config.precision == "fp8"
         and config.fp8.recipe == "delayed"
-        and (config.kl.coefficient > 0 or penalises_kl(config))
+        and (config.kl.coefficient > 0 or penalises_kl(config) or config.teacher is not None)
     ):
         yield Violation(
             "fp8.recipe",
-            "delayed with a KL term: the scales of the frozen reference would follow its passes, and no checkpoint"
+            f"delayed with a {'KL term' if config.teacher is None else 'teacher'}: the scales of the frozen"
+            f" {'reference' if config.teacher is None else 'teacher'} would follow its passes, and no checkpoint"
             " holds them; valid: blockwise, tensorwise or mxfp8",
         )
     if config.precision != "fp8" or not config.fp8.parameters:

@@ -280,6 +280,38 @@ def _validate_critic_features(config: Config) -> Iterator[Violation]:
         )
 
 
+def validate_teacher(config: Config, command: str | None = None) -> Iterator[Violation]:
+    """Yield what contradicts a teacher (`teacher`) for every model. `certify` records old log-probs of its own. Rules
+    that need the two models are in `plan/teacher.py`.
+    """
+    teacher, recipe = config.teacher, RECIPES[config.algorithm]
+    if teacher is None:
+        return
+    if recipe.has_critic:
+        yield Violation(
+            "teacher",
+            f"with `algorithm: {recipe.name}`: advantages from a critic's values and from a teacher together are not"
+            " implemented; valid: an algorithm without a critic",
+        )
+    if recipe.surrogate in ("gmpo", "vespo"):
+        yield Violation(
+            "teacher",
+            f"with `algorithm: {recipe.name}`, whose term of a whole sequence takes no advantage of a token; valid:"
+            " gspo and luspo, which get a second term, or an algorithm with a term per token (gspo_token, grpo, ...)",
+        )
+    if config.old_log_probs == "rollout" and command != "certify":
+        yield Violation(
+            "old_log_probs",
+            "rollout with `teacher`: the servers' log-probs differ from the teacher's by the gap between the engines,"
+            " too; valid: trainer",
+        )
+    if config.rollout.filter_constant_groups:
+        yield Violation(
+            "rollout.filter_constant_groups",
+            "true with `teacher`, which teaches on groups whose rewards are all equal too; valid: false",
+        )
+
+
 def validate_staleness(config: Config) -> Iterator[Violation]:
     """Yield what makes it impossible for `diagnostics.exact_staleness` to measure staleness."""
     if not config.diagnostics.exact_staleness:

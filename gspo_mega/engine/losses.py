@@ -13,7 +13,7 @@ the batch's order, and returns the weight of each response for its training pass
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -29,6 +29,7 @@ from gspo_mega.algorithm.correction import (
     mismatch_sums,
 )
 from gspo_mega.algorithm.diagnostics import policy_sums
+from gspo_mega.algorithm.distillation import TokenGuidance, has_token_terms, teacher_sums, token_guidance
 from gspo_mega.algorithm.losses import KlEstimator, reference_kl, supervised_loss, token_average
 from gspo_mega.algorithm.objective import ObjectiveSettings, policy_objective, segment_sum, token_log_ratios
 from gspo_mega.algorithm.terms import (
@@ -282,8 +283,41 @@ class KlTerm:
 
 
 @dataclass
+class TeacherScores:
+    """A teacher's scores of one micro-batch. `log_probs`: of this rank's active tokens, [N] float32 nats."""
+
+    log_probs: torch.Tensor
+
+
+@dataclass
+class TeacherTerm:
+    """What a teacher adds to the objective (`algorithm/distillation.py`). `coefficient`, `reward_weight`: the keys of
+    section `teacher`. `scores`: one item per micro-batch.
+    """
+
+    coefficient: float
+    reward_weight: float
+    scores: list[TeacherScores]
+
+    def guidance(self, index: int, batch: DeviceBatch, student_log_probs: torch.Tensor) -> TokenGuidance:
+        """The advantages of the active tokens of micro-batch `index`. student_log_probs: [N] float nats, pi_old's."""
+        require_finite_tokens(batch, teacher_log_probs=self.scores[index].log_probs)
+        return token_guidance(
+            self.coefficient,
+            self.reward_weight,
+            student_log_probs=student_log_probs,
+            teacher_log_probs=self.scores[index].log_probs,
+            mask=torch.ones_like(batch.sequence_ids),
+            segment_ids=batch.sequence_ids,
+            advantages=batch.sequence["advantage"],
+            token_advantages=batch.token_advantages,
+        )
+
+
+@dataclass
 class PolicyLoss:
-    """The policy objective of one mini-batch, with the KL term to a reference policy if there is one.
+    """The policy objective of one mini-batch, with the KL term to a reference policy and a teacher's part if there are
+    any.
 
     `old` has the old pass of its micro-batches in order. It is None if the old pass was skipped because old is current
     (one optimizer step per rollout batch, and no correction). With `old_is_current` the loss takes only the correction
@@ -307,6 +341,7 @@ class PolicyLoss:
     use_rollout: bool
     old: list[OldLogProbs] | None
     kl: KlTerm | None = None
+    teacher: TeacherTerm | None = None
     old_is_current: bool = False
     corrects: bool = False
     next_index: int = 0
@@ -371,8 +406,7 @@ class PolicyLoss:
         )
         keep, weights = (None, None) if correction is None else (correction.keep, correction.weights)
         old_log_probs = log_probs.detach() if self.old_is_current else old.log_probs
-        out = policy_objective(
-            self.settings,
+        both: dict[str, Any] = dict(
             log_probs=log_probs,
             old_log_probs=batch.rollout_log_probs if self.use_rollout else old_log_probs,
             num_sequences=batch.num_sequences,
@@ -380,11 +414,37 @@ class PolicyLoss:
             keep=keep,
             sequence_weights=weights,
             group_sizes=batch.sequence["group_size"],
+        )
+        guidance = None
+        if self.teacher is not None:
+            guidance = self.teacher.guidance(index, batch, both["old_log_probs"])
+            shared["advantages"] = self.teacher.reward_weight * shared["advantages"]
+            if has_token_terms(self.settings):
+                shared["token_advantages"] = guidance.total
+        out = policy_objective(
+            self.settings,
             rollout_log_probs=batch.rollout_log_probs if self.settings.surrogate == "minirl" else None,
             reduce_sequences=reduce_sequences,
+            **both,
             **shared,
         )
         loss, totals = out.loss, {"policy_sums": policy_sums(out, **shared, keep=keep)}
+        if self.teacher is not None and guidance is not None:
+            second = None
+            if not has_token_terms(self.settings):
+                own: dict[str, Any] = shared | {"token_advantages": guidance.teacher}
+                known = out.sequence_log_ratio * batch.sequence["length"]  # the context ranks have shared these sums
+                second = policy_objective(
+                    replace(self.settings, ratio="sequence_token"), reduce_sequences=lambda _: known, **both, **own
+                )
+                loss = loss + second.loss
+            totals["teacher_sums"] = teacher_sums(
+                guidance,
+                student_log_probs=both["old_log_probs"],
+                teacher_log_probs=self.teacher.scores[index].log_probs,
+                mask=shared["mask"],
+                clipped=None if second is None else second.clipped_high | second.clipped_low | second.dual_clipped,
+            )
         if self.kl is not None:
             kl = reference_kl(
                 self.settings,

@@ -25,14 +25,14 @@ PARTS: tuple[Part, ...] = ("parameters", "gradients", "optimizer", "reference")
 
 
 class DeviceMemory:
-    """Moves parts of one rank's state. `reference`: the frozen policy of a KL term, if there is one.
+    """Moves parts of one rank's state. `frozen`: the reference of a KL term and the teacher, if there are any.
 
     While a part is away, nothing may read or write it. Move parts only between optimizer steps: gradients come back as
     zeros.
     """
 
-    def __init__(self, engine: PolicyEngine, reference: ReferencePolicy | None = None) -> None:
-        self._engine, self._reference = engine, reference
+    def __init__(self, engine: PolicyEngine, *frozen: ReferencePolicy) -> None:
+        self._engine, self._frozen = engine, frozen
         self._away: dict[Part, list[_Emptied]] = {}
         # Copies on the host are kept: page-locking them anew each step would take longer than the copying.
         self._host: dict[int, torch.Tensor] = {}
@@ -129,9 +129,10 @@ class DeviceMemory:
         elif part == "optimizer":
             for inner in engine.optimizer.chained_optimizers:
                 yield from _tensors_of(inner)
-        elif self._reference is not None:
-            for chunk in self._reference.chunks:
-                yield from chunk.parameters()
+        else:
+            for model in self._frozen:
+                for chunk in model.chunks:
+                    yield from chunk.parameters()
 
     def _buffers(self) -> Iterator[Any]:
         for chunk in self._engine.wrapped:

@@ -32,6 +32,8 @@ from gspo_mega.engine.losses import (
     PassOutput,
     PolicyLoss,
     SupervisedLoss,
+    TeacherScores,
+    TeacherTerm,
     correct_batch,
     max_packs,
 )
@@ -242,16 +244,18 @@ class PolicyEngine:
         old: OldState | None,
         reference: list[torch.Tensor] | None = None,
         corrects: bool = False,
+        teacher: list[TeacherScores] | None = None,
     ) -> tuple[StepResult, PassReport]:
         """Take one optimizer step of the policy objective on one mini-batch.
 
         `denominator`: the global count that the aggregation averages over. `old`: None if old is current. `reference`:
         what `ReferencePolicy.log_probs` returned for these packs, if there is a KL term: [N] float32 nats of this
         rank's active tokens per micro-batch. `corrects`: without `old`, decide the correction in this pass
-        (`can_correct_in_training`). Raises ValueError if the correction was not decided, and NumericsError naming the
+        (`can_correct_in_training`). `teacher`: what `TeacherModel.score` returned for these packs, if there is a
+        teacher. Raises ValueError if the correction was not decided, and NumericsError naming the
         trajectory with a non-finite active log-prob, or the layers that did not follow replayed routes. Collective.
         """
-        report = self.policy_gradients(micro_batches, settings, denominator, old, reference, corrects)
+        report = self.policy_gradients(micro_batches, settings, denominator, old, reference, corrects, teacher)
         return self._apply(report), report
 
     def policy_gradients(
@@ -262,17 +266,18 @@ class PolicyEngine:
         old: OldState | None,
         reference: list[torch.Tensor] | None = None,
         corrects: bool = False,
+        teacher: list[TeacherScores] | None = None,
     ) -> PassReport:
         """`train_mini_batch` without the step: leaves the reduced gradients in Megatron's buffers. Collective.
 
-        `reference`: [N] float32 nats of this rank's active tokens per micro-batch, as in `train_mini_batch`.
+        `reference`, `teacher`: as in `train_mini_batch`.
         """
         replay = self._replay(micro_batches, old)
         if old is None:
             self._begin_step(micro_batches, replay)
         routing = RoutingPass(self.routers, len(micro_batches), replay)
         outputs = self.accumulate_gradients(
-            micro_batches, self._policy_loss(settings, denominator, old, reference, corrects), routing
+            micro_batches, self._policy_loss(settings, denominator, old, reference, corrects, teacher), routing
         )
         report = PassReport.collect(micro_batches, outputs, self.groups)
         report.routing = self.balancing.sums() | rank_loads(routing.taken, self.routers.moe, self.groups)
@@ -333,13 +338,16 @@ class PolicyEngine:
         old: OldState | None,
         reference: list[torch.Tensor] | None,
         corrects: bool,
+        scores: list[TeacherScores] | None,
     ) -> PolicyLoss:
-        kl = self.config.kl
+        kl, teacher = self.config.kl, self.config.teacher
         if (kl.coefficient > 0) != (reference is not None):
             raise ValueError(
                 f"kl.coefficient is {kl.coefficient:g}, but reference log-probs were"
                 f" {'not ' if reference is None else ''}given"
             )
+        if (teacher is not None) != (scores is not None):
+            raise ValueError(f"section teacher is {'absent' if teacher is None else 'there'}, but scores are not alike")
         return PolicyLoss(
             groups=self.groups,
             settings=settings,
@@ -348,6 +356,7 @@ class PolicyEngine:
             use_rollout=self.config.old_log_probs == "rollout",
             old=old.micro_batches if old is not None else None,
             kl=KlTerm(kl.coefficient, kl.estimator, reference) if reference is not None else None,
+            teacher=TeacherTerm(teacher.coefficient, teacher.reward_weight, scores) if teacher and scores else None,
             old_is_current=old_is_current(self.config.old_log_probs, self.config.batch),
             corrects=corrects and old is None,
         )

@@ -1,9 +1,10 @@
-"""Other weights than the current ones: the frozen reference of a KL term, and the policy's earlier versions.
+"""Other weights than the current ones: the frozen reference of a KL term, a teacher, and the policy's earlier versions.
 
 `ReferencePolicy` is the same model in the same layout, never trained and never saved; the layer above loads its
-weights. Its log-probs come from the same function, packs and precision as the policy's. `FrozenBase` takes
-its place where adapters are trained. `Snapshots` keeps the policy's weights of earlier versions on the host, and
-measures with them how far the policy has moved since stale tokens were sampled.
+weights. Its log-probs come from the same function, packs and precision as the policy's. `FrozenBase` takes its place
+where adapters are trained. `TeacherModel` is a frozen model of its own size in the same layout. `Snapshots` keeps the
+policy's weights of earlier versions on the host, and measures with them how far the policy has moved since stale tokens
+were sampled.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ import torch
 from gspo_mega.algorithm.objective import segment_sum
 from gspo_mega.algorithm.terms import STALENESS_SUMS
 from gspo_mega.base.records import MicroBatch
+from gspo_mega.config.derived import teacher_config
 from gspo_mega.config.schema import Config
 from gspo_mega.engine.adapters import without_adapters
 from gspo_mega.engine.device_batch import DeviceBatch, to_device
 from gspo_mega.engine.forward_backward import Pipeline
-from gspo_mega.engine.losses import PassOutput, require_finite_tokens
+from gspo_mega.engine.losses import PassOutput, TeacherScores, require_finite_tokens
 from gspo_mega.engine.model import build_chunks, transformer_config
 from gspo_mega.engine.policy import OldState, PolicyEngine
 from gspo_mega.engine.process_groups import ParallelGroups, dismantle_with_groups
@@ -69,6 +71,23 @@ class ReferencePolicy:
         routing = RoutingPass(self._routers, len(micro_batches))
         outputs = self._pipeline.run(micro_batches, _collect, forward_only=True, routing=routing)
         return [output.columns["reference_log_probs"] for output in outputs]
+
+
+class TeacherModel(ReferencePolicy):
+    """This rank's part of a teacher (`teacher`), frozen as a reference is. `spec`: the teacher's. It takes the policy's
+    packs, whose token ids mean the same to it.
+
+    Constructing it is collective over all ranks.
+    """
+
+    def __init__(self, config: Config, spec: ModelSpec, groups: ParallelGroups) -> None:
+        super().__init__(teacher_config(config, spec.moe is not None), spec, groups)
+
+    def score(self, micro_batches: list[MicroBatch]) -> list[TeacherScores]:
+        """What the teacher says of this rank's active tokens, one item per micro-batch; empty except on last-stage
+        ranks. Raises NumericsError naming the trajectory with a non-finite log-prob. Collective.
+        """
+        return [TeacherScores(log_probs) for log_probs in self.log_probs(micro_batches)]
 
 
 class FrozenBase:

@@ -222,6 +222,8 @@ def folders_of(trial: Trial) -> list[tuple[str, str, bool]]:
     trains = trial.command in ("train", "replay")
     if trains and (config.kl.coefficient > 0 or penalises_kl(config)) and config.kl.reference_path is not None:
         found.append(("kl.reference_path", config.kl.reference_path, False))
+    if trains and config.teacher is not None:
+        found.append(("teacher.path", config.teacher.path, False))
     critic = critic_of(config.algorithm, config.critic)
     if trains and not trial.keeps_weights and critic is not None and critic.path is not None:
         found.append(("critic.path", critic.path, True))

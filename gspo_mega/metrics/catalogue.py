@@ -207,6 +207,21 @@ CRITIC: dict[str, tuple[str, Reduction, str]] = {
     "num_skipped": ("steps", "sum", "the critic's optimizer steps skipped for a non-finite gradient"),
 }
 
+_TEACHER: dict[str, tuple[str, Reduction, str]] = {
+    "reverse_kl": ("nats", "mean", "log policy - log teacher per sampled token: KL(policy || teacher) of that token"),
+    "advantage_size": (
+        "1",
+        "mean",
+        "|A| of a token that is the teacher's: teacher.coefficient x |log policy - log teacher|",
+    ),
+    "advantage_share": ("fraction", "ratio", "the teacher's part of |A|, over all tokens; the rest is the rewards'"),
+    "clip_fraction": (
+        "fraction",
+        "ratio",
+        "tokens that the teacher's own term clipped, if GSPO has no advantages of tokens",
+    ),
+}
+
 # `eval/<name>` is of the first held-out set, and `eval/set/<set>/<name>` of each set.
 HELD_OUT: dict[str, tuple[str, Reduction, str]] = {
     "accuracy": ("fraction", "mean", "held-out samples that are correct, of those that could be scored (avg@k)"),
@@ -250,6 +265,7 @@ PHASES = {
     "assemble": "advantages, packing, moving shards to their ranks",
     "old_log_probs": "the trainer's log-probs at the start of the rollout batch",
     "reference_log_probs": "log-probs under the reference policy, if there is a KL term",
+    "teacher": "log-probs under the teacher, if there is one",
     "critic": "values of the rollout batch, and the critic's optimizer steps (algorithm: ppo)",
     "train": "forward, backward and optimizer steps of all mini-batches",
     "report": "adding up metrics over ranks and writing them",
@@ -457,6 +473,7 @@ def _entries() -> list[Metric]:
             "mean",
             "objective.entropy_coefficient x the entropy as J averages it",
         ),
+        *(Metric(f"teacher/{name}", unit, reduction, what) for name, (unit, reduction, what) in _TEACHER.items()),
         Metric("policy/ess", "fraction", "ratio", "effective share of sequences under weights s_i"),
         *(Metric(f"mismatch/{name}", unit, reduction, what) for name, (unit, reduction, what) in _MISMATCH.items()),
         *(Metric(f"mismatch/{name}", unit, reduction, what) for name, (unit, reduction, what) in _OF_RANGE.items()),

@@ -46,7 +46,7 @@ from gspo_mega.plan.servers import (
     reward_gpus,
     reward_servers,
 )
-from gspo_mega.plan.state import ModelShares, State, StateBytes, state_bytes
+from gspo_mega.plan.state import ModelShares, State, StateBytes, state_bytes, with_teacher
 from gspo_mega.plan.timing import HashCost, StepTime, hash_cost, save_seconds, step_time
 from gspo_mega.plan.validate import validate_deadlines
 from gspo_mega.plan.validate_servers import validate_rollout_nodes, validate_shared_nodes
@@ -152,7 +152,7 @@ def estimate(plan: Plan, where: Callable[[str], str] = lambda key: "configuratio
     states, critic_states, saves = [], [], []
     for stage in range(layout.pipeline):
         held = shares.state(config, layout, stage)
-        size = state_bytes(config, held.largest)
+        size = with_teacher(state_bytes(config, held.largest), config, layout, stage)
         states.append((held.largest, size))
         saves.append(save_host_bytes(config.optimizer, held, size))
         critic = critic_state(config, layout, shares, stage)
@@ -496,6 +496,8 @@ def _changes(config: Config, part: str) -> list[str]:
         ]
     if part == "reference":
         return ["no reference (kl.coefficient: 0)", more_ranks]
+    if part == "teacher":
+        return ["a smaller teacher", more_ranks]
     if part == GRAPHS:
         return ["smaller graphs (server.options cuda_graph_max_bs_decode, cuda_graph_max_bs_prefill)"]
     if part == GROUPS:

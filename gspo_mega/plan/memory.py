@@ -33,6 +33,7 @@ from gspo_mega.plan.state import (
     checkpoint_bytes,
     state_bytes,
     trained_parameters,
+    with_teacher,
 )
 
 GIB = 2**30
@@ -150,7 +151,7 @@ def stage_memory(config: Config, layout: Layout, shares: ModelShares, stage: int
     """Return the memory of the fullest trainer rank of one pipeline stage, on GPUs."""
     spec = shares.spec
     held = shares.state(config, layout, stage)
-    size = state_bytes(config, held.largest)
+    size = with_teacher(state_bytes(config, held.largest), config, layout, stage)
     critic = critic_state(config, layout, shares, stage)
     parts = _Parts()
     parts.always = {
@@ -161,6 +162,7 @@ def stage_memory(config: Config, layout: Layout, shares: ModelShares, stage: int
         "moments": size.moments,
         "FP8 copies": size.fp8_copies,
         "reference": size.reference,
+        "teacher": size.teacher,
         "critic": critic[1].on_device if critic is not None else 0,
         GROUPS: publish_group_bytes(config, spec, layout)[1],
         "reserve": RESERVE_BYTES,
@@ -381,7 +383,7 @@ def rank_host_bytes(cluster: Cluster, size: StateBytes) -> int:
     """Return the bytes that one rank keeps on the host while servers sample: its state without the gradients, which
     need no copy. A part is one page-locked block, which is not rounded (`engine/memory.py`).
     """
-    return size.weights + size.main + size.moments + size.reference if cluster.colocated else 0
+    return size.weights + size.main + size.moments + size.reference + size.teacher if cluster.colocated else 0
 
 
 def servers_host_bytes(config: Config, shares: ModelShares, total_parameters: int) -> int:

@@ -22,6 +22,7 @@ from gspo_mega.models.tensors import attention_crossover_tokens, padded_vocab_si
 from gspo_mega.models.value_models import read_critic_spec
 from gspo_mega.plan.gpus import Device, describe_verification, is_on_gpu
 from gspo_mega.plan.layout import Layout, Sizes, stage_layers
+from gspo_mega.plan.teacher import check_teacher
 from gspo_mega.plan.validate import gathers_unevenly, validate_layout
 from gspo_mega.plan.validate_precision import describe_operations
 
@@ -60,6 +61,8 @@ def plan_run(loaded: LoadedConfig, device: Device | None = None, model: str | Pa
             raise
         place = f"{loaded.where('model.path')}: model.path: "
         raise ModelError("\n".join(place + line for line in str(error).splitlines())) from None
+    if model is not None and config.teacher is not None:  # the teacher may not be here either: take one of that shape
+        config = config.model_copy(update={"teacher": config.teacher.model_copy(update={"path": str(source)})})
     compares = config.kl.coefficient > 0 or penalises_kl(config)
     if model is None and compares and config.kl.reference_path is not None:
         _check_same_shape(config.kl.reference_path, spec, f"{loaded.where('kl.reference_path')}: kl.reference_path: ")
@@ -75,6 +78,7 @@ def plan_run(loaded: LoadedConfig, device: Device | None = None, model: str | Pa
                 " folder"
             )
     layout = resolve_layout(config, spec, loaded.where, device)
+    check_teacher(config, spec, source, loaded.where, device)
     notices = [*loaded.notices, *_notices(config, spec, layout, device)]
     if source.is_dir():
         ends = planned_end_tokens(source, spec.eos_token_ids, spec.vocab_size)

@@ -13,16 +13,18 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
+from pathlib import Path
 
-from gspo_mega.config.derived import penalises_kl
+from gspo_mega.config.derived import penalises_kl, teacher_config
 from gspo_mega.config.schema import Config, Lora
 from gspo_mega.models.families import HEAD
+from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.models.low_rank import adapted, adapter_tensors
 from gspo_mega.models.spec import ModelSpec
 from gspo_mega.models.tensors import TensorEntry, hf_tensors, parameter_shape
-from gspo_mega.plan.layout import Layout
+from gspo_mega.plan.layout import Layout, stage_layers
 
 # Bytes of an element of weights, gradients, fp32 main weights and moments, by precision.
 WEIGHT_BYTES = {"fp32": 4, "bf16": 2, "fp8": 2}
@@ -78,7 +80,8 @@ class StateBytes:
     """Bytes of one rank's `State`. `padding`: that of weights and gradients. `offloaded`: optimizer state that is on
     the host instead, and the fp32 gradients that it steps with there. `fp8_copies`: linear weights in FP8 in addition
     to `weights`, rowwise and columnwise. `reference`: the weights of the frozen reference of a KL term or penalty, with
-    the FP8 copies that a forward pass keeps; it has no gradients, padding or optimizer state. `snapshots`: weights of
+    the FP8 copies that a forward pass keeps; it has no gradients, padding or optimizer state. `teacher`: the same of a
+    teacher (`plan/teacher.py`). `snapshots`: weights of
     the current and earlier versions on the host (`diagnostics.exact_staleness`).
     """
 
@@ -91,6 +94,7 @@ class StateBytes:
     offloaded: int
     reference: int
     snapshots: int
+    teacher: int = 0
 
     @property
     def on_host(self) -> int:
@@ -98,9 +102,8 @@ class StateBytes:
 
     @property
     def on_device(self) -> int:
-        return (
-            self.weights + self.gradients + self.padding + self.main + self.moments + self.fp8_copies + self.reference
-        )
+        trained = self.weights + self.gradients + self.padding + self.main + self.moments + self.fp8_copies
+        return trained + self.reference + self.teacher
 
 
 def state_bytes(config: Config, state: State, *, is_critic: bool = False) -> StateBytes:
@@ -128,9 +131,17 @@ def state_bytes(config: Config, state: State, *, is_critic: bool = False) -> Sta
         fp8_copies=2 * state.linear - in_fp8 if fp8 else 0,
         # The gradients of offloaded parameters get a page-locked copy, which stays.
         offloaded=main + moments - round(main * stay) - round(moments * stay) + gradients_there,
-        reference=weights + (state.linear - in_fp8 if fp8 else 0) if has_reference(config) and not is_critic else 0,
+        reference=frozen_bytes(config, state) if has_reference(config) and not is_critic else 0,
         snapshots=(most_stale + 1) * weights if config.diagnostics.exact_staleness and most_stale else 0,
     )
+
+
+def frozen_bytes(config: Config, state: State) -> int:
+    """Return the bytes of the weights of a frozen model, with the FP8 copies that a forward pass keeps."""
+    fp8 = config.precision == "fp8"
+    in_fp8 = state.linear if fp8 and config.fp8.parameters else 0
+    weights = (state.parameters - in_fp8) * WEIGHT_BYTES[config.precision] + in_fp8
+    return weights + (state.linear - in_fp8 if fp8 else 0)
 
 
 def has_reference(config: Config) -> bool:
@@ -500,3 +511,44 @@ def num_adapter_parameters(lora: Lora, spec: ModelSpec) -> int:
 def trained_parameters(lora: Lora | None, spec: ModelSpec, total: int) -> int:
     """Return how many of the policy's parameters are trained: all of them, or those of the adapters."""
     return total if lora is None else num_adapter_parameters(lora, spec)
+
+
+# --- a teacher -----------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=8)
+def _shares_of(path: str, _changed: int) -> ModelShares:
+    return ModelShares(read_model_spec(path))
+
+
+def teacher_shares(config: Config) -> tuple[Config, ModelShares] | None:
+    """The configuration that the teacher is built with, and its parameters; None without a teacher. Raises ModelError
+    if its folder cannot be read.
+    """
+    if config.teacher is None:
+        return None
+    path = Path(config.teacher.path)
+    described = path / "config.json" if path.is_dir() else path
+    shares = _shares_of(str(path), described.stat().st_mtime_ns if described.exists() else 0)
+    return teacher_config(config, shares.spec.moe is not None), shares
+
+
+def teacher_layout(config: Config, layout: Layout, spec: ModelSpec) -> Layout:
+    """The policy's layout for a teacher of this shape. `config`: the teacher's (`teacher_shares`)."""
+    parallel = config.parallel
+    layers = stage_layers(spec.num_layers, parallel)
+    assert layers is not None, "check_teacher finds this"
+    ranks = layout.world_size // (parallel.pipeline * parallel.expert * parallel.expert_tensor)
+    return replace(
+        layout, stage_layers=layers, expert=parallel.expert, expert_tensor=parallel.expert_tensor, expert_data=ranks
+    )
+
+
+def with_teacher(size: StateBytes, config: Config, layout: Layout, stage: int) -> StateBytes:
+    """`size`, with the bytes of the teacher's weights on the fullest rank of a stage; `size` itself without one."""
+    found = teacher_shares(config)
+    if found is None:
+        return size
+    own, shares = found
+    state = shares.state(own, teacher_layout(own, layout, shares.spec), stage).largest
+    return replace(size, teacher=frozen_bytes(own, state))

@@ -52,7 +52,7 @@ from gspo_mega.plan.servers import (
     rank_weight_bytes,
     version_bytes,
 )
-from gspo_mega.plan.state import GRADIENT_BYTES, MOMENT_BYTES, WEIGHT_BYTES, ModelShares
+from gspo_mega.plan.state import GRADIENT_BYTES, MOMENT_BYTES, WEIGHT_BYTES, ModelShares, teacher_layout, teacher_shares
 
 # The cost of a backward pass, in forward passes.
 _BACKWARD = 2
@@ -118,8 +118,8 @@ class StepTime:
 
 @dataclass(frozen=True)
 class TrainTime:
-    """Seconds of a step on the trainer. `old_pass`: old and reference log-probs. `training`: seconds by part. `critic`:
-    the critic's values and optimizer steps.
+    """Seconds of a step on the trainer. `old_pass`: log-probs of the old policy, the reference and a teacher.
+    `training`: seconds by part. `critic`: the critic's values and optimizer steps.
     """
 
     old_pass: float
@@ -201,11 +201,15 @@ def train_time(config: Config, layout: Layout, shares: ModelShares, gpu: Gpu) ->
     forward_pass, training, num_micro = _model_time(config, layout, shares, gpu)
     has_old_pass = needs_old_log_prob_pass(config) and not (num_micro == 1 and may_correct_in_training(config))
     num_passes = has_old_pass + (config.kl.coefficient > 0 or penalises_kl(config))
+    scored = 0.0
+    if (taught := teacher_shares(config)) is not None:
+        own, its = taught
+        scored, _, _ = _model_time(own, teacher_layout(own, layout, its.spec), its, gpu)
     critic = 0.0
     if critic_of(config.algorithm, config.critic) is not None:
         values, steps, _ = _model_time(critic_config(config), layout, shares.critic, gpu)
         critic = values + sum(steps.values())
-    return TrainTime(old_pass=forward_pass * num_passes, training=training, critic=critic)
+    return TrainTime(old_pass=forward_pass * num_passes + scored, training=training, critic=critic)
 
 
 def _model_time(config: Config, layout: Layout, shares: ModelShares, gpu: Gpu) -> tuple[float, dict[str, float], int]:

@@ -26,6 +26,7 @@ _KIND = {
     "critic": "train",
     "old_log_probs": "train",
     "reference_log_probs": "train",
+    "teacher": "train",
 }
 # Bounds of phases without deadlines, which cover weights read from a slow disk, a first step's compilers, a save, and
 # packing a batch.

@@ -24,6 +24,7 @@ from gspo_mega.algorithm.terms import objective_settings
 from gspo_mega.base.episodes import RolloutBatch
 from gspo_mega.config.derived import critic_of, needs_old_log_prob_pass, penalises_kl, policy_steps, train_config
 from gspo_mega.config.schema import Critic
+from gspo_mega.engine.losses import TeacherScores
 from gspo_mega.engine.policy import OldState
 from gspo_mega.train.batches import fill_advantages, scored_batch
 from gspo_mega.train.context import StopRequested, WorkerContext
@@ -55,6 +56,9 @@ def run_train(context: WorkerContext) -> dict[str, Any] | None:
             which = "the model without adapters" if size == 0 else reference_path(config.kl, config.model)
             what = "KL term" if config.kl.coefficient > 0 else "KL penalty"
             session.say(f"reference policy of the {what}: {which}, {size:.2f} GiB of parameters on this rank")
+        if session.teacher is not None and config.teacher is not None:
+            size = session.teacher.num_bytes / 1024**3
+            session.say(f"teacher: {config.teacher.path}, {size:.2f} GiB of parameters on this rank")
         for line in session.lead.source.describe() if session.lead is not None else ():
             session.say(line)
         stop = start(session)
@@ -236,10 +240,14 @@ def train_policy(
     config, engine = session.config, session.engine
     settings = objective_settings(config.algorithm, config.objective)
     frozen_of = reference or [None] * len(work.mini_batches)
-    items = zip(work.mini_batches, old, frozen_of, strict=True)
-    for mini_batch, before, frozen in session.each_in_phase("train", items):
+    scores: list[list[TeacherScores] | None] = [None] * len(work.mini_batches)
+    if session.teacher is not None:
+        with session.phase("teacher"):
+            scores = [session.teacher.score(m.micro_batches) for m in work.mini_batches]
+    items = zip(work.mini_batches, old, frozen_of, scores, strict=True)
+    for mini_batch, before, frozen, taught in session.each_in_phase("train", items):
         result, passed = engine.train_mini_batch(
-            mini_batch.micro_batches, settings, mini_batch.denominator, before, frozen, corrects
+            mini_batch.micro_batches, settings, mini_batch.denominator, before, frozen, corrects, taught
         )
         session.count_step(result.skipped, result.grad_norm)
         report.add(result, before.report if before is not None else passed, passed)

@@ -19,8 +19,17 @@ from numpy.typing import ArrayLike
 
 from gspo_mega.algorithm.correction import SUM_NAMES, effective_sample_fraction
 from gspo_mega.algorithm.diagnostics import log_ratio_summary, policy_metrics
+from gspo_mega.algorithm.distillation import has_token_terms, teacher_metrics
 from gspo_mega.algorithm.losses import KL_SUMS, VALUE_SUMS, explained_variance
-from gspo_mega.algorithm.terms import ENTROPY_SUM, KEPT_MASS, LOG_S, MISMATCH_SUMS, STALENESS_SUMS, merge_columns
+from gspo_mega.algorithm.terms import (
+    ENTROPY_SUM,
+    KEPT_MASS,
+    LOG_S,
+    MISMATCH_SUMS,
+    STALENESS_SUMS,
+    merge_columns,
+    objective_settings,
+)
 from gspo_mega.base.episodes import RolloutBatch
 from gspo_mega.config.derived import compares_within_groups, critic_of, needs_old_log_prob_pass, train_config
 from gspo_mega.config.schema import Moe
@@ -287,6 +296,11 @@ class StepReport:
                 float(_total([part.totals.get("entropy_sums") for part in self._reports("train")])) / num_mini_batches
             )
             metrics["policy/entropy_bonus"] = config.objective.entropy_coefficient * mean
+        if config.teacher is not None:
+            taught = _total([report.totals.get("teacher_sums") for report in self._reports("train")])
+            second = not has_token_terms(objective_settings(config.algorithm, config.objective))
+            found = teacher_metrics(taught.tolist(), has_second_term=second)
+            metrics |= {f"teacher/{name}": value for name, value in found.items()}
         old, train = self._columns("old"), self._columns("train")
         sums = old[MISMATCH_SUMS.name]
         tokens = sums[:, SUM_NAMES.index("tokens")]

@@ -12,7 +12,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 models=("$@")
-((${#models[@]})) || models=(dense moe mla families balanced lora ppo te_bf16 fp8 objectives)
+((${#models[@]})) || models=(dense moe mla families balanced lora ppo distill te_bf16 fp8 objectives)
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 export OMP_NUM_THREADS=1

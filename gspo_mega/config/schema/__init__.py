@@ -35,6 +35,7 @@ from gspo_mega.config.schema.learning import (
     Objective,
     Optimizer,
     Sft,
+    Teacher,
     Train,
 )
 from gspo_mega.config.schema.measuring import (
@@ -110,6 +111,7 @@ __all__ = [
     "Server",
     "Sft",
     "Source",
+    "Teacher",
     "Train",
     "UserFunction",
     "Watchdog",
@@ -153,6 +155,7 @@ class Config(Section):
     plan: PlanRules = Field(default=PlanRules(), json_schema_extra=MAY_CHANGE)
     optimizer: Optimizer
     lora: Lora | None = None
+    teacher: Teacher | None = None
     critic: Critic | None = None
     train: Train | None = Field(default=None, description="Needed by `gspo-mega train`.")
     data: Data

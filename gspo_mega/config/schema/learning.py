@@ -150,6 +150,27 @@ class Kl(Section):
     )
 
 
+class Teacher(Section):
+    """On-policy distillation: a frozen model scores the tokens that the policy sampled, and its reverse KL per token is
+    an advantage (docs/distillation.md)."""
+
+    path: str = Field(
+        min_length=1,
+        json_schema_extra=HUB_MODEL,
+        description="Hugging Face folder of the teacher, which has the policy's tokenizer; its size may be another.",
+    )
+    coefficient: float = Field(
+        default=1.0,
+        gt=0,
+        description="A token's advantage from the teacher is -coefficient x (log policy - log teacher), nats.",
+    )
+    reward_weight: float = Field(
+        default=1.0,
+        ge=0,
+        description="Weight of the rewards' advantage. 0: rewards are only measured, and the teacher teaches.",
+    )
+
+
 class Mismatch(Section):
     """The gap between the two engines, d = log pi_old(trainer) - log mu(server) of a sampled token. It is kept apart
     from the policy ratio (docs/mismatch.md)."""

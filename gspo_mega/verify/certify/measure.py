@@ -27,8 +27,10 @@ from gspo_mega.checkpoint.gather import PolicyTensors
 from gspo_mega.config.schema import Config
 from gspo_mega.data.packing import ExpertRoutes, RankPlan, response_values
 from gspo_mega.engine.critic import CriticEngine
+from gspo_mega.engine.losses import TeacherScores
 from gspo_mega.engine.optimizer import StepResult
 from gspo_mega.engine.policy import OldState, PassReport, PolicyEngine
+from gspo_mega.engine.reference import TeacherModel
 from gspo_mega.engine.routing import Routes, choice_margins, influential_positions
 from gspo_mega.plan.layout import Layout
 from gspo_mega.train.batches import MiniBatch, assemble, plan_batch
@@ -204,8 +206,17 @@ class Edges:
 class Measurement:
     """Measures one engine on the recorded batch in one packing. All methods are collective over all ranks."""
 
-    def __init__(self, engine: PolicyEngine, config: Config, layout: Layout, batch: RolloutBatch, kind: str) -> None:
+    def __init__(
+        self,
+        engine: PolicyEngine,
+        config: Config,
+        layout: Layout,
+        batch: RolloutBatch,
+        kind: str,
+        teacher: TeacherModel | None = None,
+    ) -> None:
         self.engine, self.config, self.layout, self.batch, self.kind = engine, config, layout, batch, kind
+        self.teacher = teacher
         # Token advantages from a critic, per micro-batch of `shard`, on last-stage ranks.
         self.token_advantages: list[np.ndarray | None] | None = None
 
@@ -244,7 +255,8 @@ class Measurement:
         set_old_log_probs(self.batch, recorded)
         mine = self.shard()
         old = engine.old_pass(mine.micro_batches)
-        report = engine.policy_gradients(mine.micro_batches, settings, mine.denominator, old)
+        scores = self._scores(mine.micro_batches)
+        report = engine.policy_gradients(mine.micro_batches, settings, mine.denominator, old, teacher=scores)
         complete_gradients(engine)
         own = (engine.spec, engine.groups, engine.chunks, _main_grad)
         lora = self.config.lora
@@ -252,7 +264,9 @@ class Measurement:
         take_gradient(trained.stream(torch.float32))
         watch = StepWatch(engine, trained)
         for _ in range(num_steps):
-            watch.after(*_result(engine.train_mini_batch(mine.micro_batches, settings, mine.denominator, None)))
+            watch.after(
+                *_result(engine.train_mini_batch(mine.micro_batches, settings, mine.denominator, None, teacher=scores))
+            )
         steps = watch.finish()
         if take_weights is not None:
             take_weights(PolicyTensors(engine.spec, engine.groups, engine.chunks).stream(torch.float32))
@@ -271,10 +285,14 @@ class Measurement:
         set_old_log_probs(self.batch, recorded)
         mine = self.shard()
         old = engine.old_pass(mine.micro_batches)
-        report = engine.policy_gradients(mine.micro_batches, settings, mine.denominator, old)
+        scores = self._scores(mine.micro_batches)
+        report = engine.policy_gradients(mine.micro_batches, settings, mine.denominator, old, teacher=scores)
         return Edges(
             self._sequence_log_ratios(report), gather_routes(engine, self.batch, mine.micro_batches, old.routes)
         )
+
+    def _scores(self, micro_batches: list[MicroBatch]) -> list[TeacherScores] | None:
+        return None if self.teacher is None else self.teacher.score(micro_batches)
 
     # --- from the ranks' parts to the whole -----------------------------------------------------------------
 

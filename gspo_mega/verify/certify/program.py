@@ -272,7 +272,11 @@ def _start(
     """Run cases on one start of ranks; if a case fails, run the rest on new ranks. Returns 0, or 130 after a stop."""
     left = list(together)
     while left:
-        specs = [_with_weights(case.spec, case.model, folder, loaded.config.run.seed) for case in left]
+        models = [{"model.path": case.model} for case in left]
+        if loaded.config.teacher is not None:
+            models = [{**paths, "teacher.path": loaded.config.teacher.path} for paths in models]
+        seed = loaded.config.run.seed
+        specs = [_with_weights(case.spec, paths, folder, seed) for case, paths in zip(left, models, strict=True)]
         listed = json.dumps([spec.model_dump() for spec in specs])
         first = case_config(loaded.path, specs[0], overrides)
         base = [
@@ -309,12 +313,17 @@ def _start(
     return 0
 
 
-def _with_weights(spec: CertifyCase, model: str, folder: RunFolder, seed: int) -> CertifyCase:
-    """Return the case with a model that has weights: for a shape only (a .json file), random weights are written."""
-    path = Path(model)
-    if path.suffix == ".json" and path.is_file():
-        path = make_random_folder(path, folder.path / "models" / folder_name(model), seed)
-    return spec.model_copy(update={"set": {**spec.set, "model.path": str(path)}})
+def _with_weights(spec: CertifyCase, paths: dict[str, str], folder: RunFolder, seed: int) -> CertifyCase:
+    """Return the case with models that have weights: for a shape only (a .json file), random weights are written.
+    `paths`: each model's, by key.
+    """
+    found = {}
+    for key, model in paths.items():
+        path = Path(model)
+        if path.suffix == ".json" and path.is_file():
+            path = make_random_folder(path, folder.path / "models" / folder_name(model), seed)
+        found[key] = str(path)
+    return spec.model_copy(update={"set": {**spec.set, **found}})
 
 
 def _read_results(file: Path) -> dict[str, dict[str, Any]]:

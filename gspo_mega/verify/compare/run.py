@@ -50,11 +50,12 @@ def config_of(config: Config, name: str) -> Config:
     """Return the run's configuration with the objective and advantages of algorithm `name`. The run's own algorithm
     keeps the run's settings, and so does the other form of the same objective, so that GSPO-token equals GSPO in any
     range if advantages are equal; every other algorithm has its paper's defaults, whatever the run says. To compare
-    nothing but the objective, there is one mini-batch, no KL term and no router loss.
+    nothing but the objective, there is one mini-batch, no KL term, no teacher and no router loss.
     """
     changes = {
         "batch": config.batch.model_copy(update={"num_mini_batches": 1}),
         "kl": Kl(),
+        "teacher": None,
         "moe": config.moe.model_copy(
             update={"load_balancing": "none", "load_balancing_coefficient": 0.0, "z_loss_coefficient": 0.0}
         ),

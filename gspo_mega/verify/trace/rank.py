@@ -130,16 +130,20 @@ class _Trace:
             engine = self.engine_room.PolicyEngine(config, self.spec, groups, _NUM_OPTIMIZER_STEPS)
             ledger.name_modules(engine.chunks)
             reference = self._reference(engine, groups)
+            teacher = self._teacher(groups)
             critic = self._critic(groups)
             load(engine.chunks)
             engine.after_weights_loaded()
             if reference is not None:
                 load(reference.chunks)
+            if teacher is not None:
+                load(teacher.chunks)
             if critic is not None:
                 load(critic.chunks)
                 critic.after_weights_loaded()
         memory_room = importlib.import_module("gspo_mega.engine.memory")
-        memory = memory_room.DeviceMemory(engine, reference if reference is not None and reference.chunks else None)
+        frozen_models = [one for one in (reference, teacher) if one is not None and one.chunks]
+        memory = memory_room.DeviceMemory(engine, *frozen_models)
         of_critic = None if critic is None else memory_room.DeviceMemory(critic)
         self._mark(memory, of_critic)
         settings = importlib.import_module("gspo_mega.algorithm.terms").objective_settings(
@@ -155,14 +159,18 @@ class _Trace:
             if reference is not None:
                 with ledger.phase(f"{step} reference pass"):
                     frozen = reference.log_probs(packs)
+            scores = None
+            if teacher is not None:
+                with ledger.phase(f"{step} teacher pass"):
+                    scores = teacher.score(packs)
             if critic is not None:
                 self._critic_step(step, critic, packs, old, frozen)
             with ledger.phase(f"{step} training"):
                 compared = frozen if config.kl.coefficient > 0 else None
-                report = engine.policy_gradients(packs, settings, _DENOMINATOR, old, compared)
+                report = engine.policy_gradients(packs, settings, _DENOMINATOR, old, compared, teacher=scores)
             with ledger.phase(f"{step} optimizer"):
                 engine._apply(report)
-            del old, frozen, compared, report
+            del old, frozen, compared, scores, report
             self._mark(memory, of_critic)
         if config.lora is None:
             with ledger.phase("publish"):
@@ -187,6 +195,16 @@ class _Trace:
         reference = room.ReferencePolicy(config, self.spec, groups)
         self.ledger.name_modules(reference.chunks, "reference: ")
         return reference
+
+    def _teacher(self, groups: Any) -> Any:
+        """The frozen model that scores the policy's tokens; None without one."""
+        if self.config.teacher is None:
+            return None
+        room = importlib.import_module("gspo_mega.engine.reference")
+        spec = importlib.import_module("gspo_mega.models.huggingface").read_model_spec(self.config.teacher.path)
+        teacher = room.TeacherModel(self.config, spec, groups)
+        self.ledger.name_modules(teacher.chunks, "teacher: ")
+        return teacher
 
     def _critic(self, groups: Any) -> Any:
         """The value model; None if the algorithm has none."""

@@ -235,6 +235,7 @@ def test_a_sets_id_among_several_and_a_revision_must_be_text(resolved):
 def test_other_models_are_found_in_the_cache_and_every_marked_key_is_one_of_these(resolved):
     resolved(f"model.path={MODEL}", "model.revision=main")
     assert resolved(f"kl.reference_path={MODEL}")["kl"]["reference_path"].endswith(COMMIT)
+    assert resolved(f"teacher.path={MODEL}")["teacher"]["path"].endswith(COMMIT)
 
     def marked(section):
         for name, field in section.model_fields.items():
@@ -242,7 +243,10 @@ def test_other_models_are_found_in_the_cache_and_every_marked_key_is_one_of_thes
                 yield f"{section.__name__}.{name}", input_kind(field)
 
     assert {pair for section in sections_of(Config) for pair in marked(section)} == {
-        *((key, "model") for key in ("Model.path", "Kl.reference_path", "Critic.path", "Speculative.draft_path")),
+        *(
+            (key, "model")
+            for key in ("Model.path", "Kl.reference_path", "Critic.path", "Teacher.path", "Speculative.draft_path")
+        ),
         ("ModelReward.path", "model"),
         *((key, "dataset") for key in ("Data.path", "Source.path", "Eval.path", "EvalSet.path")),
         *((key, "local") for key in ("Model.weights", "Lora.path", "Train.from_rollouts")),

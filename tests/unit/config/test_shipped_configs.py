@@ -106,13 +106,14 @@ def test_only_the_quickstarts_widen_the_clip_range_and_say_so():
         for path in SHIPPED
     }
     assert noticed["gsm8k.yaml"] == [] and noticed["quickstart_sft.yaml"] == []
-    quickstarts = {f"quickstart{kind}.yaml" for kind in ("", "_fp8", "_lora")} | {
+    quickstarts = {f"quickstart{kind}.yaml" for kind in ("", "_distill", "_fp8", "_lora")} | {
         "calculator.yaml",
         "smollm2_json.yaml",
     }
     assert {name for name, notices in noticed.items() if notices and not name.startswith("certify")} == quickstarts
     for name in quickstarts:
-        assert noticed[name] == ["clip range 0.003 / 0.004 instead of 0.0003 / 0.0004, the published one of gspo"]
+        whose = "gspo_token" if name == "quickstart_distill.yaml" else "gspo"
+        assert noticed[name] == [f"clip range 0.003 / 0.004 instead of 0.0003 / 0.0004, the published one of {whose}"]
         assert "does not transfer" in (CONFIGS / name).read_text()
 
 

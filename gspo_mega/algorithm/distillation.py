@@ -1,0 +1,107 @@
+"""On-policy distillation: a frozen teacher scores the tokens that the policy, its student, sampled.
+
+At the active tokens of trajectory i, with the policy at the start of the rollout batch (pi_old) as the student,
+
+    k_it = log pi_old(y_it) - log pi_teacher(y_it)          one sample of the reverse KL(student || teacher), nats
+    D_it = -coefficient x k_it                              the teacher's advantage of the token, detached
+
+A token answers for its own k only: the discount of later tokens is gamma = 0, as in Thinking Machines' "On-Policy
+Distillation" (2025). The rewards' advantage of the token, times `reward_weight` w, and the teacher's go into the
+objective in one of two ways.
+
+- An objective with a term per token (GSPO-token, GRPO and others) takes A_it = w A_i + D_it in that term.
+- GSPO's term belongs to a whole sequence and takes no advantage of a token. It keeps w A_i, and J gets a second term:
+  that of GSPO-token (arXiv:2507.18071, Eq. 13) with A_it = D_it, which has the same ratio and the same clip range.
+
+`TEACHER_SUMS` are sums over the active tokens of a micro-batch, from which the metrics are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gspo_mega.algorithm.objective import active_values
+from gspo_mega.algorithm.terms import ObjectiveSettings
+
+TEACHER_SUMS = ("tokens", "reverse_kl", "teacher_size", "reward_size", "clipped")
+
+
+@dataclass(frozen=True)
+class TokenGuidance:
+    """The advantages of T tokens, each [T] float64, 0 at masked tokens: `teacher` is D_it, `rewards` is w A_i."""
+
+    teacher: Tensor
+    rewards: Tensor
+
+    @property
+    def total(self) -> Tensor:
+        """w A_i + D_it, [T] float64."""
+        return self.rewards + self.teacher
+
+
+def token_guidance(
+    coefficient: float,
+    reward_weight: float,
+    *,
+    student_log_probs: Tensor,
+    teacher_log_probs: Tensor,
+    mask: Tensor,
+    segment_ids: Tensor,
+    advantages: Tensor,
+    token_advantages: Tensor | None = None,
+) -> TokenGuidance:
+    """The advantages of T local tokens, detached.
+
+    `student_log_probs`, `teacher_log_probs`: [T] nats, pi_old's and the teacher's; `mask`: [T], non-zero where the
+    token is active, masked entries may hold anything; `segment_ids`: [T] int64 in [0, S). `advantages`: [S], those of
+    the rewards; `token_advantages`: [T], which take their place, or None.
+    """
+    k = active_values(student_log_probs.detach(), mask) - active_values(teacher_log_probs.detach(), mask)
+    own = advantages.detach().double()[segment_ids] if token_advantages is None else token_advantages.detach()
+    return TokenGuidance(teacher=-coefficient * k, rewards=reward_weight * active_values(own, mask))
+
+
+def has_token_terms(settings: ObjectiveSettings) -> bool:
+    """Whether the objective's terms take advantages of tokens, so that no second term is needed."""
+    return settings.unit == "token"
+
+
+def teacher_sums(
+    guidance: TokenGuidance,
+    *,
+    student_log_probs: Tensor,
+    teacher_log_probs: Tensor,
+    mask: Tensor,
+    clipped: Tensor | None = None,
+) -> Tensor:
+    """The TEACHER_SUMS of T local tokens, [len(TEACHER_SUMS)] float64. Arguments as in `token_guidance`. `clipped`: [T]
+    bool, the tokens that the second term clipped; None without one.
+    """
+    k = active_values(student_log_probs.detach(), mask) - active_values(teacher_log_probs.detach(), mask)
+    active = mask.bool()
+    parts = (
+        active.sum(),
+        k.sum(),
+        guidance.teacher.abs().sum(),
+        guidance.rewards.abs().sum(),
+        active.new_zeros(()) if clipped is None else (clipped & active).sum(),
+    )
+    return torch.stack([part.double() for part in parts])
+
+
+def teacher_metrics(sums: Sequence[float], *, has_second_term: bool) -> Mapping[str, float]:
+    """The metrics of TEACHER_SUMS of a whole step. `advantage_share`: the mean |D_it| over the mean of |D_it| and
+    |w A_i| together, 0 if both are 0.
+    """
+    found = dict(zip(TEACHER_SUMS, map(float, sums), strict=True))
+    tokens, size = max(found["tokens"], 1.0), found["teacher_size"] + found["reward_size"]
+    metrics = {
+        "reverse_kl": found["reverse_kl"] / tokens,
+        "advantage_size": found["teacher_size"] / tokens,
+        "advantage_share": found["teacher_size"] / size if size > 0 else 0.0,
+    }
+    return metrics | ({"clip_fraction": found["clipped"] / tokens} if has_second_term else {})
