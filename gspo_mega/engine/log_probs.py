@@ -251,10 +251,11 @@ class _ChunkedLogProbs(torch.autograd.Function):
         minus_owned = head.owned.to(log_sums.dtype).neg_()[:, None]
         for rows, logits in head.chunks():
             own = minus_owned[rows]
+            columns = among = None
             if ctx.kept is not None:
                 columns, is_held = ctx.kept.columns(rows, ctx.first_id, ctx.held)
                 among = logits.gather(1, columns).sub_(log_sums[rows, None]).exp_().masked_fill_(~is_held, 0.0)
-            if grad_entropies is None and ctx.kept is None:
+            if grad_entropies is None and among is None:
                 difference = logits.sub_(log_sums[rows, None]).exp_()
             elif grad_entropies is None:
                 difference = logits.zero_().scatter_add_(1, columns, among)
@@ -263,10 +264,10 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 _weigh_probabilities(
                     logits.sub_(log_all[rows, None]),
                     entropies[rows],
-                    grad if ctx.kept is None else torch.zeros_like(grad),
+                    grad if among is None else torch.zeros_like(grad),
                     grad_entropies[rows],
                 )
-                difference = logits if ctx.kept is None else logits.scatter_add_(1, columns, among * grad[:, None])
+                difference = logits if among is None else logits.scatter_add_(1, columns, among * grad[:, None])
                 own = own * grad[:, None]
             difference.scatter_add_(1, head.columns[rows], own)
             # d loss / d logits, rounded to the model's dtype for the products, as in every linear layer.
