@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from gspo_mega.config.derived import fused_keys
+from gspo_mega.config.derived import fused_keys, has_sampling_masks
 from gspo_mega.config.schema import Config, Precision
 from gspo_mega.models.spec import LatentAttention, ModelSpec, MoeSpec
 from gspo_mega.plan.gpus import Device
@@ -76,12 +76,14 @@ def head_activations(config: Config, spec: ModelSpec, layout: Layout) -> HeadAct
     # rounded.
     is_separate = config.optimizer.gradients_dtype == "bf16" and config.lora is None
     summed = vocabulary * spec.hidden_size * (4 + size) if is_separate else 0
+    # The sets of kept tokens, and those of a chunk as columns (int64), with what is among them (fp32, bool).
+    kept = min(config.rollout.top_k, spec.vocab_size) if has_sampling_masks(config.rollout) else 0
     return HeadActivations(
-        row=spec.hidden_size * size + 40,
+        row=spec.hidden_size * size + 40 + 4 * kept,
         token=part * (8 * spec.hidden_size + 4),
         working=(4 if layout.sequence_parallel else 2) * spec.hidden_size * size,
-        chunk_forward=chunk * vocabulary * 4 + entropy_part,
-        chunk_backward=chunk * (vocabulary * (4 if size == 4 else 6) + spec.hidden_size * 4)
+        chunk_forward=chunk * (vocabulary * 4 + 32 * kept) + entropy_part,
+        chunk_backward=chunk * (vocabulary * (4 if size == 4 else 6) + spec.hidden_size * 4 + 32 * kept)
         + summed
         + (entropy_part if config.objective.entropy_coefficient > 0 else 0),
     )

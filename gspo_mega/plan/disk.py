@@ -18,6 +18,7 @@ from gspo_mega.config.schema import Config
 from gspo_mega.models.spec import ModelSpec
 from gspo_mega.plan.delta import delta_bytes
 from gspo_mega.plan.memory import GIB
+from gspo_mega.plan.sampling_masks import mask_cost
 from gspo_mega.plan.servers import needs_start_folder, version_bytes
 from gspo_mega.plan.state import WEIGHT_BYTES
 
@@ -38,10 +39,10 @@ METRICS_BYTES_PER_STEP = 24 * 1024
 
 @dataclass(frozen=True)
 class DiskUse:
-    """Bytes. `journal_step`: one step's trajectories without routed experts. `routes_step`: their routed experts.
-    `parts`: the whole run by name, at the moment when they take most. `free`: what is free on the run folder's file
-    system, None if that cannot be asked. `present`: what such parts already take there. `where`: the folder that was
-    asked.
+    """Bytes. `journal_step`: one step's trajectories without routed experts and sampling masks. `routes_step`: their
+    routed experts. `masks_step`: their sampling masks. `parts`: the whole run by name, at the moment when they take
+    most. `free`: what is free on the run folder's file system, None if that cannot be asked. `present`: what such parts
+    already take there. `where`: the folder that was asked.
     """
 
     journal_step: int
@@ -50,6 +51,7 @@ class DiskUse:
     free: int | None
     present: int
     where: Path
+    masks_step: int = 0
 
     @property
     def total(self) -> int:
@@ -66,12 +68,17 @@ def disk_use(config: Config, spec: ModelSpec, total_parameters: int, checkpoint_
     if train is None:
         return None
     journal_step, routes_step = journal_bytes(config, spec)
+    masks = mask_cost(config, spec)
+    masks_step = 0 if masks is None else masks.held
     steps = train.num_steps
     # A step may consume groups from the files of up to `ahead` earlier steps.
     keep, ahead = config.journal.keep_last, config.rollout.max_staleness
     kept = steps if keep is None else min(steps, keep + ahead)
     with_routes = min(kept, (config.checkpoint.every_steps or steps) + ahead) if config.journal.prune_routes else kept
-    parts = {"journal": kept * journal_step + with_routes * routes_step, "metrics": steps * METRICS_BYTES_PER_STEP}
+    parts = {
+        "journal": kept * journal_step + with_routes * (routes_step + masks_step),
+        "metrics": steps * METRICS_BYTES_PER_STEP,
+    }
     if not train.rollouts_only:
         saves = steps // config.checkpoint.every_steps if config.checkpoint.every_steps else 1
         # While a checkpoint is written, one more than `keep_last` is on disk.
@@ -95,7 +102,7 @@ def disk_use(config: Config, spec: ModelSpec, total_parameters: int, checkpoint_
         free = shutil.disk_usage(where).free
     except OSError:
         free = None
-    return DiskUse(journal_step, routes_step, parts, free, _present(folder), where)
+    return DiskUse(journal_step, routes_step, parts, free, _present(folder), where, masks_step)
 
 
 def journal_bytes(config: Config, spec: ModelSpec) -> tuple[int, int]:
@@ -124,6 +131,7 @@ def disk_lines(use: DiskUse | None) -> list[str]:
     if use is None:
         return []
     routes = f" and {_size(use.routes_step)} of routed experts" if use.routes_step else ""
+    routes += f" and {_size(use.masks_step)} of sampling masks" if use.masks_step else ""
     parts = ", ".join(f"{name} {_size(size)}" for name, size in use.parts.items())
     free = "" if use.free is None else f"; {_size(use.free)} are free under {use.where}"
     return [
@@ -141,6 +149,7 @@ def disk_notices(use: DiskUse | None) -> list[str]:
         "journal": (
             "journal.keep_last keeps fewer steps"
             + (", journal.prune_routes none of their routed experts" if use.routes_step else "")
+            + (", journal.prune_routes none of their sampling masks" if use.masks_step else "")
         ),
         "checkpoints": "checkpoint.keep_last and checkpoint.keep_every keep fewer",
         "exports": "a larger checkpoint.export_every_steps writes fewer",

@@ -23,6 +23,7 @@ from gspo_mega.plan.gpus import ASSUMPTIONS, SHA256_BYTES_PER_SECOND, is_on_gpu
 from gspo_mega.plan.layout import Layout, Sizes
 from gspo_mega.plan.memory import GIB
 from gspo_mega.plan.resolve import Plan
+from gspo_mega.plan.sampling_masks import mask_cost, mask_lines
 from gspo_mega.plan.server_buffers import num_owners, num_senders
 from gspo_mega.plan.servers import needs_start_folder
 from gspo_mega.plan.state import State
@@ -57,7 +58,10 @@ def render_report(plan: Plan, figures: Estimate | None = None) -> str:
             else []
         ),
         "stuck": _stuck(plan, figures),
-        "hand-out": hand_out_lines(hand_out(plan.config, plan.spec, plan.layout)),
+        "hand-out": [
+            *hand_out_lines(hand_out(plan.config, plan.spec, plan.layout)),
+            *mask_lines(mask_cost(plan.config, plan.spec)),
+        ],
         "disk": disk_lines(disk),
         "notice": [*plan.notices, *figures.notices, *disk_notices(disk)],
     }
@@ -417,6 +421,7 @@ def plan_json(plan: Plan, figures: Estimate) -> str:
     memory, time = figures.memory, figures.time
     disk = disk_use(plan.config, plan.spec, figures.counts.total, figures.checkpoint_bytes)
     handed_out = hand_out(plan.config, plan.spec, plan.layout)
+    masks = mask_cost(plan.config, plan.spec)
     value: dict[str, Any] = {
         "run": {"name": plan.config.run.name, "dir": plan.config.run.dir},
         "model": {
@@ -462,12 +467,14 @@ def plan_json(plan: Plan, figures: Estimate) -> str:
             "shards_bytes": handed_out.shards,
             "ahead_bytes": handed_out.ahead_bytes,
             "routes": None if handed_out.routes is None else asdict(handed_out.routes),
+            "masks": None if masks is None else asdict(masks),
         },
         "disk": None
         if disk is None
         else {
             "journal_step_bytes": disk.journal_step,
             "routes_step_bytes": disk.routes_step,
+            "masks_step_bytes": disk.masks_step,
             "run_bytes": disk.parts,
             "free_bytes": disk.free,
             "fits": disk.fits,

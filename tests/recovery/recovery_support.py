@@ -16,7 +16,7 @@ import numpy as np
 
 from gspo_mega.base import failpoints
 from gspo_mega.base.episodes import Group, RolloutBatch, one_turn_row
-from gspo_mega.base.records import Prompt
+from gspo_mega.base.records import Prompt, Trajectory
 from gspo_mega.base.run_folder import Attempt, RunFolder
 from gspo_mega.config import load_config
 from gspo_mega.data.journal.journal import Journal
@@ -231,12 +231,19 @@ def outcome(folder: RunFolder) -> dict[str, object]:
         found |= {f"{place.name}/{name}": digest for name, digest in digests(place).items()}
     journal = Journal(folder.journal_dir)
     found["journal"] = {
-        step: [[asdict(t) for t in g.trajectories] for g in journal.read(step).batch.groups] for step in journal.steps()
+        step: [[_row(t) for t in g.trajectories] for g in journal.read(step).batch.groups] for step in journal.steps()
     }
     found |= {file.name: file.read_bytes() for file in folder.journal_dir.glob("*.gaps")}
     lines = [json.loads(line) for line in folder.metrics_file.read_text().splitlines()]
     found["metrics"] = [_without_time(line) for line in lines]
     return found
+
+
+def _row(trajectory: Trajectory) -> dict:
+    """Its values; masks as lists, which compare as a whole."""
+    masks = trajectory.sampling_masks
+    plain = None if masks is None else (masks.counts.tolist(), masks.codes.tolist())
+    return {**asdict(trajectory), "sampling_masks": plain}
 
 
 def digests(folder: Path) -> dict[str, str]:

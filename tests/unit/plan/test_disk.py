@@ -8,6 +8,7 @@ import pytest
 from gspo_mega.base.episodes import Group, RolloutBatch, one_turn_row
 from gspo_mega.base.records import Prompt, route_type
 from gspo_mega.base.run_folder import RunFolder
+from gspo_mega.base.sampling_masks import SamplingMasks
 from gspo_mega.cli.main import main
 from gspo_mega.data.journal.journal import Journal
 from gspo_mega.data.journal.steps import token_gaps_file, write_token_gaps
@@ -18,6 +19,7 @@ from gspo_mega.metrics.writer import MetricsWriter
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.plan import disk
 from gspo_mega.plan.disk import METRICS_BYTES_PER_STEP, disk_use, journal_bytes
+from gspo_mega.plan.sampling_masks import mask_cost, mask_lines
 
 # Text is of about four characters a token, never exactly: what the estimate may be off from a journal of the longest
 # lengths.
@@ -27,7 +29,10 @@ TOLERANCE = 0.05
 def write_step(folder, config, spec, characters=4):
     """A step whose prompts and responses are all of their longest lengths."""
     num_prompt, num_response = config.data.max_prompt_tokens, config.rollout.max_new_tokens
-    routes = None
+    routes = masks = None
+    if config.rollout.top_k > 1:
+        step = spec.vocab_size // config.rollout.top_k
+        masks = SamplingMasks.of([range(step, step * (config.rollout.top_k + 1), step)] * num_response)
     if config.rollout.return_routed_experts:
         routes = np.zeros((num_prompt + num_response - 1, spec.num_layers, spec.moe.experts_per_token), np.uint8)
     groups = []
@@ -56,6 +61,7 @@ def write_step(folder, config, spec, characters=4):
                     reward=1.0,
                     reward_parts={"gsm8k": 1.0},
                     routed_experts=routes,
+                    sampling_masks=masks,
                 )
             )
         groups.append(Group.from_rows(number, prompt, rows))
@@ -89,6 +95,23 @@ def test_the_estimate_is_what_the_journal_takes(load, shape, tmp_path, lengths, 
     if routes:
         journal.prune_routes(8)
         assert journal.file(7).stat().st_size == pytest.approx(own, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(("top_k", "vocab_size"), [(20, 151936), (200, 151936), (4000, 32000), (2, 32000)])
+def test_sampling_masks_take_at_most_what_is_said(load, shape, tmp_path, top_k, vocab_size):
+    lengths = ("data.max_prompt_tokens=16", "rollout.max_new_tokens=100")
+    config, spec = load(*lengths, f"rollout.top_k={top_k}").config, read_model_spec(shape("moe", vocab_size=vocab_size))
+    journal = write_step(tmp_path / "journal", config, spec)
+    with_masks = journal.file(7).stat().st_size
+    journal.prune_routes(8)
+    took, cost = with_masks - journal.file(7).stat().st_size, mask_cost(config, spec)
+    assert took <= cost.held * 1.02 and cost.held <= 1.6 * took
+    trained = load(*lengths, f"rollout.top_k={top_k}", "train.num_steps=3").config
+    assert disk_use(trained, spec, 1, 1).masks_step == cost.held
+    digits = len(str(vocab_size)) + 1
+    assert cost.http == 100 * config.batch.prompts_per_step * config.batch.group_size * top_k * digits
+    assert mask_cost(load(*lengths).config, spec) is None and mask_lines(None) == []
+    assert "over HTTP" in mask_lines(cost)[0]
 
 
 def test_the_mismatch_of_tokens_is_counted(load, shape, tmp_path):
