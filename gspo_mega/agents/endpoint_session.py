@@ -74,7 +74,7 @@ class EndpointSession:
         self.base_url = base_url
         self.model = model
         params = session.params
-        self.sampling = Sampling(params.temperature, params.top_p, params.top_k, model)
+        self.sampling = Sampling(params.temperature, params.top_p, params.top_k, model, params.min_p)
         self.api_key = secrets.token_urlsafe(32)
         self.created = int(time.time())
         self.refused: TurnRefused | None = None

@@ -52,7 +52,7 @@ _SAMPLING: dict[str, tuple[Any, ...]] = {
     "top_k": (),
     "frequency_penalty": (0,),
     "logit_bias": ({},),
-    "min_p": (0,),
+    "min_p": (),
     "parallel_tool_calls": (True,),
     "presence_penalty": (0,),
     "reasoning_effort": (),
@@ -107,6 +107,7 @@ class Sampling:
     top_p: float
     top_k: int
     model: str = "policy"
+    min_p: float = 0.0
 
 
 @dataclass(frozen=True)

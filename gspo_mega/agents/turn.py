@@ -57,6 +57,9 @@ class TurnParams(Protocol):
     @property
     def top_k(self) -> int: ...
 
+    @property
+    def min_p(self) -> float: ...
+
     def at_most(self, num_tokens: int) -> Self:
         """Return the same parameters with `max_new_tokens` no larger than `num_tokens`."""
         ...

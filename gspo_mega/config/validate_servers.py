@@ -158,7 +158,15 @@ _REASONS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "checkpoint_engine_wait_weights_before_ready",
         ),
     ),
-    (_SAMPLES, ("enable_watermark", "speculative_accept_threshold_single", "speculative_accept_threshold_acc")),
+    (
+        _SAMPLES,
+        (
+            "enable_watermark",
+            "preferred_sampling_params",
+            "speculative_accept_threshold_single",
+            "speculative_accept_threshold_acc",
+        ),
+    ),
     (
         _SPREADS,
         (

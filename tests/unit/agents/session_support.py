@@ -34,6 +34,7 @@ class Params:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
+    min_p: float = 0.0
 
     def at_most(self, num_tokens):
         return replace(self, max_new_tokens=min(self.max_new_tokens, num_tokens))

@@ -33,6 +33,7 @@ def read(ignore=False, **fields):
         ({"temperature": True}, "temperature", "valid: leave it out, or 1.0"),
         ({"top_p": 0.5}, "top_p", "or 0.9"),
         ({"top_k": 5}, "top_k", "or -1"),
+        ({"min_p": 0.1}, "min_p", "or 0"),
         ({"seed": 1}, "seed", "valid: leave it out."),
         ({"logit_bias": {"5": 1}}, "logit_bias", "or {}"),
         ({"parallel_tool_calls": False}, "parallel_tool_calls", "or true"),

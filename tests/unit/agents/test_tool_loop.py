@@ -92,7 +92,7 @@ class Scripted:
 
 class Params:
     max_new_tokens = 16
-    temperature, top_p, top_k = 1.0, 1.0, -1
+    temperature, top_p, top_k, min_p = 1.0, 1.0, -1, 0.0
 
     def at_most(self, num_tokens):
         return self

@@ -201,16 +201,22 @@ def test_a_failed_reward_is_counted_and_one_that_raises_ends_the_batch(fakes, co
 def test_evaluation_goes_through_the_same_machinery(fakes, collect):
     server = fakes("server-0")
     server.fault = lambda call, ids: 500 if call % 5 == 0 else None
-    collector, _ = collect(temperature=0.7, top_p=0.9, top_k=5)
+    collector, _ = collect(temperature=0.7, top_p=0.9, top_k=5, min_p=0.1)
     prompts = [Prompt(f"e:{i}", "e", (3, 4), "t") for i in range(10)]
     groups = collector.sample(prompts, 2, 0.0)
     assert [g.prompt for g in groups] == prompts
     assert all(len(g.trajectories) == 2 and None not in [t.reward for t in g.trajectories] for g in groups)
     params = server.calls[0][1]["sampling_params"]
     assert (params["temperature"], params["top_p"], "top_k" in params) == (0.0, 1.0, False)
-    collector.take(0)
-    params = server.calls[-1][1]["sampling_params"]
-    assert (params["temperature"], params["top_p"], params["top_k"]) == (0.7, 0.9, 5)
+    assert all(t.sampling_masks is None for g in groups for t in g.trajectories)
+    batch = collector.take(0)
+    body = server.calls[-1][1]
+    params = body["sampling_params"]
+    assert (params["temperature"], params["top_p"], params["top_k"], params["min_p"]) == (0.7, 0.9, 5, 0.1)
+    assert body["return_sampling_mask"] and "return_sampling_mask" not in server.calls[0][1]
+    for row in batch.trajectories:
+        assert (row.sampling_masks.counts == 2).all() and len(row.sampling_masks) == row.num_response_tokens
+    assert batch.sampled["response/kept_tokens_mean"] == batch.sampled["response/kept_tokens_max"] == 2
 
 
 def test_an_error_while_waiting_ends_the_batch_and_its_requests(fakes, collect):
