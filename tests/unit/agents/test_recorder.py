@@ -15,6 +15,7 @@ from gspo_mega.agents.turn import Turn
 from gspo_mega.base.episodes import Episode, check_episode
 from gspo_mega.base.errors import DataError
 from gspo_mega.base.records import Prompt
+from gspo_mega.base.sampling_masks import SamplingMasks
 from gspo_mega.data.templates import Rendered
 
 USER = {"role": "user", "content": "2+2?"}
@@ -342,3 +343,17 @@ def thinking_is_kept(recorder, node, history):
         given.get("reasoning_content") in (None, recorded.get("reasoning_content"))
         for given, recorded in zip(history, told, strict=False)
     )
+
+
+def test_each_turn_brings_its_own_sampling_masks():
+    recorder, masks = Recorder(), [SamplingMasks.of([[5, 9], [2]]), SamplingMasks.of([[6, 7, 8], [2, 3]])]
+    said = []
+    for number, own in enumerate(masks):
+        node = recorder.add_context(recorder.locate([USER, *said]), Rendered([1, 1], "a"))
+        turn = Turn([5 + number, 2], [-1.0, -1.0], [0, 0], "stop", sampling_masks=own)
+        recorder.add_sampled(node, SAID, turn, "4")
+        said += [SAID, MORE]
+    episode = Episode("e", 0, Prompt("p:0", "p", (), ""), recorder.nodes)
+    check_episode(episode)
+    (row,) = episode.rows()
+    assert row.sampling_masks == SamplingMasks.join([masks[0], SamplingMasks.none(2), masks[1]])
