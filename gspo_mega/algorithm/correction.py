@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ from torch import Tensor
 from gspo_mega.algorithm.objective import active_values, segment_sum, token_log_ratios
 from gspo_mega.algorithm.terms import exp_minus_linear
 from gspo_mega.base.errors import NumericsError
+from gspo_mega.config.algorithms import CORRECTION_LIMITS as DEFAULT_LIMITS
 from gspo_mega.config.derived import Band
 
 # --- Metrics ---------------------------------------------------------------------------------------------------
@@ -202,7 +203,9 @@ def sequence_mean_log_ratio(sums: Tensor) -> Tensor:
 
 # --- The correction --------------------------------------------------------------------------------------------
 
-CorrectionMode = Literal["none", "truncate", "mask"]
+# Those of whole responses by their mean, and those that have their weights in `named_corrections.py`.
+CorrectionMode = Literal["none", "truncate", "mask", "token_tis", "icepop", "kpop", "sequence_mis", "m2po"]
+TOKEN_MODES = frozenset({"token_tis", "icepop", "kpop", "m2po"})
 KeptWeight = Literal["one", "ratio"]
 
 # Sums of d on this grid are exact in float64 up to 2^21 nats, so they are the same in every order of addition.
@@ -223,13 +226,17 @@ class CorrectionRule:
     token_veto_nats: float | None = 9.2
     kept_weight: KeptWeight = "one"
     segment_tokens: int = 64
+    upper: float | None = None
+    lower: float | None = None
+    threshold: float | None = None
 
     def __post_init__(self) -> None:
-        if self.mode not in ("none", "truncate", "mask"):
-            raise ValueError(f"correction {self.mode!r}; valid: none, truncate, mask")
+        if self.mode not in get_args(CorrectionMode):
+            raise ValueError(f"correction {self.mode!r}; valid: {', '.join(get_args(CorrectionMode))}")
         if self.kept_weight not in ("one", "ratio"):
             raise ValueError(f"kept_weight {self.kept_weight!r}; valid: one, ratio")
-        for name, value in (("bound_nats", self.bound_nats), ("token_veto_nats", self.token_veto_nats)):
+        for name in ("bound_nats", "token_veto_nats", "upper", "lower", "threshold"):
+            value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} must be > 0 and finite; got {value}")
         if self.segment_tokens < 1:
@@ -239,6 +246,26 @@ class CorrectionRule:
     def veto_limit(self) -> float:
         """The |d| above which a token drops its response, in nats; infinite if there is no veto."""
         return math.inf if self.token_veto_nats is None else self.token_veto_nats
+
+    @property
+    def is_of_tokens(self) -> bool:
+        """Whether single tokens have weights."""
+        return self.mode in TOKEN_MODES
+
+    @property
+    def upper_limit(self) -> float:
+        """The largest importance weight; above it the weight is cut (`token_tis`) or 0."""
+        return self.upper if self.upper is not None else DEFAULT_LIMITS[self.mode]["upper"]
+
+    @property
+    def lower_limit(self) -> float:
+        """The smallest importance weight of `icepop`."""
+        return self.lower if self.lower is not None else DEFAULT_LIMITS[self.mode]["lower"]
+
+    @property
+    def divergence_limit(self) -> float:
+        """The largest divergence of `kpop`, or mean square of `m2po`."""
+        return self.threshold if self.threshold is not None else DEFAULT_LIMITS[self.mode]["threshold"]
 
 
 @dataclass(frozen=True)
@@ -345,8 +372,9 @@ def correct_around(
     `sums: [N]` nats, finite; `lengths: [N]` tokens; `vetoed: [N]` bool: whether a token vetoed the response.
 
     `none`: all weights 1. `mask`: kept responses weigh 1, or exp(mean d_i - m) with `kept_weight: ratio`. `truncate`:
-    all but vetoed ones are kept and weigh exp(min(mean d_i - m, bound_nats / sqrt(L_i))). A response without active
-    tokens is kept and weighs 1.
+    all but vetoed ones are kept and weigh exp(min(mean d_i - m, bound_nats / sqrt(L_i))). `sequence_mis`: those whose
+    exp(sum d_i) is above the limit are dropped too, and the others weigh that. Corrections of tokens: all but vetoed
+    ones are kept and weigh 1. A response without active tokens is kept and weighs 1.
     """
     sums, tokens = sums.detach().double(), lengths.double().clamp(min=1.0)
     log_weights = torch.where(lengths > 0, sums / tokens - centre, 0.0)
@@ -359,6 +387,12 @@ def correct_around(
         keep = ~vetoed & (deviations.abs() <= rule.bound_nats)
         if rule.kept_weight == "ratio":
             weights = torch.where(keep, log_weights, 0.0).exp()
+    elif rule.is_of_tokens:
+        keep = ~vetoed
+    elif rule.mode == "sequence_mis":
+        products = torch.where(lengths > 0, sums, 0.0)
+        keep = ~vetoed & (products <= math.log(rule.upper_limit))
+        weights = torch.where(keep, products, 0.0).exp()
     return CorrectionResult(torch.where(keep, weights, 0.0), keep, deviations, centre)
 
 

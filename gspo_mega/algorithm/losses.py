@@ -72,22 +72,23 @@ def reference_kl(
     denominator: float,
     keep: Tensor | None = None,
     sequence_weights: Tensor | None = None,
+    token_weights: Tensor | None = None,
     group_sizes: Tensor | None = None,
     branch_weights: Tensor | None = None,
 ) -> ReferenceKl:
     """This rank's share of K from one packed micro-batch.
 
     Local tokens, each [T]: `log_probs` (nats, with gradient), `reference_log_probs` (nats, no gradient), `mask`,
-    `segment_ids`; per sequence, each [S], the global values that `policy_objective` takes. A token's term needs no
-    other token, so context-parallel ranks share nothing here. Raises NumericsError for a non-finite active log-prob,
-    inside of `deferred_checks` at its end.
+    `segment_ids`, `token_weights`; per sequence, each [S], the global values that `policy_objective` takes. A token's
+    term needs no other token, so context-parallel ranks share nothing here. Raises NumericsError for a non-finite
+    active log-prob, inside of `deferred_checks` at its end.
     """
     require_finite(mask, segment_ids, non_finite_log_prob, log_probs=log_probs, reference_log_probs=reference_log_probs)
     d = active_values(reference_log_probs.detach(), mask) - active_values(log_probs, mask)
     k = token_kl(estimator, d)
     value = token_average(
         settings,
-        k,
+        k if token_weights is None else k * active_values(token_weights.detach(), mask),
         segment_ids=segment_ids,
         num_sequences=num_sequences,
         lengths=lengths,

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -89,6 +89,7 @@ def policy_objective(
     group_sizes: Tensor | None = None,
     branch_weights: Tensor | None = None,
     rollout_log_probs: Tensor | None = None,
+    token_weights: Tensor | None = None,
     reduce_sequences: Callable[[Tensor], Tensor] = lambda partial_sums: partial_sums,
 ) -> ObjectiveOutput:
     """This rank's share of the global mean objective J of a mini-batch, from one packed micro-batch.
@@ -96,6 +97,7 @@ def policy_objective(
     Local tokens, T of them: `log_probs` (nats, with gradient), `old_log_probs`, `mask` (non-zero: active),
     `segment_ids` int64 in [0, S). Masked entries may hold anything. `token_advantages: [T]` replace the advantage of
     the sequence in the token forms only. `rollout_log_probs: [T]`: by the server; only `minirl` needs them.
+    `token_weights: [T]`, detached: correction factors of the terms of tokens.
 
     Per sequence, S of them, global values: `advantages`; `lengths`, active tokens on all context-parallel ranks
     together; `keep` (0: rejected, contributes 0 and stays in the denominator); `sequence_weights`, detached
@@ -192,6 +194,11 @@ def policy_objective(
                 counts=token_counts,
             )
             terms = surrogate_terms(settings, inputs)
+
+    if token_weights is not None:
+        if settings.unit != "token":
+            raise ValueError("weights of tokens need terms of tokens; this objective has one of each sequence")
+        terms = replace(terms, advantages=terms.advantages * active_values(token_weights.detach(), mask))
 
     # 4. Eq. 5: the mean over sequences. A term is A (offset + excess), and the two parts are added up separately.
     weights = sequence_coefficients(settings, lengths, denominator, group_sizes, branch_weights)

@@ -225,6 +225,9 @@ CORRECTION_CENTRE = SequenceColumn(
 CORRECTION_SEGMENTS = SequenceColumn(
     "correction_segments", "same", "[S, 2] version segments judged; 1 where only a segment put the sequence outside"
 )
+CORRECTION_TOKENS = SequenceColumn(
+    "correction_tokens", "sum", "[S, 4] of the tokens held here: their number, dropped, weight cut, sum of the weights"
+)
 STALENESS_SUMS = SequenceColumn(
     "staleness_sums", "sum", "[S, 2] nats over the tokens held here: old - own version's, and own version's - server's"
 )
@@ -246,6 +249,7 @@ COLUMNS: dict[str, SequenceColumn] = {
         CORRECTION_VETOES,
         CORRECTION_CENTRE,
         CORRECTION_SEGMENTS,
+        CORRECTION_TOKENS,
         STALENESS_SUMS,
         ENTROPY_SUM,
         KEPT_MASS,

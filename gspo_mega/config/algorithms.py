@@ -262,6 +262,15 @@ RECIPES: dict[str, Recipe] = {
 # The keys of `objective` that belong to single recipes.
 PARAMETERS = tuple(sorted({key for recipe in RECIPES.values() for key in recipe.parameters}))
 
+# The keys of `mismatch` that each named correction reads, with its default (docs/mismatch.md).
+CORRECTION_LIMITS: dict[str, dict[str, float]] = {
+    "token_tis": {"upper": 2.0},
+    "icepop": {"lower": 0.5, "upper": 5.0},
+    "kpop": {"threshold": 0.1},
+    "sequence_mis": {"upper": 2.0},
+    "m2po": {"threshold": 0.04},
+}
+
 if TYPE_CHECKING:
     AlgorithmName = str
 else:

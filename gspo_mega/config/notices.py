@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from gspo_mega.config.algorithms import RECIPES
+from gspo_mega.config.algorithms import CORRECTION_LIMITS, RECIPES
 from gspo_mega.config.derived import (
     corrects_engine_gap,
     critic_of,
@@ -25,7 +25,7 @@ from gspo_mega.config.derived import (
     policy_steps,
 )
 from gspo_mega.config.prompt_sources import eval_sets, own_rewards
-from gspo_mega.config.schema import Certify, Config, Episodes, Fp8, Objective
+from gspo_mega.config.schema import Certify, Config, Episodes, Fp8, Mismatch, Objective
 from gspo_mega.config.validate_episodes import ForeignOptions, validate_foreign_options
 
 
@@ -179,6 +179,9 @@ def _correction_notices(config: Config) -> Iterator[str]:
         yield "mismatch.kept_weight has no effect with `correction: none`"
     if config.train is None or not corrects_engine_gap(config.mismatch, config.old_log_probs):
         return
+    if mismatch.correction in CORRECTION_LIMITS:
+        yield _named_correction_notice(mismatch)
+        return
     bound = f"{mismatch.bound_nats:g} / sqrt(L)"
     if mismatch.correction == "truncate":
         rule = f"each response is weighted by exp(min(mean d - m, {bound}))"
@@ -192,6 +195,17 @@ def _correction_notices(config: Config) -> Iterator[str]:
     yield (
         f"mismatch.correction {mismatch.correction}: {rule} (d: trainer - server, nats), which the paper does not do"
         " (`none` leaves it out); mismatch/acted_fraction shows whether it acts"
+    )
+
+
+def _named_correction_notice(mismatch: Mismatch) -> str:
+    limits = {key: getattr(mismatch, key) or value for key, value in CORRECTION_LIMITS[mismatch.correction].items()}
+    shown = ", ".join(f"{key} {value:g}" for key, value in limits.items())
+    veto = mismatch.token_veto_nats
+    drops = "" if veto is None else f"; a token with |d| > {veto:g} nats drops its response (null: none does)"
+    return (
+        f"mismatch.correction {mismatch.correction} ({shown}): weights by the ratio of trainer to server"
+        f" (docs/mismatch.md){drops}; mismatch/acted_fraction and the weights' means show what it does"
     )
 
 

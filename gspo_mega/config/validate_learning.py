@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 from gspo_mega.base.errors import Violation
-from gspo_mega.config.algorithms import PARAMETERS, RECIPES, AlgorithmName, Ratio, Recipe
+from gspo_mega.config.algorithms import CORRECTION_LIMITS, PARAMETERS, RECIPES, AlgorithmName, Ratio, Recipe
 from gspo_mega.config.derived import (
     critic_config,
     critic_of,
@@ -65,6 +65,7 @@ def validate_objective(config: Config, command: str | None = None) -> Iterator[V
     yield from _validate_recipe(config, recipe, own_old_log_probs=command == "certify")
     yield from _validate_parameters(config.objective, recipe)
     yield from _validate_advantages(config)
+    yield from _validate_correction(config)
     if recipe.ratio is None and objective.ratio is None:
         yield Violation(
             "objective.ratio",
@@ -143,6 +144,38 @@ def _validate_parameters(objective: Objective, recipe: Recipe) -> Iterator[Viola
             "objective.dual_clip",
             f"`algorithm: {recipe.name}` bounds no term from below; leave it out",
         )
+
+
+def _validate_correction(config: Config) -> Iterator[Violation]:
+    """Yield what contradicts a named correction of the mismatch, and limits that belong to another one."""
+    mismatch, recipe = config.mismatch, RECIPES[config.algorithm]
+    limits = CORRECTION_LIMITS.get(mismatch.correction, {})
+    for key in ("upper", "lower", "threshold"):
+        if getattr(mismatch, key) is not None and key not in limits:
+            owners = ", ".join(name for name, keys in CORRECTION_LIMITS.items() if key in keys)
+            yield Violation(
+                f"mismatch.{key}", f"has no effect with `correction: {mismatch.correction}`; it belongs to: {owners}"
+            )
+    if not limits or ("mismatch", "correction") in recipe.fixes:
+        return
+    if config.old_log_probs == "rollout":
+        yield Violation(
+            "mismatch.correction",
+            f"{mismatch.correction} with `old_log_probs: rollout`: the servers' log-probs are the old ones, so the"
+            " mismatch is in the policy ratio and its weight is 1; valid: none, or `old_log_probs: trainer`",
+        )
+    of_sequences = recipe.has_one_advantage or config.objective.ratio == "sequence"
+    if of_sequences and mismatch.correction != "sequence_mis":
+        yield Violation(
+            "mismatch.correction",
+            f"{mismatch.correction} weighs tokens, and `algorithm: {recipe.name}` has one term of a whole response;"
+            " valid: none, truncate, mask, sequence_mis (or `algorithm: gspo_token`)",
+        )
+    for key in ("bound_nats", "kept_weight", "segment_tokens"):
+        if getattr(mismatch, key) != type(mismatch).model_fields[key].default:
+            yield Violation(f"mismatch.{key}", f"has no effect with `correction: {mismatch.correction}`; leave it out")
+    if (low := mismatch.lower) is not None and low >= (mismatch.upper or limits["upper"]):
+        yield Violation("mismatch.lower", f"{low:g} is not below mismatch.upper")
 
 
 def _validate_advantages(config: Config) -> Iterator[Violation]:

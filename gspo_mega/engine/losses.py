@@ -31,11 +31,13 @@ from gspo_mega.algorithm.correction import (
 from gspo_mega.algorithm.diagnostics import policy_sums
 from gspo_mega.algorithm.distillation import TokenGuidance, has_token_terms, teacher_sums, token_guidance
 from gspo_mega.algorithm.losses import KlEstimator, reference_kl, supervised_loss, token_average
+from gspo_mega.algorithm.named_corrections import second_moment_bound, squares, token_weights
 from gspo_mega.algorithm.objective import ObjectiveSettings, policy_objective, segment_sum, token_log_ratios
 from gspo_mega.algorithm.terms import (
     CORRECTION_CENTRE,
     CORRECTION_DEVIATION,
     CORRECTION_SEGMENTS,
+    CORRECTION_TOKENS,
     CORRECTION_VETOES,
     CORRECTION_WEIGHT,
     ENTROPY_SUM,
@@ -58,6 +60,8 @@ class GapSums:
     `rows` [S] int64: trajectory of the rollout batch, -1 for filler. `sums` [S] float64 nats, from `exact_sums`;
     `lengths` [S] float64 active tokens; `num_vetoes` [S] float64 tokens above the veto. `segments` [S, 2 V] float64:
     `sums` and then `lengths` of the tokens of each of the V weight versions of the rollout batch; None if V = 1.
+    `tokens` [N], of this rank's active tokens: float64 weights, or with `m2po` int64 `squares`; None if tokens have no
+    weights.
     """
 
     rows: torch.Tensor
@@ -65,6 +69,7 @@ class GapSums:
     lengths: torch.Tensor
     num_vetoes: torch.Tensor
     segments: torch.Tensor | None = None
+    tokens: torch.Tensor | None = None
 
 
 @dataclass
@@ -72,7 +77,7 @@ class SequenceCorrection:
     """The correction of the S sequences of one micro-batch. `weights` [S] float64 and `keep` [S] bool as in
     `CorrectionResult`; `deviations`, `centre` [S] float64 nats, the centre being one number for the whole batch.
     `segments` [S, 2] float64: how many segments were judged, and 1 where only a segment put the sequence outside; None
-    with one version.
+    with one version. `token_weights` [N] float64 of this rank's active tokens; None if tokens have none.
     """
 
     weights: torch.Tensor
@@ -80,6 +85,7 @@ class SequenceCorrection:
     deviations: torch.Tensor
     centre: torch.Tensor
     segments: torch.Tensor | None = None
+    token_weights: torch.Tensor | None = None
 
 
 def max_packs(num_packs: int, groups: ParallelGroups) -> int:
@@ -112,7 +118,16 @@ def correct_batch(rule: CorrectionRule, gaps: Sequence[GapSums], groups: Paralle
     # On the host: the centre is found by bisection, and the table is small.
     sums, lengths, num_vetoes, *by_version = table.cpu().unbind()
     of_segments = None
-    if by_version:
+    bound = None
+    if rule.mode == "m2po":
+        bound = second_moment_bound(
+            rule.divergence_limit,
+            torch.cat([gap.tokens for gap in gaps if gap.tokens is not None])
+            if gaps
+            else torch.zeros(0, dtype=torch.int64, device=device()),
+            lambda sums: _sum_over_tokens(sums, groups),
+        )
+    if by_version and rule.mode in ("truncate", "mask"):
         half = width // 2
         segments = correct_segments(
             rule, torch.stack(by_version[:half], dim=1), torch.stack(by_version[half:], dim=1), num_vetoes
@@ -136,9 +151,19 @@ def correct_batch(rule: CorrectionRule, gaps: Sequence[GapSums], groups: Paralle
                 segments=None
                 if of_segments is None
                 else torch.where(real[:, None], of_segments.to(gap.sums.device)[rows], 0.0),
+                token_weights=gap.tokens if bound is None or gap.tokens is None else (gap.tokens <= bound).double(),
             )
         )
     return corrections
+
+
+def _sum_over_tokens(sums: torch.Tensor, groups: ParallelGroups) -> torch.Tensor:
+    """`sums` [K] int64, added up over the ranks that hold different tokens. Collective over context and data group."""
+    sums = sums.to(device())
+    for group in (groups.context, groups.data):
+        if group.size > 1:
+            dist.all_reduce(sums, group=group.group)
+    return sums
 
 
 @dataclass
@@ -268,6 +293,11 @@ class OldPass:
             lengths=batch.sequence["length"].double(),
             num_vetoes=num_vetoes,
             segments=whole[:, 3:] if batch.num_versions > 1 else None,
+            tokens=squares(d)
+            if self.rule.mode == "m2po"
+            else token_weights(self.rule, log_probs, batch.rollout_log_probs)
+            if self.rule.is_of_tokens
+            else None,
         )
         return columns, OldLogProbs(log_probs, gap_sums, gap)
 
@@ -389,6 +419,13 @@ class PolicyLoss:
             }
             if correction.segments is not None:
                 columns[CORRECTION_SEGMENTS.name] = correction.segments
+            if (of_tokens := correction.token_weights) is not None:
+                limit = self.old_pass.rule.upper_limit if self.old_pass.rule.mode == "token_tis" else None
+                cut = of_tokens >= limit if limit is not None else torch.zeros_like(of_tokens)
+                parts = (torch.ones_like(of_tokens), (of_tokens == 0).double(), cut.double(), of_tokens)
+                columns[CORRECTION_TOKENS.name] = torch.stack(
+                    [segment_sum(part, batch.sequence_ids, batch.num_sequences) for part in parts], dim=1
+                )
 
         def reduce_sequences(sums: torch.Tensor) -> torch.Tensor:
             """One all-reduce over the context ranks per micro-batch, with or without an old pass."""
@@ -405,6 +442,7 @@ class PolicyLoss:
             branch_weights=batch.sequence.get("weight"),
         )
         keep, weights = (None, None) if correction is None else (correction.keep, correction.weights)
+        by_token = None if correction is None else correction.token_weights
         old_log_probs = log_probs.detach() if self.old_is_current else old.log_probs
         both: dict[str, Any] = dict(
             log_probs=log_probs,
@@ -424,6 +462,7 @@ class PolicyLoss:
         out = policy_objective(
             self.settings,
             rollout_log_probs=batch.rollout_log_probs if self.settings.surrogate == "minirl" else None,
+            token_weights=by_token,
             reduce_sequences=reduce_sequences,
             **both,
             **shared,
@@ -458,6 +497,7 @@ class PolicyLoss:
                 denominator=self.denominator,
                 keep=keep,
                 sequence_weights=weights,
+                token_weights=by_token,
                 group_sizes=batch.sequence["group_size"],
                 branch_weights=batch.sequence.get("weight"),
             )
@@ -468,7 +508,7 @@ class PolicyLoss:
             require_finite_tokens(batch, entropy=found)
             bonus = token_average(
                 self.settings,
-                found.double(),
+                found.double() if by_token is None else found.double() * by_token,
                 segment_ids=batch.sequence_ids,
                 num_sequences=batch.num_sequences,
                 lengths=batch.sequence["length"],

@@ -372,6 +372,9 @@ class PolicyEngine:
             mismatch.token_veto_nats,
             mismatch.kept_weight,
             mismatch.segment_tokens,
+            mismatch.upper,
+            mismatch.lower,
+            mismatch.threshold,
         )
 
     def _apply(self, report: PassReport | None = None) -> StepResult:

@@ -164,6 +164,9 @@ LOG_RATIO_PARTS = {
 CORRECTION: dict[str, tuple[str, Reduction, str]] = {
     "acted_fraction": ("fraction", "ratio", "sequences that mismatch.correction dropped or whose weight it cut"),
     "weight_mean": ("1", "mean", "correction weight of kept sequences"),
+    "token_dropped_fraction": ("fraction", "ratio", "tokens that a correction of tokens drops"),
+    "token_cut_fraction": ("fraction", "ratio", "tokens whose weight token_tis cuts at mismatch.upper"),
+    "token_weight_mean": ("1", "mean", "weight of a token under a correction of tokens, dropped ones included"),
     "centre": (
         "nats",
         "value",

@@ -22,6 +22,7 @@ from gspo_mega.algorithm.terms import (
     CORRECTION_CENTRE,
     CORRECTION_DEVIATION,
     CORRECTION_SEGMENTS,
+    CORRECTION_TOKENS,
     CORRECTION_VETOES,
     CORRECTION_WEIGHT,
     MISMATCH_MAXIMA,
@@ -286,6 +287,15 @@ def correction_metrics(
         torch.from_numpy(deviations),
     )
     metrics = {}
+    if CORRECTION_TOKENS.name in train:
+        counted, dropped, cut, weighed = train[CORRECTION_TOKENS.name][present].T
+        acted = acted | torch.from_numpy((dropped > 0) | (cut > 0))
+        num_tokens = max(float(counted.sum()), 1.0)
+        metrics |= {
+            "mismatch/token_dropped_fraction": float(dropped.sum()) / num_tokens,
+            "mismatch/token_cut_fraction": float(cut.sum()) / num_tokens,
+            "mismatch/token_weight_mean": float(weighed.sum()) / num_tokens,
+        }
     if CORRECTION_SEGMENTS.name in train:
         segments = train[CORRECTION_SEGMENTS.name][present]
         metrics["mismatch/num_segments"] = float(segments[:, 0].sum())
@@ -325,6 +335,11 @@ def correction_notice(mismatch: Mismatch, summary: dict[str, Any], at_end: bool 
     ):
         return None
     kept["is_said"] = True
+    if mismatch.correction not in ("truncate", "mask"):
+        return (
+            f"notice   mismatch.correction {mismatch.correction} has not acted in {kept['num_steps']} steps: nothing"
+            " was dropped and no weight cut"
+        )
     what = "no weight was cut" if mismatch.correction == "truncate" else "no response was dropped"
     return (
         f"notice   mismatch.correction {mismatch.correction} has not acted in {kept['num_steps']} steps: {what}; the"

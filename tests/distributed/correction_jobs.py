@@ -83,7 +83,7 @@ def of_known_log_probs(
 
 def _by_rule(rule: CorrectionRule, groups: ParallelGroups, per_pack: int, num_versions: int) -> dict:
     old_pass = OldPass(groups, rule)
-    gaps, rows = [], []
+    gaps, rows, owners = [], [], []
     for packs in mini_batches(groups.data.rank, groups.data.size, 2 * groups.context.size, per_pack):
         for micro_batch in packs:
             # From certain tokens, 1e-12 nats, to rare ones, so that plain sums would depend on their order. The trainer's
@@ -101,12 +101,17 @@ def _by_rule(rule: CorrectionRule, groups: ParallelGroups, per_pack: int, num_ve
             ours = trainer.rollout_log_probs
             gaps.append(old_pass.measure(server, ours, torch.zeros_like(ours))[1].gap)
             rows.append(micro_batch.trajectory_index)
+            owners.append(trainer.sequence_ids)
     decided = correct_batch(rule, gaps, groups)
-    names = ("weights", "deviations", *(("judged", "by_segment") if num_versions > 1 else ()))
+    by_version = num_versions > 1 and rule.mode in ("mask", "truncate")
+    names = ("weights", "deviations", *(("judged", "by_segment") if by_version else ()))
     result = {name: np.full(NUM_ROWS, np.nan) for name in names}
-    for index, part in zip(rows, decided, strict=True):
-        values_of = dict(weights=part.weights, deviations=part.deviations)
-        if num_versions > 1:
+    result["tokens"] = np.zeros(NUM_ROWS)  # of this rank: the sum of their weights
+    for index, part, owner in zip(rows, decided, owners, strict=True):
+        values_of = dict(weights=part.weights, deviations=part.deviations, tokens=torch.zeros(len(index)))
+        if part.token_weights is not None:
+            values_of["tokens"] = torch.zeros(len(index)).double().index_add(0, owner, part.token_weights)
+        if by_version:
             assert part.segments is not None
             values_of |= dict(judged=part.segments[:, 0], by_segment=part.segments[:, 1])
         real = index >= 0

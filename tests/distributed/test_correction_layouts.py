@@ -48,6 +48,32 @@ def test_known_log_probs_are_decided_alike_to_the_bit(rank_pools, one_rank, layo
         assert 1 <= changed.sum() <= 7
 
 
+NAMED = {
+    "sequence_mis": dict(mode="sequence_mis", upper=1.5, token_veto_nats=None),
+    "m2po": dict(mode="m2po", threshold=0.05, token_veto_nats=None),
+    "token_tis": dict(mode="token_tis", token_veto_nats=None),
+}
+
+
+@pytest.mark.parametrize("layout", ["DP2", "CP2"])
+def test_named_corrections_are_decided_alike(rank_pools, layout):
+    """M2PO's bound is one number of the whole batch, and its mask the same to the bit; two versions change nothing."""
+    arguments, job = dict(LAYOUTS[layout]), "correction_jobs:of_known_log_probs"
+    ranks = rank_pools(arguments.pop("world")).run(job, rules=NAMED, num_versions=2, **arguments)
+    one = rank_pools(1).run(job, rules=NAMED)
+    for rule in NAMED:
+        want, got = [rank[rule] for rank in one], [rank[rule] for rank in ranks]
+        assert merged(got, "weights").tobytes() == merged(want, "weights").tobytes(), rule
+        tokens = sum(result["tokens"] for result in got)
+        if rule == "m2po":
+            assert tokens.tobytes() == want[0]["tokens"].tobytes() and tokens.sum() % 1 == 0
+        np.testing.assert_allclose(tokens, want[0]["tokens"], rtol=1e-12)
+    dropped = merged([rank["sequence_mis"] for rank in one], "weights") == 0
+    assert 1 <= dropped.sum() <= 11
+    lengths = one[0]["token_tis"]["tokens"], one[0]["m2po"]["tokens"]
+    assert 0 < lengths[1].sum() < 0.99 * lengths[0].sum()  # some tokens were masked
+
+
 SEGMENT_RULES = {
     "mask": dict(mode="mask", bound_nats=0.5, token_veto_nats=None, segment_tokens=4),
     "truncate": dict(mode="truncate", bound_nats=0.35, token_veto_nats=1.65, segment_tokens=4),

@@ -175,11 +175,12 @@ class Mismatch(Section):
     """The gap between the two engines, d = log pi_old(trainer) - log mu(server) of a sampled token. It is kept apart
     from the policy ratio (docs/mismatch.md)."""
 
-    correction: Literal["none", "truncate", "mask"] = Field(
+    correction: Literal["none", "truncate", "mask", "token_tis", "icepop", "kpop", "sequence_mis", "m2po"] = Field(
         default="mask",
         description=(
             "mask: drop a response of L tokens whose mean d is further than bound_nats / sqrt(L) from the batch's mean"
-            " m. truncate: keep it, and weigh every response by exp(mean d - m), cut above at that bound."
+            " m. truncate: keep it, and weigh every response by exp(mean d - m), cut above at that bound. The others as"
+            " their papers name them (docs/mismatch.md), with the limits below."
         ),
     )
     bound_nats: float = Field(
@@ -208,6 +209,24 @@ class Mismatch(Section):
         description=(
             "If a response has tokens of several weight versions: this many tokens or more of one version are judged on"
             " their own, by the same bound (docs/studies/asynchronous_ratio.md)."
+        ),
+    )
+    upper: float | None = Field(
+        default=None,
+        gt=0,
+        description=(
+            "Largest importance weight: token_tis cuts it there (2); icepop (5) and sequence_mis (2) drop above."
+        ),
+    )
+    lower: float | None = Field(
+        default=None, gt=0, description="With icepop: smallest importance weight of a token that is kept (0.5)."
+    )
+    threshold: float | None = Field(
+        default=None,
+        gt=0,
+        description=(
+            "kpop: largest divergence of a token that is kept, in either direction, nats (0.1). m2po: largest mean d^2"
+            " of the tokens that are kept, nats^2 (0.04)."
         ),
     )
     budget: float = Field(

@@ -217,3 +217,49 @@ def test_each_commented_line_of_the_configuration_of_objectives_plans(tmp_path):
 def test_a_recipe_as_published_says_nothing_of_its_advantages(write):
     for name in ("dr_grpo", "minirl", "dppo", "vespo"):
         assert not any("advantages are" in notice for notice in load_config(write(), [f"algorithm={name}"]).notices)
+
+
+NAMED_CORRECTIONS = [
+    (
+        ["mismatch.correction=icepop"],
+        "icepop weighs tokens, and `algorithm: gspo` has one term of a whole response; valid: none, truncate, mask,"
+        " sequence_mis (or `algorithm: gspo_token`)",
+    ),
+    (
+        ["algorithm=gmpo", "mismatch.correction=token_tis"],
+        "token_tis weighs tokens, and `algorithm: gmpo` has one term",
+    ),
+    (
+        ["algorithm=grpo", "mismatch.correction=kpop", "old_log_probs=rollout"],
+        "kpop with `old_log_probs: rollout`: the servers' log-probs are the old ones, so the mismatch is in the policy"
+        " ratio and its weight is 1",
+    ),
+    (["algorithm=dppo", "mismatch.correction=m2po"], "m2po with `old_log_probs: rollout`"),
+    (["algorithm=minirl", "mismatch.correction=token_tis"], "token_tis contradicts `algorithm: minirl`"),
+    (["mismatch.upper=3"], "mismatch.upper: has no effect with `correction: mask`; it belongs to: token_tis, icepop,"),
+    (
+        ["algorithm=grpo", "mismatch={correction: token_tis, threshold: 1}"],
+        "mismatch.threshold: has no effect with `correction: token_tis`; it belongs to: kpop, m2po",
+    ),
+    (
+        ["algorithm=grpo", "mismatch={correction: token_tis, bound_nats: 1}"],
+        "mismatch.bound_nats: has no effect with `correction: token_tis`; leave it out",
+    ),
+    (["algorithm=grpo", "mismatch={correction: icepop, lower: 5}"], "mismatch.lower: 5 is not below mismatch.upper"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "said"), NAMED_CORRECTIONS)
+def test_a_named_correction_is_refused_where_it_has_no_meaning(write, overrides, said):
+    assert said in " ".join(refused(write(), *overrides).split())
+
+
+@pytest.mark.parametrize("name", ["token_tis", "icepop", "kpop", "sequence_mis", "m2po"])
+def test_a_named_correction_is_taken_and_announced(write, name):
+    from gspo_mega.algorithm.correction import CorrectionRule
+
+    loaded = load_config(write("train: {num_steps: 1}\n"), ["algorithm=grpo", f"mismatch.correction={name}"])
+    (notice,) = [text for text in loaded.notices if text.startswith("mismatch.correction")]
+    assert notice.startswith(f"mismatch.correction {name} (") and "9.2 nats drops its response" in notice
+    rule = CorrectionRule(name)
+    assert (rule.upper_limit if name in ("token_tis", "icepop", "sequence_mis") else rule.divergence_limit) > 0
