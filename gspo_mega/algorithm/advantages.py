@@ -7,7 +7,8 @@ arXiv:2402.14740) or relative to the batch (REINFORCE++, arXiv:2501.03262):
     leave_one_out  A_i = r_i - mean of the others of g = G / (G - 1) (r_i - mean_g)
     batch          A_i = r_i - mean of all
 
-each divided, unless switched off, by the standard deviation of the group's rewards or of the batch's A.
+or of each reward function by itself (`decoupled_advantages`; GDPO, arXiv:2601.05242). All but the last are divided,
+unless switched off, by the standard deviation of the group's rewards or of the batch's A.
 
 Of turns (`turn_advantages`): one advantage per turn of an episode, for the token forms of the objective (GSPO-token,
 arXiv:2507.18071, Eq. 13-14, and GRPO). Of tokens (`generalised_advantages`): generalised advantage estimation
@@ -16,7 +17,7 @@ arXiv:2507.18071, Eq. 13-14, and GRPO). Of tokens (`generalised_advantages`): ge
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -76,6 +77,31 @@ def group_advantages(
     if divide_by_std and std_over == "batch" and len(values) > std_ddof and bool((advantages != 0).any()):
         advantages = advantages / (_deviation(advantages, std_ddof) + std_eps)
     return advantages
+
+
+def decoupled_advantages(
+    parts: Mapping[str, Tensor], weights: Mapping[str, float], group_ids: Tensor, std_ddof: int = 0
+) -> Tensor:
+    """GDPO (arXiv:2601.05242): [N] float64,
+
+        a_i = sum_k w_k (r_ik - mean_g r_k) / std_g r_k,        A_i = a_i / std of all a of the batch,
+
+    with the reward r_k of each function by itself, in the group of response i. A function whose values are all equal in
+    a group adds nothing there, as in `group_advantages`. All a have the mean 0. If all are 0, so are the advantages.
+
+    `parts`: for each function its values [N], NaN where it was not asked, which counts as 0, as in the sum of rewards.
+    `weights`: of each. `group_ids: [N]`, `std_ddof` as in `group_advantages`. Raises ValueError for a function without
+    values, and for what `group_advantages` refuses.
+    """
+    if missing := sorted(weights.keys() - parts.keys()):
+        raise ValueError(f"no response has a value of {', '.join(missing)}")
+    sums = torch.zeros(group_ids.shape, dtype=torch.float64)
+    for name, weight in weights.items():
+        values = parts[name].detach().double()
+        sums += weight * group_advantages(torch.where(values.isnan(), 0.0, values), group_ids, std_ddof)
+    if len(sums) <= std_ddof or not bool((sums != 0).any()):
+        return torch.zeros_like(sums)
+    return sums / _deviation(sums, std_ddof)
 
 
 def _deviation(deviations: Tensor, ddof: int) -> Tensor:

@@ -15,6 +15,7 @@ from gspo_mega.config.algorithms import CORRECTION_LIMITS, PARAMETERS, RECIPES, 
 from gspo_mega.config.derived import (
     critic_config,
     critic_of,
+    is_one_turn,
     least_of_group,
     needs_old_log_prob_pass,
     on_publish,
@@ -195,6 +196,8 @@ def _validate_advantages(config: Config) -> Iterator[Violation]:
             "advantage.turns",
             "return_to_go has a baseline of the group's turns; valid then: `baseline: group`, `std_over: group`",
         )
+    if advantage.rewards == "separate":
+        yield from _validate_separate_rewards(config)
     if config.batch.group_size < least_of_group(config):
         owners = ", ".join(name for name, recipe in RECIPES.items() if recipe.has_critic)
         whose = (
@@ -212,6 +215,34 @@ def _validate_advantages(config: Config) -> Iterator[Violation]:
             "rollout.filter_constant_groups",
             "true with `advantage.baseline: batch`: a group whose rewards are all equal has advantages against the"
             " batch's mean; valid: false",
+        )
+
+
+def _validate_separate_rewards(config: Config) -> Iterator[Violation]:
+    """Yield what contradicts advantages of each reward function by itself."""
+    key, advantage, functions = "advantage.rewards", config.advantage, config.reward.functions
+    if not advantage.divide_by_std:
+        yield Violation(key, "separate divides by each function's deviation; valid then: `divide_by_std: true`")
+    for other in ("baseline", "std_over", "turns"):
+        if getattr(advantage, other) != type(advantage).model_fields[other].default:
+            yield Violation(f"advantage.{other}", f"has no effect with `{key}: separate`; leave it out")
+    names = [one.name or one.function for one in functions]
+    if not is_one_turn(config.rollout):
+        yield Violation(
+            key,
+            f"separate with `rollout.episode: {config.rollout.episode.function}`, whose turns may have rewards of their"
+            " own; valid then: sum",
+        )
+    if len(functions) < 2:
+        yield Violation(key, f"separate, but the reward has {len(functions)} functions; at least 2")
+    if double := sorted({name for name in names if names.count(name) > 1}):
+        yield Violation(key, f"separate, and two functions are called {double[0]}; give each a `name` of its own")
+    if any(source.reward is not None for source in config.data.sources):
+        yield Violation(key, "separate, and a source has a reward of its own; valid then: sum")
+    if config.rollout.filter_constant_groups:
+        yield Violation(
+            "rollout.filter_constant_groups",
+            f"true with `{key}: separate`: a group with equal sums may differ in its parts; valid: false",
         )
 
 
@@ -274,7 +305,7 @@ def validate_critic(config: Config) -> Iterator[Violation]:
 
 def _validate_unused_advantage_keys(advantage: Advantage, algorithm: AlgorithmName) -> Iterator[Violation]:
     """Yield the keys of advantages that are relative to a group or a batch, which a critic replaces."""
-    for key in ("function", "divide_by_std", "baseline", "std_over", "turns", "turn_discount"):
+    for key in ("function", "divide_by_std", "baseline", "std_over", "rewards", "turns", "turn_discount"):
         default = type(advantage).model_fields[key].default
         if getattr(advantage, key) != default:
             yield Violation(

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gspo_mega.algorithm.advantages import group_advantages, token_rewards, turn_advantages
+from gspo_mega.algorithm.advantages import decoupled_advantages, group_advantages, token_rewards, turn_advantages
 from gspo_mega.algorithm.hooks import AdvantageInputs, load_advantage, user_advantages
 from gspo_mega.algorithm.objective import mini_batch_denominator
 from gspo_mega.base.episodes import ENDED_BY_LIMIT, Episode, RolloutBatch, leaf_ids
@@ -94,8 +94,11 @@ def fill_advantages(batch: RolloutBatch, config: Config, step: int) -> None:
     if config.advantage.turns == "return_to_go":
         fill_turn_advantages(episodes, rewards.tolist(), config)
         return
-    if config.advantage.function is not None:
-        inputs = advantage_inputs(episodes, rewards, config.reward, step)
+    inputs = advantage_inputs(episodes, rewards, config, step)
+    if config.advantage.rewards == "separate":
+        named = {name: inputs.weights[name] for name in inputs.weights if name in inputs.parts}
+        advantages = decoupled_advantages(inputs.parts, named, inputs.group_ids, config.advantage.std_ddof)
+    elif config.advantage.function is not None:
         advantages = user_advantages(load_advantage(config.advantage.function), inputs)
     else:
         advantages = group_advantages(
@@ -111,17 +114,17 @@ def fill_advantages(batch: RolloutBatch, config: Config, step: int) -> None:
             row.advantage, row.token_advantages = advantage, None
 
 
-def advantage_inputs(episodes: Sequence[Episode], rewards: np.ndarray, reward: Reward, step: int) -> AdvantageInputs:
+def advantage_inputs(episodes: Sequence[Episode], rewards: np.ndarray, config: Config, step: int) -> AdvantageInputs:
     """What a function of the whole batch gets: `rewards` [N] float64 of the scored `episodes`, and what is known of
-    them.
-
-    With `reward.permute_in_batch` the parts are those of the episode whose total is no longer its own, so they are left
-    out.
+    them. With `reward.permute_in_batch` the parts are permuted as the rewards are.
     """
+    reward, order = config.reward, np.arange(len(episodes))
+    if reward.permute_in_batch:
+        order = np.random.default_rng((config.run.seed, step)).permutation(order)
     names = dict.fromkeys(name for episode in episodes for name in episode.reward_parts)
     parts = {
-        name: torch.tensor([episode.reward_parts.get(name, float("nan")) for episode in episodes], dtype=torch.float64)
-        for name in ({} if reward.permute_in_batch else names)
+        name: torch.tensor([episodes[k].reward_parts.get(name, float("nan")) for k in order], dtype=torch.float64)
+        for name in names
     }
     return AdvantageInputs(
         rewards=torch.from_numpy(rewards),

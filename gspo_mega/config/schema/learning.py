@@ -110,6 +110,14 @@ class Advantage(Section):
             " advantages of the rollout batch (REINFORCE++; with `baseline: group` its form with a baseline)."
         ),
     )
+    rewards: Literal["sum", "separate"] = Field(
+        default="sum",
+        description=(
+            "sum: advantages of the sum of rewards. separate: each function of `reward` is normalised in the group by"
+            " itself, the results are added with the functions' weights, and the sum is divided by its deviation over"
+            " the rollout batch (GDPO)."
+        ),
+    )
     turns: Literal["episode", "return_to_go"] = Field(
         default="episode",
         description=(

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gspo_mega.algorithm.advantages import group_advantages
+from gspo_mega.algorithm.advantages import decoupled_advantages, group_advantages
 from gspo_mega.base.episodes import Group, one_turn_row
 from gspo_mega.base.records import Prompt
 
@@ -167,3 +167,60 @@ def test_a_baseline_of_the_batch_by_hand():
 def test_a_batch_of_equal_rewards_has_no_signal(settings):
     rewards = torch.tensor([0.1 + 0.2, 0.3, 0.3], dtype=torch.float64)
     assert group_advantages(rewards, torch.tensor([0, 0, 1]), **settings).tolist() == [0.0, 0.0, 0.0]
+
+
+# --- each reward function by itself: GDPO -----------------------------------------------------------------------------
+
+
+def separate(parts, weights, groups):
+    tensors = {name: torch.tensor(values, dtype=torch.float64) for name, values in parts.items()}
+    return decoupled_advantages(tensors, weights, torch.tensor(groups)).tolist()
+
+
+def test_gdpo_tells_apart_what_the_sum_does_not():
+    """Two rewards, three responses: (1, 0), (0, 1), (1, 1) in the first group have sums 1, 1, 2. The first reward is
+    (1, 0, 1): deviations 1/3, -2/3, 1/3 over sqrt(2)/3; so a = 1/sqrt(2) - 2/sqrt(2), the same, and 2/sqrt(2) twice.
+    """
+    parts = {"right": [1, 0, 1, 0, 0], "short": [0, 1, 1, 3, 3]}
+    root = math.sqrt(2)
+    a = [1 / root - 2 / root, 1 / root - 2 / root, 2 / root, 0, 0]
+    sd = math.sqrt(sum(x * x for x in a) / 5)
+    assert separate(parts, {"right": 1, "short": 1}, [0, 0, 0, 1, 1]) == pytest.approx([x / sd for x in a], rel=1e-12)
+    # With weight 1/2 on the second the first two differ, although the sums 1 and 1/2 would give three levels too.
+    a = [1 / root - 1 / root, -2 / root + 1 / (2 * root), 1 / root + 1 / (2 * root)]
+    sd = math.sqrt(sum(x * x for x in a) / 3)
+    got = separate({"right": [1, 0, 1], "short": [0, 1, 1]}, {"right": 1, "short": 0.5}, [0, 0, 0])
+    assert got == pytest.approx([x / sd for x in a], rel=1e-12, abs=1e-15)
+
+
+def test_gdpo_of_one_function_is_the_groups_own_advantage_over_its_deviation():
+    rewards, groups = [0.0, 1.0, 1.0, 5.0, 5.0, 7.0, 2.0, 2.0], [0, 0, 0, 1, 1, 1, 2, 2]
+    own = group_advantages(torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups))
+    want = own / own.square().mean().sqrt()
+    assert separate({"one": rewards}, {"one": 0.3}, groups) == pytest.approx(want.tolist(), rel=1e-12)
+
+
+def test_gdpo_is_its_equation_on_random_rewards():
+    generator = torch.Generator().manual_seed(3)
+    groups = torch.tensor([4] * 5 + [1] * 2 + [9] * 6)
+    parts = {name: torch.randn(13, generator=generator, dtype=torch.float64) for name in "abc"}
+    weights = {"a": 1.0, "b": 0.2, "c": -2.0}
+    sums = [0.0] * 13
+    for name, weight in weights.items():
+        for group in (4, 1, 9):
+            rows = [i for i in range(13) if groups[i] == group]
+            mean = sum(float(parts[name][i]) for i in rows) / len(rows)
+            sd = math.sqrt(sum((float(parts[name][i]) - mean) ** 2 for i in rows) / len(rows))
+            for i in rows:
+                sums[i] += weight * (float(parts[name][i]) - mean) / sd
+    whole = math.sqrt(sum(x * x for x in sums) / 13)
+    got = decoupled_advantages(parts, weights, groups).tolist()
+    assert got == pytest.approx([x / whole for x in sums], rel=1e-12)
+
+
+def test_gdpo_without_a_signal_is_zero_and_a_function_that_was_not_asked_counts_as_zero():
+    assert separate({"a": [1, 1], "b": [2, 2]}, {"a": 1, "b": 1}, [0, 0]) == [0, 0]
+    asked = separate({"a": [1.0, 0.0], "b": [float("nan"), 3.0]}, {"a": 2, "b": 1}, [0, 0])
+    assert asked == separate({"a": [1.0, 0.0], "b": [0.0, 3.0]}, {"a": 2, "b": 1}, [0, 0]) == [1, -1]
+    with pytest.raises(ValueError, match="no response has a value of b"):
+        separate({"a": [1.0]}, {"a": 1, "b": 1}, [0])

@@ -263,3 +263,25 @@ def test_a_named_correction_is_taken_and_announced(write, name):
     assert notice.startswith(f"mismatch.correction {name} (") and "9.2 nats drops its response" in notice
     rule = CorrectionRule(name)
     assert (rule.upper_limit if name in ("token_tis", "icepop", "sequence_mis") else rule.divergence_limit) > 0
+
+
+TWO = "reward={functions: [{function: gsm8k}, {function: format, weight: 0.5}]}"
+SEPARATE = [
+    ([], "advantage.rewards: separate, but the reward has 1 functions; at least 2"),
+    ([TWO, "algorithm=dr_grpo"], "separate divides by each function's deviation; valid then: `divide_by_std: true`"),
+    ([TWO, "advantage.std_over=batch"], "advantage.std_over: has no effect with `advantage.rewards: separate`"),
+    (["reward={functions: [{function: gsm8k}, {function: gsm8k}]}"], "two functions are called gsm8k; give each"),
+    ([TWO, "rollout.filter_constant_groups=true"], "a group with equal sums may differ in its parts; valid: false"),
+    ([TWO, "algorithm=ppo"], "advantage.rewards: has no effect with `algorithm: ppo`"),
+    ([TWO, "advantage.function=mine:f"], "advantage.rewards: has no effect with `advantage.function`"),
+    ([TWO, "rollout.episode=mine:f"], "whose turns may have rewards of their own; valid then: sum"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "said"), SEPARATE)
+def test_separate_rewards_are_refused_where_they_have_no_meaning(write, overrides, said):
+    assert said in " ".join(refused(write(), "algorithm=grpo", "advantage.rewards=separate", *overrides).split())
+
+
+def test_separate_rewards_are_taken(write):
+    assert load_config(write(), ["algorithm=grpo", "advantage.rewards=separate", TWO]).config.advantage.rewards
