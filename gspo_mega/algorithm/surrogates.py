@@ -7,6 +7,8 @@ advantage of the token:
     cispo    sg[clip(r, 1 - clip_low, 1 + clip_high)] A log pi(y_t)
     sapo     (4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A
     dppo     r A; 0 where pi - pi_old of the token is above clip_high and A > 0, or below -clip_low and A < 0
+    dppo_kl  r A; 0 where the divergence of the token's coin, D(pi_old, pi) of `binary_divergence`, is above clip_high,
+             r > 1 and A > 0, or above clip_low, r < 1 and A < 0
     minirl   sg[pi / mu] A log pi(y_t), mu the server's; 0 where r is outside the range in the direction of A
     vespo    sg[W^k exp(lambda (1 - W))] A log pi(y_t), W = exp(sum of d over the sequence), k and lambda by the sign
     gmpo     exp(mean of clipped d over the sequence) A, d at most clip_high for A > 0, at least -clip_low for A < 0
@@ -20,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gspo_mega.algorithm.named_corrections import binary_divergence
 from gspo_mega.algorithm.terms import ObjectiveSettings, Terms, log_lower_edge, ratio_parts
 
 
@@ -42,8 +45,8 @@ class TokenInputs:
 
 
 def surrogate_terms(settings: ObjectiveSettings, tokens: TokenInputs) -> Terms:
-    """The term of each token under `cispo`, `sapo`, `dppo`, `minirl` or `vespo`: [T]. A token that does not count, or
-    has A = 0, has the term 0 with gradient 0 and no flag. Raises ValueError for `minirl` without the server's
+    """The term of each token under `cispo`, `sapo`, `dppo`, `dppo_kl`, `minirl` or `vespo`: [T]. A token that does not
+    count, or has A = 0, has the term 0 with gradient 0 and no flag. Raises ValueError for `minirl` without the server's
     log-probs.
     """
     advantages, decision = tokens.advantages, tokens.decision
@@ -57,8 +60,11 @@ def surrogate_terms(settings: ObjectiveSettings, tokens: TokenInputs) -> Terms:
         # sigmoid(x) - 1/2 = tanh(x / 2) / 2; for a ratio too large for float64 it is 1/2.
         x = torch.where(counts, tau * torch.expm1(tokens.log_ratio.clamp(max=700.0)), 0.0)
         excess = offset * torch.tanh(x / 2)
-    elif settings.surrogate == "dppo":
-        moved = tokens.log_probs.detach().exp() - tokens.old_log_probs.exp()
+    elif settings.surrogate in ("dppo", "dppo_kl"):
+        if settings.surrogate == "dppo":
+            moved = tokens.log_probs.detach().exp() - tokens.old_log_probs.exp()
+        else:
+            moved = binary_divergence(tokens.old_log_probs, tokens.log_probs.detach()) * decision.sign()
         high, low = positive & (moved > settings.clip_high), negative & (moved < -settings.clip_low)
         offset, excess = ratio_parts(tokens.log_ratio, decision, counts & ~(high | low), torch.zeros_like(decision))
         offset = torch.where(high | low, 0.0, offset)

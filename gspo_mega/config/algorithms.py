@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 Ratio = Literal["sequence", "sequence_token", "token"]
-Surrogate = Literal["clip", "cispo", "sapo", "dppo", "minirl", "vespo", "gmpo"]
+Surrogate = Literal["clip", "cispo", "sapo", "dppo", "dppo_kl", "minirl", "vespo", "gmpo"]
 Aggregation = Literal[
     "sequence_mean_token_mean",
     "token_mean",
@@ -181,6 +181,18 @@ RECIPES: dict[str, Recipe] = {
             clip_low=0.15,
             clip_high=0.15,
             published_as="dppo",
+            aggregation="sequence_mean_token_sum_norm",
+            takes_kl=False,
+            settings={"": {"old_log_probs": "rollout"}, "advantage": {"divide_by_std": False}},
+        ),
+        Recipe(
+            name="dppo_kl",
+            paper="arXiv:2602.04879, Eq. 11, 14, Binary-KL; the range is of divergences, nats",
+            ratio="token",
+            surrogate="dppo_kl",
+            clip_low=0.05,
+            clip_high=0.05,
+            published_as="dppo_kl",
             aggregation="sequence_mean_token_sum_norm",
             takes_kl=False,
             settings={"": {"old_log_probs": "rollout"}, "advantage": {"divide_by_std": False}},

@@ -255,6 +255,7 @@ def corrects_engine_gap(mismatch: Mismatch, old_log_probs: OldLogProbs) -> bool:
 #     cispo                              d of each token; with clip_low 1 or more there is only the upper edge
 #     gmpo                               d of each token: -clip_low to clip_high
 #     dppo                               the difference of each token's probability: -clip_low to clip_high
+#     dppo_kl                            nothing: its range is of a divergence, not of d
 #     sapo, vespo                        nothing: they clip nothing
 #     custom                             follows objective.ratio
 
@@ -320,7 +321,7 @@ def make_band(
     that leaves it open.
     """
     recipe = RECIPES[algorithm]
-    if not recipe.is_clipped:
+    if not recipe.is_clipped or recipe.surrogate == "dppo_kl":
         return None
     if recipe.surrogate in ("dppo", "gmpo"):
         return Band(-clip_low, clip_high, per_token=True, of_probability=recipe.surrogate == "dppo")
@@ -340,6 +341,8 @@ def share_sentence(band: Band, share: str, budget: float) -> str:
 
 def no_range_sentence(algorithm: str) -> str:
     """Return the sentence about the mismatch of an algorithm that clips nothing."""
+    if RECIPES[algorithm].is_clipped:
+        return f"{algorithm} has no range of log-probs that the mismatch is compared with; its k3 says how large it is"
     return (
         f"{algorithm} clips nothing, so the mismatch has no clip range to be compared with; its k3 says how large it is"
     )

@@ -95,6 +95,18 @@ def vectors():
             flags={"0": "high", "1": "low"},
         ),
         case(
+            "dppo_kl",
+            # D(.2, .4) = .0915 and D(.4, .1) = .311 are above .05; D(.1, .15) = .0123 is not, though r = 1.5.
+            [[(0.4, 0.2, 0.2), (0.15, 0.1, 0.1)], [(0.1, 0.4, 0.05), (0.5, 0.5, 0.5)]],
+            a,
+            "dppo_kl/seq_mean_token_sum_norm",
+            [[0.0, 2 * 1.5 / 8], [0.0, -1 / 8]],
+            [2 * 1.5 / 8, -1 / 8],
+            high=1,
+            low=1,
+            flags={"0": "high", "1": "low"},
+        ),
+        case(
             "minirl",
             rows,
             a,

@@ -55,6 +55,12 @@ def token_terms(surrogate: str, row: Row, low: float, high: float) -> list[Tenso
             moved = float((row.new[t].exp() - row.old[t].exp()).detach())
             masked = moved > high if a > 0 else moved < -low
             terms.append(r * a * (0.0 if masked else 1.0))
+        elif surrogate == "dppo_kl":
+            p, q = (min(float(one[t].detach().exp()), 1.0) for one in (row.new, row.old))
+            others = math.inf if p == 1 else (1 - q) * math.log((1 - q) / (1 - p))
+            far = q * math.log(q / p) + (0.0 if q == 1 else others)
+            masked = (p > q and far > high) if a > 0 else (p < q and far > low)
+            terms.append(r * a * (0.0 if masked else 1.0))
         elif surrogate == "minirl":
             ratio = float(r.detach())
             masked = ratio > 1 + high if a > 0 else ratio < 1 - low

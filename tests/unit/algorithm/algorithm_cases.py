@@ -7,7 +7,7 @@ import torch
 from gspo_mega.algorithm.objective import ObjectiveSettings, policy_objective
 
 RATIOS = ("sequence", "sequence_token", "token")
-SURROGATES = ("cispo", "sapo", "dppo", "minirl", "vespo", "gmpo")
+SURROGATES = ("cispo", "sapo", "dppo", "dppo_kl", "minirl", "vespo", "gmpo")
 AGGREGATIONS = (
     "sequence_mean_token_mean",
     "token_mean",

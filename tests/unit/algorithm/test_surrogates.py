@@ -125,6 +125,17 @@ def test_dppo_drops_by_the_change_of_a_probability_and_not_of_a_ratio():
     assert (got.high, got.low) == ([False, False, False], [False, False, True])
 
 
+def test_dppo_kl_drops_by_the_divergence_of_the_tokens_coin_in_the_direction_that_moves_away():
+    """D(.2, .4) = .2 ln(1/2) + .8 ln(4/3) = .0915 and D(.9, .7) = .0962 are above .05; D(.01, .03) = .0090 is not."""
+    tokens = [(0.4, 0.2), (0.03, 0.01), (0.7, 0.9)]
+    got = of_tokens("dppo_kl", tokens, 1.0)
+    assert got.value == near(3 + 7 / 9) and got.gradient == near([0.0, 3.0, 7 / 9])
+    assert (got.high, got.low) == ([True, False, False], [False, False, False])
+    got = of_tokens("dppo_kl", tokens, -1.0)
+    assert got.value == near(-2 - 3) and got.gradient == near([-2.0, -3.0, 0.0])
+    assert (got.high, got.low) == ([False, False, False], [False, False, True])
+
+
 def test_minirl_weighs_by_the_server_and_clips_by_the_trainer():
     """(pi, pi_old, mu): pi / mu is 2.2; 1.5 with pi / pi_old = 1.5; 10, cut at 5; and .5 with pi / pi_old = .5."""
     tokens = [(0.22, 0.2, 0.1), (0.3, 0.2, 0.2), (0.1, 0.1, 0.01), (0.2, 0.4, 0.4)]
@@ -191,6 +202,7 @@ def two_responses(name, advantages=(1.0, -1.0)):
         ("vespo", [1 / 4, 1 / 4]),
         ("dr_grpo", [1 / 2 / 16, 1 / 2 / 16]),  # a constant, here 16
         ("dppo", [1 / 2 / 16, 1 / 2 / 16]),
+        ("dppo_kl", [1 / 2 / 16, 1 / 2 / 16]),
         ("luspo", [1 / 2, 1 / 2]),  # GSPO's (1/N) s A, times its length
         ("minirl", [1 / 2, 1 / 2]),  # sums of tokens
         ("grpo", [1 / 2, 1 / 6]),

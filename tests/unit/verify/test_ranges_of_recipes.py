@@ -80,7 +80,7 @@ def by_command(config, server=SERVER, new=None, lengths=(2, 1), advantages=(-1.0
 
 
 def test_every_recipe_is_here():
-    assert set(BY_HAND) | {"sapo", "vespo", "custom"} == set(RECIPES)
+    assert set(BY_HAND) | {"sapo", "vespo", "dppo_kl", "custom"} == set(RECIPES)
 
 
 @pytest.mark.parametrize("algorithm", BY_HAND)
