@@ -39,8 +39,8 @@ class DeltaCost:
 
 def delta_cost(config: Config, spec: ModelSpec, layout: Layout, total_parameters: int) -> DeltaCost | None:
     """Return the cost, or None if every publish sends all weights."""
-    every = config.publish.full_every
-    if every == 1 or not publishes(config.train, config.sft):
+    every, train = config.publish.full_every, config.train
+    if every == 1 or not publishes(train, config.sft) or (train and (train.from_rollouts or train.rollouts_only)):
         return None
     full = version_bytes(config, spec, total_parameters)
     delta = delta_bytes(config, spec, total_parameters)

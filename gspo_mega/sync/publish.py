@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gspo_mega.algorithm.rounding import OnLoad
-from gspo_mega.base import failpoints
+from gspo_mega.base import failpoints, progress
 from gspo_mega.base.errors import GspoMegaError, PublishError
 from gspo_mega.checkpoint.collectives import all_gather_json, broadcast_json, raise_together
 from gspo_mega.checkpoint.gather import PolicyTensors
@@ -183,8 +183,9 @@ class Publisher:
         if base is not None:
             try:
                 return self._publish(weight_version, servers, announce, keeps_requests, base)
-            except PublishError as error:
+            except GspoMegaError as error:  # other ranks get a PublishError with its words
                 fallback = str(error)
+                progress.beat()
         return replace(self._publish(weight_version, servers, announce, keeps_requests, None), fallback=fallback)
 
     def _publish(

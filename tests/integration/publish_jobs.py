@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from pathlib import Path
 
 import torch
@@ -165,6 +166,21 @@ def publish(
         "fallback": result.fallback,
         "seconds": result.seconds,
     }
+
+
+def held() -> list | None:
+    """On rank 0, the checksums of every server's tensors, as the servers report them."""
+    assert _trainer is not None
+    return [control.checksums(deadline_seconds=60) for control in _trainer.servers(None)] or None
+
+
+def await_server(generation: int) -> None:
+    """On rank 0, wait until the pool has seen this start of the server."""
+    assert _trainer is not None
+    until = time.monotonic() + 120
+    while _trainer.pool is not None and [c.generation for c in _trainer.pool.controls()] != [generation]:
+        assert time.monotonic() < until, "the server does not come back"
+        time.sleep(0.1)
 
 
 def close_trainer() -> None:

@@ -343,7 +343,7 @@ def use_in_model_updater(module: types.ModuleType) -> None:
         _held(self).loaded(_agreed(None if success else words) is None)
         return success, words
 
-    module.get_model_loader = get_model_loader
+    vars(module)["get_model_loader"] = get_model_loader
     updater.load_weights_from_distributed = load_weights_from_distributed
     updater.update_weights_from_disk = update_weights_from_disk
 

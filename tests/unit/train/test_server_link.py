@@ -41,7 +41,7 @@ class Pool:
 
 
 class Publisher:
-    """`outcomes`: of each publish, an error to raise or the servers that failed."""
+    """`outcomes`: of each publish, an error to raise, the servers that failed, or why all was sent."""
 
     def __init__(self, pool, outcomes):
         self.pool, self.outcomes, self.versions = pool, list(outcomes), []
@@ -56,7 +56,8 @@ class Publisher:
             self.pool.up = [("a", 2)]  # it died meanwhile, and is started again
             raise outcome
         verified = tuple((s.server_id, s.generation) for s in servers)
-        return PublishResult(weight_version, None, verified, outcome, 0, {}, 0.0, {})
+        failed, fallback = (outcome, None) if isinstance(outcome, dict) else ({}, outcome)
+        return PublishResult(weight_version, None, verified, failed, 0, {}, 0.0, {}, fallback=fallback)
 
     publish_again = publish
 
@@ -91,6 +92,16 @@ def test_a_publish_commits_and_names_who_failed(link):
     assert one.pool.committed == [(3, [("a", 1)])]
     assert one.said == ["warning  b does not hold weight version 3 and gets no work until it does: it hung"]
     assert one.pool.held == [True, False], "no request begins while weights change"
+
+
+def test_changes_that_no_server_took_are_named(link):
+    one = link("a: the change is damaged")
+    one.link.publish(3)
+    assert one.pool.committed == [(3, [("a", 1)])]
+    assert one.said == [
+        "warning  weight version 3 was published in full, because no server took what changed (publish.full_every):"
+        " a: the change is damaged"
+    ]
 
 
 def test_all_servers_that_died_meanwhile_are_waited_for(link):
