@@ -16,7 +16,7 @@ from gspo_mega.config.derived import describe_server_precision, penalises_kl, pu
 from gspo_mega.config.schema import Config
 from gspo_mega.models.block_fp8 import served_layout
 from gspo_mega.models.spec import ModelSpec
-from gspo_mega.plan.delta import ASSUMED_SHARE, DeltaCost
+from gspo_mega.plan.delta import ASSUMED_SHARE, HOST_LINK_BYTES_PER_SECOND, DeltaCost
 from gspo_mega.plan.disk import disk_lines, disk_notices, disk_use
 from gspo_mega.plan.estimate import Estimate, estimate, signal_seconds
 from gspo_mega.plan.gpus import ASSUMPTIONS, SHA256_BYTES_PER_SECOND, is_on_gpu
@@ -293,7 +293,8 @@ def _changes(config: Config, delta: DeltaCost | None) -> list[str]:
         f" changed (publish.full_every): {_gib(delta.delta_bytes)} if {ASSUMED_SHARE:.0%} of the values do; not known"
         " before a run, see publish/changed_share",
         f"  {delta.num_senders} rank{'s' * (delta.num_senders > 1)} {keeps} of {_gib(delta.sender_bytes)} in the host's"
-        f" memory for it, and each server of {_gib(delta.server_bytes)}",
+        f" memory for it, and each server of {_gib(delta.server_bytes)}; read at an assumed"
+        f" {HOST_LINK_BYTES_PER_SECOND / 1e9:g} GB/s per GPU",
     ]
 
 

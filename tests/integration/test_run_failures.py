@@ -233,7 +233,7 @@ def test_distributed_publish_filter_and_unreliable_rewards_and_a_server_killed_t
         "unreliable",
         "algorithm=grpo",
         "objective={}",
-        "publish.method=distributed",
+        *("publish.method=distributed", "publish.full_every=9"),
         "train.num_steps=3",
         "eval.every_steps=1",
         "rollout.filter_constant_groups=true",
@@ -263,6 +263,13 @@ def test_distributed_publish_filter_and_unreliable_rewards_and_a_server_killed_t
     before, *lines = read_metrics(run.folder.metrics_file)
     assert before["step"] == 0 and before["eval/num_samples"] == 8
     assert [(line["step"], line["publish/weight_version"]) for line in lines] == [(1, 1), (2, 2), (3, 3)]
+    assert [line["publish/is_full"] for line in lines] == [0, 1, 0], "the server that was killed held nothing"
+    assert (
+        0
+        < lines[0]["publish/num_delta_bytes"]
+        <= lines[0]["publish/num_bytes_sent"]
+        < 1.01 * lines[0]["publish/num_bytes"]
+    )
     asked = [int(line["rollout/num_prompts_sampled"]) for line in lines]
     drawn = run.prompts_of(range(sum(asked)))
     notes = [note for note in run.scores.all() if note["prompt"] not in held_out]

@@ -7,9 +7,10 @@ memory, one for each server and node: an anonymous file in memory that the serve
 and that the kernel frees when the last of them has ended. The first rank of a node writes it.
 
 `HeldWeights` is the copy and what it holds; it needs no SGLang. `install` lets SGLang's weight updates pass by it, in
-memory: nothing of SGLang is changed on disk, and without `publish.full_every` nothing at all. Three functions of SGLang
-0.5.23 are replaced by ones that call them: `WeightUpdater.load_weights_from_distributed`,
-`WeightUpdater.update_weights_from_disk` and `SchedulerWeightUpdaterManager.end_weight_update`.
+memory: nothing of SGLang is changed on disk, and without `publish.full_every` nothing at all. Three methods of SGLang
+0.5.23 are replaced by ones that call them (`WeightUpdater.load_weights_from_distributed`,
+`WeightUpdater.update_weights_from_disk`, `SchedulerWeightUpdaterManager.end_weight_update`), and so is the function
+that chooses a loader for the second one.
 """
 
 from __future__ import annotations

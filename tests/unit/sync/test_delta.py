@@ -201,3 +201,28 @@ def test_a_rank_that_does_not_send_passes_tensors_as_they_are():
     changes = PublishedChanges(3, None, 1, torch.device("cpu"))
     changes.begin(None, 1)
     assert [name for name, _ in sent(changes, x=torch.zeros(2))] == ["x"]
+
+
+def test_weights_that_fail_their_own_check_are_not_said_to_be_complete():
+    """Other ranks take part in every tensor, so the iterator runs to its end all the same."""
+    changes, given, got = one_sender(), [], []
+    changes.begin(None, 1)
+
+    def tensors():
+        for name in "xy":
+            given.append(name)
+            yield name, torch.zeros(2)
+        raise PublishError("what was gathered is not what the ranks hold")
+
+    with pytest.raises(PublishError, match="not what the ranks hold"):
+        got.extend(name for name, _ in changes.messages(tensors()))
+    assert given == ["x", "y"] and END not in got
+
+    def rest():
+        yield from (("x", torch.zeros(2)), ("y", torch.zeros(2)))
+        given.append("end")
+
+    stopped = changes.messages(rest())
+    next(stopped)
+    stopped.close()
+    assert given[-1] == "end"
