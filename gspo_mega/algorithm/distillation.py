@@ -13,6 +13,14 @@ objective in one of two ways.
 - GSPO's term belongs to a whole sequence and takes no advantage of a token. It keeps w A_i, and J gets a second term:
   that of GSPO-token (arXiv:2507.18071, Eq. 13) with A_it = D_it, which has the same ratio and the same clip range.
 
+Instead of D_it, whole distributions can be compared: f_it = KL(pi || pi_teacher) of the next token at each position of
+the policy's own samples, over the vocabulary or its most likely tokens. It is a loss besides -J, with gradient,
+
+    F = sum_i c_i w_i (1/L_i) sum_t f_it            the loss is -J + coefficient x F
+
+with the c_i and w_i of J, as in the KL term of `losses.py`. What the policy samples is not differentiated, as in GKD
+(arXiv:2306.13649, section 3).
+
 `TEACHER_SUMS` are sums over the active tokens of a micro-batch, from which the metrics are computed.
 """
 
@@ -24,10 +32,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gspo_mega.algorithm.objective import active_values
+from gspo_mega.algorithm.objective import active_values, segment_sum, sequence_coefficients
 from gspo_mega.algorithm.terms import ObjectiveSettings
 
-TEACHER_SUMS = ("tokens", "reverse_kl", "teacher_size", "reward_size", "clipped")
+TEACHER_SUMS = ("tokens", "reverse_kl", "teacher_size", "reward_size", "clipped", "divergence")
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,32 @@ def has_token_terms(settings: ObjectiveSettings) -> bool:
     return settings.unit == "token"
 
 
+def distillation_loss(
+    settings: ObjectiveSettings,
+    divergence: Tensor,
+    *,
+    segment_ids: Tensor,
+    num_sequences: int,
+    lengths: Tensor,
+    denominator: float,
+    keep: Tensor | None = None,
+    sequence_weights: Tensor | None = None,
+    group_sizes: Tensor | None = None,
+    branch_weights: Tensor | None = None,
+) -> Tensor:
+    """This rank's share of F, 0-d float64 with gradient; the shares of data- and context-parallel ranks add up.
+
+    divergence: [T] nats of T active local tokens, with gradient. The others as in `policy_objective`.
+    """
+    tokens = lengths.double()
+    weights = sequence_coefficients(settings, lengths, denominator, group_sizes, branch_weights) / tokens.clamp(min=1.0)
+    if sequence_weights is not None:
+        weights = weights * sequence_weights.detach().double()
+    if keep is not None:
+        weights = torch.where(keep.bool(), weights, 0.0)
+    return (weights * segment_sum(divergence.double(), segment_ids, num_sequences)).sum()
+
+
 def teacher_sums(
     guidance: TokenGuidance,
     *,
@@ -77,9 +111,11 @@ def teacher_sums(
     teacher_log_probs: Tensor,
     mask: Tensor,
     clipped: Tensor | None = None,
+    divergence: Tensor | None = None,
 ) -> Tensor:
     """The TEACHER_SUMS of T local tokens, [len(TEACHER_SUMS)] float64. Arguments as in `token_guidance`. `clipped`: [T]
-    bool, the tokens that the second term clipped; None without one.
+    bool, the tokens that the second term clipped; None without one. `divergence`: [T] nats of active tokens, if whole
+    distributions are compared.
     """
     k = active_values(student_log_probs.detach(), mask) - active_values(teacher_log_probs.detach(), mask)
     active = mask.bool()
@@ -89,16 +125,22 @@ def teacher_sums(
         guidance.teacher.abs().sum(),
         guidance.rewards.abs().sum(),
         active.new_zeros(()) if clipped is None else (clipped & active).sum(),
+        k.new_zeros(()) if divergence is None else active_values(divergence.detach(), mask).sum(),
     )
     return torch.stack([part.double() for part in parts])
 
 
-def teacher_metrics(sums: Sequence[float], *, has_second_term: bool) -> Mapping[str, float]:
-    """The metrics of TEACHER_SUMS of a whole step. `advantage_share`: the mean |D_it| over the mean of |D_it| and
+def teacher_metrics(
+    sums: Sequence[float], *, has_second_term: bool, has_divergence: bool = False
+) -> Mapping[str, float]:
+    """The metrics of TEACHER_SUMS of a whole step. `has_divergence`: whole distributions are compared, and no token has
+    an advantage from the teacher. `advantage_share`: the mean |D_it| over the mean of |D_it| and
     |w A_i| together, 0 if both are 0.
     """
     found = dict(zip(TEACHER_SUMS, map(float, sums), strict=True))
     tokens, size = max(found["tokens"], 1.0), found["teacher_size"] + found["reward_size"]
+    if has_divergence:
+        return {"reverse_kl": found["reverse_kl"] / tokens, "divergence": found["divergence"] / tokens}
     metrics = {
         "reverse_kl": found["reverse_kl"] / tokens,
         "advantage_size": found["teacher_size"] / tokens,

@@ -25,7 +25,7 @@ from gspo_mega.config.derived import (
     policy_steps,
 )
 from gspo_mega.config.prompt_sources import eval_sets, own_rewards
-from gspo_mega.config.schema import Certify, Config, Episodes, Fp8, Mismatch, Objective
+from gspo_mega.config.schema import Certify, Config, Episodes, Fp8, Mismatch, Objective, Teacher
 from gspo_mega.config.validate_episodes import ForeignOptions, validate_foreign_options
 
 
@@ -157,20 +157,34 @@ def _critic_notices(config: Config) -> Iterator[str]:
 
 
 def _teacher_notices(config: Config) -> Iterator[str]:
-    teacher, recipe = config.teacher, RECIPES[config.algorithm]
+    teacher = config.teacher
     if teacher is None:
         return
+    if teacher.divergence != "sampled_token":
+        whose = f"the {teacher.top_k_of}'s {teacher.top_k} most likely tokens, the others" if teacher.top_k else ""
+        rest = "as one" if teacher.top_k_rest == "bucket" else "left out"
+        over = f"{whose} {rest}" if whose else "the whole vocabulary"
+        yield (
+            f"teacher {teacher.path}: {teacher.coefficient:g} x KL(policy || teacher) over {over} is added to the loss;"
+            " a second model in memory, one more forward pass per step, and the LM heads' products once more"
+        )
+    else:
+        yield _sampled_teacher_notice(config, teacher)
+    if teacher.reward_weight == 0:
+        yield "teacher.reward_weight 0: rewards are measured and not trained on; groups of one response are valid"
+
+
+def _sampled_teacher_notice(config: Config, teacher: Teacher) -> str:
+    recipe = RECIPES[config.algorithm]
     way = (
         "is added to the objective as the term of GSPO-token, whose clip range it shares"
         if (recipe.ratio or config.objective.ratio) == "sequence"
         else "is added to each token's advantage"
     )
-    yield (
+    return (
         f"teacher {teacher.path}: -{teacher.coefficient:g} x (log policy - log teacher) {way}; a second model in memory"
         " and one more forward pass per step"
     )
-    if teacher.reward_weight == 0:
-        yield "teacher.reward_weight 0: rewards are measured and not trained on; groups of one response are valid"
 
 
 def _correction_notices(config: Config) -> Iterator[str]:

@@ -6,6 +6,7 @@ log-probs. The policy, the reference and, with values in place of log-probs, the
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ from gspo_mega.base import progress
 from gspo_mega.base.records import MicroBatch
 from gspo_mega.engine.device_batch import DeviceBatch, to_device
 from gspo_mega.engine.invariant_layers import is_batch_invariant
-from gspo_mega.engine.log_probs import token_log_probs
+from gspo_mega.engine.log_probs import DivergenceRule, token_divergence, token_log_probs
 from gspo_mega.engine.losses import PassOutput
 from gspo_mega.engine.model import PolicyModel
 from gspo_mega.engine.precision import held_scales
@@ -61,6 +62,8 @@ class Pipeline:
 
         def finish(batch: DeviceBatch, hidden: torch.Tensor):
             read, more = self.read(batch, hidden, getattr(head, "wants_entropy", False))
+            if (compare := getattr(head, "compare", None)) is not None:  # with a teacher's distributions
+                compare(batch, functools.partial(self.diverge, batch, hidden))
             output = head(batch, read, more)
             outputs.append(output)
             loss = output.loss if output.loss is not None else read.new_zeros(())
@@ -110,6 +113,31 @@ class Pipeline:
             with_entropy=with_entropy,
             batch_invariant=is_batch_invariant(self.megatron_config),
             kept=batch.kept,
+        )
+
+    def diverge(
+        self,
+        batch: DeviceBatch,
+        hidden: torch.Tensor,
+        taught: torch.Tensor,
+        teacher_weight: torch.Tensor,
+        rule: DivergenceRule,
+    ) -> torch.Tensor:
+        """KL(policy || teacher) at this rank's active tokens, [N] float32 nats with gradient. hidden: the last stage's,
+        [t, 1, H]; the teacher's as in `token_divergence`.
+        """
+        return token_divergence(
+            hidden,
+            self.chunks[-1].head_weight(),
+            batch.rows,
+            taught,
+            teacher_weight,
+            rule=rule,
+            vocab_size=self.spec.vocab_size,
+            temperature=self.temperature,
+            tensor_group=self.groups.tensor,
+            sequence_parallel=self.megatron_config.sequence_parallel,
+            chunk_rows=self.log_prob_chunk_tokens,
         )
 
     def _index_of(self, model: torch.nn.Module) -> int:

@@ -3,7 +3,8 @@
 `token_log_probs`, at the end of this file, is the only log-prob function: the old pass, the training passes and
 evaluation all call it. Only rows that carry an active response token reach the LM head. The head is
 vocabulary-parallel; accumulation, log-softmax and entropy are fp32 (float64 stays). The backward pass computes each
-chunk's logits again and adds the head's gradient straight into Megatron's main gradient.
+chunk's logits again and adds the head's gradient straight into Megatron's main gradient. `token_divergence` compares
+whole distributions of a policy and a teacher in the same way.
 
 Where tokens were sampled from sets of kept ones (`KeptTokens`), with q = softmax(logits / temperature) over the whole
 vocabulary and S_t the set of token t, the log-prob is log(q[y_t] / q(S_t)), whose gradient with respect to the logits
@@ -315,6 +316,205 @@ class _WeightGradient:
         return self._weight.detach()
 
 
+@dataclass(frozen=True)
+class DivergenceRule:
+    """Over what two distributions p and q of the next token are compared: everything, or the K most likely tokens of
+    one of them, ties included.
+
+    `top_k`: K; None for the whole vocabulary. `of_teacher`: the K are the teacher's, else the policy's. `in_bucket`:
+    all tokens outside of the K are one more token, whose probability is the rest of the mass; else p and q are both
+    renormalised over the K.
+    """
+
+    top_k: int | None = None
+    of_teacher: bool = True
+    in_bucket: bool = True
+
+
+class _TwoHeads:
+    """The policy's and the teacher's part of the vocabulary on this tensor rank, chunk by chunk."""
+
+    def __init__(self, policy: _Head, teacher: _Head, rule: DivergenceRule, threshold: torch.Tensor | None) -> None:
+        self.policy, self.teacher, self.rule, self.threshold = policy, teacher, rule, threshold
+
+    def chunks(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+        """Yields (rows, the policy's logits [n, v], the teacher's [n, v], which tokens are among the K: [n, v] bool,
+        None for all); the next chunk overwrites the logits.
+        """
+        for (rows, ours), (_, theirs) in zip(self.policy.chunks(), self.teacher.chunks(), strict=True):
+            chosen = theirs if self.rule.of_teacher else ours
+            yield rows, ours, theirs, None if self.threshold is None else chosen >= self.threshold[rows, None]
+
+
+def _threshold(head: _Head, top_k: int, tensor_group: RankGroup) -> torch.Tensor:
+    """The K-th largest logit of each row over all tensor ranks, [N]; -inf if the vocabulary has fewer."""
+    num_rows = head.hidden.size(0)
+    best = head.hidden.new_full((num_rows, top_k), float("-inf"), dtype=_accumulation_dtype(head.hidden))
+    for rows, logits in head.chunks():
+        held = min(top_k, logits.size(1))
+        best[rows, :held] = logits.topk(held, dim=1).values
+    if tensor_group.size > 1 and best.numel():
+        parts = [torch.empty_like(best) for _ in range(tensor_group.size)]
+        dist.all_gather(parts, best, group=tensor_group.group)
+        best = torch.cat(parts, dim=1).topk(top_k, dim=1).values
+    return best.amin(1)
+
+
+class _ChunkedDivergence(torch.autograd.Function):
+    """The reverse KL(p || q) of the policy's p and a teacher's q at each row, chunk by chunk, [N] fp32 nats.
+
+    hidden, weight: the policy's, as in `_ChunkedLogProbs`; taught [N, H'] and teacher_weight: the teacher's, without
+    gradient. With z the logits over the temperature, L their logsumexp and a = z - L, b the teacher's a, the divergence
+    is f = sum p (a - b) over the tokens, and
+
+        d f / d z_j = p_j (a_j - b_j - f).
+
+    With a bucket T for all tokens outside of the K, its term is P_T log(P_T / Q_T), which also stands in place of
+    a_j - b_j at each of its tokens. Renormalised over the K, L is over the K, and p is 0 elsewhere.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, hidden, weight, taught, teacher_weight, first_id, held, temperature, tensor_group, chunk_rows, rule
+    ):
+        nothing = torch.zeros(hidden.size(0), dtype=torch.int64, device=hidden.device)
+        policy, teacher = (
+            _Head(states, matrix[:held], nothing, first_id, temperature, chunk_rows, False)
+            for states, matrix in ((hidden, weight), (taught, teacher_weight))
+        )
+        threshold = None
+        if rule.top_k is not None:
+            threshold = _threshold(teacher if rule.of_teacher else policy, rule.top_k, tensor_group)
+        dtype = _accumulation_dtype(hidden)
+        peaks = hidden.new_full((2, hidden.size(0)), float("-inf"), dtype=dtype)
+        inside, outside = (torch.zeros_like(peaks) for _ in range(2))
+        crossed = torch.zeros_like(peaks[0])
+        for rows, ours, theirs, among in _TwoHeads(policy, teacher, rule, threshold).chunks():
+            difference = ours - theirs
+            for place, logits in enumerate((ours, theirs)):
+                peaks[place, rows] = logits.amax(1)
+                logits.sub_(peaks[place, rows, None]).exp_()
+                if among is None:
+                    inside[place, rows] = logits.sum(1)
+                    continue
+                outside[place, rows] = logits.masked_fill(among, 0.0).sum(1)
+                logits.masked_fill_(~among, 0.0)
+                inside[place, rows] = logits.sum(1)
+            crossed[rows] = ours.mul_(difference).sum(1)
+
+        highest = peaks.clone()
+        if tensor_group.size > 1 and peaks.numel():
+            dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=tensor_group.group)
+            shift = torch.where(inside + outside == 0, 0.0, peaks - highest).exp()
+            sums = torch.cat([inside * shift, outside * shift, (crossed * shift[0])[None]])
+            dist.all_reduce(sums, group=tensor_group.group)
+            inside, outside, crossed = sums[:2], sums[2:4], sums[4]
+        if not rule.in_bucket:
+            outside = torch.zeros_like(outside)
+        totals = inside + outside
+        log_sums = highest + totals.log()
+        # A tail that rounds to 0 in the teacher has the smallest number for its mass, so no divergence is infinite.
+        tails = (outside / totals).clamp(min=torch.finfo(dtype).tiny)
+        has_tail = outside[0] > 0
+        of_tail = torch.where(has_tail, tails[0].log() - tails[1].log(), 0.0)
+        divergence = (crossed - inside[0] * (log_sums[0] - log_sums[1]) + outside[0] * of_tail) / totals[0]
+
+        ctx.save_for_backward(hidden, weight, taught, teacher_weight, log_sums, of_tail, divergence, threshold)
+        ctx.first_id, ctx.held, ctx.temperature, ctx.chunk_rows, ctx.rule = (
+            first_id,
+            held,
+            temperature,
+            chunk_rows,
+            rule,
+        )
+        return divergence
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grad_outputs: torch.Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (grad,) = grad_outputs
+        hidden, weight, taught, teacher_weight, log_sums, of_tail, divergence, threshold = ctx.saved_tensors
+        nothing = torch.zeros(hidden.size(0), dtype=torch.int64, device=hidden.device)
+        policy, teacher = (
+            _Head(states, matrix[: ctx.held], nothing, ctx.first_id, ctx.temperature, ctx.chunk_rows, False)
+            for states, matrix in ((hidden, weight), (taught, teacher_weight))
+        )
+        grad_hidden = torch.zeros_like(hidden)
+        grad_weight = _WeightGradient(weight, log_sums.dtype) if ctx.needs_input_grad[1] else None
+        scale = grad.to(log_sums.dtype) / ctx.temperature
+        for rows, ours, theirs, among in _TwoHeads(policy, teacher, ctx.rule, threshold).chunks():
+            log_p = ours.sub_(log_sums[0, rows, None])
+            gaps = theirs.sub_(log_sums[1, rows, None]).neg_().add_(log_p)
+            if among is not None:
+                gaps = torch.where(among, gaps, of_tail[rows, None])
+            gaps.sub_(divergence[rows, None]).mul_(scale[rows, None])
+            probabilities = log_p.exp_()
+            if among is not None and not ctx.rule.in_bucket:
+                probabilities.masked_fill_(~among, 0.0)
+            grad_logits = probabilities.mul_(gaps).to(hidden.dtype)
+            full = _with_enough_rows(grad_logits)
+            product = probabilities.new_empty((full.size(0), hidden.size(1)))
+            _add_product(product, full, policy.weight)
+            grad_hidden[rows] = product[: grad_logits.size(0)]
+            if grad_weight is not None:
+                _add_product(grad_weight.sum[: ctx.held], grad_logits.t(), hidden[rows], beta=1.0)
+        return grad_hidden, grad_weight.for_autograd() if grad_weight is not None else None, *[None] * 8
+
+
+def token_divergence(
+    hidden_states: torch.Tensor,
+    head_weight: torch.Tensor,
+    rows: torch.Tensor,
+    taught: torch.Tensor,
+    teacher_weight: torch.Tensor,
+    *,
+    rule: DivergenceRule,
+    vocab_size: int,
+    temperature: float,
+    tensor_group: RankGroup,
+    sequence_parallel: bool,
+    chunk_rows: int,
+) -> torch.Tensor:
+    """KL(policy || teacher) of the next token's distributions at each row, over what `rule` compares; [N] float32 nats,
+    differentiable with respect to hidden_states and head_weight, the same on all tensor ranks.
+
+    taught: [N, H'] of the teacher's dtype, its states at these rows (`head_rows`); teacher_weight: [padded vocabulary /
+    tensor, H'], its head on this tensor rank. The others as in `token_log_probs`; vocab_size is that of both models.
+    In memory at once are two chunks of logits, and a third for a moment. Collective over the tensor group.
+    """
+    hidden = head_rows(hidden_states, rows, tensor_group=tensor_group, sequence_parallel=sequence_parallel)
+    first_id = tensor_group.rank * head_weight.size(0)
+    held = max(0, min(head_weight.size(0), vocab_size - first_id))
+    return _ChunkedDivergence.apply(
+        hidden,
+        head_weight,
+        taught.detach(),
+        teacher_weight.detach(),
+        first_id,
+        held,
+        temperature,
+        tensor_group,
+        chunk_rows,
+        rule,
+    )
+
+
+def head_rows(
+    hidden_states: torch.Tensor, rows: torch.Tensor, *, tensor_group: RankGroup, sequence_parallel: bool
+) -> torch.Tensor:
+    """The states at `rows` of the whole pack, [N, H], for a head that is divided over the tensor group: their gradient
+    is summed over it. Arguments as in `token_log_probs`. Collective over the tensor group.
+    """
+    hidden = hidden_states
+    if tensor_group.size > 1 and sequence_parallel:
+        hidden = gather_from_sequence_parallel_region(
+            hidden, tensor_parallel_output_grad=True, group=tensor_group.group
+        )
+    elif tensor_group.size > 1:
+        hidden = copy_to_tensor_model_parallel_region(hidden, group=tensor_group.group)
+    return hidden.squeeze(1).index_select(0, rows)
+
+
 def token_log_probs(
     hidden_states: torch.Tensor,
     head_weight: torch.Tensor,
@@ -350,17 +550,11 @@ def token_log_probs(
     Collective over the tensor group.
     """
     assert kept is None or not batch_invariant, "the servers' order of summation over a set is not repeated"
-    hidden = hidden_states
-    if tensor_group.size > 1 and sequence_parallel:
-        hidden = gather_from_sequence_parallel_region(
-            hidden, tensor_parallel_output_grad=True, group=tensor_group.group
-        )
-    elif tensor_group.size > 1:
-        hidden = copy_to_tensor_model_parallel_region(hidden, group=tensor_group.group)
+    hidden = head_rows(hidden_states, rows, tensor_group=tensor_group, sequence_parallel=sequence_parallel)
     first_id = tensor_group.rank * head_weight.size(0)
     held = max(0, min(head_weight.size(0), vocab_size - first_id))
     log_probs, entropies = _ChunkedLogProbs.apply(
-        hidden.squeeze(1).index_select(0, rows),
+        hidden,
         head_weight,
         labels,
         first_id,

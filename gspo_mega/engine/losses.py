@@ -12,7 +12,7 @@ the batch's order, and returns the weight of each response for its training pass
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -29,7 +29,13 @@ from gspo_mega.algorithm.correction import (
     mismatch_sums,
 )
 from gspo_mega.algorithm.diagnostics import policy_sums
-from gspo_mega.algorithm.distillation import TokenGuidance, has_token_terms, teacher_sums, token_guidance
+from gspo_mega.algorithm.distillation import (
+    TokenGuidance,
+    distillation_loss,
+    has_token_terms,
+    teacher_sums,
+    token_guidance,
+)
 from gspo_mega.algorithm.losses import KlEstimator, reference_kl, supervised_loss, token_average
 from gspo_mega.algorithm.named_corrections import second_moment_bound, squares, token_weights
 from gspo_mega.algorithm.objective import ObjectiveSettings, policy_objective, segment_sum, token_log_ratios
@@ -49,6 +55,7 @@ from gspo_mega.algorithm.terms import (
 from gspo_mega.base.errors import NumericsError
 from gspo_mega.config.derived import Band
 from gspo_mega.engine.device_batch import DeviceBatch, sum_over_context, with_known_sum
+from gspo_mega.engine.log_probs import DivergenceRule
 from gspo_mega.engine.process_groups import ParallelGroups, device
 
 
@@ -314,26 +321,33 @@ class KlTerm:
 
 @dataclass
 class TeacherScores:
-    """A teacher's scores of one micro-batch. `log_probs`: of this rank's active tokens, [N] float32 nats."""
+    """A teacher's scores of one micro-batch. `log_probs`: of this rank's active tokens, [N] float32 nats. If whole
+    distributions are compared, `states`: [N, H'] of the teacher's dtype, and `head_weight`: its head, [padded
+    vocabulary / tensor, H'].
+    """
 
     log_probs: torch.Tensor
+    states: torch.Tensor | None = None
+    head_weight: torch.Tensor | None = None
 
 
 @dataclass
 class TeacherTerm:
     """What a teacher adds to the objective (`algorithm/distillation.py`). `coefficient`, `reward_weight`: the keys of
-    section `teacher`. `scores`: one item per micro-batch.
+    section `teacher`. `scores`: one item per micro-batch. `rule`: over what whole distributions are compared, which is
+    a loss; None if only the sampled token is, which is an advantage.
     """
 
     coefficient: float
     reward_weight: float
     scores: list[TeacherScores]
+    rule: DivergenceRule | None = None
 
     def guidance(self, index: int, batch: DeviceBatch, student_log_probs: torch.Tensor) -> TokenGuidance:
         """The advantages of the active tokens of micro-batch `index`. student_log_probs: [N] float nats, pi_old's."""
         require_finite_tokens(batch, teacher_log_probs=self.scores[index].log_probs)
         return token_guidance(
-            self.coefficient,
+            self.coefficient if self.rule is None else 0.0,
             self.reward_weight,
             student_log_probs=student_log_probs,
             teacher_log_probs=self.scores[index].log_probs,
@@ -375,6 +389,7 @@ class PolicyLoss:
     old_is_current: bool = False
     corrects: bool = False
     next_index: int = 0
+    divergence: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         mode = self.old_pass.rule.mode
@@ -393,6 +408,16 @@ class PolicyLoss:
         bonus has a gradient in them.
         """
         return self.old is None or self.settings.entropy_coefficient > 0
+
+    def compare(self, batch: DeviceBatch, diverge: Callable[..., torch.Tensor]) -> None:
+        """Compare the distributions of the next micro-batch with the teacher's by `Pipeline.diverge`, if this loss
+        does.
+        """
+        if self.teacher is None or self.teacher.rule is None:
+            return
+        scores = self.teacher.scores[self.next_index]
+        self.divergence = diverge(scores.states, scores.head_weight, self.teacher.rule)
+        require_finite_tokens(batch, divergence=self.divergence)
 
     def __call__(self, batch: DeviceBatch, log_probs: torch.Tensor, entropies: torch.Tensor | None) -> PassOutput:
         require_finite_tokens(batch, log_probs=log_probs)
@@ -470,7 +495,21 @@ class PolicyLoss:
         loss, totals = out.loss, {"policy_sums": policy_sums(out, **shared, keep=keep)}
         if self.teacher is not None and guidance is not None:
             second = None
-            if not has_token_terms(self.settings):
+            if self.divergence is not None:
+                value = distillation_loss(
+                    self.settings,
+                    self.divergence,
+                    segment_ids=batch.sequence_ids,
+                    num_sequences=batch.num_sequences,
+                    lengths=batch.sequence["length"],
+                    denominator=self.denominator,
+                    keep=keep,
+                    sequence_weights=weights,
+                    group_sizes=batch.sequence["group_size"],
+                    branch_weights=batch.sequence.get("weight"),
+                )
+                loss = loss + self.teacher.coefficient * value
+            elif not has_token_terms(self.settings):
                 own: dict[str, Any] = shared | {"token_advantages": guidance.teacher}
                 known = out.sequence_log_ratio * batch.sequence["length"]  # the context ranks have shared these sums
                 second = policy_objective(
@@ -483,7 +522,9 @@ class PolicyLoss:
                 teacher_log_probs=self.teacher.scores[index].log_probs,
                 mask=shared["mask"],
                 clipped=None if second is None else second.clipped_high | second.clipped_low | second.dual_clipped,
+                divergence=self.divergence,
             )
+            self.divergence = None
         if self.kl is not None:
             kl = reference_kl(
                 self.settings,

@@ -21,10 +21,11 @@ from gspo_mega.algorithm.correction import CorrectionRule
 from gspo_mega.algorithm.objective import ObjectiveSettings
 from gspo_mega.base.records import MicroBatch
 from gspo_mega.config.derived import band_of, corrects_engine_gap, may_correct_in_training, old_is_current
-from gspo_mega.config.schema import Config
+from gspo_mega.config.schema import Config, Teacher
 from gspo_mega.engine.adapters import attach_adapters, start_adapters
 from gspo_mega.engine.device_batch import held_rows
 from gspo_mega.engine.forward_backward import Head, Pipeline
+from gspo_mega.engine.log_probs import DivergenceRule
 from gspo_mega.engine.losses import (
     KlTerm,
     OldLogProbs,
@@ -356,7 +357,7 @@ class PolicyEngine:
             use_rollout=self.config.old_log_probs == "rollout",
             old=old.micro_batches if old is not None else None,
             kl=KlTerm(kl.coefficient, kl.estimator, reference) if reference is not None else None,
-            teacher=TeacherTerm(teacher.coefficient, teacher.reward_weight, scores) if teacher and scores else None,
+            teacher=teacher_term(teacher, scores) if teacher and scores else None,
             old_is_current=old_is_current(self.config.old_log_probs, self.config.batch),
             corrects=corrects and old is None,
         )
@@ -417,3 +418,11 @@ class PolicyEngine:
             for m, b, a in zip(micro_batches, before, after, strict=True)
         ]
         return changed_sums(since, before[0], torch.stack(counts).sum(dim=0))
+
+
+def teacher_term(teacher: Teacher, scores: list[TeacherScores]) -> TeacherTerm:
+    """What section `teacher` adds to the objective of a mini-batch with these scores."""
+    rule = None
+    if teacher.divergence != "sampled_token":
+        rule = DivergenceRule(teacher.top_k, teacher.top_k_of == "teacher", teacher.top_k_rest == "bucket")
+    return TeacherTerm(teacher.coefficient, teacher.reward_weight, scores, rule)

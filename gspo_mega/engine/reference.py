@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
@@ -23,6 +24,7 @@ from gspo_mega.config.schema import Config
 from gspo_mega.engine.adapters import without_adapters
 from gspo_mega.engine.device_batch import DeviceBatch, to_device
 from gspo_mega.engine.forward_backward import Pipeline
+from gspo_mega.engine.log_probs import head_rows
 from gspo_mega.engine.losses import PassOutput, TeacherScores, require_finite_tokens
 from gspo_mega.engine.model import build_chunks, transformer_config
 from gspo_mega.engine.policy import OldState, PolicyEngine
@@ -38,13 +40,15 @@ class ReferencePolicy:
     Constructing it is collective over all ranks.
     """
 
-    def __init__(self, config: Config, spec: ModelSpec, groups: ParallelGroups) -> None:
+    def __init__(
+        self, config: Config, spec: ModelSpec, groups: ParallelGroups, pipeline: type[Pipeline] = Pipeline
+    ) -> None:
         megatron_config = transformer_config(config, spec)
         self.chunks = build_chunks(megatron_config, spec, groups)
         for chunk in self.chunks:
             chunk.requires_grad_(False)
             dismantle_with_groups(chunk)
-        self._pipeline = Pipeline(
+        self._pipeline: Any = pipeline(
             spec,
             groups,
             megatron_config,
@@ -75,19 +79,43 @@ class ReferencePolicy:
 
 class TeacherModel(ReferencePolicy):
     """This rank's part of a teacher (`teacher`), frozen as a reference is. `spec`: the teacher's. It takes the policy's
-    packs, whose token ids mean the same to it.
+    packs, whose token ids mean the same to it. `keeps_states`: its scores have states, because whole distributions are
+    compared.
 
     Constructing it is collective over all ranks.
     """
 
     def __init__(self, config: Config, spec: ModelSpec, groups: ParallelGroups) -> None:
-        super().__init__(teacher_config(config, spec.moe is not None), spec, groups)
+        super().__init__(teacher_config(config, spec.moe is not None), spec, groups, _StatePipeline)
+        self.keeps_states = config.teacher is not None and config.teacher.divergence != "sampled_token"
 
     def score(self, micro_batches: list[MicroBatch]) -> list[TeacherScores]:
         """What the teacher says of this rank's active tokens, one item per micro-batch; empty except on last-stage
         ranks. Raises NumericsError naming the trajectory with a non-finite log-prob. Collective.
         """
-        return [TeacherScores(log_probs) for log_probs in self.log_probs(micro_batches)]
+        states: list[torch.Tensor] = []
+        self._pipeline.states = states if self.keeps_states else None
+        log_probs = self.log_probs(micro_batches)
+        self._pipeline.states = None
+        if not states:
+            return [TeacherScores(values) for values in log_probs]
+        weight = self.chunks[-1].head_weight()
+        return [TeacherScores(values, own, weight) for values, own in zip(log_probs, states, strict=True)]
+
+
+@dataclass
+class _StatePipeline(Pipeline):
+    """Keeps the states that the head reads, if `states` is a list: [N, H] of the model's dtype for each micro-batch."""
+
+    states: list[torch.Tensor] | None = None
+
+    def read(
+        self, batch: DeviceBatch, hidden: torch.Tensor, with_entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self.states is not None:
+            is_cut = self.megatron_config.sequence_parallel
+            self.states.append(head_rows(hidden, batch.rows, tensor_group=self.groups.tensor, sequence_parallel=is_cut))
+        return super().read(batch, hidden, with_entropy)
 
 
 class FrozenBase:

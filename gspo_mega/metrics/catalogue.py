@@ -211,6 +211,7 @@ CRITIC: dict[str, tuple[str, Reduction, str]] = {
 }
 
 _TEACHER: dict[str, tuple[str, Reduction, str]] = {
+    "divergence": ("nats", "mean", "KL(policy || teacher) per position over what teacher.divergence compares"),
     "reverse_kl": ("nats", "mean", "log policy - log teacher per sampled token: KL(policy || teacher) of that token"),
     "advantage_size": (
         "1",

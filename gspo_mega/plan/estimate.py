@@ -496,8 +496,8 @@ def _changes(config: Config, part: str) -> list[str]:
         ]
     if part == "reference":
         return ["no reference (kl.coefficient: 0)", more_ranks]
-    if part == "teacher":
-        return ["a smaller teacher", more_ranks]
+    if part in ("teacher", "teacher states"):
+        return ["a smaller teacher", "`teacher.divergence: sampled_token`, which keeps no states", more_ranks]
     if part == GRAPHS:
         return ["smaller graphs (server.options cuda_graph_max_bs_decode, cuda_graph_max_bs_prefill)"]
     if part == GROUPS:

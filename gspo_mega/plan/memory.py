@@ -32,6 +32,7 @@ from gspo_mega.plan.state import (
     StateBytes,
     checkpoint_bytes,
     state_bytes,
+    teacher_shares,
     trained_parameters,
     with_teacher,
 )
@@ -170,6 +171,9 @@ def stage_memory(config: Config, layout: Layout, shares: ModelShares, stage: int
     exact = sum(size for part, size in parts.always.items() if part not in (GROUPS, "reserve"))
     whole = _largest_tensor(spec) * WEIGHT_BYTES[config.precision]
     head = head_activations(config, spec, layout)
+    if (found := teacher_shares(config)) is not None and stage == layout.pipeline - 1:
+        parts.always["teacher states"], logits = teacher_head_bytes(config, layout, found[1].spec)
+        head = replace(head, chunk_backward=head.chunk_backward + logits)
     parts.phases["old pass"], parts.phases["training"] = _passes(config, spec, layout, stage, head)
     gathered, offloaded = save_device_bytes(config.optimizer, held), size.offloaded
     if critic is not None:
@@ -194,6 +198,17 @@ def stage_memory(config: Config, layout: Layout, shares: ModelShares, stage: int
     return GpuMemory(
         {**parts.always, **parts.phases[peak]}, totals, stage, exact, offloaded, parts.always, parts.phases
     )
+
+
+def teacher_head_bytes(config: Config, layout: Layout, teacher: ModelSpec) -> tuple[int, int]:
+    """Return the bytes on the last stage if whole distributions are compared with a teacher's: (its states of a
+    mini-batch, its logits beside the policy's, their difference and the chosen tokens).
+    """
+    if config.teacher is None or config.teacher.divergence == "sampled_token":
+        return 0, 0
+    tokens = most_micro_batches(config, layout) * config.batch.micro_batch_tokens / layout.context
+    chunk = config.batch.log_prob_chunk_tokens * (layout.padded_vocab_size // layout.tensor)
+    return round(tokens * teacher.hidden_size * WEIGHT_BYTES[config.precision]), chunk * (4 + 4 + 1)
 
 
 def _passes(

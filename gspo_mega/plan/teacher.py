@@ -52,6 +52,11 @@ def check_teacher(
             f"{place}{path} has a vocabulary of {theirs.vocab_size}, and the policy may sample any of {spec.vocab_size}"
             " ids; valid: a teacher whose vocabulary is not smaller"
         )
+    if config.teacher.divergence != "sampled_token" and theirs.vocab_size != spec.vocab_size:
+        raise ModelError(
+            f"{place}{path} has a vocabulary of {theirs.vocab_size}, the policy one of {spec.vocab_size}: with"
+            f" `divergence: {config.teacher.divergence}` they must be equal; valid: sampled_token, or another teacher"
+        )
     found = list(validate_teacher_layout(config, theirs, device))
     if found:
         raise PlanError("\n".join(f"{place}{path}, in the policy's layout: {one.key}: {one.text}" for one in found))

@@ -241,11 +241,14 @@ def train_policy(
     settings = objective_settings(config.algorithm, config.objective)
     frozen_of = reference or [None] * len(work.mini_batches)
     scores: list[list[TeacherScores] | None] = [None] * len(work.mini_batches)
-    if session.teacher is not None:
+    teacher = session.teacher
+    if teacher is not None and not teacher.keeps_states:
         with session.phase("teacher"):
-            scores = [session.teacher.score(m.micro_batches) for m in work.mini_batches]
+            scores = [teacher.score(m.micro_batches) for m in work.mini_batches]
     items = zip(work.mini_batches, old, frozen_of, scores, strict=True)
     for mini_batch, before, frozen, taught in session.each_in_phase("train", items):
+        if teacher is not None and teacher.keeps_states:  # which are many: those of one mini-batch at a time
+            taught = teacher.score(mini_batch.micro_batches)
         result, passed = engine.train_mini_batch(
             mini_batch.micro_batches, settings, mini_batch.denominator, before, frozen, corrects, taught
         )

@@ -57,6 +57,29 @@ def test_every_layout_has_the_same_part(rank_pools, folders, alone, layout):
         assert np.linalg.norm(got["gradient"][name] - reference) < 1e-5 * np.linalg.norm(reference), name
 
 
+@pytest.mark.parametrize(
+    ("layout", "compared"),
+    [
+        ("TP2+SP-EP2", dict(divergence="full")),
+        ("TP2+SP-EP2", dict(divergence="top_k", top_k=40, top_k_of="policy")),
+        ("PP2", dict(divergence="top_k", top_k=7, top_k_rest="renormalise")),
+        ("CP2", dict(divergence="top_k", top_k=7)),
+    ],
+)
+def test_every_layout_has_the_same_divergence(rank_pools, folders, alone, layout, compared):
+    """Whole distributions over a vocabulary that tensor ranks share; the dense teacher is narrower in depth only."""
+    compared |= dict(reward_weight=0.0)
+    want = alone(teacher=folders["dense"], **compared)
+    got = rank_pools(2).run(
+        JOB, folder=folders["policy"], teacher=folders["dense"], parallel=LAYOUTS[layout], **compared
+    )[0]
+    assert want["sums"]["divergence"] > 0.01 * want["sums"]["tokens"] and want["sums"]["teacher_size"] == 0
+    assert got["sums"] == pytest.approx(want["sums"], rel=1e-5)
+    for name, reference in want["gradient"].items():
+        assert np.linalg.norm(reference) > 0, "no reward teaches here, so all of it is the divergence's"
+        assert np.linalg.norm(got["gradient"][name] - reference) < 1e-5 * np.linalg.norm(reference), name
+
+
 def test_a_teacher_alone_is_approached(rank_pools, folders, alone):
     """With rewards of no weight, tokens that the teacher likes more than the policy become likelier, and others less
     so; the teacher stays as it is.

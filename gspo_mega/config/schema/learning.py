@@ -170,12 +170,35 @@ class Teacher(Section):
     coefficient: float = Field(
         default=1.0,
         gt=0,
-        description="A token's advantage from the teacher is -coefficient x (log policy - log teacher), nats.",
+        description=(
+            "A token's advantage from the teacher is -coefficient x (log policy - log teacher), nats. With another"
+            " `divergence`: weight of that loss."
+        ),
     )
     reward_weight: float = Field(
         default=1.0,
         ge=0,
         description="Weight of the rewards' advantage. 0: rewards are only measured, and the teacher teaches.",
+    )
+    divergence: Literal["sampled_token", "top_k", "full"] = Field(
+        default="sampled_token",
+        description=(
+            "sampled_token: the reverse KL at the sampled token only, as an advantage. full: KL(policy || teacher) over"
+            " the whole vocabulary at each position, as a loss. top_k: over the most likely tokens only, as a loss."
+        ),
+    )
+    top_k: int | None = Field(
+        default=None, ge=1, description="With `divergence: top_k`: how many tokens are compared, ties included."
+    )
+    top_k_of: Literal["teacher", "policy"] = Field(
+        default="teacher", description="With `divergence: top_k`: whose most likely tokens are compared."
+    )
+    top_k_rest: Literal["bucket", "renormalise"] = Field(
+        default="bucket",
+        description=(
+            "With `divergence: top_k`: the other tokens are one more token with the rest of the mass, or both"
+            " distributions are renormalised without them."
+        ),
     )
 
 

@@ -9,6 +9,7 @@ from algorithm_cases import Batch
 
 from gspo_mega.algorithm.distillation import (
     TEACHER_SUMS,
+    distillation_loss,
     has_token_terms,
     teacher_metrics,
     teacher_sums,
@@ -172,7 +173,7 @@ def test_sums_and_metrics_by_hand():
         clipped=torch.tensor([True, False, True]),
     )
     assert dict(zip(TEACHER_SUMS, sums.tolist(), strict=True)) == pytest.approx(
-        dict(tokens=2, reverse_kl=-LOG2, teacher_size=6 * LOG2, reward_size=1.0, clipped=1), rel=1e-12
+        dict(tokens=2, reverse_kl=-LOG2, teacher_size=6 * LOG2, reward_size=1.0, clipped=1, divergence=0), rel=1e-12
     )
     assert teacher_metrics(sums.tolist(), has_second_term=True) == pytest.approx(
         dict(
@@ -183,5 +184,23 @@ def test_sums_and_metrics_by_hand():
         ),
         rel=1e-12,
     )
+    whole = teacher_metrics([4.0, 2.0, 0.0, 0.0, 0.0, 6.0], has_second_term=True, has_divergence=True)
+    assert whole == dict(reverse_kl=0.5, divergence=1.5), "no token has an advantage of the teacher"
     assert "clip_fraction" not in teacher_metrics(sums.tolist(), has_second_term=False)
     assert teacher_metrics([0.0] * len(TEACHER_SUMS), has_second_term=False)["advantage_share"] == 0.0
+
+
+def test_the_loss_of_divergences_is_averaged_as_the_objective_is():
+    """Responses of two tokens and one: ((f_1 + f_2) / 2 + f_3) / 2, weighted, and without the rejected one."""
+    f = torch.tensor([1.0, 3.0, 5.0], dtype=F64, requires_grad=True)
+    given = dict(segment_ids=SEGMENTS, num_sequences=2, lengths=torch.tensor([2, 1]), denominator=2.0)
+    assert float(distillation_loss(ObjectiveSettings(), f.detach(), **given)) == pytest.approx(3.5, rel=1e-12)
+    weighted = distillation_loss(ObjectiveSettings(), f.detach(), **given, sequence_weights=torch.tensor([0.5, 2.0]))
+    assert float(weighted) == pytest.approx((0.5 * 2 + 2.0 * 5) / 2, rel=1e-12)
+    kept = distillation_loss(ObjectiveSettings(), f, **given, keep=torch.tensor([True, False]))
+    kept.backward()
+    assert kept.item() == pytest.approx(1.0, rel=1e-12) and f.grad is not None and f.grad.tolist() == [0.25, 0.25, 0.0]
+    token_mean = distillation_loss(
+        ObjectiveSettings(aggregation="token_mean"), f.detach(), **{**given, "denominator": 3.0}
+    )
+    assert float(token_mean) == pytest.approx(3.0, rel=1e-12)

@@ -20,6 +20,10 @@ ALONE = "teacher={path: there, reward_weight: 0}"
         (["rollout.filter_constant_groups=true"], "true with `teacher`, which teaches on groups whose rewards are all"),
         (["precision=fp8", "fp8.recipe=delayed"], "fp8.recipe: delayed with a teacher: the scales of the frozen"),
         (["teacher.coefficient=0"], "teacher.coefficient"),
+        (["teacher.divergence=top_k"], "teacher.top_k: missing; `divergence: top_k` needs it"),
+        (["teacher.top_k=4"], "teacher.top_k: has no effect with `divergence: sampled_token`"),
+        (["teacher.top_k_of=policy"], "teacher.top_k_of: has no effect with `divergence: sampled_token`"),
+        (["teacher.divergence=full", "rollout.top_p=0.9"], "teacher.divergence: full with rollout.top_p 0.9"),
         (["batch.group_size=1"], "batch.group_size: 1 with `algorithm: gspo`"),
     ],
 )
@@ -47,6 +51,15 @@ def test_which_way_the_teacher_takes_is_said(write, algorithm, said):
     notices = load_config(write(), [ALONE, f"algorithm={algorithm}"]).notices
     assert any(said in notice for notice in notices)
     assert any("rewards are measured and not trained on" in notice for notice in notices)
+
+
+def test_whole_distributions_go_with_every_term_and_say_what_is_compared(write):
+    for algorithm in ("gmpo", "vespo", "gspo"):
+        load_config(write(), [TEACHER, f"algorithm={algorithm}", "teacher.divergence=full"])
+    full = load_config(write(), [TEACHER, "teacher.divergence=full"]).notices
+    top = load_config(write(), ["teacher={path: there, divergence: top_k, top_k: 20, top_k_of: policy}"]).notices
+    assert any("KL(policy || teacher) over the whole vocabulary is added to the loss" in notice for notice in full)
+    assert any("over the policy's 20 most likely tokens, the others as one is added" in notice for notice in top)
 
 
 def test_what_only_training_needs_is_not_the_teachers(write):

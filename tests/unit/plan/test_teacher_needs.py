@@ -95,6 +95,16 @@ def test_what_a_teacher_is_refused_for(teach, changes, overrides, error, said):
     assert said in str(caught.value)
 
 
+def test_whole_distributions_need_one_vocabulary_and_more_memory(teach):
+    full = "teacher.divergence=full"
+    with pytest.raises(ModelError, match="vocabulary of 600, the policy one of 512: with `divergence: full` they must"):
+        teach(full, vocab_size=600)
+    teach(vocab_size=600)
+    plain, whole = (estimate(teach(*GPU, *more, device="gpu")) for more in ((), (full,)))
+    assert plain.memory is not None and whole.memory is not None
+    assert plain.memory.always.get("teacher states", 0) == 0 < whole.memory.always["teacher states"]
+
+
 def test_a_folder_that_is_not_there(load, shape):
     with pytest.raises(ModelError, match=r"teacher\.path: .*nowhere"):
         plan_run(load(f"model.path={shape('dense')}", "teacher.path=nowhere"))
