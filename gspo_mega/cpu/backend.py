@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._device import _device_constructors
 
-from gspo_mega.cpu import te_layers, te_loading
+from gspo_mega.cpu import products, te_layers, te_loading
 
 _CPU = torch.device("cpu")
 _FACTORIES = (
@@ -129,6 +129,7 @@ def _stand_in_for_cuda() -> None:
 
 def _complete_megatron() -> None:
     """Define what Megatron-Core 0.16 leaves undefined, or bound to a device, without Transformer Engine and a GPU."""
+    import megatron.core.tensor_parallel.layers as layers
     import megatron.core.tensor_parallel.random as random
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
@@ -166,6 +167,8 @@ def _complete_megatron() -> None:
     else:
         multi_latent_attention.HAVE_TE = False
         multi_latent_attention.Linear = Linear
+
+    products.replace_linear(layers)
 
     # Loading optimizer state assumes a fused Adam that keeps no 'step' of its own.
     plain_set = DistributedOptimizer._set_main_param_and_optimizer_states

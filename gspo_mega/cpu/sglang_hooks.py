@@ -253,6 +253,26 @@ def _gate_shared_experts(module: types.ModuleType) -> None:
     vars(module).update(fused_gate_sigmoid_mul=gated, fused_gate_sigmoid_mul_add=add_gated)
 
 
+class _Functional:
+    """Stands in for `torch.nn.functional` where SGLang computes unquantized linear layers."""
+
+    def __init__(self, linear: Callable) -> None:
+        self.linear = linear
+
+    def __getattr__(self, name: str):
+        import torch
+
+        return getattr(torch.nn.functional, name)
+
+
+def _products(module: types.ModuleType) -> None:
+    """Compute unquantized linear layers in fp32 by the CPU's faster kernels."""
+    from gspo_mega.cpu.products import linear, uses_onednn
+
+    if uses_onednn():
+        vars(module)["F"] = _Functional(linear)
+
+
 def _plain_experts(module: types.ModuleType) -> None:
     """Compute plain experts with fewer operations."""
     from gspo_mega.cpu.sglang_layers import experts_forward_plain
@@ -335,6 +355,7 @@ def activate() -> bool:
                 "sglang.srt.utils.weight_checker_comparator": _compare_on_host,
                 "sglang.srt.layers.attention.attention_registry": _register_attention,
                 "sglang.srt.layers.quantization": _register_quantization,
+                "sglang.srt.layers.quantization.unquant": _products,
                 "sglang.srt.models.deepseek_common.deepseek_weight_loader": _absorb_plain_blocks,
                 "sglang.srt.layers.rotary_embedding.factory": _unscaled_positions,
                 "sglang.srt.mem_cache.kv_cache_configurator": _cache_fp8,

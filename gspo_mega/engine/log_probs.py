@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from gspo_mega.cpu.batch_invariant import divide, label_log_probs
 from gspo_mega.cpu.batch_invariant import logits as invariant_logits
+from gspo_mega.cpu.products import add_product
 from gspo_mega.engine.process_groups import RankGroup
 
 ENTROPY_PARTS = 8  # the entropy's scratch memory is a chunk divided by this
@@ -39,13 +40,16 @@ def _accumulation_dtype(tensor: torch.Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def _add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, alpha: float = 1.0, beta: float = 0.0) -> None:
+def _add_product(
+    out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, alpha: float = 1.0, beta: float = 0.0, most_numbers: int
+) -> None:
     """out = beta * out + alpha * (a @ b) in place. a [m, k], b [k, n] of one dtype; out [m, n] accumulates in its own.
 
-    With beta = 0 the previous content of `out` does not matter, NaN included.
+    With beta = 0 the previous content of `out` does not matter, NaN included. `most_numbers`: how many numbers of the
+    product a CPU may hold beside `out`.
     """
     if a.dtype == out.dtype:
-        torch.addmm(out, a, b, beta=beta, alpha=alpha, out=out)
+        add_product(out, a, b, beta=beta, alpha=alpha, most_numbers=most_numbers)
     elif a.is_cuda:
         torch.addmm(out, a, b, out_dtype=out.dtype, beta=beta, alpha=alpha, out=out)
     else:
@@ -53,7 +57,8 @@ def _add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, alpha: 
         step = max(1, WIDENED_NUMBERS // (a.size(0) + b.size(1)))
         for start in range(0, a.size(1), step):
             piece = slice(start, start + step)
-            torch.addmm(out, a[:, piece].to(out.dtype), b[piece].to(out.dtype), beta=beta, alpha=alpha, out=out)
+            wide = a[:, piece].to(out.dtype), b[piece].to(out.dtype)
+            add_product(out, *wide, beta=beta, alpha=alpha, most_numbers=most_numbers)
             beta = 1.0
 
 
@@ -133,7 +138,8 @@ class _Head:
                 yield rows, divide(invariant_logits(self.hidden[rows], self.weight), self.temperature)
                 continue
             logits = buffer[: rows.stop - start]
-            _add_product(logits, self.hidden[rows], self.weight.t(), alpha=1.0 / self.temperature)
+            most = logits.numel() // 8
+            _add_product(logits, self.hidden[rows], self.weight.t(), alpha=1.0 / self.temperature, most_numbers=most)
             yield rows, logits
 
 
@@ -279,10 +285,11 @@ class _ChunkedLogProbs(torch.autograd.Function):
             torch.mul(difference, scale, out=grad_logits)
             full = _with_enough_rows(grad_logits)
             product = difference.new_empty((full.size(0), hidden.size(1)))
-            _add_product(product, full, head.weight)
+            _add_product(product, full, head.weight, most_numbers=full.numel())
             grad_hidden[rows] = product[: difference.size(0)]
             if grad_weight is not None:
-                _add_product(grad_weight.sum[: ctx.held], grad_logits.t(), hidden[rows], beta=1.0)
+                most = grad_logits.numel() // 4
+                _add_product(grad_weight.sum[: ctx.held], grad_logits.t(), hidden[rows], beta=1.0, most_numbers=most)
             del grad_logits, full  # else the next chunk's would be made beside them
         return grad_hidden, grad_weight.for_autograd() if grad_weight is not None else None, *[None] * 9
 

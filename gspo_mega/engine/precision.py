@@ -53,6 +53,7 @@ from gspo_mega.config.derived import (
 from gspo_mega.config.schema import Config, Parallel
 from gspo_mega.cpu import te_loading
 from gspo_mega.cpu.backend import is_cpu_backend
+from gspo_mega.cpu.products import uses_onednn
 from gspo_mega.models.block_fp8 import publishes_powers_of_two
 from gspo_mega.plan.validate_precision import precision_problem
 
@@ -184,6 +185,8 @@ def describe_backends() -> list[str]:
     """The libraries and devices that this machine computes with, one line each, for a run's log."""
     lines = [f"PyTorch {torch.__version__}, Megatron-Core {importlib.metadata.version('megatron-core')}"]
     if is_cpu_backend():
+        if uses_onednn():
+            lines.append("fp32 products by oneDNN: MKL has no AVX-512 kernels for this processor")
         if not te_loading.is_loaded():
             return [*lines, "no GPU: Megatron's plain layers over gloo"]
         version = transformer_engine_version()

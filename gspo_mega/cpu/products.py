@@ -1,0 +1,160 @@
+"""Matrix products in fp32 on processors for which torch's BLAS has no kernels of their own.
+
+torch's CPU builds compute fp32 products with MKL. On a processor that is not Intel's, MKL takes kernels for AVX2, even
+where the processor has AVX-512: on an AMD EPYC of family 26 they reach 110 GFLOP/s of one core's 260. oneDNN, which is
+part of the same build and computes torch's bf16 products, makes its kernels for the instructions that are there. torch
+has no switch that sends fp32 products to it, but one operation does: the one to which `torch.compile` lowers linear
+layers.
+
+`uses_onednn` says when it is called. Elsewhere, for other dtypes and on GPUs, these functions are torch's own. Both add
+a contraction up in fp32, in different orders, so results differ by rounding. One process always takes the same one, and
+neither depends on where a tensor lies in memory.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+
+@functools.cache
+def uses_onednn() -> bool:
+    """Return whether fp32 products on this machine's CPU are oneDNN's: it has AVX-512 and is not Intel's."""
+    return (
+        torch.backends.mkl.is_available()
+        and torch.backends.mkldnn.is_available()
+        and torch.backends.cpu.get_cpu_capability() == "AVX512"
+        and _vendor() not in ("GenuineIntel", "")
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    )
+
+
+def _vendor() -> str:
+    """Return the maker's name that the processor gives, "" if it is not known."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")), "")
+
+
+def _is_onednns(*tensors: torch.Tensor) -> bool:
+    return uses_onednn() and all(t.dtype == torch.float32 and t.device.type == "cpu" for t in tensors)
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return x W^T. oneDNN copies `x` where it is not contiguous; of `weight` [n, k] it knows rows and columns side by
+    side, but neither other strides nor an empty contraction, as that over the tokens of an expert that has none.
+    """
+    if x.size(-1) == 0:
+        return x.new_zeros((*x.shape[:-1], weight.size(0)))
+    of_row, of_column = weight.stride()
+    by_rows, by_columns = of_column == 1 and of_row >= weight.size(1), of_row == 1 and of_column >= weight.size(0)
+    if not by_rows and not by_columns:
+        weight = weight.clone(memory_format=torch.contiguous_format)
+    return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return x W^T + bias [..., n]. x [..., k], weight [n, k], bias [n], of one float dtype. It has no gradient where
+    oneDNN computes it.
+    """
+    if bias is not None or not _is_onednns(x, weight):
+        return torch.nn.functional.linear(x, weight, bias)
+    return _product(x, weight)
+
+
+def transposed_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return a^T b [n, k], of any strides. a [m, n] and b [m, k], of one float dtype."""
+    if not _is_onednns(a, b):
+        return a.t().matmul(b)
+    # oneDNN's first operand is copied to be contiguous: take the smaller.
+    return _product(a.t(), b.t()) if a.size(1) <= b.size(1) else _product(b.t(), a.t()).t()
+
+
+def add_product(
+    out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, alpha: float = 1.0, beta: float = 0.0, most_numbers: int
+) -> None:
+    """out = beta * out + alpha * (a @ b) in place; beta is 0 or 1. a [m, k], b [k, n], out [m, n], of one float dtype.
+
+    With beta = 0 the previous content of `out` does not matter, NaN included. oneDNN's product is made some rows at a
+    time: beside `out` there are at most two tensors of about `most_numbers`, those rows and a copy of theirs of `a`.
+    """
+    if not _is_onednns(out, a, b):
+        torch.addmm(out, a, b, beta=beta, alpha=alpha, out=out)
+        return
+    weight, step = b.t(), max(1, most_numbers // max(out.size(1), a.size(1), 1))
+    for rows, part in zip(out.split(step), a.split(step), strict=True):
+        if beta == 0.0:
+            torch.mul(_product(part, weight), alpha, out=rows)
+        else:
+            rows.add_(_product(part, weight), alpha=alpha)
+
+
+class _Linear(torch.autograd.Function):
+    """x W^T + bias with oneDNN's products in both passes. x [..., k], weight [n, k], bias [n] or None."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        output = _product(x, weight)
+        return output if bias is None else output.add_(bias)
+
+    @staticmethod
+    @once_differentiable
+    # `once_differentiable` makes `ctx` positional; autograd passes it so.
+    def backward(ctx, *grads: torch.Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight = ctx.saved_tensors
+        grad = grads[0].reshape(-1, weight.size(0))
+        return (
+            _product(grad, weight.t()).view(x.shape) if ctx.needs_input_grad[0] else None,
+            transposed_product(grad, x.reshape(-1, weight.size(1))) if ctx.needs_input_grad[1] else None,
+            grad.sum(dim=0) if ctx.needs_input_grad[2] else None,
+        )
+
+
+def replace_linear(layers: ModuleType) -> None:
+    """Have Megatron's linear layers of one tensor rank compute by oneDNN. `layers`: its module of tensor-parallel
+    layers. Does nothing where oneDNN is not used.
+    """
+    if not uses_onednn():
+        return
+    for name in ("linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight"):
+        setattr(layers, name, _plain_or(getattr(layers, name)))
+
+
+def _plain_or(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Wrap one of Megatron's functions of a linear layer, which keeps what communicates or adds to another tensor."""
+
+    @functools.wraps(stock)  # and its attributes, one of which it reads by its name
+    def compute(
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        gradient_accumulation_fusion: bool,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        *others: Any,
+        **options: Any,
+    ) -> torch.Tensor:
+        fused = gradient_accumulation_fusion or allreduce_dgrad or sequence_parallel
+        if not fused and not others and options.get("grad_output_buffer") is None and _is_onednns(input, weight):
+            return _Linear.apply(input, weight, bias)
+        return stock(
+            input,
+            weight,
+            bias,
+            gradient_accumulation_fusion,
+            allreduce_dgrad,
+            sequence_parallel,
+            *others,
+            **options,
+        )
+
+    return compute
