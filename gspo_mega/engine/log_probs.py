@@ -62,6 +62,17 @@ def _add_product(
             beta = 1.0
 
 
+def _hidden_gradient(grad_logits: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """grad_logits [n, v] @ weight [v, H], added up in fp32 (float64 stays): [n, H], of the model's dtype where a kernel
+    rounds the whole sum once. The CPU's kernel of bf16 products does, and needs no widened copy of the head.
+    """
+    if grad_logits.dtype == torch.bfloat16 and not grad_logits.is_cuda and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return grad_logits @ weight
+    product = grad_logits.new_empty((grad_logits.size(0), weight.size(1)), dtype=_accumulation_dtype(grad_logits))
+    _add_product(product, grad_logits, weight, most_numbers=grad_logits.numel())
+    return product
+
+
 def _with_enough_rows(rows: torch.Tensor) -> torch.Tensor:
     """Rows of zeros after those of a chunk that has few, on a CPU.
 
@@ -284,9 +295,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
             scale = minus_scale[rows] if grad_entropies is None else -1.0 / ctx.temperature
             torch.mul(difference, scale, out=grad_logits)
             full = _with_enough_rows(grad_logits)
-            product = difference.new_empty((full.size(0), hidden.size(1)))
-            _add_product(product, full, head.weight, most_numbers=full.numel())
-            grad_hidden[rows] = product[: difference.size(0)]
+            grad_hidden[rows] = _hidden_gradient(full, head.weight)[: difference.size(0)]
             if grad_weight is not None:
                 most = grad_logits.numel() // 4
                 _add_product(grad_weight.sum[: ctx.held], grad_logits.t(), hidden[rows], beta=1.0, most_numbers=most)
