@@ -88,6 +88,7 @@ def distillation_loss(
     denominator: float,
     keep: Tensor | None = None,
     sequence_weights: Tensor | None = None,
+    token_weights: Tensor | None = None,
     group_sizes: Tensor | None = None,
     branch_weights: Tensor | None = None,
 ) -> Tensor:
@@ -101,7 +102,8 @@ def distillation_loss(
         weights = weights * sequence_weights.detach().double()
     if keep is not None:
         weights = torch.where(keep.bool(), weights, 0.0)
-    return (weights * segment_sum(divergence.double(), segment_ids, num_sequences)).sum()
+    values = divergence.double() if token_weights is None else divergence.double() * token_weights.detach().double()
+    return (weights * segment_sum(values, segment_ids, num_sequences)).sum()
 
 
 def teacher_sums(

@@ -365,6 +365,12 @@ def validate_teacher(config: Config, command: str | None = None) -> Iterator[Vio
             " gspo and luspo, which get a second term, an algorithm with a term per token (gspo_token, grpo, ...), or"
             " another teacher.divergence",
         )
+    if by_token and config.objective.function is not None and config.objective.ratio == "sequence":
+        yield Violation(
+            "teacher",
+            "with `objective.function` of whole sequences, which takes no advantage of a token; valid: `ratio: token`, or"
+            " another teacher.divergence",
+        )
     if (teacher.divergence == "top_k") != (teacher.top_k is not None):
         missing = teacher.top_k is None
         yield Violation(

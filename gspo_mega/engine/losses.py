@@ -499,6 +499,7 @@ class PolicyLoss:
                 value = distillation_loss(
                     self.settings,
                     self.divergence,
+                    token_weights=by_token,
                     segment_ids=batch.sequence_ids,
                     num_sequences=batch.num_sequences,
                     lengths=batch.sequence["length"],
@@ -513,7 +514,11 @@ class PolicyLoss:
                 own: dict[str, Any] = shared | {"token_advantages": guidance.teacher}
                 known = out.sequence_log_ratio * batch.sequence["length"]  # the context ranks have shared these sums
                 second = policy_objective(
-                    replace(self.settings, ratio="sequence_token"), reduce_sequences=lambda _: known, **both, **own
+                    replace(self.settings, ratio="sequence_token", function=None),
+                    token_weights=by_token,
+                    reduce_sequences=lambda _: known,
+                    **both,
+                    **own,
                 )
                 loss = loss + second.loss
             totals["teacher_sums"] = teacher_sums(

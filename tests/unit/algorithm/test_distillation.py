@@ -204,3 +204,5 @@ def test_the_loss_of_divergences_is_averaged_as_the_objective_is():
         ObjectiveSettings(aggregation="token_mean"), f.detach(), **{**given, "denominator": 3.0}
     )
     assert float(token_mean) == pytest.approx(3.0, rel=1e-12)
+    by_token = distillation_loss(ObjectiveSettings(), f.detach(), **given, token_weights=torch.tensor([0.0, 2.0, 0.5]))
+    assert float(by_token) == pytest.approx((6 / 2 + 2.5) / 2, rel=1e-12)

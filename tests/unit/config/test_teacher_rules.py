@@ -16,6 +16,10 @@ ALONE = "teacher={path: there, reward_weight: 0}"
         (["algorithm=ppo"], "teacher: with `algorithm: ppo`: advantages from a critic's values and from a teacher"),
         (["algorithm=gmpo"], "teacher: with `algorithm: gmpo`, whose term of a whole sequence takes no advantage"),
         (["algorithm=vespo"], "teacher: with `algorithm: vespo`"),
+        (
+            ["algorithm=custom", "objective={ratio: sequence, function: 'examples.hooks:sspo'}"],
+            "teacher: with `objective.function` of whole sequences, which takes no advantage of a token",
+        ),
         (["old_log_probs=rollout"], "old_log_probs: rollout with `teacher`: the servers' log-probs differ from"),
         (["rollout.filter_constant_groups=true"], "true with `teacher`, which teaches on groups whose rewards are all"),
         (["precision=fp8", "fp8.recipe=delayed"], "fp8.recipe: delayed with a teacher: the scales of the frozen"),
@@ -56,6 +60,8 @@ def test_which_way_the_teacher_takes_is_said(write, algorithm, said):
 def test_whole_distributions_go_with_every_term_and_say_what_is_compared(write):
     for algorithm in ("gmpo", "vespo", "gspo"):
         load_config(write(), [TEACHER, f"algorithm={algorithm}", "teacher.divergence=full"])
+    own = ["algorithm=custom", "objective={ratio: sequence, function: 'examples.hooks:sspo'}"]
+    load_config(write(), [TEACHER, *own, "teacher.divergence=full"])
     full = load_config(write(), [TEACHER, "teacher.divergence=full"]).notices
     top = load_config(write(), ["teacher={path: there, divergence: top_k, top_k: 20, top_k_of: policy}"]).notices
     assert any("KL(policy || teacher) over the whole vocabulary is added to the loss" in notice for notice in full)
