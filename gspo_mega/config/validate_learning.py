@@ -368,8 +368,8 @@ def validate_teacher(config: Config, command: str | None = None) -> Iterator[Vio
     if by_token and config.objective.function is not None and config.objective.ratio == "sequence":
         yield Violation(
             "teacher",
-            "with `objective.function` of whole sequences, which takes no advantage of a token; valid: `ratio: token`, or"
-            " another teacher.divergence",
+            "with `objective.function` of whole sequences, which takes no advantage of a token; valid: `ratio: token`,"
+            " or another teacher.divergence",
         )
     if (teacher.divergence == "top_k") != (teacher.top_k is not None):
         missing = teacher.top_k is None
