@@ -101,7 +101,7 @@ def distillation_loss(
     if sequence_weights is not None:
         weights = weights * sequence_weights.detach().double()
     if keep is not None:
-        weights = torch.where(keep.bool(), weights, 0.0)
+        weights = weights * keep.bool()
     values = divergence.double() if token_weights is None else divergence.double() * token_weights.detach().double()
     return (weights * segment_sum(values, segment_ids, num_sequences)).sum()
 
