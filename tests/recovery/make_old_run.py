@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -311,7 +312,13 @@ def machine() -> dict[str, str]:
     wanted = ("vendor_id", "cpu family", "model", "flags")
     processor = dict(line.replace("\t", "").split(":", 1) for line in lines if ":" in line)
     text = json.dumps([processor.get(name, "").strip() for name in wanted])
+    # Earlier commits have no such module: all their fp32 products are torch's own.
+    of_onednn = (
+        importlib.util.find_spec("gspo_mega.cpu.products") is not None
+        and importlib.import_module("gspo_mega.cpu.products").uses_onednn()
+    )
     return {
+        **({"fp32 products": "oneDNN"} if of_onednn else {}),
         "processor": hashlib.sha256(text.encode()).hexdigest()[:16],
         "machine": platform.machine(),
         "torch": torch.__version__,
