@@ -125,16 +125,18 @@ def load_hook(key: str, name: str, options: Mapping[str, Any], num_arguments: in
     """Import a hook and check that it can be called with `num_arguments` values, the names of `keywords` and its
     options. Raises HookError if it cannot, or if there is no such function.
     """
-    function = import_function(name, key, HookError)
+    function = import_function(name, f"{key}:", HookError)
     if inspect.iscoroutinefunction(function):
-        raise HookError(f"{key} {name!r}: it is an async function; a plain one is expected")
+        raise HookError(f"{key}: {name!r}: it is an async function; a plain one is expected")
     if taken := sorted(keywords.keys() & options.keys()):
-        raise HookError(f"{key} {name!r}: option {taken[0]!r} is an argument that it gets anyway; give it another name")
+        raise HookError(
+            f"{key}: {name!r}: option {taken[0]!r} is an argument that it gets anyway; give it another name"
+        )
     try:
         inspect.signature(function).bind(*[None] * num_arguments, **keywords, **options)
     except TypeError as error:
         shown = ", ".join([*["a value"] * num_arguments, *keywords, *options])
-        raise HookError(f"{key} {name!r}: cannot be called with ({shown}): {error}{place_of(function)}") from error
+        raise HookError(f"{key}: {name!r}: cannot be called with ({shown}): {error}{place_of(function)}") from error
     except ValueError:  # a function of C that does not say what it takes
         pass
     return LoadedHook(key, name, function, dict(options))

@@ -73,7 +73,8 @@ class Trial:
         try:
             yield
         except GspoMegaError as error:
-            self.problems.append({"key": key, "kind": _kind_of(error), "text": str(error)})
+            text = str(error).removeprefix(f"{key}: ")
+            self.problems.append({"key": key, "kind": _kind_of(error), "text": text})
         except OSError as error:  # a file that may not be read, a folder that is gone
             self.problems.append({"key": key, "kind": "DataError", "text": str(error)})
 

@@ -118,9 +118,9 @@ def advantage_inputs(episodes: Sequence[Episode], rewards: np.ndarray, config: C
     """What a function of the whole batch gets: `rewards` [N] float64 of the scored `episodes`, and what is known of
     them. With `reward.permute_in_batch` the parts are permuted as the rewards are.
     """
-    reward, order = config.reward, np.arange(len(episodes))
+    reward, order = config.reward, list(range(len(episodes)))
     if reward.permute_in_batch:
-        order = np.random.default_rng((config.run.seed, step)).permutation(order)
+        order = np.random.default_rng((config.run.seed, step)).permutation(order).tolist()
     names = dict.fromkeys(name for episode in episodes for name in episode.reward_parts)
     parts = {
         name: torch.tensor([episodes[k].reward_parts.get(name, float("nan")) for k in order], dtype=torch.float64)

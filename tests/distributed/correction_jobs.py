@@ -19,6 +19,7 @@ from gspo_mega.engine.losses import OldPass, correct_batch
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import ParallelGroups, create_groups, destroy_groups
 from gspo_mega.models.huggingface import read_model_spec
+from gspo_mega.verify.certify.steps import complete_gradients
 
 NUM_ROWS = 12
 
@@ -34,7 +35,7 @@ def mini_batches(data_rank: int, data_size: int, align: int, per_pack: int) -> l
     return parts
 
 
-def in_training(folder: str, rule: dict, parallel: dict) -> dict:
+def in_training(folder: str, rule: dict, parallel: dict, settings: ObjectiveSettings = ObjectiveSettings()) -> dict:
     """All twelve sequences in one mini-batch of one pack per rank, once with an old pass and once with the correction
     decided in the training pass. For both: this rank's gradients, and the columns of its reports by name.
     """
@@ -56,7 +57,8 @@ def in_training(folder: str, rule: dict, parallel: dict) -> dict:
             if name == "old_pass":
                 old = engine.old_pass(packs)
                 engine.correct([old])
-            report = engine.policy_gradients(packs, ObjectiveSettings(), 11.0, old, corrects=old is None)
+            report = engine.policy_gradients(packs, settings, 11.0, old, corrects=old is None)
+            complete_gradients(engine)
             columns = report.columns | (old.report.columns if old is not None else {})
             parameters: list[Any] = [p for chunk in engine.wrapped for p in chunk.parameters() if p.requires_grad]
             gradients = [p.main_grad.numpy().copy() for p in parameters]

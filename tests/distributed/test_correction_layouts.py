@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from layout_models import make_folder
 
+from gspo_mega.algorithm.objective import ObjectiveSettings
+
 LAYOUTS = {
     "DP2": dict(world=2),
     "CP2": dict(world=2, context=2),
@@ -141,3 +143,48 @@ def test_a_training_pass_that_decides_the_correction_gives_what_an_old_pass_give
                 assert np.array_equal(values, want[part][name]), (part, name)
         assert len(got["gradients"]) == len(want["gradients"]) > 0
         assert all(np.array_equal(g, w) for g, w in zip(got["gradients"], want["gradients"], strict=True))
+
+
+TOKEN_RULES = {
+    "m2po": dict(correction="m2po", threshold=0.5, token_veto_nats=None),
+    "icepop": dict(correction="icepop", lower=0.6, upper=1.5, token_veto_nats=None),
+}
+
+
+@pytest.fixture(scope="module")
+def of_tokens(rank_pools, tmp_path_factory):
+    """For each rule its gradients on one rank, and those without a correction."""
+    folder = str(make_folder(tmp_path_factory.mktemp("model") / "tokens", moe=False))
+    arguments = dict(folder=folder, parallel={}, settings=TOKENS)
+    rules = TOKEN_RULES | {"none": dict(correction="none")}
+    job = "correction_jobs:in_training"
+    return folder, {name: rank_pools(1).run(job, rule=rule, **arguments)[0] for name, rule in rules.items()}
+
+
+TOKENS = ObjectiveSettings("token", 0.2, 0.2, entropy_coefficient=0.1)
+
+
+def distance(got: list[np.ndarray], want: list[np.ndarray]) -> float:
+    """Of all gradients, relative L2."""
+    squares = sum(float(((g - w) ** 2).sum()) for g, w in zip(got, want, strict=True))
+    return (squares / sum(float((w**2).sum()) for w in want)) ** 0.5
+
+
+@pytest.mark.parametrize("layout", ["DP2", "CP2"])
+@pytest.mark.parametrize("rule", TOKEN_RULES)
+def test_weights_of_tokens_give_the_same_gradient_in_every_layout(rank_pools, of_tokens, rule, layout):
+    """With an old pass and without one, and beside an entropy bonus."""
+    folder, one = of_tokens
+    arguments = dict(LAYOUTS[layout])
+    ranks = rank_pools(arguments.pop("world")).run(
+        "correction_jobs:in_training", folder=folder, rule=TOKEN_RULES[rule], parallel=arguments, settings=TOKENS
+    )
+    tokens = one[rule]["old_pass"]["columns"]["correction_tokens"].sum(0)
+    assert 0 < tokens[1] < tokens[0] and tokens[2] == 0, "the case drops some"
+    for way in ("old_pass", "training"):
+        want = one[rule][way]["gradients"]
+        assert distance(one["none"]["training"]["gradients"], want) > 1e-2
+        for rank in ranks:
+            assert distance(rank[way]["gradients"], want) < 1e-5
+        dropped = sum(rank[way]["columns"]["correction_tokens"].sum(0) for rank in ranks)
+        np.testing.assert_allclose(dropped, tokens, rtol=1e-5)

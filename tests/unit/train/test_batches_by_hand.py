@@ -289,3 +289,47 @@ def test_of_an_earlier_file_nothing_is_taken_over_that_its_own_tokens_make_too_o
     known, _ = records.open_groups(FileBegin(7, 7, made), None, tickets, lambda step, numbers: {0: PROMPT})
     assert list(known) == [0] * is_taken
     assert any("their weights too old" in line for line in said) != is_taken
+
+
+TWO_FUNCTIONS = dict(functions=(dict(function="gsm8k"), dict(function="format", weight=0.5)))
+
+
+def two_groups() -> RolloutBatch:
+    """Rewards of two functions, 1 and 1/2 of them; sums 1, .5, 0 and 1.5, 1.5."""
+    parts = [[(1, 0), (0, 1), (0, 0)], [(1, 1), (1, 1)]]
+    groups = []
+    for number, rows in enumerate(parts):
+        episodes = [one_turn(f"{number}{k}", number, a + 0.5 * b) for k, (a, b) in enumerate(rows)]
+        for episode, (a, b) in zip(episodes, rows, strict=True):
+            episode.reward_parts = {"gsm8k": float(a), "format": float(b), "format/note": 7.0}
+        groups.append(Group(number, PROMPT, episodes))
+    return RolloutBatch(0, groups)
+
+
+def advantages_of(batch: RolloutBatch) -> list[float]:
+    return [row.advantage for episode in batch.episodes for row in episode.rows()]
+
+
+def test_separate_rewards_weigh_each_function_by_itself():
+    """(2, -1, -1) / sqrt 2 and half of (-1, 2, -1) / sqrt 2, over the deviation of all five."""
+    batch = two_groups()
+    fill_advantages(batch, config_of(advantage=dict(rewards="separate"), reward=TWO_FUNCTIONS), 0)
+    sums = np.array([2 - 0.5, -1 + 1, -1 - 0.5, 0, 0]) / np.sqrt(2)
+    assert advantages_of(batch) == pytest.approx((sums / np.sqrt((sums**2).mean())).tolist(), rel=1e-12)
+
+
+def test_a_function_of_the_users_sees_the_whole_batch_and_the_control_permutes_all_of_it(tmp_path, monkeypatch):
+    (tmp_path / "seen_by_hook.py").write_text(
+        "def f(inputs):\n"
+        "    assert inputs.step == 4 and inputs.weights == {'gsm8k': 1.0, 'format': 0.5}\n"
+        "    assert inputs.group_ids.tolist() == [0, 0, 0, 1, 1] and (inputs.lengths > 0).all()\n"
+        "    assert (inputs.rewards == inputs.parts['gsm8k'] + 0.5 * inputs.parts['format']).all()\n"
+        "    return 10 * inputs.parts['gsm8k'] + inputs.parts['format']\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    own = dict(advantage=dict(function=dict(function="seen_by_hook:f")))
+    batch = two_groups()
+    fill_advantages(batch, config_of(**own, reward=TWO_FUNCTIONS), 4)
+    assert advantages_of(batch) == [10, 1, 0, 11, 11]
+    fill_advantages(batch, config_of(**own, reward=TWO_FUNCTIONS | dict(permute_in_batch=True)), 4)
+    assert advantages_of(batch) != [10, 1, 0, 11, 11] and sorted(advantages_of(batch)) == [0, 1, 10, 11, 11]
