@@ -269,23 +269,25 @@ class _ChunkedLogProbs(torch.autograd.Function):
         minus_owned = head.owned.to(log_sums.dtype).neg_()[:, None]
         for rows, logits in head.chunks():
             own = minus_owned[rows]
-            columns = among = None
+            inside: tuple[torch.Tensor, torch.Tensor] | None = None  # columns of the rows' sets, and p there
             if ctx.kept is not None:
                 columns, is_held = ctx.kept.columns(rows, ctx.first_id, ctx.held)
                 among = logits.gather(1, columns).sub_(log_sums[rows, None]).exp_().masked_fill_(~is_held, 0.0)
-            if grad_entropies is None and among is None:
-                difference = logits.sub_(log_sums[rows, None]).exp_()
-            elif grad_entropies is None:
-                difference = logits.zero_().scatter_add_(1, columns, among)
+                inside = columns, among
+            if grad_entropies is None:
+                if inside is None:
+                    difference = logits.sub_(log_sums[rows, None]).exp_()
+                else:
+                    difference = logits.zero_().scatter_add_(1, *inside)
             else:
                 grad = grad_log_probs[rows].to(log_sums.dtype)
                 _weigh_probabilities(
                     logits.sub_(log_all[rows, None]),
                     entropies[rows],
-                    grad if among is None else torch.zeros_like(grad),
+                    grad if inside is None else torch.zeros_like(grad),
                     grad_entropies[rows],
                 )
-                difference = logits if among is None else logits.scatter_add_(1, columns, among * grad[:, None])
+                difference = logits if inside is None else logits.scatter_add_(1, inside[0], inside[1] * grad[:, None])
                 own = own * grad[:, None]
             difference.scatter_add_(1, head.columns[rows], own)
             # d loss / d logits, rounded to the model's dtype for the products, as in every linear layer.
@@ -469,11 +471,10 @@ class _ChunkedDivergence(torch.autograd.Function):
                 probabilities.masked_fill_(~among, 0.0)
             grad_logits = probabilities.mul_(gaps).to(hidden.dtype)
             full = _with_enough_rows(grad_logits)
-            product = probabilities.new_empty((full.size(0), hidden.size(1)))
-            _add_product(product, full, policy.weight)
-            grad_hidden[rows] = product[: grad_logits.size(0)]
+            grad_hidden[rows] = _hidden_gradient(full, policy.weight)[: grad_logits.size(0)]
             if grad_weight is not None:
-                _add_product(grad_weight.sum[: ctx.held], grad_logits.t(), hidden[rows], beta=1.0)
+                most = grad_logits.numel() // 4
+                _add_product(grad_weight.sum[: ctx.held], grad_logits.t(), hidden[rows], beta=1.0, most_numbers=most)
         return grad_hidden, grad_weight.for_autograd() if grad_weight is not None else None, *[None] * 8
 
 

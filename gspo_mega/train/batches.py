@@ -118,12 +118,14 @@ def advantage_inputs(episodes: Sequence[Episode], rewards: np.ndarray, config: C
     """What a function of the whole batch gets: `rewards` [N] float64 of the scored `episodes`, and what is known of
     them. With `reward.permute_in_batch` the parts are permuted as the rewards are.
     """
-    reward, order = config.reward, list(range(len(episodes)))
+    reward, order = config.reward, np.arange(len(episodes))
     if reward.permute_in_batch:
-        order = np.random.default_rng((config.run.seed, step)).permutation(order).tolist()
+        order = np.random.default_rng((config.run.seed, step)).permutation(order)
     names = dict.fromkeys(name for episode in episodes for name in episode.reward_parts)
     parts = {
-        name: torch.tensor([episodes[k].reward_parts.get(name, float("nan")) for k in order], dtype=torch.float64)
+        name: torch.tensor(
+            [episodes[k].reward_parts.get(name, float("nan")) for k in order.tolist()], dtype=torch.float64
+        )
         for name in names
     }
     return AdvantageInputs(
