@@ -11,7 +11,7 @@ import types
 import pytest
 import torch
 
-from gspo_mega.cpu import products
+from gspo_mega.cpu import products, sglang_hooks, sglang_layers
 
 needs_onednn = pytest.mark.skipif(
     not products.uses_onednn(), reason="torch's own fp32 kernels are taken on this processor"
@@ -153,3 +153,17 @@ def test_megatrons_layers_call_it():
     )
     products.replace_linear(module)
     assert module.linear_with_frozen_weight.__wrapped__ is stock
+
+
+@needs_onednn
+def test_a_servers_plain_layers_and_head_call_it(monkeypatch):
+    module = types.SimpleNamespace(F=torch.nn.functional)
+    sglang_hooks._products(module)
+    assert module.F.linear is products.linear and module.F.embedding is torch.nn.functional.embedding
+    monkeypatch.setattr(sglang_layers, "is_on", lambda: False)
+    compute = sglang_layers.head_of(lambda *_, **__: torch.tensor(-1.0))
+    hidden, head = torch.randn(3, 8), types.SimpleNamespace(weight=torch.randn(5, 8))
+    assert torch.equal(compute(None, hidden, head, None, out=None), products.linear(hidden, head.weight))
+    head.set_lora = None  # adapters: SGLang's own way
+    assert compute(None, hidden, head).item() == -1.0
+    assert compute(None, hidden.bfloat16(), types.SimpleNamespace(weight=head.weight.bfloat16())).item() == -1.0
