@@ -170,11 +170,13 @@ def stage_memory(config: Config, layout: Layout, shares: ModelShares, stage: int
     }
     exact = sum(size for part, size in parts.always.items() if part not in (GROUPS, "reserve"))
     whole = _largest_tensor(spec) * WEIGHT_BYTES[config.precision]
-    head = head_activations(config, spec, layout)
+    head, states = head_activations(config, spec, layout), 0
     if (found := teacher_shares(config)) is not None and stage == layout.pipeline - 1:
-        parts.always["teacher states"], logits = teacher_head_bytes(config, layout, found[1].spec)
+        states, logits = teacher_head_bytes(config, layout, found[1].spec)
         head = replace(head, chunk_backward=head.chunk_backward + logits)
     parts.phases["old pass"], parts.phases["training"] = _passes(config, spec, layout, stage, head)
+    if states:
+        parts.phases["training"]["teacher states"] = states
     gathered, offloaded = save_device_bytes(config.optimizer, held), size.offloaded
     if critic is not None:
         own = critic_config(config)

@@ -20,6 +20,7 @@ failed=()
 for model in "${models[@]}"; do
   recipes=("")
   [[ $model != fp8 ]] || recipes=(fp8.recipe={blockwise,tensorwise,delayed,mxfp8})
+  [[ $model != distill ]] || recipes+=(teacher.divergence=full)
   if [[ $model == objectives ]]; then
     mapfile -t recipes < <(.venv/bin/python -c 'from gspo_mega.config.algorithms import RECIPES
 print(*(f"algorithm={name}" for name in RECIPES if name != "custom" and not RECIPES[name].has_critic), sep="\n")')

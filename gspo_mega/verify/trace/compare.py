@@ -23,7 +23,7 @@ from gspo_mega.plan.memory import (
     stage_memory,
     written_host_bytes,
 )
-from gspo_mega.plan.state import WEIGHT_BYTES, ModelShares, state_bytes
+from gspo_mega.plan.state import WEIGHT_BYTES, ModelShares, state_bytes, with_teacher
 from gspo_mega.plan.timing import attended_value_dim, tensor_rows
 
 STATE_TOLERANCE, TOLERANCE = 0.01, 0.05
@@ -34,7 +34,7 @@ _WORKSPACES = 2**28
 _MEMORY = ("memory, ", "rollout, ")
 _NOT_TRACED = ("reserve", "fragmentation", GROUPS)
 # The parts that stay on the GPU while servers sample, with `cluster.colocated`.
-_MOVED = ("weights", "padding", "gradients", "main weights", "moments", "reference")
+_MOVED = ("weights", "padding", "gradients", "main weights", "moments", "reference", "teacher")
 
 
 @dataclass(frozen=True)
@@ -105,12 +105,14 @@ def compare(plan: Plan, traced: Mapping[str, Any]) -> list[Difference]:
             "plan/state.py: state_bytes",
         )
     ]
-    for part in ("reference", "critic"):
-        if memory.always[part]:
+    # The trace marks the two frozen models alike.
+    second = {"reference": memory.always["reference"] + memory.always["teacher"], "critic": memory.always["critic"]}
+    for part, size in second.items():
+        if size:
             rows.append(
                 Difference(
                     f"state, {part}",
-                    memory.always[part],
+                    size,
                     _held(phases["second optimizer"], f"{STATE}{part}"),
                     "bytes",
                     STATE_TOLERANCE,
@@ -120,6 +122,7 @@ def compare(plan: Plan, traced: Mapping[str, Any]) -> list[Difference]:
     for name, phase, figure in (
         ("old pass", "second old pass", "old pass"),
         ("reference pass", "second reference pass", "old pass"),
+        ("teacher pass", "second teacher pass", "old pass"),
         ("critic training", "second critic training", "critic"),
         ("critic optimizer", "second critic optimizer", "optimizer"),
         ("training", "second training", "training"),
@@ -155,7 +158,7 @@ def _host(
     """What a rank has on the host: always, in addition while it saves, and in addition while servers sample."""
     shares, stage = ModelShares(spec), traced["coordinates"]["pipeline"]
     held = shares.state(config, layout, stage)
-    models = [(config, held, state_bytes(config, held.largest))]
+    models = [(config, held, with_teacher(state_bytes(config, held.largest), config, layout, stage))]
     critic = critic_state(config, layout, shares, stage)
     if critic is not None:
         models.append((critic_config(config), *critic))

@@ -73,13 +73,13 @@ def trace_run(
             out="",
         )
         traced = [_trace(asked, one, folder) for one in ranks]
-    differences = []
-    for result in traced:
-        own = compare(plan, result)
-        if len(traced) > 1:
-            own = [replace(one, what=f"rank {result['rank']}: {one.what}") for one in own]
-        differences += own
-    flops = compare_flops(plan, traced)
+        differences = []
+        for result in traced:
+            own = compare(plan, result)
+            if len(traced) > 1:
+                own = [replace(one, what=f"rank {result['rank']}: {one.what}") for one in own]
+            differences += own
+        flops = compare_flops(plan, traced)
     return Traced(plan, traced, differences + ([] if flops is None else [flops]))
 
 

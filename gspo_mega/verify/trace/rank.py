@@ -279,8 +279,8 @@ class _Trace:
             self.ledger.mark(part, memory._tensors(part))
         # Transformer Engine keeps the weights that it has rounded to FP8.
         self.ledger.mark("FP8 copies", _fp8_copies(memory._engine.chunks))
-        if memory._reference is not None:
-            self.ledger.mark("reference", _fp8_copies(memory._reference.chunks))
+        for model in memory._frozen:
+            self.ledger.mark("reference", _fp8_copies(model.chunks))
         if of_critic is not None:
             for part in ("parameters", "gradients", "optimizer"):
                 self.ledger.mark("critic", of_critic._tensors(part))

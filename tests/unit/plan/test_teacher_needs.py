@@ -102,7 +102,8 @@ def test_whole_distributions_need_one_vocabulary_and_more_memory(teach):
     teach(vocab_size=600)
     plain, whole = (estimate(teach(*GPU, *more, device="gpu")) for more in ((), (full,)))
     assert plain.memory is not None and whole.memory is not None
-    assert plain.memory.always.get("teacher states", 0) == 0 < whole.memory.always["teacher states"]
+    assert "teacher states" not in plain.memory.by_phase["training"]
+    assert whole.memory.by_phase["training"]["teacher states"] > 0
 
 
 def test_a_folder_that_is_not_there(load, shape):

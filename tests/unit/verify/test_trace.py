@@ -266,6 +266,16 @@ def test_a_reference_makes_room_for_servers(capsys):
     assert left["state: reference"] == left["state: parameters"] == 0
 
 
+def test_a_teacher_is_traced_with_its_pass_and_chunks_of_its_logits(capsys):
+    compared, phases = small(capsys, "teacher={path: there, divergence: full}", "cluster.colocated=false")
+    assert [what for what, one in compared.items() if not one["agrees"]] == []
+    assert compared["state, reference"]["traced"] > 0, "a frozen model is marked as a reference is"
+    plain = small(capsys, "cluster.colocated=false")[1]
+    flops = {name: sum(phase["flops"].values()) for name, phase in phases.items()}
+    assert flops["second teacher pass"] == flops["second old pass"]
+    assert flops["second training"] > sum(plain["second training"]["flops"].values()), "both heads once more"
+
+
 def test_a_save_makes_no_fp32_copies_of_all_small_moments(capsys):
     """They would be 2 GiB here. It holds what ranks exchange at a time, twice."""
     arguments = ["--layers", "9", "--packs", "1", "--rank", "0", "--json"]
