@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -193,7 +194,7 @@ def test_sums_and_metrics_by_hand():
 def test_the_loss_of_divergences_is_averaged_as_the_objective_is():
     """Responses of two tokens and one: ((f_1 + f_2) / 2 + f_3) / 2, weighted, and without the rejected one."""
     f = torch.tensor([1.0, 3.0, 5.0], dtype=F64, requires_grad=True)
-    given = dict(segment_ids=SEGMENTS, num_sequences=2, lengths=torch.tensor([2, 1]), denominator=2.0)
+    given: dict[str, Any] = dict(segment_ids=SEGMENTS, num_sequences=2, lengths=torch.tensor([2, 1]), denominator=2.0)
     assert float(distillation_loss(ObjectiveSettings(), f.detach(), **given)) == pytest.approx(3.5, rel=1e-12)
     weighted = distillation_loss(ObjectiveSettings(), f.detach(), **given, sequence_weights=torch.tensor([0.5, 2.0]))
     assert float(weighted) == pytest.approx((0.5 * 2 + 2.0 * 5) / 2, rel=1e-12)
