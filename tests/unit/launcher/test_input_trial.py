@@ -178,7 +178,9 @@ def unknown_tool_format(i: Inputs) -> Fault:
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    return Fault(TURNS, "episodes.tool_format", "episodes.tool_format")
+    return Fault(
+        TURNS, "episodes.tool_format", "auto cannot tell from the chat template how the policy writes tool calls"
+    )
 
 
 def missing_tensor(i: Inputs) -> Fault:
