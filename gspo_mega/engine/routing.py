@@ -413,6 +413,10 @@ def has_router_losses(settings: Moe) -> bool:
     return megatron_coefficient(settings) > 0 or settings.z_loss_coefficient > 0
 
 
+# What `rank_loads` returns. Unlike the other sums of a report these depend on the layout.
+RANK_LOADS = ("rank_load_max_over_mean", "num_rank_loads", "rank_load_max")
+
+
 def rank_loads(routes: Sequence[Routes], moe: MoeSpec | None, groups: ParallelGroups) -> dict[str, float]:
     """Measure how unevenly tokens reach the expert-parallel ranks, which decides how long a layer takes and how much
     memory the busiest rank needs.
@@ -438,11 +442,7 @@ def rank_loads(routes: Sequence[Routes], moe: MoeSpec | None, groups: ParallelGr
         return {}
     received = counts.double()
     ratios = (received.amax(dim=1) / received.mean(dim=1).clamp(min=1)).tolist()
-    return {
-        "rank_load_max_over_mean": sum(ratios),
-        "num_rank_loads": float(len(ratios)),
-        "rank_load_max": max(ratios),
-    }
+    return dict(zip(RANK_LOADS, (sum(ratios), float(len(ratios)), max(ratios)), strict=True))
 
 
 class ExpertBias:

@@ -37,6 +37,7 @@ from gspo_mega.engine.optimizer import (
     step_gradient,
 )
 from gspo_mega.engine.policy import PolicyEngine
+from gspo_mega.engine.routing import RANK_LOADS
 from gspo_mega.models.parameter_names import canonical_name, canonical_parameters, table_by_parameter, tensor_group
 from gspo_mega.verify.certify.cases import PARAMETER_KINDS, parameter_kind
 
@@ -124,12 +125,14 @@ class StepWatch:
         engine.before_step = self._before
 
     def after(self, result: StepResult, routing: dict[str, float]) -> None:
-        """Record the result of a step and this rank's router sums. Call it after each step."""
+        """Record the result of a step and this rank's router sums, but for those that depend on the layout. Call it
+        after each step.
+        """
         groups, steps = self._engine.groups, self.steps
         steps.norms.append(result.grad_norm)
         steps.skipped.append(result.skipped)
         every = all_gather_json(routing, groups.host)
-        keys = sorted({key for one in every for key in one})
+        keys = sorted({key for one in every for key in one} - {*RANK_LOADS})
         steps.routing.append({key: sum(one.get(key, 0.0) for one in every) for key in keys})
 
     def finish(self) -> CaseSteps:
