@@ -195,23 +195,28 @@ def test_each_recipe_and_estimator_has_a_documented_line_whose_configuration_pla
 
 
 def test_each_commented_line_of_the_configuration_of_objectives_plans(tmp_path):
-    """Each `# algorithm:`, `# advantage:` and `# objective:` line taken in, alone, is a run; no recipe lacks one."""
+    """Each `# algorithm:`, `# advantage:`, `# objective:` and `# mismatch:` line taken in, by itself, is a run; no recipe
+    lacks one.
+    """
     text = (ROOT / "configs/objectives.yaml").read_text()
-    lines = re.findall(r"^# ((?:algorithm|advantage|objective): .*)$", text, re.MULTILINE)
+    lines = re.findall(r"^# ((?:algorithm|advantage|objective|mismatch): .*)$", text, re.MULTILINE)
     seen = {"grpo", "ppo"}  # as it stands; from a file of its own
     for line in lines:
         key, _, value = line.partition(": ")
         taken = text.replace("\nalgorithm: grpo", "\n# algorithm: grpo") if key == "algorithm" else text
-        if key == "objective":
+        if key == "objective" and "ratio:" in value:
             taken, value = text.replace("\nalgorithm: grpo", "\nalgorithm: custom"), "custom"
         file = tmp_path / "c.yaml"
         file.write_text(taken.replace(f"# {line}", line))
-        loaded = load_config(file, [], "train")
+        several = ["reward={functions: [{function: integer}, {function: length}]}"] if "separate" in value else []
+        loaded = load_config(file, several, "train")
         assert plan_run(loaded, "cpu", ROOT / "configs/models/quickstart_moe.json").layout.world_size == 2
-        if key != "advantage":
+        if key == "algorithm" or value == "custom":
             assert loaded.config.algorithm == value.split()[0]
             seen.add(loaded.config.algorithm)
-    assert seen == set(RECIPES) and sum(line.startswith("advantage") for line in lines) == len(ADVANTAGES)
+    assert seen == set(RECIPES)
+    # And GDPO's, and a function of the user's.
+    assert sum(line.startswith("advantage") for line in lines) == len(ADVANTAGES) + 2
 
 
 def test_a_recipe_as_published_says_nothing_of_its_advantages(write):
