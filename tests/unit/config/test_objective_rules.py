@@ -279,6 +279,10 @@ SEPARATE = [
     ([TWO, "rollout.filter_constant_groups=true"], "a group with equal sums may differ in its parts; valid: false"),
     ([TWO, "algorithm=ppo"], "advantage.rewards: has no effect with `algorithm: ppo`"),
     ([TWO, "advantage.function=mine:f"], "advantage.rewards: has no effect with `advantage.function`"),
+    (
+        [TWO, "data={sources: [{name: s, path: x.jsonl, reward: gsm8k}], max_prompt_tokens: 16}"],
+        "advantage.rewards: separate, and a source has a reward of its own; valid then: sum",
+    ),
     ([TWO, "rollout.episode=mine:f"], "whose turns may have rewards of their own; valid then: sum"),
 ]
 
