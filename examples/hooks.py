@@ -67,7 +67,7 @@ class Curriculum:
     `window` groups of a level have a mean reward of `promote_at` or more, the next level begins; after the last level
     all rows are drawn. Within a level every row comes once before one comes again.
 
-    Rows without the key are easiest. With one level the order is that of a run without a source.
+    Rows without the key are easiest. Without `difficulty_key`, the order of one file is that of a run without a source.
     """
 
     def __init__(
