@@ -89,7 +89,10 @@ ROLLOUT_COUNTS = {
     "num_episodes_restarted": ("episodes", "episodes that began again in another process, from their record"),
     "num_sessions_moved": ("turns", "turns sampled on another server than the one that holds their context"),
     "num_prompts_sampled": ("prompts", "prompts asked for, refills included"),
-    "num_groups_filtered": ("groups", "constant groups dropped by the filter"),
+    "num_groups_filtered": (
+        "groups",
+        "groups dropped by the filter: constant ones, or those that rollout.group_filter refused",
+    ),
     "num_groups_unscored": ("groups", "groups left out because fewer than two of their responses could be scored"),
     "num_groups_missing": (
         "groups",

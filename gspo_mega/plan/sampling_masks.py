@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gspo_mega.config.derived import has_sampling_masks
+from gspo_mega.config.derived import filters_groups, has_sampling_masks
 from gspo_mega.config.schema import Config
 from gspo_mega.models.spec import ModelSpec
 from gspo_mega.plan.memory import GIB
@@ -57,7 +57,7 @@ def mask_cost(config: Config, spec: ModelSpec) -> MaskCost | None:
     if rollout.episode.function != "one_turn":
         turns = config.episodes.max_turns
         response = max(response, (config.episodes.max_tokens or 0) - config.data.max_prompt_tokens)
-    sampled = rollout.max_oversampling if rollout.filter_constant_groups else 1.0
+    sampled = rollout.max_oversampling if filters_groups(rollout) else 1.0
     trained = batch.prompts_per_step * batch.group_size
     ids = min(rollout.top_k, spec.vocab_size)
     tokens, coded = trained * response * sampled, coded_bytes(rollout.top_k, spec.vocab_size)
