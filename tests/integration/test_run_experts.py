@@ -48,7 +48,7 @@ def free(tmp_path_factory, quickstart_files):
         quickstart_files,
         "free",
         "algorithm=custom",
-        "objective.ratio=sequence",
+        "objective={ratio: sequence, entropy_coefficient: 0.01}",
         "kl.coefficient=0.01",
         "moe={load_balancing: aux_loss, load_balancing_coefficient: 0.01, z_loss_coefficient: 0.001}",
     )
@@ -68,6 +68,12 @@ def test_the_router_losses_are_reported(free):
         assert line["routing/z_loss"] > 0
 
 
+def test_the_entropy_bonus_is_that_share_of_the_entropy(free):
+    for line in free[1]:
+        # The mean over the mini-batches' own responses, of which the old pass reports the mean over all tokens.
+        assert line["policy/entropy_bonus"] == pytest.approx(0.01 * line["policy/entropy"], rel=0.2)
+
+
 def test_the_kl_term_starts_at_zero_and_is_measured(free):
     console, lines = free
     assert "reference policy of the KL term: " in console and " GiB of parameters" in console
@@ -77,15 +83,23 @@ def test_the_kl_term_starts_at_zero_and_is_measured(free):
 
 
 def test_the_servers_routes_are_replayed(tmp_path, quickstart_files):
-    console, lines = run(tmp_path, quickstart_files, "replayed", "moe.routing_replay=R3")
-    assert "routing replay R3" in console
+    by_token = ("algorithm=gspo_token", "mismatch.correction=token_tis")
+    console, lines = run(tmp_path, quickstart_files, "replayed", "moe.routing_replay=R3", *by_token)
+    assert "routing replay R3" in console and "mismatch.correction token_tis" in console
     for line in lines:
+        # In fp32 the engines agree: no weight is cut or 0, and all are 1 to rounding.
+        assert line["mismatch/token_cut_fraction"] == line["mismatch/token_dropped_fraction"] == 0
+        assert 0 < abs(line["mismatch/token_weight_mean"] - 1) < 1e-4
         # The trainer goes through the very experts that the server chose: the engines still agree to rounding.
         assert 0 < line["mismatch/abs_log_ratio_max"] < 1e-3
         assert line["policy/mini_batch/0/k3"] == 0 < line["policy/mini_batch/1/k3"]
-        assert not any(name.startswith("routing/") for name in line), "nothing can differ, and no router loss is on"
+        # Nothing can differ, and no router loss is on: only the loads of the two expert ranks are there.
+        loads = {name: value for name, value in line.items() if name.startswith("routing/")}
+        assert loads.keys() == {"routing/rank_load_max_over_mean", "routing/rank_load_max"}
+        assert 1 < loads["routing/rank_load_max_over_mean"] < loads["routing/rank_load_max"] <= 2
     recorded = RunFolder(tmp_path / "runs" / "replayed").path
-    again = run(tmp_path, quickstart_files, "again", "moe.routing_replay=R3", f"train.from_rollouts={recorded}")[1]
+    replayed = ("moe.routing_replay=R3", *by_token, f"train.from_rollouts={recorded}")
+    again = run(tmp_path, quickstart_files, "again", *replayed)[1]
     computed = ("policy/", "mismatch/", "optimizer/", "advantage/", "reward/")
     for live, replay in zip(lines, again, strict=True):
         names = [name for name in live if name.startswith(computed)]

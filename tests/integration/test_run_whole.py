@@ -297,6 +297,18 @@ NOT_OF_A_PLAIN_RUN = {
     # Only beside training: test_run_beside.py.
     "eval/measured_step",
     *(f"eval/beside/{name}" for name in ("seconds", "num_servers", "num_begun", "num_steps")),
+    # Only with a finite rollout.top_k: tests/recovery/test_recovery_masks.py.
+    *(f"response/kept_tokens_{name}" for name in ("max", "mean")),
+    "policy/kept_mass",
+    # Only with publish.full_every above 1: test_run_failures.py.
+    *(f"publish/{name}" for name in ("changed_share", "num_delta_bytes", "num_fallbacks")),
+    # Only with a teacher: tests/recovery/test_recovery_teacher.py.
+    *(f"teacher/{name}" for name in ("advantage_share", "advantage_size", "clip_fraction")),
+    *(f"teacher/{name}" for name in ("divergence", "reverse_kl")),
+    "time/teacher_seconds",
+    # Only with objective.entropy_coefficient, and with a correction that weighs tokens: test_run_experts.py.
+    "policy/entropy_bonus",
+    *(f"mismatch/token_{name}" for name in ("cut_fraction", "dropped_fraction", "weight_mean")),
     # Only of several samples per held-out prompt: tests/unit/train/test_held_out_sets.py.
     *(f"eval/set/<set>/{name}" for name in ("majority", "majority_standard_error")),
     *(f"eval/set/<set>/{name}/<k>" for name in ("pass_at", "pass_at_standard_error")),

@@ -26,6 +26,7 @@ def batch_of(rollout: torch.Tensor) -> SimpleNamespace:
         num_sequences=2,
         num_versions=1,
         token_advantages=None,
+        kept=None,
         trajectory_index=np.arange(2),
         sequence=dict(
             advantage=torch.tensor([0.7, -1.1], dtype=torch.float64),
