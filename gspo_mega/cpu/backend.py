@@ -170,7 +170,8 @@ def _complete_megatron() -> None:
 
     products.replace_linear(layers)
 
-    # Loading optimizer state assumes a fused Adam that keeps no 'step' of its own.
+    # Loading optimizer state assumes a fused Adam that keeps no 'step' of its own. An offloaded Adam has met the same:
+    # https://github.com/NovaSky-AI/SkyRL/pull/1403
     plain_set = DistributedOptimizer._set_main_param_and_optimizer_states
 
     def keep_step(self, model_param, tensors):

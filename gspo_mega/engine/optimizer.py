@@ -373,7 +373,7 @@ def counts_in_norm(part: MegatronOptimizer, parameter: torch.Tensor, groups: Par
     It does, unless another rank has the same gradient and counts it: the rank with the other copy of tied embeddings,
     or the first rank of the group that the parameter is not cut over. For an expert this is the expert-tensor group;
     Megatron uses the tensor group, whose ranks have different experts
-    (https://github.com/NVIDIA/Megatron-LM/pull/5916).
+    (https://github.com/NVIDIA/Megatron-LM/pull/5916, and https://github.com/NVIDIA/Megatron-LM/pull/6099 of biases).
     """
     if getattr(parameter, "shared", False):
         return False
