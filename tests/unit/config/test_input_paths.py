@@ -9,6 +9,7 @@ import hashlib
 import http.server
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -102,13 +103,17 @@ def hub():
 @pytest.fixture
 def resolved(hub, tmp_path):
     """resolved(*overrides, command=..., online=True): the configuration's values, or the words of its ConfigError. In a
-    process of its own, because huggingface_hub reads its variables when it is imported.
+    process of its own, because huggingface_hub reads its variables when it is imported. The file is a copy, far from
+    what the quickstart may have made.
     """
+    file = tmp_path / "copy" / "configs" / "quickstart.yaml"
+    file.parent.mkdir(parents=True)
+    shutil.copy(CONFIG, file)
 
     def load(*overrides, command=None, online=True, fails=False):
         code = (
             "import sys, json\nfrom gspo_mega.base.errors import GspoMegaError\nfrom gspo_mega.config import load_config\n"
-            f"try:\n    loaded = load_config({str(CONFIG)!r}, {list(overrides)!r}, {command!r})\n"
+            f"try:\n    loaded = load_config({str(file)!r}, {list(overrides)!r}, {command!r})\n"
             "    print(loaded.config.model_dump_json())\n"
             "except GspoMegaError as error:\n    print(json.dumps(str(error)))\n"
         )
