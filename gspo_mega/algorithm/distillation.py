@@ -32,7 +32,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gspo_mega.algorithm.objective import active_values, segment_sum, sequence_coefficients
+from gspo_mega.algorithm.objective import active_values
 from gspo_mega.algorithm.terms import ObjectiveSettings
 
 TEACHER_SUMS = ("tokens", "reverse_kl", "teacher_size", "reward_size", "clipped", "divergence")
@@ -76,34 +76,6 @@ def token_guidance(
 def has_token_terms(settings: ObjectiveSettings) -> bool:
     """Whether the objective's terms take advantages of tokens, so that no second term is needed."""
     return settings.unit == "token"
-
-
-def distillation_loss(
-    settings: ObjectiveSettings,
-    divergence: Tensor,
-    *,
-    segment_ids: Tensor,
-    num_sequences: int,
-    lengths: Tensor,
-    denominator: float,
-    keep: Tensor | None = None,
-    sequence_weights: Tensor | None = None,
-    token_weights: Tensor | None = None,
-    group_sizes: Tensor | None = None,
-    branch_weights: Tensor | None = None,
-) -> Tensor:
-    """This rank's share of F, 0-d float64 with gradient; the shares of data- and context-parallel ranks add up.
-
-    divergence: [T] nats of T active local tokens, with gradient. The others as in `policy_objective`.
-    """
-    tokens = lengths.double()
-    weights = sequence_coefficients(settings, lengths, denominator, group_sizes, branch_weights) / tokens.clamp(min=1.0)
-    if sequence_weights is not None:
-        weights = weights * sequence_weights.detach().double()
-    if keep is not None:
-        weights = weights * keep.bool()
-    values = divergence.double() if token_weights is None else divergence.double() * token_weights.detach().double()
-    return (weights * segment_sum(values, segment_ids, num_sequences)).sum()
 
 
 def teacher_sums(

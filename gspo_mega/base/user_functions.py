@@ -106,8 +106,8 @@ class LoadedHook:
     options: Mapping[str, Any]
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """Return what the function returns. Raises HookError in place of whatever it raises, but for the errors of
-        gspo_mega itself.
+        """Return what the function returns. Raises HookError instead of what the function raises, except for
+        errors of gspo_mega itself.
         """
         try:
             return self.function(*arguments, **keywords, **self.options)

@@ -1,7 +1,7 @@
 """The rules of hooks: functions of the user in place of built-in advantages, terms, filters of groups and orders of
 prompts.
 
-`validate_hooks` says what the configuration alone can tell. Whether a function can be imported, called and used is
+`validate_hooks` says what can be told from the configuration. Whether a function can be imported, called and used is
 tried by `gspo_mega/train/hook_trial.py` before a run. Where each hook is called: `train/batches.py` (advantage),
 `algorithm/objective.py` (objective), `rollout/scheduler.py` (group_filter), `data/chosen_rows.py` (source).
 docs/hooks.md has the protocols.

@@ -31,7 +31,6 @@ from gspo_mega.algorithm.correction import (
 from gspo_mega.algorithm.diagnostics import policy_sums
 from gspo_mega.algorithm.distillation import (
     TokenGuidance,
-    distillation_loss,
     has_token_terms,
     teacher_sums,
     token_guidance,
@@ -478,6 +477,22 @@ class PolicyLoss:
             sequence_weights=weights,
             group_sizes=batch.sequence["group_size"],
         )
+        averaged: dict[str, Any] = dict(
+            segment_ids=batch.sequence_ids,
+            num_sequences=batch.num_sequences,
+            lengths=batch.sequence["length"],
+            denominator=self.denominator,
+            keep=keep,
+            sequence_weights=weights,
+            group_sizes=batch.sequence["group_size"],
+            branch_weights=batch.sequence.get("weight"),
+        )
+
+        def average(values: torch.Tensor) -> torch.Tensor:
+            """This rank's share of the mean of `values` [N], as J averages its terms and with the tokens' weights."""
+            weighed = values.double() if by_token is None else values.double() * by_token
+            return token_average(self.settings, weighed, **averaged)
+
         guidance = None
         if self.teacher is not None:
             guidance = self.teacher.guidance(index, batch, both["old_log_probs"])
@@ -496,19 +511,7 @@ class PolicyLoss:
         if self.teacher is not None and guidance is not None:
             second = None
             if self.divergence is not None:
-                value = distillation_loss(
-                    self.settings,
-                    self.divergence,
-                    token_weights=by_token,
-                    segment_ids=batch.sequence_ids,
-                    num_sequences=batch.num_sequences,
-                    lengths=batch.sequence["length"],
-                    denominator=self.denominator,
-                    keep=keep,
-                    sequence_weights=weights,
-                    group_sizes=batch.sequence["group_size"],
-                    branch_weights=batch.sequence.get("weight"),
-                )
+                value = average(self.divergence)
                 loss = loss + self.teacher.coefficient * value
             elif not has_token_terms(self.settings):
                 own: dict[str, Any] = shared | {"token_advantages": guidance.teacher}
@@ -537,33 +540,15 @@ class PolicyLoss:
                 log_probs=log_probs,
                 reference_log_probs=self.kl.reference[index],
                 mask=shared["mask"],
-                segment_ids=batch.sequence_ids,
-                num_sequences=batch.num_sequences,
-                lengths=batch.sequence["length"],
-                denominator=self.denominator,
-                keep=keep,
-                sequence_weights=weights,
                 token_weights=by_token,
-                group_sizes=batch.sequence["group_size"],
-                branch_weights=batch.sequence.get("weight"),
+                **averaged,
             )
             loss = loss + self.kl.coefficient * kl.value
             totals["kl_sums"] = kl.sums
         if self.settings.entropy_coefficient > 0:
             found = _require_entropies(entropies)
             require_finite_tokens(batch, entropy=found)
-            bonus = token_average(
-                self.settings,
-                found.double() if by_token is None else found.double() * by_token,
-                segment_ids=batch.sequence_ids,
-                num_sequences=batch.num_sequences,
-                lengths=batch.sequence["length"],
-                denominator=self.denominator,
-                keep=keep,
-                sequence_weights=weights,
-                group_sizes=batch.sequence["group_size"],
-                branch_weights=batch.sequence.get("weight"),
-            )
+            bonus = average(found)
             loss = loss - self.settings.entropy_coefficient * bonus
             totals["entropy_sums"] = bonus.detach()[None]
         gaps = self.old_pass.gaps(batch, log_probs) if self.old is None else None

@@ -19,7 +19,7 @@ from gspo_mega.plan.servers import DTYPE_BYTES, version_bytes
 ASSUMED_SHARE = 0.05
 # Assumed, for one GPU's link to its host: a rank compares with its copy there, and a server loads from its copy.
 HOST_LINK_BYTES_PER_SECOND = 20e9
-# A record has a distance of one byte beside the value, if a value in 255 or more changes.
+# A record has one byte of distance next to each value, if a value in 255 or more changes.
 _DISTANCE_BYTES = 1
 
 

@@ -75,7 +75,7 @@ def test_tensor_parallel_head_equals_whole_logits(rank_pools, vocabulary, sequen
 @pytest.mark.parametrize("wrapped", ["", "ddp"])
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
 def test_the_gradient_of_an_entropy_bonus_equals_that_of_whole_logits(rank_pools, vocabulary, wrapped):
-    """With the vocabulary over two ranks, in chunks, beside the gradient of the log-probs; no further collective."""
+    """With the vocabulary over two ranks, in chunks, added to the gradient of the log-probs; no further collective."""
     vocab, padded = VOCABULARIES[vocabulary]
     results = rank_pools(2).run(
         "log_prob_head_jobs:run_head",

@@ -10,12 +10,12 @@ from algorithm_cases import Batch
 
 from gspo_mega.algorithm.distillation import (
     TEACHER_SUMS,
-    distillation_loss,
     has_token_terms,
     teacher_metrics,
     teacher_sums,
     token_guidance,
 )
+from gspo_mega.algorithm.losses import token_average
 from gspo_mega.algorithm.objective import ObjectiveSettings, policy_objective
 
 F64 = torch.float64
@@ -195,15 +195,11 @@ def test_the_loss_of_divergences_is_averaged_as_the_objective_is():
     """Responses of two tokens and one: ((f_1 + f_2) / 2 + f_3) / 2, weighted, and without the rejected one."""
     f = torch.tensor([1.0, 3.0, 5.0], dtype=F64, requires_grad=True)
     given: dict[str, Any] = dict(segment_ids=SEGMENTS, num_sequences=2, lengths=torch.tensor([2, 1]), denominator=2.0)
-    assert float(distillation_loss(ObjectiveSettings(), f.detach(), **given)) == pytest.approx(3.5, rel=1e-12)
-    weighted = distillation_loss(ObjectiveSettings(), f.detach(), **given, sequence_weights=torch.tensor([0.5, 2.0]))
+    assert float(token_average(ObjectiveSettings(), f.detach(), **given)) == pytest.approx(3.5, rel=1e-12)
+    weighted = token_average(ObjectiveSettings(), f.detach(), **given, sequence_weights=torch.tensor([0.5, 2.0]))
     assert float(weighted) == pytest.approx((0.5 * 2 + 2.0 * 5) / 2, rel=1e-12)
-    kept = distillation_loss(ObjectiveSettings(), f, **given, keep=torch.tensor([True, False]))
+    kept = token_average(ObjectiveSettings(), f, **given, keep=torch.tensor([True, False]))
     kept.backward()
     assert kept.item() == pytest.approx(1.0, rel=1e-12) and f.grad is not None and f.grad.tolist() == [0.25, 0.25, 0.0]
-    token_mean = distillation_loss(
-        ObjectiveSettings(aggregation="token_mean"), f.detach(), **{**given, "denominator": 3.0}
-    )
+    token_mean = token_average(ObjectiveSettings(aggregation="token_mean"), f.detach(), **{**given, "denominator": 3.0})
     assert float(token_mean) == pytest.approx(3.0, rel=1e-12)
-    by_token = distillation_loss(ObjectiveSettings(), f.detach(), **given, token_weights=torch.tensor([0.0, 2.0, 0.5]))
-    assert float(by_token) == pytest.approx((6 / 2 + 2.5) / 2, rel=1e-12)

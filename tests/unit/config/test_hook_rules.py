@@ -1,4 +1,4 @@
-"""Functions of the user in place of built-in parts: what the configuration alone says against them, by key and place."""
+"""Functions of the user in place of built-in parts: what is told from the configuration against them, by key and place."""
 
 from __future__ import annotations
 
