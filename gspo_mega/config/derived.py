@@ -181,6 +181,10 @@ def teacher_config(config: Config, has_experts: bool) -> Config:
     )
 
 
+# What a group needs to be trained on, in words, by `least_of_group`.
+REWARDS_NEEDED = {1: "a reward", 2: "two rewards"}
+
+
 def least_of_group(config: Config) -> int:
     """Return how many episodes of a prompt must have a reward for any of them to be trained on: two if advantages are
     relative to their group, else one.
@@ -321,15 +325,16 @@ def make_band(
     that leaves it open.
     """
     recipe = RECIPES[algorithm]
-    if not recipe.is_clipped or recipe.surrogate == "dppo_kl":
+    bounded = recipe.facts.range_of
+    if bounded in (None, "divergence"):
         return None
-    if recipe.surrogate in ("dppo", "gmpo"):
-        return Band(-clip_low, clip_high, per_token=True, of_probability=recipe.surrogate == "dppo")
+    if bounded in ("probability", "log_ratio"):
+        return Band(-clip_low, clip_high, per_token=True, of_probability=bounded == "probability")
     return Band(
         math.log1p(-clip_low) if clip_low < 1 else -math.inf,
         math.log1p(clip_high),
         per_token=(recipe.ratio or ratio) == "token",
-        bounds_weight=recipe.surrogate == "cispo",
+        bounds_weight=bounded == "weight",
         dual_edge=math.inf if dual_clip is None else math.log(dual_clip),
     )
 

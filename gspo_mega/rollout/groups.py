@@ -21,6 +21,7 @@ from gspo_mega.agents.turn import lost_by_infrastructure
 from gspo_mega.base.episodes import Episode, Group
 from gspo_mega.base.errors import EpisodeError, GspoMegaError, RewardError
 from gspo_mega.base.records import Prompt
+from gspo_mega.config.derived import REWARDS_NEEDED, least_of_group
 from gspo_mega.config.schema import Config
 from gspo_mega.rollout.client.completion import SamplingParams
 from gspo_mega.rollout.sampler import Sampler, SamplingServers
@@ -80,6 +81,7 @@ class SampledGroups:
         self._pool = pool
         self._maker = maker
         self._group_size = group_size
+        self._least_rewards = REWARDS_NEEDED[least_of_group(config)]
         self._params = params
         episodes, scorings = config.episodes.max_failed_fraction, config.reward.max_failed_fraction
         bounds = most_episodes, least_episodes
@@ -172,8 +174,8 @@ class SampledGroups:
         if not anything_left:
             failed = [one for one in (self._episodes, self._scorings) if one.num]
             raise RewardError(
-                f"no group of the batch has two rewards; {', '.join(map(str, failed or [self._scorings]))}. The"
-                f" first:{''.join(one.shown() for one in failed)}"
+                f"no group of the batch has {self._least_rewards}; {', '.join(map(str, failed or [self._scorings]))}."
+                f" The first:{''.join(one.shown() for one in failed)}"
             )
 
     def take_counts(self) -> dict[str, float]:

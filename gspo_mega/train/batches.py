@@ -25,14 +25,11 @@ from gspo_mega.algorithm.objective import mini_batch_denominator
 from gspo_mega.base.episodes import ENDED_BY_LIMIT, Episode, RolloutBatch, leaf_ids
 from gspo_mega.base.errors import RewardError, RolloutError
 from gspo_mega.base.records import MicroBatch, Trajectory
-from gspo_mega.config.derived import critic_of, has_sampling_masks, least_of_group
+from gspo_mega.config.derived import REWARDS_NEEDED, critic_of, has_sampling_masks, least_of_group
 from gspo_mega.config.schema import Batch, Config, Reward, Run
 from gspo_mega.data.demonstrations import Demonstration
 from gspo_mega.data.packing import RankPlan, build_micro_batch, plan_rollout_batch
 from gspo_mega.plan.layout import Layout
-
-# For the message of `scored_batch`: what a group needs, by `least_of_group`.
-_AT_LEAST = {1: "a reward", 2: "two rewards"}
 
 
 @dataclass
@@ -70,8 +67,8 @@ def scored_batch(batch: RolloutBatch, config: Config) -> RolloutBatch:
             if not one.is_scored
         ]
         raise RewardError(
-            f"step {batch.step + 1}: no group of its rollout batch has {_AT_LEAST[least_of_group(config)]}. The first"
-            f" failures:{''.join(failed[:5])}"
+            f"step {batch.step + 1}: no group of its rollout batch has {REWARDS_NEEDED[least_of_group(config)]}. The"
+            f" first failures:{''.join(failed[:5])}"
         )
     return scored.by_turn() if config.objective.scope == "turn" else scored
 

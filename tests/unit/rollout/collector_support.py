@@ -20,15 +20,17 @@ from gspo_mega.rollout.collector import Collector
 
 
 def collector_config(**rollout) -> Config:
-    """The smallest configuration with short deadlines. Keys of `batch` and `reward` that a collector reads are taken
-    by their names, all others are the rollout's.
+    """The smallest configuration with short deadlines. Keys of `batch`, `reward` and `advantage` that a collector reads
+    are taken by their names, all others are the rollout's.
     """
     batch = {name: rollout.pop(name) for name in ("prompts_per_step", "group_size") if name in rollout}
     reward = {name: rollout.pop(name) for name in ("max_failed_fraction",) if name in rollout}
+    advantage = {name: rollout.pop(name) for name in ("baseline", "std_over") if name in rollout}
     return make_config(
         batch={"prompts_per_step": 6, "group_size": 4, "micro_batch_tokens": 100, **batch},
         data={"max_prompt_tokens": 8},
         reward=reward,
+        advantage=advantage,
         rollout={"max_new_tokens": 6, "progress_deadline_seconds": 1.0, "no_server_deadline_seconds": 5.0, **rollout},
     )
 

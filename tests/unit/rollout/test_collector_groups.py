@@ -148,5 +148,10 @@ def test_with_every_failure_allowed_a_batch_needs_one_group(fakes, collect):
     collector, _ = collect(score=failing(lambda group, sample: True), max_failed_fraction=1.0)
     with pytest.raises(RewardError, match="no group of the batch has two rewards; 24 of 24 scorings failed"):
         collector.take(0)
+    # Relative to the batch, one response of a group is enough.
+    whole_batch = {"baseline": "batch", "std_over": "batch"}
+    collector, _ = collect(score=failing(lambda group, sample: True), max_failed_fraction=1.0, **whole_batch)
+    with pytest.raises(RewardError, match="no group of the batch has a reward; 24 of 24 scorings failed"):
+        collector.take(0)
     collector, _ = collect(score=failing(lambda group, sample: group > 0), max_failed_fraction=1.0)
     assert [g.group_id for g in collector.take(0).groups] == [0]
