@@ -27,7 +27,7 @@ from torch import Tensor
 from gspo_mega.algorithm.hooks import load_objective
 from gspo_mega.base.errors import NumericsError
 from gspo_mega.base.user_functions import LoadedHook
-from gspo_mega.config.algorithms import PARAMETERS, RECIPES, Aggregation, Ratio, Surrogate
+from gspo_mega.config.algorithms import PARAMETERS, RECIPES, SURROGATES, Aggregation, Ratio, Surrogate, SurrogateFacts
 from gspo_mega.config.schema import Objective
 
 
@@ -65,7 +65,12 @@ class ObjectiveSettings:
     @property
     def unit(self) -> Literal["sequence", "token"]:
         """Whether a sequence or a token has a term of its own."""
-        return "sequence" if self.ratio == "sequence" or self.surrogate == "gmpo" else "token"
+        return self.facts.unit or ("sequence" if self.ratio == "sequence" else "token")
+
+    @property
+    def facts(self) -> SurrogateFacts:
+        """What is known about the term."""
+        return SURROGATES[self.surrogate]
 
     @property
     def flags_are_per_token(self) -> bool:

@@ -1,9 +1,10 @@
 """What each `algorithm` means: one table of recipes, which configuration, training and certification read.
 
 A recipe names its paper, its term and importance ratio, its defaults, and the settings that contradict it. A new
-algorithm is one entry here and a file of reference vectors for `tools/check_vectors.py`. A new way to average is an
-entry of `algorithm/objective.py` as well, and a new term is one of `algorithm/surrogates.py`. docs/objectives.md has
-the equations and their sources. The table holds no formula and imports no torch, so a login node can read it.
+algorithm is one entry of `RECIPES`, and cases in a file of reference vectors (`tools/check_vectors.py`). A new term
+also needs an entry of `SURROGATES`, which says what the rest of the program must know about it, and its formula in
+`algorithm/surrogates.py`. A new average is an entry of `AGGREGATIONS` in `algorithm/objective.py`. docs/objectives.md
+has the equations and their sources. The tables hold no formula and import no torch, so a login node can read them.
 """
 
 from __future__ import annotations
@@ -21,6 +22,34 @@ Aggregation = Literal[
     "sequence_mean_token_sum_norm",
     "group_mean_token_mean",
 ]
+
+
+@dataclass(frozen=True)
+class SurrogateFacts:
+    """What others need to know about a term, apart from its formula.
+
+    `range_of`: what `clip_low` and `clip_high` bound: a `ratio`, the `weight` of a term (for either sign of A), a
+    `log_ratio`, a difference of a token's `probability`, a `divergence`; None if the term clips nothing. `unit`:
+    whether a sequence or a token has a term; None: as the ratio has it. `has_one_advantage`: whether a term covers a
+    whole sequence. `reads_server`: whether the term needs the server's log-probs.
+    """
+
+    range_of: Literal["ratio", "weight", "log_ratio", "probability", "divergence"] | None = "ratio"
+    unit: Literal["sequence", "token"] | None = "token"
+    has_one_advantage: bool = False
+    reads_server: bool = False
+
+
+SURROGATES: Mapping[Surrogate, SurrogateFacts] = {
+    "clip": SurrogateFacts(unit=None),
+    "cispo": SurrogateFacts(range_of="weight"),
+    "sapo": SurrogateFacts(range_of=None),
+    "dppo": SurrogateFacts(range_of="probability"),
+    "dppo_kl": SurrogateFacts(range_of="divergence"),
+    "minirl": SurrogateFacts(reads_server=True),
+    "vespo": SurrogateFacts(range_of=None, has_one_advantage=True),
+    "gmpo": SurrogateFacts(range_of="log_ratio", unit="sequence", has_one_advantage=True),
+}
 
 
 @dataclass(frozen=True)
@@ -59,12 +88,17 @@ class Recipe:
     @property
     def is_clipped(self) -> bool:
         """Whether the recipe clips anything. Otherwise the clip range has no effect."""
-        return self.surrogate not in ("sapo", "vespo")
+        return self.facts.range_of is not None
+
+    @property
+    def facts(self) -> SurrogateFacts:
+        """What is known about the recipe's term."""
+        return SURROGATES[self.surrogate]
 
     @property
     def has_one_advantage(self) -> bool:
         """Whether a term covers a whole sequence, which then has one advantage."""
-        return self.ratio == "sequence" or self.surrogate in ("vespo", "gmpo")
+        return self.ratio == "sequence" or self.facts.has_one_advantage
 
     @property
     def objective_defaults(self) -> Mapping[str, Any]:
@@ -77,7 +111,7 @@ class Recipe:
         }
 
 
-# A sequence ratio is a mean over tokens: this width is already hundreds of times the paper's.
+# A sequence ratio is a mean over tokens: this width is already more than a hundred times the paper's.
 _LARGEST_SEQUENCE_CLIP = 0.05
 
 RECIPES: dict[str, Recipe] = {

@@ -358,7 +358,7 @@ def validate_teacher(config: Config, command: str | None = None) -> Iterator[Vio
             " implemented; valid: an algorithm without a critic",
         )
     by_token = teacher.divergence == "sampled_token"
-    if by_token and recipe.surrogate in ("gmpo", "vespo"):
+    if by_token and recipe.facts.has_one_advantage:
         yield Violation(
             "teacher",
             f"with `algorithm: {recipe.name}`, whose term of a whole sequence takes no advantage of a token; valid:"

@@ -5,7 +5,7 @@ whose `wants_entropy` is true, and are None otherwise. `gspo_mega.algorithm` has
 context-parallel group and the report. A report is this rank's part: sums over the tokens that it holds, which the train
 loop adds up over context- and data-parallel ranks.
 
-`correct_batch` decides the correction of the engine gap once for a whole rollout batch, the same on all ranks: it
+`correct_batch` decides the correction of the mismatch once for a whole rollout batch, the same on all ranks: it
 brings the sums of all old passes together over the data-parallel ranks, applies `algorithm/correction.py` to them in
 the batch's order, and returns the weight of each response for its training pass.
 """
@@ -365,7 +365,7 @@ class PolicyLoss:
     `old` has the old pass of its micro-batches in order. It is None if the old pass was skipped because old is current
     (one optimizer step per rollout batch, and no correction). With `old_is_current` the loss takes only the correction
     from it: the ratio compares the current log-probs with themselves, so it is 1 even if kernels are not deterministic.
-    With `use_rollout` the server's log-probs serve as old ones, and the engine gap is part of the ratio instead of
+    With `use_rollout` the server's log-probs serve as old ones, and the mismatch is part of the ratio instead of
     being corrected. With `corrects`, which needs `old` to be None, each rank's part of the rollout batch is one
     micro-batch, and the correction is decided here, between its forward and its backward pass: collective over the data
     group as well.
@@ -501,7 +501,7 @@ class PolicyLoss:
                 shared["token_advantages"] = guidance.total
         out = policy_objective(
             self.settings,
-            rollout_log_probs=batch.rollout_log_probs if self.settings.surrogate == "minirl" else None,
+            rollout_log_probs=batch.rollout_log_probs if self.settings.facts.reads_server else None,
             token_weights=by_token,
             reduce_sequences=reduce_sequences,
             **both,
