@@ -7,8 +7,8 @@ arXiv:2402.14740) or relative to the batch (REINFORCE++, arXiv:2501.03262):
     leave_one_out  A_i = r_i - mean of the others of g = G / (G - 1) (r_i - mean_g)
     batch          A_i = r_i - mean of all
 
-or of each reward function by itself (`decoupled_advantages`; GDPO, arXiv:2601.05242). All but the last are divided,
-unless switched off, by the standard deviation of the group's rewards or of the batch's A.
+or of each reward function by itself (`decoupled_advantages`; GDPO, arXiv:2601.05242). The first three are
+divided, unless switched off, by the standard deviation of the group's rewards or of the batch's A; the last always is.
 
 Of turns (`turn_advantages`): one advantage per turn of an episode, for the token forms of the objective (GSPO-token,
 arXiv:2507.18071, Eq. 13-14, and GRPO). Of tokens (`generalised_advantages`): generalised advantage estimation
@@ -44,7 +44,7 @@ def group_advantages(
     `batch` the standard deviation is that of all A_i, whose mean is 0 with each baseline.
 
     A group whose rewards are all equal has no signal: its advantages are exactly 0. The rewards are compared to decide
-    this, because (r - mean) / std of a rounding error is a number of size one. For the same reason rewards that differ
+    this, because normalising a rounding error would give values near 1. For the same reason rewards that differ
     by rounding only count as equal: max r - min r <= 1024 eps max |r| with float64's eps = 2^-52
     (`records.REWARD_TOLERANCE`), as 0.1 + 0.2 and 0.3 do. A group of at most `std_ddof` members has no signal either.
     With `batch` as baseline the group is the batch.

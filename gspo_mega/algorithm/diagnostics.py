@@ -57,7 +57,7 @@ def policy_sums(
     Arguments as given to `policy_objective`. A sequence counts as its tokens held here over its length, so the
     parts of context-parallel ranks add up to one. Its `branch_weights` multiply this, so that an episode of several
     branches counts once. For the token forms a sequence counts as clipped by the share of its tokens that are clipped.
-    A sequence that `keep` drops counts in every number of sequences, and as clipped in none. `*_mass` is |A| of the
+    A sequence that `keep` drops is counted as a sequence, and never as clipped. `*_mass` is |A| of the
     kept sequences by sign, in sequences, and the part of it that was clipped away.
     """
     active = mask.bool()

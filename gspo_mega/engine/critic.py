@@ -144,7 +144,7 @@ class Values:
 
 
 class _ValuePipeline(Pipeline):
-    """Gives a head values in place of log-probs, and values after the last tokens in place of entropies."""
+    """Feeds a head values instead of log-probs, and values after the last tokens instead of entropies."""
 
     def read(
         self, batch: DeviceBatch, hidden: torch.Tensor, with_entropy: bool

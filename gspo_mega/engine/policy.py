@@ -225,7 +225,7 @@ class PolicyEngine:
         return may_correct_in_training(self.config) and max_packs(sum(map(len, packs)), self.groups) == 1
 
     def correct(self, old: Sequence[OldState]) -> None:
-        """Decide the correction of the engine gap for a whole rollout batch, and write it into all its old passes.
+        """Decide the correction of the mismatch for a whole rollout batch, and write it into all its old passes.
 
         Does nothing with `mismatch.correction: none` or `old_log_probs: rollout`. Collective. Raises NumericsError
         naming a trajectory whose gap is not finite.

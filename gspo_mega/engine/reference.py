@@ -35,7 +35,7 @@ from gspo_mega.models.spec import ModelSpec
 
 class ReferencePolicy:
     """This rank's part of the reference. `chunks` have no gradients, no data parallelism and no optimizer; they are
-    untrained until loaded. Its routers always choose freely, also if the policy replays routes.
+    untrained until loaded. Its routers never replay routes, even if the policy does.
 
     Constructing it is collective over all ranks.
     """

@@ -93,7 +93,11 @@ ROLLOUT_COUNTS = {
         "groups",
         "groups dropped by the filter: constant ones, or those that rollout.group_filter refused",
     ),
-    "num_groups_unscored": ("groups", "groups left out because fewer than two of their responses could be scored"),
+    "num_groups_unscored": (
+        "groups",
+        "groups left out because fewer than two of their responses could be scored (with a critic or a batch baseline:"
+        " none)",
+    ),
     "num_groups_missing": (
         "groups",
         "groups that are missing from prompts_per_step: filtered or unscored, and not replaced",
@@ -296,13 +300,29 @@ _SAMPLED = "over all that was sampled for the step and could be scored"
 _WEIGHED = "with a token ratio, a sequence counts by its share of tokens that are"
 
 _POLICY: dict[str, tuple[str, Reduction, str]] = {
-    "objective": ("reward", "sum", "J of the mini-batch; the loss is -J"),
-    "num_sequences": ("sequences", "sum", "sequences with an active token: the denominator"),
+    "objective": ("reward", "sum", "J; the loss is -J"),
+    "num_sequences": (
+        "sequences",
+        "sum",
+        "sequences with an active token; the branches of an episode count once together",
+    ),
     "num_tokens": ("tokens", "sum", "active response tokens trained on"),
     "kept_fraction": ("fraction", "ratio", "sequences not rejected by the mismatch correction"),
-    "clip_fraction": ("fraction", "ratio", f"sequences whose gradient was clipped away; {_WEIGHED}"),
-    "clip_fraction_high": ("fraction", "ratio", f"sequences with A > 0 above the band; {_WEIGHED}"),
-    "clip_fraction_low": ("fraction", "ratio", f"sequences with A < 0 below the band; {_WEIGHED}"),
+    "clip_fraction": (
+        "fraction",
+        "ratio",
+        f"sequences whose ratio was clipped (docs/objectives.md says what each algorithm clips); {_WEIGHED}",
+    ),
+    "clip_fraction_high": (
+        "fraction",
+        "ratio",
+        f"sequences clipped above the range, with A > 0 (cispo: of either sign); {_WEIGHED}",
+    ),
+    "clip_fraction_low": (
+        "fraction",
+        "ratio",
+        f"sequences clipped below the range, with A < 0 (cispo: of either sign); {_WEIGHED}",
+    ),
     "dual_clip_fraction": ("fraction", "ratio", f"sequences bounded by the dual clip; {_WEIGHED}"),
     "clip_fraction_positive": (
         "fraction",
@@ -454,9 +474,11 @@ def _entries() -> list[Metric]:
             "probability under the trainer's old policy that a token is in the set that the sampler kept, by token;"
             " with a finite rollout.top_k",
         ),
+        Metric("policy/objective", "reward", "mean", "J, the mean over mini-batches; the loss of each is -J"),
         *(
             Metric(f"policy/{name}", unit, reduction, f"{what}; over all mini-batches")
             for name, (unit, reduction, what) in _POLICY.items()
+            if name != "objective"
         ),
         *(
             Metric(f"policy/mini_batch/<index>/{name}", unit, reduction, what)

@@ -1,14 +1,15 @@
 """Admission: a group is started only if it is certain to be consumed in time, no matter what becomes of the others.
 
-`Admission` has the numbers of groups and the bound, and knows which groups are outstanding. With it nothing that was
-sampled is ever thrown away for its age: a group of unbounded length holds up the batch that it belongs to, and no later
-batch overtakes it by more than the bound.
+`Admission` has the numbers of groups and the bound, and knows which groups are outstanding. While a run goes on,
+nothing that was sampled is thrown away for its age: a group of unbounded length holds up the batch that it belongs to,
+and no later batch overtakes it by more than the bound. (After a restart, recorded groups that are too old are sampled
+again.)
 
 Let n be the next step to be consumed. A step's groups are started, at the earliest, under the weights with which it was
 asked for. A group admitted while step m is the last one asked for may be consumed by step m + K at the latest, where
-K = `max_staleness`. In order of admission, the groups before it fill at most as many batches as if all open ones were
-kept: a dropped one only moves later ones forward. In order of completion, all outstanding groups must fit into the
-batches n to m + K, which take `wanted` each. With K = 0 this is: the groups of one step, started when it is asked for.
+K = `max_staleness`. In order of admission, the worst case is that every open group is kept: a dropped one only moves
+later ones forward. In order of completion, all outstanding groups must fit into the batches n to m + K, which take
+`wanted` each. With K = 0 this is: the groups of one step, started when it is asked for.
 """
 
 from __future__ import annotations
