@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 # How a tensor lies in its parameter. `q`, `k`, `v`: interleaved by key-value group, [q heads of the group, k, v].
 # `gate`, `up`: every rank's share of the gate, then its share of up.
@@ -67,7 +67,7 @@ class ExpertKeys:
     has it (absent: false). `gated_shared`: the key for the width of a shared expert whose output a gate multiplies,
     None without one.
     `deepseek`: DeepSeek-V3's router (sigmoid scores, a bias, groups), shared experts and first dense layers, under its
-    keys.
+    keys. `lists_layers`: transformers reads the dense layers from `mlp_layer_types`, not from `first_k_dense_replace`.
     """
 
     num_experts: tuple[str, ...]
@@ -75,6 +75,7 @@ class ExpertKeys:
     norm_topk_prob: bool | None = None
     gated_shared: str | None = None
     deepseek: bool = False
+    lists_layers: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,10 @@ class Family:
     `refused`: keys of config.json with their meaning; if one is set, the model needs maths that is not implemented for
     this family. `understood`: keys that other families refuse. `latent`: multi-head latent attention. `gpt_oss`: the
     model has biases everywhere, sinks, windows and a clamped activation, which `hf_fields.py` reads.
+
+    `served`: what SGLang's model code reads from config.json and transformers does not write there, with the value that
+    every model here has, or a function from config.json to it. `own_head`: SGLang never ties the output layer to
+    the embedding, no matter what config.json says, so a folder without lm_head.weight leaves it at random values.
     """
 
     architecture: str
@@ -99,6 +104,19 @@ class Family:
     understood: frozenset[str] = frozenset()
     latent: bool = False
     gpt_oss: bool = False
+    served: Mapping[str, Any] = field(default_factory=dict)
+    own_head: bool = False
+
+    @property
+    def drafts(self) -> bool:
+        """Whether checkpoints may have layers for multi-token prediction."""
+        return "num_nextn_predict_layers" in self.understood
+
+
+def listed_dense_layers(config: Mapping[str, Any]) -> int:
+    """The number of dense layers in `mlp_layer_types` of a config.json, as transformers counts them if it is absent."""
+    kinds = config.get("mlp_layer_types")
+    return 1 if kinds is None else list(kinds).count("dense")
 
 
 def _layer(
@@ -323,6 +341,7 @@ FAMILIES: dict[str, Family] = {
             ("num_experts", "num_local_experts"), "moe_intermediate_size"
         ),  # 4.x and 5.x of transformers
         may_omit=frozenset({"head_dim"}),
+        own_head=True,
     ),
     "qwen2_moe": Family(
         "Qwen2MoeForCausalLM",
@@ -335,6 +354,7 @@ FAMILIES: dict[str, Family] = {
         ),
         may_omit=frozenset({"head_dim"}),
         understood=frozenset({"shared_expert_intermediate_size"}),
+        own_head=True,
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
@@ -342,6 +362,7 @@ FAMILIES: dict[str, Family] = {
         experts=ExpertKeys(("num_local_experts", "num_experts"), "intermediate_size", norm_topk_prob=True),
         may_omit=frozenset({"head_dim"}),
         refused={"sliding_window": "sliding-window attention", "router_jitter_noise": "noise in the router"},
+        own_head=True,
     ),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
@@ -350,6 +371,7 @@ FAMILIES: dict[str, Family] = {
         may_omit=frozenset({"num_key_value_heads"}),
         understood=frozenset({"n_shared_experts", "num_nextn_predict_layers", "q_lora_rank", "kv_lora_rank"}),
         latent=True,
+        served={"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     ),
     "glm4_moe": Family(
         "Glm4MoeForCausalLM",
@@ -367,6 +389,23 @@ FAMILIES: dict[str, Family] = {
         experts=_DEEPSEEK_KEYS,
         may_omit=frozenset({"head_dim"}),
         understood=frozenset({"n_shared_experts", "num_nextn_predict_layers"}),
+        own_head=True,
+    ),
+    "glm4_moe_lite": Family(
+        "Glm4MoeLiteForCausalLM",
+        _decoder(
+            *_latent_attention(),
+            *_FIRST_DENSE,
+            replace(_router("mlp"), served_wide=True),
+            _EXPERT_BIAS,
+            *_SHARED_EXPERTS,
+            *_experts("mlp"),
+        ),
+        experts=replace(_DEEPSEEK_KEYS, lists_layers=True),
+        understood=frozenset({"n_shared_experts", "num_nextn_predict_layers", "q_lora_rank", "kv_lora_rank"}),
+        latent=True,
+        served={"first_k_dense_replace": listed_dense_layers},
+        own_head=True,
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM",
@@ -374,5 +413,6 @@ FAMILIES: dict[str, Family] = {
         qkv_bias=True,
         experts=ExpertKeys(("num_local_experts", "num_experts"), "intermediate_size", norm_topk_prob=True),
         gpt_oss=True,
+        own_head=True,
     ),
 }

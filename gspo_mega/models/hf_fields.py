@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any, TypeGuard
 
-from gspo_mega.models.families import Family
+from gspo_mega.models.families import Family, listed_dense_layers
 from gspo_mega.models.spec import LatentAttention, MoeSpec, RopeScaling, SlidingWindow, YarnScaling
 
 # The largest values of numbers that are counted up to, or multiplied: far beyond any model.
@@ -250,8 +250,12 @@ def read_latent_attention(reader: ConfigReader) -> LatentAttention:
     )
 
 
-def read_experts(reader: ConfigReader, num_experts: int, experts_per_token: int, intermediate_size: int) -> MoeSpec:
-    """The router with sigmoid scores, bias and groups; shared experts; the first dense layers."""
+def read_experts(
+    reader: ConfigReader, num_experts: int, experts_per_token: int, intermediate_size: int, lists_layers: bool
+) -> MoeSpec:
+    """The router with sigmoid scores, bias and groups; shared experts; the first dense layers, which are numbered or
+    listed one by one (`lists_layers`).
+    """
     raw = reader.raw
     for key, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):
         if raw.get(key, only) != only:
@@ -277,7 +281,16 @@ def read_experts(reader: ConfigReader, num_experts: int, experts_per_token: int,
             f" {experts_per_token} // topk_group of them. Supported: values for which that is 2, with at least 2"
             f" experts per group, or n_group {num_groups} (no limit)",
         )
-    num_layers, num_dense = reader.size("num_hidden_layers"), reader.count("first_k_dense_replace")
+    num_layers = reader.size("num_hidden_layers")
+    num_dense = listed_dense_layers(raw) if lists_layers else reader.count("first_k_dense_replace")
+    if lists_layers and raw.get("mlp_layer_types") not in (None, _listed(num_dense, num_layers)):
+        reader.problem("mlp_layer_types", "dense layers after the first with experts are not supported")
+    if lists_layers and raw.get("first_k_dense_replace", num_dense) != num_dense:
+        reader.problem(
+            "first_k_dense_replace",
+            f"{raw['first_k_dense_replace']}: SGLang reads this key, and transformers mlp_layer_types, of which"
+            f" {num_dense} are dense (absent: 1); supported: the same number",
+        )
     if num_layers and num_dense >= num_layers:
         reader.problem("first_k_dense_replace", f"{num_dense} leaves no layer of {num_layers} with experts")
     return MoeSpec(
@@ -293,6 +306,10 @@ def read_experts(reader: ConfigReader, num_experts: int, experts_per_token: int,
         shared_intermediate_size=reader.size("n_shared_experts") * intermediate_size,
         num_dense_layers=num_dense,
     )
+
+
+def _listed(num_dense: int, num_layers: int) -> list[str]:
+    return ["dense"] * num_dense + ["sparse"] * (num_layers - num_dense)
 
 
 def _groups_agree(group_size: int, experts_per_token: int, groups_per_token: int) -> bool:

@@ -290,7 +290,7 @@ def _moe(reader: ConfigReader, keys: ExpertKeys) -> MoeSpec:
         reader.problem("num_experts_per_tok", f"{experts_per_token} is more than the {num_experts} experts")
     intermediate_size = reader.size(keys.intermediate_size)
     if keys.deepseek:
-        return read_experts(reader, num_experts, experts_per_token, intermediate_size)
+        return read_experts(reader, num_experts, experts_per_token, intermediate_size, keys.lists_layers)
     return MoeSpec(
         num_experts=num_experts,
         experts_per_token=experts_per_token,

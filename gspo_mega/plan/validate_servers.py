@@ -17,6 +17,7 @@ from gspo_mega.base.errors import PlanError, Violation
 from gspo_mega.config.derived import WEIGHT_BLOCK, capability_problem, publishes, server_dtype
 from gspo_mega.config.schema import Cluster, Config, Server
 from gspo_mega.config.validate_servers import CONTEXT_SLACK
+from gspo_mega.models.families import FAMILIES
 from gspo_mega.models.spec import ModelSpec
 from gspo_mega.plan.gpus import GPUS, Device, is_on_gpu
 from gspo_mega.plan.layout import Sizes, divisors, nearest
@@ -32,9 +33,6 @@ from gspo_mega.plan.servers import (
 
 # Families whose attention SGLang divides over a group of its own; the others' takes the whole tensor group.
 WITH_DATA_PARALLEL_ATTENTION = ("qwen3", "qwen3_moe", "deepseek_v3")
-# Families whose output layer SGLang 0.5.23 never ties to the embedding, no matter what config.json says (its
-# `models/*.py` make a ParallelLMHead of its own): a folder without lm_head.weight leaves it at random values.
-WITH_OWN_HEAD = ("qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe", "gpt_oss")
 # Compute capability of Ada, the first chip with e4m3.
 _FIRST_E4M3 = (8, 9)
 # Without a GPU SGLang 0.5.23 pads the widths of MLPs to multiples of this, for each of a server's tensor ranks
@@ -245,7 +243,7 @@ def validate_speculative(
             " matter what the temperature is",
             "null",
         )
-    if speculative.algorithm == "nextn" and spec.family not in ("deepseek_v3", "glm4_moe"):
+    if speculative.algorithm == "nextn" and not FAMILIES[spec.family].drafts:
         yield Violation(
             "server.speculative.algorithm",
             f"nextn, and models of {spec.family} have no layers for multi-token prediction",
@@ -273,7 +271,7 @@ def validate_served_model(config: Config, spec: ModelSpec, device: Device | None
             f" server.tensor {config.server.tensor} = {width}, and no update of the weights can be verified",
             f"a model whose widths {width} divides, or GPUs",
         )
-    if samples and not replays and spec.tie_word_embeddings and spec.family in WITH_OWN_HEAD:
+    if samples and not replays and spec.tie_word_embeddings and FAMILIES[spec.family].own_head:
         yield Violation(
             "model.path",
             f"tie_word_embeddings is true in its config.json, and SGLang 0.5.23 does not tie them in {spec.family}: its"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from family_models import VARIANTS, make_family_folder, save_gradients, token_ids
+from family_models import PROOFS, VARIANTS, make_family_folder, save_gradients, token_ids
 
 from gspo_mega.models.families import FAMILIES
 
@@ -46,7 +46,7 @@ def test_gradients_are_those_of_transformers_in_every_layout(rank_pools, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "variant", ["qwen2-tied", "llama3", "mixtral", "qwen2_moe", "deepseek_v3", "glm4_moe", "gpt_oss"]
+    "variant", ["qwen2-tied", "llama3", "mixtral", "qwen2_moe", "deepseek_v3", "glm4_moe", "gpt_oss", *PROOFS]
 )
 def test_bf16_comes_back_bit_for_bit(rank_pools, tmp_path, variant):
     folder = make_family_folder(tmp_path / variant, variant, torch.bfloat16)
@@ -80,6 +80,7 @@ def test_bf16_comes_back_bit_for_bit(rank_pools, tmp_path, variant):
         ("gpt_oss", "a window of one token more"),
         ("gpt_oss", "an activation without a limit"),
         ("gpt_oss", "wavelengths in whole dimensions"),
+        *((variant, fault) for variant, proof in PROOFS.items() for fault in proof.faults),
     ],
 )
 def test_a_wrong_conversion_that_round_trips_is_caught_by_the_logits(rank_pools, tmp_path, variant, fault):

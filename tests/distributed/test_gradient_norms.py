@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from family_models import VARIANTS, make_family_folder
+from family_models import PROOFS, VARIANTS, make_family_folder
 
 from gspo_mega.models.families import FAMILIES
 
@@ -22,13 +22,15 @@ FAMILY_MODELS = (
     "deepseek_v3",
     "glm4_moe",
     "gpt_oss",
+    *PROOFS,
 )
 
 
 def layouts_of(variant: str) -> dict[str, dict]:
     if FAMILIES[VARIANTS[variant][0]].experts is None:
         return DENSE
-    return EXPERTS if variant == "gpt_oss" else EXPERTS | {"TP2xETP2": ALLGATHER}  # experts with biases have no ETP
+    has_no_parts = variant == "gpt_oss" or (variant in PROOFS and not PROOFS[variant].cuts_experts)
+    return EXPERTS if has_no_parts else EXPERTS | {"TP2xETP2": ALLGATHER}  # experts with biases have no ETP
 
 
 def test_every_family_is_tried():

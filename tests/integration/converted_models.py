@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from family_models import PROOFS, VARIANTS
 from tiny_models import EOS_TOKEN_ID, VOCAB_SIZE, byte_tokenizer
 
 from gspo_mega.checkpoint.convert import to_huggingface, to_megatron
@@ -97,6 +98,10 @@ MODELS = {
         ),
         dict(expert=2),
     ),
+    **{
+        variant: (VARIANTS[variant][0], VARIANTS[variant][1] | proof.served, proof.layout)
+        for variant, proof in PROOFS.items()
+    },
 }
 
 
@@ -112,6 +117,9 @@ def make_converted_model(root: Path, name: str) -> Path:
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith(("bias", "sinks")):
                 parameter.normal_(std=0.3)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.1)
     model.to(torch.float32).save_pretrained(root / "source")
     byte_tokenizer().save_pretrained(root / "source")
     to_megatron(open_checkpoint(root / "source"), root / "megatron", progress=lambda *told: None)

@@ -6,12 +6,10 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 
+from family_models import PROOFS, make_family_folder
 from run_support import Command
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
 
 NUM_STEPS = 2
 FAMILIES = {
@@ -25,6 +23,7 @@ FAMILIES = {
     "deepseek_v3": ("LlamaTokenizerFast", "sentence"),
     "glm4_moe": ("PreTrainedTokenizerFast", "roles"),
     "gpt_oss": ("PreTrainedTokenizerFast", "channels"),
+    **{variant: proof.tokenizer for variant, proof in PROOFS.items()},
 }
 """The variant of `family_models` -> the tokenizer's class as the family's folders name it, and how it ends a turn."""
 
@@ -67,13 +66,12 @@ _TEMPLATES: dict[str, tuple[list[str], str]] = {
 
 def make_folder(folder: Path, variant: str) -> Path:
     """A small random model of a family. Its end token has id 2, as in `family_models`."""
-    from family_models import make_family_folder
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     # Multiples of 32: without a GPU, SGLang pads others, and then holds other tensors than it is sent.
-    make_family_folder(
-        folder, variant, intermediate_size=64, moe_intermediate_size=32, shared_expert_intermediate_size=32
-    )
+    served = PROOFS[variant].served if variant in PROOFS else {}
+    widths = dict(intermediate_size=64, moe_intermediate_size=32, shared_expert_intermediate_size=32)
+    make_family_folder(folder, variant, **widths | served)
     tokenizer_class, manner = FAMILIES[variant]
     (begin, end, *others), template = _TEMPLATES[manner]
     special = [begin, "<unk>", end, *others]

@@ -36,15 +36,10 @@ from gspo_mega.config.derived import (
 )
 from gspo_mega.config.schema import Config, Precision, Server
 from gspo_mega.config.validate_servers import CONTEXT_SLACK, speculative_arguments, validate_server_options
+from gspo_mega.models.families import FAMILIES
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.models.low_rank import targets_of
 from gspo_mega.rollout.registration import read_secret
-
-# By architecture: values that SGLang's model code reads from config.json and that transformers does not write there.
-# Models of this package can have no other values.
-_READ_BY_SGLANG: dict[str, dict[str, Any]] = {
-    "DeepseekV3ForCausalLM": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-}
 
 # SGLang's names for formats. It recognizes the blocks of `fp8_block` by the checkpoint's own `quantization_config`.
 _QUANTIZATION = {"fp8": "fp8", "fp8_block": "fp8", "int8": "w8a8_int8"}
@@ -353,8 +348,14 @@ def draft_architectures(spec: ServerSpec, draft_config: dict[str, Any]) -> list[
 
 def missing_values(model_config: dict[str, Any]) -> dict[str, str]:
     """Return the argument for ServerArgs that adds the values which SGLang reads and `model_config` does not have."""
-    wanted = [_READ_BY_SGLANG.get(architecture, {}) for architecture in model_config.get("architectures") or []]
-    missing = {key: value for values in wanted for key, value in values.items() if key not in model_config}
+    architectures = model_config.get("architectures") or []
+    wanted = [family.served for family in FAMILIES.values() if family.architecture in architectures]
+    missing = {
+        key: value(model_config) if callable(value) else value
+        for values in wanted
+        for key, value in values.items()
+        if key not in model_config
+    }
     return {"json_model_override_args": json.dumps(missing)} if missing else {}
 
 

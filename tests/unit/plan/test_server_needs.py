@@ -14,7 +14,6 @@ from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.plan import plan_run, render_report
 from gspo_mega.plan.memory import server_memory
 from gspo_mega.plan.servers import cache_element_bytes, weight_bytes
-from gspo_mega.plan.validate_servers import WITH_OWN_HEAD
 
 SHAPES = Path(__file__).parents[3] / "configs" / "models"
 # Every side a multiple of 128: 4 heads of 64 and 2 key-value heads.
@@ -230,9 +229,10 @@ def test_the_table_of_untied_output_layers_is_sglangs():
     if package is None or package.origin is None:
         pytest.skip("sglang is not installed")
     models = Path(package.origin).parent / "srt" / "models"
-    sources = {name: models / f"{'deepseek_v2' if name == 'deepseek_v3' else name}.py" for name in FAMILIES}
-    without = {name for name, path in sources.items() if "config.tie_word_embeddings" not in path.read_text()}
-    assert without == set(WITH_OWN_HEAD)
+    sources = {path: path.read_text() for path in models.glob("*.py")}
+    for name, family in FAMILIES.items():
+        (source,) = [text for text in sources.values() if f"class {family.architecture}(" in text]
+        assert family.own_head == ("config.tie_word_embeddings" not in source), name
 
 
 @pytest.mark.parametrize(

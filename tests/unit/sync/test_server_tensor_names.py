@@ -99,14 +99,17 @@ IN_A_LAYER = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_names_are_those_of_the_servers_parameters(family):
-    names = set(
-        server_tensor_names(
-            spec_from_config(SIZES | OWN.get(family, {}) | {"architectures": [FAMILIES[family].architecture]})
-        ).values()
-    )
-    layer = "model.layers.0."
-    assert {name.removeprefix(layer) for name in names if name.startswith(layer)} == IN_A_LAYER[family]
-    assert {name for name in names if not name.startswith(layer)} == {
+    from family_models import PROOFS, proof_of, variant_config
+
+    if (variant := proof_of(family)) is None:
+        raw, in_a_layer = SIZES | OWN.get(family, {}), IN_A_LAYER[family]
+    else:
+        raw, in_a_layer = variant_config(variant).to_dict(), PROOFS[variant].server_names
+    spec = spec_from_config(raw | {"architectures": [FAMILIES[family].architecture]})
+    names = set(server_tensor_names(spec).values())
+    layer = f"model.layers.{spec.num_layers - 1}."
+    assert {name.removeprefix(layer) for name in names if name.startswith(layer)} == in_a_layer
+    assert {name for name in names if not name.startswith("model.layers.")} == {
         "model.embed_tokens.weight",
         "model.norm.weight",
         "lm_head.weight",

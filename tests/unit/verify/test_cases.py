@@ -1,5 +1,7 @@
 """What a certificate runs: cases as configurations, refusals with a reason, ranks that are started for them."""
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,7 +10,8 @@ from gspo_mega.base.errors import ConfigError, PlanError
 from gspo_mega.config import load_config
 from gspo_mega.config.schema import CertifyCase
 from gspo_mega.models.families import FAMILIES
-from gspo_mega.models.huggingface import read_model_spec
+from gspo_mega.models.huggingface import read_model_spec, spec_from_config
+from gspo_mega.models.tensors import hf_tensors
 from gspo_mega.verify.certify.cases import Case, case_config, own_layout, resolve_cases, starts
 
 DENSE = "configs/certify_dense.yaml"
@@ -33,10 +36,28 @@ def test_the_shipped_matrices_refuse_what_they_say_they_refuse(file, refused):
     assert {case.spec.ranks for case in references} == {1}
 
 
-def test_every_family_has_cases_with_tensor_ranks_and_with_stages():
+def parameter_forms(spec):
+    """Megatron's parameters of the model, without numbers of layers and experts, and how each is cut."""
+    return {(re.sub(r"\d+", "N", entry.parameter), entry.role, entry.sharding) for entry in hf_tensors(spec)}
+
+
+def test_every_form_of_parameter_has_cases_with_tensor_ranks_and_with_stages():
+    """So a family needs cases of its own only for parameters that no other family has."""
+    from family_models import VARIANTS, variant_config
+
     _, cases = resolve_cases(*load(FAMILY_CASES), "cpu")
+    tried = {case.model: read_model_spec(case.model) for case in cases}
+    others = {name: config for name, config in VARIANTS.items() if config[0] not in {s.family for s in tried.values()}}
+    specs = {
+        name: spec_from_config(variant_config(name).to_dict() | {"architectures": [FAMILIES[family].architecture]})
+        for name, (family, _) in others.items()
+    }
+    assert {spec.family for spec in (*tried.values(), *specs.values())} == FAMILIES.keys()
     for key in ("parallel.tensor", "parallel.pipeline", "parallel.context", "optimizer.distributed"):
-        assert {read_model_spec(case.model).family for case in cases if key in case.spec.set} == FAMILIES.keys()
+        certified = [tried[case.model] for case in cases if key in case.spec.set]
+        forms = {form for spec in certified for form in parameter_forms(spec)}
+        for name, spec in (*tried.items(), *specs.items()):
+            assert parameter_forms(spec) <= forms, f"{name} has no case with {key}"
 
 
 def test_the_norm_acts_in_what_is_measured_also_of_a_critic_with_an_optimizer_of_its_own():

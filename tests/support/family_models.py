@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -69,6 +70,16 @@ _GLM = dict(
     rms_norm_eps=1e-5,
     num_nextn_predict_layers=0,
 )
+# As GLM-4.7-Flash has it: DeepSeek-V3's attention in one group, heads of other widths, layers listed by their kind.
+_GLM_LITE = _DEEPSEEK | dict(
+    n_group=1,
+    topk_group=1,
+    n_shared_experts=1,
+    v_head_dim=20,
+    routed_scaling_factor=1.8,
+    rms_norm_eps=1e-5,
+    mlp_layer_types=["dense"] + 3 * ["sparse"],
+)
 # Windows and limits that are small enough to act, and a range of wavelengths that ends within a dimension.
 _GPT_OSS = dict(
     head_dim=16,
@@ -125,6 +136,7 @@ VARIANTS: dict[str, tuple[str, dict]] = {
             rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.25),
         ),
     ),
+    "glm4_moe_lite": ("glm4_moe_lite", _GLM_LITE),
     "gpt_oss": ("gpt_oss", _GPT_OSS),
     "gpt_oss-other-keys": (
         "gpt_oss",
@@ -138,22 +150,74 @@ VARIANTS: dict[str, tuple[str, dict]] = {
 }
 
 
+class Proof(NamedTuple):
+    """What else the tests need to know of a family; every table of them that is not listed by hand takes it from here.
+
+    `faults`: those of `family_jobs.py` that its logits must catch. `cuts_experts`: expert_tensor may be above 1.
+    `served`: other values of its keys for a server (widths in multiples of 32), with the trainer's layout. `tokenizer`:
+    the class that its folders name, and how a turn ends (`family_runs.py`). `server_names`: SGLang's own names of what
+    a layer with experts, or any layer without, has on a server.
+    """
+
+    faults: tuple[str, ...]
+    served: dict
+    layout: dict
+    tokenizer: tuple[str, str]
+    server_names: frozenset[str]
+    cuts_experts: bool = True
+
+
+_LAYER_NORMS = {"input_layernorm.weight", "post_attention_layernorm.weight"}
+_SERVED_LATENT = {
+    f"self_attn.{name}.weight"
+    for name in ("fused_qkv_a_proj_with_mqa", "q_a_layernorm", "q_b_proj", "kv_a_layernorm", "kv_b_proj", "o_proj")
+}
+PROOFS: dict[str, Proof] = {
+    "glm4_moe_lite": Proof(
+        faults=("permuted experts", "another layer's bias", "keys of all heads before values"),
+        served=dict(kv_lora_rank=32, v_head_dim=16, moe_intermediate_size=32),
+        layout=dict(expert=2),
+        tokenizer=("PreTrainedTokenizerFast", "roles"),
+        server_names=frozenset(
+            _LAYER_NORMS
+            | _SERVED_LATENT
+            | {"mlp.gate.weight", "mlp.gate.e_score_correction_bias"}
+            | {"mlp.experts.w13_weight", "mlp.experts.w2_weight"}
+            | {"mlp.shared_experts.gate_up_proj.weight", "mlp.shared_experts.down_proj.weight"}
+        ),
+    ),
+}
+"""By variant: the first of its family."""
+
+
+def proof_of(family: str) -> str | None:
+    """The variant of PROOFS that is of this family."""
+    return next((variant for variant in PROOFS if VARIANTS[variant][0] == family), None)
+
+
+def variant_config(variant: str, **changes) -> transformers.PretrainedConfig:
+    """The variant's configuration as transformers has it, with other values of its keys."""
+    family, own = VARIANTS[variant]
+    model_class = getattr(transformers, FAMILIES[family].architecture)
+    return model_class.config_class(**_SHARED | own | changes)
+
+
 def token_ids() -> np.ndarray:
     """[NUM_TOKENS] int64: the sequence on which logits are compared."""
     return np.random.default_rng(11).integers(0, VOCAB_SIZE, NUM_TOKENS)
 
 
 def make_family_folder(
-    folder: Path, variant: str, dtype: torch.dtype = torch.float32, seed: int = 5, **changes: int
+    folder: Path, variant: str, dtype: torch.dtype = torch.float32, seed: int = 5, **changes: Any
 ) -> Path:
     """A checkpoint as transformers saves it, every weight random (biases and norms too), and beside it `logits.npy` of
     fp32. `changes`: other values of the variant's keys.
     """
     family, own = VARIANTS[variant]
-    own = own | {key: value for key, value in changes.items() if key in _SHARED | own}
+    changes = {key: value for key, value in changes.items() if key in _SHARED | own}
     model_class = getattr(transformers, FAMILIES[family].architecture)
     torch.manual_seed(seed)
-    model = model_class(model_class.config_class(**_SHARED | own))
+    model = model_class(variant_config(variant, **changes))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = (2.0 if name.endswith("sinks") else 0.1) * torch.randn(parameter.shape)
