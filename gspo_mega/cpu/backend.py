@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._device import _device_constructors
 
-from gspo_mega.cpu import products, te_layers, te_loading
+from gspo_mega.cpu import delta_rule, products, te_layers, te_loading
 
 _CPU = torch.device("cpu")
 _FACTORIES = (
@@ -168,6 +168,7 @@ def _complete_megatron() -> None:
         multi_latent_attention.HAVE_TE = False
         multi_latent_attention.Linear = Linear
 
+    delta_rule.install()
     products.replace_linear(layers)
 
     # Loading optimizer state assumes a fused Adam that keeps no 'step' of its own. An offloaded Adam has met the same:

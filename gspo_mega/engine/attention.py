@@ -23,6 +23,21 @@ if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
 
+class ZeroCentredNorm(torch.nn.Module):
+    """RMSNorm that multiplies by 1 + weight, computed in fp32 and rounded once: Qwen3-Next's."""
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(size, dtype=dtype))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise x [..., size]; the dtype stays."""
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (normed * (1.0 + self.weight.float())).to(x.dtype)
+
+
 class TorchNorm:
     """RMSNorm or LayerNorm whose parameters are marked as seeing sequence-parallel activations.
 
@@ -34,7 +49,10 @@ class TorchNorm:
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: object
     ) -> torch.nn.Module:
         norm_class = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
-        norm = norm_class(hidden_size, eps=eps, dtype=config.params_dtype)
+        if config.layernorm_zero_centered_gamma:
+            norm = ZeroCentredNorm(hidden_size, eps, config.params_dtype)
+        else:
+            norm = norm_class(hidden_size, eps=eps, dtype=config.params_dtype)
         for parameter in norm.parameters():
             marked: Any = parameter  # Megatron's mark is an attribute that torch's class does not declare
             marked.sequence_parallel = config.sequence_parallel

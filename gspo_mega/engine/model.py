@@ -37,6 +37,7 @@ from gspo_mega.config.schema import Config, Moe, Parallel
 from gspo_mega.cpu.backend import is_cpu_backend
 from gspo_mega.engine.adapters import Adapter
 from gspo_mega.engine.attention import PackedAttention, TorchNorm
+from gspo_mega.engine.delta_net import GatedAttention, complete_delta_spec, delta_settings
 from gspo_mega.engine.invariant_layers import ACTIVATION, is_batch_invariant, use_invariant_parts
 from gspo_mega.engine.precision import (
     dispatcher_settings,
@@ -204,7 +205,7 @@ def transformer_config(config: Config, spec: ModelSpec) -> TransformerConfig:
             "moe_grouped_gemm": settings["transformer_impl"] == "transformer_engine"
         }
     if spec.latent is None:
-        found = TransformerConfig(**settings | biased_settings(spec))
+        found = TransformerConfig(**settings | biased_settings(spec) | delta_settings(spec))
         set_yarn(found, spec)
         return found
     return MLATransformerConfig(**settings | latent_settings(spec, spec.latent))
@@ -260,19 +261,22 @@ def _layer_specs(
     first = get_transformer_layer_offset(megatron_config, vp_stage=virtual_stage)
     count = get_num_layers_to_build(megatron_config, vp_stage=virtual_stage)
 
-    def make(has_experts: bool) -> ModuleSpec:
+    def make(has_experts: bool, has_delta_net: bool) -> ModuleSpec:
         if uses_transformer_engine(megatron_config):
-            return _transformer_engine_layer(megatron_config, spec, has_experts, separate_norms)
-        return _plain_layer(megatron_config, spec, has_experts)
+            return _transformer_engine_layer(megatron_config, spec, has_experts, has_delta_net, separate_norms)
+        return _plain_layer(megatron_config, spec, has_experts, has_delta_net)
 
     # All layers of a kind share one spec.
-    kinds = {kind: make(kind) for kind in {spec.has_experts(layer) for layer in range(first, first + count)}}
-    layers = [kinds[spec.has_experts(layer)] for layer in range(first, first + count)]
+    wanted = [(spec.has_experts(layer), spec.has_delta_net(layer)) for layer in range(first, first + count)]
+    kinds = {kind: make(*kind) for kind in set(wanted)}
+    layers = [kinds[kind] for kind in wanted]
     norm: Any = norm_class(megatron_config)  # Megatron declares a spec or a module and builds a class as well
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
-def _plain_layer(megatron_config: TransformerConfig, spec: ModelSpec, has_experts: bool) -> ModuleSpec:
+def _plain_layer(
+    megatron_config: TransformerConfig, spec: ModelSpec, has_experts: bool, has_delta_net: bool
+) -> ModuleSpec:
     layer = get_gpt_layer_local_spec(
         num_experts=megatron_config.num_moe_experts if has_experts else None,
         moe_grouped_gemm=False,
@@ -290,13 +294,21 @@ def _plain_layer(megatron_config: TransformerConfig, spec: ModelSpec, has_expert
         complete_latent_spec(parts.self_attention)
     elif megatron_config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = TorchNorm
+    if spec.output_gate:
+        parts.self_attention.module = GatedAttention
     if is_batch_invariant(megatron_config):
         use_invariant_parts(attention, parts)
+    if has_delta_net:
+        complete_delta_spec(layer, TorchNorm)
     return layer
 
 
 def _transformer_engine_layer(
-    megatron_config: TransformerConfig, spec: ModelSpec, has_experts: bool, separate_norms: bool
+    megatron_config: TransformerConfig,
+    spec: ModelSpec,
+    has_experts: bool,
+    has_delta_net: bool,
+    separate_norms: bool,
 ) -> ModuleSpec:
     layer = get_gpt_layer_with_transformer_engine_spec(
         num_experts=megatron_config.num_moe_experts if has_experts else None,
@@ -306,8 +318,15 @@ def _transformer_engine_layer(
     )
     if spec.latent is not None:
         complete_latent_spec(_submodules(layer).self_attention)
+    if spec.output_gate:
+        _submodules(layer).self_attention.module = GatedAttention
     if separate_norms:
         _separate_norms(_submodules(layer), spec, has_experts, norm_class(megatron_config))
+    if has_delta_net:
+        # This module imports Transformer Engine; `require_precision` has checked that it is installed.
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
+
+        complete_delta_spec(layer, norm_class(megatron_config), (TEColumnParallelLinear, TERowParallelLinear))
     return layer
 
 

@@ -12,16 +12,22 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 # How a tensor lies in its parameter. `q`, `k`, `v`: interleaved by key-value group, [q heads of the group, k, v].
-# `gate`, `up`: every rank's share of the gate, then its share of up.
-Role = Literal["whole", "q", "k", "v", "gate", "up"]
+# `gate`, `up`: every rank's share of the gate, then its share of up. Those of gated delta nets are in `delta_net.py`.
+Role = Literal[
+    *("whole", "q", "k", "v", "gate", "up"),
+    *("delta_qkvz", "delta_ba", "delta_qkv", "delta_z", "delta_b", "delta_a", "delta_conv"),
+]
 # How a tensor is cut over a tensor-parallel group: rows (column-parallel layer), columns (row-parallel layer),
 # vocabulary rows (padded), or not at all.
 Sharding = Literal["replicated", "rows", "columns", "vocabulary"]
 # Which pipeline stage holds it.
 Stage = Literal["first", "layer", "last"]
 # Where a row applies: in layers without or with experts, in models whose queries have a latent or have none, in models
-# that have the norms or the biases.
-Where = Literal["dense layer", "expert layer", "query latent", "no query latent", "qk norm", "qkv bias"]
+# that have the norms or the biases, in layers with attention or with a gated delta net.
+Where = Literal[
+    *("dense layer", "expert layer", "query latent", "no query latent", "qk norm", "qkv bias"),
+    *("attention", "delta net"),
+]
 # The keys that a config.json may leave out. Then head_dim is hidden_size / num_attention_heads, num_key_value_heads is
 # num_attention_heads, and rope_theta is 10000.
 Omissible = Literal["head_dim", "num_key_value_heads", "rope_theta"]
@@ -64,15 +70,16 @@ class Stack:
 class ExpertKeys:
     """The keys under which a family's config.json describes its experts: their number under any of `num_experts`, their
     width under `intermediate_size`. `norm_topk_prob`: the value for the whole family, or None if the key of that name
-    has it (absent: false). `gated_shared`: the key for the width of a shared expert whose output a gate multiplies,
-    None without one.
-    `deepseek`: DeepSeek-V3's router (sigmoid scores, a bias, groups), shared experts and first dense layers, under its
-    keys. `lists_layers`: transformers reads the dense layers from `mlp_layer_types`, not from `first_k_dense_replace`.
+    has it (absent: `normalises`). `gated_shared`: the key for the width of a shared expert whose output a gate
+    multiplies, None without one. `deepseek`: DeepSeek-V3's router (sigmoid scores, a bias, groups), shared experts and
+    first dense layers, under its keys. `lists_layers`: transformers reads the dense layers from `mlp_layer_types`, not
+    from `first_k_dense_replace`.
     """
 
     num_experts: tuple[str, ...]
     intermediate_size: str
     norm_topk_prob: bool | None = None
+    normalises: bool = False
     gated_shared: str | None = None
     deepseek: bool = False
     lists_layers: bool = False
@@ -86,7 +93,10 @@ class Family:
 
     `refused`: keys of config.json with their meaning; if one is set, the model needs maths that is not implemented for
     this family. `understood`: keys that other families refuse. `latent`: multi-head latent attention. `gpt_oss`: the
-    model has biases everywhere, sinks, windows and a clamped activation, which `hf_fields.py` reads.
+    model has biases everywhere, sinks, windows and a clamped activation, which `hf_fields.py` reads. `delta_net`: most
+    layers have a gated delta net in place of attention, attention multiplies its output by a gate, and norms multiply
+    by 1 + weight (`delta_net.py`). `carried`: the beginnings of names of tensors that a checkpoint may have besides,
+    such as layers for multi-token prediction under names of their own.
 
     `served`: what SGLang's model code reads from config.json and transformers does not write there, with the value that
     every model here has, or a function from config.json to it. `own_head`: SGLang never ties the output layer to
@@ -104,6 +114,8 @@ class Family:
     understood: frozenset[str] = frozenset()
     latent: bool = False
     gpt_oss: bool = False
+    delta_net: bool = False
+    carried: tuple[str, ...] = ()
     served: Mapping[str, Any] = field(default_factory=dict)
     own_head: bool = False
 
@@ -298,6 +310,41 @@ _STACKED_EXPERTS = (
     _stacked("down_proj.weight", ("hidden", _WIDTH), "linear_fc2.weight", "whole", "columns", Stack("down_proj")),
     _stacked("down_proj.bias", ("hidden",), "linear_fc2.bias", "whole", "replicated", Stack("down_proj_bias")),
 )
+# Qwen3-Next and Qwen3.5: attention whose q_proj has a query and a gate for each head, and gated delta nets.
+_GATED_ATTENTION = tuple(
+    replace(row, where="attention", shape=("gated_query", "hidden") if row.role == "q" else row.shape)
+    if ".self_attn." in row.name
+    else row
+    for row in _attention(*_QK_NORM)
+)
+
+
+def _delta(name: str, shape: tuple[str, ...], parameter: str, role: Role, sharding: Sharding = "rows") -> TensorRule:
+    return _layer(f"linear_attn.{name}", shape, f"self_attention.{parameter}", role, sharding, "delta net")
+
+
+def _delta_net(*projections: TensorRule) -> tuple[TensorRule, ...]:
+    return (
+        *projections,
+        _delta("conv1d.weight", ("delta_conv", "one", "delta_kernel"), "conv1d.weight", "delta_conv"),
+        _delta("dt_bias", ("delta_heads",), "dt_bias", "whole"),
+        replace(_delta("A_log", ("delta_heads",), "A_log", "whole"), served_wide=True),
+        _delta("norm.weight", ("delta_head",), "out_norm.weight", "whole", "replicated"),
+        _delta("out_proj.weight", ("hidden", "delta_value"), "out_proj.weight", "whole", "columns"),
+    )
+
+
+_IN_PROJ = "in_proj.weight"
+_QWEN3_NEXT_DELTA = _delta_net(
+    _delta("in_proj_qkvz.weight", ("delta_qkvz", "hidden"), _IN_PROJ, "delta_qkvz"),
+    _delta("in_proj_ba.weight", ("delta_ba", "hidden"), _IN_PROJ, "delta_ba"),
+)
+_QWEN3_5_DELTA = _delta_net(
+    _delta("in_proj_qkv.weight", ("delta_conv", "hidden"), _IN_PROJ, "delta_qkv"),
+    _delta("in_proj_z.weight", ("delta_value", "hidden"), _IN_PROJ, "delta_z"),
+    _delta("in_proj_b.weight", ("delta_heads", "hidden"), _IN_PROJ, "delta_b"),
+    _delta("in_proj_a.weight", ("delta_heads", "hidden"), _IN_PROJ, "delta_a"),
+)
 _DEEPSEEK_KEYS = ExpertKeys(("n_routed_experts", "num_local_experts"), "moe_intermediate_size", deepseek=True)
 
 
@@ -316,6 +363,10 @@ def _decoder(*per_layer: TensorRule) -> tuple[TensorRule, ...]:
     return (EMBEDDING, *per_layer, _FINAL_NORM, HEAD)
 
 
+_QWEN_KEYS = ExpertKeys(("num_experts", "num_local_experts"), "moe_intermediate_size")
+_DELTA_FAMILY: dict[str, Any] = dict(
+    qk_norm=True, rotary_share=0.25, delta_net=True, carried=("mtp.",), may_omit=frozenset({"head_dim"})
+)
 FAMILIES: dict[str, Family] = {
     "llama": Family(
         "LlamaForCausalLM",
@@ -414,5 +465,24 @@ FAMILIES: dict[str, Family] = {
         experts=ExpertKeys(("num_local_experts", "num_experts"), "intermediate_size", norm_topk_prob=True),
         gpt_oss=True,
         own_head=True,
+    ),
+    "qwen3_next": Family(
+        "Qwen3NextForCausalLM",
+        _decoder(*_GATED_ATTENTION, *_QWEN3_NEXT_DELTA, _router("mlp"), *_GATED_SHARED_EXPERT, *_experts("mlp")),
+        experts=replace(_QWEN_KEYS, normalises=True, gated_shared="shared_expert_intermediate_size"),
+        understood=frozenset({"shared_expert_intermediate_size"}),
+        **_DELTA_FAMILY,
+    ),
+    "qwen3_5": Family(
+        "Qwen3_5ForCausalLM",
+        _decoder(*_GATED_ATTENTION, *_QWEN3_5_DELTA, *_DENSE_MLP),
+        **_DELTA_FAMILY,
+    ),
+    "qwen3_5_moe": Family(
+        "Qwen3_5MoeForCausalLM",
+        _decoder(*_GATED_ATTENTION, *_QWEN3_5_DELTA, _router("mlp"), *_GATED_SHARED_EXPERT, *_experts("mlp")),
+        experts=replace(_QWEN_KEYS, norm_topk_prob=True, gated_shared="shared_expert_intermediate_size"),
+        understood=frozenset({"shared_expert_intermediate_size"}),
+        **_DELTA_FAMILY,
     ),
 }

@@ -26,6 +26,7 @@ from gspo_mega.base.errors import ModelError
 from gspo_mega.base.hub import hub_hint
 from gspo_mega.base.untrusted import NoRegularFileError, find_unreadable_entry, open_regular, read_json_file
 from gspo_mega.models.block_fp8 import read_block_fp8
+from gspo_mega.models.delta_net import read_delta_net
 from gspo_mega.models.end_tokens import stated_end
 from gspo_mega.models.families import FAMILIES, ExpertKeys, Family
 from gspo_mega.models.hf_fields import (
@@ -55,12 +56,6 @@ _FOREIGN = {
     "q_lora_rank": "latent attention",
     "kv_lora_rank": "latent attention",
     "mlp_bias": "biases in the MLP",
-}
-
-# Architectures that users ask for and that Megatron-Core cannot compute here, with the reason.
-_NOT_COMPUTED = {
-    "Qwen3NextForCausalLM": "three of its four layers are gated delta nets: Megatron-Core 0.16.1 refuses packed"
-    " sequences in them, and later releases need kernels written in Triton (docs/families.md)",
 }
 
 
@@ -148,10 +143,9 @@ def spec_from_config(
 def _spec_from_config(raw: dict[str, Any], where: str, generation: dict[str, Any] | None) -> ModelSpec:
     architectures = raw.get("architectures")
     if not isinstance(architectures, list) or len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
-        reason = next((_NOT_COMPUTED[name] for name in _NOT_COMPUTED if architectures == [name]), None)
-        problem = "; it must name exactly one" if reason is None else f", which is not supported: {reason}"
         raise ModelError(
-            f"{where}: architectures is {shown(architectures)}{problem}; supported: {', '.join(ARCHITECTURES)}"
+            f"{where}: architectures is {shown(architectures)}; it must name exactly one; supported:"
+            f" {', '.join(ARCHITECTURES)}"
         )
     name = ARCHITECTURES[architectures[0]]
     family = FAMILIES[name]
@@ -189,7 +183,8 @@ def _spec_from_config(raw: dict[str, Any], where: str, generation: dict[str, Any
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        intermediate_size=reader.size("intermediate_size"),
+        # Qwen3.5 with experts has no dense layer, and no width of one.
+        intermediate_size=reader.size("intermediate_size", *(["moe_intermediate_size"] if family.delta_net else [])),
         vocab_size=vocab_size,
         max_position_embeddings=reader.size("max_position_embeddings"),
         rope_theta=rope_theta,
@@ -207,6 +202,7 @@ def _spec_from_config(raw: dict[str, Any], where: str, generation: dict[str, Any
         stored=None if family.gpt_oss and is_fp4(raw) else read_block_fp8(reader),
         raw=raw,
         **(read_gpt_oss(reader, num_layers) if family.gpt_oss else {}),
+        **(read_delta_net(reader, num_layers) if family.delta_net else {}),
     )
     if spec.moe is not None and num_layers * spec.moe.num_experts > MOST_EXPERTS_OF_ALL_LAYERS:
         text = f"{num_layers} layers of {spec.moe.num_experts} experts; no model has more than"
@@ -232,7 +228,7 @@ def _refuse_other_maths(reader: ConfigReader, family: Family) -> None:
         reader.problem("qkv_bias", "false: this family without biases on query, key and value is not supported")
     if raw.get("attention_dropout"):
         reader.problem("attention_dropout", f"{raw['attention_dropout']!r} is not supported; supported: 0")
-    layer_types = [] if family.gpt_oss else raw.get("layer_types") or []
+    layer_types = [] if family.gpt_oss or family.delta_net else raw.get("layer_types") or []
     if raw.get("use_sliding_window") or any(kind != "full_attention" for kind in layer_types):
         key = "use_sliding_window" if raw.get("use_sliding_window") else "layer_types"
         reader.problem(
@@ -291,11 +287,14 @@ def _moe(reader: ConfigReader, keys: ExpertKeys) -> MoeSpec:
     intermediate_size = reader.size(keys.intermediate_size)
     if keys.deepseek:
         return read_experts(reader, num_experts, experts_per_token, intermediate_size, keys.lists_layers)
+    normalises = keys.norm_topk_prob
+    if normalises is None:
+        normalises = reader.flag("norm_topk_prob", keys.normalises)
     return MoeSpec(
         num_experts=num_experts,
         experts_per_token=experts_per_token,
         expert_intermediate_size=intermediate_size,
-        norm_topk_prob=reader.flag("norm_topk_prob", False) if keys.norm_topk_prob is None else keys.norm_topk_prob,
+        norm_topk_prob=normalises,
         shared_intermediate_size=reader.size(keys.gated_shared) if keys.gated_shared is not None else 0,
         shared_gate=keys.gated_shared is not None,
     )

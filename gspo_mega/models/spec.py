@@ -95,6 +95,39 @@ class SlidingWindow:
 
 
 @dataclass(frozen=True)
+class DeltaNet:
+    """Gated delta nets (arXiv:2412.06464) in place of attention in the layers for which `layers` is true.
+
+    A layer has `key_heads` queries and keys of `key_dim` elements, and `value_heads` values of `value_dim` elements, as
+    many for each key. A causal convolution over `kernel` tokens comes before them.
+    """
+
+    layers: tuple[bool, ...]
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+
+    @property
+    def keys(self) -> int:
+        """Elements of all keys of a layer."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Elements of all values of a layer."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def state_elements(self) -> int:
+        """Elements of what a layer remembers of a sequence: a matrix for each value head, and the last inputs of the
+        convolution.
+        """
+        return self.values * self.key_dim + (2 * self.keys + self.values) * (self.kernel - 1)
+
+
+@dataclass(frozen=True)
 class BlockFp8:
     """How a folder holds the weights of linear layers: one byte (e4m3) per element, and one scale for each block of
     `block` rows and columns. `kept`: names of modules that are stored plain, in addition to those that always are.
@@ -122,6 +155,10 @@ class ModelSpec:
     of every head has one more term, which is trained and has no value. `swiglu_limit`: an expert multiplies
     g sigmoid(1.702 g) by u + 1, with its gate g at most the limit and u within the limit on both sides; None for
     SiLU(g) u. `window`: None if every layer attends to everything.
+
+    `delta`: gated delta nets in place of attention, None without them. `output_gate`: the query projection has a gate
+    for each head, whose sigmoid multiplies the head's output. `zero_centred_norms`: norms of hidden states, queries and
+    keys multiply by 1 + weight.
     """
 
     family: str
@@ -148,6 +185,9 @@ class ModelSpec:
     sinks: bool = False
     swiglu_limit: float | None = None
     window: SlidingWindow | None = None
+    delta: DeltaNet | None = None
+    output_gate: bool = False
+    zero_centred_norms: bool = False
     num_ignored_layers: int = 0
     stored: BlockFp8 | None = None
     stored_fp4: bool = False
@@ -166,12 +206,21 @@ class ModelSpec:
         """Whether this layer, counted from 0, has experts in place of one MLP."""
         return self.moe is not None and layer >= self.moe.num_dense_layers
 
+    def has_delta_net(self, layer: int) -> bool:
+        """Whether this layer, counted from 0, has a gated delta net in place of attention."""
+        return self.delta is not None and self.delta.layers[layer]
+
+    @property
+    def num_attention_layers(self) -> int:
+        """The number of layers with attention."""
+        return self.num_layers - (0 if self.delta is None else sum(self.delta.layers))
+
     @property
     def cache_elements_per_token(self) -> int:
         """Elements of the server's cache per token: a key and a value per head and layer, or one latent per layer."""
         if self.latent is not None:
             return self.num_layers * (self.latent.key_value_rank + self.latent.rotary_dim)
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        return 2 * self.num_attention_layers * self.num_kv_heads * self.head_dim
 
 
 # The fields on which neither the weights of a model nor its log-probs depend.

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from gspo_mega.base.errors import ModelError
+from gspo_mega.models import delta_net
 from gspo_mega.models.families import EMBEDDING, FAMILIES, HEAD, Role, Sharding, Stack, Stage, TensorRule
 from gspo_mega.models.spec import ModelSpec
 
@@ -87,7 +88,9 @@ def _sizes(spec: ModelSpec) -> dict[str, int]:
         "query": spec.num_heads * spec.head_dim,
         "key_value": spec.num_kv_heads * spec.head_dim,
         "value": spec.num_heads * spec.value_head_dim,
+        "gated_query": 2 * spec.num_heads * spec.head_dim,
         "intermediate": spec.intermediate_size,
+        "one": 1,
     }
     if spec.latent is not None:
         sizes |= {
@@ -101,8 +104,9 @@ def _sizes(spec: ModelSpec) -> dict[str, int]:
             "experts": spec.moe.num_experts,
             "expert_intermediate": spec.moe.expert_intermediate_size,
             "shared_intermediate": spec.moe.shared_intermediate_size,
-            "one": 1,
         }
+    if spec.delta is not None:
+        sizes |= delta_net.sizes(spec.delta)
     return sizes
 
 
@@ -110,6 +114,8 @@ def _is_in_layer(spec: ModelSpec, rule: TensorRule, layer: int) -> bool:
     """Whether the row's tensor is in this layer of this model."""
     if rule.where in ("dense layer", "expert layer"):
         return spec.has_experts(layer) == (rule.where == "expert layer")
+    if rule.where in ("attention", "delta net"):
+        return spec.has_delta_net(layer) == (rule.where == "delta net")
     if rule.where in ("qk norm", "qkv bias"):
         return spec.qk_norm if rule.where == "qk norm" else spec.attention_bias
     if rule.where is not None:
@@ -194,6 +200,8 @@ def is_ignored_tensor(spec: ModelSpec, name: str) -> bool:
     """
     if name == HEAD.name:
         return spec.tie_word_embeddings
+    if name.startswith(FAMILIES[spec.family].carried):
+        return True
     found = _IN_LAYER.match(name)
     return found is not None and 0 <= int(found[1]) - spec.num_layers < spec.num_ignored_layers
 
@@ -214,9 +222,14 @@ def parameter_blocks(spec: ModelSpec, entry: TensorEntry, tensor_parallel: int, 
         rows = padded_vocab_size(spec.vocab_size, tensor_parallel) // tensor_parallel
         length = min(rows, entry.shape[0] - tensor_rank * rows)
         return [TensorBlock(0, tensor_rank * rows, 0, length)] if length > 0 else []
+    if entry.role in delta_net.ROLES:
+        assert spec.delta is not None
+        _share(entry, spec.delta.key_heads, tensor_parallel)
+        return [
+            TensorBlock(0, *rows) for rows in delta_net.rank_rows(spec.delta, entry.role, tensor_parallel, tensor_rank)
+        ]
     if entry.role in ("q", "k", "v"):
-        fused = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-        rows = _share(entry, fused, tensor_parallel)
+        rows = _share(entry, _fused_qkv_size(spec), tensor_parallel)
         return list(_cut(_fused_qkv_rows(spec, entry.role), tensor_rank * rows, rows))
     rows = _share(entry, entry.shape[0], tensor_parallel)
     return [TensorBlock(0, tensor_rank * rows, rows if entry.role == "up" else 0, rows)]
@@ -233,7 +246,10 @@ def parameter_shape(spec: ModelSpec, entry: TensorEntry, tensor_parallel: int) -
     if entry.sharding == "vocabulary":
         return (padded_vocab_size(spec.vocab_size, tensor_parallel) // tensor_parallel, *entry.shape[1:])
     if entry.role in ("q", "k", "v"):
-        fused = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+        fused = _fused_qkv_size(spec)
+    elif entry.role in delta_net.ROLES:
+        assert spec.delta is not None
+        fused = delta_net.fused_rows(spec.delta, entry.role)
     else:
         fused = (2 if entry.role in ("gate", "up") else 1) * entry.shape[0]
     return (_share(entry, fused, tensor_parallel), *entry.shape[1:])
@@ -248,9 +264,26 @@ def _share(entry: TensorEntry, size: int, parts: int) -> int:
     return size // parts
 
 
+def _fused_qkv_size(spec: ModelSpec) -> int:
+    return ((1 + spec.output_gate) * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+
+
 def _fused_qkv_rows(spec: ModelSpec, role: Role) -> Iterator[TensorBlock]:
-    """Rows of q, k or v in the unsharded fused parameter, one block per key-value group."""
+    """Rows of q, k or v in the unsharded fused parameter, one block per key-value group. With gates, a group has its
+    queries, its gates, key and value, and the tensor q a query and a gate for each head in turn.
+    """
     query = spec.num_heads // spec.num_kv_heads * spec.head_dim
+    if spec.output_gate:
+        size, group_size = spec.head_dim, 2 * (query + spec.head_dim)
+        for group in range(spec.num_kv_heads):
+            start = group * group_size
+            if role == "q":
+                for place in range(0, query, size):
+                    yield TensorBlock(0, 2 * (group * query + place), start + place, size)
+                    yield TensorBlock(0, 2 * (group * query + place) + size, start + query + place, size)
+            else:
+                yield TensorBlock(0, group * size, start + 2 * query + (size if role == "v" else 0), size)
+        return
     length, offset = {"q": (query, 0), "k": (spec.head_dim, query), "v": (spec.head_dim, query + spec.head_dim)}[role]
     for group in range(spec.num_kv_heads):
         yield TensorBlock(0, group * length, group * (query + 2 * spec.head_dim) + offset, length)

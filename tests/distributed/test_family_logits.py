@@ -31,10 +31,11 @@ def test_logits_are_those_of_hugging_face_in_every_layout(rank_pools, tmp_path, 
     assert max(s["logits"] for s in seen.values()) < TOLERANCE, seen
 
 
-def test_gradients_are_those_of_transformers_in_every_layout(rank_pools, tmp_path):
-    """Of sinks, windows and biases under every parallelism, which no other family has."""
-    folder = make_family_folder(tmp_path / "gpt_oss", "gpt_oss")
-    save_gradients(folder, "gpt_oss")
+@pytest.mark.parametrize("variant", ["gpt_oss", "qwen3_next"])
+def test_gradients_are_those_of_transformers_in_every_layout(rank_pools, tmp_path, variant):
+    """Of layers that no other family has, under every parallelism: sinks, windows and biases; gated delta nets."""
+    folder = make_family_folder(tmp_path / variant, variant)
+    save_gradients(folder, variant)
     seen = rank_pools(2).run(
         "family_jobs:gradients_through_layouts",
         folder=str(folder),

@@ -90,6 +90,18 @@ _GPT_OSS = dict(
     swiglu_limit=0.4,
     rope_parameters=_YARN | dict(truncate=False),
 )
+# Three heads of values to one of keys, values wider than keys, and chunks that end inside the sequence.
+_DELTA = dict(
+    head_dim=16,
+    linear_num_key_heads=2,
+    linear_num_value_heads=6,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+    rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.25),
+)
+_DELTA_EXPERTS = dict(
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=40
+)
 _KEPT_IN_FP32 = "e_score_correction_bias"
 VARIANTS: dict[str, tuple[str, dict]] = {
     "qwen2": ("qwen2", {}),
@@ -147,6 +159,25 @@ VARIANTS: dict[str, tuple[str, dict]] = {
             tie_word_embeddings=True,
         ),
     ),
+}
+
+VARIANTS |= {
+    "qwen3_next": ("qwen3_next", _DELTA | _DELTA_EXPERTS),
+    "qwen3_next-other-keys": (
+        "qwen3_next",
+        _DELTA
+        | _DELTA_EXPERTS
+        | dict(
+            layer_types=["full_attention", "linear_attention", "linear_attention", "full_attention"],
+            linear_num_value_heads=2,
+            linear_conv_kernel_dim=3,
+            num_key_value_heads=1,
+            norm_topk_prob=False,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "qwen3_5": ("qwen3_5", _DELTA),
+    "qwen3_5_moe": ("qwen3_5_moe", _DELTA | _DELTA_EXPERTS),
 }
 
 
@@ -221,7 +252,10 @@ def make_family_folder(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = (2.0 if name.endswith("sinks") else 0.1) * torch.randn(parameter.shape)
-            parameter.copy_(1 + noise if "norm" in name else noise)
+            around_one = "norm" in name and not (FAMILIES[family].delta_net and not name.endswith("attn.norm.weight"))
+            parameter.copy_(1 + noise if around_one else noise)
+            if name.endswith("A_log"):  # heads that remember from one token to a hundred
+                parameter.copy_(20 * noise - 2)
         for name, buffer in model.named_buffers():
             if name.endswith(_KEPT_IN_FP32):  # a part of the scores' own size
                 buffer.copy_(0.1 * torch.randn(buffer.shape))
@@ -244,4 +278,11 @@ def save_gradients(folder: Path, variant: str) -> None:
     ids = torch.from_numpy(token_ids())
     log_probs = model(ids[None]).logits[0, :-1].log_softmax(dim=-1)
     log_probs.gather(1, ids[1:, None]).sum().backward()
-    save_file({name: parameter.grad for name, parameter in model.named_parameters()}, folder / "gradients.safetensors")
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    if FAMILIES[VARIANTS[variant][0]].delta_net:  # in memory experts are stacked, in files they are not
+        for name in [name for name in found if ".experts." in name]:
+            stack, place = found.pop(name), name.rpartition(".")[0]
+            for expert, grad in enumerate(stack):
+                parts = (("down", grad),) if name.endswith("down_proj") else zip(("gate", "up"), grad.chunk(2))
+                found |= {f"{place}.{expert}.{part}_proj.weight": value.contiguous() for part, value in parts}
+    save_file(found, folder / "gradients.safetensors")

@@ -239,7 +239,8 @@ def test_fc1_share_is_gate_then_up():
 
 
 def test_what_has_no_table_is_refused():
-    with pytest.raises(ModelError, match=f"known: {', '.join(sorted(FAMILIES))}"):
+    known = f"known: {', '.join(sorted(FAMILIES))}"
+    with pytest.raises(ModelError, match=known):
         hf_tensors(make_spec(False, family="gemma"))
     with pytest.raises(ModelError, match="attention_bias=True"):
         hf_tensors(make_spec(False, attention_bias=True))

@@ -187,16 +187,6 @@ def test_another_architecture(architectures):
         spec_from_config(dense(architectures=architectures))
 
 
-def test_an_architecture_that_cannot_be_carried_is_refused_with_its_reason():
-    layers = ["linear_attention"] * 3 + ["full_attention"]
-    with pytest.raises(ModelError) as refused:
-        spec_from_config(moe(architectures=["Qwen3NextForCausalLM"], layer_types=layers))
-    said = str(refused.value)
-    assert said.startswith("config.json: architectures is ['Qwen3NextForCausalLM'], which is not supported: three of")
-    assert "refuses packed sequences" in said and "supported: " in said and "LlamaForCausalLM" in said
-    assert "exactly one" not in said
-
-
 def test_end_of_sequence_ids_of_both_files(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(dense(eos_token_id=3)))
     assert read_model_spec(tmp_path).eos_token_ids == (3,)

@@ -1,0 +1,179 @@
+"""Gated delta nets, attention with gates, and their norms, as parts of Megatron's layers (Qwen3-Next, Qwen3.5).
+
+Megatron-Core has the layer. Since 0.19 it takes packed sequences and context parallelism; `PackedDeltaNet` adds both to
+that of 0.16. Both call three functions of flash-linear-attention, for which `cpu/delta_rule.py` stands in on a machine
+without a GPU. `complete_delta_spec` puts the parts into a layer spec.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.ssm import gated_delta_net
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+from megatron.core.ssm.mamba_context_parallel import _all_to_all_cp2hp, _all_to_all_hp2cp
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from gspo_mega.algorithm.terms import local_rows
+from gspo_mega.models.spec import ModelSpec
+
+HAS_PACKED_LAYER = hasattr(gated_delta_net, "__path__")
+"""Whether Megatron's own layer takes packed sequences: it is a package since the release that does (0.19)."""
+
+
+def delta_settings(spec: ModelSpec) -> dict[str, Any]:
+    """The settings of TransformerConfig for these models; none for others.
+
+    Megatron's `experimental_attention_variant` stays unset: it only adds checks, and one of 0.16 refuses context
+    parallelism.
+    """
+    settings: dict[str, Any] = {}
+    if spec.zero_centred_norms:
+        settings |= dict(layernorm_zero_centered_gamma=True)
+    if spec.output_gate:
+        settings |= dict(attention_output_gate=True)
+    if spec.delta is not None:
+        settings |= dict(
+            linear_conv_kernel_dim=spec.delta.kernel,
+            linear_key_head_dim=spec.delta.key_dim,
+            linear_value_head_dim=spec.delta.value_dim,
+            linear_num_key_heads=spec.delta.key_heads,
+            linear_num_value_heads=spec.delta.value_heads,
+            # Layers differ, so a checkpoint names each by its number.
+            hetereogenous_dist_checkpoint=True,
+        )
+    return settings
+
+
+class GatedAttention(SelfAttention):
+    """Megatron's attention with gates, also where there are more tensor ranks than key-value heads. Release 0.16 then
+    leaves the gates of a whole group of heads on each rank.
+    """
+
+    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
+        """Megatron's query, key, value and gate [t, 1, heads, size], each with this rank's heads only."""
+        found: Any = super().get_query_key_value_tensors(*args, **kwargs)
+        if not (isinstance(found, tuple) and len(found) == 4) or found[3].size(2) == found[0].size(2):
+            return found
+        query, key, value, gate = found
+        here = self.pg_collection.tp.rank() % (gate.size(2) // query.size(2))
+        return query, key, value, gate.narrow(2, here * query.size(2), query.size(2))
+
+
+class PackedDeltaNet(GatedDeltaNet):
+    """The layer of Megatron-Core 0.16 for packed sequences, with context parallelism.
+
+    Each rank of the context group has a part of every sequence. Before the convolution, ranks exchange positions for
+    heads: each then has whole sequences of a part of the heads. Afterwards they exchange back. A key head stays with
+    its value heads.
+    """
+
+    # Megatron's arguments; those that a layer of a decoder never has are not named.
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **unused: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Apply the layer to hidden_states [t, 1, hidden], this rank's positions of a pack; returns that form.
+
+        Collective over the tensor and context groups.
+        """
+        if packed_seq_params is None:
+            raise ValueError("PackedDeltaNet takes packed sequences only; packed_seq_params is None")
+        bounds = packed_seq_params.cu_seqlens_q
+        group = self.pg_collection.cp
+        parts, rank = group.size(), group.rank()
+        keys, values = self.qk_dim // self.tp_size, self.v_dim // self.tp_size
+        heads = self.num_value_heads // self.tp_size
+        sections = (keys, keys, values, values, heads, heads)
+
+        projected, _ = self.in_proj(hidden_states)
+        order = None
+        if parts > 1:
+            order = _order_of(packed_seq_params, parts).to(projected.device)
+            # Every rank's share of each section, rank after rank.
+            shares = [section.chunk(parts, dim=-1) for section in projected.split(sections, dim=-1)]
+            projected = torch.cat([share[place] for place in range(parts) for share in shares], dim=-1)
+            projected = _all_to_all_cp2hp(projected, group)[order]
+        mixed, gate, beta, alpha = projected.transpose(0, 1).split(
+            [size // parts for size in (2 * keys + values, values, heads, heads)], dim=-1
+        )
+
+        filters = torch.cat([_own(part, parts, rank) for part in self.conv1d.weight.split(sections[:3])])
+        mixed, _ = gated_delta_net.causal_conv1d(
+            x=mixed, weight=filters.squeeze(1), activation="silu", cu_seqlens=bounds
+        )
+        query, key, value = mixed.split([keys // parts, keys // parts, values // parts], dim=-1)
+        query, key = (x.unflatten(-1, (-1, self.key_head_dim)) for x in (query, key))
+        shared = self.num_value_heads // self.num_key_heads
+        query, key = (gated_delta_net.l2norm(x.contiguous()).repeat_interleave(shared, dim=2) for x in (query, key))
+        a_log, dt_bias = (_own(parameter, parts, rank) for parameter in (self.A_log, self.dt_bias))
+        out, _ = gated_delta_net.chunk_gated_delta_rule(
+            query,
+            key,
+            value.unflatten(-1, (-1, self.value_head_dim)).contiguous(),
+            g=-a_log.float().exp() * F.softplus(alpha.float() + dt_bias.float()),
+            beta=beta.sigmoid().contiguous(),
+            cu_seqlens=bounds,
+        )
+        normed = self._apply_gated_norm(out, gate.unflatten(-1, (-1, self.value_head_dim)).contiguous())
+        normed = normed.reshape(-1, 1, values // parts)
+        if order is not None:
+            back = torch.empty_like(order)
+            back[order] = torch.arange(len(order), device=order.device)
+            normed = _all_to_all_hp2cp(normed[back], group)
+        return self.out_proj(normed)
+
+
+def _own(parameter: torch.Tensor, parts: int, rank: int) -> torch.Tensor:
+    """This context rank's part of a parameter that is cut by heads."""
+    return parameter if parts == 1 else parameter.chunk(parts)[rank]
+
+
+def _order_of(params: PackedSeqParams, parts: int) -> torch.Tensor:
+    """[t] int64 on the host: the row of each position of the pack when the context ranks' rows are one after the
+    other. Made once for all layers.
+    """
+    holder: Any = params  # keeps it in an attribute that Megatron's class does not declare
+    if getattr(holder, "context_order", None) is None:
+        bounds = params.cu_seqlens_q.cpu()
+        rows = torch.cat([local_rows(bounds, parts, rank) for rank in range(parts)])
+        order = torch.empty_like(rows)
+        order[rows] = torch.arange(len(rows))
+        holder.context_order = order
+    return holder.context_order
+
+
+class _PlainNorm:
+    """The norm of a delta net's output, which multiplies by its weight. Megatron would give it 1 + weight, too."""
+
+    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float, norm: Any) -> torch.nn.Module:
+        own = copy.copy(config)
+        own.layernorm_zero_centered_gamma = False
+        return norm(config=own, hidden_size=hidden_size, eps=eps)
+
+
+def complete_delta_spec(layer: ModuleSpec, norm: type, linears: tuple[type, type] | None = None) -> None:
+    """Put a gated delta net in place of the attention of the spec that Megatron made for a layer, in place.
+
+    `norm`: the class of the layer's norms. `linears`: the column- and row-parallel layers; Megatron's plain ones if
+    None. The norm before the layer is not fused into its projection.
+    """
+    parts: Any = layer.submodules
+    column, row = linears or (ColumnParallelLinear, RowParallelLinear)
+    parts.input_layernorm = norm
+    parts.self_attention = ModuleSpec(
+        module=GatedDeltaNet if HAS_PACKED_LAYER else PackedDeltaNet,
+        submodules=GatedDeltaNetSubmodules(
+            in_proj=column, out_norm=ModuleSpec(module=_PlainNorm, params=dict(norm=norm)), out_proj=row
+        ),
+    )

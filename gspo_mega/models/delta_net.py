@@ -1,0 +1,104 @@
+"""Gated delta nets (Qwen3-Next, Qwen3.5): their keys in config.json, and the place of their tensors in Megatron.
+
+Megatron fuses all projections of a layer into `in_proj`. A tensor rank has, one after the other, its queries, keys,
+values, gates (z), betas (b) and alphas (a), and in `conv1d` its queries, keys and values. Heads are cut in order, a key
+head together with its value heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from gspo_mega.models.spec import DeltaNet
+
+if TYPE_CHECKING:
+    from gspo_mega.models.hf_fields import ConfigReader
+
+ROLES = ("delta_qkvz", "delta_ba", "delta_qkv", "delta_z", "delta_b", "delta_a", "delta_conv")
+_DELTA, _FULL = "linear_attention", "full_attention"
+
+
+def read_delta_net(reader: ConfigReader, num_layers: int) -> dict[str, Any]:
+    """The fields of a ModelSpec that only these families have."""
+    raw = reader.raw
+    for key, only in (("attn_output_gate", True), ("output_gate_type", None), ("linear_conv_bias", False)):
+        if raw.get(key, only) not in (only, *(("silu", "swish") if key == "output_gate_type" else ())):
+            reader.problem(key, f"{raw[key]!r} is not supported; supported: {'absent' if only is None else only}")
+    sizes = {
+        name: reader.size(f"linear_{key}")
+        for name, key in (
+            ("key_heads", "num_key_heads"),
+            ("value_heads", "num_value_heads"),
+            ("key_dim", "key_head_dim"),
+            ("value_dim", "value_head_dim"),
+            ("kernel", "conv_kernel_dim"),
+        )
+    }
+    if sizes["key_heads"] and sizes["value_heads"] % sizes["key_heads"]:
+        reader.problem(
+            "linear_num_value_heads",
+            f"{sizes['value_heads']} is no multiple of linear_num_key_heads {sizes['key_heads']}",
+        )
+    kinds = raw.get("layer_types")
+    if kinds is None:  # the default of transformers
+        every = reader.size("full_attention_interval") if "full_attention_interval" in raw else 4
+        kinds = [_FULL if every and (layer + 1) % every == 0 else _DELTA for layer in range(num_layers)]
+    known = (_DELTA, _FULL)
+    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in known for kind in kinds):
+        reader.problem("layer_types", f"must be one of {', '.join(known)} for each of the {num_layers} layers")
+        kinds = [_FULL] * num_layers
+    layers = tuple(kind == _DELTA for kind in kinds)
+    return dict(
+        delta=DeltaNet(layers=layers, **sizes) if any(layers) else None, output_gate=True, zero_centred_norms=True
+    )
+
+
+def sizes(delta: DeltaNet) -> dict[str, int]:
+    """The sizes that the family tables name."""
+    return {
+        "delta_qkvz": 2 * delta.keys + 2 * delta.values,
+        "delta_ba": 2 * delta.value_heads,
+        "delta_conv": 2 * delta.keys + delta.values,
+        "delta_value": delta.values,
+        "delta_heads": delta.value_heads,
+        "delta_head": delta.value_dim,
+        "delta_kernel": delta.kernel,
+    }
+
+
+def fused_rows(delta: DeltaNet, role: str) -> int:
+    """Rows of the whole parameter that holds tensors of this role."""
+    convolved = 2 * delta.keys + delta.values
+    return convolved if role == "delta_conv" else convolved + delta.values + 2 * delta.value_heads
+
+
+def rank_rows(delta: DeltaNet, role: str, parts: int, rank: int) -> Iterator[tuple[int, int, int]]:
+    """(start in the tensor, start in the rank's parameter, number of rows) of what rank `rank` of `parts` holds.
+
+    A file of Qwen3-Next has the tensors `delta_qkvz` and `delta_ba` key head by key head: its query, key, values and
+    gates; its betas and alphas. All other tensors have their sections one after the other. `parts` divides the key
+    heads.
+    """
+    heads = delta.key_heads // parts
+    values = delta.value_heads // delta.key_heads  # of a key head
+    key, value = delta.key_dim, values * delta.value_dim
+    # The rows of one key head in each section, in the order of Megatron's parameter.
+    of_head = dict(q=key, k=key, v=value, z=value, b=values, a=values)
+    local, place = {}, 0
+    for name, rows in of_head.items():
+        local[name] = place
+        place += heads * rows
+    names = {"delta_conv": "qkv"}.get(role, role.removeprefix("delta_"))
+    if role in ("delta_qkvz", "delta_ba"):
+        width = sum(of_head[name] for name in names)
+        for head in range(heads):
+            start = (rank * heads + head) * width
+            for name in names:
+                yield start, local[name] + head * of_head[name], of_head[name]
+                start += of_head[name]
+        return
+    start = 0
+    for name in names:
+        yield start + rank * heads * of_head[name], local[name], heads * of_head[name]
+        start += delta.key_heads * of_head[name]
