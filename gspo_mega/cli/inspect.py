@@ -2,11 +2,18 @@
 
     gspo-mega inspect runs/quickstart/train                   a line per step
     gspo-mega inspect runs/quickstart/train --step 3          its prompts and responses
+    gspo-mega inspect runs/quickstart/train --verify          every file of the run, and what is damaged
 
 Without --step, one line per step. Steps count from 1, as in metrics.jsonl. Of a step that was cut short, the episodes
 that it has are shown. An episode of several turns is shown turn by turn: its messages, the tools that it called, and
 which of its tokens each row trains. A record of a newer version is an error (exit code 8). If a record is damaged, the
 command names the place of the damage, shows what is intact before and after it, and also exits with code 8.
+
+With --verify, the whole folder is read as a continuation would read it: configuration, checkpoints with their
+checksums, the journal, metrics, published and exported weights. Nothing is changed or repaired, and the run may be
+running. Each finding names the file, the byte or line where it is known, what would be lost, and what to do. Exit code
+0: nothing is damaged (notes of drafts, cut ends and foreign files do not count); 6: a checkpoint is; 8: the journal; 9:
+another file.
 """
 
 from __future__ import annotations
@@ -29,6 +36,7 @@ from gspo_mega.config.derived import least_of_group
 from gspo_mega.data.journal.frames import JournalDamage
 from gspo_mega.data.journal.journal import Journal, PartGoneError
 from gspo_mega.data.journal.steps import StepRecord, well_formed
+from gspo_mega.verify.run_folder_check import check_run_folder, exit_code
 
 # The text of an episode's tree is wrapped for a terminal of this many columns.
 WIDTH = 80
@@ -37,11 +45,16 @@ WIDTH = 80
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="run folder")
     parser.add_argument("--step", type=int, metavar="N", help="show this step's episodes")
+    parser.add_argument(
+        "--verify", action="store_true", help="read every file of the run, and say what is damaged; repairs nothing"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
     folder = RunFolder(args.run)
+    if args.verify:
+        return verify(folder, args.json)
     journal = Journal(folder.journal_dir)
     steps = journal.steps()
     if not steps:
@@ -66,6 +79,21 @@ def run(args: argparse.Namespace) -> int:
         text = json.dumps(shown) if args.json else _step_text(shown)
     print(text)
     return JournalError.exit_code if record.damages else 0
+
+
+def verify(folder: RunFolder, as_json: bool) -> int:
+    """Print what is wrong with the files of a run. Returns the exit code."""
+    findings, read = check_run_folder(folder)
+    if as_json:
+        shown = [{**vars(finding), "path": str(finding.path)} for finding in findings]
+        print(json.dumps({"run": str(folder.path), "read": read, "findings": shown}))
+        return exit_code(findings)
+    for line in (*read, *(line for finding in findings for line in finding.lines())):
+        print(line)
+    damaged = sum(not finding.is_note for finding in findings)
+    notes = f", and notes: {len(findings) - damaged}" if len(findings) > damaged else ""
+    print(f"{folder.path}: damaged: {damaged}{notes}" if findings else f"{folder.path}: nothing is damaged")
+    return exit_code(findings)
 
 
 def _record(journal: Journal, step: int) -> StepRecord | None:
