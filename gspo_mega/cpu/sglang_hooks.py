@@ -253,6 +253,15 @@ def _gate_shared_experts(module: types.ModuleType) -> None:
     vars(module).update(fused_gate_sigmoid_mul=gated, fused_gate_sigmoid_mul_add=add_gated)
 
 
+def _norm_all_heads(module: types.ModuleType) -> None:
+    """Norm queries and keys over all heads without SGLang's kernels for it, which are compiled for GPUs."""
+    from gspo_mega.cpu.sglang_layers import norm_by_squares, sum_of_squares
+
+    vars(module).update(rms_sumsq_serial=sum_of_squares, rms_apply_serial=norm_by_squares)
+    norms = module.MiniMaxM2QKRMSNorm
+    norms._forward_cpu = norms._forward_naive  # that of processors with AMX is compiled, too
+
+
 class _Functional:
     """Stands in for `torch.nn.functional` where SGLang computes unquantized linear layers."""
 
@@ -362,6 +371,7 @@ def activate() -> bool:
                 "sglang.srt.models.qwen2_moe": _gate_shared_experts,
                 "sglang.srt.models.gpt_oss": keep_sinks_wide,
                 "sglang.srt.arg_groups.model_hook": lambda module: allow_sinks(module, ATTENTION_BACKEND),
+                "sglang.srt.models.minimax_m2": _norm_all_heads,
                 "sglang.srt.models.qwen3": _plain_layers("Qwen3Model"),
                 "sglang.srt.models.qwen3_moe": _plain_layers("Qwen3MoeModel"),
                 "sglang.srt.layers.moe.fused_moe_native": _plain_experts,

@@ -349,3 +349,27 @@ def add_gated(hidden: torch.Tensor, gate: torch.Tensor, shared: torch.Tensor, fi
     """Add `gated` to `final` [tokens, hidden] in place, rounded once."""
     score = torch.sigmoid(hidden.float() @ gate.float())[:, None]
     final.copy_(torch.addcmul(final.float(), score, shared.float()))
+
+
+def sum_of_squares(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Return [2 x tokens] float32: sums over this rank's heads, of queries [tokens, heads x dim] and then of keys."""
+    return torch.cat([heads.float().square().sum(dim=-1) for heads in (query, key)])
+
+
+def norm_by_squares(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    query_weight: torch.Tensor,
+    key_weight: torch.Tensor,
+    squares: torch.Tensor,
+    num_ranks: int = 1,
+    eps: float = 1e-5,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return queries and keys normed over the heads of all ranks. `squares`: `sum_of_squares` of all ranks together."""
+
+    def normed(heads: torch.Tensor, weight: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        mean = own[:, None] / (heads.shape[-1] * num_ranks)
+        return (heads.float() * torch.rsqrt(mean + eps) * weight).to(heads.dtype)
+
+    of_query, of_key = squares.chunk(2)
+    return normed(query, query_weight, of_query), normed(key, key_weight, of_key)

@@ -1,7 +1,8 @@
 """Core attention and norm without Transformer Engine: packed sequences on torch's SDPA.
 
 `PackedAttention` and `TorchNorm` replace `TEDotProductAttention` and `TENorm`, which half precision on a GPU uses. They
-take the same packed (`thd`) input and context-parallel layout, so all code above them is the same.
+take the same packed (`thd`) input and context-parallel layout, so all code above them is the same. `HeadsNorm` is a
+norm of queries and keys that neither has.
 """
 
 from __future__ import annotations
@@ -9,7 +10,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from megatron.core.parallel_state import get_tensor_model_parallel_group
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import (
     ensure_metadata_has_dp_cp_group,
@@ -57,6 +64,51 @@ class TorchNorm:
             marked: Any = parameter  # Megatron's mark is an attribute that torch's class does not declare
             marked.sequence_parallel = config.sequence_parallel
         return norm
+
+
+class HeadsNorm(MegatronModule):
+    """RMSNorm of queries or keys over all heads together, those of all tensor ranks (MiniMax-M2, OLMo).
+
+    `weight` [heads of this tensor rank x head] has this rank's part. `forward` takes and returns [t, batch, heads of
+    this tensor rank, head] and computes in fp32. Collective over the tensor group.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, num_heads: int) -> None:
+        super().__init__(config=config)
+        self.tp_group = get_tensor_model_parallel_group()
+        self.eps, self.width = eps, num_heads * hidden_size
+        place = torch.device("cpu") if config.use_cpu_initialization else torch.device("cuda")
+        size = self.width // self.tp_group.size()
+        self.weight = torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype, device=place))
+
+    def forward(self, heads: torch.Tensor) -> torch.Tensor:
+        wide = heads.float()
+        squares = wide.square().sum(dim=(-2, -1), keepdim=True)
+        if self.tp_group.size() > 1:
+            # The sum goes into the heads of every rank, so its gradient is a sum over the ranks, too.
+            squares = copy_to_tensor_model_parallel_region(
+                reduce_from_tensor_model_parallel_region(squares, self.tp_group), self.tp_group
+            )
+        normed = wide * torch.rsqrt(squares / self.width + self.eps)
+        return (normed * self.weight.view(heads.shape[-2:])).to(heads.dtype)
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        """Megatron's sharded state, cut over the tensor group."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+
+
+def norm_all_heads(attention: Any, num_heads: int, num_kv_heads: int) -> None:
+    """Put norms over all heads into the submodules of a layer's attention, in place."""
+    attention.q_layernorm = ModuleSpec(module=HeadsNorm, params=dict(num_heads=num_heads))
+    attention.k_layernorm = ModuleSpec(module=HeadsNorm, params=dict(num_heads=num_kv_heads))
 
 
 class PackedAttention(MegatronModule):

@@ -36,7 +36,7 @@ from gspo_mega.base.errors import ModelError
 from gspo_mega.config.schema import Config, Moe, Parallel
 from gspo_mega.cpu.backend import is_cpu_backend
 from gspo_mega.engine.adapters import Adapter
-from gspo_mega.engine.attention import PackedAttention, TorchNorm
+from gspo_mega.engine.attention import PackedAttention, TorchNorm, norm_all_heads
 from gspo_mega.engine.delta_net import GatedAttention, complete_delta_spec, delta_settings
 from gspo_mega.engine.invariant_layers import ACTIVATION, is_batch_invariant, use_invariant_parts
 from gspo_mega.engine.precision import (
@@ -51,6 +51,7 @@ from gspo_mega.engine.precision import (
 )
 from gspo_mega.engine.process_groups import ParallelGroups, stage_flags
 from gspo_mega.engine.routing import megatron_coefficient
+from gspo_mega.models.families import FAMILIES
 from gspo_mega.models.hf_fields import LATENT_NORM_EPS
 from gspo_mega.models.parameter_names import canonical_parameters, table_by_parameter
 from gspo_mega.models.spec import LatentAttention, ModelSpec, MoeSpec, RopeScaling, YarnScaling
@@ -170,7 +171,8 @@ def transformer_config(config: Config, spec: ModelSpec) -> TransformerConfig:
         activation_func=ACTIVATION if config.engine.batch_invariant else torch.nn.functional.silu,
         add_bias_linear=False,
         add_qkv_bias=spec.attention_bias,
-        qk_layernorm=spec.qk_norm,
+        # Megatron would sum gradients of norms over all heads over the tensor group, as if every rank had them whole.
+        qk_layernorm=spec.qk_norm and not FAMILIES[spec.family].norms_all_heads,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         # Transformer Engine would quantise FP8 parameters before Megatron's initialisation on the host fills them.
@@ -263,8 +265,12 @@ def _layer_specs(
 
     def make(has_experts: bool, has_delta_net: bool) -> ModuleSpec:
         if uses_transformer_engine(megatron_config):
-            return _transformer_engine_layer(megatron_config, spec, has_experts, has_delta_net, separate_norms)
-        return _plain_layer(megatron_config, spec, has_experts, has_delta_net)
+            layer = _transformer_engine_layer(megatron_config, spec, has_experts, has_delta_net, separate_norms)
+        else:
+            layer = _plain_layer(megatron_config, spec, has_experts, has_delta_net)
+        if FAMILIES[spec.family].norms_all_heads:
+            norm_all_heads(_submodules(_submodules(layer).self_attention), spec.num_heads, spec.num_kv_heads)
+        return layer
 
     # All layers of a kind share one spec.
     wanted = [(spec.has_experts(layer), spec.has_delta_net(layer)) for layer in range(first, first + count)]

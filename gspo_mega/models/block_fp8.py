@@ -39,6 +39,8 @@ def read_block_fp8(reader: ConfigReader) -> BlockFp8 | None:
         return None
     # `fmt` has only one value so far, and some folders leave it out.
     found = {key: raw.get(key, only if key == "fmt" else None) for key, only in _ONLY.items()}
+    if found["fmt"] == "float8_e4m3fn":  # torch's name, as MiniMax-M2 has it
+        found["fmt"] = _ONLY["fmt"]
     wrong = [f"{key} is {value!r}, supported: {_ONLY[key]!r}" for key, value in found.items() if value != _ONLY[key]]
     block = raw.get("weight_block_size")
     sizes = block if isinstance(block, list) and len(block) == 2 else [0, 0]

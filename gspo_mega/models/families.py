@@ -72,8 +72,9 @@ class ExpertKeys:
     width under `intermediate_size`. `norm_topk_prob`: the value for the whole family, or None if the key of that name
     has it (absent: `normalises`). `gated_shared`: the key for the width of a shared expert whose output a gate
     multiplies, None without one. `deepseek`: DeepSeek-V3's router (sigmoid scores, a bias, groups), shared experts and
-    first dense layers, under its keys. `lists_layers`: transformers reads the dense layers from `mlp_layer_types`, not
-    from `first_k_dense_replace`.
+    first dense layers, under its keys. `minimax`: MiniMax-M2's router, which is DeepSeek-V3's without groups and
+    factor, and no shared experts. `lists_layers`: transformers reads the dense layers from `mlp_layer_types`, not from
+    `first_k_dense_replace`.
     """
 
     num_experts: tuple[str, ...]
@@ -82,6 +83,7 @@ class ExpertKeys:
     normalises: bool = False
     gated_shared: str | None = None
     deepseek: bool = False
+    minimax: bool = False
     lists_layers: bool = False
 
 
@@ -120,9 +122,21 @@ class Family:
     own_head: bool = False
 
     @property
+    def norms_all_heads(self) -> bool:
+        """Whether a norm of queries or keys is over all heads together, and not over each head."""
+        return _ALL_HEADS_NORM[0] in self.tensors
+
+    @property
     def drafts(self) -> bool:
         """Whether checkpoints may have layers for multi-token prediction."""
         return "num_nextn_predict_layers" in self.understood
+
+
+def rotary_dim(config: Mapping[str, Any]) -> int:
+    """The elements of a head that positions rotate by `partial_rotary_factor` of a config.json; all if it is absent."""
+    rope = config.get("rope_parameters") or {}
+    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    return int(config["head_dim"] * share)
 
 
 def listed_dense_layers(config: Mapping[str, Any]) -> int:
@@ -168,6 +182,11 @@ def _attention(*own: TensorRule) -> tuple[TensorRule, ...]:
 _QK_NORM = (
     _layer("self_attn.q_norm.weight", ("head",), "self_attention.q_layernorm.weight", "whole", "replicated", "qk norm"),
     _layer("self_attn.k_norm.weight", ("head",), "self_attention.k_layernorm.weight", "whole", "replicated", "qk norm"),
+)
+# Over all heads together, in place of one norm for each head.
+_ALL_HEADS_NORM = (
+    _layer("self_attn.q_norm.weight", ("query",), "self_attention.q_layernorm.weight", "whole", "rows"),
+    _layer("self_attn.k_norm.weight", ("key_value",), "self_attention.k_layernorm.weight", "whole", "rows"),
 )
 _QKV_BIAS = (
     _layer("self_attn.q_proj.bias", ("query",), "self_attention.linear_qkv.bias", "q", "rows", "qkv bias"),
@@ -456,6 +475,31 @@ FAMILIES: dict[str, Family] = {
         understood=frozenset({"n_shared_experts", "num_nextn_predict_layers", "q_lora_rank", "kv_lora_rank"}),
         latent=True,
         served={"first_k_dense_replace": listed_dense_layers},
+        own_head=True,
+    ),
+    "minimax_m2": Family(
+        "MiniMaxM2ForCausalLM",
+        _decoder(
+            *_attention(*_ALL_HEADS_NORM),
+            replace(_router("block_sparse_moe"), served_wide=True),
+            replace(_EXPERT_BIAS, name="model.layers.{layer}.block_sparse_moe.e_score_correction_bias"),
+            *_experts("block_sparse_moe", ("w1", "w3", "w2")),
+        ),
+        qk_norm=True,
+        rotary_share=0.5,
+        experts=ExpertKeys(("num_local_experts", "num_experts"), "intermediate_size", minimax=True),
+        refused={
+            "router_jitter_noise": "noise in the router",
+            "sliding_window": "sliding-window attention",
+            "shared_intermediate_size": "shared experts",
+        },
+        served={
+            "use_qk_norm": True,
+            "qk_norm_type": "per_layer",
+            "use_routing_bias": True,
+            "scoring_func": "sigmoid",
+            "rotary_dim": rotary_dim,
+        },
         own_head=True,
     ),
     "gpt_oss": Family(

@@ -149,11 +149,28 @@ def _share(reader: ConfigReader, family: Family, given: dict[str, Any]) -> float
             reader.problem(key, f"partial_rotary_factor is {share!r}; must be above 0 and at most 1")
     if family.rotary_share == 1:
         return 1.0
+    if "rotary_dim" in family.served:
+        given = _with_rotary_dim(reader, given)
     inside = [share for key, share in given.items() if key != "partial_rotary_factor"]
     if len(set(map(str, inside))) > 1:
         reader.problem("rope_scaling", "has another partial_rotary_factor than rope_parameters; keep one of them")
     share = inside[0] if inside else given.get("partial_rotary_factor", family.rotary_share)
     return float(share) if _is_number(share) else 1.0
+
+
+def _with_rotary_dim(reader: ConfigReader, given: dict[str, Any]) -> dict[str, Any]:
+    """The shares with that of `rotary_dim`, which published folders of MiniMax have: SGLang reads only this key, and
+    transformers takes it if there is no share.
+    """
+    if reader.raw.get("rotary_dim") is None:
+        if not given:
+            reader.problem("rotary_dim", "missing, and so is partial_rotary_factor; one of them")
+        return given
+    share = reader.size("rotary_dim") / max(1, reader.size("head_dim"))
+    for key, other in given.items():
+        if other != share:
+            reader.problem("rotary_dim", f"{share:g} of head_dim, and partial_rotary_factor of {key} is {other!r}")
+    return given or {"partial_rotary_factor": share}
 
 
 def _llama3(reader: ConfigReader, key: str, rope: dict[str, Any]) -> RopeScaling:
@@ -317,6 +334,38 @@ def _groups_agree(group_size: int, experts_per_token: int, groups_per_token: int
         experts_per_token // groups_per_token == 2
         and group_size >= 2
         and group_size * groups_per_token >= experts_per_token
+    )
+
+
+# --- MiniMax-M2 ----------------------------------------------------------------------------------------------
+
+# The keys that transformers does not read, with the only value for which SGLang computes the same.
+_MINIMAX = {
+    "use_qk_norm": True,
+    "qk_norm_type": "per_layer",
+    "use_routing_bias": True,
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    **dict.fromkeys(("layernorm_full_attention_beta", "layernorm_linear_attention_beta", "layernorm_mlp_beta"), 1.0),
+}
+
+
+def read_minimax(reader: ConfigReader, num_experts: int, experts_per_token: int, intermediate_size: int) -> MoeSpec:
+    """The router with sigmoid scores and a bias, whose chosen scores are divided by their sum."""
+    for key, only in _MINIMAX.items():
+        if reader.raw.get(key, only) != only:
+            reader.problem(key, f"{reader.raw[key]!r} is not supported; supported: {only!r}")
+    if any(kind != 1 for kind in reader.raw.get("attn_type_list") or []):
+        reader.problem("attn_type_list", "has layers with linear attention; supported: 1 for every layer")
+    if experts_per_token == 1:
+        text = "1: Megatron does not divide the score of a single expert by itself; supported: 2 or more"
+        reader.problem("num_experts_per_tok", text)
+    return MoeSpec(
+        num_experts=num_experts,
+        experts_per_token=experts_per_token,
+        expert_intermediate_size=intermediate_size,
+        score_function="sigmoid",
+        expert_bias=True,
     )
 
 

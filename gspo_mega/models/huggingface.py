@@ -37,6 +37,7 @@ from gspo_mega.models.hf_fields import (
     read_experts,
     read_gpt_oss,
     read_latent_attention,
+    read_minimax,
     read_rope,
     shown,
 )
@@ -287,6 +288,8 @@ def _moe(reader: ConfigReader, keys: ExpertKeys) -> MoeSpec:
     intermediate_size = reader.size(keys.intermediate_size)
     if keys.deepseek:
         return read_experts(reader, num_experts, experts_per_token, intermediate_size, keys.lists_layers)
+    if keys.minimax:
+        return read_minimax(reader, num_experts, experts_per_token, intermediate_size)
     normalises = keys.norm_topk_prob
     if normalises is None:
         normalises = reader.flag("norm_topk_prob", keys.normalises)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from gspo_mega.config.derived import episode_lengths
 from gspo_mega.config.schema import Config, Parallel
+from gspo_mega.models.families import FAMILIES
 from gspo_mega.models.spec import ModelSpec
 
 # The multiple that a product of Transformer Engine needs of either side of a layer, and of a rank's rows of a pack. Its
@@ -176,6 +177,10 @@ def undivided_sizes(spec: ModelSpec, tensor: int) -> list[str]:
     """Return the model's sizes that `tensor` ranks do not divide, in words."""
     # With more ranks than key-value heads, several ranks share a head: Megatron gathers the projection's rows.
     shared = tensor % spec.num_kv_heads == 0 and 2 * spec.num_kv_heads * spec.head_dim % tensor == 0
+    if FAMILIES[
+        spec.family
+    ].norms_all_heads:  # a rank has the rows of its own heads, and a shared head would count twice
+        shared = False
     sizes = [
         ("attention heads", spec.num_heads),
         ("key-value heads", 0 if shared or spec.latent is not None else spec.num_kv_heads),

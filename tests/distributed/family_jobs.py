@@ -156,6 +156,7 @@ def _halves(spec, rows: np.ndarray) -> np.ndarray:
 _REORDERED = {
     "keys of all heads before values": ("kv_b_proj.weight", _keys_first),
     "rotary elements one half apart": ("q_b_proj.weight", _halves),
+    "another head's norm": ("q_norm.weight", lambda spec, rows: np.roll(rows, spec.head_dim)),
 }
 
 

@@ -31,9 +31,9 @@ def test_logits_are_those_of_hugging_face_in_every_layout(rank_pools, tmp_path, 
     assert max(s["logits"] for s in seen.values()) < TOLERANCE, seen
 
 
-@pytest.mark.parametrize("variant", ["gpt_oss", "qwen3_next"])
+@pytest.mark.parametrize("variant", ["gpt_oss", "minimax_m2", "qwen3_next"])
 def test_gradients_are_those_of_transformers_in_every_layout(rank_pools, tmp_path, variant):
-    """Of layers that no other family has, under every parallelism: sinks, windows and biases; gated delta nets."""
+    """Of what no other family has: sinks, windows and biases; norms over all heads; gated delta nets."""
     folder = make_family_folder(tmp_path / variant, variant)
     save_gradients(folder, variant)
     seen = rank_pools(2).run(

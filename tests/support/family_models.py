@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import transformers
-from safetensors.torch import save_file
 
 from gspo_mega.models.families import FAMILIES
 
@@ -80,6 +79,13 @@ _GLM_LITE = _DEEPSEEK | dict(
     rms_norm_eps=1e-5,
     mlp_layer_types=["dense"] + 3 * ["sparse"],
 )
+_MINIMAX = dict(
+    head_dim=16,
+    num_local_experts=8,
+    num_experts_per_tok=3,
+    intermediate_size=24,
+    rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5),
+)
 # Windows and limits that are small enough to act, and a range of wavelengths that ends within a dimension.
 _GPT_OSS = dict(
     head_dim=16,
@@ -134,6 +140,20 @@ VARIANTS: dict[str, tuple[str, dict]] = {
         "deepseek_v3",
         _DEEPSEEK | dict(rope_parameters=_YARN | dict(mscale=1.0, mscale_all_dim=0.707), first_k_dense_replace=0),
     ),
+    # As Kimi-K2 has it: more experts than one byte numbers, and YaRN without a range between its two kinds of wavelengths.
+    "deepseek_v3-kimi": (
+        "deepseek_v3",
+        _DEEPSEEK
+        | dict(
+            n_group=1,
+            topk_group=1,
+            n_routed_experts=288,
+            n_shared_experts=1,
+            moe_intermediate_size=8,
+            routed_scaling_factor=2.827,
+            rope_parameters=_YARN | dict(factor=32.0, beta_fast=1.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0),
+        ),
+    ),
     # As GLM-4.5 has it, and as GLM-4.5-Air; then what the keys allow besides.
     "glm4_moe": ("glm4_moe", _GLM | dict(use_qk_norm=True, first_k_dense_replace=2)),
     "glm4_moe-air": ("glm4_moe", _GLM),
@@ -149,6 +169,7 @@ VARIANTS: dict[str, tuple[str, dict]] = {
         ),
     ),
     "glm4_moe_lite": ("glm4_moe_lite", _GLM_LITE),
+    "minimax_m2": ("minimax_m2", _MINIMAX),
     "gpt_oss": ("gpt_oss", _GPT_OSS),
     "gpt_oss-other-keys": (
         "gpt_oss",
@@ -217,6 +238,27 @@ PROOFS: dict[str, Proof] = {
             | {"mlp.shared_experts.gate_up_proj.weight", "mlp.shared_experts.down_proj.weight"}
         ),
     ),
+    "minimax_m2": Proof(
+        faults=(
+            "swapped gate and up",
+            "permuted experts",
+            "another layer's bias",
+            "query, key and value one after the other",
+            "rotary elements over the whole head",
+            "another head's norm",
+        ),
+        served=dict(intermediate_size=32),
+        layout=dict(expert=2),
+        tokenizer=("PreTrainedTokenizerFast", "roles"),
+        server_names=frozenset(
+            _LAYER_NORMS
+            | {f"self_attn.{name}.weight" for name in ("qkv_proj", "o_proj", "q_norm", "k_norm")}
+            | {
+                f"block_sparse_moe.{name}"
+                for name in ("gate.weight", "e_score_correction_bias", "experts.w13_weight", "experts.w2_weight")
+            }
+        ),
+    ),
 }
 """By variant: the first of its family."""
 
@@ -278,11 +320,8 @@ def save_gradients(folder: Path, variant: str) -> None:
     ids = torch.from_numpy(token_ids())
     log_probs = model(ids[None]).logits[0, :-1].log_softmax(dim=-1)
     log_probs.gather(1, ids[1:, None]).sum().backward()
-    found = {name: parameter.grad for name, parameter in model.named_parameters()}
-    if FAMILIES[VARIANTS[variant][0]].delta_net:  # in memory experts are stacked, in files they are not
-        for name in [name for name in found if ".experts." in name]:
-            stack, place = found.pop(name), name.rpartition(".")[0]
-            for expert, grad in enumerate(stack):
-                parts = (("down", grad),) if name.endswith("down_proj") else zip(("gate", "up"), grad.chunk(2))
-                found |= {f"{place}.{expert}.{part}_proj.weight": value.contiguous() for part, value in parts}
-    save_file(found, folder / "gradients.safetensors")
+    with torch.no_grad():  # as transformers saves weights: under the names of checkpoints, expert by expert
+        for parameter in model.parameters():
+            parameter.copy_(parameter.grad)
+    model.save_pretrained(folder / "gradients")
+    (folder / "gradients" / "model.safetensors").rename(folder / "gradients.safetensors")

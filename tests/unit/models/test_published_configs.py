@@ -8,8 +8,9 @@ import pytest
 
 from gspo_mega.base.errors import ModelError
 from gspo_mega.models.huggingface import spec_from_config
-from gspo_mega.models.spec import LatentAttention
-from gspo_mega.models.tensors import count_parameters
+from gspo_mega.models.spec import LatentAttention, YarnScaling
+from gspo_mega.models.tensors import count_parameters, hf_tensors
+from gspo_mega.plan.layout import undivided_sizes
 from gspo_mega.rollout.server.spec import missing_values
 
 GLM_FLASH = dict(
@@ -50,6 +51,111 @@ GLM_FLASH = dict(
     vocab_size=154880,
 )
 
+# MiniMax-M2; M2.1 and M2.5 have the same shape.
+MINIMAX = dict(
+    architectures=["MiniMaxM2ForCausalLM"],
+    attn_type_list=[1] * 62,
+    attention_dropout=0.0,
+    eos_token_id=None,
+    head_dim=128,
+    hidden_act="silu",
+    hidden_size=3072,
+    intermediate_size=1536,
+    layernorm_full_attention_beta=1.0,
+    layernorm_linear_attention_beta=1.0,
+    layernorm_mlp_beta=1.0,
+    max_position_embeddings=196608,
+    mlp_intermediate_size=8192,
+    model_type="minimax_m2",
+    mtp_transformer_layers=1,
+    num_attention_heads=48,
+    num_experts_per_tok=8,
+    num_hidden_layers=62,
+    num_key_value_heads=8,
+    num_local_experts=256,
+    num_mtp_modules=3,
+    qk_norm_type="per_layer",
+    quantization_config=dict(
+        activation_scheme="dynamic",
+        fmt="float8_e4m3fn",
+        quant_method="fp8",
+        weight_block_size=[128, 128],
+        modules_to_not_convert=["gate", "e_score_correction_bias", "lm_head"],
+    ),
+    rms_norm_eps=1e-06,
+    rope_theta=5000000,
+    rotary_dim=64,
+    router_jitter_noise=0.0,
+    scoring_func="sigmoid",
+    shared_intermediate_size=0,
+    shared_moe_mode="sigmoid",
+    sliding_window=None,
+    tie_word_embeddings=False,
+    use_mtp=True,
+    use_qk_norm=True,
+    use_routing_bias=True,
+    vocab_size=200064,
+)
+# As transformers 5 writes it: none of the keys that only SGLang reads.
+MINIMAX_WRITTEN = {
+    key: value
+    for key, value in MINIMAX.items()
+    if key not in ("rope_theta", "rotary_dim", "scoring_func", "use_qk_norm", "use_routing_bias", "qk_norm_type")
+} | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5}}
+
+# Kimi-K2-Instruct: DeepSeek-V3's architecture under another model_type.
+KIMI = dict(
+    architectures=["DeepseekV3ForCausalLM"],
+    attention_bias=False,
+    attention_dropout=0.0,
+    aux_loss_alpha=0.001,
+    eos_token_id=163585,
+    ep_size=1,
+    first_k_dense_replace=1,
+    hidden_act="silu",
+    hidden_size=7168,
+    intermediate_size=18432,
+    kv_lora_rank=512,
+    max_position_embeddings=131072,
+    model_type="kimi_k2",
+    moe_intermediate_size=2048,
+    moe_layer_freq=1,
+    n_group=1,
+    n_routed_experts=384,
+    n_shared_experts=1,
+    norm_topk_prob=True,
+    num_attention_heads=64,
+    num_experts_per_tok=8,
+    num_hidden_layers=61,
+    num_key_value_heads=64,
+    num_nextn_predict_layers=0,
+    pretraining_tp=1,
+    q_lora_rank=1536,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    quantization_config=dict(activation_scheme="dynamic", fmt="e4m3", quant_method="fp8", weight_block_size=[128, 128]),
+    rms_norm_eps=1e-06,
+    rope_scaling=dict(
+        beta_fast=1.0,
+        beta_slow=1.0,
+        factor=32.0,
+        mscale=1.0,
+        mscale_all_dim=1.0,
+        original_max_position_embeddings=4096,
+        type="yarn",
+    ),
+    rope_theta=50000.0,
+    routed_scaling_factor=2.827,
+    scoring_func="sigmoid",
+    seq_aux=True,
+    tie_word_embeddings=False,
+    topk_group=1,
+    topk_method="noaux_tc",
+    torch_dtype="bfloat16",
+    v_head_dim=128,
+    vocab_size=163840,
+)
+
 
 def billions(spec) -> tuple[float, float]:
     counts = count_parameters(spec)
@@ -61,9 +167,43 @@ def test_glm_flash():
     assert spec.latent == LatentAttention(768, 512, 192, 64, 256)
     assert (spec.moe.num_experts, spec.moe.num_dense_layers, spec.moe.scaling_factor) == (64, 1, 1.8)
     assert spec.moe.expert_bias and spec.moe.shared_intermediate_size == 1536 and spec.num_ignored_layers == 1
-    # The model card says 30B-A3B; the layer for multi-token prediction is not counted here.
+    # The card: 30B with 3B active. Here embedding and head are active, too, and the layer for drafts is left out.
     assert billions(spec) == (29.9, 3.9)
     assert missing_values(GLM_FLASH) == {}
+
+
+def test_minimax():
+    for config in (MINIMAX, MINIMAX_WRITTEN):
+        spec = spec_from_config(config)
+        assert (spec.rotary_share, spec.rope_theta, spec.qk_norm, spec.head_dim) == (0.5, 5e6, True, 128)
+        assert (spec.moe.score_function, spec.moe.expert_bias, spec.moe.norm_topk_prob) == ("sigmoid", True, True)
+        assert spec.stored.block == (128, 128) and billions(spec) == (228.7, 11.0)  # the card: 230B with 10B active
+    assert missing_values(MINIMAX) == {}
+    assert json.loads(missing_values(MINIMAX_WRITTEN)["json_model_override_args"]) == {
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
+        "use_routing_bias": True,
+        "scoring_func": "sigmoid",
+        "rotary_dim": 64,
+    }
+
+
+def test_norms_over_all_heads_have_a_row_for_each_rank():
+    rows = {e.name: e for e in hf_tensors(spec_from_config(MINIMAX)) if e.name.endswith("_norm.weight") and not e.layer}
+    assert {name.rpartition("self_attn.")[2]: (e.shape, e.sharding) for name, e in rows.items()} == {
+        "q_norm.weight": ((6144,), "rows"),
+        "k_norm.weight": ((1024,), "rows"),
+    }
+    spec = spec_from_config(MINIMAX)
+    assert undivided_sizes(spec, 8) == [] and undivided_sizes(spec, 16) == ["key-value heads 8"]
+
+
+def test_kimi():
+    spec = spec_from_config(KIMI)
+    assert (spec.family, spec.moe.num_experts, spec.moe.num_groups, spec.moe.route_bytes) == ("deepseek_v3", 384, 1, 2)
+    assert spec.rope_scaling == YarnScaling(32.0, 4096, 1.0, 1.0, 1.0, 1.0) and spec.stored.block == (128, 128)
+    assert billions(spec) == (1026.4, 32.9)  # the card: 1T with 32B active
+    assert missing_values(KIMI) == {}
 
 
 def test_dense_layers_listed_by_kind_are_those_that_servers_are_told():
@@ -83,6 +223,15 @@ def test_dense_layers_listed_by_kind_are_those_that_servers_are_told():
             GLM_FLASH | {"mlp_layer_types": ["sparse", "dense"] + ["sparse"] * 45},
             "mlp_layer_types: dense layers after the first with experts",
         ),
+        (MINIMAX | {"rotary_dim": None}, "rotary_dim: missing, and so is partial_rotary_factor"),
+        (
+            MINIMAX_WRITTEN | {"rotary_dim": 32},
+            "rotary_dim: 0.25 of head_dim, and partial_rotary_factor of rope_parameters is 0.5",
+        ),
+        (MINIMAX | {"qk_norm_type": "per_head"}, "qk_norm_type: 'per_head' is not supported; supported: 'per_layer'"),
+        (MINIMAX | {"attn_type_list": [0] + [1] * 61}, "attn_type_list: has layers with linear attention"),
+        (MINIMAX | {"num_experts_per_tok": 1}, "num_experts_per_tok: 1: Megatron does not divide"),
+        (MINIMAX | {"shared_intermediate_size": 8192}, "shared_intermediate_size: shared experts are not supported"),
     ],
 )
 def test_what_would_be_computed_otherwise_is_refused(config, words):
