@@ -34,6 +34,7 @@ COMMANDS = {
     "certify": "show that layouts compute the same numbers",
     "compare": "what other objectives would do with a run's recorded rollouts",
     "simulate": "a week of a configuration on many machines, simulated: step times, failures, nodes",
+    "drill": "faults in small real runs, at random, and whether each ends as an undisturbed one",
     "trace": "a GPU rank's step without a GPU: memory, exchange, FLOPs and waits, beside the plan",
     "report": "one HTML file of runs: summary, curves, trajectories",
     "watch": "the report of a running run, live in a browser",

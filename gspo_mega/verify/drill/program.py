@@ -1,0 +1,374 @@
+"""The drill: the reference, the trials one after another, and their rows in a file from which the drill goes on.
+
+    <folder>/drill.json         what is drilled: the configuration, the seed, and what the reference reached
+    <folder>/reference/         an undisturbed run that sampled, and `replayed`, one that trained on its rollouts
+    <folder>/rows.jsonl         one line per fault
+    <folder>/trials/NNNN/       the run of a trial, while it runs, and for good if its end was another one
+
+A trial starts a run, strikes its faults at their moments, and continues the run with the same command until it ends.
+Then the run's end is compared: of a run on recorded rollouts with the replayed reference, and of a run that sampled
+(whose samples are its own) with an undisturbed run that trains on what its journal has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from gspo_mega.base import processes
+from gspo_mega.base.errors import ConfigError, FolderError, GspoMegaError
+from gspo_mega.base.run_folder import RunFolder, atomic_write_json, read_json
+from gspo_mega.base.untrusted import parse_json, read_text
+from gspo_mega.config import LoadedConfig, render_config
+from gspo_mega.launcher.prepare import yaml_string
+from gspo_mega.verify.drill.kinds import KINDS, Fault, Kind
+from gspo_mega.verify.drill.outcome import differences, journal_problems, outcome, shorten
+from gspo_mega.verify.drill.plan import Row, Trial, trials
+from gspo_mega.verify.drill.scene import POLL_SECONDS, NotThereError, Scene
+from gspo_mega.verify.run_folder_check import check_run_folder
+
+_MOST_COMMANDS = 12
+_DISK_BYTES = 2**28
+# How long a run may take to show that a fault ended it, before the next one is struck.
+_SETTLE_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What an undisturbed run did. `reached`: how often rank 0 reached each point; `start_seconds`: until the first
+    one; `steps_seconds`: from then to the end.
+    """
+
+    reached: dict[str, int]
+    start_seconds: float
+    steps_seconds: float
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`words`: the configuration's file and the user's overrides. `patience_seconds`: after which a command that has
+    not ended counts as hung.
+    """
+
+    loaded: LoadedConfig
+    words: Sequence[str]
+    folder: Path
+    seed: int
+    patience_seconds: float
+    live_share: float
+    keep: bool = False
+
+
+def refuse(loaded: LoadedConfig) -> None:
+    """Raise ConfigError for a configuration that cannot be drilled."""
+    config = loaded.config
+    assert config.train is not None
+    for key, value, valid in (
+        ("cluster.num_nodes", config.cluster.num_nodes, 1),
+        ("cluster.num_rollout_nodes", config.cluster.num_rollout_nodes, 0),
+        ("server.num_nodes", config.server.num_nodes, 1),
+        ("train.rollouts_only", config.train.rollouts_only, False),
+        ("train.from_rollouts", config.train.from_rollouts, None),
+        ("journal.keep_last", config.journal.keep_last, None),
+    ):
+        if value != valid:
+            raise ConfigError(
+                f"{loaded.where(key)}: {key}: {value}: a drill runs on one machine, trains on what it samples, and"
+                f" compares every step's rollouts; set {key}={json.dumps(valid)}"
+            )
+
+
+class Drill:
+    """One drill, new or continued. `skipped`: the kinds that cannot be tried here, and why."""
+
+    def __init__(
+        self, settings: Settings, kinds: Sequence[str], skipped: dict[str, str], say: Callable[[str], None]
+    ) -> None:
+        self._settings, self._say = settings, say
+        self.skipped = skipped
+        self._kinds = [name for name in kinds if name not in skipped]
+        self._name = settings.loaded.config.run.name
+        self._rows_file = settings.folder / "rows.jsonl"
+        self.rows = read_rows(self._rows_file)
+        self._references: dict[bool, Reference] = {}
+        self._wanted: dict[str, Any] = {}
+        processes.adopt_orphans()
+
+    # --- the reference ---------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Make the reference runs, or read those of an earlier start. Raises FolderError if they fail, ConfigError if
+        the folder is of another drill.
+        """
+        record_file = self._settings.folder / "drill.json"
+        identity = {"config": _digest(self._settings.loaded), "seed": self._settings.seed}
+        record = read_json(record_file)
+        if record is not None and {key: record.get(key) for key in identity} != identity:
+            raise ConfigError(
+                f"{self._settings.folder} holds a drill of another configuration or seed; give another --folder"
+            )
+        if record is None:
+            self._settings.folder.mkdir(parents=True, exist_ok=True)
+            live = self._undisturbed(self._scene("reference/live", self._words(), [], with_disk=False))
+            replayed = self._undisturbed(
+                self._scene("reference/replayed", self._words(self._live), [], with_disk=False)
+            )
+            atomic_write_json(record_file, {**identity, "live": asdict(live), "replayed": asdict(replayed)})
+            record = read_json(record_file)
+        self._references = {True: Reference(**record["live"]), False: Reference(**record["replayed"])}
+        self._wanted = outcome(self._replayed)
+        if found := differences(outcome(self._live), self._wanted, same_source=False):
+            raise FolderError(
+                f"{self._settings.folder}: the reference and a run that trains on its rollouts end differently:"
+                f" {', '.join(shorten(found))}. Nothing disturbed them, so the configuration is not reproducible to the"
+                " bit, and a drill could not tell a fault's effect"
+            )
+        norms = [
+            values.get("optimizer/grad_norm")
+            for name, values in self._wanted.items()
+            if name.startswith("metrics/step ")
+        ]
+        if not any(norms):
+            raise FolderError(
+                f"{self._settings.folder}: every gradient of the reference is 0, so no step changed the weights and a"
+                " comparison could find nothing; use a reward that differs within a group"
+            )
+
+    @property
+    def _live(self) -> RunFolder:
+        return RunFolder(self._settings.folder / "reference/live/runs" / self._name)
+
+    @property
+    def _replayed(self) -> RunFolder:
+        return RunFolder(self._settings.folder / "reference/replayed/runs" / self._name)
+
+    def _words(self, recorded: RunFolder | None = None) -> list[str]:
+        more = [] if recorded is None else [f"train.from_rollouts={yaml_string(str(recorded.path))}"]
+        return [*self._settings.words, *more]
+
+    def _scene(self, place: str, words: list[str], faults: Sequence[Fault], with_disk: bool) -> Scene:
+        root = self._settings.folder / place
+        needs = {need for fault in faults for need in KINDS[fault.kind].needs}
+        size = None
+        if with_disk and "disk" in needs:
+            size = _DISK_BYTES + 4 * _bytes_below(self._live.path)
+        words = [*words, f"run.dir={yaml_string(str(root / 'runs'))}"]
+        return Scene(root, self._name, words, "network" in needs, size)
+
+    def _undisturbed(self, scene: Scene) -> Reference:
+        self._say(f"{scene.root.name}: a run that nothing disturbs")
+        command = scene.start()
+        self._wait(scene)
+        command.look()
+        if command.process.returncode != 0:
+            raise FolderError(f"{scene.root}: the undisturbed run failed: {command.said()}; see {command.errors}")
+        first = command.first_reached or command.started
+        ended = time.monotonic()
+        return Reference(dict(scene.points()), first - command.started, ended - first)
+
+    # --- trials ----------------------------------------------------------------------------------------------
+
+    def run(self, num_faults: int, deadline: float | None) -> None:
+        """Go on until `num_faults` were tried in all, or until `deadline` (of time.monotonic)."""
+        done = 1 + max((row.trial for row in self.rows), default=-1)
+        reached = {is_live: reference.reached for is_live, reference in self._references.items()}
+        for trial in trials(self._settings.seed, self._kinds, reached, self._settings.live_share):
+            if sum(row.tried for row in self.rows) >= num_faults or (deadline and time.monotonic() > deadline):
+                return
+            if trial.number < done:
+                continue
+            rows = self._try(trial)
+            self.rows += rows
+            with self._rows_file.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(asdict(row)) + "\n" for row in rows)
+
+    def _try(self, trial: Trial) -> list[Row]:
+        words = self._words(None if trial.is_live else self._live)
+        scene = self._scene(f"trials/{trial.number:04d}", words, trial.faults, with_disk=True)
+        began = time.monotonic()
+        tried: list[_Struck] = []
+        problems: list[str] = []
+        is_sound = False
+        try:
+            for fault in trial.faults:
+                tried.append(self._strike(scene, trial, fault, problems, tried))
+            self._finish(scene, problems, tried)
+            different = self._differences(scene, trial)
+            problems += [f"differs: {name}" for name in shorten(different)]
+            is_sound = not different
+        except (GspoMegaError, OSError, ValueError) as error:
+            problems.append(f"{type(error).__name__}: {error}")
+        finally:
+            scene.close(remove=is_sound and not problems and not self._settings.keep)
+        seconds = (time.monotonic() - began) / max(len(tried), 1)
+        rows = [
+            Row(trial.number, trial.is_live, one.fault.kind, one.fault.moment, one.done, bool(one.done), one.ended,
+                is_sound, problems, round(seconds, 1))
+            for one in tried
+        ]  # fmt: skip
+        for row in rows:
+            verdict = "equal" if row.equal and not row.problems else "; ".join(row.problems)
+            what = row.done if row.tried else "the run ended before"
+            mode = "live" if row.is_live else "replayed"
+            self._say(f"trial {row.trial} ({mode})  {row.kind}, {row.moment}: {what}; {row.ended}; {verdict}")
+        return rows
+
+    def _strike(self, scene: Scene, trial: Trial, fault: Fault, problems: list[str], before: list[_Struck]) -> _Struck:
+        kind, struck = KINDS[fault.kind], _Struck(fault)
+        is_new = scene.command is None or scene.command.has_ended()
+        if scene.command is not None and is_new:
+            self._after(scene, problems, before)
+            if scene.command.process.returncode == 0:
+                return struck
+        if kind.begins_with_command:
+            if not is_new:
+                return struck
+            trace = scene.root / "strace"
+            command = scene.start(kind.prefix(fault, trace), kind.variable(fault), trace if kind.calls else None)
+            self._wait(scene, problems)
+            struck.done = _evidence(kind, fault, scene)
+            struck.ended = "went on" if command.process.returncode == 0 else command.said()
+            return struck
+        if is_new:
+            scene.start()
+        if not self._wait_for(scene, trial, fault, is_new):
+            return struck
+        assert kind.strike is not None
+        try:
+            struck.done = kind.strike(scene, fault)
+        except NotThereError:
+            return struck
+        self._wait(scene, seconds=fault.seconds if kind.release else _SETTLE_SECONDS)
+        if kind.release is not None and scene.command is not None and not scene.command.has_ended():
+            kind.release(scene)
+        return struck
+
+    def _wait_for(self, scene: Scene, trial: Trial, fault: Fault, is_new: bool) -> bool:
+        """Whether the moment of the fault came before the command's end."""
+        command, reference = scene.command, self._references[trial.is_live]
+        assert command is not None
+        begun, points = time.monotonic(), scene.points()
+        while not command.has_ended():
+            now = time.monotonic()
+            command.look()
+            if now - begun > self._settings.patience_seconds:
+                return False
+            if fault.when == "start" and is_new:
+                if now - command.started > fault.place * reference.start_seconds:
+                    return True
+            elif fault.when == "point":
+                if scene.points()[fault.point] - points[fault.point] >= fault.hit:
+                    return True
+            else:
+                since = command.first_reached if is_new else begun
+                length = reference.steps_seconds if is_new else reference.steps_seconds / 2
+                if since is not None and now - since > fault.place * length:
+                    return True
+            time.sleep(POLL_SECONDS)
+        return False
+
+    def _wait(self, scene: Scene, problems: list[str] | None = None, seconds: float | None = None) -> None:
+        """Wait until the command has ended, or for some `seconds`. Kill what hangs."""
+        command = scene.command
+        assert command is not None
+        deadline = time.monotonic() + (self._settings.patience_seconds if seconds is None else seconds)
+        while not command.has_ended() and time.monotonic() < deadline:
+            command.look()
+            time.sleep(POLL_SECONDS)
+        if seconds is None and not command.has_ended():
+            if problems is not None:
+                problems.append(f"hung: no end after {self._settings.patience_seconds:.0f} s")
+            processes.kill_below((), [command.process.pid])
+            command.process.wait()
+
+    def _after(self, scene: Scene, problems: list[str], before: list[_Struck]) -> None:
+        """The command has ended: note how, end what it left, undo faults, and look at the folder."""
+        command = scene.command
+        assert command is not None
+        code = command.process.returncode
+        if before and before[-1].done and not before[-1].ended:
+            before[-1].ended = "went on" if code == 0 else command.said()
+        problems += scene.left_running()
+        scene.mend()
+        if command.has_traceback():
+            problems.append(f"a traceback where an error should speak to a person: {command.said()}")
+        if scene.run.config_file.exists():
+            findings, _ = check_run_folder(scene.run)
+            problems += [f"inspect --verify: {one.where}: {one.problem}" for one in findings if not one.is_note]
+
+    def _finish(self, scene: Scene, problems: list[str], tried: list[_Struck]) -> None:
+        """Continue the run until it ends. Raises FolderError if it does not."""
+        for _ in range(_MOST_COMMANDS):
+            if scene.command is None:
+                scene.start()
+            self._wait(scene, problems)
+            self._after(scene, problems, tried)
+            assert scene.command is not None
+            if scene.command.process.returncode == 0:
+                for one in tried:
+                    one.ended = one.ended or "went on"
+                return
+            last = scene.command.said()
+            scene.command = None
+        raise FolderError(f"{scene.run.path} did not end after {_MOST_COMMANDS} starts; the last: {last}")
+
+    def _differences(self, scene: Scene, trial: Trial) -> list[str]:
+        """What is not as in an undisturbed run."""
+        config = self._settings.loaded.config
+        found = outcome(scene.run)
+        in_order = config.rollout.max_staleness == 0 and not config.rollout.filter_constant_groups
+        reference = self._live if in_order or not trial.is_live else None
+        problems = journal_problems(scene.run, config.batch.group_size, reference)
+        if not trial.is_live:
+            return [*problems, *differences(found, self._wanted)]
+        place = f"{scene.root.relative_to(self._settings.folder)}-replay"
+        replay = self._scene(place, self._words(scene.run), [], with_disk=False)
+        try:
+            self._undisturbed(replay)
+            return [*problems, *differences(found, outcome(replay.run), same_source=False)]
+        finally:
+            replay.close(remove=True)
+
+
+@dataclass
+class _Struck:
+    """A fault of a trial, what was done (empty if its moment did not come), and what the run did."""
+
+    fault: Fault
+    done: str = ""
+    ended: str = ""
+
+
+def _evidence(kind: Kind, fault: Fault, scene: Scene) -> str:
+    """What a fault that began with its command did; empty if it did nothing."""
+    assert scene.command is not None
+    if kind.do:
+        return f"{kind.do} {fault.moment}" if scene.points()[fault.point] >= fault.hit else ""
+    try:
+        lines = (scene.root / "strace").read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    count = sum("INJECTED" in line or "DELAYED" in line for line in lines)
+    return f"{count} of {len(lines)} calls" if count else ""
+
+
+def read_rows(file: Path) -> list[Row]:
+    """The rows of a drill, without a half-written last line."""
+    try:
+        lines = read_text(file).split("\n")[:-1]
+    except FileNotFoundError:
+        return []
+    return [Row(**parse_json(line)) for line in lines]
+
+
+def _digest(loaded: LoadedConfig) -> str:
+    return hashlib.sha256(render_config(loaded.config).encode()).hexdigest()[:16]
+
+
+def _bytes_below(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
