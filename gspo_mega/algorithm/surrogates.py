@@ -92,6 +92,8 @@ def _weights(
         # exp of a large sum is infinite, and the weight is then 0, as it should be.
         weight = torch.exp(decay + power * sums - decay * sums.exp())
         return weight, torch.zeros_like(positive), torch.zeros_like(negative)
+    if settings.surrogate != "minirl":
+        raise ValueError(f"surrogate {settings.surrogate} has no formula in surrogates.py")
     if tokens.rollout_log_probs is None:
         raise ValueError("minirl weighs by the ratio to the server's log-probs, which were not given")
     high, low = positive & (decision > edges[1]), negative & (decision < edges[0])

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gspo_mega.algorithm.objective import policy_objective
+from gspo_mega.algorithm.surrogates import TokenInputs, surrogate_terms
 from gspo_mega.algorithm.terms import ObjectiveSettings, objective_settings
-from gspo_mega.config.algorithms import RECIPES
+from gspo_mega.config.algorithms import RECIPES, SURROGATES, SurrogateFacts
 from gspo_mega.config.schema import Objective
 
 SLOW = {"dapo": "grpo", "dr_grpo": "grpo", "luspo": "gspo"}
@@ -272,3 +273,14 @@ def test_settings_without_meaning_are_refused(changes, message):
 def test_minirl_needs_the_servers_log_probs():
     with pytest.raises(ValueError, match="to the server's log-probs, which were not given"):
         of_tokens("minirl", [(0.4, 0.2)], 1.0)
+
+
+def test_a_term_without_a_formula_is_an_error_of_its_own(monkeypatch):
+    """And does not become the term of the last branch."""
+    monkeypatch.setitem(SURROGATES, "new", SurrogateFacts())
+    chosen = ObjectiveSettings(surrogate="cispo", ratio="token")
+    object.__setattr__(chosen, "surrogate", "new")
+    ones = torch.ones(1, dtype=torch.float64)
+    inputs = TokenInputs(ones, ones, ones, ones, ones, ones, ones, ones.bool())
+    with pytest.raises(ValueError, match=r"surrogate new has no formula in surrogates\.py"):
+        surrogate_terms(chosen, inputs)

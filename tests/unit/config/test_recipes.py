@@ -10,7 +10,7 @@ from gspo_mega.algorithm.objective import AGGREGATIONS, mini_batch_denominator
 from gspo_mega.algorithm.terms import objective_settings
 from gspo_mega.base.errors import ConfigError
 from gspo_mega.config import load_config
-from gspo_mega.config.algorithms import RECIPES, Aggregation
+from gspo_mega.config.algorithms import RECIPES, SURROGATES, Aggregation, Surrogate
 from gspo_mega.config.schema import Config, Objective
 from gspo_mega.config.validate import resolve_defaults
 
@@ -18,6 +18,10 @@ from gspo_mega.config.validate import resolve_defaults
 def test_the_schema_offers_the_names_of_the_table():
     assert list(get_args(Config.model_fields["algorithm"].annotation)) == list(RECIPES)
     assert all(name == recipe.name for name, recipe in RECIPES.items())
+
+
+def test_every_term_has_its_facts_and_is_used_by_a_recipe():
+    assert set(SURROGATES) == set(get_args(Surrogate)) == {recipe.surrogate for recipe in RECIPES.values()}
 
 
 def test_every_aggregation_of_the_schema_has_a_denominator_and_coefficients():
