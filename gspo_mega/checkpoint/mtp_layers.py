@@ -1,5 +1,7 @@
-"""Layers for multi-token prediction, which follow the last decoder layer. They are read from the folder that a policy
-came from, and copied unchanged into Hugging Face folders that are made from the policy.
+"""Layers for multi-token prediction, and other tensors that a policy's folder has in addition. They are read from
+that folder, and copied unchanged into Hugging Face folders that are made from the policy.
+
+Most families keep the layers after the last decoder layer; a family table names those of others by their beginnings.
 
 They are neither loaded nor trained. A server that drafts with them drafts with the layers of the start.
 """
@@ -16,6 +18,7 @@ from gspo_mega.algorithm.fp8 import dequantize_blocks
 from gspo_mega.base.errors import ModelError
 from gspo_mega.checkpoint.hf_folder import INDEX_NAME, SINGLE_NAME, HuggingFaceFolder, read_scales
 from gspo_mega.models.block_fp8 import SCALE_SUFFIX, scale_name
+from gspo_mega.models.families import FAMILIES
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.models.spec import ModelSpec
 from gspo_mega.models.tensors import TensorEntry, hf_tensors, is_ignored_tensor
@@ -37,7 +40,9 @@ class CarriedLayers:
         """
         self.spec = read_model_spec(folder)
         self.entries: list[TensorEntry] = []
-        if not self.spec.num_ignored_layers or not any((folder / name).is_file() for name in (INDEX_NAME, SINGLE_NAME)):
+        has_others = bool(FAMILIES[self.spec.family].carried)
+        has_weights = any((folder / name).is_file() for name in (INDEX_NAME, SINGLE_NAME))
+        if not (self.spec.num_ignored_layers or has_others) or not has_weights:
             return
         self._folder = HuggingFaceFolder(folder)
         names = [name for name in self._folder.files if name != "lm_head.weight" and is_ignored_tensor(self.spec, name)]
@@ -86,7 +91,7 @@ class CarriedLayers:
 
 def carried_config(spec: ModelSpec, raw: dict[str, Any]) -> dict[str, Any]:
     """Return `raw`, a config.json, with the number of layers that `spec` names."""
-    return raw | {KEY: spec.num_ignored_layers}
+    return raw | {KEY: spec.num_ignored_layers} if spec.num_ignored_layers else raw
 
 
 def carried_modules(spec: ModelSpec) -> tuple[str, ...]:

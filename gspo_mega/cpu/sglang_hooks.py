@@ -262,6 +262,21 @@ def _norm_all_heads(module: types.ModuleType) -> None:
     norms._forward_cpu = norms._forward_naive  # that of processors with AMX is compiled, too
 
 
+def _lend_delta_kernels() -> None:
+    """Let gated delta nets be computed without SGLang's compiled kernels, which are not here."""
+    if "sgl_kernel.mamba" not in sys.modules and importlib.util.find_spec("sgl_kernel.mamba") is None:
+        from gspo_mega.cpu.sglang_delta import lend_kernels
+
+        lend_kernels()
+
+
+def _norm_gated(module: types.ModuleType) -> None:
+    """Compute the norm of a gated delta net without a kernel, which needs Triton."""
+    from gspo_mega.cpu.sglang_delta import gated_norm
+
+    module.FusedRMSNormGated.forward = gated_norm(module.FusedRMSNormGated.forward)
+
+
 class _Functional:
     """Stands in for `torch.nn.functional` where SGLang computes unquantized linear layers."""
 
@@ -357,7 +372,12 @@ def activate() -> bool:
     sys.meta_path.insert(
         0,
         _BeforeAfterImport(
-            before={"sglang.srt.configs": _lend_torchvision},
+            before={
+                "sglang.srt.configs": _lend_torchvision,
+                # Another kind of linear attention, which asks for them first.
+                "sglang.srt.layers.attention.linear.kda_backend": _lend_delta_kernels,
+                "sglang.srt.models.qwen3_5": _lend_delta_kernels,
+            },
             after={
                 "sglang.srt.configs": _take_torchvision_back,
                 "sglang.srt.mem_cache.pool_host.common": _plain_host_buffers,
@@ -369,6 +389,7 @@ def activate() -> bool:
                 "sglang.srt.layers.rotary_embedding.factory": _unscaled_positions,
                 "sglang.srt.mem_cache.kv_cache_configurator": _cache_fp8,
                 "sglang.srt.models.qwen2_moe": _gate_shared_experts,
+                "sglang.kernels.ops.attention.fla.fused_norm_gate": _norm_gated,
                 "sglang.srt.models.gpt_oss": keep_sinks_wide,
                 "sglang.srt.arg_groups.model_hook": lambda module: allow_sinks(module, ATTENTION_BACKEND),
                 "sglang.srt.models.minimax_m2": _norm_all_heads,

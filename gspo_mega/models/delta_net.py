@@ -54,6 +54,28 @@ def read_delta_net(reader: ConfigReader, num_layers: int) -> dict[str, Any]:
     )
 
 
+def attention_interval(layers: tuple[bool, ...]) -> int | None:
+    """The number n for which every n-th layer, and no other, has attention; None if there is none. `layers`: whether a
+    layer has a gated delta net.
+    """
+    every = layers.index(False) + 1 if False in layers else len(layers) + 1
+    return every if layers == tuple((layer + 1) % every != 0 for layer in range(len(layers))) else None
+
+
+def read_by_sglang(text: dict[str, Any]) -> dict[str, Any]:
+    """The values that SGLang's code for these models reads from a config.json and that transformers 5 writes in another
+    form: where attention is, and the rotary base.
+    """
+    values: dict[str, Any] = {}
+    kinds = text.get("layer_types")
+    if isinstance(kinds, list) and (every := attention_interval(tuple(kind == _DELTA for kind in kinds))):
+        values["full_attention_interval"] = every
+    rope = text.get("rope_parameters")
+    if isinstance(rope, dict):
+        values |= {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+    return values
+
+
 def sizes(delta: DeltaNet) -> dict[str, int]:
     """The sizes that the family tables name."""
     return {

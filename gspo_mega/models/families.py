@@ -97,8 +97,9 @@ class Family:
     this family. `understood`: keys that other families refuse. `latent`: multi-head latent attention. `gpt_oss`: the
     model has biases everywhere, sinks, windows and a clamped activation, which `hf_fields.py` reads. `delta_net`: most
     layers have a gated delta net in place of attention, attention multiplies its output by a gate, and norms multiply
-    by 1 + weight (`delta_net.py`). `carried`: the beginnings of names of tensors that a checkpoint may have besides,
-    such as layers for multi-token prediction under names of their own.
+    by 1 + weight (`delta_net.py`). `text_part`: the text part of a vision-language model, which config.json describes
+    under `text_config`. `carried`: the beginnings of names of tensors that a checkpoint may have besides,
+    such as layers for multi-token prediction under names of their own, or a vision tower.
 
     `served`: what SGLang's model code reads from config.json and transformers does not write there, with the value that
     every model here has, or a function from config.json to it. `own_head`: SGLang never ties the output layer to
@@ -117,6 +118,7 @@ class Family:
     latent: bool = False
     gpt_oss: bool = False
     delta_net: bool = False
+    text_part: bool = False
     carried: tuple[str, ...] = ()
     served: Mapping[str, Any] = field(default_factory=dict)
     own_head: bool = False
@@ -386,6 +388,25 @@ _QWEN_KEYS = ExpertKeys(("num_experts", "num_local_experts"), "moe_intermediate_
 _DELTA_FAMILY: dict[str, Any] = dict(
     qk_norm=True, rotary_share=0.25, delta_net=True, carried=("mtp.",), may_omit=frozenset({"head_dim"})
 )
+
+
+def _text_part(own: Family, architecture: str) -> Family:
+    """The text part of a vision-language model, with the tensors of a family under `model.language_model.`."""
+    tensors = tuple(
+        replace(row, name=row.name.replace("model.", "model.language_model.", 1))
+        if row.name.startswith("model.")
+        else row
+        for row in own.tensors
+    )
+    return replace(
+        own,
+        architecture=architecture,
+        tensors=tensors,
+        text_part=True,
+        carried=(*own.carried, "model.visual."),
+    )
+
+
 FAMILIES: dict[str, Family] = {
     "llama": Family(
         "LlamaForCausalLM",
@@ -529,4 +550,8 @@ FAMILIES: dict[str, Family] = {
         understood=frozenset({"shared_expert_intermediate_size"}),
         **_DELTA_FAMILY,
     ),
+}
+FAMILIES |= {
+    "qwen3_5_vl": _text_part(FAMILIES["qwen3_5"], "Qwen3_5ForConditionalGeneration"),
+    "qwen3_5_moe_vl": _text_part(FAMILIES["qwen3_5_moe"], "Qwen3_5MoeForConditionalGeneration"),
 }

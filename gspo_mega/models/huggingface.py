@@ -117,7 +117,7 @@ def read_end_tokens(folder: str | Path) -> tuple[int, ...]:
     folder = Path(folder)
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such folder; the one of a Hugging Face model or tokenizer is needed")
-    reader = ConfigReader(_read_json(folder / "config.json") or {})
+    reader = ConfigReader(_text_values(_read_json(folder / "config.json") or {}))
     ids = _eos_token_ids(reader, _read_json(folder / "generation_config.json") or {}, reader.raw.get("vocab_size") or 0)
     if reader.problems:
         raise ModelError("\n".join(f"{folder}: {problem}" for problem in reader.problems))
@@ -150,7 +150,7 @@ def _spec_from_config(raw: dict[str, Any], where: str, generation: dict[str, Any
         )
     name = ARCHITECTURES[architectures[0]]
     family = FAMILIES[name]
-    reader = ConfigReader(raw)
+    reader = ConfigReader(_text_values(raw))
     _refuse_other_maths(reader, family)
 
     hidden_size = reader.size("hidden_size")
@@ -211,6 +211,19 @@ def _spec_from_config(raw: dict[str, Any], where: str, generation: dict[str, Any
     if reader.problems:
         raise ModelError("\n".join(f"{where}: {problem}" for problem in reader.problems))
     return spec
+
+
+def _text_values(raw: dict[str, Any]) -> dict[str, Any]:
+    """What a config.json says of the text model: of a vision-language model its `text_config`, with the values that
+    count for the whole from the top; of others all.
+    """
+    if not any(family.text_part and raw.get("architectures") == [family.architecture] for family in FAMILIES.values()):
+        return raw
+    text = raw.get("text_config")
+    if not isinstance(text, dict):
+        raise ValueError("text_config is missing or no object")
+    above = {key: raw[key] for key in ("dtype", "torch_dtype", "eos_token_id") if raw.get(key) is not None}
+    return text | above | {"tie_word_embeddings": raw.get("tie_word_embeddings", False)}
 
 
 def _has(reader: ConfigReader, own: bool | str) -> bool:

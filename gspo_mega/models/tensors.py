@@ -24,6 +24,8 @@ from gspo_mega.models.families import EMBEDDING, FAMILIES, HEAD, Role, Sharding,
 from gspo_mega.models.spec import ModelSpec
 
 VOCABULARY_MULTIPLE = 128
+# Tokens that the kernels of gated delta nets compute together.
+DELTA_CHUNK = 64
 
 
 def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
@@ -184,7 +186,7 @@ def _entry(
         stage=rule.stage,
         layer=layer,
         expert=expert,
-        copies=(HEAD.parameter,) if rule is EMBEDDING and spec.tie_word_embeddings else (),
+        copies=(HEAD.parameter,) if rule.parameter == EMBEDDING.parameter and spec.tie_word_embeddings else (),
         is_buffer=rule.is_buffer,
         served_wide=rule.served_wide,
         stack=None if rule.stack is None else replace(rule.stack, name=rule.stack.name.format(layer=layer)),
@@ -383,16 +385,17 @@ def forward_flops_per_token(spec: ModelSpec, sequence_tokens: int) -> float:
 
     Counts matrix products: two FLOPs per weight that multiplies the token (LM head included, embedding look-up not),
     and in attention 2 x heads x (a key's + a value's size) per position attended to, (sequence_tokens + 1) / 2 on
-    average, and less in layers with a sliding window.
+    average, less in layers with a sliding window, and `delta_rule_flops` in place of that in gated delta nets.
     """
-    return _matrix_flops(spec) + _position_flops(spec) * spec.num_layers * attended_positions(spec, sequence_tokens)
+    attention = _position_flops(spec) * spec.num_layers * attended_positions(spec, sequence_tokens)
+    return _matrix_flops(spec) + attention + delta_rule_flops(spec)
 
 
 def attended_positions(spec: ModelSpec, sequence_tokens: int) -> float:
     """The number of positions that a token attends to, averaged over a causal sequence and over layers."""
     full = (sequence_tokens + 1) / 2
     if spec.window is None:
-        return full
+        return full * spec.num_attention_layers / spec.num_layers
     before = min(spec.window.tokens, sequence_tokens)  # while the window is not full yet
     windowed = (before * (before + 1) / 2 + (sequence_tokens - before) * before) / sequence_tokens
     share = sum(spec.window.layers) / spec.num_layers
@@ -404,11 +407,25 @@ def attention_crossover_tokens(spec: ModelSpec) -> int:
     Layers with a window count as the latter, because they cost the same per token at any length.
     """
     windowed = 0 if spec.window is None else sum(spec.window.layers)
-    fixed = _matrix_flops(spec)
+    fixed = _matrix_flops(spec) + delta_rule_flops(spec)
     if spec.window is not None:
         fixed += _position_flops(spec) * windowed * spec.window.tokens
-    quadratic = _position_flops(spec) * (spec.num_layers - windowed) / 2
+    quadratic = _position_flops(spec) * (spec.num_attention_layers - windowed) / 2
     return max(1, round(fixed / quadratic) - 1) if quadratic else spec.max_position_embeddings
+
+
+def delta_rule_flops(spec: ModelSpec) -> float:
+    """FLOPs of the rule of all gated delta nets per token, in a forward pass by chunks of `DELTA_CHUNK` tokens.
+
+    For each value head the state is read twice and written once. Within a chunk, for each of its positions up to the
+    token's: two products of keys, one of the written values, and the solution of a triangular system for as many
+    columns as a key and a value have.
+    """
+    if spec.delta is None:
+        return 0.0
+    key, value = spec.delta.key_dim, spec.delta.value_dim
+    a_head = 6 * key * value + (3 * key + 2 * value) * (DELTA_CHUNK + 1)
+    return float(sum(spec.delta.layers) * spec.delta.value_heads * a_head)
 
 
 def _matrix_flops(spec: ModelSpec) -> float:

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 from gspo_mega.config.derived import fused_keys, has_sampling_masks
 from gspo_mega.config.schema import Config, Precision
-from gspo_mega.models.spec import LatentAttention, ModelSpec, MoeSpec
+from gspo_mega.models.spec import DeltaNet, LatentAttention, ModelSpec, MoeSpec
+from gspo_mega.models.tensors import DELTA_CHUNK
 from gspo_mega.plan.gpus import Device
 from gspo_mega.plan.layout import Layout
 from gspo_mega.plan.state import WEIGHT_BYTES
@@ -62,6 +63,8 @@ def layer_activations(
     attention, mlp = (_cpu if device == "cpu" or config.precision == "fp32" else _gpu)(
         config, spec, moe, layout, size, part, device == "gpu"
     )
+    if spec.delta is not None:  # what both kinds of layers fit in
+        attention = max(attention, _delta_net(spec, spec.delta, layout, size, part))
     return LayerActivations(attention, mlp, part * spec.hidden_size * size, _working(spec, moe, layout, size, part))
 
 
@@ -109,7 +112,7 @@ def _projected(spec: ModelSpec, layout: Layout) -> float:
     key-value head.
     """
     ranks = layout.tensor if spec.num_kv_heads >= layout.tensor else 1
-    return (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim / ranks
+    return ((1 + spec.output_gate) * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim / ranks
 
 
 def _cpu(
@@ -151,6 +154,8 @@ def _cpu_heads(spec: ModelSpec, layout: Layout, size: int) -> float:
     # Keys, values, queries, output, log-sum-exp; with sinks each head's are wider by the query heads that share a key.
     wider = 1 + (spec.num_heads / spec.num_kv_heads / spec.head_dim if spec.sinks else 0)
     attention += (2 * key + 2 * query) * wider * size + 4 * heads
+    if spec.output_gate:
+        attention += query * (size + 4)
     return attention + query * size  # what the output projection multiplies
 
 
@@ -203,6 +208,8 @@ def _gpu_heads(precision: Precision, spec: ModelSpec, layout: Layout, size: int,
     attention += (2 * query + key) * size + 4 * heads  # turned queries and keys, output, log-sum-exp
     if precision == "fp8":
         attention += query * linear  # the output once more, as the projection multiplies it
+    if spec.output_gate:
+        attention += query * (size + 4)  # its sigmoid in fp32, and the gated output
     return attention
 
 
@@ -225,6 +232,18 @@ def _gpu_latent(
         2 * (spec.head_dim + latent.value_dim) * size + 4
     )  # queries and keys, values and output, log-sum-exp
     return kept + (heads * latent.value_dim * linear if precision == "fp8" else 0)
+
+
+def _delta_net(spec: ModelSpec, delta: DeltaNet, layout: Layout, size: int, part: float) -> float:
+    """Return what a gated delta net keeps: its norm and the projection's input; the convolution's input and output;
+    queries and keys normed, and copied for every value head; values; decays and betas; a matrix for the positions of a
+    chunk; the output, its gate, and both as the gated norm has them in fp32. By the source of the kernels for GPUs.
+    """
+    keys, values, heads = (x / layout.tensor for x in (delta.keys, delta.values, delta.value_heads))
+    convolved, copied = 2 * keys + values, 2 * heads * delta.key_dim
+    kept = part * (2 * spec.hidden_size * size + 4)
+    kept += (2 * convolved + 2 * keys + copied + 4 * values + DELTA_CHUNK * heads) * size
+    return kept + 4 * (2 * values + 6 * heads)
 
 
 def _router(moe: MoeSpec) -> float:

@@ -185,6 +185,8 @@ def undivided_sizes(spec: ModelSpec, tensor: int) -> list[str]:
         ("attention heads", spec.num_heads),
         ("key-value heads", 0 if shared or spec.latent is not None else spec.num_kv_heads),
     ]
+    if spec.delta is not None:
+        sizes.append(("key heads of gated delta nets", spec.delta.key_heads))
     if not spec.has_experts(0):
         sizes.append(("intermediate size", spec.intermediate_size))
     if spec.moe is not None:

@@ -51,6 +51,8 @@ EXPERT_IMBALANCE = 1.3
 # the GPU while it publishes.
 _MOVED = ("weights", "padding", "gradients", "main weights", "moments", "reference")
 _PUBLISHED = ("weights", "padding")
+# What SGLang gives the states of gated delta nets, as a share of what the cache of the other layers gets.
+_STATES_TO_CACHE = 0.9
 # Bytes that a rank reads at a time, and elements that ranks exchange at a time, at least one parameter: `READ_BYTES`
 # and `EXCHANGED_ELEMENTS` of `checkpoint/optimizer_shards.py`.
 READ_BYTES, EXCHANGED_ELEMENTS = 2 * 2**30, 2**27
@@ -287,12 +289,14 @@ def server_memory(config: Config, spec: ModelSpec, total_parameters: int, memory
     weights = rank_weight_bytes(config, spec, total_parameters) + draft.weights
     # Every rank of a server keeps the whole latent.
     elements = (
-        2 * spec.num_layers * max(1, spec.num_kv_heads // attention_ranks(config.server)) * spec.head_dim
+        2 * spec.num_attention_layers * max(1, spec.num_kv_heads // attention_ranks(config.server)) * spec.head_dim
         if spec.latent is None
         else spec.cache_elements_per_token
     )
     token = elements * cache_element_bytes(config) + draft.cached_token
     room = max(0, int(memory_bytes * server.memory_fraction) - weights)
+    if spec.delta is not None:  # SGLang divides it into states and the cache of the other layers
+        room = int(room / (1 + server.options.get("mamba_full_memory_ratio", _STATES_TO_CACHE)))
     tokens = room // token
     if server.max_total_tokens is not None:
         tokens = min(tokens, server.max_total_tokens)

@@ -96,6 +96,11 @@ def shape_text(spec: ModelSpec, padded_vocab_size: int) -> str:
         shape += (
             f", latents of {spec.latent.query_rank or 'no'} (query) and {spec.latent.key_value_rank} (key and value)"
         )
+    if spec.delta is not None:
+        shape += (
+            f", gated delta nets in {sum(spec.delta.layers)} layers ({spec.delta.key_heads} x {spec.delta.key_dim}"
+            f" keys, {spec.delta.value_heads} x {spec.delta.value_dim} values)"
+        )
     if spec.moe is not None:
         shape += (
             f", {spec.moe.num_experts} experts of {spec.moe.expert_intermediate_size}, {spec.moe.experts_per_token} per"

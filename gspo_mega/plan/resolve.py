@@ -16,6 +16,7 @@ from gspo_mega.config.derived import critic_of, has_transformer_engine_layers, p
 from gspo_mega.config.loader import LoadedConfig
 from gspo_mega.config.schema import Config
 from gspo_mega.models.end_tokens import planned_end_tokens
+from gspo_mega.models.families import FAMILIES
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.models.spec import ModelSpec, shape_differences
 from gspo_mega.models.tensors import attention_crossover_tokens, padded_vocab_size
@@ -89,6 +90,11 @@ def plan_run(loaded: LoadedConfig, device: Device | None = None, model: str | Pa
         notices.append(
             f"num_nextn_predict_layers {spec.num_ignored_layers}: layers for multi-token prediction are neither loaded"
             " nor trained nor published; the run's `hf` keeps those of model.path as they are"
+        )
+    if carried := FAMILIES[spec.family].carried:
+        notices.append(
+            f"tensors {', '.join(f'{start}*' for start in carried)} of {source}, if it has any, are neither loaded nor"
+            " trained nor published; the run's `hf` keeps them as they are"
         )
     on_gpu = is_on_gpu(config.cluster, device)
     return Plan(

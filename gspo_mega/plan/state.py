@@ -48,6 +48,7 @@ _IN_A_LAYER = (
     "self_attention.core_attention",
     "self_attention.linear_proj",
     *(f"self_attention.linear_{name}" for name in ("q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj")),
+    *(f"self_attention.{name}" for name in ("dt_bias", "A_log", "in_proj", "conv1d", "out_norm", "out_proj")),
     "self_attention",
     "pre_mlp_layernorm",
     "mlp.router",

@@ -27,7 +27,7 @@ from gspo_mega.config.derived import (
 )
 from gspo_mega.config.schema import Config, Precision
 from gspo_mega.models.spec import ModelSpec
-from gspo_mega.models.tensors import attended_positions
+from gspo_mega.models.tensors import attended_positions, delta_rule_flops
 from gspo_mega.plan.delta import copying_seconds, delta_cost
 from gspo_mega.plan.gpus import (
     ATTENTION_SHARE,
@@ -273,9 +273,15 @@ class _Layer:
         peak = gpu.fp8_flops if kind == "fp8" else gpu.bf16_flops
         hidden, tensor = spec.hidden_size, layout.tensor
         rate = peak * MATRIX_SHARE[kind]
+        # The mean over layers: some may have a gated delta net in place of attention.
+        attention_share = spec.num_attention_layers / spec.num_layers
         projections = sum(
-            2 * tokens * rows * columns / (rate * _width(min(rows, columns)))
-            for rows, columns in _projections(spec, layout)
+            share * 2 * tokens * rows * columns / (rate * _width(min(rows, columns)))
+            for share, matrices in (
+                (attention_share, _projections(spec, layout)),
+                (1 - attention_share, _delta_projections(spec, layout)),
+            )
+            for rows, columns in matrices
         )
         scored = spec.num_heads * (spec.head_dim + attended_value_dim(spec)) / tensor
         attended = (
@@ -285,6 +291,10 @@ class _Layer:
             * attended_positions(spec, length)  # the mean over layers
             / (gpu.bf16_flops * (ATTENTION_SHARE if kind != "fp32" else MATRIX_SHARE["fp32"]))
         )
+
+        # At the rate of products no wider than a key: a guess, as no GPU has run it here.
+        rule = tokens * delta_rule_flops(spec) / spec.num_layers / tensor
+        attended += rule / (gpu.bf16_flops * MATRIX_SHARE["bf16"] * _width(spec.delta.key_dim if spec.delta else 1))
 
         def gated(width: float) -> float:
             return 6 * tokens * hidden * width / (rate * _width(width)) if width else 0.0
@@ -301,7 +311,7 @@ class _Layer:
             share = spec.num_moe_layers / spec.num_layers
             mlp = (1 - share) * mlp + share * (experts + gated(spec.moe.shared_intermediate_size / tensor))
         self.compute = projections + attended + mlp
-        keys = max(1, spec.num_kv_heads / tensor) * (spec.head_dim + spec.value_head_dim)
+        keys = attention_share * max(1, spec.num_kv_heads / tensor) * (spec.head_dim + spec.value_head_dim)
         self.exchange = self._exchange(config, layout, spec, gpu, tokens, keys, attended)
         self.total = self.compute + sum(self.exchange.values())
 
@@ -368,7 +378,7 @@ def _projections(spec: ModelSpec, layout: Layout) -> list[tuple[float, float]]:
     output = (hidden, heads * spec.value_head_dim)
     if latent is None:
         keys = max(1, spec.num_kv_heads / layout.tensor)
-        return [((heads + 2 * keys) * spec.head_dim, hidden), output]
+        return [(((1 + spec.output_gate) * heads + 2 * keys) * spec.head_dim, hidden), output]
     # Down-projections are whole on every tensor rank, and each does them for its own part of the tokens.
     own = layout.tensor if layout.sequence_parallel else 1
     down, up = (
@@ -377,6 +387,15 @@ def _projections(spec: ModelSpec, layout: Layout) -> list[tuple[float, float]]:
     )
     query = (heads * spec.head_dim, latent.query_rank or hidden)
     return [(down / own, hidden), query, (up, latent.key_value_rank), output]
+
+
+def _delta_projections(spec: ModelSpec, layout: Layout) -> list[tuple[float, float]]:
+    """Return the same of a gated delta net."""
+    if spec.delta is None:
+        return []
+    values = spec.delta.values / layout.tensor
+    rows = 2 * spec.delta.keys / layout.tensor + 2 * values + 2 * spec.delta.value_heads / layout.tensor
+    return [(rows, spec.hidden_size), (spec.hidden_size, values)]
 
 
 def _head_seconds(precision: Precision, layout: Layout, spec: ModelSpec, gpu: Gpu, rows: float) -> float:

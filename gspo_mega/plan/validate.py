@@ -35,6 +35,7 @@ from gspo_mega.plan.layout import (
     undivided_sizes,
 )
 from gspo_mega.plan.timing import StepTime
+from gspo_mega.plan.validate_delta import validate_delta_nets
 from gspo_mega.plan.validate_precision import (
     validate_batch_invariance,
     validate_fusions,
@@ -67,6 +68,7 @@ def validate_layout(config: Config, spec: ModelSpec, device: Device | None) -> l
         *validate_stages(config, spec, sizes),
         *validate_experts(config, spec, sizes, device),
         *validate_biased_layers(config, spec, device),
+        *validate_delta_nets(config, spec, device),
         *validate_precision(config, spec, device),
         *validate_fusions(config, spec, device),
         *validate_batch_invariance(config.engine, config.cluster, spec, device),

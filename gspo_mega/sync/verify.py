@@ -24,6 +24,7 @@ import torch
 from gspo_mega.algorithm.rounding import OnLoad, served_experts, served_linear
 from gspo_mega.checkpoint.hf_export import tensor_bytes
 from gspo_mega.models.block_fp8 import is_quantizable, is_quantized, scale_name
+from gspo_mega.models.families import FAMILIES
 from gspo_mega.models.spec import BlockFp8, ModelSpec
 from gspo_mega.models.tensors import TensorEntry, checkpoint_tensors
 from gspo_mega.sync.servers import Fleet, ServerControl
@@ -35,6 +36,11 @@ _DOWN_PROJECTIONS = (".q_a_proj", ".kv_a_proj_with_mqa")
 # Stacks of experts (`models/tensors.py`), and SGLang's names for them. SGLang keeps their matrices transposed.
 _STACK = re.compile(r"\.experts\.(gate_up_proj|down_proj)(|_bias)$")
 _STACKS = {"gate_up_proj": "w13", "down_proj": "w2"}
+# SGLang's names for the projections of a gated delta net, by the roles of the tensors in them.
+_DELTA_PARTS = {
+    **dict.fromkeys(("delta_qkvz", "delta_qkv", "delta_z"), "in_proj_qkvz"),
+    **dict.fromkeys(("delta_ba", "delta_b", "delta_a"), "in_proj_ba"),
+}
 # On a CPU, SGLang reports the first 8 bytes of the SHA-256.
 _DIGITS = 16
 
@@ -44,6 +50,11 @@ def server_tensor_name(spec: ModelSpec, entry: TensorEntry) -> str:
     if (stack := _STACK.search(entry.name)) is not None:
         return f"{entry.name[: stack.start()]}.experts.{_STACKS[stack[1]]}_weight{stack[2]}"
     owner, _, kind = entry.name.rpartition(".")  # model.layers.0.self_attn.q_proj, weight
+    if FAMILIES[spec.family].delta_net:
+        # Its attention is a part of the layer itself there, and the projections of a delta net are two.
+        owner = owner.replace(".self_attn.", ".")
+        if entry.role in _DELTA_PARTS:
+            return f"{owner.rpartition('.')[0]}.{_DELTA_PARTS[entry.role]}.{kind}"
     if entry.expert is not None:
         return f"{owner.partition('.experts.')[0]}.experts.{'w2' if entry.role == 'whole' else 'w13'}_{kind}"
     if entry.role in ("q", "k", "v"):
@@ -52,7 +63,14 @@ def server_tensor_name(spec: ModelSpec, entry: TensorEntry) -> str:
         return f"{owner.rpartition('.')[0]}.gate_up_proj.{kind}"
     if spec.latent is not None and spec.latent.query_rank is not None and owner.endswith(_DOWN_PROJECTIONS):
         return f"{owner.rpartition('.')[0]}.fused_qkv_a_proj_with_mqa.{kind}"
-    return entry.name
+    return f"{owner}.{kind}"
+
+
+def plus_one_name(spec: ModelSpec, entry: TensorEntry) -> str | None:
+    """Return the name of what SGLang makes of the weight of a norm that multiplies by 1 + weight; None of others."""
+    if not spec.zero_centred_norms or not entry.name.endswith("norm.weight") or ".linear_attn." in entry.name:
+        return None
+    return f"{server_tensor_name(spec, entry).removesuffix('weight')}gemma_weight"
 
 
 def server_tensor_names(spec: ModelSpec, stored: BlockFp8 | None = None, reports_scales: bool = True) -> dict[str, str]:
@@ -73,8 +91,8 @@ def server_tensor_names(spec: ModelSpec, stored: BlockFp8 | None = None, reports
 class ServerTensors:
     """The tensors of a server.
 
-    `names` maps every tensor that is sent to the server's tensor that contains it. `own_scales` maps the scales that
-    the server makes itself, when it quantises what it loads, to the tensor that they belong to.
+    `names` maps every tensor that is sent to the server's tensor that contains it. `own_scales` maps what the server
+    makes itself of a tensor, to that tensor: scales, when it quantises what it loads, and 1 + the weight of a norm.
     """
 
     names: Mapping[str, str]
@@ -94,7 +112,9 @@ def server_tensors(
     """
     names = server_tensor_names(spec, stored, reports_scales)
     quantised = {names[entry.name] for entry in checkpoint_tensors(spec) if on_load and is_quantizable(entry)}
-    return ServerTensors(names, {own_scale_name(name): name for name in quantised})
+    made = {own_scale_name(name): name for name in quantised}
+    made |= {one: names[entry.name] for entry in checkpoint_tensors(spec) if (one := plus_one_name(spec, entry))}
+    return ServerTensors(names, made)
 
 
 def own_scale_name(name: str) -> str:
@@ -128,6 +148,7 @@ class ExpectedChecksums:
     def __init__(self, spec: ModelSpec, stored: BlockFp8 | None = None, on_load: OnLoad | None = None) -> None:
         self.names = server_tensor_names(spec, stored)
         self._entries = {entry.name: entry for entry in checkpoint_tensors(spec)}
+        self._plus_one = {name: one for name, entry in self._entries.items() if (one := plus_one_name(spec, entry))}
         self._vocabulary = {name: e.shape for name, e in self._entries.items() if e.sharding == "vocabulary"}
         self._on_load: OnLoad | None = on_load
         self._num_experts = 0 if spec.moe is None else spec.moe.num_experts
@@ -147,6 +168,8 @@ class ExpectedChecksums:
         if tensor.dim() == 3:
             tensor = tensor.transpose(1, 2)
         running.update(tensor_bytes(tensor.float() if entry is not None and entry.served_wide else tensor))
+        if (plus_one := self._plus_one.get(name)) is not None:
+            self._hashes[plus_one] = hashlib.sha256(tensor_bytes(tensor + 1))
         if (shape := self._vocabulary.get(name)) is not None:
             padding = -shape[0] % _VOCABULARY_MULTIPLE
             running.update(bytes(padding * shape[1] * tensor.element_size()))

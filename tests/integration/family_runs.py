@@ -23,6 +23,9 @@ FAMILIES = {
     "deepseek_v3": ("LlamaTokenizerFast", "sentence"),
     "glm4_moe": ("PreTrainedTokenizerFast", "roles"),
     "gpt_oss": ("PreTrainedTokenizerFast", "channels"),
+    "qwen3_next": ("Qwen2Tokenizer", "im"),
+    "qwen3_5": ("Qwen2Tokenizer", "im"),
+    "qwen3_5_moe": ("Qwen2Tokenizer", "im"),
     **{variant: proof.tokenizer for variant, proof in PROOFS.items()},
 }
 """The variant of `family_models` -> the tokenizer's class as the family's folders name it, and how it ends a turn."""

@@ -103,7 +103,7 @@ _DELTA = dict(
     linear_num_value_heads=6,
     linear_key_head_dim=8,
     linear_value_head_dim=12,
-    rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.25),
+    rope_parameters=dict(rope_type="default", rope_theta=2e3, partial_rotary_factor=0.5),
 )
 _DELTA_EXPERTS = dict(
     num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=40

@@ -82,6 +82,8 @@ def server_arguments(spec: ServerSpec):
     if sglang_hooks.activate() and not spec.options.get("enable_torch_compile"):
         # SGLang decorates functions with torch.compile, which imports a compiler in each process and never uses it.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    # The inputs that a gated delta net remembers for its convolution, which SGLang keeps in bf16 otherwise.
+    os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", spec.dtype)
     if sglang_hooks.activate() and spec.tensor > 1:
         # SGLang has one rank per NUMA node unless it is told which cores each rank may use. Here each may use all.
         cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))

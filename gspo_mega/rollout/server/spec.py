@@ -36,6 +36,7 @@ from gspo_mega.config.derived import (
 )
 from gspo_mega.config.schema import Config, Precision, Server
 from gspo_mega.config.validate_servers import CONTEXT_SLACK, speculative_arguments, validate_server_options
+from gspo_mega.models.delta_net import read_by_sglang
 from gspo_mega.models.families import FAMILIES
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.models.low_rank import targets_of
@@ -347,15 +348,19 @@ def draft_architectures(spec: ServerSpec, draft_config: dict[str, Any]) -> list[
 
 
 def missing_values(model_config: dict[str, Any]) -> dict[str, str]:
-    """Return the argument for ServerArgs that adds the values which SGLang reads and `model_config` does not have."""
-    architectures = model_config.get("architectures") or []
-    wanted = [family.served for family in FAMILIES.values() if family.architecture in architectures]
+    """Return the argument for ServerArgs that adds the values which SGLang reads and `model_config` does not have, or
+    has otherwise than the place that counts.
+    """
+    names = model_config.get("architectures") or []
+    families = [family for family in FAMILIES.values() if family.architecture in names]
     missing = {
         key: value(model_config) if callable(value) else value
-        for values in wanted
-        for key, value in values.items()
+        for family in families
+        for key, value in family.served.items()
         if key not in model_config
     }
+    if any(family.delta_net for family in families):
+        missing |= {key: value for key, value in read_by_sglang(model_config).items() if model_config.get(key) != value}
     return {"json_model_override_args": json.dumps(missing)} if missing else {}
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -11,43 +14,9 @@ from gspo_mega.models.huggingface import spec_from_config
 from gspo_mega.models.spec import DeltaNet
 from gspo_mega.models.tensors import count_parameters, hf_tensors, is_ignored_tensor, parameter_blocks, parameter_shape
 
+SHAPES = Path(__file__).parents[3] / "configs" / "models"
 # As published, shortened to what is read: Qwen3-Next-80B-A3B.
-NEXT_80B = dict(
-    architectures=["Qwen3NextForCausalLM"],
-    attention_bias=False,
-    attention_dropout=0.0,
-    decoder_sparse_step=1,
-    eos_token_id=151645,
-    full_attention_interval=4,
-    head_dim=256,
-    hidden_act="silu",
-    hidden_size=2048,
-    intermediate_size=5120,
-    linear_conv_kernel_dim=4,
-    linear_key_head_dim=128,
-    linear_num_key_heads=16,
-    linear_num_value_heads=32,
-    linear_value_head_dim=128,
-    max_position_embeddings=262144,
-    mlp_only_layers=[],
-    moe_intermediate_size=512,
-    norm_topk_prob=True,
-    num_attention_heads=16,
-    num_experts=512,
-    num_experts_per_tok=10,
-    num_hidden_layers=48,
-    num_key_value_heads=2,
-    partial_rotary_factor=0.25,
-    rms_norm_eps=1e-06,
-    rope_scaling=None,
-    rope_theta=10000000,
-    router_aux_loss_coef=0.001,
-    shared_expert_intermediate_size=512,
-    tie_word_embeddings=False,
-    torch_dtype="bfloat16",
-    use_sliding_window=False,
-    vocab_size=151936,
-)
+NEXT_80B = json.loads((SHAPES / "qwen3_next_80b.json").read_text())
 _QWEN3_5 = dict(
     attention_bias=False,
     attn_output_gate=True,

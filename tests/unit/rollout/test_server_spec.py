@@ -290,6 +290,19 @@ def test_what_sglang_looks_for_and_transformers_does_not_write_is_given_to_it():
     assert missing_values({"architectures": ["Qwen3ForCausalLM"]}) == missing_values({}) == {}
 
 
+def test_sglang_is_told_which_layers_have_attention_and_the_rotary_base():
+    """A folder that transformers 5 wrote has both only in its own form."""
+    config = {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
+        "rope_parameters": {"rope_theta": 2e4, "partial_rotary_factor": 0.5, "rope_type": "default"},
+        "partial_rotary_factor": 0.25,  # written as a default; what is inside counts
+    }
+    found = {"full_attention_interval": 3, "rope_theta": 2e4, "partial_rotary_factor": 0.5}
+    assert json.loads(missing_values(config)["json_model_override_args"]) == found
+    assert missing_values(config | found) == {}
+
+
 def test_the_gpu_of_a_server_is_asked_whether_it_keeps_what_is_published(tmp_path):
     """`cluster.gpu` may be absent, or another; what counts is the GPU that is there."""
     blocks = spec_of(tmp_path, quantization="fp8_block")

@@ -1,0 +1,60 @@
+"""What a model with gated delta nets (Qwen3-Next, Qwen3.5) cannot be used with: what Megatron or SGLang cannot do, and
+what has not been tried. Each text says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gspo_mega.base.errors import Violation
+from gspo_mega.config.derived import has_transformer_engine_layers
+from gspo_mega.config.schema import Config
+from gspo_mega.models.delta_net import attention_interval
+from gspo_mega.models.spec import ModelSpec
+from gspo_mega.plan.gpus import Device, is_on_gpu
+
+
+def validate_delta_nets(config: Config, spec: ModelSpec, device: Device | None) -> Iterator[Violation]:
+    """Yield what this model or its layout does not have; nothing for a model without gated delta nets."""
+    if spec.delta is None:
+        return
+    parallel = config.parallel
+    if parallel.tensor > 1 and not parallel.sequence:
+        yield Violation(
+            "parallel.sequence",
+            f"false with tensor {parallel.tensor}: Megatron does not add up the gradient of the norm in a gated delta"
+            " net, of which every tensor rank sees its own heads",
+            "true",
+        )
+    heads = spec.delta.key_heads // parallel.tensor
+    if spec.delta.key_heads % parallel.tensor == 0 and heads % parallel.context:
+        yield Violation(
+            "parallel.context",
+            f"{parallel.context} does not divide the {heads} key heads of gated delta nets on a tensor rank; context"
+            " ranks exchange positions for heads",
+            ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0),
+        )
+    if config.precision == "fp8":
+        yield Violation(
+            "precision", f"fp8: {spec.family} has been tried with Megatron's plain layers only", "bf16, fp32"
+        )
+    elif has_transformer_engine_layers(config, has_gpu=is_on_gpu(config.cluster, device) is not False):
+        chosen = "true" if config.engine.transformer_engine else "left out, which on a GPU means true"
+        yield Violation(
+            "engine.transformer_engine",
+            f"{chosen}: gated delta nets have been tried with Megatron's plain layers only",
+            "false",
+        )
+    if config.server.quantization != "none":
+        yield Violation(
+            "server.quantization",
+            f"{config.server.quantization} with {spec.family}: quantised servers with gated delta nets have not been"
+            " tried",
+            "none",
+        )
+    if attention_interval(spec.delta.layers) is None:
+        yield Violation(
+            "model.path",
+            "layer_types: SGLang can have attention only in every n-th layer (full_attention_interval)",
+            "a model with attention in every n-th layer",
+        )

@@ -1,0 +1,109 @@
+"""The plan for models with gated delta nets: what they cost, and what they cannot be used with."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gspo_mega.base.errors import PlanError
+from gspo_mega.models.huggingface import read_model_spec
+from gspo_mega.models.tensors import (
+    attention_crossover_tokens,
+    count_parameters,
+    forward_flops_per_token,
+    hf_tensors,
+)
+from gspo_mega.plan import estimate, plan_run, render_report
+from gspo_mega.plan.activations import layer_activations
+from gspo_mega.plan.memory import server_memory
+
+SHAPES = Path(__file__).parents[3] / "configs" / "models"
+SMALL, LARGE = SHAPES / "certify_qwen3_next.json", SHAPES / "qwen3_next_80b.json"
+PLAIN = ("precision=bf16", "engine.transformer_engine=false")
+
+
+def test_flops_by_hand():
+    spec = read_model_spec(LARGE)
+    counts = count_parameters(spec)
+    vectors = sum(entry.num_elements for entry in hf_tensors(spec) if len(entry.shape) == 1)
+    matrices = 2 * (counts.active - counts.embedding - vectors)
+    # Of 32 heads in 36 layers: the state read twice and written once, and chunks of 64 with 65 / 2 positions on average.
+    rule = 36 * 32 * (6 * 128 * 128 + 2 * (3 * 128 + 2 * 128) * 65 / 2)
+    assert forward_flops_per_token(spec, 1) == pytest.approx(matrices + rule + 12 * 2 * 16 * 512)
+    # Only the 12 layers with attention cost more for a longer sequence.
+    longer = forward_flops_per_token(spec, 4097) - forward_flops_per_token(spec, 1)
+    assert longer == pytest.approx(12 * 2 * 16 * 512 * 2048)
+    crossover = attention_crossover_tokens(spec)
+    assert forward_flops_per_token(spec, crossover) == pytest.approx(2 * (matrices + rule), rel=1e-3)
+
+
+def test_a_server_caches_only_layers_with_attention_and_keeps_room_for_states(load):
+    spec, config = read_model_spec(LARGE), load("precision=bf16").config
+    memory = server_memory(config, spec, count_parameters(spec).total, 640 * 2**30)
+    room = int(640 * 2**30 * config.server.memory_fraction) - memory.weights
+    assert memory.cache_tokens == int(room / 1.9) // (2 * 12 * 2 * 256 * 2)
+
+
+def test_a_layer_is_planned_with_the_larger_of_both_kinds(load):
+    plan = plan_run(load(*PLAIN), "gpu", LARGE)
+    both = layer_activations(plan.config, plan.spec, plan.layout, "gpu")
+    without = layer_activations(plan.config, replace(plan.spec, delta=None), plan.layout, "gpu")
+    # The projection's rows for every token: q, k, v and z in bf16 before and after the convolution, and copies.
+    assert both.attention > without.attention > 0
+    assert both.attention > 2 * (2 * 8192 + 2 * 4096 + 3 * 4096)
+    assert both.mlp == without.mlp
+
+
+def test_the_report_says_what_the_model_is(load):
+    plan = plan_run(load(*PLAIN, "cluster.ranks_per_node=8", "parallel={tensor: 2, expert: 8}"), "gpu", LARGE)
+    report = render_report(plan, estimate(plan))
+    assert "gated delta nets in 36 layers (16 x 128 keys, 32 x 128 values)" in report
+    assert "79.7 G parameters, 3.87 G active per token" in report
+
+
+@pytest.mark.parametrize(
+    ("device", "overrides", "text"),
+    [
+        ("cpu", ["precision=fp8"], "precision: fp8: qwen3_next has been tried with Megatron's plain layers only"),
+        ("gpu", ["precision=bf16"], "engine.transformer_engine: left out, which on a GPU means true"),
+        (
+            "cpu",
+            ["precision=bf16", "engine.transformer_engine=true"],
+            "engine.transformer_engine: true: gated delta nets",
+        ),
+        (
+            "cpu",
+            ["cluster.ranks_per_node=2", "parallel={tensor: 2, expert: 2, sequence: false}"],
+            "parallel.sequence: false with tensor 2: Megatron does not add up",
+        ),
+        (
+            "cpu",
+            ["cluster.ranks_per_node=8", "parallel={context: 8}"],
+            "parallel.context: 8 does not divide the 4 key heads of gated delta nets on a tensor rank",
+        ),
+        ("cpu", ["server.quantization=fp8"], "server.quantization: fp8 with qwen3_next"),
+        ("cpu", ["engine.batch_invariant=true"], "engine.batch_invariant: true, and the model is qwen3_next"),
+    ],
+)
+def test_what_cannot_be_is_named(load, device, overrides, text):
+    with pytest.raises(PlanError) as refused:
+        plan_run(load(*overrides), device, SMALL)
+    assert text in str(refused.value)
+
+
+def test_tensor_ranks_divide_the_key_heads(load, tmp_path):
+    file = tmp_path / "shape.json"
+    file.write_text(json.dumps(json.loads(SMALL.read_text()) | dict(linear_num_key_heads=1, linear_num_value_heads=2)))
+    with pytest.raises(PlanError, match="key heads of gated delta nets 1"):
+        plan_run(load("cluster.ranks_per_node=2", "parallel={tensor: 2, expert: 2}"), "cpu", file)
+
+
+def test_irregular_layers_are_refused_because_sglang_cannot_serve_them(load, tmp_path):
+    file = tmp_path / "shape.json"
+    kinds = ["linear_attention", "full_attention", "full_attention", "linear_attention"]
+    file.write_text(json.dumps(json.loads(SMALL.read_text()) | dict(layer_types=kinds)))
+    with pytest.raises(PlanError, match="SGLang can have attention only in every n-th layer"):
+        plan_run(load(), "cpu", file)
