@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import importlib
 import logging
 import sys
@@ -54,6 +55,8 @@ RUNS = ("train", "sft", "reward-model", "eval", "serve", "certify", "mismatch", 
 # Earlier names of commands, which still work in this release.
 RENAMED = {"budget": "mismatch"}
 EXIT_USAGE = 2
+# A disk that is full, lost, or read-only: no defect of the command, whichever file it was at.
+_OF_THE_DISK = (errno.EIO, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ESTALE)
 # The reader of the output is gone: the code that a shell reports for a program ended by SIGPIPE.
 EXIT_BROKEN_PIPE = 141
 
@@ -85,7 +88,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         show_error(f"gspo-mega {name}: {error.filename}: {error.strerror}")
         return FolderError.exit_code
     except OSError as error:
-        if error.filename is not None and (name not in RUNS or isinstance(error, PermissionError)):
+        if error.filename is not None and (
+            name not in RUNS or isinstance(error, PermissionError) or error.errno in _OF_THE_DISK
+        ):
             show_error(f"gspo-mega {name}: {error.filename}: {error.strerror}")
             return FolderError.exit_code
         if name in RUNS:

@@ -182,16 +182,24 @@ def describe_failure(failed: Sequence[Child], attempt: Attempt) -> RankError:
 
 
 def _error_records(attempt: Attempt) -> list[dict]:
-    return [
-        record for path in sorted(attempt.errors_dir.glob("rank_*.json")) if (record := read_json(path)) is not None
-    ]
+    """The records that can be read: what ended the ranks may be the disk on which they are."""
+    records = (_read(path) for path in sorted(attempt.errors_dir.glob("rank_*.json")))
+    return [record for record in records if isinstance(record, dict)]
+
+
+def _read(path: Path) -> Any | None:
+    try:
+        return read_json(path)
+    except (OSError, DamagedFileError) as error:
+        logger.warning("%s cannot be read: %s", path, error)
+        return None
 
 
 def _killed_task(step: Child, recorded: set[int]) -> str | None:
     """The text about the rank of a Slurm step that ended first, if a signal killed it; such a rank leaves no record."""
     try:
         output = step.spec.log.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
+    except OSError:
         return None
     first = _TASK_END.search(output)
     if first is None or int(first[2]) in recorded or not first[3].startswith(_KILLED):
@@ -223,7 +231,7 @@ def _from_log(child: Child, attempt: Attempt) -> RankError:
 def _from_server(child: Child, attempt: Attempt) -> RankError:
     # A reward model's server registers elsewhere; the end of its log says why it ended.
     is_of_policy = child.spec.kind == "server"
-    registration = (read_json(attempt.server_file(f"server-{child.spec.index}")) or {}) if is_of_policy else {}
+    registration = (_read(attempt.server_file(f"server-{child.spec.index}")) or {}) if is_of_policy else {}
     reason = registration.get("error")
     text = f"server {child.spec.index} gave up: {reason}" if reason else f"{child.name} {child.end_described}"
     # A reason of several lines already contains the end of the log.
@@ -243,6 +251,8 @@ def _tail(log: Path) -> str:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
         lines = []
+    except OSError as error:
+        return f"\n(its log {log} cannot be read: {error.strerror})"
     if not lines:
         return f"\n(its log {log} is empty)"
     return f"\nend of {log}:\n  " + "\n  ".join(lines[-_TAIL_LINES:])

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -196,7 +196,10 @@ class ConsoleTail:
 
 @contextmanager
 def log_to(path: Path) -> Iterator[None]:
-    """Send the launcher's log lines to `path`, an attempt's supervisor.log, and nowhere else."""
+    """Send the launcher's log lines to `path`, an attempt's supervisor.log, and nowhere else.
+
+    A disk that refuses the last lines loses them, and not the error with which the block ends.
+    """
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     launcher = logging.getLogger("gspo_mega.launcher")
@@ -207,4 +210,5 @@ def log_to(path: Path) -> Iterator[None]:
         yield
     finally:
         launcher.removeHandler(handler)
-        handler.close()
+        with suppress(OSError):
+            handler.close()

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from gspo_mega.base import network
 from gspo_mega.base.errors import GspoMegaError, PlanError, RankError, StuckError
-from gspo_mega.base.run_folder import EXIT_STOPPED, Attempt, RunFolder, atomic_write_json, read_json
+from gspo_mega.base.run_folder import EXIT_STOPPED, Attempt, DamagedFileError, RunFolder, atomic_write_json, read_json
 from gspo_mega.config import LoadedConfig
 from gspo_mega.config.derived import command_name
 from gspo_mega.config.schema import ModelReward
@@ -452,7 +452,7 @@ class RemainingServers:
         """Whether a server has joined that is not registered as `failed`. A server without a state may serve."""
         own = {self._attempt.server_file(f"server-{child.spec.index}") for child in self._servers}
         joined = [path for path in self._attempt.servers_dir.glob("[!.]*.json") if path not in own]
-        return any((read_json(path) or {}).get("state") != "failed" for path in joined)
+        return any(_read(path).get("state") != "failed" for path in joined)
 
     def _has_left(self, child: Child) -> bool:
         return child.exit_code == 0 and self._record(child).get("state") == "stopped"
@@ -468,7 +468,7 @@ class RemainingServers:
         # wait for it; so this process writes one.
         why = f"its process {child.end_described}"
         server_id = f"server-{child.spec.index}"
-        Registration(
+        registration = Registration(
             server_id,
             record.get("address", ""),
             child.pid,
@@ -477,11 +477,16 @@ class RemainingServers:
             None,
             time.time(),
             error=why,
-        ).write(self._attempt.servers_dir)
+        )
+        try:
+            registration.write(self._attempt.servers_dir)
+        except OSError as error:
+            logger.warning("%s cannot be registered as failed: %s", server_id, error.strerror)
         return why
 
     def _record(self, child: Child) -> dict:
-        return read_json(self._attempt.server_file(f"server-{child.spec.index}")) or {}
+        """The server's registration; empty if it has none, or none that can be read now."""
+        return _read(self._attempt.server_file(f"server-{child.spec.index}"))
 
     def _report(self, child: Child, what: str, level: int = logging.INFO) -> None:
         num_left, total = len(self._servers) - len(self._failed) - len(self._left), len(self._servers)
@@ -491,3 +496,14 @@ class RemainingServers:
         text = f"{what}; {left} (log: {child.spec.log})"
         logger.log(level, "%s", text)
         self._say(f"warning  {text}" if level == logging.WARNING else text)
+
+
+def _read(registration: Path) -> dict:
+    """The JSON of a registration; empty while it is missing or cannot be read. A shared file system may fail for a
+    moment, which must not end the run.
+    """
+    try:
+        return read_json(registration) or {}
+    except (OSError, DamagedFileError) as error:
+        logger.warning("%s cannot be read: %s", registration, error)
+        return {}

@@ -135,9 +135,14 @@ class Restarts:
 
     def decide_and_record(self, attempt: Attempt, error: GspoMegaError) -> Decision:
         """Decide on the failure of `attempt` and record the decision in its folder. If that is not possible, as on a
-        full disk, there is no restart.
+        full or lost disk, there is no restart.
         """
-        decision = self.decide(error, furthest(attempt.run_folder), time.time())
+        try:
+            come = furthest(attempt.run_folder)
+        except (OSError, DamagedFileError) as refused:
+            why = f"no automatic restart: the run's files cannot be read: {refused}"
+            return Decision(False, why, one_line(error))
+        decision = self.decide(error, come, time.time())
         record = RestartRecord(decision.again, decision.why, decision.cause, self._restarted_at, self._furthest)
         try:
             atomic_write_json(attempt.restart_file, asdict(record))

@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,20 @@ def test_the_earlier_name_of_a_command_works_and_says_the_new_one(capsys):
     shown = capsys.readouterr()
     assert ended.value.code == 0 and "usage: gspo-mega mismatch" in shown.out
     assert "gspo-mega budget is now gspo-mega mismatch" in shown.err
+
+
+@pytest.mark.parametrize("number, code", [(5, 9), (30, 9), (28, 9), (122, 9), (22, None)])
+def test_a_disk_that_fails_is_an_error_for_a_person_and_another_oserror_a_defect(monkeypatch, capsys, number, code):
+    def fails(args):
+        raise OSError(number, os.strerror(number), "runs/x/attempts/0001/logs/rank_0.log")
+
+    monkeypatch.setattr("gspo_mega.cli.train.run", fails)
+    if code is None:
+        with pytest.raises(OSError):
+            main(["train", QUICKSTART])
+        return
+    assert main(["train", QUICKSTART]) == code
+    assert capsys.readouterr().err == f"gspo-mega train: runs/x/attempts/0001/logs/rank_0.log: {os.strerror(number)}\n"
 
 
 def test_plan_prints_the_layout(capsys):

@@ -141,3 +141,19 @@ def test_a_rank_that_reported_its_error_and_was_killed_then_is_no_killed_rank(at
     record(attempt, 0, 2.0, text="echo")
     error = describe_failure([child(attempt, "rank", 0, 7), child(attempt, "rank", 1, -9)], attempt)
     assert "rank 1 failed" in str(error) and "Traceback: the cause" in str(error)
+
+
+def test_logs_and_records_on_a_lost_disk_do_not_hide_how_a_rank_ended(attempt):
+    """Reading them fails, here because folders are in their places."""
+    rank, server = child(attempt, "rank", 0, 1), child(attempt, "server", 0, 3)
+    for path in (rank.spec.log, server.spec.log):
+        path.unlink()
+        path.mkdir()
+    for path in (attempt.error_file(0), attempt.server_file("server-0")):
+        path.mkdir()
+    text = str(describe_failure([rank], attempt))
+    assert text.startswith("rank 0 exited with code 1 without an error report")
+    assert f"its log {rank.spec.log} cannot be read: Is a directory" in text
+    assert str(describe_failure([server], attempt)).startswith("server 0 exited with code 3")
+    rank.spec.kind = "ranks"
+    assert "cannot be read" in str(describe_failure([rank], attempt))

@@ -76,3 +76,15 @@ def test_one_left_and_one_failed_leaves_the_end_to_the_pool(ended):
     _, servers, said = ended(("stopped", 0), ("failed", 1))
     assert servers.lost() == []
     assert "1 of 2 servers is left" in said[0] and "no server of 2 is left" in said[1]
+
+
+def test_a_registration_that_cannot_be_read_or_written_for_a_moment_ends_nothing(ended, monkeypatch):
+    _, servers, said = ended(("ready", 0))
+
+    def fails(*_, **__):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("gspo_mega.launcher.local.read_json", fails)
+    monkeypatch.setattr(Registration, "write", fails)
+    assert [child.spec.index for child in servers.lost()] == [0], "its process has ended, which needs no file"
+    assert said[0].startswith("warning  server 0 is given up: its process exited with code 0")

@@ -99,6 +99,16 @@ def test_without_a_record_there_is_no_restart(tmp_path):
     assert not decision.again and decision.why.startswith(f"no automatic restart: {attempt.restart_file} cannot be")
 
 
+def test_a_run_whose_files_cannot_be_read_is_not_started_again(tmp_path):
+    """A disk that is lost fails reading too; the run's error must still be shown."""
+    folder = RunFolder(tmp_path)
+    attempt = folder.new_attempt()
+    folder.metrics_file.mkdir()
+    decision = Restarts(3, Furthest()).decide_and_record(attempt, RankError("rank 0 failed"))
+    assert not decision.again and decision.why.startswith("no automatic restart: the run's files cannot be read")
+    assert decision.cause == "rank 0 failed"
+
+
 def test_the_error_of_a_rank_has_the_code_of_its_cause():
     """What the launcher raises is a RankError, whatever the rank raised."""
     for cause, again in ((NumericsError, False), (ConfigError, False), (RolloutError, True)):
