@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -161,8 +161,9 @@ def _row(trajectory: Trajectory) -> str:
     return f"{trajectory.trajectory_id} {hashlib.sha256(text.encode()).hexdigest()}"
 
 
-def _plain(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else str(value)
+def _plain(value: Iterable[Any]) -> list[Any]:
+    """The values of a column or a set, whole: its text would leave most of a long one out."""
+    return sorted(value) if isinstance(value, (set, frozenset)) else list(value)
 
 
 def _without_time(values: Mapping[str, Any]) -> dict[str, Any]:

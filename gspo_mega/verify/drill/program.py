@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import subprocess
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from gspo_mega.launcher.prepare import yaml_string
 from gspo_mega.verify.drill.kinds import KINDS, Fault, Kind
 from gspo_mega.verify.drill.outcome import differences, journal_problems, outcome, shorten
 from gspo_mega.verify.drill.plan import Row, Trial, trials
-from gspo_mega.verify.drill.scene import POLL_SECONDS, NotThereError, Scene
+from gspo_mega.verify.drill.scene import POLL_SECONDS, TRAIN, NotThereError, Scene
 from gspo_mega.verify.run_folder_check import check_run_folder
 
 _MOST_COMMANDS = 12
@@ -52,7 +53,7 @@ class Reference:
 @dataclass(frozen=True)
 class Settings:
     """`words`: the configuration's file and the user's overrides. `patience_seconds`: after which a command that has
-    not ended counts as hung.
+    not ended counts as hung. `command`: what trains, before these words.
     """
 
     loaded: LoadedConfig
@@ -62,6 +63,7 @@ class Settings:
     patience_seconds: float
     live_share: float
     keep: bool = False
+    command: Sequence[str] = TRAIN
 
 
 def refuse(loaded: LoadedConfig) -> None:
@@ -158,12 +160,12 @@ class Drill:
         if with_disk and "disk" in needs:
             size = _DISK_BYTES + 4 * _bytes_below(self._live.path)
         words = [*words, f"run.dir={yaml_string(str(root / 'runs'))}"]
-        return Scene(root, self._name, words, "network" in needs, size)
+        return Scene(root, self._name, [*self._settings.command, *words], "network" in needs, size)
 
     def _undisturbed(self, scene: Scene) -> Reference:
         self._say(f"{scene.root.name}: a run that nothing disturbs")
         command = scene.start()
-        self._wait(scene)
+        self._wait(scene, [])
         command.look()
         if command.process.returncode != 0:
             raise FolderError(f"{scene.root}: the undisturbed run failed: {command.said()}; see {command.errors}")
@@ -192,67 +194,74 @@ class Drill:
         scene = self._scene(f"trials/{trial.number:04d}", words, trial.faults, with_disk=True)
         began = time.monotonic()
         tried: list[_Struck] = []
-        problems: list[str] = []
-        is_sound = False
+        is_equal = False
         try:
             for fault in trial.faults:
-                tried.append(self._strike(scene, trial, fault, problems, tried))
-            self._finish(scene, problems, tried)
+                tried.append(_Struck(fault))
+                self._strike(scene, trial, tried)
+            self._finish(scene, tried)
             different = self._differences(scene, trial)
-            problems += [f"differs: {name}" for name in shorten(different)]
-            is_sound = not different
-        except (GspoMegaError, OSError, ValueError) as error:
-            problems.append(f"{type(error).__name__}: {error}")
+            is_equal = not different
+            if different:
+                _blame(tried, [f"differs: {name}" for name in shorten(different)])
+        except (GspoMegaError, OSError, ValueError, subprocess.SubprocessError) as error:
+            _blame(tried, [f"{type(error).__name__}: {error}"])
         finally:
-            scene.close(remove=is_sound and not problems and not self._settings.keep)
+            is_sound = is_equal and not any(one.problems for one in tried)
+            scene.close(remove=is_sound and not self._settings.keep)
         seconds = (time.monotonic() - began) / max(len(tried), 1)
         rows = [
-            Row(trial.number, trial.is_live, one.fault.kind, one.fault.moment, one.done, bool(one.done), one.ended,
-                is_sound, problems, round(seconds, 1))
+            Row(
+                trial.number,
+                trial.is_live,
+                one.fault.kind,
+                one.fault.moment,
+                one.done,
+                bool(one.done),
+                one.ended or "went on",
+                is_equal,
+                one.problems,
+                round(seconds, 1),
+            )
             for one in tried
-        ]  # fmt: skip
+        ]
         for row in rows:
-            verdict = "equal" if row.equal and not row.problems else "; ".join(row.problems)
-            what = row.done if row.tried else "the run ended before"
-            mode = "live" if row.is_live else "replayed"
-            self._say(f"trial {row.trial} ({mode})  {row.kind}, {row.moment}: {what}; {row.ended}; {verdict}")
+            self._say(_line(row))
         return rows
 
-    def _strike(self, scene: Scene, trial: Trial, fault: Fault, problems: list[str], before: list[_Struck]) -> _Struck:
-        kind, struck = KINDS[fault.kind], _Struck(fault)
+    def _strike(self, scene: Scene, trial: Trial, tried: list[_Struck]) -> None:
+        """Strike the last fault of `tried` at its moment, unless the run ends before."""
+        struck = tried[-1]
+        fault, kind = struck.fault, KINDS[struck.fault.kind]
         is_new = scene.command is None or scene.command.has_ended()
         if scene.command is not None and is_new:
-            self._after(scene, problems, before)
+            self._after(scene, tried[:-1])
             if scene.command.process.returncode == 0:
-                return struck
+                return
         if kind.begins_with_command:
-            if not is_new:
-                return struck
-            trace = scene.root / "strace"
-            command = scene.start(kind.prefix(fault, trace), kind.variable(fault), trace if kind.calls else None)
-            self._wait(scene, problems)
-            struck.done = _evidence(kind, fault, scene)
-            struck.ended = "went on" if command.process.returncode == 0 else command.said()
-            return struck
+            if is_new:
+                scene.start(kind.prefix(fault, scene.root / "strace"), kind.variable(fault))
+                self._wait(scene, tried)
+                struck.done = _evidence(kind, fault, scene)
+            return
         if is_new:
             scene.start()
         if not self._wait_for(scene, trial, fault, is_new):
-            return struck
+            return
         assert kind.strike is not None
         try:
             struck.done = kind.strike(scene, fault)
         except NotThereError:
-            return struck
-        self._wait(scene, seconds=fault.seconds if kind.release else _SETTLE_SECONDS)
+            return
+        self._wait(scene, tried, seconds=fault.seconds if kind.release else _SETTLE_SECONDS)
         if kind.release is not None and scene.command is not None and not scene.command.has_ended():
             kind.release(scene)
-        return struck
 
     def _wait_for(self, scene: Scene, trial: Trial, fault: Fault, is_new: bool) -> bool:
         """Whether the moment of the fault came before the command's end."""
         command, reference = scene.command, self._references[trial.is_live]
         assert command is not None
-        begun, points = time.monotonic(), scene.points()
+        begun, before = time.monotonic(), scene.points()
         while not command.has_ended():
             now = time.monotonic()
             command.look()
@@ -262,7 +271,7 @@ class Drill:
                 if now - command.started > fault.place * reference.start_seconds:
                     return True
             elif fault.when == "point":
-                if scene.points()[fault.point] - points[fault.point] >= fault.hit:
+                if scene.points()[fault.point] - before[fault.point] >= fault.hit:
                     return True
             else:
                 since = command.first_reached if is_new else begun
@@ -272,7 +281,7 @@ class Drill:
             time.sleep(POLL_SECONDS)
         return False
 
-    def _wait(self, scene: Scene, problems: list[str] | None = None, seconds: float | None = None) -> None:
+    def _wait(self, scene: Scene, tried: list[_Struck], seconds: float | None = None) -> None:
         """Wait until the command has ended, or for some `seconds`. Kill what hangs."""
         command = scene.command
         assert command is not None
@@ -281,37 +290,34 @@ class Drill:
             command.look()
             time.sleep(POLL_SECONDS)
         if seconds is None and not command.has_ended():
-            if problems is not None:
-                problems.append(f"hung: no end after {self._settings.patience_seconds:.0f} s")
+            _blame(tried, [f"hung: no end after {self._settings.patience_seconds:.0f} s"])
             processes.kill_below((), [command.process.pid])
             command.process.wait()
 
-    def _after(self, scene: Scene, problems: list[str], before: list[_Struck]) -> None:
+    def _after(self, scene: Scene, tried: list[_Struck]) -> None:
         """The command has ended: note how, end what it left, undo faults, and look at the folder."""
         command = scene.command
         assert command is not None
-        code = command.process.returncode
-        if before and before[-1].done and not before[-1].ended:
-            before[-1].ended = "went on" if code == 0 else command.said()
-        problems += scene.left_running()
+        if tried and not tried[-1].ended and command.process.returncode != 0:
+            tried[-1].ended = command.said()
+        _blame(tried, scene.left_running())
         scene.mend()
         if command.has_traceback():
-            problems.append(f"a traceback where an error should speak to a person: {command.said()}")
+            _blame(tried, [f"a traceback where an error should speak to a person: {command.said()}"])
         if scene.run.config_file.exists():
             findings, _ = check_run_folder(scene.run)
-            problems += [f"inspect --verify: {one.where}: {one.problem}" for one in findings if not one.is_note]
+            _blame(tried, [f"inspect --verify: {one.where}: {one.problem}" for one in findings if not one.is_note])
 
-    def _finish(self, scene: Scene, problems: list[str], tried: list[_Struck]) -> None:
+    def _finish(self, scene: Scene, tried: list[_Struck]) -> None:
         """Continue the run until it ends. Raises FolderError if it does not."""
+        last = ""
         for _ in range(_MOST_COMMANDS):
             if scene.command is None:
                 scene.start()
-            self._wait(scene, problems)
-            self._after(scene, problems, tried)
+            self._wait(scene, tried)
+            self._after(scene, tried)
             assert scene.command is not None
             if scene.command.process.returncode == 0:
-                for one in tried:
-                    one.ended = one.ended or "went on"
                 return
             last = scene.command.said()
             scene.command = None
@@ -337,11 +343,27 @@ class Drill:
 
 @dataclass
 class _Struck:
-    """A fault of a trial, what was done (empty if its moment did not come), and what the run did."""
+    """A fault of a trial, what was done (empty if its moment did not come), how the command ended (empty if it went
+    on), and what was wrong after it.
+    """
 
     fault: Fault
     done: str = ""
     ended: str = ""
+    problems: list[str] = field(default_factory=list)
+
+
+def _blame(tried: Sequence[_Struck], problems: Sequence[str]) -> None:
+    """Note problems with the fault that was struck last, or with the last one if none was."""
+    if tried and problems:
+        next((one for one in reversed(tried) if one.done), tried[-1]).problems.extend(problems)
+
+
+def _line(row: Row) -> str:
+    verdict = "; ".join(row.problems) or ("equal" if row.equal else "not equal")
+    what = f"{row.done}; {row.ended}" if row.tried else "the run ended before"
+    mode = "live" if row.is_live else "replayed"
+    return f"trial {row.trial} ({mode})  {row.kind}, {row.moment}: {what}; {verdict}"
 
 
 def _evidence(kind: Kind, fault: Fault, scene: Scene) -> str:

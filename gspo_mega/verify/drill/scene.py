@@ -25,6 +25,7 @@ from gspo_mega.base.untrusted import printable
 from gspo_mega.verify.drill.machine import OWN_NETWORK, Disk, Network
 
 POLL_SECONDS = 0.005
+TRAIN = (sys.executable, "-m", "gspo_mega", "train")
 # After its supervisor has ended, a run's processes have this long to end.
 _LEFT_SECONDS = 20.0
 _ROLES = {
@@ -44,13 +45,12 @@ class NotThereError(Exception):
 
 @dataclass
 class Command:
-    """A started `gspo-mega train`. `record`: the file of the points that rank 0 reaches. `trace`: strace's log."""
+    """A started `gspo-mega train`. `record`: the file of the points that rank 0 reaches."""
 
     process: subprocess.Popen[bytes]
     started: float
     record: Path
     errors: Path
-    trace: Path | None = None
     reached: list[str] = field(default_factory=list)
     first_reached: float | None = None
     _offset: int = 0
@@ -89,7 +89,7 @@ class Command:
 
 
 class Scene:
-    """One run of `words`, the command line of a `train`, whose folder is `root`/`name`."""
+    """One run of the command `words`, whose folder is `root`/runs/`name`."""
 
     def __init__(self, root: Path, name: str, words: Sequence[str], own_network: bool, disk_bytes: int | None) -> None:
         """`disk_bytes`: put the run on a file system of its own, of this size."""
@@ -104,19 +104,19 @@ class Scene:
         self.must_mount_again = False
         self._num_commands = 0
 
-    def start(self, prefix: Sequence[str] = (), fault: str = "", trace: Path | None = None) -> Command:
+    def start(self, prefix: Sequence[str] = (), fault: str = "") -> Command:
         """Start the run, or continue it. `prefix`: words before the command. `fault`: of `failpoints`."""
         self._num_commands += 1
         log = self.root / f"command-{self._num_commands}"
         record = log.with_suffix(".reached")
         variable = f"{failpoints.VARIABLE}={fault or 'rank=0'},record={record}"
         words = [*(OWN_NETWORK if self._own_network else ()), "env", variable, *prefix]
-        words += [sys.executable, "-m", "gspo_mega", "train", *self.words]
+        words += self.words
         with log.with_suffix(".out").open("wb") as out, log.with_suffix(".err").open("wb") as errors:
             process = subprocess.Popen(
                 words, stdin=subprocess.DEVNULL, stdout=out, stderr=errors, start_new_session=True
             )
-        self.command = Command(process, time.monotonic(), record, log.with_suffix(".err"), trace)
+        self.command = Command(process, time.monotonic(), record, log.with_suffix(".err"))
         return self.command
 
     # --- processes ---------------------------------------------------------------------------------------

@@ -215,6 +215,18 @@ def test_every_difference_is_named(run, change, name):
     assert name in differences(outcome(run), outcome(other))
 
 
+def test_one_token_in_the_middle_of_a_long_response_is_a_difference(run):
+    other = copy_of(run)
+    tokens = list(range(3000))
+    for folder, one in ((run, 7), (other, 8)):
+        long = one_turn_row(
+            "step000001-g00000-s000", 0, group(1, 0).prompt, [*tokens, one, *tokens], [1] * 6001, [-1.0] * 6001,
+            [1] * 6001, "stop", "two", reward=1.0,
+        )  # fmt: skip
+        record(Journal(folder.journal_dir), 1, [Group.from_rows(0, group(1, 0).prompt, [long])])
+    assert differences(outcome(run), outcome(other)) == ["journal/step 2"]
+
+
 def test_a_changed_counter_is_named(run):
     other = copy_of(run)
     state = json.loads((other.checkpoint_dir(2) / "state.json").read_text())
