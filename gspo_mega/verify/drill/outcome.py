@@ -30,6 +30,7 @@ _APART = ("time", "run/num_restarts")
 _APART_PREFIXES = ("time/", "speed/")
 # Megatron's .metadata is a pickle that holds the same in another order of references; all tensors are in other files.
 _NOT_COMPARED = ("state.json", "megatron/.metadata", "critic/.metadata")
+_EXPORTS = ("hf", "hf_steps", "adapter", "critic")
 _MOST_SHOWN = 8
 
 
@@ -42,9 +43,10 @@ def outcome(run: RunFolder) -> dict[str, Any]:
     state = read_json_file(checkpoint / "state.json")["state"]
     totals = state["summary"].get("totals", {})
     found["state"] = {**state, "summary": _without_time(totals)}
-    for place in (run.huggingface_dir, run.huggingface_steps_dir):
-        found |= {f"{place.name}/{name}": digest for name, digest in digests(place).items()}
+    for place in _EXPORTS:
+        found |= {f"{place}/{name}": digest for name, digest in digests(run.path / place).items()}
     journal = Journal(run.journal_dir)
+    found |= {f"journal/{file.name}": file.read_bytes() for file in sorted(journal.folder.glob("*.gaps"))}
     for step in journal.steps():
         record = journal.read(step)
         groups = record.batch.groups if record is not None and record.batch is not None else []
