@@ -11,11 +11,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import gc
 import os
 import shutil
 import struct
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 
 # Words before a command that gives it a network of its own, in which it finds itself.
@@ -126,16 +128,39 @@ class Disk:
 
     def mend(self) -> None:
         """Mount it again, after a check, with what it has. No process may use it."""
-        _run("umount", str(self.mount))
+        self._unmount()
         done = subprocess.run(["e2fsck", "-fy", str(self.image)], capture_output=True, check=False)
         if done.returncode > 1:
             raise OSError(errno.EIO, f"e2fsck ended with {done.returncode}", str(self.image))
         self._mount()
 
+    def _unmount(self) -> None:
+        gc.collect()  # files that this process has read and not closed yet
+        deadline = time.monotonic() + _WAIT_SECONDS
+        while True:
+            done = subprocess.run(["umount", str(self.mount)], capture_output=True, text=True, check=False)
+            if done.returncode == 0:
+                return
+            if time.monotonic() > deadline:
+                users = ", ".join(self._users()) or "nobody that can be seen"
+                raise OSError(errno.EBUSY, f"{done.stderr.strip()}; used by {users}", str(self.mount))
+            time.sleep(0.2)
+
+    def _users(self) -> list[str]:
+        """The processes that have a file of it open, or work in it."""
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            for link in (entry / "cwd", *_entries(entry / "fd")):
+                with contextlib.suppress(OSError):
+                    if os.readlink(link).startswith(str(self.mount)):
+                        found.append(f"process {entry.name} ({os.readlink(link)})")
+                        break
+        return found
+
     def close(self) -> None:
         """Unmount it and remove its file."""
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            _run("umount", str(self.mount))
+            _run("umount", "--lazy", str(self.mount))
         self.image.unlink(missing_ok=True)
 
 
@@ -172,6 +197,13 @@ class Network:
             timeout=_WAIT_SECONDS,
         )
         return done.stdout
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
 
 
 def _run(*words: str) -> None:

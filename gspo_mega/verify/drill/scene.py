@@ -190,10 +190,12 @@ class Scene:
     def close(self, remove: bool) -> None:
         """End everything. `remove`: also the run's folder; what is on a disk of its own is copied before if not."""
         processes.kill_below()
-        self.mend()
+        with contextlib.suppress(OSError, subprocess.SubprocessError):  # a disk that cannot be mended is shown as it is
+            self.mend()
         if self.disk is not None:
             if not remove:
-                shutil.copytree(self.root / "runs", self.root / "kept", symlinks=True, dirs_exist_ok=True)
+                with contextlib.suppress(OSError, shutil.Error):
+                    shutil.copytree(self.root / "runs", self.root / "kept", symlinks=True, dirs_exist_ok=True)
             self.disk.close()
         if remove:
             shutil.rmtree(self.root, ignore_errors=True)

@@ -276,14 +276,15 @@ def sleeper(tmp_path, monkeypatch):
     """A scene whose command is a process that stands still, with a child that looks like a rank."""
     monkeypatch.setattr(scene_module, "_LEFT_SECONDS", 0.2)
     rank, program = tmp_path / "gspo_mega.train.worker", tmp_path / "program.py"
-    rank.write_text("import time; time.sleep(60)")
+    ready = tmp_path / "ready"
+    rank.write_text(f"import pathlib, time; pathlib.Path({str(ready)!r}).touch(); time.sleep(60)")
     program.write_text(f"import subprocess, sys; subprocess.run([sys.executable, {str(rank)!r}])")
     scene = Scene(tmp_path / "trial", "run", [], own_network=False, disk_bytes=None)
     processes.adopt_orphans()
     process = subprocess.Popen([sys.executable, str(program)], start_new_session=True)
     scene.command = Command(process, time.monotonic(), tmp_path / "reached", tmp_path / "err")
     deadline = time.monotonic() + 30
-    while not scene.pids("rank") and time.monotonic() < deadline:
+    while not ready.exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     yield scene
     scene.close(remove=True)
