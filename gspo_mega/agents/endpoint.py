@@ -1,15 +1,14 @@
-"""An OpenAI-compatible HTTP endpoint for agents. Each session has a path and a key, and answers its own turns.
+"""An HTTP endpoint for agents, in three protocols. Each session has a path and a key, and answers its own turns.
 
-    GET   /sessions/ID/v1/models               the policy, under the name that the agent was given
-    POST  /sessions/ID/v1/chat/completions     one turn, streamed or whole
+    GET   /sessions/ID/v1/models                   the policy, under the name that the agent was given
+    POST  /sessions/ID/v1/chat/completions         one turn, streamed or whole: OpenAI's chat completions
+    POST  /sessions/ID/v1/responses                the same in OpenAI's Responses
+    POST  /sessions/ID/v1/messages                 the same in Anthropic's Messages
+    POST  /sessions/ID/v1/messages/count_tokens    the number of tokens of a turn's context
 
-`AgentEndpoint` binds the address, checks keys, bounds a body and its time, and writes answers and errors. Which request
-is which turn is decided in `endpoint_session.py`; the form of bodies is in `openai_wire.py`.
-
-`Gate` decides which connections are kept: as many as the process has room for, and none that sends no request. A new
-connection may wait `HEAD_SECONDS` for its first request, one that was answered before `IDLE_SECONDS` for the next. If
-too many new ones wait, the one that has waited longest is closed. That does not hit an honest client, which sends its
-head at once.
+`AgentEndpoint` binds the address, checks keys, bounds a body and its time, and sends answers and errors. Which request
+is which turn is decided in `endpoint_session.py`; the form of bodies is in the module of each protocol (`wire.py` says
+what they share). Which connections are kept is decided in `connection_gate.py`.
 
 All of it runs on the event loop that samples, so it does nothing that takes long.
 """
@@ -20,46 +19,80 @@ import asyncio
 import contextlib
 import json
 import logging
-import resource
 import secrets
-import time
 import traceback
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from aiohttp import web
 
-from gspo_mega.agents import openai_wire as wire
+from gspo_mega.agents import anthropic_wire, openai_wire, responses_wire
+from gspo_mega.agents.connection_gate import Gate
 from gspo_mega.agents.endpoint_session import MOST_OPEN_REQUESTS, Call, EndpointSession
 from gspo_mega.agents.messages import Decode, StreamedContent, opens_thinking
-from gspo_mega.agents.openai_wire import ApiError
 from gspo_mega.agents.session import AgentTurn, EpisodeSession
+from gspo_mega.agents.wire import ApiError, Head, Reply, Request
 from gspo_mega.base.errors import RolloutError
 from gspo_mega.base.network import with_port
 from gspo_mega.config.schema import Endpoint as Settings
-
-HEAD_SECONDS = 10.0
-
-GRACE_SECONDS = 1.0
-
-IDLE_SECONDS = 300.0
-
-# How many connections may have sent no request yet, of all peers and of one. Agents on this machine are one peer.
-MOST_WAITING, MOST_WAITING_OF_PEER = 512, 256
-
-_MOST_CONNECTIONS = 16_384
 
 _CLOSE_SECONDS = 1.0
 
 # How long the rest of a refused body is read and dropped, so that its client gets to read the refusal.
 _LINGER_SECONDS = 1.0
 
-
-_PATHS = "POST chat/completions and GET models"
-
 Handler = Callable[[web.Request, EndpointSession], Any]
+
+
+class Writer(Protocol):
+    """Writes the answer to one request: `whole`, or as events `begin`, then for each turn any number of `text` and one
+    `end`, and `close`. `place` is the turn's among those that were asked for. `id` is the answer's.
+    """
+
+    id: str
+
+    def whole(self, replies: Sequence[Reply]) -> dict[str, Any]: ...
+
+    def begin(self, num_context_tokens: int) -> bytes: ...
+
+    def text(self, text: str, place: int = 0) -> bytes: ...
+
+    def end(self, reply: Reply, place: int = 0) -> bytes: ...
+
+    def close(self, replies: Sequence[Reply]) -> bytes: ...
+
+    def failure(self, error: ApiError) -> bytes: ...
+
+
+class _Wire(NamedTuple):
+    """A protocol: how a body is read (`ignore_sampling` is the setting), and what writes answers and errors."""
+
+    read: Callable[[bytes, EndpointSession, bool], Request]
+    writer: Callable[[Request, Head], Writer]
+    error_body: Callable[[ApiError], dict[str, Any]]
+
+
+_WIRES: dict[str, _Wire] = {
+    "chat/completions": _Wire(
+        lambda body, served, ignore: openai_wire.read_request(body, served.sampling, ignore),
+        openai_wire.ChatWriter,
+        openai_wire.error_body,
+    ),
+    "responses": _Wire(
+        lambda body, served, ignore: responses_wire.read_request(body, served.sampling, ignore, served.history_of),
+        responses_wire.ResponsesWriter,
+        openai_wire.error_body,
+    ),
+    "messages": _Wire(
+        lambda body, served, ignore: anthropic_wire.read_request(body, served.sampling, ignore),
+        anthropic_wire.MessagesWriter,
+        anthropic_wire.error_body,
+    ),
+}
+
+_PATHS = f"POST {', '.join(_WIRES)}, messages/count_tokens and GET models"
 
 
 class AgentEndpoint:
@@ -92,9 +125,11 @@ class AgentEndpoint:
     async def start(self) -> None:
         """Bind the address. Raises RolloutError if it cannot be bound."""
         app = web.Application(
-            client_max_size=self._settings.max_body_bytes, middlewares=[self._gated, _as_openai_errors]
+            client_max_size=self._settings.max_body_bytes, middlewares=[self._gated, _as_written_errors]
         )
-        app.router.add_post("/sessions/{session}/v1/chat/completions", self._guarded(self._chat))
+        for path, wire in _WIRES.items():
+            app.router.add_post(f"/sessions/{{session}}/v1/{path}", self._guarded(self._turns_in(wire)))
+        app.router.add_post("/sessions/{session}/v1/messages/count_tokens", self._guarded(self._count))
         app.router.add_get("/sessions/{session}/v1/models", self._guarded(self._models))
         app.router.add_get("/sessions/{session}/v1/models/{model}", self._guarded(self._model))
         app.router.add_route("*", "/sessions/{session}/v1/{rest:.*}", self._guarded(_nothing_here))
@@ -164,9 +199,10 @@ class AgentEndpoint:
             served = self._sessions.get(request.match_info["session"])
             if served is None:
                 raise ApiError("unknown session, or one that is over", status=404, code="session_not_found")
-            if not served.admits(request.headers.get("Authorization", "")):
+            if not served.admits(request.headers.get("Authorization", ""), request.headers.get("x-api-key", "")):
                 raise ApiError(
-                    "wrong API key; valid: the session's own (OPENAI_API_KEY), as `Authorization: Bearer KEY`",
+                    "wrong API key; valid: the session's own (OPENAI_API_KEY, ANTHROPIC_API_KEY), as `Authorization:"
+                    " Bearer KEY` or `x-api-key: KEY`",
                     status=401,
                     code="invalid_api_key",
                 )
@@ -179,31 +215,51 @@ class AgentEndpoint:
         return guarded
 
     async def _models(self, request: web.Request, served: EndpointSession) -> web.Response:
+        if _speaks_anthropic(request):
+            model = anthropic_wire.model_body(_head(served, ""))
+            return _json({"data": [model], "has_more": False, "first_id": model["id"], "last_id": model["id"]})
         return _json({"object": "list", "data": [_model_of(served)]})
 
     async def _model(self, request: web.Request, served: EndpointSession) -> web.Response:
         if request.match_info["model"] != served.model:
             raise ApiError(f"no such model; valid: {served.model}", status=404, param="model", code="model_not_found")
-        return _json(_model_of(served))
+        is_anthropics = _speaks_anthropic(request)
+        return _json(anthropic_wire.model_body(_head(served, "")) if is_anthropics else _model_of(served))
 
-    async def _chat(self, request: web.Request, served: EndpointSession) -> web.StreamResponse:
+    async def _count(self, request: web.Request, served: EndpointSession) -> web.Response:
+        asked = anthropic_wire.read_count(await self._body(request), served.sampling)
+        return _json({"input_tokens": await served.num_context_tokens(asked)})
+
+    def _turns_in(self, wire: _Wire) -> Handler:
+        """Return what answers requests for turns in one protocol."""
+
+        async def turns(request: web.Request, served: EndpointSession) -> web.StreamResponse:
+            return await self._turns(request, served, wire)
+
+        return turns
+
+    async def _turns(self, request: web.Request, served: EndpointSession, wire: _Wire) -> web.StreamResponse:
         if served.num_open >= MOST_OPEN_REQUESTS:
             raise ApiError(
                 f"{MOST_OPEN_REQUESTS} requests of the session are open; wait for one", status=429, retry=True
             )
         served.num_open += 1
         try:
-            asked = wire.read_request(await self._body(request), served.sampling, self._settings.ignore_sampling)
-            call = served.call(
+            asked = wire.read(await self._body(request), served, self._settings.ignore_sampling)
+            calls = served.calls(
                 asked,
                 request.headers.get("Idempotency-Key"),
                 request.headers.get("x-stainless-retry-count", "0") not in ("", "0"),
                 lambda: request.transport is not None and not request.transport.is_closing(),
             )
             if asked.stream:
-                return await self._streamed(request, served, asked, call)
-            answer = await self._answer_of(served, call)
-            return await self._send(request, call, _json(self._completion(served, asked, answer)))
+                writer = wire.writer(asked, _head(served, secrets.token_hex(12)))
+                return await self._streamed(request, served, asked, calls, writer)
+            answers = [await self._answer_of(served, call) for call in calls]
+            writer = wire.writer(asked, _head(served, f"{served.session.episode_id}-t{answers[0].number}"))
+            body = writer.whole([self._reply(asked, answer) for answer in answers])
+            served.remember(writer.id, asked, answers[0])
+            return await self._send(request, calls, _json(body))
         finally:
             served.num_open -= 1
 
@@ -237,66 +293,10 @@ class AgentEndpoint:
         except Exception as error:
             raise served.refusal_of(error) from error
 
-    def _completion(self, served: EndpointSession, asked: wire.ChatRequest, answer: AgentTurn) -> dict[str, Any]:
-        return wire.completion(
-            _head(served, answer),
-            answer.message,
-            wire.finish_of(answer.message, answer.finish_reason),
-            self._log_probs(answer) if asked.logprobs else None,
-            wire.usage_of(answer.num_context_tokens, len(answer.token_ids)),
-        )
-
-    def _log_probs(self, answer: AgentTurn) -> dict[str, Any]:
-        texts = [self._decode([token]) for token in answer.token_ids]
-        return wire.log_probs_of(answer.token_ids, answer.log_probs, texts)
-
-    async def _send(self, request: web.Request, call: Call, response: web.Response) -> web.Response:
-        """Write the whole answer here, to learn whether the client took it."""
-        with contextlib.suppress(ConnectionError):
-            await response.prepare(request)
-            await response.write_eof()
-            call.delivered = call.delivered or call.is_heard()
-        return response
-
-    async def _streamed(
-        self, request: web.Request, served: EndpointSession, asked: wire.ChatRequest, call: Call
-    ) -> web.StreamResponse:
-        """Send the answer as events. An error before the first event is an HTTP error; a later one is an event."""
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        content = StreamedContent(self._decode, self._openers, self._stop_token_ids)
-        head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": served.created, "model": served.model}
-        try:
-            async for text in _sure_text(call, content):
-                if not response.prepared:
-                    await response.prepare(request)
-                    await response.write(wire.chunk(head, {"role": "assistant", "content": ""}))
-                if text:
-                    await response.write(wire.chunk(head, {"content": text}))
-            answer = await self._answer_of(served, call)
-            opening = [] if response.prepared else [wire.chunk(head, {"role": "assistant", "content": ""})]
-            await response.prepare(request)
-            await response.write(b"".join([*opening, *self._end(head, asked, answer, content)]))
-        except ApiError as error:
-            if not response.prepared:
-                raise
-            served.counts["num_endpoint_errors"] += 1
-            with contextlib.suppress(ConnectionError):
-                await response.write(wire.event(error.body()))
-                await response.write_eof()
-        except ConnectionError:
-            pass  # the client has gone; the turn goes on
-        else:
-            with contextlib.suppress(ConnectionError):
-                await response.write_eof()
-                call.delivered = call.delivered or call.is_heard()
-        return response
-
-    def _end(
-        self, head: dict[str, Any], asked: wire.ChatRequest, answer: AgentTurn, content: StreamedContent
-    ) -> list[bytes]:
-        """Return the rest of a streamed answer: thinking, content, calls, then the reason of its end."""
-        message = answer.message
-        rest = content.rest(message.get("content") or "")
+    def _reply(self, asked: Request, answer: AgentTurn, content: StreamedContent | None = None) -> Reply:
+        """Return the turn for a writer. `content` is what was streamed of it. Raises ApiError if that is not in it."""
+        whole = answer.message.get("content") or ""
+        rest = whole if content is None else content.rest(whole)
         if rest is None:
             raise ApiError(
                 "the turn was sampled again from an earlier token, because its server failed; ask again for the whole"
@@ -304,19 +304,72 @@ class AgentEndpoint:
                 status=503,
                 code="stream_taken_back",
             )
-        events = []
-        if message.get("reasoning_content"):
-            events.append(wire.chunk(head, {"reasoning_content": message["reasoning_content"]}))
-        if rest:
-            events.append(wire.chunk(head, {"content": rest}))
-        if message.get("tool_calls"):
-            events.append(wire.chunk(head, {"tool_calls": wire.call_deltas(message["tool_calls"])}))
-        log_probs = self._log_probs(answer) if asked.logprobs else None
-        events.append(wire.chunk(head, {}, wire.finish_of(message, answer.finish_reason), log_probs))
-        if asked.include_usage:
-            usage = wire.usage_of(answer.num_context_tokens, len(answer.token_ids))
-            events.append(wire.usage_chunk(head, usage))
-        return [*events, wire.END_OF_STREAM]
+        reply = Reply(
+            answer.message,
+            answer.finish_reason,
+            answer.stop_string,
+            answer.num_context_tokens,
+            len(answer.token_ids),
+            rest,
+        )
+        if not asked.logprobs:
+            return reply
+        texts = [self._decode([token]) for token in answer.token_ids]
+        return replace(reply, token_ids=answer.token_ids, log_probs=answer.log_probs, texts=texts)
+
+    async def _send(self, request: web.Request, calls: Sequence[Call], response: web.Response) -> web.Response:
+        """Write the whole answer here, to learn whether the client took it."""
+        with contextlib.suppress(ConnectionError):
+            await response.prepare(request)
+            await response.write_eof()
+            _note_delivered(calls)
+        return response
+
+    async def _streamed(
+        self, request: web.Request, served: EndpointSession, asked: Request, calls: Sequence[Call], writer: Writer
+    ) -> web.StreamResponse:
+        """Send the answer as events, one turn after the other. An error before the first event is an HTTP error; a
+        later one is an event.
+        """
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        replies: list[Reply] = []
+        try:
+            for place, call in enumerate(calls):
+                # A stop string may begin where an opener may: nothing after it is sent before the end.
+                content = StreamedContent(self._decode, [*self._openers, *asked.stop], self._stop_token_ids)
+                async for text in _sure_text(call, content):
+                    if not response.prepared:
+                        await response.prepare(request)
+                        await response.write(writer.begin(call.num_context_tokens))
+                    if text:
+                        await response.write(writer.text(text, place))
+                answer = await self._answer_of(served, call)
+                opening = b"" if response.prepared else writer.begin(answer.num_context_tokens)
+                await response.prepare(request)
+                replies.append(self._reply(asked, answer, content))
+                if place == 0:
+                    served.remember(writer.id, asked, answer)
+                await response.write(opening + writer.end(replies[-1], place))
+            await response.write(writer.close(replies))
+        except ApiError as error:
+            if not response.prepared:
+                raise
+            served.counts["num_endpoint_errors"] += 1
+            with contextlib.suppress(ConnectionError):
+                await response.write(writer.failure(error))
+                await response.write_eof()
+        except ConnectionError:
+            pass  # the client has gone; the turn goes on
+        else:
+            with contextlib.suppress(ConnectionError):
+                await response.write_eof()
+                _note_delivered(calls)
+        return response
+
+
+def _note_delivered(calls: Sequence[Call]) -> None:
+    for call in calls:
+        call.delivered = call.delivered or call.is_heard()
 
 
 async def _sure_text(call: Call, content: StreamedContent) -> AsyncIterator[str]:
@@ -340,17 +393,23 @@ async def _nothing_here(request: web.Request, served: EndpointSession) -> web.Re
 
 
 @web.middleware
-async def _as_openai_errors(request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
+async def _as_written_errors(request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
+    """Answer an error in the form of the request's protocol."""
     try:
         return await handler(request)
     except ApiError as error:
-        return _error(error)
+        return _error(request, error)
     except web.HTTPException as error:
-        return _error(ApiError(f"{request.method} {request.path}: {error.reason}", status=error.status))
+        return _error(request, ApiError(f"{request.method} {request.path}: {error.reason}", status=error.status))
 
 
-def _error(error: ApiError) -> web.Response:
-    response = _json(error.body(), status=error.status)
+def _speaks_anthropic(request: web.Request) -> bool:
+    return "anthropic-version" in request.headers or "/v1/messages" in request.path
+
+
+def _error(request: web.Request, error: ApiError) -> web.Response:
+    write = anthropic_wire.error_body if _speaks_anthropic(request) else openai_wire.error_body
+    response = _json(write(error), status=error.status)
     response.headers["x-should-retry"] = "true" if error.retry else "false"
     if error.status in (408, 413):
         response.force_close()  # the rest of the body is not read
@@ -361,131 +420,12 @@ def _json(value: Any, status: int = 200) -> web.Response:
     return web.Response(body=json.dumps(value).encode(), status=status, content_type="application/json")
 
 
-def _head(served: EndpointSession, answer: AgentTurn) -> dict[str, Any]:
-    number = f"{served.session.episode_id}-t{answer.number}"
-    return {"id": f"chatcmpl-{number}", "created": served.created, "model": served.model}
+def _head(served: EndpointSession, name: str) -> Head:
+    return Head(name, served.created, served.model)
 
 
 def _model_of(served: EndpointSession) -> dict[str, Any]:
     return {"id": served.model, "object": "model", "created": served.created, "owned_by": "gspo_mega"}
-
-
-class Gate:
-    """Decides which connections of a server are kept. Its method `protocol` is given to `loop.create_server`."""
-
-    def __init__(self, handler: Callable[[], Any], most: int | None = None) -> None:
-        """`handler` makes the library's protocol. `most` is the number of connections at the same time; the default is
-        half of the file descriptors that this process may have.
-        """
-        self._handler = handler
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._most = most if most is not None else min(_MOST_CONNECTIONS, max(64, soft // 2))
-        self._open: Counter[Any] = Counter()
-        self._by_handler: dict[Any, _Connection] = {}
-        self.waiting: dict[_Connection, None] = {}  # for their first request, in the order in which they came
-
-    def protocol(self) -> asyncio.Protocol:
-        return _Connection(self, self._handler())
-
-    def begun(self, handler: Any) -> None:
-        """Note that a request is being answered. `handler` is the library's protocol of its connection."""
-        if (connection := self._by_handler.get(handler)) is not None:
-            connection.stop_waiting()
-
-    def ended(self, handler: Any) -> None:
-        """Note that the request of this connection has been answered."""
-        if (connection := self._by_handler.get(handler)) is not None:
-            connection.wait(IDLE_SECONDS)
-
-    # --- a connection's side ----------------------------------------------------------------------------------
-
-    def admits(self, connection: _Connection) -> bool:
-        """Whether there is room for one more connection. Makes room by closing one that waits, if it can."""
-        peer = connection.peer
-        if self._open.total() >= self._most or self._open[peer] >= max(self._most // 2, MOST_WAITING_OF_PEER):
-            return False
-        self._open[peer] += 1
-        self._by_handler[connection.handler] = connection
-        late: list[_Connection] = []
-        if len(self.waiting) >= MOST_WAITING:
-            late = [next(iter(self.waiting))]
-        elif len(self.waiting) >= MOST_WAITING_OF_PEER:
-            of_peer = [one for one in self.waiting if one.peer == peer]
-            late = of_peer[:1] if len(of_peer) >= MOST_WAITING_OF_PEER else []
-        for one in late:
-            # If many come at once, none of their heads has been read yet; give them time.
-            if time.monotonic() - one.since >= GRACE_SECONDS:
-                one.end()
-        return True
-
-    def left(self, connection: _Connection) -> None:
-        if self._by_handler.pop(connection.handler, None) is not None:
-            self._open[connection.peer] -= 1
-            if self._open[connection.peer] <= 0:
-                del self._open[connection.peer]
-
-
-class _Connection(asyncio.Protocol):
-    """The library's protocol of one connection, with a limit on its waiting."""
-
-    def __init__(self, gate: Gate, handler: Any) -> None:
-        self._gate, self.handler = gate, handler
-        self._transport: asyncio.Transport | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._is_in = False
-        self.peer: Any = None
-        self.since = time.monotonic()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        address = transport.get_extra_info("peername")
-        self.peer = address[0] if isinstance(address, tuple) else None
-        self._is_in = self._gate.admits(self)
-        if not self._is_in:
-            transport.abort()
-            return
-        self.handler.connection_made(transport)
-        self._gate.waiting[self] = None
-        self.wait(HEAD_SECONDS)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._is_in:
-            self._is_in = False
-            self.stop_waiting()
-            self._gate.left(self)
-            self.handler.connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        if self._is_in:
-            self.handler.data_received(data)
-
-    def eof_received(self) -> bool | None:
-        return self.handler.eof_received() if self._is_in else None
-
-    def pause_writing(self) -> None:
-        self.handler.pause_writing()
-
-    def resume_writing(self) -> None:
-        self.handler.resume_writing()
-
-    def wait(self, seconds: float) -> None:
-        """Wait at most so many seconds, from now on, for a request."""
-        if self._is_in:
-            if self._timer is not None:
-                self._timer.cancel()
-            self._timer = asyncio.get_running_loop().call_later(seconds, self.end)
-
-    def stop_waiting(self) -> None:
-        self._gate.waiting.pop(self, None)
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def end(self) -> None:
-        self.stop_waiting()
-        if self._transport is not None:
-            self._transport.abort()
 
 
 def quiet_logger() -> logging.Logger:

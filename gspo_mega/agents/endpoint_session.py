@@ -1,7 +1,7 @@
 """One session at the endpoint: its key, its turns, and the time that the agent takes of its own.
 
 `EndpointSession` decides which requests ask for the same turn, and what becomes of a turn whose client is gone. HTTP is
-in `endpoint.py`, the form of requests in `openai_wire.py`, the tokens in `session.py`.
+in `endpoint.py`, the form of requests in `wire.py` and the protocols' modules, the tokens in `session.py`.
 
 A turn that was begun is sampled to its end and stays in the record, even if its client no longer waits. Dropping it
 would drop long turns sooner than short ones. The same request joins that turn if it says that it is a retry, or if the
@@ -18,9 +18,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from gspo_mega.agents.openai_wire import ApiError, ChatRequest, Sampling
 from gspo_mega.agents.protocol import ContextFull, TooManyTurns, TurnRefused
 from gspo_mega.agents.session import AgentTurn, EpisodeSession
+from gspo_mega.agents.wire import ApiError, Message, Request, Sampling, refuse
 from gspo_mega.base.errors import DataError, EpisodeError
 from gspo_mega.config.schema import Episodes
 
@@ -35,8 +35,8 @@ class Call:
     """One turn that was asked for.
 
     `fingerprint` is that of its request, which holds a whole history and is not kept. `opening` is the text of the
-    context before the turn, once it is known. `reports` is what was sampled so far. `is_heard` says whether a client
-    still waits for the turn, `delivered` whether one has read its end.
+    context before the turn and `num_context_tokens` its tokens, once they are known. `reports` is what was sampled so
+    far. `is_heard` says whether a client still waits for the turn, `delivered` whether one has read its end.
     """
 
     fingerprint: str
@@ -46,6 +46,7 @@ class Call:
     answer: asyncio.Task[AgentTurn] = field(init=False)
     delivered: bool = False
     opening: str | None = None
+    num_context_tokens: int = 0
     reports: list[tuple[int, Sequence[int]]] = field(default_factory=list)
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -64,6 +65,8 @@ class EndpointSession:
         refused: the refusal of the last turn that a limit refused; None if none was.
         failed: gets the error that ends the run if a turn meets one, which is any error that the agent did not cause.
         num_open: how many requests are being answered.
+        responses: of each response that a client may continue by its id, the number of its turn, and whether its
+            history begins with instructions.
         counts: num_endpoint_retries (requests that joined a turn of an earlier one), num_endpoint_unheard (turns
             whose client had gone before their end), num_endpoint_errors (requests that were refused),
             num_ignored_sampling (requests that asked for another distribution).
@@ -81,50 +84,69 @@ class EndpointSession:
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.counts: collections.Counter[str] = collections.Counter()
         self.num_open = 0
+        self.responses: dict[str, tuple[int, bool]] = {}
         self._calls: list[Call] = []
         self._num_turns = 0
         self._own_seconds = 0.0
         self._own_since: float | None = time.monotonic()
         self._last_turn_ended = time.monotonic()
 
-    def admits(self, authorization: str) -> bool:
-        """Whether the header `Authorization` has the session's key. The check takes equally long for every wrong
-        key.
+    def admits(self, authorization: str, api_key: str) -> bool:
+        """Whether the header `Authorization` or `x-api-key` has the session's key. The check takes equally long for
+        every wrong key.
         """
-        return hmac.compare_digest(authorization.encode("utf-8", "replace"), f"Bearer {self.api_key}".encode())
+        given = authorization if authorization or not api_key else f"Bearer {api_key}"
+        return hmac.compare_digest(given.encode("utf-8", "replace"), f"Bearer {self.api_key}".encode())
 
-    def call(self, request: ChatRequest, key: str | None, is_retry: bool, is_heard: Callable[[], bool]) -> Call:
-        """Return the turn that a request asks for: begun now, or by an equal request before. `key` is the request's
-        `Idempotency-Key`. Raises ApiError if the key was used for another request.
+    def calls(self, request: Request, key: str | None, is_retry: bool, is_heard: Callable[[], bool]) -> list[Call]:
+        """Return the `request.n` turns that a request asks for: begun now, or by an equal request before. `key` is the
+        request's `Idempotency-Key`. Raises ApiError if the key was used for another request, or if the episode has
+        fewer turns left than several that are asked for.
         """
-        call = self._earlier_call(request, key, is_retry)
-        if call is None:
-            call = self._begin(request, key, is_heard)
-        else:
+        earlier = self._earlier_calls(request, key, is_retry)
+        missing = request.n - len(earlier)
+        if request.n > 1 and missing > (left := self.session.num_turns_left):
+            refuse("n", f"{request.n} turns are asked for, and the episode has {left} left (episodes.max_turns)")
+        for call in earlier:
             call.is_heard = is_heard
-            self.counts["num_endpoint_retries"] += 1
+        self.counts["num_endpoint_retries"] += bool(earlier)
         self.counts["num_ignored_sampling"] += bool(request.ignored)
-        return call
+        return [*earlier, *(self._begin(request, key, is_heard) for _ in range(missing))]
 
-    def _earlier_call(self, request: ChatRequest, key: str | None, is_retry: bool) -> Call | None:
+    def _earlier_calls(self, request: Request, key: str | None, is_retry: bool) -> list[Call]:
+        """The turns that an earlier request asked for and this one joins, oldest first."""
         restarts = getattr(self.session, "num_restarts", 0)
-        if key is not None:
-            for call in reversed(self._calls):
-                if call.key == key and call.num_restarts == restarts:
-                    if call.fingerprint != request.fingerprint:
-                        raise ApiError("Idempotency-Key: it was used for another request", code="idempotency_key")
-                    return call
-        equal = [
-            call
-            for call in reversed(self._calls)
-            if call.fingerprint == request.fingerprint and call.num_restarts == restarts
-        ]
+        calls = [call for call in self._calls if call.num_restarts == restarts]
+        if key is not None and (same_key := [call for call in calls if call.key == key]):
+            if any(call.fingerprint != request.fingerprint for call in same_key):
+                raise ApiError("Idempotency-Key: it was used for another request", code="idempotency_key")
+            return same_key[-request.n :]
+        equal = [call for call in calls if call.fingerprint == request.fingerprint]
         lost = [call for call in equal if call.is_lost]
-        if lost:
-            return lost[0]
-        return equal[0] if is_retry and equal else None
+        return lost[-request.n :] or (equal[-request.n :] if is_retry else [])
 
-    def _begin(self, request: ChatRequest, key: str | None, is_heard: Callable[[], bool]) -> Call:
+    def remember(self, response_id: str, request: Request, answer: AgentTurn) -> None:
+        """Note which turn a response is, if its request lets a client continue it by its id."""
+        if request.told and request.told.get("store") is not False:
+            self.responses[response_id] = (answer.number, request.told.get("instructions") is not None)
+
+    def history_of(self, response_id: str) -> list[Message] | None:
+        """Return the messages up to a response, its own last, without the instructions that it was asked for with; None
+        if the session knows no such response.
+        """
+        if response_id not in self.responses:
+            return None
+        turn, has_instructions = self.responses[response_id]
+        return self.session.history(turn)[int(has_instructions) :]
+
+    async def num_context_tokens(self, request: Request) -> int:
+        """Return how many tokens the turn that a request asks for would be sampled after. Raises ApiError."""
+        try:
+            return await self.session.num_context_tokens(request.messages, request.tools)
+        except (DataError, EpisodeError) as error:
+            raise self.refusal_of(error) from error
+
+    def _begin(self, request: Request, key: str | None, is_heard: Callable[[], bool]) -> Call:
         call = Call(request.fingerprint, key, is_heard, getattr(self.session, "num_restarts", 0))
         self._begin_turn()
         call.answer = asyncio.ensure_future(self._answer(call, request))
@@ -132,9 +154,9 @@ class EndpointSession:
         self._calls.append(call)
         return call
 
-    async def _answer(self, call: Call, request: ChatRequest) -> AgentTurn:
-        def begin(opening: str) -> None:
-            call.opening = opening
+    async def _answer(self, call: Call, request: Request) -> AgentTurn:
+        def begin(opening: str, num_tokens: int) -> None:
+            call.opening, call.num_context_tokens = opening, num_tokens
             call.news.set()
 
         def report(position: int, token_ids: Sequence[int]) -> None:
@@ -146,6 +168,7 @@ class EndpointSession:
                 request.messages,
                 tools=request.tools,
                 max_new_tokens=request.max_new_tokens,
+                stop=request.stop,
                 on_tokens=report if request.stream else None,
                 on_begin=begin if request.stream else None,
             )

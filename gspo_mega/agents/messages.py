@@ -8,6 +8,10 @@ that never closes its thinking is all thinking. Calls are looked for after the t
 The second part turns tokens into text while a turn is sampled (`StreamedContent`), so that a client can be shown
 content that never has to be taken back. It holds back a part of a character, thinking and calls, what may become the
 beginning of either, and white space at both ends, which content next to a call does not have.
+
+`StopWatch` finds the token at which a turn ends because its text has a stop string. Whether a turn ends at a token
+depends on the tokens up to there alone, so the tokens up to there, that one included, are a draw from the policy like
+any other turn. They are all recorded and trained, also those of the stop string and what the last token says after it.
 """
 
 from __future__ import annotations
@@ -265,6 +269,13 @@ class TokenText:
         self._read = 0
         self._is_text = True
 
+    def copy(self) -> TokenText:
+        """Return another one that goes on from here."""
+        start = max(0, self._read - _TOKENS_BEFORE)
+        other = TokenText(self._decode)
+        other._token_ids, other._read, other._is_text = self._token_ids[start:], self._read - start, self._is_text
+        return other
+
     def add(self, token_ids: Sequence[int]) -> str:
         """Return the text that these tokens add, without a part of a character at its end."""
         self._token_ids += token_ids
@@ -279,6 +290,64 @@ class TokenText:
                 break
         self._is_text = self._is_text and len(self._token_ids) - self._read < _MAX_WAITING_TOKENS
         return ""
+
+
+class StopWatch:
+    """Finds where a turn ends: at the first token with which its text has one of the texts `stops`. Feed it the turn's
+    tokens, without an end token, as they are reported.
+    """
+
+    def __init__(self, decode: Decode, stops: Sequence[str]) -> None:
+        self.stops = tuple(stops)
+        self._decode = decode
+        self._longest = max(map(len, self.stops))
+        self._restart()
+
+    def _restart(self) -> None:
+        self._text = TokenText(self._decode)
+        self._tail = ""  # the end of the text, in which a stop string may have begun
+        self._token_ids: list[int] = []
+        self.end: int | None = None
+
+    def add(self, position: int, token_ids: Sequence[int]) -> bool:
+        """Note the tokens from `position` of the turn on, and return whether the turn has ended. A position below what
+        is known takes tokens back. `end` is then the number of tokens that the turn has.
+        """
+        if position < len(self._token_ids):
+            token_ids = [*self._token_ids[:position], *token_ids]
+            self._restart()
+        if self.end is None:
+            text, tail = self._text.copy(), self._tail
+            if self._has_stop(token_ids):
+                self._text, self._tail = text, tail
+                for place, token in enumerate(token_ids, start=len(self._token_ids) + 1):
+                    if self._has_stop([token]):
+                        self.end = place
+                        break
+        self._token_ids += token_ids
+        return self.end is not None
+
+    def end_of(self, token_ids: Sequence[int]) -> int | None:
+        """Return how many of a turn's tokens, all known now, belong to it; None if it has no stop string."""
+        self._restart()
+        for start in range(0, len(token_ids), _MAX_WAITING_TOKENS):
+            if self.add(start, token_ids[start : start + _MAX_WAITING_TOKENS]):
+                break
+        return self.end
+
+    def _has_stop(self, token_ids: Sequence[int]) -> bool:
+        text = self._tail + self._text.add(token_ids)
+        self._tail = text[max(0, len(text) - self._longest + 1) :] if self._longest > 1 else ""
+        return any(stop in text for stop in self.stops)
+
+
+def before_stop(text: str, stops: Sequence[str]) -> tuple[str, str]:
+    """Return the text before the first stop string in it, and that string; the whole text and "" if there is none."""
+    found = [(place, stop) for stop in stops if (place := text.find(stop)) >= 0]
+    if not found:
+        return text, ""
+    place, stop = min(found, key=lambda one: one[0])
+    return text[:place], stop
 
 
 class StreamedContent:

@@ -22,9 +22,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
-from gspo_mega.agents.messages import MessageParts, ToolFormat, format_of, parts_of
+from gspo_mega.agents.messages import MessageParts, StopWatch, ToolFormat, before_stop, format_of, parts_of
 from gspo_mega.agents.protocol import ContextFull, TooManyTurns
-from gspo_mega.agents.recorder import Recorder
+from gspo_mega.agents.recorder import Recorder, TreePosition
 from gspo_mega.agents.turn import Limits, OnTokens, Params, Turn, TurnSampler
 from gspo_mega.base import failpoints
 from gspo_mega.base.episodes import Episode, Node
@@ -37,6 +37,8 @@ from gspo_mega.rewards.user_code import BadResult, number_of
 Message = dict[str, Any]
 
 Tools = Sequence[dict[str, Any]]
+
+OnBegin = Callable[[str, int], None]
 
 _T = TypeVar("_T")
 
@@ -59,6 +61,7 @@ class AgentTurn:
     """One turn as an agent sees it.
 
     `number` counts the turns of the episode from 0. `message` is the assistant's message in OpenAI form.
+    `stop_string` is the text that ended the turn, which `message` lacks; empty if none did.
     `num_context_tokens` is the length of the whole context that the turn was sampled after. `is_replayed` says that it
     was sampled earlier and comes from the record.
     """
@@ -70,6 +73,7 @@ class AgentTurn:
     token_ids: Sequence[int] = field(default_factory=list)
     log_probs: Sequence[float] = field(default_factory=list)
     is_replayed: bool = False
+    stop_string: str = ""
 
     def copy(self, *, is_replayed: bool = False) -> AgentTurn:
         """Return the turn with a message of its own, which the agent may change."""
@@ -84,7 +88,7 @@ class EpisodeSession(Generic[Params]):
         params: how its turns are sampled.
         num_restarts: how often the agent has begun again.
         counts: by metric name, what the record's tree does not say. The session counts num_replayed_turns and
-            num_broken_calls; the runner of the episode adds its own.
+            num_broken_calls and num_stop_strings; the runner of the episode adds its own.
         limit: the kind of the last refusal by a limit; empty if there was none.
     """
 
@@ -123,6 +127,23 @@ class EpisodeSession(Generic[Params]):
         """How many turns have been asked for, refused ones included. The next turn gets this number."""
         return len(self._asked)
 
+    @property
+    def num_turns_left(self) -> int:
+        """How many more turns may be asked for."""
+        return max(0, self._limits.max_turns - len(self._asked))
+
+    def history(self, turn: int) -> list[Message]:
+        """Return the messages up to turn number `turn`, which has been answered, and its own."""
+        return [copied(one.message) for one in self._recorder.history(self._asked[turn].node)]
+
+    async def num_context_tokens(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> int:
+        """Return how many tokens the turn after `messages` would be sampled after. The record does not change. Raises
+        DataError if the template refuses the messages.
+        """
+        async with self._locating:
+            place, rendered = await self._rendered(copied(messages), self._tools if tools is None else tools)
+        return len(self._recorder.tokens(place.node)) + (len(rendered.token_ids) if rendered is not None else 0)
+
     async def turn(self, messages: list[dict[str, Any]], *, max_new_tokens: int | None = None) -> dict[str, Any]:
         """Return the assistant's message after `messages`, the whole history in OpenAI form. Raises as `answer`."""
         return (await self.answer(messages, max_new_tokens=max_new_tokens)).message
@@ -133,20 +154,22 @@ class EpisodeSession(Generic[Params]):
         *,
         tools: list[dict[str, Any]] | None = None,
         max_new_tokens: int | None = None,
+        stop: Sequence[str] = (),
         on_tokens: OnTokens | None = None,
-        on_begin: Callable[[str], None] | None = None,
+        on_begin: OnBegin | None = None,
     ) -> AgentTurn:
         """Return the turn after `messages`, with all that the endpoint needs.
 
-        `tools` are schemas of the agent's own, used in place of the session's. `on_begin` is given the template's text
-        that the turn is sampled after, before any token.
+        `tools` are schemas of the agent's own, used in place of the session's. The turn ends with the first token with
+        which its text has one of the texts `stop`; the message ends before that text. `on_begin` is given the
+        template's text that the turn is sampled after, and the number of tokens of the whole context, before any token.
 
         Raises ContextFull and TooManyTurns at a limit; NotReplayable; DataError if the template refuses the messages or
         `max_new_tokens` is below 1; and RolloutError, which ends the run and not only the episode.
         """
         tools = self._tools if tools is None else tools
         messages = copied(messages)  # the agent may change its own list later
-        request = _TurnRequest(len(self._asked), (messages, tools, max_new_tokens))
+        request = _TurnRequest(len(self._asked), (messages, tools, max_new_tokens, list(stop)))
         asked = self._earlier(request)
         if asked is not None and asked.has_ended:
             return self._replay(asked, on_tokens, on_begin)
@@ -162,7 +185,7 @@ class EpisodeSession(Generic[Params]):
         self._overlaps |= self._num_open > 0
         self._num_open += 1
         try:
-            asked.answer = await self._sample(asked, messages, tools, max_new_tokens, on_tokens, on_begin)
+            asked.answer = await self._sample(asked, messages, tools, max_new_tokens, stop, on_tokens, on_begin)
         except (EpisodeError, DataError) as error:
             asked.error = error
             raise
@@ -176,8 +199,9 @@ class EpisodeSession(Generic[Params]):
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]],
         max_new_tokens: int | None,
+        stop: Sequence[str],
         on_tokens: OnTokens | None,
-        on_begin: Callable[[str], None] | None,
+        on_begin: OnBegin | None,
     ) -> AgentTurn:
         number = asked.number
         if max_new_tokens is not None and max_new_tokens < 1:
@@ -193,24 +217,45 @@ class EpisodeSession(Generic[Params]):
                 f" {self._limits.max_tokens} (episodes.max_tokens)"
             )
         if on_begin is not None:
-            on_begin(self._recorder.text(context))
-        params = self.params.at_most(room if max_new_tokens is None else min(room, max_new_tokens))
+            on_begin(self._recorder.text(context), len(token_ids))
+        most = room if max_new_tokens is None else min(room, max_new_tokens)
+        watch = self._conversation.watch(stop) if stop else None
+        params = self.params.at_most(most) if watch is None else self.params.at_most(most, watch)
         name = self.episode_id if number == 0 else f"{self.episode_id}-t{number:03d}"
         turn = await self._sampler.sample(
             self._prompt.prompt_id, token_ids, params, name, self._server_with_prefix(context), on_tokens
         )
         text = self._conversation.text_of(turn)
-        parts = await self._conversation.message_of(text, number, messages, self._recorder.text(context), tools)
+        said, stop_string = before_stop(text, stop) if turn.finish_reason == "stop_string" else (text, "")
+        parts = await self._conversation.message_of(said, number, messages, self._recorder.text(context), tools)
         self.counts["num_broken_calls"] += parts.num_broken_calls
+        self.counts["num_stop_strings"] += turn.finish_reason == "stop_string"
         asked.node = self._recorder.add_sampled(context, parts.message, turn, text, cause)
         failpoints.reached("rollout.turn")
-        return AgentTurn(number, parts.message, turn.finish_reason, len(token_ids), turn.token_ids, turn.log_probs)
+        return AgentTurn(
+            number,
+            parts.message,
+            turn.finish_reason,
+            len(token_ids),
+            turn.token_ids,
+            turn.log_probs,
+            stop_string=stop_string,
+        )
 
     async def _context(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> tuple[int, str]:
         """Find or make the context node of a history. Return it, and why a branch begins after it ("" if none does)."""
+        place, rendered = await self._rendered(messages, tools)
+        if rendered is None:
+            return place.node, place.cause
+        return self._recorder.add_context(place, rendered, tools), ""
+
+    async def _rendered(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]
+    ) -> tuple[TreePosition, Rendered | None]:
+        """Return where a history continues the tree, and what is rendered there; None if its context node is there."""
         place = self._recorder.locate(messages, tools)
         if place.node >= 0 and not place.new and not self.nodes[place.node].is_sampled:
-            return place.node, place.cause
+            return place, None
         rendered = None
         if place.node >= 0:
             rendered = await self._conversation.after(self._recorder.history(place.node), place.new, tools)
@@ -218,8 +263,7 @@ class EpisodeSession(Generic[Params]):
                 place, rendered = place.rewritten(), None
         if rendered is None:
             rendered = await self._conversation.first(self._prompt, place.new, tools)
-        context = self._recorder.add_context(place, rendered, tools)
-        return context, ""
+        return place, rendered
 
     def _server_with_prefix(self, context: int) -> str | None:
         """The server that sampled the turn before a context, and so holds the context's beginning in its cache."""
@@ -236,16 +280,14 @@ class EpisodeSession(Generic[Params]):
             self.check_replayed()
         return None
 
-    def _replay(
-        self, asked: _TurnRequest, on_tokens: OnTokens | None, on_begin: Callable[[str], None] | None
-    ) -> AgentTurn:
+    def _replay(self, asked: _TurnRequest, on_tokens: OnTokens | None, on_begin: OnBegin | None) -> AgentTurn:
         asked.is_taken = True
         if asked.error is not None:
             raise asked.error
         assert asked.answer is not None
         self.counts["num_replayed_turns"] += 1
         if on_begin is not None:
-            on_begin(self._recorder.text(self.nodes[asked.node].parent))
+            on_begin(self._recorder.text(self.nodes[asked.node].parent), asked.answer.num_context_tokens)
         if on_tokens is not None:
             on_tokens(0, asked.answer.token_ids)
         return asked.answer.copy(is_replayed=True)
@@ -387,6 +429,10 @@ class Conversation:
     def text_of(self, turn: Turn) -> str:
         """Return the text of a turn, without its end token, which is sampled and trained on but is not text."""
         return self._decode(list(turn.token_ids[:-1] if turn.finish_reason == "stop" else turn.token_ids))
+
+    def watch(self, stops: Sequence[str]) -> StopWatch:
+        """Return what finds the end of a turn that the texts `stops` end."""
+        return StopWatch(self._decode, stops)
 
     async def message_of(
         self, text: str, number: int, before: Sequence[Message], gap: str, tools: Tools

@@ -13,6 +13,7 @@ from typing import Protocol, Self, TypeVar
 
 import numpy as np
 
+from gspo_mega.agents.messages import StopWatch
 from gspo_mega.agents.protocol import Outcome
 from gspo_mega.base.episodes import Episode, ToolRecord
 from gspo_mega.base.sampling_masks import SamplingMasks
@@ -27,10 +28,11 @@ was already reported takes those tokens back: their server failed, and the turn 
 class Turn:
     """One turn, sampled by a server after a context. Each sequence has one entry per sampled token.
 
-    `log_probs` are in nats, at the sampling temperature. `finish_reason` is `stop` (the last token is a stop token) or
-    `length`. `routed_experts` is an integer array of shape [context + turn - 1, layers, top_k], or None. `server_id` is
-    the server that sampled the last token, and so holds the prefix in its cache. `sampling_masks` are the tokens that
-    each was sampled from, with `log_probs` over these; None if from all.
+    `log_probs` are in nats, at the sampling temperature. `finish_reason` is `stop` (the last token is a stop token),
+    `length` or `stop_string` (the text of the last tokens has a stop string). `routed_experts` is an integer array of
+    shape [context + turn - 1, layers, top_k], or None. `server_id` is the server that sampled the last token, and so
+    holds the prefix in its cache. `sampling_masks` are the tokens that each was sampled from, with `log_probs` over
+    these; None if from all.
     """
 
     token_ids: Sequence[int]
@@ -60,8 +62,10 @@ class TurnParams(Protocol):
     @property
     def min_p(self) -> float: ...
 
-    def at_most(self, num_tokens: int) -> Self:
-        """Return the same parameters with `max_new_tokens` no larger than `num_tokens`."""
+    def at_most(self, num_tokens: int, watch: StopWatch | None = None) -> Self:
+        """Return the same parameters with `max_new_tokens` no larger than `num_tokens`, for a turn that also ends where
+        `watch` finds a stop string.
+        """
         ...
 
 

@@ -23,6 +23,8 @@ OWN_REWARD = "episode"
 # The key in `Episode.info` of the limit that ended it (`context_full`, `too_many_turns`).
 ENDED_BY_LIMIT = "ended_by_limit"
 
+FINISH_REASONS = ("stop", "length", "stop_string")
+
 
 @dataclass
 class Node:
@@ -36,9 +38,10 @@ class Node:
     none in a context node. `sampling_masks`, if a sampled node has them, are the tokens that each of its tokens was
     sampled from. `routed_experts` is [positions, layers, top_k] of `route_type`, or None. Its positions begin after
     those of the nearest sampled ancestor and end at this node's last token but one, so the positions of a path follow
-    each other without a gap. `text` is a sampled node's text without its end token. `finish_reason` is `stop` or
-    `length`. `reward` is the turn's own reward, if the episode gives one. `cause` says why a branch begins here
-    (`edited`, `template`, `resampled` or `not_ours`), and is empty if none does.
+    each other without a gap. `text` is a sampled node's text without its end token. `finish_reason` is `stop`, `length`
+    or `stop_string` (the agent named a text that ends a turn). `reward` is the turn's own reward, if the episode gives
+    one. `cause` says why a branch begins here (`edited`, `template`, `resampled` or `not_ours`), and is empty if none
+    does.
     """
 
     node_id: int
@@ -485,8 +488,9 @@ def check_episode(episode: Episode) -> None:
             if any(per_token.values()) or recorded or node.finish_reason:
                 raise ValueError(f"{where}: a context node has no log-probs, versions, routes, masks or finish reason")
             parent = episode.nodes[node.parent] if node.parent >= 0 else None
-            if parent is not None and parent.finish_reason == "length" and not node.token_ids:
-                raise ValueError(f"{where}: follows a turn that ended by length without the tokens that close it")
+            ended = "" if parent is None else parent.finish_reason
+            if ended in ("length", "stop_string") and not node.token_ids:
+                raise ValueError(f"{where}: follows a turn that ended by {ended} without the tokens that close it")
         else:
             raise ValueError(f"{where}: kind is {node.kind!r}, not 'context' or 'sampled'")
     if episode.is_scored and not episode.turns:
@@ -501,8 +505,8 @@ def _check_turn(episode: Episode, node: Node, where: str, per_token: dict[str, i
             raise ValueError(f"{where}: {length} {name} for {len(node.token_ids)} tokens")
     if node.parent < 0:
         raise ValueError(f"{where}: a sampled turn has a context before it")
-    if node.finish_reason not in ("stop", "length"):
-        raise ValueError(f"{where}: finish_reason is {node.finish_reason!r}, not 'stop' or 'length'")
+    if node.finish_reason not in FINISH_REASONS:
+        raise ValueError(f"{where}: finish_reason is {node.finish_reason!r}, not one of {', '.join(FINISH_REASONS)}")
     if len(node.messages) != 1:
         raise ValueError(f"{where}: a sampled turn is one message, not {len(node.messages)}")
     if node.sampling_masks is not None and len(node.sampling_masks) != len(node.token_ids):

@@ -55,8 +55,8 @@ class Trajectory:
     - `response_token_ids`, `response_mask`, `rollout_log_probs` and `weight_versions` have one entry per token after
       `prompt.token_ids`. `response_mask` is 1 where the policy sampled the token and no other row of the episode trains
       it. `rollout_log_probs` are nats under log_softmax(logits / temperature), as sampled, and 0.0 where the mask is 0
-    - `finish_reason` is that of the last turn, `stop` or `length`. `is_truncated`: whether that, or a limit of the
-      episode, cut the row off
+    - `finish_reason` is that of the last turn: `stop`, `length` or `stop_string`. `is_truncated`: whether that, or a
+      limit of the episode, cut the row off
     - `routed_experts` is [prompt + response - 1, layers, top_k] of `route_type`, or None. It says nothing about layers
       without experts
     - `sampling_masks` are the tokens that each response token was sampled from, empty where the mask is 0; None if it

@@ -63,6 +63,7 @@ ROLLOUT_COUNTS = {
     "num_tool_calls": ("calls", "calls of tools"),
     "num_tool_errors": ("calls", "calls of tools that were answered with an error"),
     "num_broken_calls": ("calls", "calls in sampled text that could not be read; they stay content"),
+    "num_stop_strings": ("turns", "turns that a text ended which the agent named (`stop`)"),
     "num_replayed_turns": ("turns", "turns answered from the record, for agents that began again"),
     "num_episode_failures": ("episodes", "episodes whose own code failed, of all kinds; they are not trained on"),
     "num_episode_failures_<kind>": ("episodes", "episodes that failed, by kind"),

@@ -146,11 +146,19 @@ class Sampler:
         before, request_id, since = len(response), asked.request_id, self._pool.committed_version
         self.counts["num_continued_requests"] += before > 0
         report_tokens = server.load.report_tokens(self._settings.progress_deadline_seconds)
-        tell = None
-        if (on_tokens := asked.on_tokens) is not None:
-            tell = lambda start, token_ids: on_tokens(before + start, token_ids)  # noqa: E731
+        on_tokens, watch = asked.on_tokens, asked.params.watch
+        is_read = on_tokens is not None or watch is not None
+        if is_read:
             report_tokens = min(report_tokens, _STREAMED_REPORT_TOKENS)
-        flight = InFlightRequest(self._settings.progress_deadline_seconds, server.load, tell, asked.name)
+
+        def tell(start: int, token_ids: Sequence[int]) -> None:
+            if on_tokens is not None:
+                on_tokens(before + start, token_ids)
+            if watch is not None and watch.add(before + start, asked.without_end(token_ids)):
+                flight.end("ended")
+
+        progress_seconds = self._settings.progress_deadline_seconds
+        flight = InFlightRequest(progress_seconds, server.load, tell if is_read else None, asked.name)
         server.load.flights.add(flight)
         failure: ServerError | None = None
         try:
@@ -170,7 +178,7 @@ class Sampler:
             )
             self.counts["num_discarded_tokens"] += flight.num_tokens - len(part.token_ids)
             self._check_version(part, since, server.server_id, request_id)
-            self._add(response, part)
+            self._add(response, part, asked)
             if response.whole.finish_reason != "abort":
                 return None
             if flight.cause in ("moved", "drained", "paused"):
@@ -185,15 +193,19 @@ class Sampler:
             if error.kind != "nonsense":
                 part = flight.so_far()  # these tokens are as good as any others
                 self.counts["num_discarded_tokens"] += flight.num_tokens - len(part.token_ids)
-                self._add(response, part)
+                self._add(response, part, asked)
             return str(error)
         finally:
             server.load.flights.discard(flight)
             await self._pool.release(server, failure, len(asked.token_ids) + before + flight.num_tokens)
 
-    def _add(self, response: PartialResponse, part: Completion) -> None:
+    def _add(self, response: PartialResponse, part: Completion, asked: _SampleRequest) -> None:
         if not response.add(part):
             self.counts["num_discarded_tokens"] += len(part.token_ids)
+        whole, watch = response.whole, asked.params.watch
+        if watch is not None and (end := watch.end_of(asked.without_end(whole.token_ids))) is not None:
+            self.counts["num_discarded_tokens"] += len(whole.token_ids) - end
+            response.whole = _until(whole, end, len(asked.token_ids))
 
     def _check_version(self, part: Completion, since: int, server_id: str, request_id: str) -> None:
         """Raise ServerError unless all tokens are of `since`, the version that was committed when the request began, or
@@ -220,3 +232,22 @@ class _SampleRequest:
     request_id: str
     prefer: str | None
     on_tokens: OnTokens | None
+
+    def without_end(self, token_ids: Sequence[int]) -> Sequence[int]:
+        """Return the tokens without an end token, which is no text."""
+        return token_ids[:-1] if len(token_ids) and token_ids[-1] in self.params.stop_token_ids else token_ids
+
+
+def _until(whole: Completion, num_tokens: int, num_context_tokens: int) -> Completion:
+    """Return the first tokens of a response, which its text ends with a stop string. What was sampled after them is no
+    part of it, because it would not have been sampled had the string been looked for after every token.
+    """
+    routes, masks = whole.routed_experts, whole.sampling_masks
+    return Completion(
+        whole.token_ids[:num_tokens],
+        whole.log_probs[:num_tokens],
+        whole.weight_versions[:num_tokens],
+        "stop_string",
+        None if routes is None else routes[: num_context_tokens + num_tokens - 1].copy(),
+        None if masks is None else masks.between(0, num_tokens),
+    )

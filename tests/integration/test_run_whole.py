@@ -271,6 +271,7 @@ NOT_OF_A_PLAIN_RUN = {
     "rollout/num_endpoint_unheard",
     "rollout/num_endpoint_errors",
     "rollout/num_ignored_sampling",
+    "rollout/num_stop_strings",
     "lora/num_parameters",
     "lora/norm",
     "sft/loss",

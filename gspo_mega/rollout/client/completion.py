@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 import pybase64
 
+from gspo_mega.agents.messages import StopWatch
 from gspo_mega.base.errors import RolloutError
 from gspo_mega.base.records import Column, constant_column, float_column, int_column, join_columns, route_type
 from gspo_mega.base.sampling_masks import SamplingMasks
@@ -37,13 +38,11 @@ from gspo_mega.base.sampling_masks import SamplingMasks
 _LOG_PROB_ROUNDING = 1e-5
 """In fp32, the log-prob of a token with nearly all the probability may exceed zero by this much (nats)."""
 
-
 _MOST_VERSION = 2**31
 
 _VERSION = re.compile(r"[0-9]{1,10}")
 
 _MOST_SHOWN = 200
-
 
 _ROUTES_KEY = b'"routed_experts":'
 
@@ -66,7 +65,7 @@ class SamplingParams:
     `top_p` and `min_p` keep if `has_masks`, else over all tokens.
 
     `temperature` 0 is greedy, with log-probs at temperature 1. `top_k` -1 admits all tokens. Sampling ends with the
-    first of `stop_token_ids`, which is part of the response.
+    first of `stop_token_ids`, which is part of the response, or where `watch` finds a stop string.
     """
 
     max_new_tokens: int
@@ -75,6 +74,7 @@ class SamplingParams:
     top_k: int
     stop_token_ids: tuple[int, ...]
     min_p: float = 0.0
+    watch: StopWatch | None = None
 
     @property
     def has_masks(self) -> bool:
@@ -96,9 +96,9 @@ class SamplingParams:
             params["min_p"] = self.min_p
         return params
 
-    def at_most(self, num_tokens: int) -> SamplingParams:
-        """Return the same parameters for a response of at most `num_tokens`."""
-        return self if num_tokens >= self.max_new_tokens else replace(self, max_new_tokens=num_tokens)
+    def at_most(self, num_tokens: int, watch: StopWatch | None = None) -> SamplingParams:
+        """Return the same parameters for a response of at most `num_tokens` that ends where `watch` says."""
+        return replace(self, max_new_tokens=min(num_tokens, self.max_new_tokens), watch=watch)
 
     def after(self, num_tokens: int) -> SamplingParams:
         """Return the parameters for the rest of a response that already has `num_tokens`."""

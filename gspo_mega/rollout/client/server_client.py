@@ -51,7 +51,7 @@ from gspo_mega.rollout.registration import Secret
 
 logger = logging.getLogger(__name__)
 
-Cause = Literal["stalled", "moved", "drained", "paused"]
+Cause = Literal["stalled", "moved", "drained", "paused", "ended"]
 
 GRACE_SECONDS = 5.0
 """The longest time that a server may take to end a request early."""

@@ -47,14 +47,14 @@ class ScriptedSession(EpisodeSession):
     def restart(self):
         self.num_restarts += 1
 
-    async def answer(self, messages, *, tools=None, max_new_tokens=None, on_tokens=None, on_begin=None, retry=False):
+    async def answer(self, messages, *, tools=None, max_new_tokens=None, stop=(), on_tokens=None, on_begin=None):
         number = len(self.asked)
         self.asked.append({"messages": messages, "tools": tools, "max_new_tokens": max_new_tokens})
         text = self.script[number]
         if isinstance(text, Exception):
             raise text
         if on_begin is not None:
-            on_begin(self.opening)
+            on_begin(self.opening, 7 + number)
         token_ids = [*text.encode(), STOP]
         for place, token in enumerate(token_ids):
             if place >= self.free:

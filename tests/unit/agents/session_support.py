@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from chat_templates import TOOLS, tokenizer_with
 
+from gspo_mega.agents.messages import StopWatch
 from gspo_mega.agents.session import Conversation, EpisodeSession
 from gspo_mega.agents.turn import Limits, Turn
 from gspo_mega.base.episodes import Episode
@@ -35,9 +36,10 @@ class Params:
     top_p: float = 1.0
     top_k: int = -1
     min_p: float = 0.0
+    watch: StopWatch | None = None
 
-    def at_most(self, num_tokens):
-        return replace(self, max_new_tokens=min(self.max_new_tokens, num_tokens))
+    def at_most(self, num_tokens, watch=None):
+        return replace(self, max_new_tokens=min(self.max_new_tokens, num_tokens), watch=watch)
 
 
 @dataclass
@@ -79,8 +81,11 @@ class Scripted:
         ids = [*ids, self.tokenizer.eos_token_id] if said.finish_reason == "stop" else ids[: params.max_new_tokens]
         if on_tokens is not None:
             on_tokens(0, ids)
+        finish_reason = said.finish_reason
+        if params.watch is not None and (end := params.watch.end_of(ids[:-1])) is not None:
+            ids, finish_reason = ids[:end], "stop_string"
         log_probs = [-0.01 * (len(self.calls) + place) for place in range(len(ids))]
-        return Turn(ids, log_probs, [said.version] * len(ids), said.finish_reason, None, said.server_id)
+        return Turn(ids, log_probs, [said.version] * len(ids), finish_reason, None, said.server_id)
 
 
 @dataclass

@@ -190,7 +190,7 @@ def test_keys_sessions_and_paths(served):
         assert [model.id for model in client_of(visit).models.list()] == ["policy"]
         assert client_of(visit).models.retrieve("policy").id == "policy"
         assert raw(visit, None, path="models/gpt-4o", method="GET")[0] == 404
-        status, _, body = raw(visit, post_body(), path="responses")
+        status, _, body = raw(visit, post_body(), path="completions")
         assert status == 404 and "chat/completions" in body["error"]["message"]
         assert raw(visit, None, method="GET")[0] == 404
         assert session.asked == []

@@ -8,7 +8,7 @@ import urllib.parse
 import pytest
 from endpoint_support import Served, post_body, raw
 
-from gspo_mega.agents import endpoint
+from gspo_mega.agents import connection_gate
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ HALF = b"POST /sessions/x/v1/chat/completions HTTP/1.1\r\nHost: a\r\nAuthorizati
 
 
 def test_half_a_head_is_waited_for_and_no_longer(served, monkeypatch):
-    monkeypatch.setattr(endpoint, "HEAD_SECONDS", 1.0)
+    monkeypatch.setattr(connection_gate, "HEAD_SECONDS", 1.0)
     half = [connect(served, data) for data in (HALF, b"", b"\r\n") for _ in range(20)]
     with served.visit(["4"]) as (_, visit):
         status, _, answer = raw(visit, post_body())
@@ -57,8 +57,8 @@ def test_half_a_head_is_waited_for_and_no_longer(served, monkeypatch):
 
 
 def test_a_flood_keeps_nobody_out(served, monkeypatch):
-    monkeypatch.setattr(endpoint, "MOST_WAITING_OF_PEER", 50)
-    monkeypatch.setattr(endpoint, "GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(connection_gate, "MOST_WAITING_OF_PEER", 50)
+    monkeypatch.setattr(connection_gate, "GRACE_SECONDS", 0.0)
     half = [connect(served, HALF) for _ in range(200)]
     with served.visit(["4"]) as (_, visit):
         status, _, answer = raw(visit, post_body())
@@ -73,7 +73,7 @@ def test_a_flood_keeps_nobody_out(served, monkeypatch):
 
 def test_no_more_connections_than_there_is_room_for(served, monkeypatch):
     monkeypatch.setattr(served.endpoint._gate, "_most", 10)
-    monkeypatch.setattr(endpoint, "MOST_WAITING_OF_PEER", 0)
+    monkeypatch.setattr(connection_gate, "MOST_WAITING_OF_PEER", 0)
     many = [connect(served) for _ in range(30)]
     deadline = time.monotonic() + 30
     while num_ended(many) < 25 and time.monotonic() < deadline:
@@ -107,8 +107,8 @@ def test_what_is_no_http_leaves_no_key_in_a_log(served, caplog, capfd, data):
 
 
 def test_connections_that_were_answered_are_kept_however_many(served, monkeypatch):
-    monkeypatch.setattr(endpoint, "MOST_WAITING_OF_PEER", 5)
-    monkeypatch.setattr(endpoint, "HEAD_SECONDS", 0.5)
+    monkeypatch.setattr(connection_gate, "MOST_WAITING_OF_PEER", 5)
+    monkeypatch.setattr(connection_gate, "HEAD_SECONDS", 0.5)
     # At once: more than may wait, and none has waited long.
     kept = [connect(served, b"GET /nothing HTTP/1.1\r\nHost: a\r\n\r\n") for _ in range(20)]
     for one in kept:

@@ -274,7 +274,8 @@ async def test_a_listener_hears_what_the_turn_follows_and_then_its_tokens(tmp_pa
     side = side_of(tmp_path, families.OPENED_THINKING, "hm</think>4", tools=())
     heard = []
     answer = await side.session.answer(
-        [USER], on_begin=heard.append, on_tokens=lambda place, ids: heard.append((place, list(ids)))
+        [USER], on_begin=lambda *told: heard.append(told), on_tokens=lambda place, ids: heard.append((place, list(ids)))
     )
-    assert heard[0].endswith("<think>\n") and heard[1:] == [(0, list(answer.token_ids))]
+    assert heard[0][0].endswith("<think>\n") and heard[0][1] == answer.num_context_tokens
+    assert heard[1:] == [(0, list(answer.token_ids))]
     assert answer.message == {"role": "assistant", "content": "4", "reasoning_content": "hm"}

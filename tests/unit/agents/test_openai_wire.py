@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gspo_mega.agents.openai_wire import ApiError, Sampling, finish_of, log_probs_of, read_request, sent_message
+from gspo_mega.agents.openai_wire import error_body, finish_of, log_probs_of, read_request, sent_message
+from gspo_mega.agents.wire import ApiError, Reply, Sampling
 
 RUN = Sampling(temperature=1.0, top_p=0.9, top_k=-1)
 USER = {"role": "user", "content": "x"}
@@ -39,9 +40,11 @@ def read(ignore=False, **fields):
         ({"parallel_tool_calls": False}, "parallel_tool_calls", "or true"),
         ({"presence_penalty": 0.1}, "presence_penalty", "or 0"),
         ({"model": "gpt-4o"}, "model", "valid: policy"),
-        ({"n": 2}, "n", "valid: 1"),
-        ({"n": True}, "n", "valid: 1"),
-        ({"stop": ["Observation:"]}, "stop", "leave it out"),
+        ({"n": 0}, "n", "integer >= 1"),
+        ({"n": True}, "n", "integer >= 1"),
+        ({"stop": [1]}, "stop", "a list of texts"),
+        ({"stop": [""]}, "stop", "1 to 1024 characters"),
+        ({"stop": ["x"] * 33}, "stop", "at most 32 texts"),
         ({"top_logprobs": 3}, "top_logprobs", "valid: 0"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not constrained"),
         ({"modalities": ["audio"]}, "modalities", 'valid: ["text"]'),
@@ -89,8 +92,14 @@ def test_the_smaller_limit_holds():
 
 def test_ignored_fields_are_named():
     assert read(ignore=True, temperature=0.2, seed=4, top_p=0.9).ignored == ("temperature", "seed")
-    with pytest.raises(ApiError, match="stop"):
-        read(ignore=True, stop=["x"])
+    with pytest.raises(ApiError, match="response_format"):
+        read(ignore=True, response_format={"type": "json_object"})
+
+
+def test_texts_that_end_a_turn():
+    assert read(stop="Observation:").stop == ("Observation:",)
+    assert read(stop=["a", "b", "a"]).stop == ("a", "b")
+    assert read(stop=[]).stop == read(stop=None).stop == ()
 
 
 def test_strict_is_no_part_of_a_schema():
@@ -113,7 +122,7 @@ def test_equal_requests_have_equal_fingerprints(stream, logprobs):
     """How an answer is written is no part of what was asked; what the policy is shown is."""
     assert read(stream=stream, logprobs=logprobs).fingerprint == read(user="me").fingerprint
     different = [read(max_tokens=4), read(messages=[USER, USER]), read(messages=[{"role": "user", "content": "y"}])]
-    assert len({one.fingerprint for one in [*different, read()]}) == 4
+    assert len({one.fingerprint for one in [*different, read(n=2), read(stop="x"), read()]}) == 6
 
 
 JSON = st.recursive(
@@ -155,16 +164,18 @@ def test_whatever_comes_is_read_or_refused(fields, messages):
     try:
         asked = read_request(body, RUN, False)
     except ApiError as error:
-        assert error.body()["error"]["message"]
+        assert error_body(error)["error"]["message"]
         assert error.status in (400, 404)
     else:
         assert asked.messages and all(isinstance(one["content"], str) for one in asked.messages)
 
 
 def test_the_reason_of_an_end():
-    assert finish_of({"content": "x"}, "stop") == "stop"
-    assert finish_of({"content": "", "tool_calls": [CALL]}, "stop") == "tool_calls"
-    assert finish_of({"content": "", "tool_calls": [CALL]}, "length") == "length"
+    reasons = ("stop", "length", "stop_string")
+    said = [Reply({"content": "x"}, reason, "", 1, 1, "") for reason in reasons]
+    called = [Reply({"content": "", "tool_calls": [CALL]}, reason, "", 1, 1, "") for reason in reasons]
+    assert [finish_of(reply) for reply in said] == ["stop", "length", "stop"]
+    assert [finish_of(reply) for reply in called] == ["tool_calls", "length", "tool_calls"]
 
 
 def test_a_part_of_a_character_has_no_bytes():

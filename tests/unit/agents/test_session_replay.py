@@ -70,8 +70,10 @@ async def test_a_listener_hears_a_replayed_turn_in_one_piece(tmp_path):
     first = await side.session.answer([USER])
     side.session.restart()
     heard = []
-    await side.session.answer([USER], on_begin=heard.append, on_tokens=lambda place, ids: heard.append((place, ids)))
-    assert heard == [side.session._recorder.text(0), (0, first.token_ids)]
+    await side.session.answer(
+        [USER], on_begin=lambda *told: heard.append(told), on_tokens=lambda place, ids: heard.append((place, ids))
+    )
+    assert heard == [(side.session._recorder.text(0), first.num_context_tokens), (0, first.token_ids)]
 
 
 @in_loop

@@ -2,10 +2,10 @@
 
 import itertools
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gspo_mega.agents.messages import StreamedContent, TokenText
+from gspo_mega.agents.messages import StopWatch, StreamedContent, TokenText, before_stop
 
 OPENERS = ("<think>", "<tool_call>")
 STOP = 256
@@ -75,3 +75,30 @@ def test_held_text_comes_at_the_end():
     streamed.hold()
     assert streamed.add(0, list(b"thinking</think> six")) == ""
     assert streamed.rest("six") == "six"
+
+
+@settings(max_examples=150)
+@given(
+    st.text("abé😀\n", max_size=24), st.lists(st.text("abé", min_size=1, max_size=3), min_size=1, max_size=3), st.data()
+)
+def test_a_stop_string_ends_a_turn_at_its_last_token(said, stops, data):
+    """The reference looks at the whole text after every token."""
+    token_ids = list(said.encode())
+    expected = next(
+        (n for n in range(1, len(token_ids) + 1) if any(stop in decode(token_ids[:n]) for stop in stops)), None
+    )
+    assert StopWatch(decode, stops).end_of(token_ids) == expected
+    watch, place = StopWatch(decode, stops), 0
+    while place < len(token_ids):
+        if place and data.draw(st.integers(0, 4)) == 0:
+            place = data.draw(st.integers(0, place))  # a server failed: tokens are taken back
+        size = data.draw(st.integers(1, 6))
+        is_over = watch.add(place, token_ids[place : place + size])
+        place = min(place + size, len(token_ids))
+        assert is_over == (expected is not None and expected <= place)
+    assert watch.end == expected
+
+
+def test_a_message_ends_before_the_first_stop_string():
+    assert before_stop("one, two, three", ["three", "two"]) == ("one, ", "two")
+    assert before_stop("one", ["two"]) == ("one", "")

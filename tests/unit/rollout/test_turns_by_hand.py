@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from collector_support import collector_config
 from fake_answers import EOS
 
+from gspo_mega.agents.messages import StopWatch
 from gspo_mega.base.errors import RolloutError
+from gspo_mega.base.sampling_masks import SamplingMasks
 from gspo_mega.rollout.client.completion import Completion, SamplingParams
 from gspo_mega.rollout.client.server_client import ServerError
 from gspo_mega.rollout.pooled_server import Load
@@ -117,3 +120,56 @@ def test_tokens_of_a_request_that_failed_are_kept_but_those_of_an_answer_that_ma
     turn, counts = turn_of(servers)
     assert turn.token_ids == [*kept, EOS] and servers.asked[1][0] == (*PROMPT, *kept)
     assert counts["num_retries"] == (not kept) and counts[f"num_request_failures_{kind}"] == 1
+
+
+# A turn that a text ends. Token 65 is "A", and so on: the text of a token is its character.
+
+
+def stopped_turn(*script, stops=("BC",), says=None, **more):
+    """The turn, the counts, and why each request was ended early. `says`: what a request reports before its end. `more`
+    is what the servers are.
+    """
+    servers, ended = Servers(*script), []
+    servers.__dict__.update(more)
+    generate = servers.generate
+
+    async def reporting(input_ids, params, *, flight, **rest):
+        flight.end, flight.num_tokens = ended.append, len(servers.script[0].token_ids)
+        for place, token_ids in says or ():
+            flight._on_tokens(place, token_ids)
+        return await generate(input_ids, params, flight=flight, **rest)
+
+    servers.generate = reporting
+    sampler = Sampler(collector_config(max_attempts=2).rollout, servers)
+    watch = StopWatch(lambda ids: "".join(map(chr, ids)), stops)
+    params = SamplingParams(6, 1.0, 1.0, 50 if more else -1, (EOS,)).at_most(6, watch)
+    sampling = sampler.sample("the-prompt", PROMPT, params, "turn-0")
+    return asyncio.run(sampling), sampler.counts, ended
+
+
+def test_a_stop_string_ends_a_turn_at_its_token_and_what_came_after_is_dropped():
+    masks = SamplingMasks.of([[65, 66], [66], [67, 70], [68]])
+    routes = np.arange(6 * 2).reshape(6, 2, 1)  # of three tokens of context and four of the turn but the last
+    whole = Completion([65, 66, 67, EOS], [-1.0, -2.0, -3.0, -4.0], [1, 1, 1, 1], "stop", routes, masks)
+    turn, counts, _ = stopped_turn(whole, returns_routed_experts=True, committed_version=1)
+    assert (turn.token_ids, turn.log_probs, turn.weight_versions) == ([65, 66, 67], [-1.0, -2.0, -3.0], [1, 1, 1])
+    assert turn.finish_reason == "stop_string"
+    assert turn.sampling_masks == masks.between(0, 3) and np.array_equal(turn.routed_experts, routes[:5])
+    assert (counts["num_generated_tokens"], counts["num_discarded_tokens"]) == (3, 1)
+
+
+def test_a_stop_string_may_begin_on_one_server_and_end_on_another():
+    turn, *_ = stopped_turn(part(65, 66), part(67, 68, reason="length"))
+    assert (turn.token_ids, turn.finish_reason) == ([65, 66, 67], "stop_string")
+
+
+def test_a_request_is_ended_when_its_turn_has_its_stop_string():
+    says = [(0, [65]), (1, [66]), (2, [67, 68])]
+    turn, counts, ended = stopped_turn(part(65, 66, 67, 68), says=says)
+    assert ended == ["ended"] and turn.token_ids == [65, 66, 67]
+    assert (counts["num_retries"], counts["num_aborted_requests"]) == (0, 0)
+
+
+def test_an_end_token_is_no_text():
+    turn, *_ = stopped_turn(part(65, EOS, reason="stop"), stops=("A" + chr(EOS), chr(EOS)), says=[(0, [65, EOS])])
+    assert (turn.token_ids, turn.finish_reason) == ([65, EOS], "stop")
