@@ -1,4 +1,5 @@
-"""`rollout.episode: foreign`: the agent is any program, which knows the policy as an OpenAI-compatible address.
+"""`rollout.episode: foreign`: the agent is any program, which knows the policy as an address of OpenAI's or Anthropic's
+API.
 
     rollout:
       episode:
@@ -7,12 +8,13 @@
           command: [python, my_agent.py]     # in the folder of the run's command
           reward: functions                  # functions: reward.functions judge; exit_code: 0 is 1.0, another 0.0;
                                              # file: what the agent writes into GSPO_MEGA_RESULT_FILE
-          model: policy                      # the name that the agent must ask for, as OPENAI_MODEL
+          model: policy                      # the name that the agent must ask for
           processes: 32                      # agents at the same time
 
 Each episode has one process. In addition to the short list of docs/rewards.md and `episodes.environment` it gets the
-variables OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL, GSPO_MEGA_TASK_FILE (JSON: messages, answer, metadata,
-prompt_id, source, seed) and GSPO_MEGA_RESULT_FILE. TMPDIR is a folder of the episode's own, which is removed with it.
+variables OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL, the same with ANTHROPIC_, GSPO_MEGA_TASK_FILE (JSON: messages,
+answer, metadata, prompt_id, source, seed) and GSPO_MEGA_RESULT_FILE. TMPDIR is a folder of the episode's own, which is
+removed with it.
 
 `ForeignAgents` starts the processes, enforces their deadlines and decides what their end means. The endpoint
 (`endpoint.py`) answers their turns.
@@ -148,6 +150,10 @@ class ForeignAgents:
             "OPENAI_BASE_URL": served.base_url,
             "OPENAI_API_KEY": served.api_key,
             "OPENAI_MODEL": served.model,
+            # Anthropic's clients add /v1 themselves.
+            "ANTHROPIC_BASE_URL": served.base_url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": served.api_key,
+            "ANTHROPIC_MODEL": served.model,
             "TMPDIR": str(folder),
             **no_proxy_variables([urlsplit(served.base_url).hostname or ""]),
             **{key: str(path) for key, path in files.items()},
