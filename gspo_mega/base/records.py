@@ -151,6 +151,11 @@ class MicroBatch:
 
     - `mask_counts` [T] int32 and `mask_codes` [bytes] uint8, `SamplingMasks` aligned with `labels`: the tokens that
       each active label was sampled from, over which its log-probs are normalised. Both are None if these are all tokens
+    - `computed_at` [T] int64, `node_starts` [n+1] and `node_ends` [n] int64: how the rows share prefixes, which a model
+      computes once (`data/forest.py`). All other arrays have their T positions with or without sharing. Position p of
+      the rows is computed at position `computed_at[p]` of the C = `node_starts[n]` tokens that a model sees. These are
+      the nodes of a forest in preorder: node i is `node_starts[i]` to `node_starts[i+1]`, and its descendants reach
+      from there to `node_ends[i]`. All three are None if no row shares anything
 
     A filler is a sequence without a trajectory, with `loss_mask` 0. It lets all ranks run the same number of
     micro-batches.
@@ -173,10 +178,28 @@ class MicroBatch:
     version_index: np.ndarray | None = None
     mask_counts: np.ndarray | None = None
     mask_codes: np.ndarray | None = None
+    computed_at: np.ndarray | None = None
+    node_starts: np.ndarray | None = None
+    node_ends: np.ndarray | None = None
 
     @property
     def num_tokens(self) -> int:
+        """T, positions of all rows."""
         return int(self.token_ids.shape[0])
+
+    @property
+    def num_computed(self) -> int:
+        """Positions that a model computes: fewer than T if rows share prefixes."""
+        return self.num_tokens if self.node_starts is None else int(self.node_starts[-1])
+
+    def first_rows(self) -> np.ndarray:
+        """For each computed position the first of the rows' positions that are computed there, [C] int64."""
+        positions = np.arange(self.num_tokens)
+        if self.computed_at is None:
+            return positions
+        first = np.empty(self.num_computed, np.int64)
+        first[self.computed_at[::-1]] = positions[::-1]  # of several writes to one place the last stays
+        return first
 
     @property
     def num_sequences(self) -> int:

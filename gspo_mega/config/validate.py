@@ -3,9 +3,9 @@
 `validate_config` runs every rule on a configuration that fits the schema, and `loader.py` turns the violations into one
 error before anything starts. The functions here follow the sections of the file; features with many rules have files of
 their own: `validate_learning.py` (algorithm, critic, staleness, adapters, batch invariance), `validate_rewards.py`,
-`validate_episodes.py` and `validate_servers.py`. A setting that is allowed but changes what the numbers mean is a
-notice (`notices.py`). Rules that need the model or the ranks are in `plan/validate.py`; where both sides check a
-feature, the functions have the same name.
+`validate_episodes.py`, `validate_servers.py` and `validate_sharing.py`. A setting that is allowed but changes what the
+numbers mean is a notice (`notices.py`). Rules that need the model or the ranks are in `plan/validate.py`; where both
+sides check a feature, the functions have the same name.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from gspo_mega.config.validate_servers import (
     validate_server_options,
     validate_speculative,
 )
+from gspo_mega.config.validate_sharing import validate_sharing
 
 # Bounds on the counts that a plan iterates over. Each is far beyond any machine; a larger number is refused before a
 # loop counts to it.
@@ -74,6 +75,7 @@ def validate_config(config: Config, command: str | None = None) -> tuple[list[Vi
         *validate_hooks(config),
         *validate_teacher(config, command),
         *_validate_batch(config.batch),
+        *validate_sharing(config),
         *validate_staleness(config),
         *validate_colocated(config),
         *validate_delta(config),

@@ -16,6 +16,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
 from gspo_mega.algorithm.terms import local_positions
+from gspo_mega.cpu.forest_attention import forest_attend, forest_of
 
 
 @dataclass
@@ -109,9 +110,13 @@ def attend(
     parallelism each rank holds the two chunks of every sequence that `local_positions` names; keys and values are
     gathered over the context group; None is a group of one rank. `softmax_scale`: 1 / sqrt(d) if None. `sinks` [heads]:
     the score of one more term of each head's softmax, which has no value. `window`: a token attends to this many of the
-    last tokens, itself included; to all if None. Collective over the context group if its size is above 1.
+    last tokens, itself included; to all if None. Rows that share prefixes (`forest_attention.py`) have neither sinks
+    nor windows, on one context rank. Collective over the context group if its size is above 1.
     """
     cp_size, cp_rank = (1, 0) if context_group is None else (context_group.size(), context_group.rank())
+    if (forest := forest_of(params)) is not None:
+        assert cp_size == 1 and sinks is None and window is None, "config/validate_sharing.py refuses these"
+        return forest_attend(query, key, value, forest, softmax_scale)
     layout = padded_layout(params, cp_size, cp_rank)
     if cp_size > 1:
         key, value = (

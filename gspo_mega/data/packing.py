@@ -14,6 +14,7 @@ index.
 from __future__ import annotations
 
 import itertools
+import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ import numpy as np
 from gspo_mega.base.errors import PlanError, RolloutError
 from gspo_mega.base.records import MicroBatch, Trajectory, route_type
 from gspo_mega.base.sampling_masks import SamplingMasks
+from gspo_mega.data.forest import SharePrefixes, forest_cost, in_tree_order, lay_out, num_computed, tree_pieces
 from gspo_mega.models.spec import ModelSpec
 
 # For callers without a model. A run's own value comes from its layout.
@@ -63,32 +65,46 @@ def plan_rollout_batch(
     num_data_parallel: int,
     seed: int,
     step: int,
-    episode_of: Sequence[int] | None = None,
+    unit_of: Sequence[int] | None = None,
     attention_crossover_tokens: int = ATTENTION_CROSSOVER_TOKENS,
     pack_multiple: int = 1,
     synchronised_packs: bool = False,
+    prompts: Sequence[Sequence[int]] | None = None,
 ) -> list[RankPlan]:
     """The plan of every data-parallel rank for a rollout batch whose rows have `lengths` tokens.
 
-    `episode_of`: the number of each row's episode, from 0 and ascending; None if each row is an episode. Episodes are
-    dealt to mini-batches with all their rows, which may go to several ranks. The other arguments are those of
-    `split_mini_batches` and `plan_packs`, and so are the errors.
+    `unit_of`: the number of each row's unit, an episode or a group, from 0 and ascending; None if each row is one.
+    Units are dealt to mini-batches with all their rows, which may go to several ranks. `prompts`: the token ids of each
+    row's prompt, if packs compute a shared prompt once. The other arguments are those of `split_mini_batches` and
+    `plan_packs` or `plan_tree_packs`, and so are the errors.
     """
     plans = [RankPlan([]) for _ in range(num_data_parallel)]
-    rows_of: list[list[int]] = [[] for _ in range(episode_of[-1] + 1 if episode_of else 0)]
-    for row, episode in enumerate(episode_of or ()):
-        rows_of[episode].append(row)
-    for episodes in split_mini_batches(len(rows_of) or len(lengths), num_mini_batches, seed, step):
-        members = [row for episode in episodes for row in rows_of[episode]] if rows_of else episodes
-        packed = plan_packs(
-            [lengths[i] for i in members],
-            budget_tokens,
-            pad_multiple,
-            num_data_parallel,
-            attention_crossover_tokens,
-            pack_multiple=pack_multiple,
-            synchronised_packs=synchronised_packs,
-        )
+    rows_of: list[list[int]] = [[] for _ in range(unit_of[-1] + 1 if unit_of else 0)]
+    for row, unit in enumerate(unit_of or ()):
+        rows_of[unit].append(row)
+    for units in split_mini_batches(len(rows_of) or len(lengths), num_mini_batches, seed, step):
+        members = [row for unit in units for row in rows_of[unit]] if rows_of else units
+        own_lengths = [lengths[i] for i in members]
+        if prompts is None:
+            packed = plan_packs(
+                own_lengths,
+                budget_tokens,
+                pad_multiple,
+                num_data_parallel,
+                attention_crossover_tokens,
+                pack_multiple=pack_multiple,
+                synchronised_packs=synchronised_packs,
+            )
+        else:
+            packed = plan_tree_packs(
+                own_lengths,
+                [prompts[i] for i in members],
+                budget_tokens,
+                num_data_parallel,
+                attention_crossover_tokens,
+                pack_multiple=pack_multiple,
+                synchronised_packs=synchronised_packs,
+            )
         for plan, packs in zip(plans, packed, strict=True):
             plan.mini_batches.append([[members[i] for i in pack] for pack in packs])
     return plans
@@ -128,6 +144,79 @@ def plan_packs(
 
     Raises PlanError for a sequence that does not fit into a pack by itself.
     """
+    sizes = _fitting_sizes(lengths, budget_tokens, pad_multiple, pack_multiple)
+    budget = budget_tokens // pack_multiple * pack_multiple
+    costs = [sequence_cost(size, attention_crossover_tokens) for size in sizes]
+    packs = balanced_packs(sizes, costs, budget, num_data_parallel, synchronised_packs)
+    return [[sorted(pack, key=lambda i: (-sizes[i], i)) for pack in rank] for rank in packs]
+
+
+def plan_tree_packs(
+    lengths: Sequence[int],
+    prompts: Sequence[Sequence[int]],
+    budget_tokens: int,
+    num_data_parallel: int,
+    attention_crossover_tokens: int = ATTENTION_CROSSOVER_TOKENS,
+    *,
+    pack_multiple: int = 1,
+    synchronised_packs: bool = False,
+) -> list[list[list[int]]]:
+    """`plan_packs` for sequences whose equal `prompts` (token ids of each) are computed once in a pack.
+
+    A prompt with all its sequences is a tree and goes into one pack. A tree that does not fit is cut, and its prompt is
+    repeated in every piece. Trees are also cut so that ranks are balanced: of plans with whole trees, with pieces of at
+    most the mean rank's cost or half of it, and with only those trees cut that would leave some ranks without one,
+    this takes the cheapest, and of equal ones the first. Sequences are not padded; a pack is, to `pack_multiple`.
+    """
+    sizes = _fitting_sizes(lengths, budget_tokens, 1, pack_multiple)
+    budget = budget_tokens // pack_multiple * pack_multiple
+    longest_first = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
+    order, shared = in_tree_order([prompts[i] for i in longest_first])
+    rows = [longest_first[place] for place in order]
+    starts = [*(k for k, common in enumerate(shared) if common == 0), len(rows)]
+    trees = list(itertools.pairwise(starts))
+
+    def pieces(largest_costs: Sequence[float]):
+        return [
+            piece
+            for (start, end), largest in zip(trees, largest_costs, strict=True)
+            for piece in tree_pieces(
+                rows[start:end],
+                [sizes[row] for row in rows[start:end]],
+                shared[start:end],
+                budget,
+                largest,
+                attention_crossover_tokens,
+            )
+        ]
+
+    costs_of_trees = [
+        forest_cost([sizes[row] for row in rows[start:end]], shared[start:end], attention_crossover_tokens)
+        for start, end in trees
+    ]
+    mean = sum(costs_of_trees) / num_data_parallel
+    limits = [[math.inf] * len(trees)]
+    if num_data_parallel > 1:
+        limits += [[mean / parts] * len(trees) for parts in (1, 2)]
+        cheapest = sorted(range(len(trees)), key=costs_of_trees.__getitem__)[: len(trees) % num_data_parallel]
+        limits.append(
+            [cost / num_data_parallel if k in cheapest else math.inf for k, cost in enumerate(costs_of_trees)]
+        )
+    planned = []
+    for items in map(pieces, limits):
+        costs = [piece.cost for piece in items]
+        plan = balanced_packs([piece.size for piece in items], costs, budget, num_data_parallel, synchronised_packs)
+        at_the_end, at_every_turn = waiting_costs(plan, costs)
+        planned.append((at_every_turn if synchronised_packs else at_the_end, plan, items))
+    _, plan, items = min(planned, key=lambda one: one[0])
+    return [
+        [[row for k in sorted(pack, key=lambda k: (-items[k].size, k)) for row in items[k].rows] for pack in rank]
+        for rank in plan
+    ]
+
+
+def _fitting_sizes(lengths: Sequence[int], budget_tokens: int, pad_multiple: int, pack_multiple: int) -> list[int]:
+    """The padded lengths. Raises PlanError for a sequence that does not fit into a pack by itself."""
     budget = budget_tokens // pack_multiple * pack_multiple
     tokens = np.asarray(lengths, dtype=np.int64)
     padded = -(-tokens // pad_multiple) * pad_multiple
@@ -140,10 +229,7 @@ def plan_packs(
             f"sequence {index} has {tokens[index]} tokens ({needed} padded to a multiple of {multiple}); "
             f"batch.micro_batch_tokens is {budget_tokens} and must be at least {needed}"
         )
-    sizes = padded.tolist()
-    costs = [sequence_cost(size, attention_crossover_tokens) for size in sizes]
-    packs = balanced_packs(sizes, costs, budget, num_data_parallel, synchronised_packs)
-    return [[sorted(pack, key=lambda i: (-sizes[i], i)) for pack in rank] for rank in packs]
+    return padded.tolist()
 
 
 def padded_length(length: int, pad_multiple: int) -> int:
@@ -164,6 +250,7 @@ def build_micro_batch(
     pack_multiple: int = 1,
     token_keys: Sequence[str] = (),
     with_masks: bool = False,
+    share_prefixes: SharePrefixes = "off",
 ) -> MicroBatch:
     """The arrays of one pack: the `rows` of `trajectories`, in that order; no rows give filler.
 
@@ -178,17 +265,26 @@ def build_micro_batch(
     `version_index`, [R] of each trajectory, aligned as its log-probs are; not in the pack unless named. `with_masks`:
     each trajectory with an active token has `sampling_masks`, [R], aligned in the same way.
 
+    `share_prefixes: prompts`: rows with the same prompt are neighbours, in the order of the first of them, and the
+    prompt is computed once. Then no row is padded but the last, so that the computed tokens are a multiple of
+    `pack_multiple`.
+
     Raises ValueError for a trajectory whose arrays differ in length.
     """
+    shared = [0] * max(1, len(rows))
+    if share_prefixes != "off" and rows:
+        order, shared = in_tree_order([trajectories[row]["prompt_token_ids"] for row in rows])
+        rows, pad_multiple = [rows[place] for place in order], 1
     names = (*TOKEN_ARRAYS, *token_keys)
     pieces = [_sequence_arrays(trajectories[row], row, pad_multiple, token_keys) for row in rows]
     masks = _packed_masks([trajectories[row] for row in rows], pieces) if with_masks else None
     pieces = pieces or [_filler_arrays(pad_multiple, token_keys)]
     sizes = [piece["token_ids"].shape[0] for piece in pieces]
-    missing = -sum(sizes) % pack_multiple
+    missing = -num_computed(sizes, shared) % pack_multiple
     for name in names:
         pieces[-1][name] = np.pad(pieces[-1][name], (0, missing))
     sizes[-1] += missing
+    forest = lay_out(sizes, shared) if any(shared) else None
 
     def joined(name: str) -> np.ndarray:
         return np.concatenate([piece[name] for piece in pieces])
@@ -209,6 +305,7 @@ def build_micro_batch(
         sequence=counts | values,
         mask_counts=None if masks is None else np.pad(masks.counts, (0, sum(sizes) - len(masks))),
         mask_codes=None if masks is None else masks.codes,
+        **({} if forest is None else vars(forest)),
         **{name: joined(name) for name in token_keys},
     )
 

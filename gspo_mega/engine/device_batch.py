@@ -18,6 +18,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from gspo_mega.algorithm.terms import local_rows
 from gspo_mega.base.records import MicroBatch
 from gspo_mega.base.sampling_masks import SamplingMasks
+from gspo_mega.cpu.forest_attention import ForestNodes, set_forest
 from gspo_mega.engine.log_probs import KeptTokens
 from gspo_mega.engine.process_groups import ParallelGroups, RankGroup, device
 
@@ -26,8 +27,10 @@ from gspo_mega.engine.process_groups import ParallelGroups, RankGroup, device
 class DeviceBatch:
     """The input of one forward pass on one rank, local to the rank's part of the context group.
 
-    `token_ids`, `position_ids` [1, t] int64 with t = T / context size; `packed`: Megatron's packed-sequence parameters.
-    For the N active response tokens that this rank holds: `rows` [N] int64 (the position in t that predicts the token),
+    `token_ids`, `position_ids` [1, t] int64 with t = T / context size, or t = C if rows share prefixes; `packed`:
+    Megatron's packed-sequence parameters, which then carry the forest.
+    For the N active response tokens that this rank holds: `rows` [N] int64 (the position in t that predicts the token;
+    the last token of a shared prefix predicts one of each row),
     `labels` [N] int64, `sequence_ids` [N] int64 in [0, S), `rollout_log_probs` [N] float32 nats, `token_advantages` [N]
     float64 or None, `version_index` [N] int64 in [0, `num_versions`) or None. For the E sequences whose last active
     token is held here: `end_rows` [E] int64 (its own position in t), `end_sequences` [E] int64. `sequence`:
@@ -75,12 +78,23 @@ def _ends(micro_batch: MicroBatch, held: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def to_device(micro_batch: MicroBatch, groups: ParallelGroups) -> DeviceBatch:
-    """Slice `micro_batch` for this context rank and copy it to this rank's device."""
+    """Slice `micro_batch` for this context rank and copy it to this rank's device.
+
+    Raises ValueError for rows that share prefixes on several context ranks or on a GPU, which the plan refuses.
+    """
     cu_seqlens = torch.from_numpy(micro_batch.cu_seqlens)
     held, rows = held_rows(micro_batch, groups)
     active = held[rows]
+    end_rows, end_sequences = _ends(micro_batch, held)
     longest = int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
     target = device()
+    if micro_batch.computed_at is not None:
+        if groups.context.size > 1 or target.type != "cpu":
+            raise ValueError("rows that share prefixes are computed on CPUs, on one context rank")
+        computed_at = torch.from_numpy(micro_batch.computed_at)
+        rows, end_rows = computed_at[active], computed_at[held[end_rows]]
+        held = torch.from_numpy(micro_batch.first_rows())  # what rows share is the same in all of them
+        cu_seqlens = torch.tensor([0, micro_batch.num_computed], dtype=cu_seqlens.dtype)
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
         # From ordinary memory a copy would wait for all work that the GPU has been given so far.
@@ -91,19 +105,22 @@ def to_device(micro_batch: MicroBatch, groups: ParallelGroups) -> DeviceBatch:
         return copy(tensor if index is None else tensor[index])
 
     offsets = copy(cu_seqlens)
-    end_rows, end_sequences = _ends(micro_batch, held)
+    positions = move(micro_batch.position_ids, held)
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=offsets,
+        cu_seqlens_kv=offsets,
+        cu_seqlens_q_padded=offsets,
+        cu_seqlens_kv_padded=offsets,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+    if micro_batch.node_starts is not None and micro_batch.node_ends is not None:
+        set_forest(packed, ForestNodes(micro_batch.node_starts.tolist(), micro_batch.node_ends.tolist(), positions))
     return DeviceBatch(
         token_ids=move(micro_batch.token_ids, held)[None],
-        position_ids=move(micro_batch.position_ids, held)[None],
-        packed=PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=offsets,
-            cu_seqlens_kv=offsets,
-            cu_seqlens_q_padded=offsets,
-            cu_seqlens_kv_padded=offsets,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-        ),
+        position_ids=positions[None],
+        packed=packed,
         rows=copy(rows),
         labels=move(micro_batch.labels, active),
         sequence_ids=move(micro_batch.sequence_ids, active),

@@ -87,7 +87,7 @@ class Pipeline:
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],
                 model=list(self.models) if len(self.models) > 1 else self.models[0],
                 num_microbatches=len(micro_batches),
-                seq_length=max(m.num_tokens for m in micro_batches),
+                seq_length=max(m.num_computed for m in micro_batches),
                 micro_batch_size=1,
                 forward_only=forward_only,
             )

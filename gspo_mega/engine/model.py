@@ -23,6 +23,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.post_training.modelopt.layers import Linear as ReplicatedLinear
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
@@ -35,6 +36,7 @@ from torch import nn
 from gspo_mega.base.errors import ModelError
 from gspo_mega.config.schema import Config, Moe, Parallel
 from gspo_mega.cpu.backend import is_cpu_backend
+from gspo_mega.cpu.forest_attention import forest_of
 from gspo_mega.engine.adapters import Adapter
 from gspo_mega.engine.attention import PackedAttention, TorchNorm, norm_all_heads
 from gspo_mega.engine.delta_net import GatedAttention, complete_delta_spec, delta_settings
@@ -72,6 +74,15 @@ class PolicyModel(GPTModel):
     def low_rank(self) -> list[Adapter]:
         """The low-rank adapters of this chunk's layers."""
         return [cast(Adapter, adapter) for adapter in self.adapters.values()]
+
+    def _preprocess(self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **kwargs: Any) -> Any:
+        """As Megatron's. For a forest, the rotary embedding has an entry for each computed token, by its depth."""
+        prepared = super()._preprocess(*args, packed_seq_params=cast(Any, packed_seq_params), **kwargs)
+        forest = None if packed_seq_params is None else forest_of(packed_seq_params)
+        decoder_input, rotary, *rest = prepared
+        if forest is None or rotary is None:
+            return prepared
+        return decoder_input, rotary.index_select(0, forest.depths), *rest
 
     def _postprocess(self, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         return hidden_states

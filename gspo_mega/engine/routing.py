@@ -72,15 +72,42 @@ class Routers:
         return [entry for chunk in self.chunks for entry in chunk]
 
     def rows(self, micro_batch: MicroBatch) -> torch.Tensor:
-        """Positions of the pack that this rank's routers see, in their order: [t] int64, on the host."""
-        held = local_rows(
-            torch.from_numpy(micro_batch.cu_seqlens), self._groups.context.size, self._groups.context.rank
-        )
+        """Positions of the pack's rows that this rank's routers see, in their order: [t] int64, on the host. The first
+        of the rows that share a position stands for all of them.
+        """
+        if micro_batch.computed_at is not None:
+            return self._own(torch.from_numpy(micro_batch.first_rows()))
+        cu_seqlens = torch.from_numpy(micro_batch.cu_seqlens)
+        return self._own(local_rows(cu_seqlens, self._groups.context.size, self._groups.context.rank))
+
+    def _own(self, held: torch.Tensor) -> torch.Tensor:
+        """This tensor rank's part of the context rank's positions."""
         return held.chunk(self._split)[self._groups.tensor.rank] if self._split > 1 else held
+
+    def all_rows(self, micro_batch: MicroBatch) -> tuple[np.ndarray, np.ndarray]:
+        """All positions of the pack's rows that are computed on this rank, and the place among its routers' positions
+        where each is: two [n] int64, n >= t.
+        """
+        rows = self.rows(micro_batch).numpy()
+        if micro_batch.computed_at is None:
+            return rows, np.arange(len(rows))
+        place = np.full(micro_batch.num_computed, -1, np.int64)
+        place[micro_batch.computed_at[rows]] = np.arange(len(rows))
+        places = place[micro_batch.computed_at]
+        return np.flatnonzero(places >= 0), places[places >= 0]
+
+    def num_rows(self, micro_batch: MicroBatch) -> torch.Tensor:
+        """For how many rows each position of this rank's routers counts: [t] int64, on this rank's device. 0 where no
+        trained log-prob depends on it; at most 1 unless rows share prefixes.
+        """
+        rows, places = self.all_rows(micro_batch)
+        counted = influential_positions(micro_batch)[rows]
+        counts = np.bincount(places[counted], minlength=len(self.rows(micro_batch)))
+        return torch.from_numpy(counts.astype(np.int64)).to(device())
 
     def compared_positions(self, micro_batch: MicroBatch) -> torch.Tensor:
         """Which positions of this rank's routers count in a comparison: [t] bool, on this rank's device."""
-        return torch.from_numpy(influential_positions(micro_batch))[self.rows(micro_batch)].to(device())
+        return self.num_rows(micro_batch) > 0
 
     def rollout_routes(self, micro_batch: MicroBatch) -> Routes:
         """The rollout engine's routes for this rank's layers and positions: [t, k] int16 per layer.
@@ -454,9 +481,10 @@ class ExpertBias:
         bias_i += rate x sign(mean(c) - c_i)
 
     The counts cover positions that a trained log-prob depends on, in training passes only; they exclude padding,
-    filler, the old pass and the reference's pass. The bias is therefore bitwise the same in every layout and packing
-    with the same routes. Replayed routes count as taken. Under R2 all mini-batches of a step follow the bias of the old
-    pass; under R3 they follow the servers' bias, which is the published one.
+    filler, the old pass and the reference's pass, and a position counts once for each row that shares it. The bias is
+    therefore bitwise the same in every layout and packing with the same routes. Replayed routes count as taken. Under
+    R2 all mini-batches of a step follow the bias of the old pass; under R3 they follow the servers' bias, which is the
+    published one.
 
     Megatron's own update moves the bias during gradient reduction, before it is known if the step is applied, and
     counts padding. It runs at a rate of zero.
@@ -477,9 +505,9 @@ class ExpertBias:
         num_experts = self._routers.moe.num_experts
         counts = torch.zeros(self._num_layers, num_experts, dtype=torch.int64, device=device())
         for micro_batch, taken in zip(micro_batches, routes, strict=True):
-            counted = self._routers.compared_positions(micro_batch)
+            rows = self._routers.num_rows(micro_batch)
             for layer, experts in taken.items():
-                counts[layer] += torch.bincount(experts[counted].flatten().long(), minlength=num_experts)
+                counts[layer].index_add_(0, experts.flatten().long(), rows.repeat_interleave(experts.shape[1]))
         self._counts = counts
 
     @torch.no_grad()

@@ -618,7 +618,20 @@ def _entries() -> list[Metric]:
             "speed/packing_efficiency",
             "fraction",
             "ratio",
-            "tokens of trajectories over positions computed, padding and filler included",
+            "tokens of trajectories over positions computed, padding and filler included; a shared token counts once",
+        ),
+        Metric(
+            "speed/shared_prefix_fraction",
+            "fraction",
+            "ratio",
+            "share of the rows' positions that were not computed because a row of the same pack begins alike"
+            " (`batch.share_prefixes`)",
+        ),
+        Metric(
+            "speed/num_repeated_prefixes",
+            "prefixes",
+            "sum",
+            "how often a prefix was computed again because its rows were in several packs of a mini-batch",
         ),
         Metric("time/step_seconds", "seconds", "value", "the whole step"),
         *(Metric(f"time/{phase}_seconds", "seconds", "value", what) for phase, what in PHASES.items()),

@@ -75,6 +75,7 @@ def validate_layout(config: Config, spec: ModelSpec, device: Device | None) -> l
         *validate_lora(config, spec),
         *validate_optimizer(config, device),
         *_validate_batch(config.batch, config.sft, sizes),
+        *validate_sharing(config, spec, device),
         *_validate_lengths(config, spec, sizes),
         *validate_server(config, spec, sizes, device),
         *validate_server_parallel(config, spec, device),
@@ -480,6 +481,31 @@ def _validate_batch(batch: Batch, sft: Sft | None, sizes: Sizes) -> Iterator[Vio
             "sft.sequences_per_step",
             f"{sft.sequences_per_step} demonstrations are fewer than the {sizes.data} data-parallel ranks",
             str(sizes.data),
+        )
+
+
+def validate_sharing(config: Config, spec: ModelSpec, device: Device | None) -> Iterator[Violation]:
+    """Yield what `batch.share_prefixes` needs that the model or the device does not have."""
+    mode = config.batch.share_prefixes
+    if mode == "off":
+        return
+    if is_on_gpu(config.cluster, device):
+        yield Violation(
+            "batch.share_prefixes",
+            f"{mode} on GPUs: the attention that computes shared prefixes once runs on CPUs only",
+            "off",
+        )
+    lacking = {
+        "latent attention": spec.latent is not None,
+        "sinks": spec.sinks,
+        "sliding windows": spec.window is not None,
+    }
+    if names := [name for name, is_there in lacking.items() if is_there]:
+        yield Violation(
+            "batch.share_prefixes",
+            f"{mode}, and the model ({spec.family}) has {' and '.join(names)}, which have not been compared with whole"
+            " rows",
+            "off",
         )
 
 

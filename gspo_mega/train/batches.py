@@ -28,6 +28,7 @@ from gspo_mega.base.records import MicroBatch, Trajectory
 from gspo_mega.config.derived import REWARDS_NEEDED, critic_of, has_sampling_masks, least_of_group
 from gspo_mega.config.schema import Batch, Config, Reward, Run
 from gspo_mega.data.demonstrations import Demonstration
+from gspo_mega.data.forest import SharePrefixes
 from gspo_mega.data.packing import RankPlan, build_micro_batch, plan_rollout_batch
 from gspo_mega.plan.layout import Layout
 
@@ -35,12 +36,15 @@ from gspo_mega.plan.layout import Layout
 @dataclass
 class MiniBatch:
     """One data-parallel rank's part of one optimizer step. The loss is divided by `denominator`, which is counted over
-    all ranks; the loss of the critic, if there is one, by `value_denominator`.
+    all ranks; the loss of the critic, if there is one, by `value_denominator`. `num_repeated_prefixes`: how often a
+    prompt is computed again because its rows are in several packs of the mini-batch, on all ranks; 0 unless packs share
+    prefixes.
     """
 
     denominator: float
     micro_batches: list[MicroBatch]
     value_denominator: float = 0.0
+    num_repeated_prefixes: int = 0
 
     def to_wire(self) -> dict[str, Any]:
         return {**vars(self), "micro_batches": [dict(vars(m)) for m in self.micro_batches]}
@@ -213,15 +217,23 @@ def fill_turn_advantages(episodes: Sequence[Episode], rewards: Sequence[float], 
 
 def plan_batch(batch: RolloutBatch, config: Config, layout: Layout, step: int) -> list[RankPlan]:
     """The rows of `batch` that each data-parallel rank works on, by mini-batch and pack. If the batch has fewer
-    episodes than `batch.num_mini_batches`, it has one mini-batch per episode.
+    episodes than `batch.num_mini_batches`, it has one mini-batch per episode. Where prompts are shared, groups are in
+    mini-batches whole, and the same holds of them.
     """
-    num_mini_batches = min(config.batch.num_mini_batches, len(batch.episodes))
+    shares = config.batch.share_prefixes != "off"
+    num_mini_batches = min(config.batch.num_mini_batches, len(batch.groups if shares else batch.episodes))
     lengths = [t.num_tokens for t in batch.trajectories]
-    return _plan(lengths, num_mini_batches, config.batch, config.run, layout, step, _episode_of_rows(batch))
+    unit_of = _group_of_rows(batch) if shares else _episode_of_rows(batch)
+    prompts = [t.prompt.token_ids for t in batch.trajectories] if shares else None
+    return _plan(lengths, num_mini_batches, config.batch, config.run, layout, step, unit_of, prompts)
 
 
 def _episode_of_rows(batch: RolloutBatch) -> list[int]:
     return [number for number, episode in enumerate(batch.episodes) for _ in episode.rows()]
+
+
+def _group_of_rows(batch: RolloutBatch) -> list[int]:
+    return [number for number, group in enumerate(batch.groups) for _ in group.trajectories]
 
 
 def _plan(
@@ -231,11 +243,12 @@ def _plan(
     run: Run,
     layout: Layout,
     step: int,
-    episode_of: Sequence[int] | None = None,
+    unit_of: Sequence[int] | None = None,
+    prompts: Sequence[Sequence[int]] | None = None,
 ) -> list[RankPlan]:
     return plan_rollout_batch(
         lengths,
-        episode_of=episode_of,
+        unit_of=unit_of,
         num_mini_batches=num_mini_batches,
         budget_tokens=batch.micro_batch_tokens,
         pad_multiple=layout.sequence_multiple_tokens,
@@ -245,6 +258,7 @@ def _plan(
         attention_crossover_tokens=layout.attention_crossover_tokens,
         pack_multiple=layout.pack_multiple_tokens,
         synchronised_packs=layout.synchronised_packs,
+        prompts=prompts,
     )
 
 
@@ -304,12 +318,19 @@ def assemble(
                 lengths=[episode_tokens[episode] for episode in group_of],
                 group_ids=list(group_of.values()),
             )
-        packed = _packed(records, packs_of, layout, by_sequence, by_token, with_masks)
+        repeated = _num_repeated(packs_of, trajectories) if config.batch.share_prefixes != "off" else 0
+        packed = _packed(records, packs_of, layout, by_sequence, by_token, with_masks, config.batch.share_prefixes)
         for shard, micro_batches in zip(shards, packed, strict=True):
             for micro_batch in micro_batches:
                 micro_batch.versions = np.array(versions, np.int64) if "version_index" in by_token else None
-            shard.append(MiniBatch(denominator, micro_batches, value_denominator))
+            shard.append(MiniBatch(denominator, micro_batches, value_denominator, repeated))
     return shards
+
+
+def _num_repeated(packs_of: list[list[list[int]]], trajectories: Sequence[Trajectory]) -> int:
+    """How often a prompt is in a further pack of a mini-batch. `packs_of`: the rows of each pack, by rank."""
+    in_packs = [{trajectories[row].prompt.token_ids for row in pack} for packs in packs_of for pack in packs]
+    return sum(map(len, in_packs)) - len(set().union(*in_packs))
 
 
 def assemble_supervised(
@@ -341,6 +362,7 @@ def _packed(
     sequence_keys: tuple[str, ...] = (),
     token_keys: tuple[str, ...] = (),
     with_masks: bool = False,
+    share_prefixes: SharePrefixes = "off",
 ) -> list[list[MicroBatch]]:
     """The micro-batches of every data-parallel rank, the same number on each. `packs_of`: the rows of `records` in each
     pack, by rank.
@@ -348,7 +370,14 @@ def _packed(
 
     def build(rows: list[int], pack_multiple: int) -> MicroBatch:
         return build_micro_batch(
-            records, rows, layout.sequence_multiple_tokens, sequence_keys, pack_multiple, token_keys, with_masks
+            records,
+            rows,
+            layout.sequence_multiple_tokens,
+            sequence_keys,
+            pack_multiple,
+            token_keys,
+            with_masks,
+            share_prefixes,
         )
 
     count = max(len(packs) for packs in packs_of)
@@ -357,7 +386,7 @@ def _packed(
     packed = [[build(rows, layout.pack_multiple_tokens) for rows in packs] for packs in filled]
     if layout.equal_packs:
         for k in range(count):
-            longest = max(micro_batches[k].num_tokens for micro_batches in packed)
+            longest = max(micro_batches[k].num_computed for micro_batches in packed)
             for packs, micro_batches in zip(filled, packed, strict=True):
                 micro_batches[k] = build(packs[k], longest)
     return packed

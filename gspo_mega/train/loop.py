@@ -106,7 +106,7 @@ def train_step(session: RankSession, num_steps: int) -> str | None:
     if work.stop is not None:
         return work.stop
     session.gpus.switch_to("train")
-    report = StepReport(session, batch, work.num_positions)
+    report = StepReport(session, batch, work.num_positions, work.sharing)
 
     # While the critic warms up, the policy is not trained, and its passes run only if the advantages need them.
     critic = critic_of(config.algorithm, config.critic)

@@ -53,6 +53,7 @@ from gspo_mega.train.mismatch_report import (
     record_correction,
 )
 from gspo_mega.train.rank0 import Rank0
+from gspo_mega.train.scatter import Sharing
 from gspo_mega.train.session import RankSession
 
 Sums = dict[str, float]
@@ -94,8 +95,11 @@ class StepReport:
         published: the result of the step's publish. `critic`: the critic's part of the step, if there is a critic.
     """
 
-    def __init__(self, session: RankSession, batch: RolloutBatch | None, num_positions: int) -> None:
+    def __init__(
+        self, session: RankSession, batch: RolloutBatch | None, num_positions: int, sharing: Sharing | None = None
+    ) -> None:
         self._session, self._batch, self._num_positions = session, batch, num_positions
+        self._sharing = sharing or Sharing()
         self._version = session.state.weight_version
         self._results: list[StepResult] = []
         self._passes: list[MiniBatchPasses] = []
@@ -185,7 +189,11 @@ class StepReport:
         if session.prefetch is not None:
             metrics["time/assemble/ahead_seconds"] = session.prefetch.ahead_seconds
         if self._num_positions:
-            metrics["speed/packing_efficiency"] = num_tokens / self._num_positions
+            saved = self._sharing.num_saved_positions
+            metrics["speed/packing_efficiency"] = (num_tokens - saved) / self._num_positions
+            if session.config.batch.share_prefixes != "off":
+                metrics["speed/shared_prefix_fraction"] = saved / (self._num_positions + saved)
+                metrics["speed/num_repeated_prefixes"] = self._sharing.num_repeated_prefixes
         if self.published is not None:
             metrics |= {
                 "publish/weight_version": session.state.weight_version,

@@ -303,6 +303,16 @@ class StepMessage:
     content: Any
 
 
+@dataclass(frozen=True)
+class Sharing:
+    """What prefixes that rows share did to a step, on all data-parallel ranks: positions that were not computed, and
+    prefixes that were computed again because their rows were in several packs.
+    """
+
+    num_saved_positions: int = 0
+    num_repeated_prefixes: int = 0
+
+
 class Parcels:
     """What rank 0 sends for one step: the shard of every data-parallel rank, and the routes of every pipeline stage. It
     can be sent once. Its messages are encoded one by one while they are sent, or all in advance (`encode_all`) for a
@@ -314,11 +324,17 @@ class Parcels:
     Attributes:
         own: rank 0's shard. It has its routes once all messages have been made.
         num_positions: positions computed on all data-parallel ranks together, padding and filler included.
+        sharing: what shared prefixes saved of them.
     """
 
     def __init__(self, shards: list[list[MiniBatch]], routes: ExpertRoutes | None, layout: Layout) -> None:
         self.own = shards[0]
-        self.num_positions = sum(m.num_tokens for shard in shards for mini in shard for m in mini.micro_batches)
+        packs = [m for shard in shards for mini in shard for m in mini.micro_batches]
+        self.num_positions = sum(m.num_computed for m in packs)
+        self.sharing = Sharing(
+            sum(m.num_tokens - m.num_computed for m in packs),
+            sum(mini.num_repeated_prefixes for mini in shards[0]),  # the same on every rank
+        )
         self._has_routes = routes is not None
         self._shards, self._routes, self._layout = shards, routes, layout
         self._made: tuple[list[Any], list[tuple[list[int], Any]]] | None = None
@@ -385,12 +401,14 @@ def take_routes(mini_batches: list[MiniBatch], part: dict[str, Any]) -> None:
 class Work:
     """A rank's work for one step: its mini-batches, or the reason to stop.
 
-    `num_positions`: positions computed on all data-parallel ranks together, padding and filler included; rank 0 only.
+    `num_positions`: positions computed on all data-parallel ranks together, padding and filler included; rank 0 only,
+    as is `sharing`.
     """
 
     mini_batches: list[MiniBatch] = field(default_factory=list)
     stop: str | None = None
     num_positions: int = 0
+    sharing: Sharing = Sharing()
 
 
 class RankLink:
@@ -428,7 +446,7 @@ class RankLink:
         """
         self._exchange.send_each(parcels.shards())
         self._exchange.send_more(parcels.routes())
-        return Work(parcels.own, num_positions=parcels.num_positions)
+        return Work(parcels.own, num_positions=parcels.num_positions, sharing=parcels.sharing)
 
     def hand_out_stop(self, reason: str) -> Work:
         """Rank 0: tell every rank to stop. Returns the same work that the other ranks get."""

@@ -5,6 +5,7 @@ Each fault is one that real systems have had; a certificate that passes with it 
 
 from __future__ import annotations
 
+import itertools
 import os
 
 
@@ -54,6 +55,33 @@ def value_gradient_summed_over_tensor_ranks() -> None:
     value_head.gather_from_sequence_parallel_region = lambda states, tensor_parallel_output_grad, group: gather(
         states, tensor_parallel_output_grad=True, group=group
     )
+
+
+def positions_from_zero_in_each_node() -> None:
+    """The response after a shared prompt has the rotary positions of a row of its own."""
+    import gspo_mega.engine.device_batch as device_batch
+
+    nodes = device_batch.ForestNodes
+
+    def from_zero(starts, ends, depths):
+        for start, stop in itertools.pairwise(starts):
+            depths[start:stop] -= depths[start].clone()
+        return nodes(starts, ends, depths)
+
+    device_batch.ForestNodes = from_zero
+
+
+def responses_see_their_siblings() -> None:
+    """Every token attends to all earlier ones of its tree."""
+    import gspo_mega.cpu.packed_sdpa as packed_sdpa
+
+    attend = packed_sdpa.forest_attend
+
+    def over_siblings(query, key, value, nodes, scale):
+        last = [max(end for start, end in zip(nodes.starts, nodes.ends) if start <= own) for own in nodes.starts[:-1]]
+        return attend(query, key, value, type(nodes)(nodes.starts, last, nodes.depths), scale)
+
+    packed_sdpa.forest_attend = over_siblings
 
 
 def masks_of_the_first_tokens() -> None:

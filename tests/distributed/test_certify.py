@@ -42,11 +42,13 @@ SAMPLE = {
         "EP2 uneven shards",
         "one pack each",
         "TP2 with EP1 and ETP1",
+        "shared prompts TP2+SPxEP2",
     ],
     "episodes": ["TP2+SP", "CP2", "DP2 uneven shards", "GSPO with advantages of turns"],
     "families": ["gpt_oss TP2+SPxEP2", "qwen2 TP2"],
     "balanced": ["TP2+SPxEP2"],
     "masks": ["TP2+SP", "CP2", "PP2xVPP2", "all in one pack"],
+    "shared": ["one rank", "TP2+SPxPP2", "DP2 distributed optimizer", "recompute full"],
     "distill": ["TP2+SPxEP2"],
     "mla": ["TP2+SPxEP2", "PP2xVPP2", "CP2", "EP2 distributed optimizer", "all in one pack"],
 }
@@ -77,7 +79,7 @@ def test_a_sample_of_the_matrix_holds(model, tmp_path, forked_workers):
     if model == "families":  # some of these have experts, others none
         return
     ties = [float(margin) for margin in re.findall(r"nearest tie (\S+) away", shown)]
-    no_experts = model in ("dense", "episodes", "masks")
+    no_experts = model in ("dense", "episodes", "masks", "shared")
     assert ties == [] if no_experts else ties and min(ties) > 1e-4
     # On the edges, put there on purpose, rounding does decide otherwise.
     if model in ("balanced", "distill"):
@@ -117,6 +119,14 @@ def test_a_fault_is_caught_in_the_layout_that_has_it(run, fault, caught_in, unha
     name = [re.search(r"name: ([^,]+),", case).group(1) for case in (caught_in, unharmed)]
     assert verdicts == {name[0]: "FAIL", name[1]: "pass"}, shown
     assert "1 of 2 cases hold" in shown
+
+
+@pytest.mark.parametrize("fault", ["positions_from_zero_in_each_node", "responses_see_their_siblings"])
+def test_a_fault_in_shared_prefixes_is_caught(run, fault):
+    rows, shared = "{name: rows, ranks: 1}", "{name: shared, ranks: 1, set: {batch.share_prefixes: prompts}}"
+    code, shown = run([rows, shared], fault)
+    assert code == 1, shown
+    assert re.search(r"^rows .*pass", shown, re.M) and re.search(r"^shared .*FAIL", shown, re.M), shown
 
 
 def test_sets_of_other_tokens_are_caught(run):

@@ -292,6 +292,13 @@ class Batch(Section):
             " for a bf16 head."
         ),
     )
+    share_prefixes: Literal["off", "prompts"] = Field(
+        default="off",
+        description=(
+            "What a packed forward pass computes once for several rows: `off`, nothing; `prompts`, the prompt of a"
+            " group's rows. `prompts` deals whole groups to mini-batches, and needs ranks on CPUs."
+        ),
+    )
 
 
 class Optimizer(Section):

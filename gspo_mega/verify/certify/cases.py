@@ -155,7 +155,11 @@ def resolve_cases(
     for model in dict.fromkeys(case.model for case in cases):
         suffix = "" if model == loaded.config.model.path else f" ({Path(model).stem})"
         spec = certify.reference.model_copy(
-            update={"name": certify.reference.name + suffix, "set": {**certify.reference.set, "model.path": model}}
+            update={
+                "name": certify.reference.name + suffix,
+                # Rows that share prefixes are compared with rows that do not.
+                "set": {**certify.reference.set, "model.path": model, "batch.share_prefixes": "off"},
+            }
         )
         reference = _resolve(loaded, overrides, spec, device)
         if reference.refusal is not None:

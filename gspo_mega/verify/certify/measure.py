@@ -98,13 +98,12 @@ def gather_routes(
     # Each (token, layer) is on one rank; the other ranks contribute zero.
     whole = torch.zeros(int(starts[-1]), engine.spec.num_layers, k, dtype=torch.int64)
     for micro_batch, recorded in zip(micro_batches, routes, strict=True):
-        compared = engine.routers.compared_positions(micro_batch).cpu().numpy()
-        places = _places(micro_batch, starts)[engine.routers.rows(micro_batch).numpy()]
-        rows = np.flatnonzero(compared & (places >= 0))
+        positions, routed_at = engine.routers.all_rows(micro_batch)
+        places = _places(micro_batch, starts)[positions]
+        compared = influential_positions(micro_batch)[positions] & (places >= 0)
+        rows = torch.from_numpy(routed_at[compared])
         for layer, experts in recorded.items():
-            whole[torch.from_numpy(places[rows]), layer] = (
-                experts.long().cpu()[torch.from_numpy(rows)].sort(dim=1).values + 1
-            )
+            whole[torch.from_numpy(places[compared]), layer] = experts.long().cpu()[rows].sort(dim=1).values + 1
     dist.all_reduce(whole, group=engine.groups.host.group)
     return whole.numpy() - 1
 

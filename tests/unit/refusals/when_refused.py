@@ -71,7 +71,7 @@ TABLE: dict[str, dict[str, tuple[int, str] | tuple[int, str, str]]] = {
     "data/packing.py": {
         "ExpertRoutes.of": (2, RUN, _SERVERS),
         "split_mini_batches": (1, RUN, _DEFECT),
-        "plan_packs": (2, RUN, _DEFECT),
+        "_fitting_sizes": (2, RUN, _DEFECT),
     },
     "data/rows.py": {
         "JsonlFile.__init__": (2, TRIED),

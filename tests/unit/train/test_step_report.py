@@ -22,6 +22,7 @@ from gspo_mega.metrics.catalogue import find_metric
 from gspo_mega.train.final_table import run_table
 from gspo_mega.train.held_out import Evaluation
 from gspo_mega.train.reports import StepReport, add_to_summary, due_sets
+from gspo_mega.train.scatter import Sharing
 
 # Of four responses: tokens, sum of d = trainer - server, of d^2, of the policy's entropy, and log s in the training pass.
 LENGTHS, D, SQUARES = [1, 2, 3, 4], [0.1, 0.0, -0.3, 0.4], [0.01, 0.02, 0.03, 0.04]
@@ -129,13 +130,13 @@ class Session(SimpleNamespace):
 RESULTS = [StepResult(3.0, 2e-5, False), StepResult(1.0, 1e-5, True)]
 
 
-def written(tmp_path, late=(), **sections) -> tuple[Session, dict[str, float]]:
+def written(tmp_path, late=(), sharing=None, **sections) -> tuple[Session, dict[str, float]]:
     """The line of a step. Rank 0 has rows 0 and 2, rank 1 has 1 and 3; the second mini-batch is rows 2 and 3."""
     own = [passes(0, 0.25), passes(2, 0.5)]
     other = [dict(old=vars(old), train=vars(train)) for old, train in (passes(1, 0.75), passes(3, -0.3))]
     session = Session(tmp_path, other, kl=dict(coefficient=0.1), **sections)
     session.config = session.config.model_copy()
-    report = StepReport(session, batch_of(), num_positions=32)
+    report = StepReport(session, batch_of(), num_positions=32, sharing=sharing)
     for result, (old, train) in zip(RESULTS, own, strict=True):
         report.add(result, old, train)
     report.gather()
@@ -198,6 +199,16 @@ def test_sums_of_all_ranks_become_the_steps_metrics(tmp_path):
         "time/rollout/generate_seconds": 8.0,
     }
     assert {name: found[name] for name in wanted} == pytest.approx(wanted, rel=1e-12, abs=1e-15)
+
+
+def test_positions_that_shared_prefixes_saved_are_counted(tmp_path):
+    """The batch's rows have 22 tokens; of 37 positions, 5 were not computed."""
+    _, found = written(tmp_path, sharing=Sharing(5, 2), batch=dict(share_prefixes="prompts"))
+    assert found["speed/shared_prefix_fraction"] == pytest.approx(5 / 37)
+    assert found["speed/packing_efficiency"] == pytest.approx(17 / 32)
+    assert found["speed/num_repeated_prefixes"] == 2
+    _, found = written(tmp_path)
+    assert "speed/shared_prefix_fraction" not in found and "speed/num_repeated_prefixes" not in found
 
 
 def test_the_servers_log_probs_as_the_old_ones_cannot_be_told_apart(tmp_path):

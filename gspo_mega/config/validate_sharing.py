@@ -1,0 +1,68 @@
+"""The rules of `batch.share_prefixes`: with what settings shared prefixes are not computed once, and what is valid.
+
+What follows from the model or the device is in `plan/validate.py`, in a function of the same name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gspo_mega.base.errors import Violation
+from gspo_mega.config.schema import Config
+
+
+def validate_sharing(config: Config) -> Iterator[Violation]:
+    """Yield what contradicts `batch.share_prefixes`: what it was not compared with, or leaves it without effect."""
+    mode, batch = config.batch.share_prefixes, config.batch
+    if mode == "off":
+        return
+    sharing = f"with `batch.share_prefixes: {mode}`"
+    off = "or `share_prefixes: off`"
+    if batch.group_size == 1:
+        yield Violation(
+            "batch.share_prefixes", f"{mode} with `group_size: 1`: no two rows have a prompt in common; valid: off"
+        )
+    if batch.num_mini_batches > batch.prompts_per_step:
+        yield Violation(
+            "batch.num_mini_batches",
+            f"{batch.num_mini_batches} {sharing}, which deals whole groups to mini-batches, and a step has"
+            f" {batch.prompts_per_step}; at most {batch.prompts_per_step}, {off}",
+        )
+    if config.parallel.context > 1:
+        yield Violation(
+            "parallel.context",
+            f"{config.parallel.context} {sharing}: shared tokens are not cut over context ranks yet; valid: 1, {off}",
+        )
+    if config.precision == "fp8":
+        yield Violation(
+            "precision", f"fp8 {sharing}: only plain layers attend over shared prefixes; valid: fp32, bf16, {off}"
+        )
+    if config.engine.transformer_engine:
+        yield Violation(
+            "engine.transformer_engine",
+            f"true {sharing}: only plain layers attend over shared prefixes; valid: false, {off}",
+        )
+    if config.engine.batch_invariant:
+        yield Violation(
+            "engine.batch_invariant",
+            f"true {sharing}: servers add in the order of whole rows; valid: false, {off}",
+        )
+    yield from _validate_experts(config, sharing, off)
+    if config.teacher is not None:
+        yield Violation("teacher", f"{sharing}: a teacher's passes were not compared; leave it out, {off}")
+
+
+def _validate_experts(config: Config, sharing: str, off: str) -> Iterator[Violation]:
+    moe = config.moe
+    if moe.routing_replay == "R3":
+        yield Violation(
+            "moe.routing_replay",
+            f"R3 {sharing}: the rows of a prompt may have different routes through it; valid: none, R2, {off}",
+        )
+    for key, plain in (("load_balancing", "none"), ("z_loss_coefficient", 0.0)):
+        if (value := getattr(moe, key)) != plain:
+            yield Violation(
+                f"moe.{key}",
+                f"{value} {sharing}: Megatron's router losses would count a shared token once, and not once for each"
+                f" row; valid: {plain if plain == 'none' else 0}, {off}",
+            )

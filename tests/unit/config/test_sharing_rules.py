@@ -1,0 +1,45 @@
+"""`batch.share_prefixes`: what it was not compared with, or what leaves it without effect, is refused by name."""
+
+import pytest
+from config_refusals import refused
+
+from gspo_mega.config import load_config
+
+ON = "batch.share_prefixes=prompts"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["batch.group_size=1"], "batch.share_prefixes: prompts with `group_size: 1`: no two rows have a prompt"),
+        (
+            ["batch.prompts_per_step=4", "batch.num_mini_batches=5"],
+            "batch.num_mini_batches: 5 with `batch.share_prefixes: prompts`, which deals whole groups to mini-batches,"
+            " and a step has 4; at most 4, or `share_prefixes: off`",
+        ),
+        (["parallel.context=2"], "parallel.context: 2 with `batch.share_prefixes: prompts`: shared tokens are not cut"),
+        (["precision=fp8"], "precision: fp8 with `batch.share_prefixes: prompts`: only plain layers"),
+        (
+            ["precision=bf16", "engine.transformer_engine=true"],
+            "engine.transformer_engine: true with `batch.share_prefixes: prompts`: only plain layers",
+        ),
+        (["engine.batch_invariant=true"], "engine.batch_invariant: true with `batch.share_prefixes: prompts`"),
+        (
+            ["moe.routing_replay=R3", "rollout.return_routed_experts=true"],
+            "moe.routing_replay: R3 with `batch.share_prefixes: prompts`: the rows of a prompt may have different",
+        ),
+        (
+            ["moe.load_balancing=aux_loss", "moe.load_balancing_coefficient=0.01"],
+            "moe.load_balancing: aux_loss with `batch.share_prefixes: prompts`: Megatron's router losses would count",
+        ),
+        (["moe.z_loss_coefficient=0.1"], "moe.z_loss_coefficient: 0.1 with `batch.share_prefixes: prompts`"),
+        (["teacher={path: other}"], "teacher: with `batch.share_prefixes: prompts`: a teacher's passes"),
+    ],
+)
+def test_what_contradicts_it_is_refused(write, overrides, said):
+    assert said in refused(write(), ON, *overrides)
+
+
+@pytest.mark.parametrize("overrides", [[], ["precision=bf16"], ["parallel.tensor=2", "cluster.ranks_per_node=2"]])
+def test_what_was_compared_is_allowed(write, overrides):
+    assert load_config(write(), [ON, *overrides]).config.batch.share_prefixes == "prompts"

@@ -1,0 +1,35 @@
+"""`batch.share_prefixes` in a plan: it says what is saved, and refuses models and devices without that attention."""
+
+import pytest
+
+from gspo_mega.base.errors import PlanError
+from gspo_mega.plan import plan_run, render_report
+
+ON = "batch.share_prefixes=prompts"
+
+
+def test_the_plan_says_what_it_saves_and_that_figures_do_not_count_it(load, shape):
+    loaded = load(ON, "precision=fp32")
+    batch, longest = loaded.config.batch, loaded.config.data.max_prompt_tokens
+    saved = batch.prompts_per_step * (batch.group_size - 1) * longest
+    said = f"at most {saved} tokens of a step less than its rows have; memory and time below do not count that"
+    assert said in " ".join(render_report(plan_run(loaded, "cpu", shape("dense"))).split())
+    assert "share_prefixes" not in render_report(plan_run(load("precision=fp32"), "cpu", shape("dense")))
+
+
+def test_gpus_are_refused(load, shape):
+    with pytest.raises(
+        PlanError, match=r"batch\.share_prefixes: prompts on GPUs: .* runs on CPUs only; nearest .* off"
+    ):
+        plan_run(load(ON, "precision=fp32"), "gpu", shape("dense"))
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_models_that_were_compared_are_allowed(load, shape, kind):
+    plan_run(load(ON, "precision=fp32"), "cpu", shape(kind))
+
+
+def test_a_model_with_sinks_and_windows_is_refused(load):
+    said = r"batch\.share_prefixes: prompts, and the model \(gpt_oss\) has sinks and sliding windows, .* nearest .* off"
+    with pytest.raises(PlanError, match=said):
+        plan_run(load(ON, "precision=fp32"), "cpu", "configs/models/certify_gpt_oss.json")
