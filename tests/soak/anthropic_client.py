@@ -25,7 +25,7 @@ from gspo_mega.agents.messages import FORMATS
 from gspo_mega.agents.protocol import Task
 from gspo_mega.base.episodes import check_episode
 
-AGENT = '''
+AGENT = """
 import json, os
 import anthropic
 from anthropic.types import Message, RawMessageStreamEvent
@@ -90,9 +90,13 @@ except anthropic.AuthenticationError:
     pass
 assert [one.id for one in client.models.list()] == [model]
 print(f"anthropic {anthropic.__version__}")
-'''
+"""
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "2+2"}}\n</tool_call>'
-TURNS = (f"<think>\nhm\n</think>\n\nI add. {CALL}", f"<think>\nagain\n</think>\n\n{CALL}\n{CALL}", "It is four, no doubt.")
+TURNS = (
+    f"<think>\nhm\n</think>\n\nI add. {CALL}",
+    f"<think>\nagain\n</think>\n\n{CALL}\n{CALL}",
+    "It is four, no doubt.",
+)
 
 
 async def main(python: str) -> int:

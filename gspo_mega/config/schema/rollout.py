@@ -24,7 +24,8 @@ class EpisodeFunction(Section):
 
 
 class Endpoint(Section):
-    """The OpenAI-compatible address that `rollout.episode: foreign` gives to an agent. It is bound only then."""
+    """The address that `rollout.episode: foreign` gives to an agent, in OpenAI's and Anthropic's protocols. It is bound
+    only then."""
 
     host: str = Field(
         default="127.0.0.1",
