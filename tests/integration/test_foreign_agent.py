@@ -149,7 +149,7 @@ def test_the_episode_in_a_worker_uses_its_tool(calculating, in_a_worker):
         assert turns[-1]["content"] == f"#{row['answer']}"
 
 
-@pytest.mark.parametrize("way", ["whole", "stream"])
+@pytest.mark.parametrize("way", ["whole", "stream", "messages", "responses"])
 def test_a_foreign_agent_leaves_the_record_of_the_episode_in_a_worker(calculating, in_a_worker, way):
     """Tokens, masks, weight versions and the tree are equal, log-probs within 1e-5."""
     command = [sys.executable, str(Path(__file__).with_name("foreign_agent.py")), way]
@@ -166,6 +166,36 @@ def test_a_foreign_agent_leaves_the_record_of_the_episode_in_a_worker(calculatin
         assert row.response_mask == expected.response_mask and 0 in row.response_mask
         assert row.weight_versions == expected.weight_versions
         np.testing.assert_allclose(row.rollout_log_probs, expected.rollout_log_probs, rtol=0, atol=1e-5)
+
+
+STOPPING = """
+import json, os
+from openai import OpenAI
+task = json.load(open(os.environ["GSPO_MEGA_TASK_FILE"]))
+asked = dict(model=os.environ["OPENAI_MODEL"], messages=task["messages"], tools=task["metadata"]["tools"])
+(choice,) = OpenAI().chat.completions.create(stop=["*", "+", "-"], **asked).choices
+assert choice.finish_reason == "stop" and not choice.message.tool_calls
+assert choice.message.content.startswith("[") and choice.message.content[-1].isdigit(), choice
+choices = OpenAI().chat.completions.create(n=2, **asked).choices
+assert choices[0].message == choices[1].message and choices[0].message.tool_calls
+"""
+
+
+def test_a_stop_string_ends_a_turn_at_its_token_and_several_answers_are_branches(calculating, in_a_worker):
+    """At temperature 0 the policy says the beginning of what it says without the stop string, as often as it is asked."""
+    foreign = episodes_of(calculating, "foreign", {"command": [sys.executable, "-c", STOPPING]})
+    for one, other in zip(foreign, in_a_worker):
+        assert one.failure is None, one.failure
+        assert one.counts == {"num_stop_strings": 1}
+        cut, *whole = one.turns
+        said = next(node for node in other.nodes if node.is_sampled)
+        end = len(cut.token_ids)
+        assert cut.finish_reason == "stop_string" and 1 < end < len(said.token_ids)
+        assert list(cut.token_ids) == list(said.token_ids)[:end]
+        np.testing.assert_allclose(cut.log_probs, said.log_probs[:end], rtol=0, atol=1e-5)
+        assert list(cut.weight_versions) == list(said.weight_versions)[:end]
+        assert [list(node.token_ids) for node in whole] == [list(said.token_ids)] * 2
+        assert [node.cause for node in one.turns] == ["", "resampled", "resampled"]
 
 
 def test_an_agent_that_fails_is_that_episodes_failure(calculating):

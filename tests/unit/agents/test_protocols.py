@@ -5,6 +5,7 @@ itself; and what only one protocol has: several answers, texts that end a turn, 
 import contextlib
 import json
 import struct
+from dataclasses import replace
 
 import chat_templates as families
 import httpx
@@ -16,6 +17,7 @@ from test_endpoint_records import OPENERS, TEMPLATES, TURNS, talk
 
 from gspo_mega.agents.endpoint import AgentEndpoint
 from gspo_mega.base.episodes import check_episode
+from gspo_mega.base.sampling_masks import SamplingMasks
 from gspo_mega.config.schema import Endpoint as Settings
 from gspo_mega.data.journal.frames import encode_episode
 
@@ -93,6 +95,18 @@ async def talk_in_responses(client, visit, tools, way):
     await speaker.close()
 
 
+def with_masks(side):
+    """The same side, whose sampler returns the tokens that each token was sampled from."""
+    sample = side.sampler.sample
+
+    async def sampled(*given, **named):
+        turn = await sample(*given, **named)
+        return replace(turn, sampling_masks=SamplingMasks.of([[token, 600, 601] for token in turn.token_ids]))
+
+    side.sampler.sample = sampled
+    return side
+
+
 def fields_of(node):
     columns = (node.token_ids, node.log_probs, node.weight_versions)
     return (node.kind, node.parent, node.cause, node.finish_reason, node.text), [list(column) for column in columns]
@@ -110,12 +124,11 @@ def journal_of(episode):
 @pytest.mark.parametrize("template", TEMPLATES)
 @in_loop
 async def test_a_protocol_leaves_the_record_of_the_episode_itself(tmp_path, template, speak, way):
-    """Contexts, sampled tokens, log-probs, tree, rows and the journal. Chat completions have the same test."""
+    """Contexts, sampled tokens, log-probs, masks, tree, rows and the journal. Chat completions have the same test."""
     if way == "by id" and speak is talk_in_messages:
         return
-    itself = side_of(tmp_path, getattr(families, template), *TURNS)
+    itself, other = (with_masks(side_of(tmp_path, getattr(families, template), *TURNS)) for _ in range(2))
     await talk(itself.session.turn)
-    other = side_of(tmp_path, getattr(families, template), *TURNS)
     async with visited(other) as (visit, client):
         await speak(client, visit, list(other.session._tools), way)
     assert visit.counts["num_endpoint_errors"] == 0
@@ -126,6 +139,7 @@ async def test_a_protocol_leaves_the_record_of_the_episode_itself(tmp_path, temp
         assert journal_of(other.episode()) == journal_of(itself.episode())
     for mine, theirs in zip(other.episode().rows(), itself.episode().rows(), strict=True):
         assert mine.response_mask == theirs.response_mask
+        assert mine.sampling_masks is not None and mine.sampling_masks == theirs.sampling_masks
         assert mine.response_token_ids == theirs.response_token_ids
 
 
