@@ -21,7 +21,7 @@ import json
 import logging
 import secrets
 import traceback
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -227,8 +227,9 @@ class AgentEndpoint:
         return _json(anthropic_wire.model_body(_head(served, "")) if is_anthropics else _model_of(served))
 
     async def _count(self, request: web.Request, served: EndpointSession) -> web.Response:
-        asked = anthropic_wire.read_count(await self._body(request), served.sampling)
-        return _json({"input_tokens": await served.num_context_tokens(asked)})
+        with _open_request(served):
+            asked = anthropic_wire.read_count(await self._body(request), served.sampling)
+            return _json({"input_tokens": await served.num_context_tokens(asked)})
 
     def _turns_in(self, wire: _Wire) -> Handler:
         """Return what answers requests for turns in one protocol."""
@@ -239,12 +240,7 @@ class AgentEndpoint:
         return turns
 
     async def _turns(self, request: web.Request, served: EndpointSession, wire: _Wire) -> web.StreamResponse:
-        if served.num_open >= MOST_OPEN_REQUESTS:
-            raise ApiError(
-                f"{MOST_OPEN_REQUESTS} requests of the session are open; wait for one", status=429, retry=True
-            )
-        served.num_open += 1
-        try:
+        with _open_request(served):
             asked = wire.read(await self._body(request), served, self._settings.ignore_sampling)
             calls = served.calls(
                 asked,
@@ -260,8 +256,6 @@ class AgentEndpoint:
             body = writer.whole([self._reply(asked, answer) for answer in answers])
             served.remember(writer.id, asked, answers[0])
             return await self._send(request, calls, _json(body))
-        finally:
-            served.num_open -= 1
 
     async def _body(self, request: web.Request) -> bytes:
         most = self._settings.max_body_bytes
@@ -386,6 +380,18 @@ async def _sure_text(call: Call, content: StreamedContent) -> AsyncIterator[str]
             return
         call.news.clear()
         await call.news.wait()
+
+
+@contextlib.contextmanager
+def _open_request(served: EndpointSession) -> Iterator[None]:
+    """Count a request of the session as open inside the block. Raises ApiError if too many are."""
+    if served.num_open >= MOST_OPEN_REQUESTS:
+        raise ApiError(f"{MOST_OPEN_REQUESTS} requests of the session are open; wait for one", status=429, retry=True)
+    served.num_open += 1
+    try:
+        yield
+    finally:
+        served.num_open -= 1
 
 
 async def _nothing_here(request: web.Request, served: EndpointSession) -> web.Response:

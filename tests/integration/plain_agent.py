@@ -1,5 +1,5 @@
-"""An agent with nothing but the standard library: it asks twice, tries what is refused, repeats a request as a client does
-after a lost answer, and says itself what it earned.
+"""An agent with nothing but the standard library: it asks in OpenAI's protocol and then in Anthropic's, tries what is
+refused, repeats a request as a client does after a lost answer, and says itself what it earned.
 """
 
 import json
@@ -30,6 +30,15 @@ def said(messages, **more):
     return body["choices"][0]["message"]
 
 
+def answered(messages):
+    """The text that answers a history in Anthropic's Messages."""
+    headers = {"Content-Type": "application/json", "x-api-key": os.environ["ANTHROPIC_API_KEY"]}
+    body = {"model": os.environ["ANTHROPIC_MODEL"], "max_tokens": 64, "messages": messages}
+    url = os.environ["ANTHROPIC_BASE_URL"] + "/v1/messages"
+    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as answer:
+        return "".join(block["text"] for block in json.load(answer)["content"])
+
+
 def main():
     with open(os.environ["GSPO_MEGA_TASK_FILE"], encoding="utf-8") as file:
         messages = json.load(file)["messages"]
@@ -37,8 +46,8 @@ def main():
     assert (status, body["error"]["code"]) == (400, "sampling_differs"), body
     first = said(messages, key="first")
     assert said(messages, key="first") == first, "a retry is answered, not sampled"
-    second = said([*messages, first, {"role": "user", "content": "1+1="}])
-    reward = earned(first["content"], second["content"])
+    second = answered([*messages, first, {"role": "user", "content": "1+1="}])
+    reward = earned(first["content"], second)
     with open(os.environ["GSPO_MEGA_RESULT_FILE"], "w", encoding="utf-8") as file:
         json.dump({"reward": reward, "parts": {"first": float(len(first["content"]))}}, file)
 

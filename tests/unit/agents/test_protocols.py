@@ -255,4 +255,9 @@ async def test_errors_and_keys_are_the_protocols_own(tmp_path):
         assert one.json() == models["data"][0]
         lost = await client.post("responses", json={"input": "x", "previous_response_id": "resp_x"})
         assert lost.json()["error"]["code"] == "previous_response_not_found"
-    assert visit.counts["num_endpoint_errors"] == 3  # a wrong key is not the session's
+        visit.num_open = 64
+        busy = [await client.post(path, json={}) for path in ("messages", "messages/count_tokens", "responses")]
+        assert [one.status_code for one in busy] == [429] * 3
+        assert busy[1].json()["error"]["type"] == "rate_limit_error"
+        visit.num_open = 0
+    assert visit.counts["num_endpoint_errors"] == 6  # a wrong key is not the session's
