@@ -30,7 +30,7 @@ from gspo_mega.config import load_config
 from gspo_mega.metrics.writer import final_table
 from gspo_mega.verify.drill.kinds import KINDS
 from gspo_mega.verify.drill.machine import missing_needs
-from gspo_mega.verify.drill.plan import HEADERS, table
+from gspo_mega.verify.drill.plan import HEADERS, MOST_FAULTS, table
 from gspo_mega.verify.drill.program import Drill, Settings, read_rows, refuse
 
 _INSIDE = "--has-own-mounts"
@@ -46,6 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kinds", metavar="A,B", help="only these kinds of faults (default: all)")
     parser.add_argument(
         "--live", type=float, default=0.5, metavar="SHARE", help="share of runs that sample from servers (default: 0.5)"
+    )
+    parser.add_argument(
+        "--per-run", type=int, default=MOST_FAULTS, metavar="N", help=f"1 to N faults per run (default: {MOST_FAULTS})"
     )
     parser.add_argument(
         "--patience", type=float, default=900.0, metavar="SECONDS", help="a longer command hangs (default: 900)"
@@ -75,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         print("\n".join(f"{name:<30}  {what}{f'  ({why})' if why else ''}" for name, what, why in rows))
         return 0
     words = [str(Path(args.config).absolute()), *args.overrides]
-    settings = Settings(loaded, words, folder, args.seed, args.patience, args.live, args.keep)
+    settings = Settings(loaded, words, folder, args.seed, args.patience, args.live, args.per_run, args.keep)
     deadline = None if args.hours is None else time.monotonic() + args.hours * 3600
     with Screen() as say:
         for name, why in skipped.items():

@@ -74,7 +74,7 @@ class Kind:
             return []
         names = self.calls.partition(":")[0]
         number = 1 + int(fault.amount * 60)
-        inject = self.calls.format(number=number, delay=int(200_000 + fault.amount * 1_800_000))
+        inject = self.calls.format(number=number, delay=int(50_000 + fault.amount * 450_000))
         return ["strace", "-D", "-f", "--seccomp-bpf", "-qq", "-o", str(log), "-e", f"trace={names}", "-e",
                 f"inject={inject}"]  # fmt: skip
 
@@ -209,7 +209,7 @@ _ALL = (
     Kind("read-only disk", "the kernel mounts it read-only after an error", _read_only, needs=("disk",)),
     Kind("lost disk", "every access fails, what was not flushed is lost", _lost_disk, needs=("disk",)),
     Kind("power cut", "what was not flushed is lost, every process killed", _power_cut, needs=("disk",)),
-    Kind("slow fsync", "each takes 0.2 to 2 s more", calls="fsync,fdatasync:delay_enter={delay}", needs=("strace",)),
+    Kind("slow fsync", "each takes 0.05 to 0.5 s more", calls="fsync,fdatasync:delay_enter={delay}", needs=("strace",)),
     Kind("failing fsync", "one of each thread's fails with EIO", calls="fsync,fdatasync:error=EIO:when={number}",
          needs=("strace",)),
     Kind("failing rename", "one of each thread's fails with EDQUOT",

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from gspo_mega.base import failpoints
 from gspo_mega.verify.drill.kinds import KINDS, Fault, Kind
 
-MOST_FAULTS = 3
+MOST_FAULTS = 3  # of one run, unless the user says otherwise
 _WHEN = ("start", "steps", "point")
 _WHEN_WEIGHTS = (0.15, 0.4, 0.45)
 
@@ -29,10 +29,14 @@ class Trial:
 
 
 def trials(
-    seed: int, kinds: Sequence[str], reached: Mapping[bool, Mapping[str, int]], live_share: float
+    seed: int,
+    kinds: Sequence[str],
+    reached: Mapping[bool, Mapping[str, int]],
+    live_share: float,
+    most: int = MOST_FAULTS,
 ) -> Iterator[Trial]:
     """The trials of a seed, without end. `reached`: for runs that sample (True) and for the others, how often an
-    undisturbed one reaches each declared point. `live_share`: the share of runs that sample.
+    undisturbed one reaches each declared point. `live_share`: the share of runs that sample. `most`: faults of a run.
     """
     decks: dict[bool, list[str]] = {True: [], False: []}
     number = 0
@@ -41,7 +45,7 @@ def trials(
         can_replay = any(not KINDS[name].is_live for name in kinds)
         is_live = draw.random() < live_share or not can_replay
         names = []
-        for _ in range(draw.randint(1, MOST_FAULTS)):
+        for _ in range(draw.randint(1, most)):
             if not decks[is_live]:
                 decks[is_live] = [name for name in kinds if is_live or not KINDS[name].is_live]
                 draw.shuffle(decks[is_live])

@@ -29,7 +29,7 @@ from gspo_mega.config import LoadedConfig, render_config
 from gspo_mega.launcher.prepare import yaml_string
 from gspo_mega.verify.drill.kinds import KINDS, Fault, Kind
 from gspo_mega.verify.drill.outcome import differences, journal_problems, outcome, shorten
-from gspo_mega.verify.drill.plan import Row, Trial, trials
+from gspo_mega.verify.drill.plan import MOST_FAULTS, Row, Trial, trials
 from gspo_mega.verify.drill.scene import POLL_SECONDS, TRAIN, NotThereError, Scene
 from gspo_mega.verify.run_folder_check import check_run_folder
 
@@ -62,6 +62,7 @@ class Settings:
     seed: int
     patience_seconds: float
     live_share: float
+    most_faults: int = MOST_FAULTS
     keep: bool = False
     command: Sequence[str] = TRAIN
 
@@ -179,7 +180,8 @@ class Drill:
         """Go on until `num_faults` were tried in all, or until `deadline` (of time.monotonic)."""
         done = 1 + max((row.trial for row in self.rows), default=-1)
         reached = {is_live: reference.reached for is_live, reference in self._references.items()}
-        for trial in trials(self._settings.seed, self._kinds, reached, self._settings.live_share):
+        settings = self._settings
+        for trial in trials(settings.seed, self._kinds, reached, settings.live_share, settings.most_faults):
             if sum(row.tried for row in self.rows) >= num_faults or (deadline and time.monotonic() > deadline):
                 return
             if trial.number < done:
