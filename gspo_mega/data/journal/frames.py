@@ -6,7 +6,9 @@
             has {name: [dtype, shape]}
 
 A killed process, or a full disk, leaves at most one torn frame, the last: it begins as a frame does, and the file ends
-before it is whole. A reader stops there, and says how many bytes it left unread. Everything else that is no frame is
+before it is whole. A machine that loses power may leave the file's length without its last data: zeros take the place
+of what was not flushed, from the end of a frame or of a block on (https://lwn.net/Articles/322823/). A reader stops
+there, and says how many bytes it left unread. Everything else that is no frame is
 damage, which is an error with its place. A reader that only shows a file may read on past it, at the next place where
 a frame's checksum holds.
 
@@ -48,6 +50,8 @@ _LENGTH = struct.Struct("<I")
 _JSON_BEGIN = b'{"'
 _LARGE_FRAME = 2**30  # larger than any frame of which a crash leaves only a few bytes
 _LONGEST_WORD = 12  # longest word of JSON outside of strings, of which the end of the text may cut off a part
+_BLOCK_BYTES = 512  # the smallest part that a disk writes; file systems' blocks are multiples of it
+_PIECE_BYTES = 2**20
 _JSON_PLACE = _FRAME.size + _LENGTH.size
 Frame = tuple[dict[str, Any], dict[str, np.ndarray]]
 
@@ -149,7 +153,7 @@ class FrameFile:
                     yield decoded
                     continue
             end, follows = _next_intact(file, size, start + 1)
-            if found is None and not follows:
+            if not follows and (found is None or _is_unwritten(file, start, size)):
                 self.num_torn_bytes = size - start
                 return
             self._note(Damage(start, end, number, found or "its length points past the frames that follow", follows))
@@ -178,6 +182,38 @@ def _read_frame(file: BinaryIO, num_left: int) -> bytes | str | None:
     if zlib.crc32(payload) == checksum:
         return f"it says that it has {length} bytes, and has {num_left}"
     return _problem_of_cut_frame(payload, length)
+
+
+def _is_unwritten(file: BinaryIO, start: int, size: int) -> bool:
+    """Whether the file is as a power cut leaves it from byte `start`, a frame's, to its end: nothing but zeros, or the
+    blocks that were written, with the beginning of a frame that they cut off, and then zeros.
+    """
+    end = _end_of_data(file, start, size)
+    if end == start:
+        return True
+    end = -(-end // _BLOCK_BYTES) * _BLOCK_BYTES
+    if end >= size:
+        return False
+    file.seek(start)
+    head = file.read(min(_FRAME.size, end - start))
+    if len(head) < _FRAME.size:
+        return True
+    length, _ = _FRAME.unpack(head)
+    if start + _FRAME.size + length <= end:
+        return False  # all of it was written, and it is damaged
+    return _problem_of_cut_frame(file.read(end - start - _FRAME.size), length) is None
+
+
+def _end_of_data(file: BinaryIO, start: int, size: int) -> int:
+    """The place after the last byte from `start` on that is not zero; `start` if there is none."""
+    end = size
+    while end > start:
+        begin = max(start, end - _PIECE_BYTES)
+        file.seek(begin)
+        if found := len(file.read(end - begin).rstrip(b"\0")):
+            return begin + found
+        end = begin
+    return start
 
 
 def _problem_of_cut_frame(payload: bytes, length: int) -> str | None:

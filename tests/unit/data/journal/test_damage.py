@@ -93,6 +93,41 @@ def test_the_end_that_a_crash_leaves_is_no_damage(journal):
         )
 
 
+def test_the_zeros_that_a_power_cut_leaves_are_no_damage(journal, capsys):
+    """A file system may keep a file's new length and lose its data: zeros from the end of what was flushed, at a
+    frame's end, or from the end of a block that was written back, to the file's end.
+    """
+    file = journal.file(4)
+    whole = file.read_bytes()
+    starts = [start for start, _ in frames_of(whole)]
+    assert len(whole) > 3 * 512
+    for length in [*starts[1:], *range(512, len(whole), 512)]:
+        left = whole[:length] + bytes(len(whole) - length)
+        file.write_bytes(left)
+        record = journal.read(4)
+        begin = max(start for start in starts if start <= length)
+        assert record.damages == [] and record.batch is None, length
+        assert record.num_torn_bytes == len(whole) - begin
+        shown = {e.episode_id for group in record.groups.values() for e in group.episodes}
+        assert len(shown) == sum(frames_of(whole)[number][1] <= length for number in (2, 3, 5, 6))  # the episodes
+    assert main(["inspect", str(journal.folder.parent)]) == 0
+    assert "cut short" in capsys.readouterr().out
+
+
+def test_zeros_that_no_power_cut_leaves_are_damage(journal):
+    """From the middle of a block; or with a frame before them that was written whole and is not."""
+    file = journal.file(4)
+    whole = file.read_bytes()
+    frames = frames_of(whole)
+    start, end = frames[-2]
+    torn = bytearray(whole[:end] + bytes(2000))
+    torn[start + 40] ^= 1
+    for harmed in (bytes(torn), whole[: len(whole) - 30] + bytes(30)):
+        file.write_bytes(harmed)
+        with pytest.raises(JournalDamage):
+            journal.read(4)
+
+
 def zeroed(data, at):
     return data[:at] + bytes(min(64, len(data) - at)) + data[at + 64 :]
 
