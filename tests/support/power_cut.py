@@ -3,7 +3,8 @@
 `Disk` notes every `os.fsync` of the process and what the file or folder had in it then. Of a file that was never
 flushed nothing is left, of a folder the names that it had when it was flushed last. A file system may also write names
 sooner, and a rename can reach the disk before the data of the renamed file. So there are two worst cases, and
-`leavings` makes a folder of each: names as they were flushed, and names as they are.
+`leavings` makes a folder of each: names as they were flushed, and names as they are. In the second, a file may also
+keep the length that it has, with zeros for what was not flushed (`keeps_lengths`), as XFS and ext4 leave it.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from gspo_mega.base import failpoints
 class Disk:
     """The disk under `root`, which is taken for flushed as it is now."""
 
-    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.root = root
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch, keeps_lengths: bool = False) -> None:
+        self.root, self._keeps_lengths = root, keeps_lengths
         self._files: dict[int, bytes] = {}  # by inode
         self._folders: dict[int, dict[str, tuple[int, bool]]] = {}  # by name: the inode, and whether it is a folder
         self._kept: list[int] = []  # open, or the number of a removed file would be another's soon
@@ -66,7 +67,10 @@ class Disk:
             target = named / Path(folder).relative_to(self.root)
             target.mkdir()
             for name in files:
-                target.joinpath(name).write_bytes(self._files.get(os.lstat(os.path.join(folder, name)).st_ino, b""))
+                found = os.lstat(os.path.join(folder, name))
+                data = self._files.get(found.st_ino, b"")
+                length = found.st_size if self._keeps_lengths else 0
+                target.joinpath(name).write_bytes(data + bytes(max(0, length - len(data))))
         return [flushed, named]
 
     def _lay_out(self, inode: int, target: Path) -> None:
