@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -80,6 +81,8 @@ def run(args: argparse.Namespace) -> int:
     words = [str(Path(args.config).absolute()), *args.overrides]
     settings = Settings(loaded, words, folder, args.seed, args.patience, args.live, args.per_run, args.keep)
     deadline = None if args.hours is None else time.monotonic() + args.hours * 3600
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # so that the drill ends its runs before itself
+        signal.signal(number, signal.default_int_handler)
     with Screen() as say:
         for name, why in skipped.items():
             say(f"notice   not tried: {name}: {why}")

@@ -420,14 +420,16 @@ def _check_weights(run: RunFolder, findings: list[Finding]) -> int:
     again = "servers start from an older version until the next publish"
     try:
         value = read_json(current)
-        if value is not None and not Path(value["path"]).is_dir():
+        wanted = (Path(value["path"]), run.weights_version_dir(int(value["weight_version"]))) if value else ()
+        if wanted and not any(folder.is_dir() for folder in wanted):
             findings.append(
                 Finding(
                     "folder",
                     current,
-                    f"names {value['path']}, which is not there",
-                    "the weights that servers start from: they do not start",
-                    "remove current.json; the run publishes its weights again",
+                    f"names {wanted[0]}, which is not there",
+                    "nothing: servers start from the model, and the run publishes its weights again",
+                    "nothing",
+                    is_note=True,
                 )
             )
     except (OSError, ValueError, KeyError, TypeError, GspoMegaError) as error:

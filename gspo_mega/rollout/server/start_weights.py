@@ -33,7 +33,8 @@ def current_weights(config: Config, attempt: Attempt, start_folder: str) -> tupl
     With `publish.lora: adapter` it is always the folder to start from, because a version has only adapters.
 
     The folder to start from has no version, not even 0: the trainer may begin with other weights (`model.weights`).
-    What an earlier attempt committed has none either: this attempt gives the same numbers to other weights. Raises
+    What an earlier attempt committed has none either: this attempt gives the same numbers to other weights. A version
+    whose folder is not where the file says is looked for in the run's folder, and otherwise not used. Raises
     ConfigError if the file that names the current weights is not valid.
     """
     if publishes_adapters(config):  # versions hold no weights to start from
@@ -47,6 +48,10 @@ def current_weights(config: Config, attempt: Attempt, start_folder: str) -> tupl
         version, path = int(current["weight_version"]), str(current["path"])
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{current_file}: needs weight_version and path: {error!r}") from error
+    if not Path(path).is_dir():  # the run's folder has moved, or the disk has lost this one
+        path = str(attempt.run_folder.weights_version_dir(version))
+        if not Path(path).is_dir():
+            return None, start_folder
     if read_stored(path) != served_layout(config):
         return None, start_folder
     # The attempt begins with its key. Both files are in the run folder, so that one clock wrote both times.

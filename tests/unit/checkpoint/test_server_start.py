@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -118,6 +119,17 @@ def test_a_restart_takes_the_committed_version_only_in_the_form_that_servers_hol
     for committed, want in ((plain, (None, start)), (tmp_path / "v1", (1, str(tmp_path / "v1")))):
         folder.current_weights_file.write_text(json.dumps({"weight_version": 1, "path": str(committed)}))
         assert current_weights(config, attempt, start) == want
+
+
+def test_a_version_of_a_run_that_was_moved_is_found_in_its_folder_and_a_lost_one_is_not_waited_for(tmp_path, plain):
+    """The file has the absolute path of the folder as it was."""
+    config, folder = run(tmp_path, plain, "precision=fp32")
+    folder.weights_dir.mkdir(parents=True)
+    attempt = folder.new_attempt()
+    folder.current_weights_file.write_text(json.dumps({"weight_version": 1, "path": "/nowhere/weights/v00000001"}))
+    assert current_weights(config, attempt, str(plain)) == (None, str(plain))
+    shutil.copytree(plain, folder.weights_version_dir(1))
+    assert current_weights(config, attempt, str(plain)) == (1, str(folder.weights_version_dir(1)))
 
 
 def test_a_copy_is_of_this_model_and_of_these_bytes_and_no_other_copy_stays(tmp_path, plain):

@@ -286,7 +286,15 @@ def test_published_weights(run):
     os.truncate(file, file.stat().st_size - 4)
     assert f"it ends at byte {file.stat().st_size}" in found(run)[0].problem
     shutil.rmtree(run.weights_version_dir(3))
-    assert only(run).path == run.current_weights_file
+    assert only(run).path == run.current_weights_file and only(run).is_note
+    run.current_weights_file.write_text("{")
+    assert only(run).path == run.current_weights_file and not only(run).is_note
+
+
+def test_a_folder_that_was_moved_is_sound(run):
+    moved = RunFolder(run.path.rename(run.path.with_name("moved")))
+    assert found(moved) == []
+    moved.path.rename(run.path)
 
 
 def test_foreign_files_and_drafts_are_notes(run, capsys):
