@@ -36,7 +36,7 @@ from torch import nn
 from gspo_mega.base.errors import ModelError
 from gspo_mega.config.schema import Config, Moe, Parallel
 from gspo_mega.cpu.backend import is_cpu_backend
-from gspo_mega.cpu.forest_attention import forest_of
+from gspo_mega.cpu.forest_attention import ForestNodes, forest_of
 from gspo_mega.engine.adapters import Adapter
 from gspo_mega.engine.attention import PackedAttention, TorchNorm, norm_all_heads
 from gspo_mega.engine.delta_net import GatedAttention, complete_delta_spec, delta_settings
@@ -80,7 +80,7 @@ class PolicyModel(GPTModel):
         prepared = super()._preprocess(*args, packed_seq_params=cast(Any, packed_seq_params), **kwargs)
         forest = None if packed_seq_params is None else forest_of(packed_seq_params)
         decoder_input, rotary, *rest = prepared
-        if forest is None or rotary is None:
+        if forest is None or rotary is None:  # latent attention has an embedding in each layer
             return prepared
         return decoder_input, rotary.index_select(0, forest.depths), *rest
 
@@ -425,7 +425,38 @@ def latent_settings(spec: ModelSpec, latent: LatentAttention) -> dict:
 
 
 class LatentAttentionLayer(MLASelfAttention):
-    """Megatron's layer with the norms and projections that the layer spec names."""
+    """Megatron's layer with the norms and projections that the layer spec names. In a forest it takes the rotary
+    embedding of each computed token by its depth.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._forest: ForestNodes | None = None
+        self.rotary_pos_emb.register_forward_hook(self._by_depth)
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: torch.Tensor,
+        key_value_states: Any = None,
+        position_ids: Any = None,
+        packed_seq_params: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        self._forest = None if packed_seq_params is None else forest_of(packed_seq_params)
+        try:
+            return super().get_query_key_value_tensors(
+                hidden_states, key_value_states, position_ids, packed_seq_params, *args, **kwargs
+            )
+        finally:
+            self._forest = None
+
+    def _by_depth(self, _module: nn.Module, _inputs: object, output: Any) -> Any:
+        if self._forest is None:
+            return output
+        if isinstance(output, tuple):  # with YaRN's factor
+            return output[0].index_select(0, self._forest.depths), *output[1:]
+        return output.index_select(0, self._forest.depths)
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, object]:
         # Only Megatron 0.19 calls this. Its own version cannot norm only keys and values if queries have no latent.

@@ -496,7 +496,6 @@ def validate_sharing(config: Config, spec: ModelSpec, device: Device | None) -> 
             "off",
         )
     lacking = {
-        "latent attention": spec.latent is not None,
         "sinks": spec.sinks,
         "sliding windows": spec.window is not None,
     }
