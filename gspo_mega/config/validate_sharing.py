@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gspo_mega.base.errors import Violation
+from gspo_mega.config.derived import is_one_turn
 from gspo_mega.config.schema import Config
 
 
@@ -18,7 +19,7 @@ def validate_sharing(config: Config) -> Iterator[Violation]:
         return
     sharing = f"with `batch.share_prefixes: {mode}`"
     off = "or `share_prefixes: off`"
-    if batch.group_size == 1:
+    if batch.group_size == 1 and (mode == "prompts" or is_one_turn(config.rollout)):
         yield Violation(
             "batch.share_prefixes", f"{mode} with `group_size: 1`: no two rows have a prompt in common; valid: off"
         )
@@ -48,16 +49,21 @@ def validate_sharing(config: Config) -> Iterator[Violation]:
             f"true {sharing}: servers add in the order of whole rows; valid: false, {off}",
         )
     yield from _validate_experts(config, sharing, off)
+    if config.lora is not None and config.lora.dropout > 0:
+        yield Violation(
+            "lora.dropout",
+            f"{config.lora.dropout:g} {sharing}: rows would share the inputs that are left out; valid: 0, {off}",
+        )
     if config.teacher is not None:
         yield Violation("teacher", f"{sharing}: a teacher's passes were not compared; leave it out, {off}")
 
 
 def _validate_experts(config: Config, sharing: str, off: str) -> Iterator[Violation]:
     moe = config.moe
-    if moe.routing_replay == "R3":
+    why = {"R2": "replayed passes were not compared", "R3": "rows may have different routes through what they share"}
+    if moe.routing_replay != "none":
         yield Violation(
-            "moe.routing_replay",
-            f"R3 {sharing}: the rows of a prompt may have different routes through it; valid: none, R2, {off}",
+            "moe.routing_replay", f"{moe.routing_replay} {sharing}: {why[moe.routing_replay]}; valid: none, {off}"
         )
     for key, plain in (("load_balancing", "none"), ("z_loss_coefficient", 0.0)):
         if (value := getattr(moe, key)) != plain:

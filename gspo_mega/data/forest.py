@@ -3,7 +3,7 @@
 The rows of a pack in tree order are described by one number each, `shared`: how many of its first tokens a row shares
 with the row before it. From these numbers follow the forest that a model sees (`lay_out`), what a part of a tree costs,
 and where it is cut (`tree_pieces`). With `batch.share_prefixes: prompts` rows share whole prompts of the same token
-ids; nothing here assumes trees of two levels.
+ids, and with `full` everything up to the first token that differs.
 
 Sharing changes what is computed, not what is trained: the arrays of a pack still have one entry for every token of
 every row (`base/records.py`), and each row's log-probs, masks and advantages are its own. Who knows of it:
@@ -22,21 +22,36 @@ from typing import Literal
 
 import numpy as np
 
-SharePrefixes = Literal["off", "prompts"]
+SharePrefixes = Literal["off", "prompts", "full"]
 
 
-def in_tree_order(prompts: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
-    """Order rows so that those with the same prompt are neighbours: (order, `shared` of each row in that order).
+def in_tree_order(rows: Sequence[Sequence[int]], share: SharePrefixes) -> tuple[list[int], list[int]]:
+    """Order rows so that those which share tokens are neighbours: (order, `shared` of each row in that order).
 
-    `prompts`: the token ids of each row's prompt. Prompts come in the order of their first row, and the rows of a
-    prompt in theirs. Two rows share their prompt if it is the same, or else nothing.
+    `rows`: what each row can share, in token ids: its prompt with `prompts`, all of it with `full`. Two rows share
+    their prompt if all of it is the same; prompts come in the order of their first row, and the rows of a prompt in
+    theirs. With `full` rows are sorted by their tokens, and those that are equal keep their order.
     """
-    rows_of: dict[Hashable, list[int]] = {}
-    for row, prompt in enumerate(prompts):
-        rows_of.setdefault(tuple(prompt), []).append(row)
-    order = [row for rows in rows_of.values() for row in rows]
-    shared = [0 if row == rows[0] else len(prompts[row]) for rows in rows_of.values() for row in rows]
-    return order, shared
+    if share == "off":
+        return list(range(len(rows))), [0] * len(rows)
+    if share == "prompts":
+        rows_of: dict[Hashable, list[int]] = {}
+        for row, prompt in enumerate(rows):
+            rows_of.setdefault(tuple(prompt), []).append(row)
+        order = [row for same in rows_of.values() for row in same]
+        return order, [0 if row == same[0] else len(rows[row]) for same in rows_of.values() for row in same]
+    tokens = [np.asarray(row, dtype=">i8") for row in rows]
+    order = sorted(range(len(rows)), key=lambda row: tokens[row].tobytes())  # big-endian, so by value
+    return order, [0, *(_num_equal(tokens[one], tokens[other]) for one, other in itertools.pairwise(order))][
+        : len(rows)
+    ]
+
+
+def _num_equal(one: np.ndarray, other: np.ndarray) -> int:
+    """How many first tokens two rows have in common."""
+    length = min(len(one), len(other))
+    different = np.flatnonzero(one[:length] != other[:length])
+    return int(different[0]) if different.size else length
 
 
 @dataclass(frozen=True)

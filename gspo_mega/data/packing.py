@@ -69,14 +69,15 @@ def plan_rollout_batch(
     attention_crossover_tokens: int = ATTENTION_CROSSOVER_TOKENS,
     pack_multiple: int = 1,
     synchronised_packs: bool = False,
-    prompts: Sequence[Sequence[int]] | None = None,
+    share_prefixes: SharePrefixes = "off",
+    shareable: Sequence[Sequence[int]] = (),
 ) -> list[RankPlan]:
     """The plan of every data-parallel rank for a rollout batch whose rows have `lengths` tokens.
 
     `unit_of`: the number of each row's unit, an episode or a group, from 0 and ascending; None if each row is one.
-    Units are dealt to mini-batches with all their rows, which may go to several ranks. `prompts`: the token ids of each
-    row's prompt, if packs compute a shared prompt once. The other arguments are those of `split_mini_batches` and
-    `plan_packs` or `plan_tree_packs`, and so are the errors.
+    Units are dealt to mini-batches with all their rows, which may go to several ranks. If packs share prefixes, the
+    rows of a unit are planned as trees, and `shareable` are the token ids that each row can share (`in_tree_order`).
+    The other arguments are those of `split_mini_batches` and `plan_packs` or `plan_tree_packs`, and so are the errors.
     """
     plans = [RankPlan([]) for _ in range(num_data_parallel)]
     rows_of: list[list[int]] = [[] for _ in range(unit_of[-1] + 1 if unit_of else 0)]
@@ -85,7 +86,7 @@ def plan_rollout_batch(
     for units in split_mini_batches(len(rows_of) or len(lengths), num_mini_batches, seed, step):
         members = [row for unit in units for row in rows_of[unit]] if rows_of else units
         own_lengths = [lengths[i] for i in members]
-        if prompts is None:
+        if share_prefixes == "off":
             packed = plan_packs(
                 own_lengths,
                 budget_tokens,
@@ -98,7 +99,9 @@ def plan_rollout_batch(
         else:
             packed = plan_tree_packs(
                 own_lengths,
-                [prompts[i] for i in members],
+                [shareable[i] for i in members],
+                [0 if unit_of is None else unit_of[i] for i in members],
+                share_prefixes,
                 budget_tokens,
                 num_data_parallel,
                 attention_crossover_tokens,
@@ -153,7 +156,9 @@ def plan_packs(
 
 def plan_tree_packs(
     lengths: Sequence[int],
-    prompts: Sequence[Sequence[int]],
+    shareable: Sequence[Sequence[int]],
+    unit_of: Sequence[int],
+    share_prefixes: SharePrefixes,
     budget_tokens: int,
     num_data_parallel: int,
     attention_crossover_tokens: int = ATTENTION_CROSSOVER_TOKENS,
@@ -161,18 +166,25 @@ def plan_tree_packs(
     pack_multiple: int = 1,
     synchronised_packs: bool = False,
 ) -> list[list[list[int]]]:
-    """`plan_packs` for sequences whose equal `prompts` (token ids of each) are computed once in a pack.
+    """`plan_packs` for sequences that are computed in a pack as trees. `shareable`: the token ids that each can share
+    (`in_tree_order`). `unit_of`: sequences of different units are in different trees; packs may share more.
 
-    A prompt with all its sequences is a tree and goes into one pack. A tree that does not fit is cut, and its prompt is
-    repeated in every piece. Trees are also cut so that ranks are balanced: of plans with whole trees, with pieces of at
+    A tree goes into one pack. One that does not fit is cut between sequences, and what they share is repeated in every
+    piece. Trees are also cut so that ranks are balanced: of plans with whole trees, with pieces of at
     most the mean rank's cost or half of it, and with only those trees cut that would leave some ranks without one,
     this takes the cheapest, and of equal ones the first. Sequences are not padded; a pack is, to `pack_multiple`.
     """
     sizes = _fitting_sizes(lengths, budget_tokens, 1, pack_multiple)
     budget = budget_tokens // pack_multiple * pack_multiple
-    longest_first = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
-    order, shared = in_tree_order([prompts[i] for i in longest_first])
-    rows = [longest_first[place] for place in order]
+    rows_of: dict[int, list[int]] = {}
+    for row in sorted(range(len(sizes)), key=lambda row: (-sizes[row], row)):
+        rows_of.setdefault(unit_of[row], []).append(row)
+    rows: list[int] = []
+    shared: list[int] = []
+    for _, members in sorted(rows_of.items()):
+        order, own_shared = in_tree_order([shareable[row] for row in members], share_prefixes)
+        rows += [members[place] for place in order]
+        shared += own_shared
     starts = [*(k for k, common in enumerate(shared) if common == 0), len(rows)]
     trees = list(itertools.pairwise(starts))
 
@@ -265,15 +277,17 @@ def build_micro_batch(
     `version_index`, [R] of each trajectory, aligned as its log-probs are; not in the pack unless named. `with_masks`:
     each trajectory with an active token has `sampling_masks`, [R], aligned in the same way.
 
-    `share_prefixes: prompts`: rows with the same prompt are neighbours, in the order of the first of them, and the
-    prompt is computed once. Then no row is padded but the last, so that the computed tokens are a multiple of
+    `share_prefixes`: unless it is off, rows are in tree order (`in_tree_order`), and what a row shares with the one
+    before it is computed once. Then no row is padded but the last, so that the computed tokens are a multiple of
     `pack_multiple`.
 
     Raises ValueError for a trajectory whose arrays differ in length.
     """
     shared = [0] * max(1, len(rows))
     if share_prefixes != "off" and rows:
-        order, shared = in_tree_order([trajectories[row]["prompt_token_ids"] for row in rows])
+        order, shared = in_tree_order(
+            [shareable_tokens(trajectories[row], share_prefixes) for row in rows], share_prefixes
+        )
         rows, pad_multiple = [rows[place] for place in order], 1
     names = (*TOKEN_ARRAYS, *token_keys)
     pieces = [_sequence_arrays(trajectories[row], row, pad_multiple, token_keys) for row in rows]
@@ -308,6 +322,12 @@ def build_micro_batch(
         **({} if forest is None else vars(forest)),
         **{name: joined(name) for name in token_keys},
     )
+
+
+def shareable_tokens(trajectory: Mapping[str, Any], share_prefixes: SharePrefixes) -> Sequence[int]:
+    """The token ids that a trajectory, as in `build_micro_batch`, can share with others."""
+    prompt = trajectory["prompt_token_ids"]
+    return [*prompt, *trajectory["response_token_ids"]] if share_prefixes == "full" else prompt
 
 
 def _sequence_arrays(

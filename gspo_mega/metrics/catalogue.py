@@ -631,7 +631,7 @@ def _entries() -> list[Metric]:
             "speed/num_repeated_prefixes",
             "prefixes",
             "sum",
-            "how often a prefix was computed again because its rows were in several packs of a mini-batch",
+            "how often a prompt was computed again because its rows were in several packs of a mini-batch",
         ),
         Metric("time/step_seconds", "seconds", "value", "the whole step"),
         *(Metric(f"time/{phase}_seconds", "seconds", "value", what) for phase, what in PHASES.items()),

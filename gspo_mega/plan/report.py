@@ -214,9 +214,10 @@ def _batch(plan: Plan) -> list[str]:
     )
     if batch.share_prefixes != "off" and (config.train is not None or config.sft is None):
         saved = batch.prompts_per_step * (batch.group_size - 1) * config.data.max_prompt_tokens
+        what = "the prompt of a group" if batch.share_prefixes == "prompts" else "what rows have in common"
         lines.append(
-            f"share_prefixes {batch.share_prefixes}: a pack computes the prompt of a group once, at most {saved} tokens"
-            " of a step less than its rows have; memory and time below do not count that"
+            f"share_prefixes {batch.share_prefixes}: a pack computes {what} once;"
+            f" the prompts of a step then have at most {saved} tokens less; memory and time below do not count that"
         )
     return lines
 

@@ -29,7 +29,7 @@ from gspo_mega.config.derived import REWARDS_NEEDED, critic_of, has_sampling_mas
 from gspo_mega.config.schema import Batch, Config, Reward, Run
 from gspo_mega.data.demonstrations import Demonstration
 from gspo_mega.data.forest import SharePrefixes
-from gspo_mega.data.packing import RankPlan, build_micro_batch, plan_rollout_batch
+from gspo_mega.data.packing import RankPlan, build_micro_batch, plan_rollout_batch, shareable_tokens
 from gspo_mega.plan.layout import Layout
 
 
@@ -217,15 +217,16 @@ def fill_turn_advantages(episodes: Sequence[Episode], rewards: Sequence[float], 
 
 def plan_batch(batch: RolloutBatch, config: Config, layout: Layout, step: int) -> list[RankPlan]:
     """The rows of `batch` that each data-parallel rank works on, by mini-batch and pack. If the batch has fewer
-    episodes than `batch.num_mini_batches`, it has one mini-batch per episode. Where prompts are shared, groups are in
+    episodes than `batch.num_mini_batches`, it has one mini-batch per episode. Where prefixes are shared, groups are in
     mini-batches whole, and the same holds of them.
     """
-    shares = config.batch.share_prefixes != "off"
+    share = config.batch.share_prefixes
+    shares = share != "off"
     num_mini_batches = min(config.batch.num_mini_batches, len(batch.groups if shares else batch.episodes))
     lengths = [t.num_tokens for t in batch.trajectories]
     unit_of = _group_of_rows(batch) if shares else _episode_of_rows(batch)
-    prompts = [t.prompt.token_ids for t in batch.trajectories] if shares else None
-    return _plan(lengths, num_mini_batches, config.batch, config.run, layout, step, unit_of, prompts)
+    shareable = [shareable_tokens(_record(t), share) for t in batch.trajectories] if shares else ()
+    return _plan(lengths, num_mini_batches, config.batch, config.run, layout, step, unit_of, share, shareable)
 
 
 def _episode_of_rows(batch: RolloutBatch) -> list[int]:
@@ -244,7 +245,8 @@ def _plan(
     layout: Layout,
     step: int,
     unit_of: Sequence[int] | None = None,
-    prompts: Sequence[Sequence[int]] | None = None,
+    share_prefixes: SharePrefixes = "off",
+    shareable: Sequence[Sequence[int]] = (),
 ) -> list[RankPlan]:
     return plan_rollout_batch(
         lengths,
@@ -258,7 +260,8 @@ def _plan(
         attention_crossover_tokens=layout.attention_crossover_tokens,
         pack_multiple=layout.pack_multiple_tokens,
         synchronised_packs=layout.synchronised_packs,
-        prompts=prompts,
+        share_prefixes=share_prefixes,
+        shareable=shareable,
     )
 
 

@@ -44,13 +44,20 @@ SAMPLE = {
         "TP2 with EP1 and ETP1",
         "shared prompts TP2+SPxEP2",
     ],
-    "episodes": ["TP2+SP", "CP2", "DP2 uneven shards", "GSPO with advantages of turns"],
+    "episodes": ["TP2+SP", "CP2", "DP2 uneven shards", "GSPO with advantages of turns", "shared full TP2+SP"],
     "families": ["gpt_oss TP2+SPxEP2", "qwen2 TP2"],
     "balanced": ["TP2+SPxEP2"],
     "masks": ["TP2+SP", "CP2", "PP2xVPP2", "all in one pack"],
     "shared": ["one rank", "TP2+SPxPP2", "DP2 distributed optimizer", "recompute full"],
     "distill": ["TP2+SPxEP2"],
-    "mla": ["TP2+SPxEP2", "PP2xVPP2", "CP2", "EP2 distributed optimizer", "all in one pack"],
+    "mla": [
+        "TP2+SPxEP2",
+        "PP2xVPP2",
+        "CP2",
+        "EP2 distributed optimizer",
+        "all in one pack",
+        "shared prompts TP2+SPxEP2",
+    ],
 }
 
 

@@ -31,15 +31,26 @@ def test_killed_and_replayed_it_ends_to_the_bit_where_an_uninterrupted_run_does(
     assert {key for key in same if again.get(key) != want[key]} == set()
 
 
-def test_on_one_rank_the_metric_is_the_prompts_that_were_not_computed_again(ranks):
-    assert ranks.train("shared-one", "", *SHARED, num_ranks=1) == [0], ranks.log("shared-one")
-    lines = read_metrics(ranks.folder("shared-one").metrics_file)
-    assert len(lines) == NUM_STEPS
-    journal = Journal(ranks.folder("shared-one").journal_dir)
-    for step, line in enumerate(lines):
-        rows = journal.read(step).batch.trajectories
+def test_a_run_that_shares_reports_what_one_of_whole_rows_does(ranks):
+    """One mini-batch a step, so that both train on the same rows; with a KL term, whose reference is computed alike."""
+    runs = {}
+    for mode in ("off", "prompts", "full"):
+        name = f"shared-{mode}"
+        given = (f"batch.share_prefixes={mode}", "batch.num_mini_batches=1", "algorithm=grpo", "kl.coefficient=0.05")
+        assert ranks.train(name, "", *given, num_ranks=1) == [0], ranks.log(name)
+        runs[mode] = read_metrics(ranks.folder(name).metrics_file)
+    journal = Journal(ranks.folder("shared-off").journal_dir)
+    assert len(runs["off"]) == NUM_STEPS and runs["off"][-1]["policy/kl_reference"] > 0
+    for step, lines in enumerate(zip(*runs.values(), strict=True)):
+        off, *sharing = lines
         saved = NUM_GROUPS * (GROUP_SIZE - 1) * 5  # every prompt has 5 tokens
-        assert line["speed/num_repeated_prefixes"] == 0
-        fraction = line["speed/shared_prefix_fraction"]
-        assert fraction == pytest.approx(saved / sum(row.num_tokens for row in rows))
-        assert line["speed/packing_efficiency"] == 1.0
+        for line in sharing:
+            assert line["speed/num_repeated_prefixes"] == 0 and line["speed/packing_efficiency"] == 1.0
+            reported = [name for name in off if name.startswith(("policy/", "mismatch/", "optimizer/", "response/"))]
+            assert len(reported) > 40
+            for name in reported:
+                assert line[name] == pytest.approx(off[name], rel=1e-3, abs=2e-6), name
+        if step >= NUM_STEPS - 2:  # the journal keeps two steps
+            rows = journal.read(step).batch.trajectories
+            wanted = saved / sum(row.num_tokens for row in rows)
+            assert [line["speed/shared_prefix_fraction"] for line in sharing] == pytest.approx([wanted] * 2)

@@ -292,11 +292,12 @@ class Batch(Section):
             " for a bf16 head."
         ),
     )
-    share_prefixes: Literal["off", "prompts"] = Field(
+    share_prefixes: Literal["off", "prompts", "full"] = Field(
         default="off",
         description=(
             "What a packed forward pass computes once for several rows: `off`, nothing; `prompts`, the prompt of a"
-            " group's rows. `prompts` deals whole groups to mini-batches, and needs ranks on CPUs."
+            " group's rows; `full`, all first tokens that rows have in common, as branches of an episode do. `prompts`"
+            " and `full` deal whole groups to mini-batches, and need ranks on CPUs."
         ),
     )
 

@@ -26,7 +26,15 @@ ON = "batch.share_prefixes=prompts"
         (["engine.batch_invariant=true"], "engine.batch_invariant: true with `batch.share_prefixes: prompts`"),
         (
             ["moe.routing_replay=R3", "rollout.return_routed_experts=true"],
-            "moe.routing_replay: R3 with `batch.share_prefixes: prompts`: the rows of a prompt may have different",
+            "moe.routing_replay: R3 with `batch.share_prefixes: prompts`: rows may have different routes through what",
+        ),
+        (
+            ["moe.routing_replay=R2"],
+            "moe.routing_replay: R2 with `batch.share_prefixes: prompts`: replayed passes were",
+        ),
+        (
+            ["lora={rank: 4, alpha: 8, dropout: 0.1}"],
+            "lora.dropout: 0.1 with `batch.share_prefixes: prompts`: rows would",
         ),
         (
             ["moe.load_balancing=aux_loss", "moe.load_balancing_coefficient=0.01"],
@@ -43,3 +51,10 @@ def test_what_contradicts_it_is_refused(write, overrides, said):
 @pytest.mark.parametrize("overrides", [[], ["precision=bf16"], ["parallel.tensor=2", "cluster.ranks_per_node=2"]])
 def test_what_was_compared_is_allowed(write, overrides):
     assert load_config(write(), [ON, *overrides]).config.batch.share_prefixes == "prompts"
+
+
+def test_branches_of_an_episode_have_something_in_common_in_a_group_of_one(write):
+    alone = ["algorithm=ppo", "batch.group_size=1", "batch.share_prefixes=full"]
+    assert "full with `group_size: 1`: no two rows" in refused(write(), *alone)
+    episodes = ["rollout.episode=package.module:episode", "episodes.max_tokens=64"]
+    assert load_config(write(), [*alone, *episodes]).config.batch.share_prefixes == "full"

@@ -64,7 +64,7 @@ def test_rows_that_claim_to_share_more_than_they_have_are_refused():
 
 
 def test_rows_with_the_same_prompt_become_neighbours_in_the_order_of_the_first():
-    assert in_tree_order([(1, 2), (3,), (1, 2), (1,), (3,)]) == ([0, 2, 1, 4, 3], [0, 2, 0, 1, 0])
+    assert in_tree_order([(1, 2), (3,), (1, 2), (1,), (3,)], "prompts") == ([0, 2, 1, 4, 3], [0, 2, 0, 1, 0])
 
 
 def test_the_cost_of_a_forest_is_that_of_its_rows_without_what_they_share():
@@ -83,26 +83,29 @@ GROUPS = st.lists(
 @settings(max_examples=100, deadline=None)
 def test_packs_of_trees_hold_every_row_once_within_the_budget(groups, budget, ranks, multiple):
     prompts = [(g,) * prompt for g, (prompt, responses) in enumerate(groups) for _ in responses]
+    units = [g for g, (_, responses) in enumerate(groups) for _ in responses]
     lengths = [prompt + response for prompt, responses in groups for response in responses]
-    packs = plan_tree_packs(lengths, prompts, budget, ranks, pack_multiple=multiple)
+    packs = plan_tree_packs(lengths, prompts, units, "prompts", budget, ranks, pack_multiple=multiple)
     assert len(packs) == ranks and len({len(rank) for rank in packs}) == 1
     assert sorted(i for rank in packs for pack in rank for i in pack) == list(range(len(lengths)))
     for pack in (pack for rank in packs for pack in rank if pack):
         own = sum(lengths[i] - len(prompts[i]) for i in pack) + sum(map(len, {prompts[i] for i in pack}))
         assert -(-own // multiple) * multiple <= budget
-    assert packs == plan_tree_packs(list(lengths), list(prompts), budget, ranks, pack_multiple=multiple)
+    assert packs == plan_tree_packs(
+        list(lengths), list(prompts), list(units), "prompts", budget, ranks, pack_multiple=multiple
+    )
 
 
 def test_whole_trees_stay_in_one_pack_on_one_rank_if_they_fit():
     prompts = [(g,) * 50 for g in range(6) for _ in range(8)]
-    packs = plan_tree_packs([60] * 48, prompts, 300, 1)
+    packs = plan_tree_packs([60] * 48, prompts, [g for g in range(6) for _ in range(8)], "prompts", 300, 1)
     for g in range(6):
         assert sum(any(prompts[i] == (g,) * 50 for i in pack) for pack in packs[0]) == 1
     assert len(packs[0]) == 3 and len(plan_packs([60] * 48, 300, 1, 1)[0]) == 10
 
 
 def test_one_group_is_cut_for_ranks_that_would_have_nothing():
-    packs = plan_tree_packs([132] * 16, [(7,) * 100] * 16, 4096, 4)
+    packs = plan_tree_packs([132] * 16, [(7,) * 100] * 16, [0] * 16, "prompts", 4096, 4)
     assert [len(pack) for rank in packs for pack in rank] == [4, 4, 4, 4]
 
 
@@ -110,7 +113,7 @@ def test_ranks_are_balanced_by_what_trees_cost_and_not_by_rows():
     # A group of 8 costs 256 + 8 x 64 tokens: five such groups on four ranks are cut, because two on one rank would
     # leave the others waiting.
     prompts = [(g,) * 256 for g in range(5) for _ in range(8)]
-    packs = plan_tree_packs([320] * 40, prompts, 8192, 4, attention_crossover_tokens=10**9)
+    packs = plan_tree_packs([320] * 40, prompts, [0] * 40, "prompts", 8192, 4, attention_crossover_tokens=10**9)
     loads = [
         sum(64 for pack in rank for _ in pack) + 256 * sum(len({prompts[i] for i in pack}) for pack in rank)
         for rank in packs
@@ -122,7 +125,7 @@ def test_a_tree_beyond_a_pack_is_cut_with_its_prefix_repeated():
     pieces = tree_pieces([4, 5, 6, 7], [130] * 4, [0, 100, 100, 100], 165, float("inf"), 8192)
     assert [(piece.rows, piece.size) for piece in pieces] == [([4, 5], 160), ([6, 7], 160)]
     with pytest.raises(PlanError, match="micro_batch_tokens is 120 and must be at least 130"):
-        plan_tree_packs([130], [(1,) * 100], 120, 1)
+        plan_tree_packs([130], [(1,) * 100], [0], "prompts", 120, 1)
 
 
 def test_a_group_is_in_one_mini_batch():
@@ -136,11 +139,43 @@ def test_a_group_is_in_one_mini_batch():
         seed=3,
         step=1,
         unit_of=[g for g in range(6) for _ in range(4)],
-        prompts=prompts,
+        share_prefixes="prompts",
+        shareable=prompts,
     )
     for m in range(3):
         rows = [row for plan in plans for pack in plan.mini_batches[m] for row in pack]
         assert len(rows) == 8 and len({prompts[row] for row in rows}) == 2
+
+
+@given(rows=ROWS, multiple=st.sampled_from([1, 4]))
+@settings(max_examples=80, deadline=None)
+def test_a_pack_that_shares_everything_computes_each_prefix_once(rows, multiple):
+    rows = [row for row in rows if len(row) > 1] or [[1, 2]]
+    records = [trajectory(row[:1], row[1:]) for row in rows]
+    pack = build_micro_batch(records, range(len(rows)), 1, pack_multiple=multiple, share_prefixes="full")
+    prefixes = {tuple(row[: k + 1]) for row in rows for k in range(len(row))}
+    assert len(prefixes) <= pack.num_computed < len(prefixes) + multiple and pack.num_computed % multiple == 0
+    first = pack.first_rows()
+    computed_at = np.arange(pack.num_tokens) if pack.computed_at is None else pack.computed_at
+    assert np.array_equal(pack.token_ids[first][computed_at], pack.token_ids)
+    assert np.array_equal(pack.position_ids[first][computed_at], pack.position_ids)
+    # Each row has its own labels, whatever it shares.
+    assert sorted(pack.trajectory_index.tolist()) == list(range(len(rows)))
+    for row, values in response_values(pack, pack.rollout_log_probs).items():
+        assert values.tolist() == [-float(token) for token in rows[row][1:]]
+    for row, values in response_values(pack, pack.labels).items():
+        assert values.tolist() == rows[row][1:]
+
+
+def test_branches_of_an_episode_are_one_tree_and_cut_with_what_they_share():
+    history = list(range(10, 40))
+    rows = [history + [1] * 5, history + [2] * 5, [*history[:20], *[3] * 15], [*history[:20], *[4] * 5]]
+    assert in_tree_order(rows, "full") == ([2, 3, 0, 1], [0, 20, 20, 30])
+    lengths = [len(row) for row in rows]
+    (whole,) = plan_tree_packs(lengths, rows, [0] * 4, "full", 64, 1)[0]
+    assert sorted(whole) == [0, 1, 2, 3]  # 20 + 5 + 15 + 10 + 2 x 5 tokens are 60
+    packs = plan_tree_packs(lengths, rows, [0] * 4, "full", 40, 1)[0]
+    assert sorted(row for pack in packs for row in pack) == [0, 1, 2, 3] and len(packs) == 2
 
 
 def trajectory(prompt, response, mask=None):

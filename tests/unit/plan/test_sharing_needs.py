@@ -12,7 +12,7 @@ def test_the_plan_says_what_it_saves_and_that_figures_do_not_count_it(load, shap
     loaded = load(ON, "precision=fp32")
     batch, longest = loaded.config.batch, loaded.config.data.max_prompt_tokens
     saved = batch.prompts_per_step * (batch.group_size - 1) * longest
-    said = f"at most {saved} tokens of a step less than its rows have; memory and time below do not count that"
+    said = f"prompts of a step then have at most {saved} tokens less; memory and time below do not count that"
     assert said in " ".join(render_report(plan_run(loaded, "cpu", shape("dense"))).split())
     assert "share_prefixes" not in render_report(plan_run(load("precision=fp32"), "cpu", shape("dense")))
 
