@@ -60,11 +60,6 @@ def validate_sharing(config: Config) -> Iterator[Violation]:
 
 def _validate_experts(config: Config, sharing: str, off: str) -> Iterator[Violation]:
     moe = config.moe
-    why = {"R2": "replayed passes were not compared", "R3": "rows may have different routes through what they share"}
-    if moe.routing_replay != "none":
-        yield Violation(
-            "moe.routing_replay", f"{moe.routing_replay} {sharing}: {why[moe.routing_replay]}; valid: none, {off}"
-        )
     for key, plain in (("load_balancing", "none"), ("z_loss_coefficient", 0.0)):
         if (value := getattr(moe, key)) != plain:
             yield Violation(

@@ -25,32 +25,48 @@ import numpy as np
 SharePrefixes = Literal["off", "prompts", "full"]
 
 
-def in_tree_order(rows: Sequence[Sequence[int]], share: SharePrefixes) -> tuple[list[int], list[int]]:
+def in_tree_order(
+    rows: Sequence[Sequence[int]], share: SharePrefixes, routes: Sequence[np.ndarray | None] = ()
+) -> tuple[list[int], list[int]]:
     """Order rows so that those which share tokens are neighbours: (order, `shared` of each row in that order).
 
     `rows`: what each row can share, in token ids: its prompt with `prompts`, all of it with `full`. Two rows share
     their prompt if all of it is the same; prompts come in the order of their first row, and the rows of a prompt in
     theirs. With `full` rows are sorted by their tokens, and those that are equal keep their order.
+    `routes`: if they are replayed, the experts of each row's tokens but the last, [tokens, layers, k]. Then rows are
+    sorted by them too, and two of them share tokens up to the first whose experts differ.
     """
     if share == "off":
         return list(range(len(rows))), [0] * len(rows)
+    symbols = [_symbols(row, routes[place] if routes else None) for place, row in enumerate(rows)]
+    order = list(range(len(rows)))
+    if routes or share == "full":
+        order.sort(key=lambda row: symbols[row].tobytes())  # big-endian, so by value
     if share == "prompts":
-        rows_of: dict[Hashable, list[int]] = {}
+        first_of: dict[Hashable, int] = {}
         for row, prompt in enumerate(rows):
-            rows_of.setdefault(tuple(prompt), []).append(row)
-        order = [row for same in rows_of.values() for row in same]
-        return order, [0 if row == same[0] else len(rows[row]) for same in rows_of.values() for row in same]
-    tokens = [np.asarray(row, dtype=">i8") for row in rows]
-    order = sorted(range(len(rows)), key=lambda row: tokens[row].tobytes())  # big-endian, so by value
-    return order, [0, *(_num_equal(tokens[one], tokens[other]) for one, other in itertools.pairwise(order))][
-        : len(rows)
-    ]
+            first_of.setdefault(tuple(prompt), row)
+        order.sort(key=lambda row: first_of[tuple(rows[row])])
+    shared = [0] * len(rows)
+    for place, (one, other) in enumerate(itertools.pairwise(order), 1):
+        if share == "full" or tuple(rows[one]) == tuple(rows[other]):
+            shared[place] = _num_equal(symbols[one], symbols[other])
+    return order, shared
+
+
+def _symbols(tokens: Sequence[int], routes: np.ndarray | None) -> np.ndarray:
+    """What has to be equal for two rows to share a token, [tokens, 1 or more] int64, big-endian: its id and experts."""
+    ids = np.asarray(tokens, dtype=">i8")[:, None]
+    if routes is None:
+        return ids
+    flat = routes[: len(ids)].reshape(len(routes[: len(ids)]), -1).astype(">i8")
+    return np.hstack([ids, np.pad(flat, ((0, len(ids) - len(flat)), (0, 0)), constant_values=-1)])
 
 
 def _num_equal(one: np.ndarray, other: np.ndarray) -> int:
-    """How many first tokens two rows have in common."""
+    """How many first entries two arrays have in common."""
     length = min(len(one), len(other))
-    different = np.flatnonzero(one[:length] != other[:length])
+    different = np.flatnonzero((one[:length] != other[:length]).any(axis=1))
     return int(different[0]) if different.size else length
 
 

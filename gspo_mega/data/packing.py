@@ -71,12 +71,13 @@ def plan_rollout_batch(
     synchronised_packs: bool = False,
     share_prefixes: SharePrefixes = "off",
     shareable: Sequence[Sequence[int]] = (),
+    routes: Sequence[np.ndarray | None] = (),
 ) -> list[RankPlan]:
     """The plan of every data-parallel rank for a rollout batch whose rows have `lengths` tokens.
 
     `unit_of`: the number of each row's unit, an episode or a group, from 0 and ascending; None if each row is one.
     Units are dealt to mini-batches with all their rows, which may go to several ranks. If packs share prefixes, the
-    rows of a unit are planned as trees, and `shareable` are the token ids that each row can share (`in_tree_order`).
+    rows of a unit are planned as trees; `shareable`, `routes`: what each row can share (`in_tree_order`).
     The other arguments are those of `split_mini_batches` and `plan_packs` or `plan_tree_packs`, and so are the errors.
     """
     plans = [RankPlan([]) for _ in range(num_data_parallel)]
@@ -107,6 +108,7 @@ def plan_rollout_batch(
                 attention_crossover_tokens,
                 pack_multiple=pack_multiple,
                 synchronised_packs=synchronised_packs,
+                routes=[routes[i] for i in members] if routes else (),
             )
         for plan, packs in zip(plans, packed, strict=True):
             plan.mini_batches.append([[members[i] for i in pack] for pack in packs])
@@ -165,8 +167,9 @@ def plan_tree_packs(
     *,
     pack_multiple: int = 1,
     synchronised_packs: bool = False,
+    routes: Sequence[np.ndarray | None] = (),
 ) -> list[list[list[int]]]:
-    """`plan_packs` for sequences that are computed in a pack as trees. `shareable`: the token ids that each can share
+    """`plan_packs` for sequences that are computed in a pack as trees. `shareable`, `routes`: what each can share
     (`in_tree_order`). `unit_of`: sequences of different units are in different trees; packs may share more.
 
     A tree goes into one pack. One that does not fit is cut between sequences, and what they share is repeated in every
@@ -182,7 +185,8 @@ def plan_tree_packs(
     rows: list[int] = []
     shared: list[int] = []
     for _, members in sorted(rows_of.items()):
-        order, own_shared = in_tree_order([shareable[row] for row in members], share_prefixes)
+        own_routes = [routes[row] for row in members] if routes else ()
+        order, own_shared = in_tree_order([shareable[row] for row in members], share_prefixes, own_routes)
         rows += [members[place] for place in order]
         shared += own_shared
     starts = [*(k for k, common in enumerate(shared) if common == 0), len(rows)]
@@ -278,16 +282,16 @@ def build_micro_batch(
     each trajectory with an active token has `sampling_masks`, [R], aligned in the same way.
 
     `share_prefixes`: unless it is off, rows are in tree order (`in_tree_order`), and what a row shares with the one
-    before it is computed once. Then no row is padded but the last, so that the computed tokens are a multiple of
-    `pack_multiple`.
+    before it is computed once; of trajectories with `routed_experts`, only tokens with the same experts. Then no row is
+    padded but the last, so that the computed tokens are a multiple of `pack_multiple`.
 
     Raises ValueError for a trajectory whose arrays differ in length.
     """
     shared = [0] * max(1, len(rows))
     if share_prefixes != "off" and rows:
-        order, shared = in_tree_order(
-            [shareable_tokens(trajectories[row], share_prefixes) for row in rows], share_prefixes
-        )
+        shareable = [shareable_tokens(trajectories[row], share_prefixes) for row in rows]
+        routes = [trajectories[row].get("routed_experts") for row in rows]
+        order, shared = in_tree_order(shareable, share_prefixes, () if routes[0] is None else routes)
         rows, pad_multiple = [rows[place] for place in order], 1
     names = (*TOKEN_ARRAYS, *token_keys)
     pieces = [_sequence_arrays(trajectories[row], row, pad_multiple, token_keys) for row in rows]

@@ -226,7 +226,8 @@ def plan_batch(batch: RolloutBatch, config: Config, layout: Layout, step: int) -
     lengths = [t.num_tokens for t in batch.trajectories]
     unit_of = _group_of_rows(batch) if shares else _episode_of_rows(batch)
     shareable = [shareable_tokens(_record(t), share) for t in batch.trajectories] if shares else ()
-    return _plan(lengths, num_mini_batches, config.batch, config.run, layout, step, unit_of, share, shareable)
+    routes = [t.routed_experts for t in batch.trajectories] if shares and config.moe.routing_replay == "R3" else ()
+    return _plan(lengths, num_mini_batches, config.batch, config.run, layout, step, unit_of, share, shareable, routes)
 
 
 def _episode_of_rows(batch: RolloutBatch) -> list[int]:
@@ -247,6 +248,7 @@ def _plan(
     unit_of: Sequence[int] | None = None,
     share_prefixes: SharePrefixes = "off",
     shareable: Sequence[Sequence[int]] = (),
+    routes: Sequence[np.ndarray | None] = (),
 ) -> list[RankPlan]:
     return plan_rollout_batch(
         lengths,
@@ -262,6 +264,7 @@ def _plan(
         synchronised_packs=layout.synchronised_packs,
         share_prefixes=share_prefixes,
         shareable=shareable,
+        routes=routes,
     )
 
 
@@ -282,6 +285,9 @@ def assemble(
     trajectories, episode_of = batch.trajectories, _episode_of_rows(batch)
     plans = plans or plan_batch(batch, config, layout, step)
     records = [_record(t) for t in trajectories]
+    if config.batch.share_prefixes != "off" and config.moe.routing_replay == "R3":
+        for record, t in zip(records, trajectories, strict=True):
+            record["routed_experts"] = t.routed_experts
     num_tokens = [int(np.asarray(t.response_mask, bool).sum()) for t in trajectories]
     episode_tokens: Counter[int] = Counter()
     for episode, count in zip(episode_of, num_tokens, strict=True):

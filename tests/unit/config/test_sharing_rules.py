@@ -25,14 +25,6 @@ ON = "batch.share_prefixes=prompts"
         ),
         (["engine.batch_invariant=true"], "engine.batch_invariant: true with `batch.share_prefixes: prompts`"),
         (
-            ["moe.routing_replay=R3", "rollout.return_routed_experts=true"],
-            "moe.routing_replay: R3 with `batch.share_prefixes: prompts`: rows may have different routes through what",
-        ),
-        (
-            ["moe.routing_replay=R2"],
-            "moe.routing_replay: R2 with `batch.share_prefixes: prompts`: replayed passes were",
-        ),
-        (
             ["lora={rank: 4, alpha: 8, dropout: 0.1}"],
             "lora.dropout: 0.1 with `batch.share_prefixes: prompts`: rows would",
         ),
