@@ -18,6 +18,7 @@ from gspo_mega.data.packing import (
     plan_tree_packs,
     response_values,
     sequence_cost,
+    shareable_tokens,
 )
 
 ROWS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=10)
@@ -165,6 +166,44 @@ def test_a_pack_that_shares_everything_computes_each_prefix_once(rows, multiple)
         assert values.tolist() == [-float(token) for token in rows[row][1:]]
     for row, values in response_values(pack, pack.labels).items():
         assert values.tolist() == rows[row][1:]
+
+
+@given(
+    rows=st.lists(st.lists(st.integers(0, 1), min_size=2, max_size=12), min_size=1, max_size=14),
+    mode=st.sampled_from(["prompts", "full"]),
+    budget=st.integers(12, 40),
+    ranks=st.integers(1, 3),
+    routed=st.booleans(),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=120, deadline=None)
+def test_planned_packs_are_built_within_the_budget(rows, mode, budget, ranks, routed, seed):
+    rng = np.random.default_rng(seed)
+    records = [trajectory(row[:2], row[2:]) for row in rows]
+    for record, row in zip(records, rows, strict=True):
+        record["routed_experts"] = rng.integers(0, 2, (len(row) - 1, 1, 1), dtype=np.uint8) if routed else None
+    packs = plan_tree_packs(
+        [len(row) for row in rows],
+        [shareable_tokens(record, mode) for record in records],
+        rng.integers(0, 3, len(rows)).tolist(),
+        mode,
+        budget,
+        ranks,
+        routes=[record["routed_experts"] for record in records] if routed else (),
+    )
+    assert sorted(row for rank in packs for pack in rank for row in pack) == list(range(len(rows)))
+    for pack in (pack for rank in packs for pack in rank if pack):
+        built = build_micro_batch(records, pack, 1, share_prefixes=mode)
+        assert built.num_computed <= budget
+        if not routed:
+            continue
+        # A shared position has one route, that of every row which shares it.
+        first = built.first_rows()
+        stands = first if built.computed_at is None else first[built.computed_at]
+        routes = [np.append(records[row]["routed_experts"][:, 0, 0], 255) for row in built.trajectory_index]
+        flat = np.concatenate(routes)
+        known = flat != 255
+        assert np.array_equal(flat[stands][known], flat[known])
 
 
 def test_branches_of_an_episode_are_one_tree_and_cut_with_what_they_share():
