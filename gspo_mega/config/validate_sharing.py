@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gspo_mega.base.errors import Violation
-from gspo_mega.config.derived import is_one_turn
+from gspo_mega.config.derived import critic_of, is_one_turn
 from gspo_mega.config.schema import Config
 
 
@@ -54,8 +54,12 @@ def validate_sharing(config: Config) -> Iterator[Violation]:
             "lora.dropout",
             f"{config.lora.dropout:g} {sharing}: rows would share the inputs that are left out; valid: 0, {off}",
         )
-    if config.teacher is not None:
-        yield Violation("teacher", f"{sharing}: a teacher's passes were not compared; leave it out, {off}")
+    critic = critic_of(config.algorithm, config.critic)
+    if critic is not None and critic.precision == "fp8":
+        yield Violation(
+            "critic.precision",
+            f"fp8 {sharing}: only plain layers attend over shared prefixes; valid: fp32, bf16, {off}",
+        )
 
 
 def _validate_experts(config: Config, sharing: str, off: str) -> Iterator[Violation]:

@@ -19,7 +19,7 @@ from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.models.spec import ModelSpec
 from gspo_mega.plan.gpus import Device
 from gspo_mega.plan.layout import Sizes, undivided_sizes
-from gspo_mega.plan.validate import validate_biased_layers, validate_experts, validate_stages
+from gspo_mega.plan.validate import validate_biased_layers, validate_experts, validate_sharing, validate_stages
 from gspo_mega.plan.validate_delta import validate_delta_nets
 from gspo_mega.plan.validate_precision import validate_batch_invariance, validate_fusions, validate_precision
 
@@ -73,6 +73,7 @@ def validate_teacher_layout(config: Config, spec: ModelSpec, device: Device | No
     yield from validate_experts(own, spec, sizes, device)
     yield from validate_biased_layers(own, spec, device)
     yield from validate_delta_nets(own, spec, device)
+    yield from validate_sharing(own, spec, device)
     yield from validate_precision(own, spec, device)
     yield from validate_fusions(own, spec, device)
     yield from validate_batch_invariance(own.engine, own.cluster, spec, device)

@@ -33,7 +33,7 @@ ON = "batch.share_prefixes=prompts"
             "moe.load_balancing: aux_loss with `batch.share_prefixes: prompts`: Megatron's router losses would count",
         ),
         (["moe.z_loss_coefficient=0.1"], "moe.z_loss_coefficient: 0.1 with `batch.share_prefixes: prompts`"),
-        (["teacher={path: other}"], "teacher: with `batch.share_prefixes: prompts`: a teacher's passes"),
+        (["algorithm=ppo", "critic.precision=fp8"], "critic.precision: fp8 with `batch.share_prefixes: prompts`: only"),
     ],
 )
 def test_what_contradicts_it_is_refused(write, overrides, said):
