@@ -7,17 +7,21 @@ norm of queries and keys that neither has.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import copy
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.parallel_state import get_tensor_model_parallel_group
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 from megatron.core.transformer.utils import (
     ensure_metadata_has_dp_cp_group,
     is_layer_window_attention,
@@ -103,6 +107,56 @@ class HeadsNorm(MegatronModule):
             tp_group=self.tp_group,
             dp_cp_group=metadata["dp_cp_group"],
         )
+
+
+class OutputNormLayer(TransformerLayer):
+    """Megatron's layer with norms of what its attention and its MLP return (OLMo). If the model's positions are scaled
+    (YaRN), layers with a sliding window have unscaled ones.
+    """
+
+    def __init__(self, config: TransformerConfig, *args: Any, layer_number: int = 1, **kwargs: Any) -> None:
+        vp_stage, pattern = kwargs.get("vp_stage"), cast(Any, config.window_attn_skip_freq)
+        number = layer_number + get_transformer_layer_offset(config, vp_stage)
+        own = is_layer_window_attention(config.window_size, pattern, number) and is_scaled(config)
+        if own:
+            config = copy.copy(config)
+            del vars(config)[SCALED]  # Megatron would multiply cosines and sines
+        super().__init__(config, *args, layer_number=layer_number, **kwargs)
+        self.own_positions = unscaled_positions(config) if own else None
+        for part, name in ((self.self_attention, "post_self_attn_layernorm"), (self.mlp, "post_mlp_layernorm")):
+            norm = TorchNorm(config, config.hidden_size, config.layernorm_epsilon)
+            self.add_module(name, norm)
+            part.register_forward_hook(lambda _part, _inputs, output, norm=norm: (norm(output[0]), *output[1:]))
+
+    def forward(self, *args: Any, rotary_pos_emb: Any = None, **kwargs: Any) -> Any:
+        if self.own_positions is not None:
+            rotary_pos_emb = self.own_positions(len(rotary_pos_emb), packed_seq=True)
+        return super().forward(*args, rotary_pos_emb=rotary_pos_emb, **kwargs)
+
+
+# The attribute by which Megatron knows that positions are scaled by YaRN.
+SCALED = "yarn_rotary_scaling_factor"
+
+
+def is_scaled(config: TransformerConfig) -> bool:
+    return hasattr(config, SCALED)
+
+
+def unscaled_positions(config: Any) -> RotaryEmbedding:
+    """The rotary positions of a model without YaRN. `config.own_rotary_base`: their base."""
+    return RotaryEmbedding(
+        config.kv_channels,
+        rotary_percent=1.0,
+        rotary_base=config.own_rotary_base,
+        use_cpu_initialization=config.use_cpu_initialization,
+    )
+
+
+def norm_outputs(layer: ModuleSpec) -> None:
+    """Put norms after attention and MLP in place of those before them into the spec of a layer, in place."""
+    layer.module = OutputNormLayer
+    parts: Any = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
 
 
 def norm_all_heads(attention: Any, num_heads: int, num_kv_heads: int) -> None:

@@ -38,7 +38,7 @@ from gspo_mega.config.schema import Config, Moe, Parallel
 from gspo_mega.cpu.backend import is_cpu_backend
 from gspo_mega.cpu.forest_attention import ForestNodes, forest_of
 from gspo_mega.engine.adapters import Adapter
-from gspo_mega.engine.attention import PackedAttention, TorchNorm, norm_all_heads
+from gspo_mega.engine.attention import PackedAttention, TorchNorm, norm_all_heads, norm_outputs
 from gspo_mega.engine.delta_net import GatedAttention, complete_delta_spec, delta_settings
 from gspo_mega.engine.invariant_layers import ACTIVATION, is_batch_invariant, use_invariant_parts
 from gspo_mega.engine.precision import (
@@ -285,6 +285,8 @@ def _layer_specs(
             layer = _plain_layer(megatron_config, spec, has_experts, has_delta_net)
         if FAMILIES[spec.family].norms_all_heads:
             norm_all_heads(_submodules(_submodules(layer).self_attention), spec.num_heads, spec.num_kv_heads)
+        if FAMILIES[spec.family].norms_outputs:
+            norm_outputs(layer)
         return layer
 
     # All layers of a kind share one spec.
@@ -519,6 +521,7 @@ def set_yarn(megatron_config: TransformerConfig, spec: ModelSpec) -> None:
     found["yarn_beta_fast"], found["yarn_beta_slow"] = yarn.beta_fast, yarn.beta_slow
     found["yarn_mscale"], found["yarn_mscale_all_dim"] = yarn.attention_scale, yarn.attention_scale_all
     found["yarn_correction_range_round_to_int"] = yarn.rounds
+    found["own_rotary_base"] = spec.rope_theta  # of layers whose positions are not scaled
 
 
 def let_gradients_reach_expert_biases(chunk: nn.Module) -> None:

@@ -101,6 +101,10 @@ class Family:
     under `text_config`. `carried`: the beginnings of names of tensors that a checkpoint may have besides,
     such as layers for multi-token prediction under names of their own, or a vision tower.
 
+    `windows`: which layers have the sliding window of config.json if it lists none: every one, which the key
+    `sliding_window` alone decides (Mistral), or three of four (OLMo-3), whose positions are never scaled. The value of
+    `serves_windows` says whether SGLang has them, too.
+
     `served`: what SGLang's model code reads from config.json and transformers does not write there, with the value that
     every model here has, or a function from config.json to it. `own_head`: SGLang never ties the output layer to
     the embedding, no matter what config.json says, so a folder without lm_head.weight leaves it at random values.
@@ -120,6 +124,8 @@ class Family:
     delta_net: bool = False
     text_part: bool = False
     carried: tuple[str, ...] = ()
+    windows: Literal["every layer", "three of four"] | None = None
+    serves_windows: bool = True
     served: Mapping[str, Any] = field(default_factory=dict)
     own_head: bool = False
 
@@ -127,6 +133,11 @@ class Family:
     def norms_all_heads(self) -> bool:
         """Whether a norm of queries or keys is over all heads together, and not over each head."""
         return _ALL_HEADS_NORM[0] in self.tensors
+
+    @property
+    def norms_outputs(self) -> bool:
+        """Whether the outputs of attention and MLP are normed, and not their inputs."""
+        return _OUTPUT_NORMS[0] in self.tensors
 
     @property
     def drafts(self) -> bool:
@@ -139,6 +150,11 @@ def rotary_dim(config: Mapping[str, Any]) -> int:
     rope = config.get("rope_parameters") or {}
     share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     return int(config["head_dim"] * share)
+
+
+def full_positions(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary parameters of layers without a window, of an OLMo-3 as transformers 5 writes it: for each kind."""
+    return dict((config.get("rope_parameters") or {}).get("full_attention") or {})
 
 
 def listed_dense_layers(config: Mapping[str, Any]) -> int:
@@ -168,16 +184,33 @@ def _layer(
     )
 
 
-def _attention(*own: TensorRule) -> tuple[TensorRule, ...]:
+_INPUT_NORMS = (
+    _layer("input_layernorm.weight", ("hidden",), "input_layernorm.weight", "whole", "replicated"),
+    _layer("post_attention_layernorm.weight", ("hidden",), "pre_mlp_layernorm.weight", "whole", "replicated"),
+)
+# OLMo's: of what attention and MLP return.
+_OUTPUT_NORMS = (
+    _layer(
+        "post_attention_layernorm.weight",
+        ("hidden",),
+        "post_self_attn_layernorm.weight",
+        "whole",
+        "replicated",
+    ),
+    _layer("post_feedforward_layernorm.weight", ("hidden",), "post_mlp_layernorm.weight", "whole", "replicated"),
+)
+
+
+def _attention(*own: TensorRule, norms: tuple[TensorRule, TensorRule] = _INPUT_NORMS) -> tuple[TensorRule, ...]:
     """Norms and attention of one layer. `own`: further rows of a family."""
     return (
-        _layer("input_layernorm.weight", ("hidden",), "input_layernorm.weight", "whole", "replicated"),
+        norms[0],
         _layer("self_attn.q_proj.weight", ("query", "hidden"), "self_attention.linear_qkv.weight", "q", "rows"),
         _layer("self_attn.k_proj.weight", ("key_value", "hidden"), "self_attention.linear_qkv.weight", "k", "rows"),
         _layer("self_attn.v_proj.weight", ("key_value", "hidden"), "self_attention.linear_qkv.weight", "v", "rows"),
         *own,
         _layer("self_attn.o_proj.weight", ("hidden", "query"), "self_attention.linear_proj.weight", "whole", "columns"),
-        _layer("post_attention_layernorm.weight", ("hidden",), "pre_mlp_layernorm.weight", "whole", "replicated"),
+        norms[1],
     )
 
 
@@ -454,6 +487,24 @@ FAMILIES: dict[str, Family] = {
         may_omit=frozenset({"head_dim"}),
         refused={"sliding_window": "sliding-window attention", "router_jitter_noise": "noise in the router"},
         own_head=True,
+    ),
+    "mistral": Family(
+        "MistralForCausalLM",
+        _decoder(*_attention(), *_DENSE_MLP),
+        may_omit=frozenset({"head_dim"}),
+        windows="every layer",
+        serves_windows=False,
+    ),
+    "olmo3": Family(
+        "Olmo3ForCausalLM",
+        _decoder(*_attention(*_ALL_HEADS_NORM, norms=_OUTPUT_NORMS), *_DENSE_MLP),
+        qk_norm=True,
+        may_omit=frozenset({"head_dim"}),
+        windows="three of four",
+        served={
+            "rope_theta": lambda config: full_positions(config).get("rope_theta", 500000.0),
+            "rope_scaling": lambda config: full_positions(config) or None,
+        },
     ),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",

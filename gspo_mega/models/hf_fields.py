@@ -8,6 +8,8 @@ layers would compute something else than transformers does for the same config.j
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any, TypeGuard
 
 from gspo_mega.models.families import Family, listed_dense_layers
@@ -108,13 +110,15 @@ def read_rope(reader: ConfigReader, family: Family) -> tuple[float, RopeScaling 
     theta = reader.raw.get("rope_theta")
     shares = {"partial_rotary_factor": reader.raw.get("partial_rotary_factor")}
     scalings: list[RopeScaling | YarnScaling] = []
-    has_yarn = family.latent or family.gpt_oss
+    has_yarn = family.latent or family.gpt_oss or family.windows == "three of four"
     own = "yarn" if has_yarn else "llama3"
     known = "'default'" if family.rotary_share < 1 else f"'default', {own!r}"
     for key in ("rope_parameters", "rope_scaling"):
         rope = reader.raw.get(key)
         if rope is None:
             continue
+        if isinstance(rope, dict) and family.windows == "three of four" and "full_attention" in rope:
+            rope = _of_full_layers(reader, rope)
         if not isinstance(rope, dict):
             reader.problem(key, f"is {rope!r}; must be an object")
             continue
@@ -125,6 +129,12 @@ def read_rope(reader: ConfigReader, family: Family) -> tuple[float, RopeScaling 
             reader.problem(key, f"rotary scaling {kind!r} is not supported; supported: {known}")
         theta = rope.get("rope_theta", theta)
         shares[key] = rope.get("partial_rotary_factor")
+    if family.windows == "three of four" and "rope_theta" in reader.raw and reader.raw["rope_theta"] != _OLMO_THETA:
+        reader.problem(
+            "rope_theta",
+            f"{reader.raw['rope_theta']!r}: transformers gives layers with a window {_OLMO_THETA} in any case;"
+            f" supported: {_OLMO_THETA}, or rope_parameters for both kinds of layers",
+        )
     if len(set(scalings)) > 1:
         reader.problem("rope_scaling", "contradicts rope_parameters; keep one of them")
     if theta is None and "rope_theta" in family.may_omit:
@@ -211,6 +221,8 @@ def _yarn(reader: ConfigReader, key: str, rope: dict[str, Any], family: Family) 
             key,
             "truncate false: Megatron's YaRN with latent attention always rounds to whole dimensions; supported: true",
         )
+    if values.get("attention_factor") == 0.1 * math.log(values["factor"]) + 1:
+        del values["attention_factor"]  # the default, written out
     if "attention_factor" in values:
         reader.problem(
             key,
@@ -234,6 +246,51 @@ def _yarn(reader: ConfigReader, key: str, rope: dict[str, Any], family: Family) 
         scale_all,
         rounds is True,
     )
+
+
+_OLMO_THETA = 500000
+
+
+def _of_full_layers(reader: ConfigReader, rope: dict[str, Any]) -> dict[str, Any]:
+    """The positions of layers without a window. Those with a window must have the same base and no scaling."""
+    full, windowed = rope["full_attention"], rope.get("sliding_attention") or {}
+    if windowed.get("rope_type", "default") != "default" or windowed.get("rope_theta") != full.get("rope_theta"):
+        reader.problem(
+            "rope_parameters",
+            f"sliding_attention is {shown(windowed)}; supported: rope_type 'default' with the rope_theta of"
+            " full_attention",
+        )
+    return full
+
+
+# --- Sliding windows -----------------------------------------------------------------------------------------
+
+_KINDS = ("full_attention", "sliding_attention")
+
+
+def read_window(reader: ConfigReader, family: Family, num_layers: int) -> SlidingWindow | None:
+    """The window of a family that may have one; None where none acts. Absent keys are those of transformers."""
+    tokens = reader.raw.get("sliding_window", 4096)
+    if tokens is None or family.windows is None:
+        return None
+    if family.windows == "every layer":
+        layers = (True,) * num_layers
+    else:
+        layers = _windowed_layers(reader, num_layers, lambda layer: (layer + 1) % 4 != 0)
+    tokens = reader.size("sliding_window") if "sliding_window" in reader.raw else tokens
+    acts = 0 < tokens < reader.size("max_position_embeddings")
+    return SlidingWindow(tokens, layers) if acts and any(layers) else None
+
+
+def _windowed_layers(reader: ConfigReader, num_layers: int, default: Callable[[int], bool]) -> tuple[bool, ...]:
+    """Whether each layer has the window: what `layer_types` says, or `default` of transformers."""
+    kinds = reader.raw.get("layer_types")
+    if kinds is None:
+        return tuple(default(layer) for layer in range(num_layers))
+    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in _KINDS for kind in kinds):
+        reader.problem("layer_types", f"is {shown(kinds)}; must be one of {', '.join(_KINDS)} for each layer")
+        return ()
+    return tuple(kind == _KINDS[1] for kind in kinds)
 
 
 # --- DeepSeek-V3 ---------------------------------------------------------------------------------------------
@@ -373,7 +430,6 @@ def read_minimax(reader: ConfigReader, num_experts: int, experts_per_token: int,
 
 # Megatron's activation has this gain and this offset only.
 _ALPHA = 1.702
-_KINDS = ("full_attention", "sliding_attention")
 _FP4_CONFIG = {"quant_method", "modules_to_not_convert", "dequantize"}
 
 
@@ -387,24 +443,14 @@ def read_gpt_oss(reader: ConfigReader, num_layers: int) -> dict[str, Any]:
             reader.problem(key, f"{raw[key]!r} is not supported; supported: {_ALPHA}, Megatron's only gain")
     if raw.get("rope_scaling") is None and raw.get("rope_parameters") is None:
         reader.problem("rope_scaling", "missing; transformers then takes YaRN with a factor of 32: write it out")
+    layers = _windowed_layers(reader, num_layers, lambda layer: layer % 2 == 0)
     return dict(
         linear_bias=True,
         sinks=True,
         swiglu_limit=reader.number("swiglu_limit") if "swiglu_limit" in raw else 7.0,
-        window=_window(reader, num_layers),
+        window=SlidingWindow(reader.size("sliding_window"), layers) if any(layers) else None,
         stored_fp4=_is_fp4(reader),
     )
-
-
-def _window(reader: ConfigReader, num_layers: int) -> SlidingWindow | None:
-    kinds = reader.raw.get("layer_types")
-    if kinds is None:  # the default of transformers
-        kinds = [_KINDS[(layer + 1) % 2] for layer in range(num_layers)]
-    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in _KINDS for kind in kinds):
-        reader.problem("layer_types", f"is {kinds!r}; must be one of {', '.join(_KINDS)} for each layer")
-        return None
-    layers = tuple(kind == _KINDS[1] for kind in kinds)
-    return SlidingWindow(reader.size("sliding_window"), layers) if any(layers) else None
 
 
 def is_fp4(raw: dict[str, Any]) -> bool:

@@ -39,6 +39,7 @@ from gspo_mega.models.hf_fields import (
     read_latent_attention,
     read_minimax,
     read_rope,
+    read_window,
     shown,
 )
 from gspo_mega.models.spec import BlockFp8, ModelSpec, MoeSpec
@@ -58,6 +59,28 @@ _FOREIGN = {
     "kv_lora_rank": "latent attention",
     "mlp_bias": "biases in the MLP",
 }
+
+# Architectures that users ask for and that the installed Megatron-Core and SGLang cannot compute, with the reason.
+# tests/unit/models/test_not_computed.py asks their classes whether each is still true.
+_NOT_COMPUTED = {
+    "Gemma4ForCausalLM": "its layers without a window have wider heads than the others (global_head_dim), and"
+    " Megatron-Core has one width of heads (kv_channels) for all layers of a model",
+    "Ministral3ForCausalLM": "its queries are multiplied by a factor that grows with their position"
+    " (llama_4_scaling_beta), which Megatron-Core's attention does not have",
+    "MinistralForCausalLM": "SGLang has no model of this name; published Ministral-8B names MistralForCausalLM",
+}
+_WITH_IMAGES = "ForConditionalGeneration"
+
+
+def _why_not(architectures: object) -> str | None:
+    """Why a known architecture is refused; None for one that nothing is known of."""
+    if not isinstance(architectures, list) or len(architectures) != 1:
+        return None
+    name = str(architectures[0])
+    if name.endswith(_WITH_IMAGES):
+        trained = ", ".join(known for known in ARCHITECTURES if known.endswith(_WITH_IMAGES))
+        return f"models named {_WITH_IMAGES} read images or sounds too; only the text part of {trained} is trained"
+    return _NOT_COMPUTED.get(name)
 
 
 def read_model_spec(
@@ -144,9 +167,10 @@ def spec_from_config(
 def _spec_from_config(raw: dict[str, Any], where: str, generation: dict[str, Any] | None) -> ModelSpec:
     architectures = raw.get("architectures")
     if not isinstance(architectures, list) or len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
+        reason = _why_not(architectures)
+        problem = "; it must name exactly one" if reason is None else f", which is not supported: {reason}"
         raise ModelError(
-            f"{where}: architectures is {shown(architectures)}; it must name exactly one; supported:"
-            f" {', '.join(ARCHITECTURES)}"
+            f"{where}: architectures is {shown(architectures)}{problem}; supported: {', '.join(ARCHITECTURES)}"
         )
     name = ARCHITECTURES[architectures[0]]
     family = FAMILIES[name]
@@ -170,6 +194,8 @@ def _spec_from_config(raw: dict[str, Any], where: str, generation: dict[str, Any
         head_dim = reader.size("head_dim")
     if num_kv_heads and num_heads % num_kv_heads:
         reader.problem("num_key_value_heads", f"{num_kv_heads} does not divide num_attention_heads {num_heads}")
+    if family.norms_outputs and head_dim * num_heads != hidden_size:
+        reader.problem("head_dim", f"{head_dim}: SGLang takes hidden_size / num_attention_heads; supported: only that")
     if latent is None and head_dim % 2:
         reader.problem("head_dim", f"{head_dim} is odd; rotary positions need pairs")
     vocab_size = reader.size("vocab_size")
@@ -202,7 +228,9 @@ def _spec_from_config(raw: dict[str, Any], where: str, generation: dict[str, Any
         num_ignored_layers=reader.count("num_nextn_predict_layers"),
         stored=None if family.gpt_oss and is_fp4(raw) else read_block_fp8(reader),
         raw=raw,
-        **(read_gpt_oss(reader, num_layers) if family.gpt_oss else {}),
+        **(
+            read_gpt_oss(reader, num_layers) if family.gpt_oss else dict(window=read_window(reader, family, num_layers))
+        ),
         **(read_delta_net(reader, num_layers) if family.delta_net else {}),
     )
     if spec.moe is not None and num_layers * spec.moe.num_experts > MOST_EXPERTS_OF_ALL_LAYERS:
@@ -242,7 +270,8 @@ def _refuse_other_maths(reader: ConfigReader, family: Family) -> None:
         reader.problem("qkv_bias", "false: this family without biases on query, key and value is not supported")
     if raw.get("attention_dropout"):
         reader.problem("attention_dropout", f"{raw['attention_dropout']!r} is not supported; supported: 0")
-    layer_types = [] if family.gpt_oss or family.delta_net else raw.get("layer_types") or []
+    reads_layers = family.gpt_oss or family.delta_net or family.windows == "three of four"
+    layer_types = [] if reads_layers else raw.get("layer_types") or []
     if raw.get("use_sliding_window") or any(kind != "full_attention" for kind in layer_types):
         key = "use_sliding_window" if raw.get("use_sliding_window") else "layer_types"
         reader.problem(

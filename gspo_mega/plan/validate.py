@@ -18,6 +18,7 @@ from gspo_mega.base.errors import ModelError, PlanError, Violation
 from gspo_mega.config.deadlines import COLLECTIVE_SECONDS
 from gspo_mega.config.derived import episode_lengths, has_transformer_engine_layers
 from gspo_mega.config.schema import Batch, Config, Parallel, Sft, Train
+from gspo_mega.models.families import FAMILIES
 from gspo_mega.models.low_rank import adapted, module_of, targets_of
 from gspo_mega.models.spec import ModelSpec, MoeSpec
 from gspo_mega.models.tensors import TensorEntry, hf_tensors
@@ -361,16 +362,23 @@ def gathers_unevenly(config: Config, spec: ModelSpec) -> bool:
 
 
 def validate_biased_layers(config: Config, spec: ModelSpec, device: Device | None) -> Iterator[Violation]:
-    """Yield what a model with sinks, sliding windows and biases in every layer (gpt-oss) cannot be used with. Megatron
-    cannot do some of it, and some has not been tried; each text says which.
+    """Yield what a model with sinks and biases in every layer (gpt-oss), with windows or with other norms cannot be
+    used with. Megatron cannot do some of it, and some has not been tried; each text says which.
     """
-    if spec.sinks:
-        yield from _validate_attention(config, spec, device)
+    family = FAMILIES[spec.family]
+    parts = {
+        "sinks": spec.sinks,
+        "windows": spec.window is not None,
+        "norms over all heads": family.norms_all_heads,
+        "norms of outputs": family.norms_outputs,
+    }
+    if own := [name for name, has in parts.items() if has]:
+        yield from _validate_attention(config, spec, " and ".join(own), device)
     if spec.linear_bias:
         yield from _validate_biases(config, spec)
 
 
-def _validate_attention(config: Config, spec: ModelSpec, device: Device | None) -> Iterator[Violation]:
+def _validate_attention(config: Config, spec: ModelSpec, own: str, device: Device | None) -> Iterator[Violation]:
     has_gpu = is_on_gpu(config.cluster, device)
     if config.precision == "fp8":
         yield Violation(
@@ -380,14 +388,13 @@ def _validate_attention(config: Config, spec: ModelSpec, device: Device | None) 
         chosen = "true" if config.engine.transformer_engine else "left out, which on a GPU means true"
         yield Violation(
             "engine.transformer_engine",
-            f"{chosen}: Transformer Engine's attention with sinks and windows has not been compared with transformers'",
+            f"{chosen}: Transformer Engine's layers with {own} have not been compared with transformers'",
             "false",
         )
-    if has_gpu is False and config.server.attention_backend is not None:
+    if has_gpu is False and (spec.sinks or spec.window) and config.server.attention_backend is not None:
         yield Violation(
             "server.attention_backend",
-            f"{config.server.attention_backend} without GPUs: none of SGLang's backends there has both sinks and"
-            " windows",
+            f"{config.server.attention_backend} without GPUs: none of SGLang's backends there was tried with {own}",
             "null, for this package's backend",
         )
 
@@ -445,6 +452,8 @@ def _not_served(spec: ModelSpec, found: dict[str, list[TensorEntry]]) -> str:
             "latent attention: SGLang applies the adapters of kv_b_proj only with GPU kernels, and no server has been"
             " compared with the trainer"
         )
+    if FAMILIES[spec.family].norms_outputs:
+        return "norms of outputs: no server with adapters has been compared with the trainer"
     if spec.moe is not None and spec.family not in _SERVED_WITH_EXPERTS:
         served = ", ".join(_SERVED_WITH_EXPERTS)
         return f"experts: servers with adapters were compared with the trainer for {served} and models without experts"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from gspo_mega.base.errors import PlanError, Violation
-from gspo_mega.config.derived import WEIGHT_BLOCK, capability_problem, publishes, server_dtype
+from gspo_mega.config.derived import WEIGHT_BLOCK, capability_problem, episode_lengths, publishes, server_dtype
 from gspo_mega.config.schema import Cluster, Config, Server
 from gspo_mega.config.validate_servers import CONTEXT_SLACK
 from gspo_mega.models.families import FAMILIES
@@ -277,6 +277,15 @@ def validate_served_model(config: Config, spec: ModelSpec, device: Device | None
             f"tie_word_embeddings is true in its config.json, and SGLang 0.5.23 does not tie them in {spec.family}: its"
             " servers would sample from an output layer of random values",
             "a folder with `tie_word_embeddings: false` and a copy of model.embed_tokens.weight as lm_head.weight",
+        )
+    tokens = config.server.context_tokens or episode_lengths(config).tokens
+    unserved = spec.window is not None and not FAMILIES[spec.family].serves_windows
+    if samples and not replays and unserved and spec.window and tokens > spec.window.tokens:
+        yield Violation(
+            "server.context_tokens",
+            f"SGLang 0.5.23 attends to everything in {spec.family}, its window is of {spec.window.tokens} tokens, and"
+            f" episodes may have {tokens}",
+            f"{spec.window.tokens} or fewer, with shorter prompts and responses",
         )
 
 

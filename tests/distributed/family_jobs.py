@@ -164,6 +164,7 @@ _OF_ANOTHER_LAYER = {
     "another layer's bias": ".expert_bias",
     "another layer's gate": ".gate_weight",
     "another layer's sinks": ".softmax_offset",
+    "another layer's norm of outputs": ".post_mlp_layernorm.weight",
 }
 # The model is read as if it were another of the same tensors.
 _READ_AS = {
@@ -208,7 +209,7 @@ def _injected(fault: str | None) -> Iterator[None]:
         def permuted(spec, sizes, rule, layer=None, expert=None):
             entry = plain(spec, sizes, rule, layer, expert)
             if fault in _OF_ANOTHER_LAYER:
-                first = spec.moe.num_dense_layers
+                first = 0 if spec.moe is None else spec.moe.num_dense_layers
                 other = None if layer is None else first + (layer - first + 1) % (spec.num_layers - first)
                 return (
                     dataclasses.replace(entry, parameter=rule.parameter.format(layer=other))

@@ -31,15 +31,15 @@ def test_logits_are_those_of_hugging_face_in_every_layout(rank_pools, tmp_path, 
     assert max(s["logits"] for s in seen.values()) < TOLERANCE, seen
 
 
-@pytest.mark.parametrize("variant", ["gpt_oss", "minimax_m2", "qwen3_next"])
+@pytest.mark.parametrize("variant", ["gpt_oss", "minimax_m2", "olmo3-yarn", "qwen3_next"])
 def test_gradients_are_those_of_transformers_in_every_layout(rank_pools, tmp_path, variant):
-    """Of what no other family has: sinks, windows and biases; norms over all heads; gated delta nets."""
+    """Of what no other family has: sinks, windows and biases; norms over all heads; norms of outputs; delta nets."""
     folder = make_family_folder(tmp_path / variant, variant)
     save_gradients(folder, variant)
     seen = rank_pools(2).run(
         "family_jobs:gradients_through_layouts",
         folder=str(folder),
-        layouts=EXPERTS | {"CP2": dict(context=2)},
+        layouts=layouts_of(variant) | {"CP2": dict(context=2)},
         tokens=token_ids(),
     )[0]
     largest = {name: max((value, tensor) for tensor, value in found.items()) for name, found in seen.items()}

@@ -79,6 +79,7 @@ _GLM_LITE = _DEEPSEEK | dict(
     rms_norm_eps=1e-5,
     mlp_layer_types=["dense"] + 3 * ["sparse"],
 )
+_OLMO = dict(sliding_window=24, rms_norm_eps=1e-6)
 _MINIMAX = dict(
     head_dim=16,
     num_local_experts=8,
@@ -115,6 +116,17 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "llama2": ("llama", dict(num_key_value_heads=4)),
     "llama3": ("llama", dict(rope_parameters=_LLAMA_3)),
     "llama3-tied": ("llama", dict(rope_parameters=_LLAMA_3 | {"factor": 32.0}, tie_word_embeddings=True, head_dim=16)),
+    # Windows that act, here and below.
+    "mistral": ("mistral", dict(head_dim=16, sliding_window=24)),
+    "olmo3": ("olmo3", _OLMO),
+    "olmo3-yarn": (
+        "olmo3",
+        _OLMO
+        | dict(
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            rope_parameters=dict(full_attention=_YARN, sliding_attention=dict(rope_type="default", rope_theta=1e4)),
+        ),
+    ),
     "qwen3": ("qwen3", dict(head_dim=16)),
     "qwen3_moe": (
         "qwen3_moe",
@@ -220,6 +232,8 @@ class Proof(NamedTuple):
 
 
 _LAYER_NORMS = {"input_layernorm.weight", "post_attention_layernorm.weight"}
+_SERVED_DENSE = {"mlp.gate_up_proj.weight", "mlp.down_proj.weight"}
+_SERVED_ATTENTION = {"self_attn.qkv_proj.weight", "self_attn.o_proj.weight"}
 _SERVED_LATENT = {
     f"self_attn.{name}.weight"
     for name in ("fused_qkv_a_proj_with_mqa", "q_a_layernorm", "q_b_proj", "kv_a_layernorm", "kv_b_proj", "o_proj")
@@ -236,6 +250,25 @@ PROOFS: dict[str, Proof] = {
             | {"mlp.gate.weight", "mlp.gate.e_score_correction_bias"}
             | {"mlp.experts.w13_weight", "mlp.experts.w2_weight"}
             | {"mlp.shared_experts.gate_up_proj.weight", "mlp.shared_experts.down_proj.weight"}
+        ),
+    ),
+    "mistral": Proof(
+        faults=("query, key and value one after the other", "a window of one token more"),
+        served=dict(sliding_window=256),
+        layout=dict(tensor=2),
+        tokenizer=("LlamaTokenizerFast", "words"),
+        server_names=frozenset(_LAYER_NORMS | _SERVED_DENSE | _SERVED_ATTENTION),
+    ),
+    "olmo3": Proof(
+        faults=("another head's norm", "another layer's norm of outputs", "windows in the other layers"),
+        served={},
+        layout=dict(tensor=2),
+        tokenizer=("PreTrainedTokenizerFast", "im"),
+        server_names=frozenset(
+            {"post_attention_layernorm.weight", "post_feedforward_layernorm.weight"}
+            | _SERVED_DENSE
+            | _SERVED_ATTENTION
+            | {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}
         ),
     ),
     "minimax_m2": Proof(
@@ -261,6 +294,10 @@ PROOFS: dict[str, Proof] = {
     ),
 }
 """By variant: the first of its family."""
+
+
+# SGLang's file of a family whose class is of another name, or only derived from another's.
+SERVED_BY = {"mistral": ("LlamaForCausalLM", "llama.py"), "olmo3": ("Olmo2ForCausalLM", "olmo2.py")}
 
 
 def proof_of(family: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Published configurations of families with experts and latents, reduced to the keys that are read, and their sizes."""
+"""Published configurations, reduced to the keys that are read, their sizes, and what SGLang is told besides."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from gspo_mega.base.errors import ModelError
 from gspo_mega.models.huggingface import spec_from_config
-from gspo_mega.models.spec import LatentAttention, YarnScaling
+from gspo_mega.models.spec import LatentAttention, SlidingWindow, YarnScaling
 from gspo_mega.models.tensors import count_parameters, hf_tensors
 from gspo_mega.plan.layout import undivided_sizes
 from gspo_mega.rollout.server.spec import missing_values
@@ -156,6 +156,84 @@ KIMI = dict(
     vocab_size=163840,
 )
 
+# Mistral-7B-v0.1; v0.3, Nemo and Small have no window. Ministral-8B's is as long as its context, so it never acts.
+MISTRAL = dict(
+    architectures=["MistralForCausalLM"],
+    attention_dropout=0.0,
+    eos_token_id=2,
+    hidden_act="silu",
+    hidden_size=4096,
+    intermediate_size=14336,
+    max_position_embeddings=32768,
+    model_type="mistral",
+    num_attention_heads=32,
+    num_hidden_layers=32,
+    num_key_value_heads=8,
+    rms_norm_eps=1e-05,
+    rope_theta=10000.0,
+    sliding_window=4096,
+    tie_word_embeddings=False,
+    torch_dtype="bfloat16",
+    vocab_size=32000,
+)
+MISTRAL_03 = MISTRAL | dict(rope_theta=1000000.0, sliding_window=None, vocab_size=32768)
+NEMO = MISTRAL_03 | dict(
+    head_dim=128, hidden_size=5120, max_position_embeddings=131072, num_hidden_layers=40, vocab_size=131072
+)
+MINISTRAL = MISTRAL | dict(
+    head_dim=128,
+    intermediate_size=12288,
+    num_hidden_layers=36,
+    rope_theta=100000000.0,
+    sliding_window=32768,
+    vocab_size=131072,
+)
+# Olmo-3-7B, whose 32 B sibling has fewer key-value heads.
+OLMO = dict(
+    architectures=["Olmo3ForCausalLM"],
+    attention_bias=False,
+    attention_dropout=0.0,
+    dtype="bfloat16",
+    eos_token_id=100257,
+    hidden_act="silu",
+    hidden_size=4096,
+    intermediate_size=11008,
+    layer_types=(["sliding_attention"] * 3 + ["full_attention"]) * 8,
+    max_position_embeddings=65536,
+    model_type="olmo3",
+    num_attention_heads=32,
+    num_hidden_layers=32,
+    num_key_value_heads=32,
+    rms_norm_eps=1e-06,
+    rope_scaling=dict(
+        attention_factor=1.2079441541679836,
+        beta_fast=32,
+        beta_slow=1,
+        factor=8.0,
+        original_max_position_embeddings=8192,
+        rope_type="yarn",
+    ),
+    rope_theta=500000,
+    sliding_window=4096,
+    tie_word_embeddings=False,
+    vocab_size=100278,
+)
+OLMO_32B = OLMO | dict(
+    hidden_size=5120,
+    intermediate_size=27648,
+    layer_types=(["sliding_attention"] * 3 + ["full_attention"]) * 16,
+    num_attention_heads=40,
+    num_hidden_layers=64,
+    num_key_value_heads=8,
+)
+# As transformers 5 writes it.
+OLMO_WRITTEN = {key: value for key, value in OLMO.items() if key not in ("rope_theta", "rope_scaling")} | {
+    "rope_parameters": {
+        "full_attention": OLMO["rope_scaling"] | {"rope_theta": 500000},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500000},
+    }
+}
+
 
 def billions(spec) -> tuple[float, float]:
     counts = count_parameters(spec)
@@ -206,6 +284,29 @@ def test_kimi():
     assert missing_values(KIMI) == {}
 
 
+def test_mistral():
+    first, third, nemo, small = (spec_from_config(config) for config in (MISTRAL, MISTRAL_03, NEMO, MINISTRAL))
+    assert first.window == SlidingWindow(4096, (True,) * 32) and first.head_dim == 128
+    assert [spec.window for spec in (third, nemo, small)] == [None, None, None]
+    assert [billions(spec)[0] for spec in (first, third, nemo, small)] == [7.2, 7.2, 12.2, 8.0]
+    absent = {key: value for key, value in MISTRAL.items() if key != "sliding_window"}
+    assert spec_from_config(absent).window == first.window  # the default of transformers
+
+
+def test_olmo():
+    for config in (OLMO, OLMO_WRITTEN):
+        spec = spec_from_config(config)
+        assert spec.window == SlidingWindow(4096, (True, True, True, False) * 8)
+        assert spec.rope_scaling == YarnScaling(8.0, 8192, 32.0, 1.0, 1.0, 0.0) and spec.rope_theta == 500000.0
+        assert billions(spec)[0] == 7.3
+    assert billions(spec_from_config(OLMO_32B))[0] == 32.2
+    assert missing_values(OLMO) == {}
+    told = json.loads(missing_values(OLMO_WRITTEN)["json_model_override_args"])
+    assert told == {"rope_theta": 500000, "rope_scaling": OLMO_WRITTEN["rope_parameters"]["full_attention"]}
+    no_types = {key: value for key, value in OLMO.items() if key != "layer_types"}
+    assert spec_from_config(no_types).window == SlidingWindow(4096, (True, True, True, False) * 8)
+
+
 def test_dense_layers_listed_by_kind_are_those_that_servers_are_told():
     written = {key: value for key, value in GLM_FLASH.items() if key != "first_k_dense_replace"}
     kinds = ["dense"] * 2 + ["sparse"] * 45
@@ -222,6 +323,19 @@ def test_dense_layers_listed_by_kind_are_those_that_servers_are_told():
         (
             GLM_FLASH | {"mlp_layer_types": ["sparse", "dense"] + ["sparse"] * 45},
             "mlp_layer_types: dense layers after the first with experts",
+        ),
+        (MISTRAL | {"layer_types": ["sliding_attention"] * 32}, "layer_types: sliding-window and other partial"),
+        (MISTRAL | {"sliding_window": -1}, "sliding_window: is -1; must be a positive whole number"),
+        (OLMO | {"head_dim": 64}, "head_dim: 64: SGLang takes hidden_size / num_attention_heads"),
+        (OLMO | {"layer_types": ["full_attention"]}, r"layer_types: is \['full_attention'\]; must be one of"),
+        (OLMO | {"rope_theta": 10000.0}, "rope_theta: 10000.0: transformers gives layers with a window 500000"),
+        (
+            OLMO | {"rope_scaling": OLMO["rope_scaling"] | {"attention_factor": 1.5}},
+            "attention_factor 1.5 is not supported",
+        ),
+        (
+            OLMO_WRITTEN | {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 5e5}}},
+            "rope_parameters: sliding_attention is {}; supported: rope_type 'default' with the rope_theta",
         ),
         (MINIMAX | {"rotary_dim": None}, "rotary_dim: missing, and so is partial_rotary_factor"),
         (

@@ -1,10 +1,12 @@
-"""What gpt-oss cannot be used with is named before anything starts; what it can, is planned."""
+"""What gpt-oss, and models with other norms or windows, cannot be used with is named before anything starts; what it can, is planned."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from gspo_mega.base.errors import PlanError
+from gspo_mega.models.families import FAMILIES
 from gspo_mega.plan import estimate, plan_run, render_report
 
 SHAPE = Path(__file__).parents[3] / "configs" / "models" / "gpt_oss_20b.json"
@@ -19,7 +21,7 @@ EIGHT = ("cluster.ranks_per_node=8", "cluster.gpus_per_node=8", "parallel={tenso
         (
             "cpu",
             ["precision=bf16", "engine.transformer_engine=true"],
-            "engine.transformer_engine: true: Transformer Engine's attention with sinks",
+            "engine.transformer_engine: true: Transformer Engine's layers with sinks and windows",
         ),
         ("cpu", ["server.attention_backend=torch_native"], "torch_native without GPUs: none of SGLang's backends"),
         (
@@ -41,6 +43,51 @@ def test_what_has_not_been_tried_is_named(load, device, overrides, text):
     with pytest.raises(PlanError) as refused:
         plan_run(load(*overrides), device, SHAPE)
     assert text in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "overrides", "text"),
+    [
+        (
+            "minimax_m2",
+            {},
+            ["precision=bf16", "engine.transformer_engine=true"],
+            "layers with norms over all heads have",
+        ),
+        ("olmo3", {}, ["precision=fp8"], "precision: fp8: olmo3 has been tried with Megatron's plain layers only"),
+        ("olmo3", {}, ["server.attention_backend=torch_native"], "was tried with windows and norms over all heads"),
+        (
+            "olmo3",
+            {},
+            ["lora={rank: 4, alpha: 8}", "publish.lora=adapter"],
+            "publish.lora: adapter, and the model (olmo3) has norms of outputs: no server",
+        ),
+        ("mistral", {}, ["train.num_steps=1"], "server.context_tokens: SGLang 0.5.23 attends to everything in mistral"),
+        ("mistral", {}, ["server.context_tokens=25", "train.num_steps=1"], "its window is of 24 tokens"),
+    ],
+)
+def test_what_has_not_been_tried_with_other_norms_and_windows_is_named(load, tmp_path, family, keys, overrides, text):
+    with pytest.raises(PlanError) as refused:
+        plan_run(load(*overrides), "cpu", shape_of(tmp_path, family, keys))
+    assert text in str(refused.value)
+
+
+@pytest.mark.parametrize("keys", [{"sliding_window": None}, {"sliding_window": 128}])
+def test_a_window_that_never_acts_is_none(load, tmp_path, keys):
+    plan = plan_run(load("train.num_steps=1"), "cpu", shape_of(tmp_path, "mistral", keys))
+    assert plan.spec.window is None
+
+
+def shape_of(folder, family, keys):
+    from family_models import variant_config
+
+    raw = (
+        variant_config(family, intermediate_size=64).to_dict()
+        | keys
+        | {"architectures": [FAMILIES[family].architecture]}
+    )
+    (folder / "shape.json").write_text(json.dumps(raw))
+    return folder / "shape.json"
 
 
 def test_on_gpus_it_is_planned_with_megatrons_plain_layers(load):

@@ -121,6 +121,11 @@ def test_the_installed_server_knows_the_architecture(family):
     found = importlib.util.find_spec("sglang")
     if found is None:
         pytest.skip("sglang is not installed")
-    definition = f"class {FAMILIES[family].architecture}("
-    models = Path(found.submodule_search_locations[0]) / "srt" / "models"
-    assert any(definition in path.read_text() for path in models.glob("*.py"))
+    from family_models import SERVED_BY
+
+    sources = Path(found.submodule_search_locations[0]) / "srt"
+    known, file = SERVED_BY.get(family, (FAMILIES[family].architecture, "*.py"))
+    assert any(f"class {known}(" in path.read_text() for path in (sources / "models").glob(file))
+    if family in SERVED_BY:  # and it finds its way there
+        text = "".join(path.read_text() for part in ("models", "configs") for path in (sources / part).glob("*.py"))
+        assert f"class {FAMILIES[family].architecture}({known})" in text or f'"{FAMILIES[family].architecture}"' in text
