@@ -23,6 +23,9 @@ MODELS = {
     "qwen3_moe": ((), (CUT, dict(expert=2))),
     "qwen2_moe": ((), (dict(expert=2), CUT)),
     "mixtral": (("w3",), (CUT, STAGES)),
+    "glm4_moe_lite": ((), (CUT, STAGES)),
+    "minimax_m2": ((), (CUT, STAGES)),
+    "olmo3": ((), (dict(tensor=2), STAGES)),
 }
 LORA = dict(rank=4, alpha=6.0, targets=TARGETS)
 EXPERTS = "base_model.model.model.layers.0.mlp.experts"
