@@ -64,6 +64,11 @@ class StoredPlace:
 
 def stored_place(spec: ModelSpec, parameter: str) -> StoredPlace:
     """Return the place of a parameter with a canonical name (`decoder.layers.3.mlp.experts.5.linear_fc1.weight`)."""
+    if spec.delta is not None:
+        raise CheckpointError(
+            f"{spec.family}: Megatron's files keep the projections of a gated delta net in parts, and a conversion to"
+            " or from them has not been written; a run's own checkpoints and its `hf` are not affected"
+        )
     in_layer = _LAYER.fullmatch(parameter)
     if in_layer is None:
         return StoredPlace((parameter,), (), ())

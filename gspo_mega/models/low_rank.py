@@ -22,6 +22,8 @@ ADAPTER_FOLDER = "adapter"
 # The servers' name for the policy's adapters, if adapters are published.
 SERVED_NAME = "policy"
 _WEIGHT = ".weight"
+# Megatron's names for the linear layers of a gated delta net.
+_OF_DELTA_NETS = (".self_attention.in_proj.weight", ".self_attention.out_proj.weight")
 
 
 def module_of(entry: TensorEntry) -> str:
@@ -35,7 +37,8 @@ def targets_of(spec: ModelSpec) -> tuple[str, ...]:
 
 
 def _is_linear(entry: TensorEntry) -> bool:
-    return entry.stage == "layer" and ".linear_" in entry.parameter and len(entry.shape) == 2
+    is_layer = ".linear_" in entry.parameter or entry.parameter.endswith(_OF_DELTA_NETS)
+    return entry.stage == "layer" and is_layer and len(entry.shape) == 2
 
 
 def adapted(spec: ModelSpec, targets: Sequence[str]) -> dict[str, list[TensorEntry]]:

@@ -58,7 +58,11 @@ def _through(folder: Path, parallel: dict, precision: str, tokens: np.ndarray | 
         dtype = next(iter(source.values())).dtype
         found = {name: tensor.clone() for name, tensor in PolicyTensors(spec, groups, engine.chunks).stream(dtype)}
         changed = sorted(
-            name for name in source if groups.world.rank == 0 and not torch.equal(found[name], source[name])
+            name
+            for name in source
+            if groups.world.rank == 0
+            and not tensors.is_ignored_tensor(spec, name)
+            and not torch.equal(found[name], source[name])
         )
         extra = sorted(found.keys() - source.keys())
         return {"logits": difference, "changed": changed + extra}
@@ -160,6 +164,26 @@ _REORDERED = {
 }
 
 
+def _queries_first(spec, rows: int) -> np.ndarray:
+    """Where a row of q_proj would lie if the queries of all heads were before their gates."""
+    return np.arange(rows).reshape(2, spec.num_heads, -1).swapaxes(0, 1).ravel()
+
+
+def _sections(spec, rows: int) -> np.ndarray:
+    """Where a row of in_proj_qkvz would lie if queries, keys, values and gates of all key heads followed each other."""
+    heads, delta = spec.delta.key_heads, spec.delta
+    widths = [delta.key_dim, delta.key_dim, *[delta.values // heads] * 2]
+    starts = np.cumsum([0, *(heads * width for width in widths)])
+    return np.concatenate(
+        [start + head * width + np.arange(width) for head in range(heads) for start, width in zip(starts, widths)]
+    )
+
+
+_PERMUTED = {
+    "queries of all heads before gates": ("self_attn.q_proj.weight", _queries_first),
+    "one section of all key heads after another": ("in_proj_qkvz.weight", _sections),
+    "decays of other heads": ("A_log", lambda spec, rows: np.arange(rows)[::-1]),
+}
 _OF_ANOTHER_LAYER = {
     "another layer's bias": ".expert_bias",
     "another layer's gate": ".gate_weight",
@@ -169,6 +193,7 @@ _OF_ANOTHER_LAYER = {
 # The model is read as if it were another of the same tensors.
 _READ_AS = {
     "rotary elements over the whole head": lambda spec: dict(rotary_share=1.0),
+    "norms that multiply by their weight": lambda spec: dict(zero_centred_norms=False),
     "windows in the other layers": lambda spec: dict(
         window=dataclasses.replace(spec.window, layers=tuple(not windowed for windowed in spec.window.layers))
     ),
@@ -237,6 +262,24 @@ def _injected(fault: str | None) -> Iterator[None]:
         patch = contextlib.ExitStack()
         for module in (hf_import, gather):
             patch.enter_context(mock.patch.object(module, "parameter_blocks", reordered))
+    elif fault in _PERMUTED:
+        ending, permutation = _PERMUTED[fault]
+        right_blocks = tensors.parameter_blocks
+
+        def permuted_rows(spec, entry, tensor_parallel, tensor_rank):
+            blocks = right_blocks(spec, entry, tensor_parallel, tensor_rank)
+            if not entry.name.endswith(ending):
+                return blocks
+            rows = permutation(spec, entry.shape[0])
+            return [
+                tensors.TensorBlock(0, int(rows[block.start + place]), block.local_start + place, 1)
+                for block in blocks
+                for place in range(block.length)
+            ]
+
+        patch = contextlib.ExitStack()
+        for module in (hf_import, gather):
+            patch.enter_context(mock.patch.object(module, "parameter_blocks", permuted_rows))
     elif fault in _READ_AS:
 
         def read_as(folder, read=read_model_spec):

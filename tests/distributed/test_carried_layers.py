@@ -117,6 +117,20 @@ def test_an_export_of_ranks_has_them_to_the_bit(rank_pools, request, tmp_path, k
     assert found(source, tmp_path / "hf") == []
 
 
+def test_a_vision_tower_and_layers_under_other_names_are_carried_to_the_bit(rank_pools, tmp_path):
+    source = make_family_folder(tmp_path / "model", "qwen3_5_vl")
+    drafts = torch.randn(8, 4, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+    edit(source, lambda tensors: tensors.update({"mtp.fc.weight": drafts}))
+    why = rank_pools(2).run(
+        "carried_jobs:export", folder=str(source), parallel=dict(pipeline=2), out=str(tmp_path / "hf")
+    )
+    assert why == [None, None]
+    written = tensors_of(tmp_path / "hf")
+    assert same(tensors_of(source), written)
+    assert sum(name.startswith("model.visual.") for name in written) > 10
+    assert "num_nextn_predict_layers" not in config_of(tmp_path / "hf")
+
+
 def test_a_layer_that_lost_a_tensor_is_refused_by_name(rank_pools, source, tmp_path):
     broken = shutil.copytree(source, tmp_path / "broken")
     edit(broken, lambda tensors: tensors.pop(f"{LAYER}mlp.experts.3.up_proj.weight"))

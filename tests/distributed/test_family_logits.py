@@ -47,7 +47,8 @@ def test_gradients_are_those_of_transformers_in_every_layout(rank_pools, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "variant", ["qwen2-tied", "llama3", "mixtral", "qwen2_moe", "deepseek_v3", "glm4_moe", "gpt_oss", *PROOFS]
+    "variant",
+    ["qwen2-tied", "llama3", "mixtral", "qwen2_moe", "deepseek_v3", "glm4_moe", "gpt_oss", *PROOFS, "qwen3_next"],
 )
 def test_bf16_comes_back_bit_for_bit(rank_pools, tmp_path, variant):
     folder = make_family_folder(tmp_path / variant, variant, torch.bfloat16)
@@ -82,6 +83,11 @@ def test_bf16_comes_back_bit_for_bit(rank_pools, tmp_path, variant):
         ("gpt_oss", "an activation without a limit"),
         ("gpt_oss", "wavelengths in whole dimensions"),
         *((variant, fault) for variant, proof in PROOFS.items() for fault in proof.faults),
+        ("qwen3_next", "queries of all heads before gates"),
+        ("qwen3_next", "one section of all key heads after another"),
+        ("qwen3_next", "decays of other heads"),
+        ("qwen3_next", "norms that multiply by their weight"),
+        ("qwen3_next", "rotary elements over the whole head"),
     ],
 )
 def test_a_wrong_conversion_that_round_trips_is_caught_by_the_logits(rank_pools, tmp_path, variant, fault):

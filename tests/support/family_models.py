@@ -109,6 +109,7 @@ _DELTA = dict(
 _DELTA_EXPERTS = dict(
     num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=40
 )
+_VISION = dict(depth=1, hidden_size=16, intermediate_size=24, num_heads=2, num_position_embeddings=16, patch_size=4)
 _KEPT_IN_FP32 = "e_score_correction_bias"
 VARIANTS: dict[str, tuple[str, dict]] = {
     "qwen2": ("qwen2", {}),
@@ -211,6 +212,8 @@ VARIANTS |= {
     ),
     "qwen3_5": ("qwen3_5", _DELTA),
     "qwen3_5_moe": ("qwen3_5_moe", _DELTA | _DELTA_EXPERTS),
+    "qwen3_5_vl": ("qwen3_5_vl", _DELTA),
+    "qwen3_5_moe_vl": ("qwen3_5_moe_vl", _DELTA | _DELTA_EXPERTS),
 }
 
 
@@ -309,7 +312,10 @@ def variant_config(variant: str, **changes) -> transformers.PretrainedConfig:
     """The variant's configuration as transformers has it, with other values of its keys."""
     family, own = VARIANTS[variant]
     model_class = getattr(transformers, FAMILIES[family].architecture)
-    return model_class.config_class(**_SHARED | own | changes)
+    keys = _SHARED | own | changes
+    if FAMILIES[family].text_part:
+        keys = dict(text_config=keys, vision_config=_VISION | dict(out_hidden_size=keys["hidden_size"]))
+    return model_class.config_class(**keys)
 
 
 def token_ids() -> np.ndarray:

@@ -302,6 +302,7 @@ TABLE: dict[str, dict[str, tuple[int, str] | tuple[int, str, str]]] = {
     },
     "checkpoint/save.py": {"Saver._waiting_inside": (1, RUN, _DISK)},
     "checkpoint/torch_dist.py": {
+        "stored_place": (1, RUN, "a conversion reads the model's shape when it begins"),
         "write_index": (1, RUN, _DISK),
         "TorchDistFolder.__init__": (1, RUN, _RESUME),
         "TorchDistFolder._stored": (1, RUN, _RESUME),

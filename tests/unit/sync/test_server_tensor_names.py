@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 from pathlib import Path
 
 import pytest
+import torch
 
 from gspo_mega.models.families import FAMILIES
 from gspo_mega.models.huggingface import spec_from_config
-from gspo_mega.sync.verify import server_tensor_names
+from gspo_mega.sync.verify import ExpectedChecksums, server_tensor_names, server_tensors
 
 SIZES = dict(
     hidden_size=16,
@@ -67,12 +69,31 @@ OWN = {
     ),
     "gpt_oss": dict(num_experts_per_tok=1, sliding_window=4, rope_scaling=dict(rope_type="default")),
 }
+_DELTA = dict(
+    linear_num_key_heads=1,
+    linear_num_value_heads=2,
+    linear_key_head_dim=4,
+    linear_value_head_dim=4,
+    linear_conv_kernel_dim=4,
+    layer_types=["linear_attention"],
+    shared_expert_intermediate_size=8,
+    norm_topk_prob=False,
+)
+_DENSE_DELTA = _DELTA | dict(shared_expert_intermediate_size=None)
+OWN |= {"qwen3_next": _DELTA, "qwen3_5": _DENSE_DELTA, "qwen3_5_moe": _DELTA | dict(num_experts_per_tok=2)}
+OWN |= {f"{family}_vl": dict(text_config=SIZES | OWN[family]) for family in ("qwen3_5", "qwen3_5_moe")}
+DELTA = {"input_layernorm.weight", "post_attention_layernorm.weight"} | {
+    f"linear_attn.{name}"
+    for name in ("in_proj_qkvz.weight", "in_proj_ba.weight", "conv1d.weight", "dt_bias", "A_log", "norm.weight")
+}
+DELTA |= {"linear_attn.out_proj.weight"}
 EXPERTS = {"mlp.gate.weight", "mlp.experts.w13_weight", "mlp.experts.w2_weight"}
 WITH_BIAS = {
     "mlp.gate.e_score_correction_bias",
     "mlp.shared_experts.gate_up_proj.weight",
     "mlp.shared_experts.down_proj.weight",
 }
+SHARED = {f"mlp.shared_expert{name}.weight" for name in ("_gate", ".gate_up_proj", ".down_proj")}
 IN_A_LAYER = {
     "llama": ATTENTION | DENSE,
     "qwen2": ATTENTION | DENSE | {"self_attn.qkv_proj.bias"},
@@ -91,13 +112,49 @@ IN_A_LAYER = {
         | {"mlp.router.weight", "mlp.router.bias"}
         | {f"mlp.experts.{name}_weight{kind}" for name in ("w13", "w2") for kind in ("", "_bias")}
     ),
+    "qwen3_next": DELTA | EXPERTS | SHARED,
+    "qwen3_5": DELTA | DENSE,
+    "qwen3_5_moe": DELTA | EXPERTS | SHARED,
     "mixtral": (
         ATTENTION | {f"block_sparse_moe.{name}" for name in ("gate.weight", "experts.w13_weight", "experts.w2_weight")}
     ),
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# Nothing is published to the servers of a model whose text is a part of it.
+PUBLISHED = [name for name, family in FAMILIES.items() if not family.text_part]
+
+
+def test_attention_beside_delta_nets_is_a_part_of_the_layer_itself():
+    raw = SIZES | OWN["qwen3_next"] | dict(layer_types=["full_attention"], architectures=["Qwen3NextForCausalLM"])
+    tensors = server_tensors(spec_from_config(raw))
+    names = {name.removeprefix("model.layers.0.") for name in tensors.expected if name.startswith("model.layers.")}
+    attention = {"qkv_proj.weight", "o_proj.weight", "q_norm.weight", "k_norm.weight"}
+    norms = {"input_layernorm", "post_attention_layernorm", "q_norm", "k_norm"}
+    assert names == EXPERTS | SHARED | attention | {
+        f"{norm}.{kind}" for norm in norms for kind in ("weight", "gemma_weight")
+    }
+    assert tensors.own_scales["model.norm.gemma_weight"] == "model.norm.weight"
+
+
+def test_one_more_than_the_weight_of_a_norm_is_expected_too():
+    raw = SIZES | OWN["qwen3_5"] | dict(architectures=["Qwen3_5ForCausalLM"])
+    expected = ExpectedChecksums(spec_from_config(raw))
+    weight = torch.tensor([0.25, -0.5], dtype=torch.bfloat16)
+    expected.add("model.norm.weight", weight)
+    expected.add("model.layers.0.linear_attn.norm.weight", weight)
+    assert expected.checksums() == {
+        "model.norm.weight": hashlib.sha256(weight.view(torch.uint8).numpy().tobytes()).hexdigest()[:16],
+        "model.norm.gemma_weight": hashlib.sha256(
+            torch.tensor([1.25, 0.5], dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes()
+        ).hexdigest()[:16],
+        "model.layers.0.linear_attn.norm.weight": hashlib.sha256(
+            weight.view(torch.uint8).numpy().tobytes()
+        ).hexdigest()[:16],
+    }
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
 def test_names_are_those_of_the_servers_parameters(family):
     from family_models import PROOFS, proof_of, variant_config
 
