@@ -26,8 +26,10 @@ import time
 from pathlib import Path
 
 from gspo_mega.base.errors import ConfigError
+from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.cli.screen import Screen
 from gspo_mega.config import load_config
+from gspo_mega.launcher.lease import hold
 from gspo_mega.metrics.writer import final_table
 from gspo_mega.verify.drill.kinds import KINDS
 from gspo_mega.verify.drill.machine import missing_needs
@@ -83,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     deadline = None if args.hours is None else time.monotonic() + args.hours * 3600
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # so that the drill ends its runs before itself
         signal.signal(number, signal.default_int_handler)
-    with Screen() as say:
+    with Screen() as say, hold(RunFolder(folder), say):
         for name, why in skipped.items():
             say(f"notice   not tried: {name}: {why}")
         drill = Drill(settings, kinds, skipped, say)

@@ -23,7 +23,7 @@ from typing import Any
 
 from gspo_mega.base import processes
 from gspo_mega.base.errors import ConfigError, FolderError, GspoMegaError
-from gspo_mega.base.run_folder import RunFolder, atomic_write_json, read_json
+from gspo_mega.base.run_folder import RunFolder, atomic_write_json, atomic_write_text, read_json
 from gspo_mega.base.untrusted import parse_json, read_text
 from gspo_mega.config import LoadedConfig, render_config
 from gspo_mega.launcher.prepare import yaml_string
@@ -186,10 +186,9 @@ class Drill:
                 return
             if trial.number < done:
                 continue
-            rows = self._try(trial)
-            self.rows += rows
-            with self._rows_file.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(asdict(row)) + "\n" for row in rows)
+            self.rows += self._try(trial)
+            text = "".join(json.dumps(asdict(row)) + "\n" for row in self.rows)
+            atomic_write_text(self._rows_file, text)  # whole, because a killed drill may have left half a line
 
     def _try(self, trial: Trial) -> list[Row]:
         words = self._words(None if trial.is_live else self._live)

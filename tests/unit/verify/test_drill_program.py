@@ -34,7 +34,7 @@ def make(tmp_path, monkeypatch):
         command = [sys.executable, str(Path(__file__).with_name("small_train.py")), bug]
         settings = Settings(
             load_config(config, OVERRIDES, "train"), [str(config), *OVERRIDES], tmp_path / "drill",
-            **{"seed": 1, "patience_seconds": 60.0, "live_share": 0.0, "command": command, **more},
+            **{"seed": 1, "patience_seconds": 300.0, "live_share": 0.0, "command": command, **more},
         )  # fmt: skip
         drill = Drill(settings, kinds, {}, said.append)
         drill.prepare()
@@ -51,6 +51,8 @@ def test_a_drill_goes_on_from_its_rows_and_finds_a_program_that_continues_wrongl
     assert all(row.equal and not row.problems for row in rows), rows
     assert list((tmp_path / "drill/trials").iterdir()) == [], "the folders of sound trials are removed"
 
+    with (tmp_path / "drill/rows.jsonl").open("a") as file:
+        file.write('{"trial": 1, "is_l')  # a drill was killed while it wrote
     make("forgets a step").run(len(rows) + 1, None)  # only after a second start
     longer = read_rows(tmp_path / "drill/rows.jsonl")
     assert longer[: len(rows)] == rows and longer[len(rows)].trial == rows[-1].trial + 1
