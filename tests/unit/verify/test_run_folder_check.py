@@ -227,6 +227,18 @@ def test_a_cut_file_of_a_trained_step_is_damage_and_of_the_last_step_is_not(run)
     assert notes[0].place == f"byte {journal.file(3).stat().st_size - torn.num_torn_bytes}"
 
 
+def test_zeros_at_the_end_are_damage_where_the_run_went_on_after_them(run):
+    """A power cut may leave them in the last file only."""
+    journal = Journal(run.journal_dir)
+    for step, is_note in ((3, True), (1, False)):
+        whole = journal.file(step).read_bytes()
+        first = 8 + 8 + int.from_bytes(whole[8:12], "little")
+        journal.file(step).write_bytes(whole[:first] + bytes(len(whole) - first))
+        finding = next(finding for finding in found(run) if finding.path == journal.file(step))
+        assert (finding.is_note, finding.place) == (is_note, f"byte {first}")
+        assert f"its last {len(whole) - first} bytes are" in finding.problem
+
+
 def test_a_file_that_ends_before_its_batch_is_damage(run):
     """Every frame is intact; the record of the batch is gone with the end of the file."""
     journal = Journal(run.journal_dir)
