@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -23,6 +22,7 @@ from gspo_mega.data.journal.journal import Journal
 from gspo_mega.launcher.lease import hold
 from gspo_mega.launcher.prepare import free_port, new_attempt
 from gspo_mega.verify.certify.program import make_random_folder
+from gspo_mega.verify.drill.outcome import digests
 
 REPOSITORY = Path(__file__).parents[2]
 NUM_STEPS, GROUP_SIZE, NUM_GROUPS = 3, 2, 3
@@ -244,14 +244,6 @@ def _row(trajectory: Trajectory) -> dict:
     masks = trajectory.sampling_masks
     plain = None if masks is None else (masks.counts.tolist(), masks.codes.tolist())
     return {**asdict(trajectory), "sampling_masks": plain}
-
-
-def digests(folder: Path) -> dict[str, str]:
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
 
 
 def _without_time(values: dict) -> dict:
