@@ -119,7 +119,7 @@ def test_turns_without_a_users_word_between_them_stay_two():
         ResponsesWriter(read(), Head("e-t1", 5, "policy")),
     )
     said = first.whole([reply({"content": "a"})])["output"]
-    called = second.whole([reply(CALLED | {"content": ""})])["output"]
+    called = second.whole([reply({"content": "", "tool_calls": CALLED["tool_calls"]})])["output"]
     assert [len(read(input=[USER, *items]).messages) for items in ([*said, *called], called, said)] == [3, 2, 2]
     plain = [{"role": "assistant", "content": text} for text in "ab"]
     assert read(input=[USER, *plain]).messages[1:] == plain
