@@ -26,6 +26,7 @@ FAMILIES = {
     "qwen3_next": ("Qwen2Tokenizer", "im"),
     "qwen3_5": ("Qwen2Tokenizer", "im"),
     "qwen3_5_moe": ("Qwen2Tokenizer", "im"),
+    "deepseek_v3-kimi": ("PreTrainedTokenizerFast", "im"),
     **{variant: proof.tokenizer for variant, proof in PROOFS.items()},
 }
 """The variant of `family_models` -> the tokenizer's class as the family's folders name it, and how it ends a turn."""
@@ -113,12 +114,16 @@ def make_folder(folder: Path, variant: str) -> Path:
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(described, indent=1))
     (folder / "chat_template.jinja").write_text(template)
+    if variant == "deepseek_v3-kimi":  # the one name of a model that its folders have for themselves
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"model_type": "kimi_k2"}, indent=1))
     return folder
 
 
-def train(folder: Path, variant: str, forked: bool = False) -> list[dict[str, float]]:
-    """Make a folder of the family in `folder` and train it for two steps, by the command and with a real server. Returns
-    the lines of metrics.jsonl. Raises AssertionError: the run ended otherwise, left a process, or did not train.
+def train(folder: Path, variant: str, *overrides: str, forked: bool = False) -> list[dict[str, float]]:
+    """Make a folder of the family in `folder` and train it for two steps, by the command with `overrides` and with a real
+    server. Returns the lines of metrics.jsonl. Raises AssertionError: the run ended otherwise, left a process, or did not
+    train.
     """
     make_folder(folder / "model", variant)
     rows = [{"prompt": f"{number}+{number + 3}=", "answer": str(2 * number + 3)} for number in range(16)]
@@ -140,7 +145,7 @@ server: {{num_servers: 1, max_total_tokens: 4096, start_deadline_seconds: 600}}
 publish: {{method: disk}}
 """
     )
-    command = Command(folder, "train", "config.yaml", forked=forked)
+    command = Command(folder, "train", "config.yaml", *overrides, forked=forked)
     try:
         assert command.finish() == 0, command.out + command.err
         assert command.left_running(folder / "runs" / "run") == []

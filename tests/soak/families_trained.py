@@ -1,4 +1,6 @@
-"""Two steps of `gspo-mega train` for every family: `python tests/soak/families_trained.py [FAMILY ...]`.
+"""Two steps of `gspo-mega train` for every family: `python tests/soak/families_trained.py [FAMILY ...] [key=value ...]`.
+
+For example `families_trained.py minimax_m2 rollout.return_routed_experts=true moe.routing_replay=R3`.
 
 Each from a folder as published ones are: a tokenizer of the family's usual class, a chat template, both configurations.
 One rank and a real SGLang server; nothing prepares the processes but the product. A line for each family; half a minute
@@ -22,11 +24,12 @@ SHOWN = ("reward/mean", "optimizer/grad_norm", "mismatch/k3", "rollout/truncated
 
 def main() -> int:
     failed = 0
-    for variant in sys.argv[1:] or FAMILIES:
+    overrides = [argument for argument in sys.argv[1:] if "=" in argument]
+    for variant in [argument for argument in sys.argv[1:] if "=" not in argument] or FAMILIES:
         began = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="family") as folder:
             try:
-                last = train(Path(folder), variant)[-1]
+                last = train(Path(folder), variant, *overrides)[-1]
                 found = " ".join(f"{key} {last[key]:.3g}" for key in SHOWN if key in last)
             except AssertionError as error:
                 failed += 1

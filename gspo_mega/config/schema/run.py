@@ -239,7 +239,7 @@ class Moe(Section):
         ge=0,
         description=(
             "How far the expert bias moves towards balance per optimizer step; 0 freezes it. Only for models that have"
-            " such a bias (deepseek_v3, glm4_moe)."
+            " such a bias (as DeepSeek-V3, GLM-4.x and MiniMax-M2 have)."
         ),
     )
     routing_replay: Literal["none", "R2", "R3"] = Field(
