@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.parallel_state import get_tensor_model_parallel_group
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
@@ -29,6 +28,7 @@ from megatron.core.transformer.utils import (
 )
 
 from gspo_mega.cpu.packed_sdpa import attend
+from gspo_mega.engine.process_groups import tensor_group
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -79,7 +79,7 @@ class HeadsNorm(MegatronModule):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, num_heads: int) -> None:
         super().__init__(config=config)
-        self.tp_group = get_tensor_model_parallel_group()
+        self.tp_group = tensor_group()
         self.eps, self.width = eps, num_heads * hidden_size
         place = torch.device("cpu") if config.use_cpu_initialization else torch.device("cuda")
         size = self.width // self.tp_group.size()
@@ -109,6 +109,10 @@ class HeadsNorm(MegatronModule):
         )
 
 
+# The attribute by which Megatron knows that positions are scaled by YaRN.
+_SCALED = "yarn_rotary_scaling_factor"
+
+
 class OutputNormLayer(TransformerLayer):
     """Megatron's layer with norms of what its attention and its MLP return (OLMo). If the model's positions are scaled
     (YaRN), layers with a sliding window have unscaled ones.
@@ -117,12 +121,12 @@ class OutputNormLayer(TransformerLayer):
     def __init__(self, config: TransformerConfig, *args: Any, layer_number: int = 1, **kwargs: Any) -> None:
         vp_stage, pattern = kwargs.get("vp_stage"), cast(Any, config.window_attn_skip_freq)
         number = layer_number + get_transformer_layer_offset(config, vp_stage)
-        own = is_layer_window_attention(config.window_size, pattern, number) and is_scaled(config)
+        own = is_layer_window_attention(config.window_size, pattern, number) and _SCALED in vars(config)
         if own:
             config = copy.copy(config)
-            del vars(config)[SCALED]  # Megatron would multiply cosines and sines
+            del vars(config)[_SCALED]  # Megatron would multiply cosines and sines
         super().__init__(config, *args, layer_number=layer_number, **kwargs)
-        self.own_positions = unscaled_positions(config) if own else None
+        self.own_positions = _unscaled_positions(config) if own else None
         for part, name in ((self.self_attention, "post_self_attn_layernorm"), (self.mlp, "post_mlp_layernorm")):
             norm = TorchNorm(config, config.hidden_size, config.layernorm_epsilon)
             self.add_module(name, norm)
@@ -134,16 +138,8 @@ class OutputNormLayer(TransformerLayer):
         return super().forward(*args, rotary_pos_emb=rotary_pos_emb, **kwargs)
 
 
-# The attribute by which Megatron knows that positions are scaled by YaRN.
-SCALED = "yarn_rotary_scaling_factor"
-
-
-def is_scaled(config: TransformerConfig) -> bool:
-    return hasattr(config, SCALED)
-
-
-def unscaled_positions(config: Any) -> RotaryEmbedding:
-    """The rotary positions of a model without YaRN. `config.own_rotary_base`: their base."""
+def _unscaled_positions(config: Any) -> RotaryEmbedding:
+    """The rotary positions of the model without YaRN, whose base is in `own_rotary_base` (`set_yarn`)."""
     return RotaryEmbedding(
         config.kv_channels,
         rotary_percent=1.0,

@@ -183,6 +183,11 @@ def stage_flags(virtual_stage: int | None) -> tuple[bool, bool]:
     )
 
 
+def tensor_group() -> torch.distributed.ProcessGroup:
+    """This rank's tensor-parallel group, for a module that Megatron builds without naming it."""
+    return parallel_state.get_tensor_model_parallel_group()
+
+
 def device() -> torch.device:
     """The device of this rank's tensors."""
     return torch.device("cpu") if is_cpu_backend() else torch.device("cuda", torch.cuda.current_device())
