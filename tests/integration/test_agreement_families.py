@@ -8,6 +8,7 @@ gives every sampled token the trainer's log-prob. What "the same" means is `agre
 from __future__ import annotations
 
 import importlib.util
+import os
 
 import pytest
 from conftest import _running
@@ -19,7 +20,11 @@ from gspo_mega.models.families import FAMILIES
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
 
 
-@pytest.mark.parametrize("name", MODELS)
+# A server computes of these nothing that it does not compute of others here. With GSPO_ALL_FAMILIES=1 they run, too.
+LEFT_OUT = () if os.environ.get("GSPO_ALL_FAMILIES") else ("glm4_moe_lite", "mistral")
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in LEFT_OUT])
 def test_server_and_trainer_agree_after_publishing_by_both_methods(name, tmp_path):
     _, _, parallel = MODELS[name]
     rollout = {"max_new_tokens": 64} | (
