@@ -193,10 +193,13 @@ def split_projections(
 
 
 def gated_norm(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Replace `stock`, the `forward` of SGLang's FusedRMSNormGated, for the activation SiLU."""
+    """Replace `stock`, the `forward` of SGLang's norms that multiply by SiLU of a gate: FusedRMSNormGated, and RMSNorm
+    if it norms a whole row and before the gate.
+    """
 
     def forward(self: Any, x: torch.Tensor, g: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
-        if rest or options or self.activation not in ("silu", "swish"):
+        is_other = getattr(self, "group_size", None) is not None or not getattr(self, "norm_before_gate", True)
+        if rest or options or is_other or self.activation not in ("silu", "swish"):
             return stock(self, x, g, *rest, **options)
         wide = x.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight.float()

@@ -270,11 +270,16 @@ def _lend_delta_kernels() -> None:
         lend_kernels()
 
 
-def _norm_gated(module: types.ModuleType) -> None:
-    """Compute the norm of a gated delta net without a kernel, which needs Triton."""
-    from gspo_mega.cpu.sglang_delta import gated_norm
+def _norm_gated(name: str) -> Callable[[types.ModuleType], None]:
+    """Compute the norm of a gated delta net, a class of the module, without a kernel, which needs Triton."""
 
-    module.FusedRMSNormGated.forward = gated_norm(module.FusedRMSNormGated.forward)
+    def take_over(module: types.ModuleType) -> None:
+        from gspo_mega.cpu.sglang_delta import gated_norm
+
+        norm = getattr(module, name)
+        norm.forward = gated_norm(norm.forward)
+
+    return take_over
 
 
 class _Functional:
@@ -389,7 +394,8 @@ def activate() -> bool:
                 "sglang.srt.layers.rotary_embedding.factory": _unscaled_positions,
                 "sglang.srt.mem_cache.kv_cache_configurator": _cache_fp8,
                 "sglang.srt.models.qwen2_moe": _gate_shared_experts,
-                "sglang.kernels.ops.attention.fla.fused_norm_gate": _norm_gated,
+                "sglang.kernels.ops.attention.fla.fused_norm_gate": _norm_gated("FusedRMSNormGated"),
+                "sglang.kernels.ops.attention.fla.layernorm_gated": _norm_gated("RMSNorm"),
                 "sglang.srt.models.gpt_oss": keep_sinks_wide,
                 "sglang.srt.arg_groups.model_hook": lambda module: allow_sinks(module, ATTENTION_BACKEND),
                 "sglang.srt.models.minimax_m2": _norm_all_heads,

@@ -92,8 +92,10 @@ class PackedDeltaNet(GatedDeltaNet):
         bounds = packed_seq_params.cu_seqlens_q
         group = self.pg_collection.cp
         parts, rank = group.size(), group.rank()
-        keys, values = self.qk_dim // self.tp_size, self.v_dim // self.tp_size
-        heads = self.num_value_heads // self.tp_size
+        own: Any = self  # Megatron declares these sizes as optional
+        key_dim, value_dim = own.key_head_dim, own.value_head_dim
+        keys, values = own.qk_dim // own.tp_size, own.v_dim // own.tp_size
+        heads = own.num_value_heads // own.tp_size
         sections = (keys, keys, values, values, heads, heads)
 
         projected, _ = self.in_proj(hidden_states)
@@ -113,19 +115,19 @@ class PackedDeltaNet(GatedDeltaNet):
             x=mixed, weight=filters.squeeze(1), activation="silu", cu_seqlens=bounds
         )
         query, key, value = mixed.split([keys // parts, keys // parts, values // parts], dim=-1)
-        query, key = (x.unflatten(-1, (-1, self.key_head_dim)) for x in (query, key))
-        shared = self.num_value_heads // self.num_key_heads
+        query, key = (x.unflatten(-1, (-1, key_dim)) for x in (query, key))
+        shared = own.num_value_heads // own.num_key_heads
         query, key = (gated_delta_net.l2norm(x.contiguous()).repeat_interleave(shared, dim=2) for x in (query, key))
         a_log, dt_bias = (_own(parameter, parts, rank) for parameter in (self.A_log, self.dt_bias))
         out, _ = gated_delta_net.chunk_gated_delta_rule(
             query,
             key,
-            value.unflatten(-1, (-1, self.value_head_dim)).contiguous(),
+            value.unflatten(-1, (-1, value_dim)).contiguous(),
             g=-a_log.float().exp() * F.softplus(alpha.float() + dt_bias.float()),
             beta=beta.sigmoid().contiguous(),
             cu_seqlens=bounds,
         )
-        normed = self._apply_gated_norm(out, gate.unflatten(-1, (-1, self.value_head_dim)).contiguous())
+        normed = self._apply_gated_norm(out, gate.unflatten(-1, (-1, value_dim)).contiguous())
         normed = normed.reshape(-1, 1, values // parts)
         if order is not None:
             back = torch.empty_like(order)

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from gspo_mega.models.spec import DeltaNet
+from gspo_mega.models.spec import DeltaNet, ModelSpec
 
 if TYPE_CHECKING:
     from gspo_mega.models.hf_fields import ConfigReader
+    from gspo_mega.models.tensors import TensorEntry
 
 ROLES = ("delta_qkvz", "delta_ba", "delta_qkv", "delta_z", "delta_b", "delta_a", "delta_conv")
 _DELTA, _FULL = "linear_attention", "full_attention"
@@ -74,6 +75,11 @@ def read_by_sglang(text: dict[str, Any]) -> dict[str, Any]:
     if isinstance(rope, dict):
         values |= {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
     return values
+
+
+def has_norm_around_zero(spec: ModelSpec, entry: TensorEntry) -> bool:
+    """Whether it is the weight of a norm that multiplies by 1 + weight: any but those inside gated delta nets."""
+    return spec.zero_centred_norms and entry.name.endswith("norm.weight") and ".linear_attn." not in entry.name
 
 
 def sizes(delta: DeltaNet) -> dict[str, int]:

@@ -13,10 +13,8 @@ from typing import Any, Literal
 
 # How a tensor lies in its parameter. `q`, `k`, `v`: interleaved by key-value group, [q heads of the group, k, v].
 # `gate`, `up`: every rank's share of the gate, then its share of up. Those of gated delta nets are in `delta_net.py`.
-Role = Literal[
-    *("whole", "q", "k", "v", "gate", "up"),
-    *("delta_qkvz", "delta_ba", "delta_qkv", "delta_z", "delta_b", "delta_a", "delta_conv"),
-]
+OfDeltaNet = Literal["delta_qkvz", "delta_ba", "delta_qkv", "delta_z", "delta_b", "delta_a", "delta_conv"]
+Role = Literal["whole", "q", "k", "v", "gate", "up"] | OfDeltaNet
 # How a tensor is cut over a tensor-parallel group: rows (column-parallel layer), columns (row-parallel layer),
 # vocabulary rows (padded), or not at all.
 Sharding = Literal["replicated", "rows", "columns", "vocabulary"]
@@ -24,10 +22,8 @@ Sharding = Literal["replicated", "rows", "columns", "vocabulary"]
 Stage = Literal["first", "layer", "last"]
 # Where a row applies: in layers without or with experts, in models whose queries have a latent or have none, in models
 # that have the norms or the biases, in layers with attention or with a gated delta net.
-Where = Literal[
-    *("dense layer", "expert layer", "query latent", "no query latent", "qk norm", "qkv bias"),
-    *("attention", "delta net"),
-]
+InALayer = Literal["dense layer", "expert layer", "attention", "delta net"]
+Where = Literal["query latent", "no query latent", "qk norm", "qkv bias"] | InALayer
 # The keys that a config.json may leave out. Then head_dim is hidden_size / num_attention_heads, num_key_value_heads is
 # num_attention_heads, and rope_theta is 10000.
 Omissible = Literal["head_dim", "num_key_value_heads", "rope_theta"]

@@ -24,6 +24,7 @@ import torch
 from gspo_mega.algorithm.rounding import OnLoad, served_experts, served_linear
 from gspo_mega.checkpoint.hf_export import tensor_bytes
 from gspo_mega.models.block_fp8 import is_quantizable, is_quantized, scale_name
+from gspo_mega.models.delta_net import has_norm_around_zero
 from gspo_mega.models.families import FAMILIES
 from gspo_mega.models.spec import BlockFp8, ModelSpec
 from gspo_mega.models.tensors import TensorEntry, checkpoint_tensors
@@ -68,7 +69,7 @@ def server_tensor_name(spec: ModelSpec, entry: TensorEntry) -> str:
 
 def plus_one_name(spec: ModelSpec, entry: TensorEntry) -> str | None:
     """Return the name of what SGLang makes of the weight of a norm that multiplies by 1 + weight; None of others."""
-    if not spec.zero_centred_norms or not entry.name.endswith("norm.weight") or ".linear_attn." in entry.name:
+    if not has_norm_around_zero(spec, entry):
         return None
     return f"{server_tensor_name(spec, entry).removesuffix('weight')}gemma_weight"
 

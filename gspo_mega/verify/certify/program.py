@@ -24,7 +24,9 @@ from gspo_mega.config import LoadedConfig, load_config
 from gspo_mega.config.schema import CertifyCase
 from gspo_mega.launcher.local import WORKER_COMMAND, launch
 from gspo_mega.launcher.prepare import device_here
+from gspo_mega.models.delta_net import has_norm_around_zero
 from gspo_mega.models.huggingface import read_model_spec
+from gspo_mega.models.spec import ModelSpec
 from gspo_mega.models.tensors import TensorEntry, checkpoint_tensors
 from gspo_mega.verify.certify.cases import (
     CRITIC_KINDS,
@@ -68,7 +70,8 @@ def make_random_folder(shape_file: str | Path, folder: Path, seed: int) -> Path:
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         save_file(
-            {entry.name: _draw(entry, index + len(names), seed) for index, entry in enumerate(shard)}, folder / file
+            {entry.name: _draw(spec, entry, index + len(names), seed) for index, entry in enumerate(shard)},
+            folder / file,
         )
         names |= {entry.name: file for entry in shard}
     size = sum(entry.num_elements * 4 for entry in entries)
@@ -79,8 +82,14 @@ def make_random_folder(shape_file: str | Path, folder: Path, seed: int) -> Path:
     return folder
 
 
-def _draw(entry: TensorEntry, index: int, seed: int) -> np.ndarray:
+def _draw(spec: ModelSpec, entry: TensorEntry, index: int, seed: int) -> np.ndarray:
     values = np.random.default_rng((seed, index)).standard_normal(entry.shape, dtype=np.float32)
+    if len(entry.shape) == 3:  # the kernels of a convolution, of few elements
+        return values / np.float32(entry.shape[-1] ** 0.5)
+    if entry.name.endswith("A_log"):  # heads of gated delta nets that remember one token, and a hundred
+        return 2 * values - 2
+    if has_norm_around_zero(spec, entry):
+        return _VECTOR_STD * values
     if len(entry.shape) > 1:
         return _MATRIX_STD * values
     return _VECTOR_STD * values if entry.name.endswith("bias") else 1 + _VECTOR_STD * values
