@@ -583,6 +583,7 @@ FAMILIES: dict[str, Family] = {
         _decoder(*_GATED_ATTENTION, *_QWEN3_NEXT_DELTA, _router("mlp"), *_GATED_SHARED_EXPERT, *_experts("mlp")),
         experts=replace(_QWEN_KEYS, normalises=True, gated_shared="shared_expert_intermediate_size"),
         understood=frozenset({"shared_expert_intermediate_size"}),
+        own_head=True,
         **_DELTA_FAMILY,
     ),
     "qwen3_5": Family(

@@ -18,6 +18,7 @@ DENSE = "configs/certify_dense.yaml"
 MOE = "configs/certify_moe.yaml"
 PPO = "configs/certify_ppo.yaml"
 FAMILY_CASES = "configs/certify_families.yaml"
+DELTA = "configs/certify_delta.yaml"
 BALANCED = "configs/certify_balanced.yaml"
 
 
@@ -25,7 +26,9 @@ def load(file, *overrides):
     return load_config(file, overrides, "certify"), list(overrides)
 
 
-@pytest.mark.parametrize(("file", "refused"), [(DENSE, 2), (MOE, 4), (PPO, 1), (FAMILY_CASES, 0), (BALANCED, 0)])
+@pytest.mark.parametrize(
+    ("file", "refused"), [(DENSE, 2), (MOE, 4), (PPO, 1), (FAMILY_CASES, 0), (DELTA, 0), (BALANCED, 0)]
+)
 def test_the_shipped_matrices_refuse_what_they_say_they_refuse(file, refused):
     references, cases = resolve_cases(*load(file), "cpu")
     assert [case.name for case in cases if case.refusal is not None] == [
@@ -45,7 +48,7 @@ def test_every_form_of_parameter_has_cases_with_tensor_ranks_and_with_stages():
     """So a family needs cases of its own only for parameters that no other family has."""
     from family_models import VARIANTS, variant_config
 
-    _, cases = resolve_cases(*load(FAMILY_CASES), "cpu")
+    cases = [case for file in (FAMILY_CASES, DELTA) for case in resolve_cases(*load(file), "cpu")[1]]
     tried = {case.model: read_model_spec(case.model) for case in cases}
     others = {name: config for name, config in VARIANTS.items() if config[0] not in {s.family for s in tried.values()}}
     specs = {
