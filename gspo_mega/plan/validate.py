@@ -454,6 +454,8 @@ def _not_served(spec: ModelSpec, found: dict[str, list[TensorEntry]]) -> str:
         )
     if FAMILIES[spec.family].norms_outputs:
         return "norms of outputs: no server with adapters has been compared with the trainer"
+    if spec.delta is not None:
+        return "gated delta nets: no server with their adapters has been compared with the trainer"
     if spec.moe is not None and spec.family not in _SERVED_WITH_EXPERTS:
         served = ", ".join(_SERVED_WITH_EXPERTS)
         return f"experts: servers with adapters were compared with the trainer for {served} and models without experts"

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gspo_mega.base.errors import Violation
-from gspo_mega.config.derived import has_transformer_engine_layers
+from gspo_mega.config.derived import has_transformer_engine_layers, publishes
 from gspo_mega.config.schema import Config
 from gspo_mega.models.delta_net import attention_interval
 from gspo_mega.models.families import FAMILIES
@@ -17,12 +17,14 @@ from gspo_mega.plan.gpus import Device, is_on_gpu
 
 def validate_delta_nets(config: Config, spec: ModelSpec, device: Device | None) -> Iterator[Violation]:
     """Yield what this model or its layout does not have; nothing for a model without gated delta nets."""
-    if FAMILIES[spec.family].text_part and config.sft is None:
+    replays = config.train is not None and config.train.from_rollouts is not None
+    has_servers = (publishes(config.train, config.sft) or config.eval is not None) and not replays
+    if FAMILIES[spec.family].text_part and has_servers:
         yield Violation(
             "model.path",
             f"{FAMILIES[spec.family].architecture}: servers hold its vision tower too, which a publish neither sends"
             " nor verifies",
-            "a model whose class is for text only (Qwen3_5ForCausalLM), or supervised training (sft)",
+            "a model whose class is for text only (Qwen3_5ForCausalLM), or recorded rollouts (train.from_rollouts)",
         )
     if spec.delta is None:
         return
@@ -60,7 +62,7 @@ def validate_delta_nets(config: Config, spec: ModelSpec, device: Device | None) 
             " tried",
             "none",
         )
-    if attention_interval(spec.delta.layers) is None and config.sft is None:
+    if attention_interval(spec.delta.layers) is None and has_servers:
         yield Violation(
             "model.path",
             "layer_types: SGLang can have attention only in every n-th layer (full_attention_interval)",

@@ -27,7 +27,7 @@ SAME_STATE = ("recompute.", "batch.", "moe.", "rollout.")
 def cases():
     """(name, number of ranks, configuration) of every layout in the matrices, each state once."""
     seen = set()
-    for kind, shape in (("dense", "dense"), ("moe", "moe"), ("mla", "mla"), ("lora", "moe")):
+    for kind, shape in (("dense", "dense"), ("moe", "moe"), ("mla", "mla"), ("delta", "qwen3_next"), ("lora", "moe")):
         file = CONFIGS / f"certify_{kind}.yaml"
         certify = load_config(file, (), "certify").config.certify
         for case in certify.cases:

@@ -85,6 +85,11 @@ def test_the_report_says_what_the_model_is(load):
             "parallel.context: 8 does not divide the 4 key heads of gated delta nets on a tensor rank",
         ),
         ("cpu", ["server.quantization=fp8"], "server.quantization: fp8 with qwen3_next"),
+        (
+            "cpu",
+            ["lora={rank: 4, alpha: 8}", "publish.lora=adapter"],
+            "publish.lora: adapter, and the model (qwen3_next)",
+        ),
         ("cpu", ["engine.batch_invariant=true"], "engine.batch_invariant: true, and the model is qwen3_next"),
     ],
 )
@@ -106,4 +111,16 @@ def test_irregular_layers_are_refused_because_sglang_cannot_serve_them(load, tmp
     kinds = ["linear_attention", "full_attention", "full_attention", "linear_attention"]
     file.write_text(json.dumps(json.loads(SMALL.read_text()) | dict(layer_types=kinds)))
     with pytest.raises(PlanError, match="SGLang can have attention only in every n-th layer"):
-        plan_run(load(), "cpu", file)
+        plan_run(load("train.num_steps=1"), "cpu", file)
+
+
+def test_servers_of_a_vision_language_class_are_refused(load, tmp_path):
+    """A run on recorded rollouts has none, and says what it does not train."""
+    file = tmp_path / "shape.json"
+    text = json.loads((SHAPES / "certify_qwen3_5.json").read_text())
+    raw = dict(architectures=["Qwen3_5ForConditionalGeneration"], text_config=text, tie_word_embeddings=True)
+    file.write_text(json.dumps(raw))
+    plan = plan_run(load("train={num_steps: 1, from_rollouts: /recorded}"), "cpu", file)
+    assert any("model.visual.*" in notice for notice in plan.notices)
+    with pytest.raises(PlanError, match="model.path: Qwen3_5ForConditionalGeneration: servers hold its vision tower"):
+        plan_run(load("train.num_steps=1"), "cpu", file)
