@@ -2,7 +2,7 @@
 calls, in plain PyTorch.
 
 `causal_conv1d`, `l2norm` and `chunk_gated_delta_rule` have the names, arguments and results of fla's, and take packed
-sequences by `cu_seqlens`. Autograd differentiates them. `install` hands them to Megatron where fla is not installed.
+sequences by `cu_seqlens`. Autograd differentiates them. `install` hands them to Megatron.
 SGLang's layers on a CPU use the same functions (`sglang_delta.py`).
 
 The rule (Gated Delta Networks, arXiv:2412.06464, equation 10), for each head with a state S [key size, value size] that
@@ -14,7 +14,6 @@ starts at zero in every sequence:
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import itertools
 from typing import Any
 
@@ -184,9 +183,7 @@ def _bounds(x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> list[int]:
 
 
 def install() -> None:
-    """Hand these functions to Megatron-Core's layer where fla is not installed. Needs Megatron on the path."""
-    if importlib.util.find_spec("fla") is not None:
-        return
+    """Hand these functions to Megatron-Core's layer, on a machine without a GPU. Needs Megatron on the path."""
     layer: Any = importlib.import_module("megatron.core.ssm.gated_delta_net")
     # A package since 0.19, whose layer has copies of the names.
     parts = [importlib.import_module(f"{layer.__name__}.{part}") for part in ("common", "gdn") if _is_package(layer)]

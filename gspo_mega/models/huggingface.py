@@ -247,9 +247,7 @@ def _text_values(raw: dict[str, Any]) -> dict[str, Any]:
     """
     if not any(family.text_part and raw.get("architectures") == [family.architecture] for family in FAMILIES.values()):
         return raw
-    text = raw.get("text_config")
-    if not isinstance(text, dict):
-        raise ValueError("text_config is missing or no object")
+    text = raw["text_config"] if isinstance(raw.get("text_config"), dict) else {}
     above = {key: raw[key] for key in ("dtype", "torch_dtype", "eos_token_id") if raw.get(key) is not None}
     return text | above | {"tie_word_embeddings": raw.get("tie_word_embeddings", False)}
 

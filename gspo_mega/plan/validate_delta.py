@@ -26,6 +26,13 @@ def validate_delta_nets(config: Config, spec: ModelSpec, device: Device | None) 
             " nor verifies",
             "a model whose class is for text only (Qwen3_5ForCausalLM), or recorded rollouts (train.from_rollouts)",
         )
+    if spec.zero_centred_norms and config.publish.verify_all_every > 1:
+        yield Violation(
+            "publish.verify_all_every",
+            f"{config.publish.verify_all_every}: servers also hold 1 + the weight of each norm, which is verified"
+            " together with the weight only if all tensors are",
+            "1",
+        )
     if spec.delta is None:
         return
     parallel = config.parallel

@@ -90,6 +90,7 @@ def test_the_report_says_what_the_model_is(load):
             ["lora={rank: 4, alpha: 8}", "publish.lora=adapter"],
             "publish.lora: adapter, and the model (qwen3_next)",
         ),
+        ("cpu", ["publish.verify_all_every=3"], "publish.verify_all_every: 3: servers also hold 1 + the weight"),
         ("cpu", ["engine.batch_invariant=true"], "engine.batch_invariant: true, and the model is qwen3_next"),
     ],
 )
