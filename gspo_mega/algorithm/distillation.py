@@ -35,7 +35,7 @@ from torch import Tensor
 from gspo_mega.algorithm.objective import active_values
 from gspo_mega.algorithm.terms import ObjectiveSettings
 
-TEACHER_SUMS = ("tokens", "reverse_kl", "teacher_size", "reward_size", "clipped", "divergence")
+TEACHER_SUMS = ("tokens", "reverse_kl", "teacher_size", "reward_size", "clipped", "divergence", "all_tokens")
 
 
 @dataclass(frozen=True)
@@ -86,36 +86,42 @@ def teacher_sums(
     mask: Tensor,
     clipped: Tensor | None = None,
     divergence: Tensor | None = None,
+    taught: Tensor | None = None,
 ) -> Tensor:
     """The TEACHER_SUMS of T local tokens, [len(TEACHER_SUMS)] float64. Arguments as in `token_guidance`. `clipped`: [T]
     bool, the tokens that the second term clipped; None without one. `divergence`: [T] nats of active tokens, if whole
-    distributions are compared.
+    distributions are compared. `taught`: [T] bool, the tokens that have a teacher, over which all sums but the last
+    are; None for all.
     """
-    k = active_values(student_log_probs.detach(), mask) - active_values(teacher_log_probs.detach(), mask)
     active = mask.bool()
+    mine = active if taught is None else active & taught
+    k = active_values(student_log_probs.detach(), mine) - active_values(teacher_log_probs.detach(), mine)
     parts = (
-        active.sum(),
+        mine.sum(),
         k.sum(),
-        guidance.teacher.abs().sum(),
-        guidance.rewards.abs().sum(),
-        active.new_zeros(()) if clipped is None else (clipped & active).sum(),
-        k.new_zeros(()) if divergence is None else active_values(divergence.detach(), mask).sum(),
+        guidance.teacher.abs()[mine].sum(),
+        guidance.rewards.abs()[mine].sum(),
+        active.new_zeros(()) if clipped is None else (clipped & mine).sum(),
+        k.new_zeros(()) if divergence is None else active_values(divergence.detach(), mine).sum(),
+        active.sum(),
     )
     return torch.stack([part.double() for part in parts])
 
 
 def teacher_metrics(
-    sums: Sequence[float], *, has_second_term: bool, has_divergence: bool = False
+    sums: Sequence[float], *, has_second_term: bool, has_divergence: bool = False, by_source: bool = False
 ) -> Mapping[str, float]:
     """The metrics of TEACHER_SUMS of a whole step. `has_divergence`: whole distributions are compared, and no token has
-    an advantage from the teacher. `advantage_share`: the mean |D_it| over the mean of |D_it| and
-    |w A_i| together, 0 if both are 0.
+    an advantage from the teacher. `by_source`: tokens may have no teacher, and enter only `token_fraction`, the share
+    of tokens that have one. `advantage_share`: the mean |D_it| over the mean of |D_it| and |w A_i| together, 0 if both
+    are 0.
     """
     found = dict(zip(TEACHER_SUMS, map(float, sums), strict=True))
     tokens, size = max(found["tokens"], 1.0), found["teacher_size"] + found["reward_size"]
+    share = {"token_fraction": found["tokens"] / max(found["all_tokens"], 1.0)} if by_source else {}
     if has_divergence:
-        return {"reverse_kl": found["reverse_kl"] / tokens, "divergence": found["divergence"] / tokens}
-    metrics = {
+        return {"reverse_kl": found["reverse_kl"] / tokens, "divergence": found["divergence"] / tokens} | share
+    metrics = share | {
         "reverse_kl": found["reverse_kl"] / tokens,
         "advantage_size": found["teacher_size"] / tokens,
         "advantage_share": found["teacher_size"] / size if size > 0 else 0.0,

@@ -9,7 +9,7 @@ end, has the rules that every tree keeps; the journal checks what it writes and 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ import numpy as np
 
 from gspo_mega.base.records import Prompt, Trajectory, are_equal_rewards, constant_column, float_column, join_columns
 from gspo_mega.base.sampling_masks import SamplingMasks
+from gspo_mega.base.served_scores import ServedScores
 
 # The key in `Episode.reward_parts` of the reward that the episode gave itself. Its further numbers are `episode/NAME`.
 OWN_REWARD = "episode"
@@ -36,12 +37,12 @@ class Node:
 
     `log_probs` (nats at the sampling temperature) and `weight_versions` have one entry per token of a sampled node, and
     none in a context node. `sampling_masks`, if a sampled node has them, are the tokens that each of its tokens was
-    sampled from. `routed_experts` is [positions, layers, top_k] of `route_type`, or None. Its positions begin after
-    those of the nearest sampled ancestor and end at this node's last token but one, so the positions of a path follow
-    each other without a gap. `text` is a sampled node's text without its end token. `finish_reason` is `stop`, `length`
-    or `stop_string` (the agent named a text that ends a turn). `reward` is the turn's own reward, if the episode gives
-    one. `cause` says why a branch begins here (`edited`, `template`, `resampled` or `not_ours`), and is empty if none
-    does.
+    sampled from; `teacher`, if a teacher's server scored them, is what it said. `routed_experts` is [positions, layers,
+    top_k] of `route_type`, or None. Its positions begin after those of the nearest sampled ancestor and end at this
+    node's last token but one, so the positions of a path follow each other without a gap. `text` is a sampled node's
+    text without its end token. `finish_reason` is `stop`, `length` or `stop_string` (the agent named a text that ends a
+    turn). `reward` is the turn's own reward, if the episode gives one. `cause` says why a branch begins here (`edited`,
+    `template`, `resampled` or `not_ours`), and is empty if none does.
     """
 
     node_id: int
@@ -58,6 +59,7 @@ class Node:
     server_id: str = ""
     cause: str = ""
     sampling_masks: SamplingMasks | None = None
+    teacher: ServedScores | None = None
 
     @property
     def is_sampled(self) -> bool:
@@ -139,6 +141,12 @@ class Episode:
             row.reward, row.reward_parts = self.reward, self.reward_parts
             row.reward_error, row.correct = self.reward_error, self.correct
         return self._rows
+
+    def take_scores(self, scores: Mapping[int, ServedScores]) -> None:
+        """Give turns what a teacher's server said of their tokens. `scores`: by node id."""
+        for node_id, found in scores.items():
+            self.nodes[node_id].teacher = found
+        self._rows = None
 
     def by_turn(self) -> Episode:
         """Return the same record with one row per turn."""
@@ -295,6 +303,8 @@ def _nodes_by_mask(row: Trajectory) -> list[Node]:
                 node.routed_experts = row.routed_experts[first:routed]
             if row.sampling_masks is not None:
                 node.sampling_masks = row.sampling_masks.between(start, end)
+            if row.teacher is not None:
+                node.teacher = row.teacher.between(start, end)
         nodes.append(node)
     if row.response_mask and row.response_mask[-1]:
         nodes[-1].finish_reason, nodes[-1].text = row.finish_reason, row.response_text
@@ -343,12 +353,15 @@ def build_rows(episode: Episode, by_turn: bool = False) -> list[Trajectory]:
         start = 0
         columns: list[tuple[Sequence[int], Sequence[float], Sequence[int]]] = []
         masks: list[SamplingMasks | None] = []
+        taught: list[ServedScores | None] = []
+        num_top = next((node.teacher.num_top for node in path[first:] if node.teacher is not None), 0)
         for node in path[first:]:
             length, is_active = len(node.token_ids), node.is_sampled and node.node_id not in trained
             log_probs = node.log_probs if is_active else float_column([0.0] * length)
             versions = node.weight_versions if node.is_sampled else constant_column(0, length)
             columns.append((constant_column(int(is_active), length), log_probs, versions))
             masks.append(node.sampling_masks if is_active else SamplingMasks.none(length))
+            taught.append(node.teacher if is_active else ServedScores.none(length, num_top))
             if is_active:
                 trained.add(node.node_id)
                 row.turns.append((start, start + length))
@@ -357,6 +370,9 @@ def build_rows(episode: Episode, by_turn: bool = False) -> list[Trajectory]:
         row.response_mask, row.rollout_log_probs, row.weight_versions = map(join_columns, zip(*columns, strict=True))
         if any(len(mask.codes) for mask in masks if mask is not None):
             row.sampling_masks = _joined_masks(episode.episode_id, masks)
+        scores = [part for part in taught if part is not None]
+        if row.turns and len(scores) == len(taught):  # a teacher scores all turns of an episode or none
+            row.teacher = ServedScores.join(scores)
         row.weight = sum(end - start for start, end in row.turns) / episode.num_sampled_tokens
         rows.append(row)
     return rows
@@ -451,12 +467,12 @@ class RolloutBatch:
         return replace(self, groups=groups)
 
     def drop_routes(self) -> None:
-        """Forget the routed experts and the sampling masks. They are nearly all of the memory of a batch that has
-        them.
+        """Forget the routed experts, the sampling masks and a teacher's scores. They are nearly all of the memory of a
+        batch that has them.
         """
         for episode in self.episodes:
             for owner in (*episode.nodes, *episode.rows()):
-                owner.routed_experts = owner.sampling_masks = None
+                owner.routed_experts = owner.sampling_masks = owner.teacher = None
 
     def scored(self, least_of_group: int = 2) -> RolloutBatch:
         """Return what to train on: episodes with a reward, in groups of at least `least_of_group` such episodes."""
@@ -484,9 +500,11 @@ def check_episode(episode: Episode) -> None:
         if node.kind == "sampled":
             _check_turn(episode, node, where, per_token)
         elif node.kind == "context":
-            recorded = node.routed_experts is not None or node.sampling_masks is not None
+            recorded = any(part is not None for part in (node.routed_experts, node.sampling_masks, node.teacher))
             if any(per_token.values()) or recorded or node.finish_reason:
-                raise ValueError(f"{where}: a context node has no log-probs, versions, routes, masks or finish reason")
+                raise ValueError(
+                    f"{where}: a context node has no log-probs, versions, routes, scores, masks or finish reason"
+                )
             parent = episode.nodes[node.parent] if node.parent >= 0 else None
             ended = "" if parent is None else parent.finish_reason
             if ended in ("length", "stop_string") and not node.token_ids:
@@ -511,6 +529,8 @@ def _check_turn(episode: Episode, node: Node, where: str, per_token: dict[str, i
         raise ValueError(f"{where}: a sampled turn is one message, not {len(node.messages)}")
     if node.sampling_masks is not None and len(node.sampling_masks) != len(node.token_ids):
         raise ValueError(f"{where}: {len(node.sampling_masks)} sampling masks for {len(node.token_ids)} tokens")
+    if node.teacher is not None and len(node.teacher) != len(node.token_ids):
+        raise ValueError(f"{where}: a teacher's scores of {len(node.teacher)} tokens for {len(node.token_ids)}")
     if node.routed_experts is not None:
         rows, expected = node.routed_experts.shape[0], num_routed_rows(episode, node.node_id)
         if rows != expected:

@@ -19,6 +19,7 @@ from typing import Any, Generic, TypeVar, overload
 import numpy as np
 
 from gspo_mega.base.sampling_masks import SamplingMasks
+from gspo_mega.base.served_scores import ServedScores
 
 # Rewards are equal if their spread is at most this share of the largest of them. It is 1024 float64 roundings: a sum of
 # a thousand terms of one sign may lose that much when it is added up in another order. One millionth is four million
@@ -61,6 +62,7 @@ class Trajectory:
       without experts
     - `sampling_masks` are the tokens that each response token was sampled from, empty where the mask is 0; None if it
       was sampled from all tokens. `rollout_log_probs` are then normalised over these
+    - `teacher` is what a teacher's server said of the response tokens, 0 where the mask is 0; None without one
     - `reward` is None until the row is scored and after a failed scoring; `reward_error` is then the reason.
       `reward_parts` holds each reward function's own value. `correct` says whether the episode is right; it is None if
       no function says so
@@ -94,6 +96,7 @@ class Trajectory:
     token_rewards: list[float] | None = None
     is_truncated: bool = False
     sampling_masks: SamplingMasks | None = None
+    teacher: ServedScores | None = None
 
     @property
     def is_scored(self) -> bool:
@@ -156,6 +159,8 @@ class MicroBatch:
       the rows is computed at position `computed_at[p]` of the C = `node_starts[n]` tokens that a model sees. These are
       the nodes of a forest in preorder: node i is `node_starts[i]` to `node_starts[i+1]`, and its descendants reach
       from there to `node_ends[i]`. All three are None if no row shares anything
+    - `teacher_log_probs` [T] float32, `teacher_top_ids` [T, K] int32 and `teacher_top_log_probs` [T, K] float32: what
+      teachers' servers said of each active label (`ServedScores`), 0 elsewhere; None without such a teacher
 
     A filler is a sequence without a trajectory, with `loss_mask` 0. It lets all ranks run the same number of
     micro-batches.
@@ -181,6 +186,9 @@ class MicroBatch:
     computed_at: np.ndarray | None = None
     node_starts: np.ndarray | None = None
     node_ends: np.ndarray | None = None
+    teacher_log_probs: np.ndarray | None = None
+    teacher_top_ids: np.ndarray | None = None
+    teacher_top_log_probs: np.ndarray | None = None
 
     @property
     def num_tokens(self) -> int:

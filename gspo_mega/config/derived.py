@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -33,6 +33,8 @@ from gspo_mega.config.schema import (
     Rollout,
     Server,
     Sft,
+    Teacher,
+    TeacherModel,
     Train,
     UserFunction,
 )
@@ -56,6 +58,7 @@ class SftConfig(Config):
 
 
 CommandConfig = TypeVar("CommandConfig", TrainConfig, SftConfig)
+TeacherT = TypeVar("TeacherT", bound=TeacherModel)
 
 
 def command_name(command: str | None) -> str | None:
@@ -158,6 +161,51 @@ def compares_within_groups(config: Config) -> bool:
 def trains_on_rewards(config: Config) -> bool:
     """Return whether rewards are trained on; otherwise they are only measured, and a teacher teaches."""
     return config.teacher is None or config.teacher.reward_weight > 0
+
+
+@dataclass(frozen=True)
+class OneTeacher:
+    """A teacher of a run: the `key` of its section, where it is (`settings`), and the `source` of the data whose rows
+    it scores; None for all rows.
+    """
+
+    key: str
+    settings: TeacherModel
+    source: str | None = None
+
+
+def teachers(config: Config) -> tuple[OneTeacher, ...]:
+    """Return the teachers of a run, in the order of the file. Their places are the teachers' numbers in packs."""
+    if config.teacher is None:
+        return ()
+    of_source = config.teacher.by_source
+    if not of_source:
+        return (OneTeacher("teacher", config.teacher),)
+    return tuple(OneTeacher(f"teacher.by_source.{place}", one, one.source) for place, one in enumerate(of_source))
+
+
+def teacher_folders(config: Config) -> tuple[str, ...]:
+    """Return the folders of the teachers that the ranks load, each once, in the order of the file."""
+    return tuple(dict.fromkeys(one.settings.path for one in teachers(config) if one.settings.path is not None))
+
+
+def with_teacher_folders(teacher: Teacher, folder_of: Callable[[str], str]) -> Teacher:
+    """Return the section with other folders in place of those of the teachers that the ranks load."""
+
+    def other(one: TeacherT) -> TeacherT:
+        return one if one.path is None else one.model_copy(update={"path": folder_of(one.path)})
+
+    return other(teacher).model_copy(update={"by_source": tuple(map(other, teacher.by_source))})
+
+
+def has_served_teacher(config: Config) -> bool:
+    """Return whether a server scores tokens as soon as they are sampled (`teacher.url`)."""
+    return any(one.settings.url is not None for one in teachers(config))
+
+
+def num_served_top(config: Config) -> int:
+    """Return how many most likely tokens a teacher's server is asked for at each place; 0 for none."""
+    return (config.teacher.top_k or 0) if config.teacher is not None and has_served_teacher(config) else 0
 
 
 def teacher_config(config: Config, has_experts: bool) -> Config:

@@ -12,19 +12,23 @@ from collections.abc import Iterator
 
 from gspo_mega.config.algorithms import CORRECTION_LIMITS, RECIPES
 from gspo_mega.config.derived import (
+    OneTeacher,
     corrects_engine_gap,
     critic_of,
     critic_path,
     filters_groups,
     has_sampling_masks,
+    has_served_teacher,
     hooks_of,
     is_one_turn,
     needs_old_log_prob_pass,
     on_publish,
     penalises_kl,
     policy_steps,
+    teacher_folders,
+    teachers,
 )
-from gspo_mega.config.prompt_sources import eval_sets, own_rewards
+from gspo_mega.config.prompt_sources import eval_sets, names_prompts, own_rewards, sources_of
 from gspo_mega.config.schema import Certify, Config, Episodes, Fp8, Mismatch, Objective, Teacher
 from gspo_mega.config.validate_episodes import ForeignOptions, validate_foreign_options
 
@@ -160,31 +164,50 @@ def _teacher_notices(config: Config) -> Iterator[str]:
     teacher = config.teacher
     if teacher is None:
         return
+    named = teachers(config)
+    who = ", ".join(f"{one.settings.path or one.settings.url}{_rows_of(one)}" for one in named)
+    who = f"teacher{'s' if len(named) > 1 else ''} {who}"
+    cost = []
+    if loaded := len(teacher_folders(config)):
+        models = "a second model" if loaded == 1 else f"{loaded} more models"
+        passes = "one more forward pass" if loaded == 1 else f"{loaded} more forward passes over all rows"
+        cost.append(f"{models} in memory and {passes} per step")
+    if has_served_teacher(config):
+        cost.append("a server reads each response once, at temperature 1, and the journal keeps what it said")
     if teacher.divergence != "sampled_token":
         whose = f"the {teacher.top_k_of}'s {teacher.top_k} most likely tokens, the others" if teacher.top_k else ""
         rest = "as one" if teacher.top_k_rest == "bucket" else "left out"
         over = f"{whose} {rest}" if whose else "the whole vocabulary"
+        heads = "the LM heads' products once more" if loaded else "a product with the policy's LM head once more"
         yield (
-            f"teacher {teacher.path}: {teacher.coefficient:g} x KL(policy || teacher) over {over} is added to the loss;"
-            " a second model in memory, one more forward pass per step, and the LM heads' products once more"
+            f"{who}: {teacher.coefficient:g} x KL(policy || teacher) over {over} is added to the loss;"
+            f" {'; '.join([*cost, heads])}"
         )
     else:
-        yield _sampled_teacher_notice(config, teacher)
+        yield f"{who}: {_sampled_teacher_term(config, teacher)}; {'; '.join(cost)}"
+    taught = {one.source for one in named}
+    untaught = (
+        [one.name for one in sources_of(config.data)] if names_prompts(config.data) and None not in taught else []
+    )
+    if untaught := [name for name in untaught if name not in taught]:
+        only = "; with reward_weight 0 nothing teaches them" if teacher.reward_weight == 0 else ""
+        yield f"teacher.by_source: rows of {', '.join(untaught)} have no teacher{only}"
     if teacher.reward_weight == 0:
         yield "teacher.reward_weight 0: rewards are measured and not trained on; groups of one response are valid"
 
 
-def _sampled_teacher_notice(config: Config, teacher: Teacher) -> str:
+def _rows_of(teacher: OneTeacher) -> str:
+    return "" if teacher.source is None else f" (rows of {teacher.source})"
+
+
+def _sampled_teacher_term(config: Config, teacher: Teacher) -> str:
     recipe = RECIPES[config.algorithm]
     way = (
         "is added to the objective as the term of GSPO-token, whose clip range it shares"
         if (recipe.ratio or config.objective.ratio) == "sequence"
         else "is added to each token's advantage"
     )
-    return (
-        f"teacher {teacher.path}: -{teacher.coefficient:g} x (log policy - log teacher) {way}; a second model in memory"
-        " and one more forward pass per step"
-    )
+    return f"-{teacher.coefficient:g} x (log policy - log teacher) {way}"
 
 
 def _correction_notices(config: Config) -> Iterator[str]:

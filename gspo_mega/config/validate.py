@@ -30,7 +30,6 @@ from gspo_mega.config.validate_learning import (
     validate_lora,
     validate_objective,
     validate_staleness,
-    validate_teacher,
 )
 from gspo_mega.config.validate_rewards import validate_reward_functions, validate_reward_services
 from gspo_mega.config.validate_servers import (
@@ -41,6 +40,7 @@ from gspo_mega.config.validate_servers import (
     validate_speculative,
 )
 from gspo_mega.config.validate_sharing import validate_sharing
+from gspo_mega.config.validate_teacher import validate_teacher
 
 # Bounds on the counts that a plan iterates over. Each is far beyond any machine; a larger number is refused before a
 # loop counts to it.

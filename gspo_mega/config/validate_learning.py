@@ -344,68 +344,6 @@ def _validate_critic_features(config: Config) -> Iterator[Violation]:
         )
 
 
-def validate_teacher(config: Config, command: str | None = None) -> Iterator[Violation]:
-    """Yield what contradicts a teacher (`teacher`) for every model. `certify` records old log-probs of its own. Rules
-    that need the two models are in `plan/teacher.py`.
-    """
-    teacher, recipe = config.teacher, RECIPES[config.algorithm]
-    if teacher is None:
-        return
-    if recipe.has_critic:
-        yield Violation(
-            "teacher",
-            f"with `algorithm: {recipe.name}`: advantages from a critic's values and from a teacher together are not"
-            " implemented; valid: an algorithm without a critic",
-        )
-    by_token = teacher.divergence == "sampled_token"
-    if by_token and recipe.facts.has_one_advantage:
-        yield Violation(
-            "teacher",
-            f"with `algorithm: {recipe.name}`, whose term of a whole sequence takes no advantage of a token; valid:"
-            " gspo and luspo, which get a second term, an algorithm with a term per token (gspo_token, grpo, ...), or"
-            " another teacher.divergence",
-        )
-    if by_token and config.objective.function is not None and config.objective.ratio == "sequence":
-        yield Violation(
-            "teacher",
-            "with `objective.function` of whole sequences, which takes no advantage of a token; valid: `ratio: token`,"
-            " or another teacher.divergence",
-        )
-    if (teacher.divergence == "top_k") != (teacher.top_k is not None):
-        missing = teacher.top_k is None
-        yield Violation(
-            "teacher.top_k",
-            "missing; `divergence: top_k` needs it"
-            if missing
-            else f"has no effect with `divergence: {teacher.divergence}`; leave it out, or use `divergence: top_k`",
-        )
-    for key in ("top_k_of", "top_k_rest"):
-        if teacher.divergence != "top_k" and getattr(teacher, key) != type(teacher).model_fields[key].default:
-            yield Violation(
-                f"teacher.{key}",
-                f"has no effect with `divergence: {teacher.divergence}`; leave it out, or use `divergence: top_k`",
-            )
-    cut = config.rollout.top_p < 1 or config.rollout.top_k > 0
-    if not by_token and cut:
-        yield Violation(
-            "teacher.divergence",
-            f"{teacher.divergence} with rollout.top_p {config.rollout.top_p:g} and rollout.top_k"
-            f" {config.rollout.top_k}: distributions are compared over tokens that sampling leaves out; valid:"
-            " sampled_token, or sampling from the whole vocabulary",
-        )
-    if config.old_log_probs == "rollout" and command != "certify":
-        yield Violation(
-            "old_log_probs",
-            "rollout with `teacher`: the servers' log-probs differ from the teacher's by the gap between the engines,"
-            " too; valid: trainer",
-        )
-    if config.rollout.filter_constant_groups:
-        yield Violation(
-            "rollout.filter_constant_groups",
-            "true with `teacher`, which teaches on groups whose rewards are all equal too; valid: false",
-        )
-
-
 def validate_staleness(config: Config) -> Iterator[Violation]:
     """Yield what makes it impossible for `diagnostics.exact_staleness` to measure staleness."""
     if not config.diagnostics.exact_staleness:

@@ -178,6 +178,11 @@ def _validate_service_deadline(watchdog: Watchdog, place: str, service: RemoteRe
             )
 
 
+def is_variable_name(text: str) -> bool:
+    """Return whether a text can be the name of an environment variable."""
+    return _VARIABLE.fullmatch(text) is not None
+
+
 def url_problem(url: str) -> str | None:
     """Return why a service's `url` is not valid, or None. The text never holds the URL, which may contain a secret."""
     if url.startswith("$"):

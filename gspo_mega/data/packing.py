@@ -35,7 +35,14 @@ ATTENTION_CROSSOVER_TOKENS = 8192
 TOKEN_ARRAYS = ("token_ids", "labels", "loss_mask", "rollout_log_probs")
 COUNTS = ("num_prompt_tokens", "num_response_tokens", "length")
 # The arrays that are in a pack only if they are asked for.
-_MORE_DTYPES = {"token_advantages": np.float64, "token_rewards": np.float64, "version_index": np.int64}
+_MORE_DTYPES = {
+    "token_advantages": np.float64,
+    "token_rewards": np.float64,
+    "version_index": np.int64,
+    "teacher_log_probs": np.float32,
+    "teacher_top_ids": np.int32,
+    "teacher_top_log_probs": np.float32,
+}
 # Numbers that are compared at once, few enough to stay in a core's cache.
 _BLOCK = 2**17
 
@@ -267,6 +274,7 @@ def build_micro_batch(
     token_keys: Sequence[str] = (),
     with_masks: bool = False,
     share_prefixes: SharePrefixes = "off",
+    num_top: int = 0,
 ) -> MicroBatch:
     """The arrays of one pack: the `rows` of `trajectories`, in that order; no rows give filler.
 
@@ -278,7 +286,8 @@ def build_micro_batch(
     `sequence` holds, [S] each: `num_prompt_tokens`, `num_response_tokens`, `length` (active response tokens) int64, and
     float64 of every key in `sequence_keys`, looked up in the trajectory; 0 in filler, which is one sequence of the
     smallest valid pack's length with `trajectory_index` -1. `token_keys`: `token_advantages`, `token_rewards` and
-    `version_index`, [R] of each trajectory, aligned as its log-probs are; not in the pack unless named. `with_masks`:
+    `version_index`, [R] of each trajectory, aligned as its log-probs are; not in the pack unless named, and so are
+    `teacher_log_probs` [R] and, of `num_top` K > 0, `teacher_top_ids` and `teacher_top_log_probs` [R, K]. `with_masks`:
     each trajectory with an active token has `sampling_masks`, [R], aligned in the same way.
 
     `share_prefixes`: unless it is off, rows are in tree order (`in_tree_order`), and what a row shares with the one
@@ -294,13 +303,14 @@ def build_micro_batch(
         order, shared = in_tree_order(shareable, share_prefixes, () if routes[0] is None else routes)
         rows, pad_multiple = [rows[place] for place in order], 1
     names = (*TOKEN_ARRAYS, *token_keys)
-    pieces = [_sequence_arrays(trajectories[row], row, pad_multiple, token_keys) for row in rows]
+    pieces = [_sequence_arrays(trajectories[row], row, pad_multiple, token_keys, num_top) for row in rows]
     masks = _packed_masks([trajectories[row] for row in rows], pieces) if with_masks else None
-    pieces = pieces or [_filler_arrays(pad_multiple, token_keys)]
+    pieces = pieces or [_filler_arrays(pad_multiple, token_keys, num_top)]
     sizes = [piece["token_ids"].shape[0] for piece in pieces]
     missing = -num_computed(sizes, shared) % pack_multiple
     for name in names:
-        pieces[-1][name] = np.pad(pieces[-1][name], (0, missing))
+        array = pieces[-1][name]
+        pieces[-1][name] = np.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1))
     sizes[-1] += missing
     forest = lay_out(sizes, shared) if any(shared) else None
 
@@ -335,7 +345,7 @@ def shareable_tokens(trajectory: Mapping[str, Any], share_prefixes: SharePrefixe
 
 
 def _sequence_arrays(
-    trajectory: Mapping[str, Any], row: int, pad_multiple: int, token_keys: Sequence[str]
+    trajectory: Mapping[str, Any], row: int, pad_multiple: int, token_keys: Sequence[str], num_top: int
 ) -> dict[str, Any]:
     prompt = np.asarray(trajectory["prompt_token_ids"], dtype=np.int64)
     response = np.asarray(trajectory["response_token_ids"], dtype=np.int64)
@@ -349,7 +359,7 @@ def _sequence_arrays(
     if prompt.size == 0:
         raise ValueError(f"trajectory in row {row}: no prompt token, so its first response token has no prediction")
     tokens = np.concatenate([prompt, response])
-    arrays = _filler_arrays(padded_length(tokens.size, pad_multiple), token_keys)
+    arrays = _filler_arrays(padded_length(tokens.size, pad_multiple), token_keys, num_top)
     arrays["token_ids"][: tokens.size] = tokens
     arrays["labels"][: tokens.size - 1] = tokens[1:]
     predicted = slice(prompt.size - 1, tokens.size - 1)
@@ -357,7 +367,8 @@ def _sequence_arrays(
     arrays["loss_mask"][predicted] = active
     arrays["rollout_log_probs"][predicted] = np.where(active, log_probs, 0)
     for key in token_keys:
-        arrays[key][predicted] = np.where(active, np.asarray(trajectory[key], _MORE_DTYPES[key]), 0)
+        given = np.asarray(trajectory[key], _MORE_DTYPES[key])
+        arrays[key][predicted] = np.where(active if given.ndim == 1 else active[:, None], given, 0)
     return arrays | {
         "num_prompt_tokens": prompt.size,
         "num_response_tokens": response.size,
@@ -376,13 +387,13 @@ def _packed_masks(trajectories: Sequence[Mapping[str, Any]], pieces: Sequence[Ma
     return SamplingMasks.join(parts)
 
 
-def _filler_arrays(size: int, token_keys: Sequence[str]) -> dict[str, Any]:
+def _filler_arrays(size: int, token_keys: Sequence[str], num_top: int) -> dict[str, Any]:
     return {
         "token_ids": np.zeros(size, np.int64),
         "labels": np.zeros(size, np.int64),
         "loss_mask": np.zeros(size, np.float32),
         "rollout_log_probs": np.zeros(size, np.float32),
-        **{key: np.zeros(size, _MORE_DTYPES[key]) for key in token_keys},
+        **{key: np.zeros((size, num_top) if "_top_" in key else size, _MORE_DTYPES[key]) for key in token_keys},
     } | dict.fromkeys(COUNTS, 0)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -19,8 +20,8 @@ from gspo_mega.base import progress
 from gspo_mega.base.records import MicroBatch
 from gspo_mega.engine.device_batch import DeviceBatch, to_device
 from gspo_mega.engine.invariant_layers import is_batch_invariant
-from gspo_mega.engine.log_probs import DivergenceRule, token_divergence, token_log_probs
-from gspo_mega.engine.losses import PassOutput
+from gspo_mega.engine.log_probs import DivergenceRule, divergence_from_top, token_divergence, token_log_probs
+from gspo_mega.engine.losses import PassOutput, TaughtStates, TaughtTokens
 from gspo_mega.engine.model import PolicyModel
 from gspo_mega.engine.precision import held_scales
 from gspo_mega.engine.process_groups import ParallelGroups
@@ -119,26 +120,26 @@ class Pipeline:
         self,
         batch: DeviceBatch,
         hidden: torch.Tensor,
-        taught: torch.Tensor,
-        teacher_weight: torch.Tensor,
+        taught: TaughtStates | TaughtTokens,
         rule: DivergenceRule,
     ) -> torch.Tensor:
-        """KL(policy || teacher) at this rank's active tokens, [N] float32 nats with gradient. hidden: the last stage's,
-        [t, 1, H]; the teacher's as in `token_divergence`.
+        """KL(policy || teacher) at the M active tokens of this rank that `taught` has, [M] float32 nats with gradient.
+        hidden: the last stage's, [t, 1, H].
         """
-        return token_divergence(
-            hidden,
-            self.chunks[-1].head_weight(),
-            batch.rows,
-            taught,
-            teacher_weight,
-            rule=rule,
+        weight = self.chunks[-1].head_weight()
+        rows = batch.rows if taught.places is None else batch.rows[taught.places]
+        shared: dict[str, Any] = dict(
             vocab_size=self.spec.vocab_size,
             temperature=self.temperature,
             tensor_group=self.groups.tensor,
             sequence_parallel=self.megatron_config.sequence_parallel,
             chunk_rows=self.log_prob_chunk_tokens,
         )
+        if isinstance(taught, TaughtTokens):
+            return divergence_from_top(
+                hidden, weight, rows, taught.ids, taught.log_probs, in_bucket=rule.in_bucket, **shared
+            )
+        return token_divergence(hidden, weight, rows, taught.states, taught.head_weight, rule=rule, **shared)
 
     def _index_of(self, model: torch.nn.Module) -> int:
         return next(index for index, candidate in enumerate(self.models) if candidate is model)

@@ -4,7 +4,8 @@
 evaluation all call it. Only rows that carry an active response token reach the LM head. The head is
 vocabulary-parallel; accumulation, log-softmax and entropy are fp32 (float64 stays). The backward pass computes each
 chunk's logits again and adds the head's gradient straight into Megatron's main gradient. `token_divergence` compares
-whole distributions of a policy and a teacher in the same way.
+whole distributions of a policy and a teacher in the same way, and `divergence_from_top` those of a policy and of a
+teacher of which only the most likely tokens are known.
 
 Where tokens were sampled from sets of kept ones (`KeptTokens`), with q = softmax(logits / temperature) over the whole
 vocabulary and S_t the set of token t, the log-prob is log(q[y_t] / q(S_t)), whose gradient with respect to the logits
@@ -514,6 +515,95 @@ def token_divergence(
         chunk_rows,
         rule,
     )
+
+
+class _ChunkedAmong(torch.autograd.Function):
+    """log softmax(h W^T / temperature) of K given tokens for each row, chunk by chunk, [N, K] fp32 nats.
+
+    hidden, weight: as in `_ChunkedLogProbs`; ids [N, K] int64, global. With upstream gradients g_k,
+
+        d / d x_j = sum_k g_k (1[j is the k-th token] - p_j).
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, ids, first_id, held, temperature, tensor_group, chunk_rows):
+        head = _Head(hidden, weight[:held], ids[:, 0], first_id, temperature, chunk_rows, False)
+        local = ids - first_id
+        is_held, columns = (local >= 0) & (local < held), local.clamp(0, max(held - 1, 0))
+        peaks = hidden.new_full((hidden.size(0),), float("-inf"), dtype=_accumulation_dtype(hidden))
+        totals, targets = torch.zeros_like(peaks), peaks.new_zeros(ids.shape)
+        for rows, logits in head.chunks():
+            targets[rows] = logits.gather(1, columns[rows]).masked_fill_(~is_held[rows], 0.0)
+            peaks[rows] = logits.amax(1)
+            totals[rows] = logits.sub_(peaks[rows, None]).exp_().sum(1)
+        highest = peaks.clone()
+        if tensor_group.size > 1 and peaks.numel():
+            dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=tensor_group.group)
+            scale = torch.where(totals == 0, 0.0, peaks - highest).exp()
+            sums = torch.cat([(totals * scale)[:, None], targets], dim=1)
+            dist.all_reduce(sums, group=tensor_group.group)
+            totals, targets = sums[:, 0], sums[:, 1:]
+        log_sums = highest + totals.log()
+        ctx.save_for_backward(hidden, weight, is_held, columns, log_sums)
+        ctx.first_id, ctx.held, ctx.temperature, ctx.chunk_rows = first_id, held, temperature, chunk_rows
+        return targets - log_sums[:, None]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grad_outputs: torch.Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (grad,) = grad_outputs
+        hidden, weight, is_held, columns, log_sums = ctx.saved_tensors
+        head = _Head(hidden, weight[: ctx.held], columns[:, 0], ctx.first_id, ctx.temperature, ctx.chunk_rows, False)
+        grad_hidden = torch.zeros_like(hidden)
+        grad_weight = _WeightGradient(weight, log_sums.dtype) if ctx.needs_input_grad[1] else None
+        grad = grad.to(log_sums.dtype) / ctx.temperature
+        total, own = grad.sum(1), grad.masked_fill(~is_held, 0.0)
+        for rows, logits in head.chunks():
+            share = logits.sub_(log_sums[rows, None]).exp_().mul_(-total[rows, None])
+            grad_logits = share.scatter_add_(1, columns[rows], own[rows]).to(hidden.dtype)
+            full = _with_enough_rows(grad_logits)
+            grad_hidden[rows] = _hidden_gradient(full, head.weight)[: grad_logits.size(0)]
+            if grad_weight is not None:
+                most = grad_logits.numel() // 4
+                _add_product(grad_weight.sum[: ctx.held], grad_logits.t(), hidden[rows], beta=1.0, most_numbers=most)
+        return grad_hidden, grad_weight.for_autograd() if grad_weight is not None else None, *[None] * 6
+
+
+def divergence_from_top(
+    hidden_states: torch.Tensor,
+    head_weight: torch.Tensor,
+    rows: torch.Tensor,
+    top_ids: torch.Tensor,
+    top_log_probs: torch.Tensor,
+    *,
+    in_bucket: bool,
+    vocab_size: int,
+    temperature: float,
+    tensor_group: RankGroup,
+    sequence_parallel: bool,
+    chunk_rows: int,
+) -> torch.Tensor:
+    """KL(policy || teacher) at each row over the teacher's K most likely tokens; [N] float32 nats, differentiable as
+    `token_divergence`, whose other arguments these are.
+
+    top_ids: [N, K] int64, K different tokens in each row; top_log_probs: [N, K] nats, the teacher's. in_bucket: as in
+    `DivergenceRule`. The teacher's tail is then 1 - sum q, and the policy's 1 - sum p, neither below the rounding of
+    these sums (2^-23 in fp32). Collective over the tensor group.
+    """
+    hidden = head_rows(hidden_states, rows, tensor_group=tensor_group, sequence_parallel=sequence_parallel)
+    first_id = tensor_group.rank * head_weight.size(0)
+    held = max(0, min(head_weight.size(0), vocab_size - first_id))
+    found = _ChunkedAmong.apply(hidden, head_weight, top_ids, first_id, held, temperature, tensor_group, chunk_rows)
+    log_p, log_q = found.double(), top_log_probs.detach().double()
+    if in_bucket:
+        least = torch.finfo(found.dtype).eps
+        log_p, log_q = (
+            torch.cat([part, (1 - part.exp().sum(1, keepdim=True)).clamp(min=least).log()], dim=1)
+            for part in (log_p, log_q)
+        )
+    else:
+        log_p, log_q = (part - part.logsumexp(1, keepdim=True) for part in (log_p, log_q))
+    return (log_p.exp() * (log_p - log_q)).sum(1).to(found.dtype)
 
 
 def head_rows(

@@ -319,15 +319,43 @@ class KlTerm:
 
 
 @dataclass
+class TaughtStates:
+    """A teacher's whole distributions at M of this rank's active tokens. `places` [M] int64: which of them, None for
+    all; `states` [M, H'] of the teacher's dtype, and `head_weight`: its head, [padded vocabulary / tensor, H'].
+    """
+
+    places: torch.Tensor | None
+    states: torch.Tensor
+    head_weight: torch.Tensor
+
+
+@dataclass
+class TaughtTokens:
+    """A teacher's K most likely tokens at M of this rank's active tokens. `places`: as in `TaughtStates`; `ids` [M, K]
+    int64, `log_probs` [M, K] float32 nats.
+    """
+
+    places: torch.Tensor | None
+    ids: torch.Tensor
+    log_probs: torch.Tensor
+
+
+@dataclass
 class TeacherScores:
-    """A teacher's scores of one micro-batch. `log_probs`: of this rank's active tokens, [N] float32 nats. If whole
-    distributions are compared, `states`: [N, H'] of the teacher's dtype, and `head_weight`: its head, [padded
-    vocabulary / tensor, H'].
+    """What teachers say of one micro-batch. `log_probs`: of this rank's active tokens, [N] float32 nats. `taught` [N]
+    bool: which tokens have a teacher, None for all; the others' log-probs have no meaning. `distributions`: what whole
+    distributions are compared with; each token is in at most one of them.
     """
 
     log_probs: torch.Tensor
-    states: torch.Tensor | None = None
-    head_weight: torch.Tensor | None = None
+    taught: torch.Tensor | None = None
+    distributions: Sequence[TaughtStates | TaughtTokens] = ()
+
+    def beside(self, student_log_probs: torch.Tensor) -> torch.Tensor:
+        """The teacher's log-probs, and the student's where a token has no teacher, which makes its k 0."""
+        if self.taught is None:
+            return self.log_probs
+        return torch.where(self.taught, self.log_probs, student_log_probs.detach().to(self.log_probs.dtype))
 
 
 @dataclass
@@ -344,12 +372,13 @@ class TeacherTerm:
 
     def guidance(self, index: int, batch: DeviceBatch, student_log_probs: torch.Tensor) -> TokenGuidance:
         """The advantages of the active tokens of micro-batch `index`. student_log_probs: [N] float nats, pi_old's."""
-        require_finite_tokens(batch, teacher_log_probs=self.scores[index].log_probs)
+        theirs = self.scores[index].beside(student_log_probs)
+        require_finite_tokens(batch, teacher_log_probs=theirs)
         return token_guidance(
             self.coefficient if self.rule is None else 0.0,
             self.reward_weight,
             student_log_probs=student_log_probs,
-            teacher_log_probs=self.scores[index].log_probs,
+            teacher_log_probs=theirs,
             mask=torch.ones_like(batch.sequence_ids),
             segment_ids=batch.sequence_ids,
             advantages=batch.sequence["advantage"],
@@ -414,8 +443,14 @@ class PolicyLoss:
         """
         if self.teacher is None or self.teacher.rule is None:
             return
-        scores = self.teacher.scores[self.next_index]
-        self.divergence = diverge(scores.states, scores.head_weight, self.teacher.rule)
+        whole: torch.Tensor | None = None
+        for part in self.teacher.scores[self.next_index].distributions:
+            found = diverge(part, self.teacher.rule)
+            if part.places is not None:
+                blank = found.new_zeros(len(batch.rows)) if whole is None else whole
+                found = blank.index_put((part.places,), found)
+            whole = found
+        self.divergence = whole if whole is not None else torch.zeros(len(batch.rows), device=batch.rows.device)
         require_finite_tokens(batch, divergence=self.divergence)
 
     def __call__(self, batch: DeviceBatch, log_probs: torch.Tensor, entropies: torch.Tensor | None) -> PassOutput:
@@ -524,11 +559,13 @@ class PolicyLoss:
                     **own,
                 )
                 loss = loss + second.loss
+            scores = self.teacher.scores[index]
             totals["teacher_sums"] = teacher_sums(
                 guidance,
                 student_log_probs=both["old_log_probs"],
-                teacher_log_probs=self.teacher.scores[index].log_probs,
+                teacher_log_probs=scores.beside(both["old_log_probs"]),
                 mask=shared["mask"],
+                taught=scores.taught,
                 clipped=None if second is None else second.clipped_high | second.clipped_low | second.dual_clipped,
                 divergence=self.divergence,
             )

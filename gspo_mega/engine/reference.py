@@ -2,34 +2,36 @@
 
 `ReferencePolicy` is the same model in the same layout, never trained and never saved; the layer above loads its
 weights. Its log-probs come from the same function, packs and precision as the policy's. `FrozenBase` takes its place
-where adapters are trained. `TeacherModel` is a frozen model of its own size in the same layout. `Snapshots` keeps the
-policy's weights of earlier versions on the host, and measures with them how far the policy has moved since stale tokens
-were sampled.
+where adapters are trained. `TeacherModel` is a frozen model of its own size in the same layout, and `Teachers` are all
+that a run has, those on servers too. `Snapshots` keeps the policy's weights of earlier versions on the host, and
+measures with them how far the policy has moved since stale tokens were sampled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from gspo_mega.algorithm.objective import segment_sum
 from gspo_mega.algorithm.terms import STALENESS_SUMS
 from gspo_mega.base.records import MicroBatch
-from gspo_mega.config.derived import teacher_config
+from gspo_mega.config.derived import num_served_top, teacher_config, teacher_folders, teachers
 from gspo_mega.config.schema import Config
 from gspo_mega.engine.adapters import without_adapters
-from gspo_mega.engine.device_batch import DeviceBatch, to_device
+from gspo_mega.engine.device_batch import DeviceBatch, held_rows, to_device
 from gspo_mega.engine.forward_backward import Pipeline
 from gspo_mega.engine.log_probs import head_rows
-from gspo_mega.engine.losses import PassOutput, TeacherScores, require_finite_tokens
+from gspo_mega.engine.losses import PassOutput, TaughtStates, TaughtTokens, TeacherScores, require_finite_tokens
 from gspo_mega.engine.model import build_chunks, transformer_config
 from gspo_mega.engine.policy import OldState, PolicyEngine
-from gspo_mega.engine.process_groups import ParallelGroups, dismantle_with_groups
+from gspo_mega.engine.process_groups import ParallelGroups, device, dismantle_with_groups
 from gspo_mega.engine.routing import Routers, RoutingPass
+from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.models.spec import ModelSpec
 
 
@@ -78,9 +80,9 @@ class ReferencePolicy:
 
 
 class TeacherModel(ReferencePolicy):
-    """This rank's part of a teacher (`teacher`), frozen as a reference is. `spec`: the teacher's. It takes the policy's
-    packs, whose token ids mean the same to it. `keeps_states`: its scores have states, because whole distributions are
-    compared.
+    """This rank's part of a teacher with a `path`, frozen as a reference is. `spec`: the teacher's. It takes the
+    policy's packs, whose token ids mean the same to it. `keeps_states`: its scores have states, because whole
+    distributions are compared.
 
     Constructing it is collective over all ranks.
     """
@@ -100,7 +102,81 @@ class TeacherModel(ReferencePolicy):
         if not states:
             return [TeacherScores(values) for values in log_probs]
         weight = self.chunks[-1].head_weight()
-        return [TeacherScores(values, own, weight) for values, own in zip(log_probs, states, strict=True)]
+        return [
+            TeacherScores(values, distributions=(TaughtStates(None, own, weight),))
+            for values, own in zip(log_probs, states, strict=True)
+        ]
+
+
+class Teachers:
+    """All teachers of a run (`teacher`). `models`: this rank's part of each that the ranks load, by folder; untrained
+    until loaded. The scores of the others, which are servers, come with the packs.
+
+    A teacher of one source scores its rows only. Each model still reads all packs, because their layout is the
+    policy's, and its scores of the other rows are left out.
+    """
+
+    def __init__(self, config: Config, groups: ParallelGroups) -> None:
+        """Collective over all ranks."""
+        self._named, self._groups, self._has_top = teachers(config), groups, num_served_top(config) > 0
+        self.models: dict[str, TeacherModel] = {}
+        for folder in teacher_folders(config):
+            self.models[folder] = TeacherModel(config, read_model_spec(folder), groups)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all parameters on this rank."""
+        return sum(model.num_bytes for model in self.models.values())
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether scores hold states, which are large."""
+        return any(model.keeps_states for model in self.models.values())
+
+    def score(self, micro_batches: list[MicroBatch]) -> list[TeacherScores]:
+        """As `TeacherModel.score`, of each token's own teacher. Collective."""
+        by_folder = {folder: model.score(micro_batches) for folder, model in self.models.items()}
+        if len(self._named) == 1 and self._named[0].source is None and by_folder:
+            (found,) = by_folder.values()
+            return found
+        if not self._groups.is_last_stage:
+            return []
+        return [
+            self._of_each_token(micro_batch, {folder: scores[index] for folder, scores in by_folder.items()})
+            for index, micro_batch in enumerate(micro_batches)
+        ]
+
+    def _of_each_token(self, micro_batch: MicroBatch, by_folder: Mapping[str, TeacherScores]) -> TeacherScores:
+        held, rows = held_rows(micro_batch, self._groups)
+        active = held[rows].numpy()
+        number = np.zeros(len(active))
+        if "teacher" in micro_batch.sequence:
+            number = micro_batch.sequence["teacher"][micro_batch.sequence_ids[active]]
+        log_probs = torch.zeros(len(active), device=device())
+        distributions: list[TaughtStates | TaughtTokens] = []
+        for place, one in enumerate(self._named):
+            mine = np.flatnonzero(number == place)
+            places = torch.from_numpy(mine).to(device())
+            if one.settings.path is not None:
+                scores = by_folder[one.settings.path]
+                log_probs[places] = scores.log_probs[places]
+                for part in scores.distributions:
+                    assert isinstance(part, TaughtStates)
+                    distributions.append(TaughtStates(places, part.states[places], part.head_weight))
+                continue
+            log_probs[places] = _packed(micro_batch.teacher_log_probs, active[mine])
+            if self._has_top:
+                ids = _packed(micro_batch.teacher_top_ids, active[mine]).long()
+                tops = _packed(micro_batch.teacher_top_log_probs, active[mine])
+                distributions.append(TaughtTokens(places, ids, tops))
+        taught = None if (number >= 0).all() else torch.from_numpy(number >= 0).to(device())
+        return TeacherScores(log_probs, taught, distributions)
+
+
+def _packed(values: np.ndarray | None, places: np.ndarray) -> torch.Tensor:
+    """Values of a pack at these places, on this rank's device."""
+    assert values is not None, "the pack has no scores of a teacher's server"
+    return torch.from_numpy(values[places]).to(device())
 
 
 @dataclass

@@ -10,6 +10,7 @@ commands need not; `trial_process.py` starts it.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib.util
 import json
@@ -24,7 +25,7 @@ from gspo_mega.agents.demonstrated import demonstration_encoder
 from gspo_mega.base import errors
 from gspo_mega.base.errors import GspoMegaError
 from gspo_mega.config import Config, load_config
-from gspo_mega.config.derived import critic_of, is_one_turn, penalises_kl
+from gspo_mega.config.derived import critic_of, is_one_turn, penalises_kl, teachers
 from gspo_mega.config.prompt_sources import eval_sets, names_prompts, sources_of
 from gspo_mega.config.schema import Data
 from gspo_mega.data.chat import check_vocabulary, load_tokenizer
@@ -35,6 +36,7 @@ from gspo_mega.models.end_tokens import planned_end_tokens
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.models.value_models import SCORE, critic_tensors, is_ignored_critic_tensor, read_critic_spec
 from gspo_mega.rollout.server.spec import argument_names, check_options_sglang
+from gspo_mega.rollout.teacher_server import first_look
 from gspo_mega.train.held_out import LoadedSet, row_check
 from gspo_mega.train.hook_trial import try_hooks
 from gspo_mega.train.rollouts import episode_driver
@@ -223,8 +225,9 @@ def folders_of(trial: Trial) -> list[tuple[str, str, bool]]:
     trains = trial.command in ("train", "replay")
     if trains and (config.kl.coefficient > 0 or penalises_kl(config)) and config.kl.reference_path is not None:
         found.append(("kl.reference_path", config.kl.reference_path, False))
-    if trains and config.teacher is not None:
-        found.append(("teacher.path", config.teacher.path, False))
+    if trains:
+        models = [(f"{one.key}.path", one.settings.path) for one in teachers(config)]
+        found += [(key, path, False) for key, path in models if path is not None]
     critic = critic_of(config.algorithm, config.critic)
     if trains and not trial.keeps_weights and critic is not None and critic.path is not None:
         found.append(("critic.path", critic.path, True))
@@ -256,6 +259,21 @@ def _server_options(trial: Trial) -> None:
             check_options_sglang(server.options, argument_names(Path(package.origin).parent))
 
 
+def _teacher_servers(trial: Trial) -> None:
+    """Compare the tokenizers of teachers' servers that are up."""
+    config = trial.config
+    recorded = config.train is not None and config.train.from_rollouts is not None
+    if trial.tokenizer is None or recorded:
+        return
+    for one in teachers(config):
+        if one.settings.url is None:
+            continue
+        with trial.at(f"{one.key}.url"):
+            spec = read_model_spec(config.model.path)
+            if (notice := asyncio.run(first_look(one, trial.tokenizer, spec.vocab_size))) is not None:
+                trial.notices.append(notice)
+
+
 _SAMPLES = ("train", "sft", "eval", "budget")
 
 CHECKS: tuple[Check, ...] = (
@@ -267,6 +285,7 @@ CHECKS: tuple[Check, ...] = (
     Check("functions in place of built-in parts", ("train", "replay"), _hooks),
     Check("demonstrations", ("sft",), _demonstrations),
     Check("arguments for SGLang, where it is installed here", _SAMPLES, _server_options),
+    Check("tokenizers of teachers' servers", ("train",), _teacher_servers),
     Check("names, shapes and types of the stored tensors", (*_SAMPLES, "replay"), _stored_tensors),
 )
 

@@ -131,6 +131,7 @@ ROLLOUT_COUNTS = {
             " they lack their experts"
         ),
     ),
+    "num_teacher_retries": ("requests", "requests to a teacher's server (teacher.url) that failed and were sent again"),
     "num_registration_errors": ("readings", "reads of a server's registration that failed in the file system"),
     "num_reward_failures": (
         "trajectories",
@@ -225,6 +226,11 @@ _TEACHER: dict[str, tuple[str, Reduction, str]] = {
         "1",
         "mean",
         "|A| of a token that is the teacher's: teacher.coefficient x |log policy - log teacher|",
+    ),
+    "token_fraction": (
+        "fraction",
+        "ratio",
+        "tokens that have a teacher (teacher.by_source); the others enter no other",
     ),
     "advantage_share": ("fraction", "ratio", "the teacher's part of |A|, over all tokens; the rest is the rewards'"),
     "clip_fraction": (

@@ -12,6 +12,7 @@ Nothing is allocated here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from gspo_mega.config.derived import critic_config, critic_of
@@ -173,8 +174,8 @@ def stage_memory(config: Config, layout: Layout, shares: ModelShares, stage: int
     exact = sum(size for part, size in parts.always.items() if part not in (GROUPS, "reserve"))
     whole = _largest_tensor(spec) * WEIGHT_BYTES[config.precision]
     head, states = head_activations(config, spec, layout), 0
-    if (found := teacher_shares(config)) is not None and stage == layout.pipeline - 1:
-        states, logits = teacher_head_bytes(config, layout, found[1].spec)
+    if stage == layout.pipeline - 1:
+        states, logits = teacher_head_bytes(config, layout, [shares.spec for _, shares in teacher_shares(config)])
         head = replace(head, chunk_backward=head.chunk_backward + logits)
     parts.phases["old pass"], parts.phases["training"] = _passes(config, spec, layout, stage, head)
     if states:
@@ -204,15 +205,17 @@ def stage_memory(config: Config, layout: Layout, shares: ModelShares, stage: int
     )
 
 
-def teacher_head_bytes(config: Config, layout: Layout, teacher: ModelSpec) -> tuple[int, int]:
-    """Return the bytes on the last stage if whole distributions are compared with a teacher's: (its states of a
-    mini-batch, its logits beside the policy's, their difference and the chosen tokens).
+def teacher_head_bytes(config: Config, layout: Layout, taught: Sequence[ModelSpec]) -> tuple[int, int]:
+    """Return the bytes on the last stage if whole distributions are compared with those of teachers that the ranks
+    load: (all states of a mini-batch, a teacher's logits beside the policy's, their difference and the chosen tokens).
+    `taught`: these teachers.
     """
-    if config.teacher is None or config.teacher.divergence == "sampled_token":
+    if config.teacher is None or config.teacher.divergence == "sampled_token" or not taught:
         return 0, 0
     tokens = most_micro_batches(config, layout) * config.batch.micro_batch_tokens / layout.context
     chunk = config.batch.log_prob_chunk_tokens * (layout.padded_vocab_size // layout.tensor)
-    return round(tokens * teacher.hidden_size * WEIGHT_BYTES[config.precision]), chunk * (4 + 4 + 1)
+    width = sum(teacher.hidden_size for teacher in taught)
+    return round(tokens * width * WEIGHT_BYTES[config.precision]), chunk * (4 + 4 + 1)
 
 
 def _passes(

@@ -346,7 +346,7 @@ def _state(figures: Estimate, compared: str) -> list[str]:
         if size.snapshots:
             lines.append(f"{where}, weights of earlier versions on the host: {_gib(size.snapshots)}")
         if size.teacher:
-            lines.append(f"{where}, including the frozen teacher: {_gib(size.teacher)}")
+            lines.append(f"{where}, including the frozen teacher or teachers: {_gib(size.teacher)}")
         if size.reference:
             lines.append(f"{where}, including the frozen reference of the KL {compared}: {_gib(size.reference)}")
     for stage in shown if figures.critic_states else ():

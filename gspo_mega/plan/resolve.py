@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gspo_mega.base.errors import ModelError, PlanError
-from gspo_mega.config.derived import critic_of, has_transformer_engine_layers, penalises_kl
+from gspo_mega.config.derived import critic_of, has_transformer_engine_layers, penalises_kl, with_teacher_folders
 from gspo_mega.config.loader import LoadedConfig
 from gspo_mega.config.schema import Config
 from gspo_mega.models.end_tokens import planned_end_tokens
@@ -63,7 +63,7 @@ def plan_run(loaded: LoadedConfig, device: Device | None = None, model: str | Pa
         place = f"{loaded.where('model.path')}: model.path: "
         raise ModelError("\n".join(place + line for line in str(error).splitlines())) from None
     if model is not None and config.teacher is not None:  # the teacher may not be here either: take one of that shape
-        config = config.model_copy(update={"teacher": config.teacher.model_copy(update={"path": str(source)})})
+        config = config.model_copy(update={"teacher": with_teacher_folders(config.teacher, lambda path: str(source))})
     compares = config.kl.coefficient > 0 or penalises_kl(config)
     if model is None and compares and config.kl.reference_path is not None:
         _check_same_shape(config.kl.reference_path, spec, f"{loaded.where('kl.reference_path')}: kl.reference_path: ")

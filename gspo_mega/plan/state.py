@@ -17,7 +17,7 @@ from functools import cached_property, lru_cache
 from itertools import pairwise
 from pathlib import Path
 
-from gspo_mega.config.derived import penalises_kl, teacher_config
+from gspo_mega.config.derived import penalises_kl, teacher_config, teacher_folders
 from gspo_mega.config.schema import Config, Lora
 from gspo_mega.models.families import HEAD
 from gspo_mega.models.huggingface import read_model_spec
@@ -522,16 +522,16 @@ def _shares_of(path: str, _changed: int) -> ModelShares:
     return ModelShares(read_model_spec(path))
 
 
-def teacher_shares(config: Config) -> tuple[Config, ModelShares] | None:
-    """The configuration that the teacher is built with, and its parameters; None without a teacher. Raises ModelError
-    if its folder cannot be read.
+def teacher_shares(config: Config) -> list[tuple[Config, ModelShares]]:
+    """For each teacher that the ranks load, the configuration that it is built with, and its parameters. Raises
+    ModelError if its folder cannot be read.
     """
-    if config.teacher is None:
-        return None
-    path = Path(config.teacher.path)
-    described = path / "config.json" if path.is_dir() else path
-    shares = _shares_of(str(path), described.stat().st_mtime_ns if described.exists() else 0)
-    return teacher_config(config, shares.spec.moe is not None), shares
+    found = []
+    for path in map(Path, teacher_folders(config)):
+        described = path / "config.json" if path.is_dir() else path
+        shares = _shares_of(str(path), described.stat().st_mtime_ns if described.exists() else 0)
+        found.append((teacher_config(config, shares.spec.moe is not None), shares))
+    return found
 
 
 def teacher_layout(config: Config, layout: Layout, spec: ModelSpec) -> Layout:
@@ -546,10 +546,9 @@ def teacher_layout(config: Config, layout: Layout, spec: ModelSpec) -> Layout:
 
 
 def with_teacher(size: StateBytes, config: Config, layout: Layout, stage: int) -> StateBytes:
-    """`size`, with the bytes of the teacher's weights on the fullest rank of a stage; `size` itself without one."""
-    found = teacher_shares(config)
-    if found is None:
-        return size
-    own, shares = found
-    state = shares.state(own, teacher_layout(own, layout, shares.spec), stage).largest
-    return replace(size, teacher=frozen_bytes(own, state))
+    """`size`, with the bytes of all teachers' weights on the fullest rank of a stage."""
+    states = [
+        (own, shares.state(own, teacher_layout(own, layout, shares.spec), stage).largest)
+        for own, shares in teacher_shares(config)
+    ]
+    return replace(size, teacher=sum(frozen_bytes(own, state) for own, state in states))

@@ -1,8 +1,8 @@
-"""Whether a teacher (`teacher`) can score what the policy samples, in the policy's layout; known before a start.
+"""Whether teachers (`teacher`) can score what the policy samples, in the policy's layout; known before a start.
 
-The teacher is a frozen model of any supported family and size. It must have the policy's tokenizer, because token ids
-that were sampled are scored as they are, and it must divide over the policy's ranks. What it holds is in `state.py`
-(`with_teacher`). No torch.
+A teacher that the ranks load is a frozen model of any supported family and size. It must have the policy's tokenizer,
+because token ids that were sampled are scored as they are, and it must divide over the policy's ranks. What it holds is
+in `state.py` (`with_teacher`). Nothing here is about a teacher's server. No torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_mega.base.errors import GspoMegaError, ModelError, PlanError, Violation
-from gspo_mega.config.derived import teacher_config
+from gspo_mega.config.derived import teacher_config, teachers
 from gspo_mega.config.schema import Config
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.models.spec import ModelSpec
@@ -34,14 +34,20 @@ def check_teacher(
     where: Callable[[str], str] = lambda key: "configuration",
     device: Device | None = None,
 ) -> None:
-    """Check that the teacher can score what the policy samples. `spec`, `policy`: the policy's shape and folder.
+    """Check that each teacher with a `path` can score what the policy samples. `spec`, `policy`: the policy's shape and
+    folder.
 
-    Raises ModelError if the teacher's folder cannot be read or has another tokenizer or a smaller vocabulary, and
+    Raises ModelError if a teacher's folder cannot be read or has another tokenizer or a smaller vocabulary, and
     PlanError if the teacher does not fit the layout; both with the key's place.
     """
-    if config.teacher is None:
-        return
-    place, path = f"{where('teacher.path')}: teacher.path: ", config.teacher.path
+    for one in teachers(config):
+        if one.settings.path is not None:
+            key = f"{one.key}.path"
+            _check_model(config, spec, policy, one.settings.path, f"{where(key)}: {key}: ", device)
+
+
+def _check_model(config: Config, spec: ModelSpec, policy: Path, path: str, place: str, device: Device | None) -> None:
+    assert config.teacher is not None
     try:
         theirs = read_model_spec(path)
         if policy.is_dir() and (text := tokenizer_difference(Path(path), policy)):

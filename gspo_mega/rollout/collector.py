@@ -58,12 +58,16 @@ class Collector:
         eos_token_ids: Sequence[int],
         clock: Callable[[], float] = time.monotonic,
         snapshot: Callable[[], Any] = lambda: None,
+        teach: Callable[[Episode], Awaitable[None]] | None = None,
     ) -> None:
-        """`snapshot` returns the present position in `prompts`."""
+        """`snapshot` returns the present position in `prompts`. `teach` gets each episode to train on once it is
+        scored, as `score` before it.
+        """
         self._config = config
         self._pool = pool
         self._prompts = prompts
         self._maker = EpisodeMaker(driver, score)
+        self._teach = teach
         self._eos_token_ids = tuple(eos_token_ids)
         self._clock = clock
         self._snapshot = snapshot
@@ -220,13 +224,19 @@ class Collector:
             self._scheduler = self._new_scheduler()
         return await self._scheduler.take(asked)
 
+    async def _score_and_teach(self, episode: Episode) -> None:
+        assert self._teach is not None
+        await self._maker.score(episode)
+        await self._teach(episode)
+
     def _new_scheduler(self) -> GroupScheduler:
         config, rollout, batch = self._config, self._config.rollout, self._config.batch
         allowed = batch.prompts_per_step * (rollout.max_oversampling if filters_groups(rollout) else 1)
+        maker = self._maker if self._teach is None else EpisodeMaker(self._maker.driver, self._score_and_teach)
         sampled = SampledGroups(
             config,
             self._pool,
-            self._maker,
+            maker,
             batch.group_size,
             self._params(rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p),
             least_episodes=batch.prompts_per_step * batch.group_size,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,16 @@ from gspo_mega.algorithm.objective import mini_batch_denominator
 from gspo_mega.base.episodes import ENDED_BY_LIMIT, Episode, RolloutBatch, leaf_ids
 from gspo_mega.base.errors import RewardError, RolloutError
 from gspo_mega.base.records import MicroBatch, Trajectory
-from gspo_mega.config.derived import REWARDS_NEEDED, critic_of, has_sampling_masks, least_of_group
+from gspo_mega.base.served_scores import ServedScores
+from gspo_mega.config.derived import (
+    REWARDS_NEEDED,
+    critic_of,
+    has_sampling_masks,
+    has_served_teacher,
+    least_of_group,
+    num_served_top,
+    teachers,
+)
 from gspo_mega.config.schema import Batch, Config, Reward, Run
 from gspo_mega.data.demonstrations import Demonstration
 from gspo_mega.data.forest import SharePrefixes
@@ -300,6 +309,22 @@ def assemble(
         for record in records:
             record["advantage"] = 0.0  # until the critic's values are known
     with_masks = has_masks(trajectories, num_tokens, has_sampling_masks(config.rollout))
+    num_top = num_served_top(config)
+    named = teachers(config)
+    if any(one.source is not None for one in named):
+        by_sequence = (*by_sequence, "teacher")
+        number_of = {one.source: number for number, one in enumerate(named)}
+        for record, t in zip(records, trajectories, strict=True):
+            record["teacher"] = number_of.get(t.prompt.source, -1)
+    if has_served_teacher(config):
+        tops = ("teacher_top_ids", "teacher_top_log_probs") if num_top else ()
+        by_token = (*by_token, "teacher_log_probs", *tops)
+        is_served = {one.source: one.settings.url is not None for one in named}
+        for record, t, count in zip(records, trajectories, num_tokens, strict=True):
+            served = is_served.get(None, is_served.get(t.prompt.source, False)) and count > 0
+            scores = served_scores(t, num_top) if served else ServedScores.none(t.num_response_tokens, num_top)
+            record["teacher_log_probs"] = scores.log_probs
+            record["teacher_top_ids"], record["teacher_top_log_probs"] = scores.top_ids, scores.top_log_probs
     versions = sorted({v for t in trajectories for v in _versions_of(t)})
     if len(versions) > 1 or (weight_version is not None and versions not in ([], [weight_version])):
         by_token = (*by_token, "version_index")
@@ -328,7 +353,8 @@ def assemble(
                 group_ids=list(group_of.values()),
             )
         repeated = _num_repeated(packs_of, trajectories) if config.batch.share_prefixes != "off" else 0
-        packed = _packed(records, packs_of, layout, by_sequence, by_token, with_masks, config.batch.share_prefixes)
+        sharing = config.batch.share_prefixes
+        packed = _packed(records, packs_of, layout, by_sequence, by_token, with_masks, sharing, num_top)
         for shard, micro_batches in zip(shards, packed, strict=True):
             for micro_batch in micro_batches:
                 micro_batch.versions = np.array(versions, np.int64) if "version_index" in by_token else None
@@ -372,6 +398,7 @@ def _packed(
     token_keys: tuple[str, ...] = (),
     with_masks: bool = False,
     share_prefixes: SharePrefixes = "off",
+    num_top: int = 0,
 ) -> list[list[MicroBatch]]:
     """The micro-batches of every data-parallel rank, the same number on each. `packs_of`: the rows of `records` in each
     pack, by rank.
@@ -387,6 +414,7 @@ def _packed(
             token_keys,
             with_masks,
             share_prefixes,
+            num_top,
         )
 
     count = max(len(packs) for packs in packs_of)
@@ -418,6 +446,21 @@ def has_masks(trajectories: Sequence[Trajectory], num_tokens: Sequence[int], req
             if required
             else f", and {len(trained) - len(lacking)} others of its batch have"
         )
+    )
+
+
+def served_scores(trajectory: Trajectory, num_top: int) -> ServedScores:
+    """Return what a teacher's server said of a row that is trained. Raises RolloutError naming the row if it was
+    recorded without that, or without as many of the teacher's most likely tokens.
+    """
+    scores = trajectory.teacher
+    if scores is not None and scores.num_top >= num_top:
+        return replace(scores, top_ids=scores.top_ids[:, :num_top], top_log_probs=scores.top_log_probs[:, :num_top])
+    lacks = "no scores of a teacher's server" if scores is None else f"a teacher's {scores.num_top} most likely tokens"
+    raise RolloutError(
+        f"trajectory {trajectory.trajectory_id} has {lacks}, and `teacher.url` needs"
+        f" {f'{num_top} at each place' if num_top else 'them'}: it was recorded without, or journal.prune_routes"
+        " removed them. Valid: a teacher with `path`, or new samples"
     )
 
 

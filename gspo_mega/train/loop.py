@@ -56,9 +56,8 @@ def run_train(context: WorkerContext) -> dict[str, Any] | None:
             which = "the model without adapters" if size == 0 else reference_path(config.kl, config.model)
             what = "KL term" if config.kl.coefficient > 0 else "KL penalty"
             session.say(f"reference policy of the {what}: {which}, {size:.2f} GiB of parameters on this rank")
-        if session.teacher is not None and config.teacher is not None:
-            size = session.teacher.num_bytes / 1024**3
-            session.say(f"teacher: {config.teacher.path}, {size:.2f} GiB of parameters on this rank")
+        for folder, model in session.teachers.models.items() if session.teachers is not None else ():
+            session.say(f"teacher: {folder}, {model.num_bytes / 1024**3:.2f} GiB of parameters on this rank")
         for line in session.lead.source.describe() if session.lead is not None else ():
             session.say(line)
         stop = start(session)
@@ -241,7 +240,7 @@ def train_policy(
     settings = objective_settings(config.algorithm, config.objective)
     frozen_of = reference or [None] * len(work.mini_batches)
     scores: list[list[TeacherScores] | None] = [None] * len(work.mini_batches)
-    teacher = session.teacher
+    teacher = session.teachers
     if teacher is not None and not teacher.keeps_states:
         with session.phase("teacher"):
             scores = [teacher.score(m.micro_batches) for m in work.mini_batches]

@@ -62,8 +62,11 @@ class Rank0:
             new_groups = RecordedSource(RunFolder(recorded_dir).journal_dir, hook_fingerprints(config, sampled=False))
         else:
             fingerprints = made_by(config)
-            self._rollouts = self._cleanup.enter_context(Rollouts(config, spec, self.attempt, needs_answers))
+            rollouts = Rollouts(config, spec, self.attempt, needs_answers, teaches=needs_answers)
+            self._rollouts = self._cleanup.enter_context(rollouts)
             self._rollouts.pool.tell = context.console
+            if self._rollouts.teachers is not None:
+                self._rollouts.teachers.tell = context.console
             new_groups = LiveSource(self._rollouts, fingerprints)
         self.source = journalled_source(config, Journal(self.run_folder.journal_dir), new_groups, self.console)
         self._cleanup.enter_context(self.writer)

@@ -308,7 +308,8 @@ class StepReport:
             taught = _total([report.totals.get("teacher_sums") for report in self._reports("train")])
             second = not has_token_terms(objective_settings(config.algorithm, config.objective))
             whole = config.teacher.divergence != "sampled_token"
-            found = teacher_metrics(taught.tolist(), has_second_term=second, has_divergence=whole)
+            some = bool(config.teacher.by_source)
+            found = teacher_metrics(taught.tolist(), has_second_term=second, has_divergence=whole, by_source=some)
             metrics |= {f"teacher/{name}": value for name, value in found.items()}
         old, train = self._columns("old"), self._columns("train")
         sums = old[MISMATCH_SUMS.name]

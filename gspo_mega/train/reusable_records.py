@@ -26,7 +26,7 @@ from gspo_mega.agents.protocol import BUILTINS as EPISODES
 from gspo_mega.base.episodes import Group, RolloutBatch
 from gspo_mega.base.records import Prompt, distinct_values
 from gspo_mega.base.untrusted import open_regular, read_bytes
-from gspo_mega.config.derived import has_sampling_masks, hooks_of
+from gspo_mega.config.derived import has_sampling_masks, has_served_teacher, hooks_of, num_served_top, teachers
 from gspo_mega.config.prompt_sources import sources_of
 from gspo_mega.config.schema import Config, Data, Episodes, OwnReward, Reward, RewardFunction, Rollout
 from gspo_mega.data.journal.episode_log import FileBegin
@@ -44,6 +44,7 @@ REASONS = {
     "weights": "other weights sampled them",
     "rewards": "another reward scored them: its source or its options are not the same",
     "sampling": "they were sampled with other settings",
+    "teacher": "they lack what the teachers' servers of this run say of them, or other teachers scored them",
     "episode": "another episode made them: its source, its options or its limits are not the same",
     "tools": "other tools made them, or tools whose source is not the same",
     "template": "another chat template or tokenizer made them",
@@ -66,13 +67,14 @@ _SAMPLING_KEYS = ("max_new_tokens", "temperature", "top_p", "top_k", "filter_con
 @dataclass(frozen=True)
 class RecordRequirements:
     """What a run requires of every record. `needs_routes`: a record without its routed experts is not used.
-    `needs_masks`: nor is one without its sampling masks.
+    `needs_masks`: nor is one without its sampling masks; `needs_top`: nor one without a teacher's most likely tokens.
     """
 
     group_size: int
     freshness: Freshness
     needs_routes: bool
     needs_masks: bool = False
+    needs_top: bool = False
 
 
 class ReusableRecords:
@@ -201,6 +203,8 @@ class ReusableRecords:
             )
         if needed.needs_masks and record.routes_pruned:
             reasons.append("their sampling masks were pruned (journal.prune_routes), and rollout.top_k needs them")
+        if needed.needs_top and record.routes_pruned:
+            reasons.append("the teacher's most likely tokens were pruned (journal.prune_routes)")
         return "; ".join(reasons) or None
 
 
@@ -220,6 +224,9 @@ def made_by(config: Config) -> dict[str, str]:
         "sampling": _digest({"rollout": sampling, "precision": config.precision}),
         **hook_fingerprints(config),
     }
+    if has_served_teacher(config):  # not where they are: a server may move
+        served = [one.source for one in teachers(config) if one.settings.url is not None]
+        found["teacher"] = _digest({"sources": served, "top": num_served_top(config)})
     if config.rollout.episode.function == "one_turn":
         most = config.episodes.max_tokens
         return found if most is None else found | {"episode": _digest(most)}

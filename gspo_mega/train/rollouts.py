@@ -25,7 +25,7 @@ from gspo_mega.base import progress
 from gspo_mega.base.episodes import Episode, Group, RolloutBatch
 from gspo_mega.base.records import Prompt
 from gspo_mega.base.run_folder import Attempt
-from gspo_mega.config.derived import episode_lengths, is_one_turn, publishes_adapters
+from gspo_mega.config.derived import episode_lengths, has_served_teacher, is_one_turn, publishes_adapters
 from gspo_mega.config.prompt_sources import HeldOutSet, names_prompts, source_rewards, sources_of
 from gspo_mega.config.schema import Config
 from gspo_mega.data.chat import check_vocabulary, load_tokenizer
@@ -41,6 +41,7 @@ from gspo_mega.rollout.collector import Collector
 from gspo_mega.rollout.pool import ServerPool
 from gspo_mega.rollout.sampler import SamplingServers
 from gspo_mega.rollout.server.reward_server import RewardServers
+from gspo_mega.rollout.teacher_server import TeacherServers
 from gspo_mega.train.held_out import Evaluation, HeldOut, summarize
 
 
@@ -51,8 +52,12 @@ class Rollouts:
     servers. Raises DataError, RewardError, EpisodeError before anything is sampled.
     """
 
-    def __init__(self, config: Config, spec: ModelSpec, attempt: Attempt, needs_answers: bool = True) -> None:
-        """`needs_answers`: false if the training data are demonstrations, which nothing scores."""
+    def __init__(
+        self, config: Config, spec: ModelSpec, attempt: Attempt, needs_answers: bool = True, *, teaches: bool = False
+    ) -> None:
+        """`needs_answers`: false if the training data are demonstrations, which nothing scores. `teaches`: what is
+        sampled is trained on, so that teachers' servers score it.
+        """
         self.tokenizer = load_tokenizer(config.model.path)
         check_vocabulary(self.tokenizer, spec)
         encoder = encoder_of(config.data, self.tokenizer)
@@ -95,6 +100,8 @@ class Rollouts:
             lambda name: RewardServers(attempt, name, config.rollout.no_server_deadline_seconds),
         )
         self._driver = episode_driver(config, self.tokenizer, self.end_tokens.ids, self._decode)
+        taught = teaches and has_served_teacher(config)
+        self.teachers = TeacherServers(config, self.tokenizer, spec.vocab_size) if taught else None
         try:
             self.pool.loop.run(self._start())
         except BaseException:
@@ -109,6 +116,7 @@ class Rollouts:
             self._score,
             self.end_tokens.ids,
             snapshot=self.prompts.state_dict,
+            teach=None if self.teachers is None else self._teach,
         )
 
     @property
@@ -119,14 +127,23 @@ class Rollouts:
     async def _start(self) -> None:
         await self._scoring.start()
         await self._driver.start()
+        if self.teachers is not None:
+            await self.teachers.start()
 
     async def _end(self) -> None:
+        if self.teachers is not None:
+            await self.teachers.close()
         await self._driver.close()
         await self._scoring.close()
 
     async def _score(self, episode: Episode) -> None:
         await self._scoring.score(episode)
         progress.beat()  # an episode was scored, so a long rollout does not count as stuck
+
+    async def _teach(self, episode: Episode) -> None:
+        assert self.teachers is not None
+        await self.teachers.score(episode)
+        progress.beat()
 
     def _decode(self, token_ids: list[int]) -> str:
         """The text of sampled tokens, for rewards and people. It is never tokenised again."""

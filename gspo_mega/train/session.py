@@ -25,7 +25,7 @@ from gspo_mega.engine.critic import CriticEngine
 from gspo_mega.engine.memory import DeviceMemory
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import ParallelGroups, create_groups
-from gspo_mega.engine.reference import FrozenBase, ReferencePolicy, Snapshots, TeacherModel
+from gspo_mega.engine.reference import FrozenBase, ReferencePolicy, Snapshots, Teachers
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.models.spec import ModelSpec, shape_differences
 from gspo_mega.plan import resolve_layout
@@ -55,7 +55,7 @@ class RankSession:
         prefetch: prepares what rank 0 distributes for a step, ahead of time if possible. None on every other rank, in a
             cold start and with `train.rollouts_only`.
         engine: the policy. `reference`: the frozen policy of a KL term or penalty; None without one and in supervised
-            training. `teacher`: the frozen model that scores the policy's tokens, None without one. `critic`: the value
+            training. `teachers`: what scores the policy's tokens, None without any. `critic`: the value
             model; None if the algorithm has none.
         snapshots: weights of earlier versions; None if `diagnostics.exact_staleness` has no effect.
         state: the run's counters, from the latest checkpoint (`resumed_from`) or fresh.
@@ -114,9 +114,9 @@ class RankSession:
         if trains_policy and (config.kl.coefficient > 0 or penalises_kl(config)):
             is_own_base = config.lora is not None and config.kl.reference_path is None
             self.reference = FrozenBase(self.engine) if is_own_base else load_reference(config, self.spec, self.groups)
-        self.teacher: TeacherModel | None = None
+        self.teachers: Teachers | None = None
         if trains_policy and not rollouts_only:
-            self.teacher = load_teacher(config, self.groups)
+            self.teachers = load_teachers(config, self.groups)
             progress.beat()
         self.critic: CriticEngine | None = None
         if trains_policy and not rollouts_only and critic_of(config.algorithm, config.critic) is not None:
@@ -131,7 +131,8 @@ class RankSession:
         progress.beat()
         self.gpus: Gpus = OwnGpus()
         if config.cluster.colocated and recorded_dir is None:
-            frozen = [one for one in (self.reference, self.teacher) if isinstance(one, ReferencePolicy)]
+            frozen = [self.reference] if isinstance(self.reference, ReferencePolicy) else []
+            frozen += list(self.teachers.models.values()) if self.teachers is not None else []
             memory = DeviceMemory(self.engine, *frozen)
             self.gpus = SharedGpus(config, memory, self.ranks, self.groups.host.group, self.lead, self.phases)
         self.saving = Saving(
@@ -300,13 +301,13 @@ def load_reference(config: Config, spec: ModelSpec, groups: ParallelGroups) -> R
     return reference
 
 
-def load_teacher(config: Config, groups: ParallelGroups) -> TeacherModel | None:
-    """The teacher with its weights loaded, in the policy's layout and precision; None without one. The plan compared
-    the two models (`plan/teacher.py`). Collective.
+def load_teachers(config: Config, groups: ParallelGroups) -> Teachers | None:
+    """The teachers with their weights loaded, in the policy's layout and precision; None without one. The plan compared
+    the models (`plan/teacher.py`). Collective.
     """
     if config.teacher is None:
         return None
-    spec = read_model_spec(config.teacher.path)
-    model = TeacherModel(config, spec, groups)
-    import_huggingface(config.teacher.path, spec, groups, model.chunks)
-    return model
+    found = Teachers(config, groups)
+    for folder, model in found.models.items():
+        import_huggingface(folder, read_model_spec(folder), groups, model.chunks)
+    return found

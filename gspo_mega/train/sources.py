@@ -22,7 +22,7 @@ from gspo_mega.base.episodes import Episode, Group, RolloutBatch
 from gspo_mega.base.errors import JournalError, RolloutError
 from gspo_mega.base.records import Prompt, distinct_values
 from gspo_mega.checkpoint.folders import step_of
-from gspo_mega.config.derived import has_sampling_masks
+from gspo_mega.config.derived import has_sampling_masks, num_served_top
 from gspo_mega.config.schema import Config
 from gspo_mega.data.journal.episode_log import EpisodeLog, FileBegin
 from gspo_mega.data.journal.journal import Journal, RoutePruning
@@ -48,9 +48,10 @@ def journalled_source(
         freshness=Freshness(config.rollout.max_staleness),
         keep_last=config.journal.keep_last,
         prune_routes=config.journal.prune_routes
-        and (config.rollout.return_routed_experts or has_sampling_masks(config.rollout)),
+        and (config.rollout.return_routed_experts or has_sampling_masks(config.rollout) or num_served_top(config) > 0),
         needs_routes=config.moe.routing_replay == "R3",
         needs_masks=has_sampling_masks(config.rollout),
+        needs_top=num_served_top(config) > 0,
         trains=config.train is None or not config.train.rollouts_only,
         first_weights=lambda: first_weights(config),
     )
@@ -75,18 +76,20 @@ class JournalledSource:
         prune_routes: bool = False,
         needs_routes: bool = False,
         needs_masks: bool = False,
+        needs_top: bool = False,
         trains: bool = True,
         first_weights: Callable[[], str] = lambda: "",
     ) -> None:
         """`say`: shows a line to the user. `freshness`: which weight versions a record may come from. `keep_last`: how
-        many steps' files are kept; None keeps all. `prune_routes`: remove routed experts and sampling masks once a
-        checkpoint contains the training on them. `needs_routes`: do not use a record without its routed experts;
-        `needs_masks`: nor one without its sampling masks. `trains`: each batch changes
-        the weights. `first_weights`: returns the fingerprint of the weights that a fresh run starts from.
+        many steps' files are kept; None keeps all. `prune_routes`: remove routed experts, sampling masks and a
+        teacher's most likely tokens once a checkpoint contains the training on them. `needs_routes`: do not use a
+        record without its routed experts; `needs_masks`: nor one without its sampling masks; `needs_top`: nor one
+        without a teacher's most likely tokens. `trains`: each batch changes the weights. `first_weights`: returns the
+        fingerprint of the weights that a fresh run starts from.
         """
         self._journal, self._source, self._say = journal, source, say
         self._most_ahead = freshness.max_staleness
-        required = RecordRequirements(group_size, freshness, needs_routes, needs_masks)
+        required = RecordRequirements(group_size, freshness, needs_routes, needs_masks, needs_top)
         self._records = ReusableRecords(journal, required, say)
         self._log = EpisodeLog(journal, group_size)
         self._keep_last = keep_last

@@ -80,6 +80,36 @@ def test_every_layout_has_the_same_divergence(rank_pools, folders, alone, layout
         assert np.linalg.norm(got["gradient"][name] - reference) < 1e-5 * np.linalg.norm(reference), name
 
 
+SEVERAL = "teacher_jobs:taught_by_several"
+
+
+@pytest.mark.parametrize("compared", [dict(), dict(divergence="top_k", top_k=5, reward_weight=0.0)])
+def test_one_teacher_for_each_source_is_one_teacher_for_all(rank_pools, folders, alone, compared):
+    """The same folder for three sources: each row has its scores from its own entry."""
+    want = alone(teacher=folders["dense"], algorithm="grpo", **compared)
+    entries = [dict(source=name, path=folders["dense"]) for name in ("a", "b", "c")]
+    got = rank_pools(1).run(SEVERAL, folder=folders["policy"], parallel={}, by_source=entries, **compared)[0]
+    assert got["sums"] == pytest.approx(want["sums"], rel=1e-6)
+    for name, reference in want["gradient"].items():
+        assert np.linalg.norm(got["gradient"][name] - reference) < 1e-5 * np.linalg.norm(reference), name
+
+
+@pytest.mark.parametrize(
+    ("layout", "compared"),
+    [("TP2+SP-EP2", dict(divergence="top_k", top_k=4)), ("CP2", dict()), ("PP2", dict(divergence="top_k", top_k=4))],
+)
+def test_every_layout_has_the_same_part_of_several(rank_pools, folders, layout, compared):
+    """A model for a third of the rows, a server for another, and none for the last."""
+    entries = [dict(source="a", path=folders["same"]), dict(source="b", url="http://127.0.0.1:9")]
+    given = dict(folder=folders["policy"], by_source=entries, **compared)
+    want = rank_pools(1).run(SEVERAL, parallel={}, **given)[0]
+    got = rank_pools(2).run(SEVERAL, parallel=LAYOUTS[layout], **given)[0]
+    assert 0.2 < want["sums"]["tokens"] / want["sums"]["all_tokens"] < 0.9
+    assert got["sums"] == pytest.approx(want["sums"], rel=1e-5)
+    for name, reference in want["gradient"].items():
+        assert np.linalg.norm(got["gradient"][name] - reference) < 1e-5 * np.linalg.norm(reference), name
+
+
 def test_a_teacher_alone_is_approached(rank_pools, folders, alone):
     """With rewards of no weight, tokens that the teacher likes more than the policy become likelier, and others less
     so; the teacher stays as it is.

@@ -305,8 +305,10 @@ NOT_OF_A_PLAIN_RUN = {
     *(f"publish/{name}" for name in ("changed_share", "num_delta_bytes", "num_fallbacks")),
     # Only with a teacher: tests/recovery/test_recovery_teacher.py.
     *(f"teacher/{name}" for name in ("advantage_share", "advantage_size", "clip_fraction")),
-    *(f"teacher/{name}" for name in ("divergence", "reverse_kl")),
+    *(f"teacher/{name}" for name in ("divergence", "reverse_kl", "token_fraction")),
     "time/teacher_seconds",
+    # Only if a teacher's server fails: tests/unit/rollout/test_teacher_server.py.
+    "rollout/num_teacher_retries",
     # Only with objective.entropy_coefficient, and with a correction that weighs tokens: test_run_experts.py.
     "policy/entropy_bonus",
     *(f"mismatch/token_{name}" for name in ("cut_fraction", "dropped_fraction", "weight_mean")),

@@ -18,7 +18,7 @@ from divergence_oracle import divergence_of  # noqa: E402
 from peak_memory import peak_extra_bytes  # noqa: E402
 
 import gspo_mega.engine  # noqa: E402,F401  the CPU backend comes before Megatron
-from gspo_mega.engine.log_probs import DivergenceRule, token_divergence  # noqa: E402
+from gspo_mega.engine.log_probs import DivergenceRule, divergence_from_top, token_divergence  # noqa: E402
 from gspo_mega.engine.process_groups import RankGroup  # noqa: E402
 
 ALONE = RankGroup(group=None, rank=0, size=1, ranks=(0,))
@@ -107,6 +107,55 @@ def test_a_policy_that_is_its_teacher():
         out = diverge(hidden, weight, hidden.detach(), weight.detach(), rule)
         out.sum().backward()
         assert out.abs().max() < 1e-14 and hidden.grad.abs().max() < 1e-14
+
+
+def from_top(hidden, weight, ids, log_probs, *, in_bucket=True, rows=None, vocab=None, temperature=1.0, chunk=4):
+    return divergence_from_top(
+        hidden[:, None],
+        weight,
+        torch.arange(hidden.size(0)) if rows is None else rows,
+        ids,
+        log_probs,
+        in_bucket=in_bucket,
+        vocab_size=vocab or weight.size(0),
+        temperature=temperature,
+        tensor_group=ALONE,
+        sequence_parallel=False,
+        chunk_rows=chunk,
+    )
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+@pytest.mark.parametrize("in_bucket", [True, False])
+def test_a_teachers_most_likely_tokens_are_enough(in_bucket, chunk):
+    """What a server says of 3 tokens gives the values and gradients of the teacher's whole logits."""
+    hidden, weight, taught, teacher_weight = case()
+    rows = torch.tensor([6, 0, 3, 2])
+    upstream = torch.tensor([1.0, -0.5, 2.0, 0.25], dtype=torch.float64)
+    theirs = taught[rows] @ teacher_weight[:9].t()
+    top = theirs.log_softmax(1).topk(3, dim=1)
+    got = from_top(hidden, weight, top.indices, top.values, in_bucket=in_bucket, rows=rows, vocab=9, chunk=chunk)
+    (got @ upstream).backward()
+    grads = hidden.grad.clone(), weight.grad.clone()
+    hidden.grad = weight.grad = None
+    want = divergence_of(hidden[rows] @ weight[:9].t(), theirs, DivergenceRule(3, in_bucket=in_bucket))
+    (want @ upstream).backward()
+    assert torch.allclose(got, want, rtol=1e-12, atol=1e-14)
+    for one, other in zip(grads, (hidden.grad, weight.grad), strict=True):
+        assert torch.allclose(one, other, rtol=1e-11, atol=1e-13)
+
+
+def test_most_likely_tokens_by_hand():
+    """p = (1/2, 1/4, 1/4), q's first is 1/2 of token 2: p = (1/4, 3/4), q = (1/2, 1/2) with a bucket. A q of all mass on
+    token 0 has a tail of 2^-52 at least, as p has: 1/2 log(1/2) + 1/2 (log(1/2) + 52 log 2).
+    """
+    identity = torch.eye(3, dtype=torch.float64)
+    p = torch.tensor([[math.log(x) for x in (0.5, 0.25, 0.25)]], dtype=torch.float64)
+    half = torch.tensor([[math.log(0.5)]], dtype=torch.float64)
+    got = from_top(p, identity, torch.tensor([[2]]), half)
+    assert float(got) == pytest.approx(0.25 * math.log(0.5) + 0.75 * math.log(1.5), rel=1e-12)
+    sure = from_top(p, identity, torch.tensor([[0]]), torch.zeros_like(half))
+    assert float(sure) == pytest.approx(0.5 * math.log(0.5) + 0.5 * (math.log(0.5) + 52 * math.log(2)), rel=1e-12)
 
 
 def test_far_apart_distributions_are_finite_in_fp32():

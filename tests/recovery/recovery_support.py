@@ -240,10 +240,12 @@ def outcome(folder: RunFolder) -> dict[str, object]:
 
 
 def _row(trajectory: Trajectory) -> dict:
-    """Its values; masks as lists, which compare as a whole."""
+    """Its values; masks and a teacher's scores as lists, which compare as a whole."""
     masks = trajectory.sampling_masks
     plain = None if masks is None else (masks.counts.tolist(), masks.codes.tolist())
-    return {**asdict(trajectory), "sampling_masks": plain}
+    said = trajectory.teacher
+    scores = None if said is None else [part.tolist() for part in (said.log_probs, said.top_ids, said.top_log_probs)]
+    return {**asdict(trajectory), "sampling_masks": plain, "teacher": scores}
 
 
 def _without_time(values: dict) -> dict:

@@ -76,6 +76,7 @@ HOMES: dict[str, set[str]] = {
         "cpu/sglang_hooks.py",
         "rewards/guarded_process.py",
         "rewards/remote.py",  # the keys of services
+        "rollout/teacher_server.py",  # the address and the key of a teacher's server
         "rewards/reasoning_gym_worker.py",  # for itself, before it begins
         "rewards/sandbox/sandbox_server.py",  # for itself and what it runs
         "agents/agent_worker.py",

@@ -35,7 +35,9 @@ from gspo_mega.config.schema.learning import (
     Objective,
     Optimizer,
     Sft,
+    SourceTeacher,
     Teacher,
+    TeacherModel,
     Train,
 )
 from gspo_mega.config.schema.measuring import (
@@ -111,7 +113,9 @@ __all__ = [
     "Server",
     "Sft",
     "Source",
+    "SourceTeacher",
     "Teacher",
+    "TeacherModel",
     "Train",
     "UserFunction",
     "Watchdog",

@@ -158,14 +158,50 @@ class Kl(Section):
     )
 
 
-class Teacher(Section):
-    """On-policy distillation: a frozen model scores the tokens that the policy sampled, and its reverse KL per token is
-    an advantage (docs/distillation.md)."""
+class TeacherModel(Section):
+    """Where a teacher is: a model that the ranks load, or an SGLang server of yours."""
 
-    path: str = Field(
+    path: str | None = Field(
+        default=None,
         min_length=1,
         json_schema_extra=HUB_MODEL,
         description="Hugging Face folder of the teacher, which has the policy's tokenizer; its size may be another.",
+    )
+    url: str | None = Field(
+        default=None,
+        min_length=1,
+        json_schema_extra=MAY_CHANGE,
+        description=(
+            "Instead of `path`: an SGLang server that you run, http://host:port; or $NAME of an environment variable"
+            " that holds it. It may move while a run is stopped, and must serve the same model."
+        ),
+    )
+    api_key_variable: str | None = Field(
+        default=None,
+        json_schema_extra=MAY_CHANGE,
+        description="With `url`: environment variable with the server's key, if it has one; never written anywhere.",
+    )
+
+
+class SourceTeacher(TeacherModel):
+    source: str = Field(min_length=1, description="The name of the source of the data whose rows it scores.")
+
+
+class Teacher(TeacherModel):
+    """On-policy distillation: a frozen model scores the tokens that the policy sampled, and its reverse KL per token is
+    an advantage (docs/distillation.md)."""
+
+    by_source: tuple[SourceTeacher, ...] = Field(
+        default=(),
+        description=(
+            "Instead of `path` and `url`: a teacher for each source of the data. Rows of other sources have none."
+        ),
+    )
+    concurrency: int = Field(
+        default=16,
+        ge=1,
+        json_schema_extra=MAY_CHANGE,
+        description="With `url`: maximum requests to a teacher's server at a time.",
     )
     coefficient: float = Field(
         default=1.0,

@@ -13,10 +13,10 @@ damage, which is an error with its place. A reader that only shows a file may re
 a frame's checksum holds.
 
 The second part encodes prompts, episodes and batches as records and decodes them without loss. Token ids, log-probs
-(float64, as the server sent them) and weight versions of all nodes are arrays, one node after the other; routed experts
-and sampling masks are arrays for each node, so that they can be taken out; the other fields are JSON. What is empty or
-follows from the prompt is left out. Advantages are not kept, because they follow from the rewards of the group and the
-configuration.
+(float64, as the server sent them) and weight versions of all nodes are arrays, one node after the other; routed
+experts, sampling masks and a teacher's scores are arrays for each node, so that they can be taken out; the other fields
+are JSON. What is empty or follows from the prompt is left out. Advantages are not kept, because they follow from the
+rewards of the group and the configuration.
 Records of format 1, whose episodes are one prompt and one response (`decode_trajectory`), are read and no longer
 written.
 """
@@ -41,6 +41,7 @@ from gspo_mega.base.episodes import Episode, Node, RolloutBatch, ToolRecord, che
 from gspo_mega.base.errors import JournalError
 from gspo_mega.base.records import Prompt, float_column, int_column
 from gspo_mega.base.sampling_masks import SamplingMasks
+from gspo_mega.base.served_scores import ServedScores
 from gspo_mega.base.untrusted import open_regular
 
 MAGIC = b"GSPOJRN1"
@@ -285,7 +286,9 @@ def _decode(payload: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 _PROMPT = ("prompt_id", "source", "text", "answer", "metadata")
 _ROUTES = "routed_experts."
 _MASK_COUNTS, _MASK_CODES = "sampling_mask_counts.", "sampling_mask_codes."
-_IN_ARRAYS = ("node_id", "token_ids", "log_probs", "weight_versions", "routed_experts", "sampling_masks")
+_TAUGHT, _TOP_IDS, _TOP_LOG_PROBS = "teacher_log_probs.", "teacher_top_ids.", "teacher_top_log_probs."
+_TOPS = (_TOP_IDS, _TOP_LOG_PROBS)
+_IN_ARRAYS = ("node_id", "token_ids", "log_probs", "weight_versions", "routed_experts", "sampling_masks", "teacher")
 _OF_EPISODE = ("reward", "reward_parts", "reward_error", "correct", "failure", "info", "counts")
 
 Tools = list[dict[str, Any]]
@@ -326,6 +329,7 @@ def encode_episode(episode: Episode) -> bytes:
         **{f"{_ROUTES}{n.node_id}": n.routed_experts for n in episode.nodes if n.routed_experts is not None},
         **{f"{_MASK_COUNTS}{n.node_id}": n.sampling_masks.counts for n in turns if n.sampling_masks is not None},
         **{f"{_MASK_CODES}{n.node_id}": n.sampling_masks.codes for n in turns if n.sampling_masks is not None},
+        **{name: part for n in turns if n.teacher is not None for name, part in _teacher_arrays(n.node_id, n.teacher)},
     }
     values: dict[str, Any] = {
         "kind": "episode",
@@ -363,6 +367,10 @@ def decode_episode(
         node.routed_experts = arrays.get(f"{_ROUTES}{node_id}")
         if (counts := arrays.get(f"{_MASK_COUNTS}{node_id}")) is not None:
             node.sampling_masks = SamplingMasks(counts, arrays[f"{_MASK_CODES}{node_id}"])
+        if (found := arrays.get(f"{_TAUGHT}{node_id}")) is not None:
+            none = np.zeros((count, 0), np.int32), np.zeros((count, 0), np.float32)  # as if only sampled tokens counted
+            top = (arrays.get(f"{name}{node_id}", other) for name, other in zip(_TOPS, none, strict=True))
+            node.teacher = ServedScores(found, *top)
         nodes.append(node)
     calls = [ToolRecord(**call) for call in values.get("tool_calls", ())]
     schemas = tools[values["tools_id"]] if "tools_id" in values else []
@@ -372,13 +380,19 @@ def decode_episode(
     return episode
 
 
+def _teacher_arrays(node_id: int, scores: ServedScores) -> Iterator[tuple[str, np.ndarray]]:
+    yield f"{_TAUGHT}{node_id}", scores.log_probs
+    if scores.num_top:
+        yield f"{_TOP_IDS}{node_id}", scores.top_ids
+        yield f"{_TOP_LOG_PROBS}{node_id}", scores.top_log_probs
+
+
 def drop_routes(arrays: dict[str, np.ndarray]) -> bool:
-    """Remove the routed experts and sampling masks of every node from a record's arrays, also of format 1. Returns
-    whether there were any.
+    """Remove the routed experts, the sampling masks and a teacher's most likely tokens of every node from a record's
+    arrays, also of format 1. Returns whether there were any.
     """
-    routes = [
-        name for name in arrays if name.startswith((_ROUTES, _MASK_COUNTS, _MASK_CODES)) or name == "routed_experts"
-    ]
+    large = (_ROUTES, _MASK_COUNTS, _MASK_CODES, *_TOPS)
+    routes = [name for name in arrays if name.startswith(large) or name == "routed_experts"]
     for name in routes:
         del arrays[name]
     return bool(routes)

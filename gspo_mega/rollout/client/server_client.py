@@ -28,6 +28,7 @@ import orjson
 
 from gspo_mega.base import progress
 from gspo_mega.base.errors import RolloutError
+from gspo_mega.base.served_scores import ServedScores
 from gspo_mega.rollout.client.completion import (
     Completion,
     NonsenseAnswer,
@@ -71,11 +72,18 @@ class ServerError(RolloutError):
     """One call of one server failed. `kind` says how; it is counted, and decides what is done about the failure."""
 
     def __init__(
-        self, server_id: str, request: str, kind: Literal["connection", "deadline", "status", "nonsense"], why: str
+        self,
+        server_id: str,
+        request: str,
+        kind: Literal["connection", "deadline", "status", "nonsense"],
+        why: str,
+        status: int | None = None,
     ):
+        """`status`: the answer's HTTP status, if that is the failure."""
         super().__init__(f"{server_id}: {request}: {why}")
         self.server_id = server_id
         self.kind = kind
+        self.status = status
 
 
 class ServerClient:
@@ -284,7 +292,7 @@ class ServerClient:
         except (aiohttp.ClientError, OSError, UnicodeDecodeError) as error:
             raise ServerError(self.server_id, what, "connection", f"{type(error).__name__}: {error}") from error
         if status != 200:
-            raise ServerError(self.server_id, what, "status", f"HTTP {status}: {_message(text)}")
+            raise ServerError(self.server_id, what, "status", f"HTTP {status}: {_message(text)}", status)
         return text
 
     def _request(self, method: str, path: str, body: dict | None):
@@ -452,12 +460,7 @@ async def score_tokens(
     before `start` - 1 from its cache; it computes the others anew. Raises ServerError, also for an answer about other
     tokens.
     """
-    body = {
-        "input_ids": list(token_ids),
-        "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
-        "return_logprob": True,
-        "logprob_start_len": start - 1,
-    }
+    body = _score_request(token_ids, start)
     if client.adapter is not None:
         body["lora_path"] = client.adapter
     answer = await client.call_object("/generate", body, deadline_seconds, what="score")
@@ -465,6 +468,65 @@ async def score_tokens(
         return read_scores(answer, token_ids, start, vocab_size)
     except NonsenseAnswer as error:
         raise ServerError(client.server_id, "score", "nonsense", str(error)) from error
+
+
+def _score_request(token_ids: Sequence[int], start: int) -> dict[str, Any]:
+    return {
+        "input_ids": list(token_ids),
+        "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+        "return_logprob": True,
+        "logprob_start_len": start - 1,
+    }
+
+
+async def score_with_top(
+    client: ServerClient, token_ids: Sequence[int], start: int, vocab_size: int, num_top: int, deadline_seconds: float
+) -> ServedScores:
+    """As `score_tokens`, with the server's `num_top` most likely tokens at each place, none if it is 0."""
+    body = _score_request(token_ids, start)
+    if num_top:
+        body["top_logprobs_num"] = num_top
+
+    def read(text: str) -> ServedScores:
+        answer = orjson.loads(text)
+        log_probs = read_scores(answer, token_ids, start, vocab_size).astype(np.float32)
+        return ServedScores(log_probs, *read_top(answer, len(log_probs), num_top, vocab_size))
+
+    text = await client.call("/generate", body, deadline_seconds, what="score")
+    try:  # in a thread: with many most likely tokens an answer has megabytes
+        return await asyncio.to_thread(read, text)
+    except (NonsenseAnswer, ValueError) as error:
+        raise ServerError(client.server_id, "score", "nonsense", str(error)) from error
+
+
+def read_top(answer: Any, num_tokens: int, num_top: int, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the most likely tokens in SGLang's answer to a request of `score_with_top`: ids [num_tokens, num_top]
+    int32 and log-probs [num_tokens, num_top] float32 nats, the most likely first. Raises NonsenseAnswer.
+    """
+    ids, log_probs = np.zeros((num_tokens, num_top), np.int32), np.zeros((num_tokens, num_top), np.float32)
+    if not num_top:
+        return ids, log_probs
+    places = answer["meta_info"].get("input_top_logprobs")
+    if not isinstance(places, list) or len(places) != num_tokens + 1:
+        count = len(places) if isinstance(places, list) else "no"
+        raise NonsenseAnswer(f"{count} places with most likely tokens; {num_tokens + 1} expected")
+    for place, entries in enumerate(places[1:]):
+        if not isinstance(entries, list) or len(entries) != num_top:
+            count = len(entries) if isinstance(entries, list) else "no"
+            raise NonsenseAnswer(f"{count} most likely tokens at scored place {place}; {num_top} were asked for")
+        for rank, entry in enumerate(entries):
+            is_entry = isinstance(entry, list) and len(entry) >= 2 and type(entry[1]) is int
+            if not is_entry or not 0 <= entry[1] < vocab_size:
+                raise NonsenseAnswer(
+                    f"most likely token {shown(entry)} at scored place {place}; ids from 0 to {vocab_size - 1} expected"
+                )
+            ids[place, rank] = entry[1]
+            log_probs[place, rank] = log_prob_of(entry[0], f"of a most likely token at scored place {place}")
+        if len(set(ids[place].tolist())) != num_top:
+            raise NonsenseAnswer(f"a most likely token is there twice at scored place {place}")
+    if (np.diff(log_probs, axis=1) > 0).any():
+        raise NonsenseAnswer("most likely tokens that are not sorted")
+    return ids, log_probs
 
 
 def read_scores(answer: Any, token_ids: Sequence[int], start: int, vocab_size: int) -> np.ndarray:

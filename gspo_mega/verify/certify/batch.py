@@ -16,7 +16,8 @@ import numpy as np
 from gspo_mega.base.episodes import Episode, Group, RolloutBatch, one_turn_row
 from gspo_mega.base.records import Prompt
 from gspo_mega.base.sampling_masks import SamplingMasks
-from gspo_mega.config.derived import has_sampling_masks, is_one_turn
+from gspo_mega.base.served_scores import ServedScores
+from gspo_mega.config.derived import has_sampling_masks, has_served_teacher, is_one_turn, num_served_top, teachers
 from gspo_mega.config.schema import Batch, Config, Objective, Run
 from gspo_mega.train.batches import fill_advantages
 from gspo_mega.verify.certify.trees import recorded_tree
@@ -52,6 +53,8 @@ def recorded_batch(config: Config, vocab_size: int, draws: Draws | None = None) 
 
     sizes = _group_sizes(config.batch)
     num_trajectories = sum(sizes)
+    # With teachers by source the groups belong to these in turn, and one of them to none.
+    sources = [one.source for one in teachers(config) if one.source is not None] + ["recorded"]
     responses = np.geomspace(1, config.rollout.max_new_tokens, num_trajectories).round().astype(int)
     order = rng.permutation(num_trajectories)
     fully_masked = int(np.argsort(responses)[num_trajectories // 2])
@@ -64,7 +67,8 @@ def recorded_batch(config: Config, vocab_size: int, draws: Draws | None = None) 
             config.data.max_prompt_tokens if longest else int(rng.integers(1, config.data.max_prompt_tokens + 1))
         )
         prompt_tokens = tuple(tokens(0, group_id, draws.prompts[group_id], num_prompt_tokens))
-        prompt = Prompt(f"recorded:{group_id}", "recorded", prompt_tokens, "")
+        source = sources[group_id % len(sources)]
+        prompt = Prompt(f"recorded:{group_id}", source, prompt_tokens, "")
         members: list[Episode] = []
         for place, row in enumerate(rows, index - size):
             length = int(responses[row])
@@ -100,6 +104,8 @@ def recorded_batch(config: Config, vocab_size: int, draws: Draws | None = None) 
         batch = batch.by_turn()
     if has_sampling_masks(config.rollout):
         _draw_masks(batch, config.run.seed, config.rollout.top_k, vocab_size)
+    if has_served_teacher(config):
+        _draw_scores(batch, config.run.seed, num_served_top(config), vocab_size)
     fill_advantages(batch, config, 0)
     return batch
 
@@ -113,6 +119,20 @@ def _draw_masks(batch: RolloutBatch, seed: int, top_k: int, vocab_size: int) -> 
             others = rng.choice(vocab_size, int(rng.integers(0, min(top_k, vocab_size))), replace=False)
             sets.append([token, *others[others != token].tolist()] if is_active else [])
         row.sampling_masks = SamplingMasks.of(sets)
+
+
+def _draw_scores(batch: RolloutBatch, seed: int, num_top: int, vocab_size: int) -> None:
+    """Give each row what a teacher's server might have said of it: no server is there."""
+    for index, row in enumerate(batch.trajectories):
+        rng = np.random.default_rng((seed, 10, index))
+        count = row.num_response_tokens
+        top_ids = np.array([rng.permutation(vocab_size)[:num_top] for _ in range(count)], np.int32)
+        masses = np.sort(rng.dirichlet(np.ones(num_top + 1), count), axis=1)[:, ::-1][:, :num_top]
+        row.teacher = ServedScores(
+            rng.uniform(-9, -1, count).astype(np.float32),
+            top_ids.reshape(count, num_top),
+            np.log(masses).astype(np.float32).reshape(count, num_top),
+        )
 
 
 def redraw(batch: RolloutBatch, unwanted: Sequence[np.ndarray], draws: Draws) -> bool:

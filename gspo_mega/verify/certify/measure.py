@@ -30,7 +30,7 @@ from gspo_mega.engine.critic import CriticEngine
 from gspo_mega.engine.losses import TeacherScores
 from gspo_mega.engine.optimizer import StepResult
 from gspo_mega.engine.policy import OldState, PassReport, PolicyEngine
-from gspo_mega.engine.reference import TeacherModel
+from gspo_mega.engine.reference import Teachers
 from gspo_mega.engine.routing import Routes, choice_margins, influential_positions
 from gspo_mega.plan.layout import Layout
 from gspo_mega.train.batches import MiniBatch, assemble, plan_batch
@@ -212,7 +212,7 @@ class Measurement:
         layout: Layout,
         batch: RolloutBatch,
         kind: str,
-        teacher: TeacherModel | None = None,
+        teacher: Teachers | None = None,
     ) -> None:
         self.engine, self.config, self.layout, self.batch, self.kind = engine, config, layout, batch, kind
         self.teacher = teacher

@@ -21,7 +21,8 @@ from gspo_mega.base.errors import RankError
 from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.base.untrusted import read_text
 from gspo_mega.config import LoadedConfig, load_config
-from gspo_mega.config.schema import CertifyCase
+from gspo_mega.config.derived import teachers
+from gspo_mega.config.schema import CertifyCase, Teacher
 from gspo_mega.launcher.local import WORKER_COMMAND, launch
 from gspo_mega.launcher.prepare import device_here
 from gspo_mega.models.delta_net import has_norm_around_zero
@@ -282,10 +283,11 @@ def _start(
     left = list(together)
     while left:
         models = [{"model.path": case.model} for case in left]
-        if loaded.config.teacher is not None:
-            models = [{**paths, "teacher.path": loaded.config.teacher.path} for paths in models]
+        folders = {f"{one.key}.path": one.settings.path for one in teachers(loaded.config)}
+        models = [paths | {key: path for key, path in folders.items() if path is not None} for paths in models]
         seed = loaded.config.run.seed
         specs = [_with_weights(case.spec, paths, folder, seed) for case, paths in zip(left, models, strict=True)]
+        specs = [_with_teachers_list(spec, loaded.config.teacher) for spec in specs]
         listed = json.dumps([spec.model_dump() for spec in specs])
         first = case_config(loaded.path, specs[0], overrides)
         base = [
@@ -333,6 +335,20 @@ def _with_weights(spec: CertifyCase, paths: dict[str, str], folder: RunFolder, s
             path = make_random_folder(path, folder.path / "models" / folder_name(model), seed)
         found[key] = str(path)
     return spec.model_copy(update={"set": {**spec.set, **found}})
+
+
+def _with_teachers_list(spec: CertifyCase, teacher: Teacher | None) -> CertifyCase:
+    """Return the case with the whole list of teachers by source in place of keys of its entries, which no override can
+    name.
+    """
+    if teacher is None or not teacher.by_source:
+        return spec
+    entries = [one.model_dump(exclude_none=True) for one in teacher.by_source]
+    kept = dict(spec.set)
+    for place, entry in enumerate(entries):
+        if (path := kept.pop(f"teacher.by_source.{place}.path", None)) is not None:
+            entry["path"] = path
+    return spec.model_copy(update={"set": kept | {"teacher.by_source": entries}})
 
 
 def _read_results(file: Path) -> dict[str, dict[str, Any]]:

@@ -33,7 +33,7 @@ from gspo_mega.models.spec import ModelSpec
 from gspo_mega.plan import resolve_layout
 from gspo_mega.plan.layout import Layout
 from gspo_mega.train.context import WorkerContext
-from gspo_mega.train.session import load_teacher
+from gspo_mega.train.session import load_teachers
 from gspo_mega.verify.certify.batch import Draws, old_log_probs, recorded_batch, redraw, set_old_log_probs
 from gspo_mega.verify.certify.cases import RESULTS_FILE, case_config, folder_name
 from gspo_mega.verify.certify.compare import CaseComparison, Reference, outside, tolerance_of, widened
@@ -100,7 +100,7 @@ def run_case(
         _load(engine, config)
         draws = None if is_reference else reference.draws()
         batch = recorded_batch(config, spec.vocab_size, draws)
-        measurement = Measurement(engine, config, layout, batch, case.packing, load_teacher(config, groups))
+        measurement = Measurement(engine, config, layout, batch, case.packing, load_teachers(config, groups))
         of_critic = None if critic is None else CriticMeasurement(critic, config, measurement)
         if is_reference:
             result = _record(measurement, of_critic, reference)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from gspo_mega.base.records import MicroBatch
-from gspo_mega.config.derived import critic_of
+from gspo_mega.config.derived import critic_of, has_served_teacher, num_served_top, teachers
 from gspo_mega.config.schema import Config
 from gspo_mega.data.packing import build_micro_batch
 from gspo_mega.models.spec import ModelSpec
@@ -41,16 +41,32 @@ def full_pack(config: Config, layout: Layout, spec: ModelSpec) -> MicroBatch:
             weight=1.0,
             truncated=0.0,
             token_rewards=np.zeros(active),
+            teacher=0.0,
+            teacher_log_probs=np.full(active, -1.0),
+            teacher_top_ids=np.tile(np.arange(num_served_top(config)), (active, 1)),
+            teacher_top_log_probs=np.full((active, num_served_top(config)), -9.0),
         )
         rows.append(row)
     has_critic = critic_of(config.algorithm, config.critic) is not None
+    has_sources = any(one.source is not None for one in teachers(config))
+    num_top = num_served_top(config)
+    by_token = ("token_rewards",) if has_critic else ()
+    if has_served_teacher(config):
+        by_token += ("teacher_log_probs", *(("teacher_top_ids", "teacher_top_log_probs") if num_top else ()))
     pack = build_micro_batch(
         rows,
         list(range(len(rows))),
         layout.sequence_multiple_tokens,
-        ("advantage", "group_size", "weight", *(("truncated",) if has_critic else ())),
+        (
+            "advantage",
+            "group_size",
+            "weight",
+            *(("truncated",) if has_critic else ()),
+            *(("teacher",) if has_sources else ()),
+        ),
         layout.pack_multiple_tokens,
-        ("token_rewards",) if has_critic else (),
+        by_token,
+        num_top=num_top,
     )
     if moe is not None and config.moe.routing_replay == "R3":
         layers = sum(spec.has_experts(index) for index in range(spec.num_layers))

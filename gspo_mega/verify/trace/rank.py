@@ -136,13 +136,14 @@ class _Trace:
             engine.after_weights_loaded()
             if reference is not None:
                 load(reference.chunks)
-            if teacher is not None:
-                load(teacher.chunks)
+            for model in () if teacher is None else teacher.models.values():
+                load(model.chunks)
             if critic is not None:
                 load(critic.chunks)
                 critic.after_weights_loaded()
         memory_room = importlib.import_module("gspo_mega.engine.memory")
-        frozen_models = [one for one in (reference, teacher) if one is not None and one.chunks]
+        frozen_models = [] if reference is None or not reference.chunks else [reference]
+        frozen_models += [] if teacher is None else list(teacher.models.values())
         memory = memory_room.DeviceMemory(engine, *frozen_models)
         of_critic = None if critic is None else memory_room.DeviceMemory(critic)
         self._mark(memory, of_critic)
@@ -197,14 +198,13 @@ class _Trace:
         return reference
 
     def _teacher(self, groups: Any) -> Any:
-        """The frozen model that scores the policy's tokens; None without one."""
+        """What scores the policy's tokens; None without any."""
         if self.config.teacher is None:
             return None
-        room = importlib.import_module("gspo_mega.engine.reference")
-        spec = importlib.import_module("gspo_mega.models.huggingface").read_model_spec(self.config.teacher.path)
-        teacher = room.TeacherModel(self.config, spec, groups)
-        self.ledger.name_modules(teacher.chunks, "teacher: ")
-        return teacher
+        found = importlib.import_module("gspo_mega.engine.reference").Teachers(self.config, groups)
+        for model in found.models.values():
+            self.ledger.name_modules(model.chunks, "teacher: ")
+        return found
 
     def _critic(self, groups: Any) -> Any:
         """The value model; None if the algorithm has none."""

@@ -174,7 +174,8 @@ def test_sums_and_metrics_by_hand():
         clipped=torch.tensor([True, False, True]),
     )
     assert dict(zip(TEACHER_SUMS, sums.tolist(), strict=True)) == pytest.approx(
-        dict(tokens=2, reverse_kl=-LOG2, teacher_size=6 * LOG2, reward_size=1.0, clipped=1, divergence=0), rel=1e-12
+        dict(tokens=2, reverse_kl=-LOG2, teacher_size=6 * LOG2, reward_size=1.0, clipped=1, divergence=0, all_tokens=2),
+        rel=1e-12,
     )
     assert teacher_metrics(sums.tolist(), has_second_term=True) == pytest.approx(
         dict(
@@ -185,10 +186,29 @@ def test_sums_and_metrics_by_hand():
         ),
         rel=1e-12,
     )
-    whole = teacher_metrics([4.0, 2.0, 0.0, 0.0, 0.0, 6.0], has_second_term=True, has_divergence=True)
+    whole = teacher_metrics([4.0, 2.0, 0.0, 0.0, 0.0, 6.0, 4.0], has_second_term=True, has_divergence=True)
     assert whole == dict(reverse_kl=0.5, divergence=1.5), "no token has an advantage of the teacher"
     assert "clip_fraction" not in teacher_metrics(sums.tolist(), has_second_term=False)
     assert teacher_metrics([0.0] * len(TEACHER_SUMS), has_second_term=False)["advantage_share"] == 0.0
+
+
+def test_tokens_without_a_teacher_enter_only_the_share_of_tokens_that_have_one():
+    """STUDENT, TEACHER of `test_sums_and_metrics_by_hand`, whose second token has no teacher."""
+    mask = torch.tensor([1.0, 1.0, 0.0])
+    taught = torch.tensor([True, False, True])
+    theirs = torch.where(taught, TEACHER, STUDENT)  # as `TeacherScores.beside` gives it
+    out = guided(coefficient=2.0, mask=mask, teacher=theirs)
+    assert out.teacher[1] == 0.0 and out.rewards[1] != 0.0, "only the reward teaches it"
+    sums = teacher_sums(
+        out, student_log_probs=STUDENT, teacher_log_probs=theirs, mask=mask, taught=taught, divergence=torch.ones(3)
+    )
+    found = dict(zip(TEACHER_SUMS, sums.tolist(), strict=True))
+    assert (found["tokens"], found["all_tokens"], found["divergence"]) == (1.0, 2.0, 1.0)
+    first = float(STUDENT[0] - TEACHER[0])
+    assert found["reverse_kl"] == pytest.approx(first, rel=1e-12)
+    metrics = teacher_metrics(sums.tolist(), has_second_term=False, by_source=True)
+    assert metrics["token_fraction"] == 0.5 and metrics["reverse_kl"] == pytest.approx(first, rel=1e-12)
+    assert "token_fraction" not in teacher_metrics(sums.tolist(), has_second_term=False)
 
 
 def test_the_loss_of_divergences_is_averaged_as_the_objective_is():

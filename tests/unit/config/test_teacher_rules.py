@@ -4,7 +4,14 @@ import pytest
 from config_refusals import refused
 
 from gspo_mega.config import load_config
-from gspo_mega.config.derived import compares_within_groups, least_of_group, teacher_config
+from gspo_mega.config.derived import (
+    compares_within_groups,
+    has_served_teacher,
+    least_of_group,
+    teacher_config,
+    teacher_folders,
+    teachers,
+)
 
 TEACHER = "teacher={path: there}"
 ALONE = "teacher={path: there, reward_weight: 0}"
@@ -29,10 +36,85 @@ ALONE = "teacher={path: there, reward_weight: 0}"
         (["teacher.top_k_of=policy"], "teacher.top_k_of: has no effect with `divergence: sampled_token`"),
         (["teacher.divergence=full", "rollout.top_p=0.9"], "teacher.divergence: full with rollout.top_p 0.9"),
         (["batch.group_size=1"], "batch.group_size: 1 with `algorithm: gspo`"),
+        (["teacher.path=null"], "teacher: needs one of `path`, `url` and `by_source`, and has none of them"),
+        (["teacher.url=http://h:1"], "needs one of `path`, `url` and `by_source`, and has path and url"),
+        (["teacher.api_key_variable=K"], "teacher.api_key_variable: has no effect without `url`"),
     ],
 )
 def test_what_contradicts_a_teacher_is_refused(write, overrides, said):
     assert said in refused(write(), TEACHER, *overrides)
+
+
+URL = "teacher={url: 'http://teacher:30000'}"
+TWO = "data={sources: [{name: math, path: a.jsonl}, {name: code, path: b.jsonl}], max_prompt_tokens: 16}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["teacher.divergence=full"], "teacher.divergence: full with `url`: a server returns its most likely tokens"),
+        (
+            ["teacher.divergence=top_k", "teacher.top_k=4", "teacher.top_k_of=policy"],
+            "teacher.top_k_of: policy with `url`: a server returns its own most likely tokens",
+        ),
+        (
+            ["rollout.temperature=0.7"],
+            "rollout.temperature: 0.7 with `teacher.url`: SGLang's log-probs of given tokens",
+        ),
+        (["rollout.top_k=20"], "rollout.top_k: 20 with `teacher.url`: a server's log-probs of given tokens are over"),
+        (["teacher.url=teacher:30000"], "teacher.url: must begin with http:// or https:// and a host"),
+        (["teacher.url=http://me:pw@teacher:1"], "teacher.url: holds a user or a password"),
+        (["teacher.api_key_variable='my key'"], "teacher.api_key_variable: is no name of an environment variable"),
+        (["algorithm=ppo"], "teacher: with `algorithm: ppo`"),
+    ],
+)
+def test_what_a_server_cannot_tell_is_refused(write, overrides, said):
+    assert said in refused(write(), URL, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("by_source", "said"),
+    [
+        (
+            "[{source: maths, path: A}]",
+            "teacher.by_source.0.source: no source of the data is named 'maths', so nothing",
+        ),
+        ("[{source: math, path: A}, {source: math, path: B}]", "teacher.by_source.1.source: 'math' is listed twice"),
+        ("[{source: math}]", "teacher.by_source.0: needs one of `path` and `url`"),
+        ("[{source: math, path: A, url: 'http://h:1'}]", "teacher.by_source.0: needs one of `path` and `url`"),
+        ("[{source: math, url: here}]", "teacher.by_source.0.url: must begin with http://"),
+        ("[{source: math, path: A, api_key_variable: K}]", "teacher.by_source.0.api_key_variable: has no effect"),
+        ("[{path: A}]", "source: missing"),
+    ],
+)
+def test_teachers_by_source_that_are_refused(write, by_source, said):
+    assert said in refused(write(), TWO, f"teacher={{by_source: {by_source}}}")
+
+
+def test_teachers_by_source_and_who_has_none(write):
+    keys = "teacher={by_source: [{source: math, path: A}], reward_weight: 0}"
+    loaded = load_config(write(), [TWO, keys, "batch.group_size=1"])
+    assert any(
+        "teacher.by_source: rows of code have no teacher; with reward_weight 0 nothing teaches them" in notice
+        for notice in loaded.notices
+    )
+    assert any(notice.startswith("teacher A (rows of math): ") for notice in loaded.notices)
+    both = load_config(
+        write(), [TWO, "teacher={by_source: [{source: code, url: 'http://h:1'}, {source: math, path: A}]}"]
+    )
+    (said,) = [notice for notice in both.notices if notice.startswith("teachers ")]
+    assert "http://h:1 (rows of code), A (rows of math)" in said and "a server reads each response once" in said
+    assert not any("have no teacher" in notice for notice in both.notices)
+    assert [(one.key, one.source) for one in teachers(both.config)] == [
+        ("teacher.by_source.0", "code"),
+        ("teacher.by_source.1", "math"),
+    ]
+    assert teacher_folders(both.config) == ("A",) and has_served_teacher(both.config)
+
+
+def test_a_folder_that_teaches_two_sources_is_loaded_once(write):
+    keys = "teacher={by_source: [{source: code, path: A}, {source: math, path: A}]}"
+    assert teacher_folders(load_config(write(), [TWO, keys]).config) == ("A",)
 
 
 def test_a_teacher_alone_needs_no_group(write):

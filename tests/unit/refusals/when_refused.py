@@ -40,7 +40,11 @@ TABLE: dict[str, dict[str, tuple[int, str] | tuple[int, str, str]]] = {
         "SharedGpus._on_each_server": (1, RUN, _SERVERS),
     },
     "train/worker.py": {"RankEnvironment.read": (2, RUN, _PROCESSES), "_store_of_job": (1, RUN, _PROCESSES)},
-    "train/batches.py": {"scored_batch": (1, RUN, _SAMPLED), "has_masks": (1, RUN, _SERVERS)},
+    "train/batches.py": {
+        "scored_batch": (1, RUN, _SAMPLED),
+        "has_masks": (1, RUN, _SERVERS),
+        "served_scores": (1, RUN, _RESUME),
+    },
     "train/held_out.py": {
         "summarize": (1, RUN, _SAMPLED),
         "is_correct": (1, RUN, "whether a reward says `correct` is known when it has scored a response"),
@@ -154,6 +158,13 @@ TABLE: dict[str, dict[str, tuple[int, str] | tuple[int, str, str]]] = {
     },
     "rollout/server/process.py": {
         "free_port": (3, RUN, "which addresses and ports a server's machine has is known there, when it starts")
+    },
+    "rollout/teacher_server.py": {
+        "TeacherServer.__init__": (1, TRIED),
+        "_variable": (1, TRIED),
+        "first_look": (1, TRIED),
+        "TeacherServers._check": (1, RUN, "the trial says it only if the server is up before the run"),
+        "TeacherServers._until_answered": (2, RUN, _SERVERS),
     },
     "rollout/server/reward_server.py": {"own_model": (1, RUN, _DEFECT)},
     "rollout/server/spec.py": {

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 from collector_support import SPEC_OF_TOKENIZER, collector_config
+from teacher_stand_in import StandInTeacher, log_prob
+from transformers import AutoTokenizer
 
 from gspo_mega.config.schema import Config
 from gspo_mega.data.journal.journal import Journal
@@ -96,3 +98,31 @@ def test_an_evaluation_needs_no_training_data_and_measures_the_sets_that_are_ask
     assert "1 of 6 held-out prompts of set b are also in set a" in double and "no training data is named" in nothing
     assert kept == [("a", 7), ("b", 6)] and (found["a"].num_samples, found["b"].num_samples) == (14, 6)
     assert list(only_b) == ["b"] and set(found["a"].pass_at) == {"1", "2"} and found["b"].pass_at == {}
+
+
+def test_a_teachers_server_scores_what_is_trained_on_and_is_not_asked_again(config, attempt):
+    """Held-out responses are not sent, nor are those without a reward; a second source finds all in the journal."""
+    with StandInTeacher(AutoTokenizer.from_pretrained(config.model.path)) as teacher:
+        taught = Config.model_validate(config.model_dump() | {"teacher": {"url": teacher.url}})
+
+        def take(step=0):
+            with Rollouts(taught, SPEC_OF_TOKENIZER, attempt, teaches=True) as rollouts:
+                rollouts.pool.wait_ready(1, 30.0)
+                journal = Journal(attempt.run_folder.journal_dir)
+                source = journalled_source(taught, journal, LiveSource(rollouts, made_by(taught)), lambda line: None)
+                rollouts.evaluate(lambda: None)
+                assert not teacher.requests or step
+                return source.take(0, 0, lambda: None)
+
+        batch = take()
+        scored = [row for row in batch.trajectories if row.is_scored]
+        assert len(teacher.requests) >= len(scored) > 0
+        for row in scored:
+            assert row.teacher is not None
+            assert row.teacher.log_probs.tolist() == [log_prob(token) for token in row.response_token_ids]
+        asked = len(teacher.requests)
+        again = take(step=1)
+        assert len(teacher.requests) == asked and [t.teacher for t in again.trajectories] == [
+            t.teacher for t in batch.trajectories
+        ]
+    assert made_by(taught)["teacher"] != made_by(config).get("teacher"), "records without scores are not used"
