@@ -39,8 +39,9 @@ class ObjectiveSettings:
     leaves [1 - clip_low, 1 + clip_high] in the direction its advantage rewards; equality is not outside.
     `dual_clip` c: for A < 0 a term is at least c * A. `norm_constant_tokens`: the constant of
     `sequence_mean_token_sum_norm`, tokens. `surrogate`: the term of each unit; the parameters after it are those of
-    `sapo` (temperatures), `minirl` (the limit of a weight; None: none) and `vespo` (powers and decays). `function`: the
-    user's own term, in place of the clipped one. `entropy_coefficient`: weight of the entropy bonus (`losses.py`).
+    `sapo` (temperatures), `minirl` (the limit of a weight; None: none), `vespo` (powers and decays) and `clip_cov` (its
+    range and share; None: no token is left out by its covariance). `function`: the user's own term, in place of the
+    clipped one. `entropy_coefficient`: weight of the entropy bonus (`losses.py`).
 
     Raises ValueError for values outside these meanings.
     """
@@ -59,6 +60,9 @@ class ObjectiveSettings:
     decay_positive: float = 3.0
     power_negative: float = 3.0
     decay_negative: float = 2.0
+    covariance_low: float = 1.0
+    covariance_high: float = 5.0
+    covariance_share: float | None = None
     function: LoadedHook | None = None
     entropy_coefficient: float = 0.0
 

@@ -266,8 +266,14 @@ def needs_old_log_prob_pass(config: Config) -> bool:
         not old_is_current(config.old_log_probs, config.batch)
         or corrects_engine_gap(config.mismatch, config.old_log_probs)
         or penalises_kl(config)
+        or leaves_out_by_covariance(config)
     )
     return config.old_log_probs == "trainer" and needed
+
+
+def leaves_out_by_covariance(config: Config) -> bool:
+    """Return whether tokens are left out by their covariance over a whole mini-batch, before its first gradient."""
+    return "covariance_share" in RECIPES[config.algorithm].parameters
 
 
 def may_correct_in_training(config: Config) -> bool:
@@ -275,7 +281,7 @@ def may_correct_in_training(config: Config) -> bool:
     of the whole batch before its gradients, and the correction is decided between the two. Diagnostics of staleness and
     a penalty in the rewards need log-probs of a separate pass.
     """
-    needs_own = config.diagnostics.exact_staleness or penalises_kl(config)
+    needs_own = config.diagnostics.exact_staleness or penalises_kl(config) or leaves_out_by_covariance(config)
     return (
         corrects_engine_gap(config.mismatch, config.old_log_probs)
         and old_is_current(config.old_log_probs, config.batch)

@@ -140,6 +140,9 @@ def _validate_parameters(objective: Objective, recipe: Recipe) -> Iterator[Viola
                 f"objective.{key}",
                 f"has no effect with `algorithm: {recipe.name}`; leave it out, or use `algorithm: {owner}`",
             )
+    low, high = objective.covariance_low, objective.covariance_high
+    if low is not None and high is not None and low >= high:
+        yield Violation("objective.covariance_low", f"{low:g}; must be < covariance_high ({high:g})")
     if objective.dual_clip is not None and recipe.surrogate != "clip":
         yield Violation(
             "objective.dual_clip",

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from gspo_mega.base.errors import Violation
 from gspo_mega.config.algorithms import RECIPES
-from gspo_mega.config.derived import has_sampling_masks, has_served_teacher, teachers
+from gspo_mega.config.derived import has_sampling_masks, has_served_teacher, leaves_out_by_covariance, teachers
 from gspo_mega.config.prompt_sources import names_prompts, sources_of
 from gspo_mega.config.schema import Config, Teacher
 from gspo_mega.config.validate_rewards import is_variable_name, url_problem
@@ -29,6 +29,12 @@ def validate_teacher(config: Config, command: str | None = None) -> Iterator[Vio
             " implemented; valid: an algorithm without a critic",
         )
     by_token = teacher.divergence == "sampled_token"
+    if by_token and leaves_out_by_covariance(config):
+        yield Violation(
+            "teacher",
+            f"with `algorithm: {recipe.name}`, which chooses tokens by the advantages of rewards, before a teacher"
+            " scores them; valid: another algorithm, or another teacher.divergence",
+        )
     if by_token and recipe.facts.has_one_advantage:
         yield Violation(
             "teacher",

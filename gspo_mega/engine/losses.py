@@ -28,6 +28,14 @@ from gspo_mega.algorithm.correction import (
     exact_sums,
     mismatch_sums,
 )
+from gspo_mega.algorithm.covariance import (
+    CovarianceChoice,
+    covariance_sums,
+    covariances,
+    draw_bound,
+    num_chosen,
+    token_draws,
+)
 from gspo_mega.algorithm.diagnostics import policy_sums
 from gspo_mega.algorithm.distillation import (
     TokenGuidance,
@@ -172,6 +180,47 @@ def _sum_over_tokens(sums: torch.Tensor, groups: ParallelGroups) -> torch.Tensor
     return sums
 
 
+def choose_by_covariance(
+    settings: ObjectiveSettings, inputs: Sequence[CovarianceInputs], groups: ParallelGroups
+) -> list[CovarianceChoice]:
+    """Choose the tokens of a mini-batch that Clip-Cov leaves out (`algorithm/covariance.py`), for each micro-batch of
+    `inputs`, which are all those of this rank. Collective over context and data group.
+    """
+    assert settings.covariance_share is not None
+    none = torch.zeros(0, dtype=torch.float64, device=device())
+    log_probs, advantages = (
+        torch.cat([none, *(part.to(torch.float64) for part in parts)])
+        for parts in ([one.log_probs for one in inputs], [one.advantages for one in inputs])
+    )
+    sums = _sum_over_tokens(covariance_sums(log_probs, advantages), groups)
+    values = covariances(log_probs, advantages, sums)
+    candidates = (values > settings.covariance_low) & (values < settings.covariance_high)
+    draws = torch.cat([none.long(), *(one.draws for one in inputs)])
+    most = num_chosen(settings.covariance_share, int(sums[0]))
+    bound = draw_bound(most, draws[candidates], lambda counts: _sum_over_tokens(counts, groups))
+    chosen = candidates & (draws <= bound)
+    sizes = [len(one.draws) for one in inputs]
+    return [CovarianceChoice(*parts) for parts in zip(candidates.split(sizes), chosen.split(sizes), strict=True)]
+
+
+@dataclass
+class CovarianceInputs:
+    """What Clip-Cov chooses by, of this rank's N active tokens in one micro-batch: `log_probs` [N] float32 nats,
+    `advantages` [N] float64, `draws` [N] int64.
+    """
+
+    log_probs: torch.Tensor
+    advantages: torch.Tensor
+    draws: torch.Tensor
+
+    @classmethod
+    def of(cls, batch: DeviceBatch, log_probs: torch.Tensor) -> CovarianceInputs:
+        own = batch.token_advantages
+        advantages = batch.sequence["advantage"].double()[batch.sequence_ids] if own is None else own
+        keys = batch.sequence["draw"].long()[batch.sequence_ids]
+        return cls(log_probs.detach(), advantages, token_draws(keys, batch.position_ids[0, batch.rows]))
+
+
 @dataclass
 class OldLogProbs:
     """The result of the old pass for the training passes of one micro-batch, on last-stage ranks.
@@ -179,13 +228,14 @@ class OldLogProbs:
     `log_probs` [N] float32 nats for this rank's active tokens. `gap_sums` [S] float64 nats: the gap between the two
     engines, trainer - rollout, summed over each whole sequence, the same on all context ranks. `gap`: the input of its
     correction. `correction`: the decision over the whole rollout batch; None if nothing corrects the gap, and until
-    `PolicyEngine.correct` has been called.
+    `PolicyEngine.correct` has been called. `covariance`: which tokens Clip-Cov leaves out; None with other algorithms.
     """
 
     log_probs: torch.Tensor
     gap_sums: torch.Tensor
     gap: GapSums
     correction: SequenceCorrection | None = None
+    covariance: CovarianceChoice | None = None
 
 
 @dataclass
@@ -195,7 +245,7 @@ class PassOutput:
     `loss`: the 0-d float64 tensor that this rank back-propagates, None in a forward-only pass. `columns`:
     per-sequence parts, [S] or [S, K] float64; reference log-probs are [N] float32 nats. `totals`: parts of sums over
     the mini-batch, [K] float64. `old`: the result of the old pass. `gaps`: [N] float16 nats of this rank's active
-    tokens, trainer - server, from a pass that keeps them.
+    tokens, trainer - server, from a pass that keeps them. `covariance`: what Clip-Cov chooses by.
     """
 
     loss: torch.Tensor | None = None
@@ -203,6 +253,7 @@ class PassOutput:
     totals: dict[str, torch.Tensor] = field(default_factory=dict)
     old: OldLogProbs | None = None
     gaps: torch.Tensor | None = None
+    covariance: CovarianceInputs | None = None
 
 
 def require_finite_tokens(batch: DeviceBatch, **tensors: torch.Tensor) -> None:
@@ -231,7 +282,7 @@ def _require_entropies(entropies: torch.Tensor | None) -> torch.Tensor:
 class OldPass:
     """The trainer's log-probs at the start of a rollout batch, and their gap to the server's. `rule`: corrects that gap
     later. `keeps_gaps`: the output has the gap of each token, for a person to look at. `band`: the clip range that the
-    gap is compared with, None if nothing is clipped.
+    gap is compared with, None if nothing is clipped. `by_covariance`: the output has what Clip-Cov chooses by.
 
     Called with a batch, `log_probs` [N] float32 nats and `entropies` [N] float32 nats of this rank's active tokens.
     """
@@ -240,11 +291,13 @@ class OldPass:
     rule: CorrectionRule
     keeps_gaps: bool = False
     band: Band | None = None
+    by_covariance: bool = False
     wants_entropy: ClassVar[bool] = True
 
     def __call__(self, batch: DeviceBatch, log_probs: torch.Tensor, entropies: torch.Tensor | None) -> PassOutput:
         columns, old = self.measure(batch, log_probs, entropies)
-        return PassOutput(columns=columns, old=old, gaps=self.gaps(batch, log_probs))
+        inputs = CovarianceInputs.of(batch, log_probs) if self.by_covariance else None
+        return PassOutput(columns=columns, old=old, gaps=self.gaps(batch, log_probs), covariance=inputs)
 
     def gaps(self, batch: DeviceBatch, log_probs: torch.Tensor) -> torch.Tensor | None:
         """The gap of each token, [N] float16 nats; None unless gaps are kept. log_probs: [N] float32 nats."""
@@ -420,6 +473,13 @@ class PolicyLoss:
     divergence: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
+        if self.settings.covariance_share is not None and (
+            self.old is None or any(old.covariance is None for old in self.old)
+        ):
+            raise ValueError(
+                "algorithm clip_cov chooses tokens of a whole mini-batch before its gradients: train with the"
+                " mini-batch's old pass"
+            )
         mode = self.old_pass.rule.mode
         if mode == "none" or self.use_rollout or self.corrects:
             return
@@ -534,15 +594,26 @@ class PolicyLoss:
             shared["advantages"] = self.teacher.reward_weight * shared["advantages"]
             if has_token_terms(self.settings):
                 shared["token_advantages"] = guidance.total
+        of_terms, choice = by_token, old.covariance
+        if self.settings.covariance_share is not None and choice is not None:
+            kept = (~choice.chosen).double()
+            of_terms = kept if by_token is None else by_token * kept
         out = policy_objective(
             self.settings,
             rollout_log_probs=batch.rollout_log_probs if self.settings.facts.reads_server else None,
-            token_weights=by_token,
+            token_weights=of_terms,
             reduce_sequences=reduce_sequences,
             **both,
             **shared,
         )
         loss, totals = out.loss, {"policy_sums": policy_sums(out, **shared, keep=keep)}
+        if choice is not None:
+            counts = (
+                choice.chosen.sum(),
+                choice.candidates.sum(),
+                choice.chosen.new_full((), 1).long() * len(choice.chosen),
+            )
+            totals["covariance_sums"] = torch.stack([count.double() for count in counts])
         if self.teacher is not None and guidance is not None:
             second = None
             if self.divergence is not None:

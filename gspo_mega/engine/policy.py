@@ -19,8 +19,15 @@ from megatron.core.distributed import finalize_model_grads
 
 from gspo_mega.algorithm.correction import CorrectionRule
 from gspo_mega.algorithm.objective import ObjectiveSettings
+from gspo_mega.algorithm.terms import objective_settings
 from gspo_mega.base.records import MicroBatch
-from gspo_mega.config.derived import band_of, corrects_engine_gap, may_correct_in_training, old_is_current
+from gspo_mega.config.derived import (
+    band_of,
+    corrects_engine_gap,
+    leaves_out_by_covariance,
+    may_correct_in_training,
+    old_is_current,
+)
 from gspo_mega.config.schema import Config, Teacher
 from gspo_mega.engine.adapters import attach_adapters, start_adapters
 from gspo_mega.engine.device_batch import held_rows
@@ -35,6 +42,7 @@ from gspo_mega.engine.losses import (
     SupervisedLoss,
     TeacherScores,
     TeacherTerm,
+    choose_by_covariance,
     correct_batch,
     max_packs,
 )
@@ -205,6 +213,12 @@ class PolicyEngine:
         report = PassReport.collect(micro_batches, outputs, self.groups)
         if replay is None:
             report.routing = self._changed_since_rollout(micro_batches, routing.recorded)
+        if leaves_out_by_covariance(self.config) and self.groups.is_last_stage:
+            settings = objective_settings(self.config.algorithm, self.config.objective)
+            inputs = [output.covariance for output in outputs if output.covariance is not None]
+            for output, choice in zip(outputs, choose_by_covariance(settings, inputs, self.groups), strict=True):
+                assert output.old is not None
+                output.old.covariance = choice
         return OldState([output.old for output in outputs if output.old is not None], routing.recorded, report)
 
     def score(self, micro_batches: list[MicroBatch], head: Head, replays_rollout: bool) -> list[PassOutput]:
@@ -363,7 +377,9 @@ class PolicyEngine:
         )
 
     def _old_pass(self) -> OldPass:
-        return OldPass(self.groups, self._rule(), self.config.diagnostics.token_mismatch, band_of(self.config))
+        config = self.config
+        by_covariance = leaves_out_by_covariance(config)
+        return OldPass(self.groups, self._rule(), config.diagnostics.token_mismatch, band_of(config), by_covariance)
 
     def _rule(self) -> CorrectionRule:
         mismatch = self.config.mismatch

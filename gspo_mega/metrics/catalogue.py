@@ -475,6 +475,18 @@ def _entries() -> list[Metric]:
         ),
         Metric("policy/entropy", "nats", "mean", "entropy of the next-token distribution at active tokens"),
         Metric(
+            "policy/covariance_clip_fraction",
+            "fraction",
+            "ratio",
+            "tokens that clip_cov left out, over those of all mini-batches; about objective.covariance_share",
+        ),
+        Metric(
+            "policy/covariance_candidate_fraction",
+            "fraction",
+            "ratio",
+            "tokens whose covariance of advantage and log-prob is in clip_cov's range",
+        ),
+        Metric(
             "policy/kept_mass",
             "fraction",
             "mean",

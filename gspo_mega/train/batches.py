@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from gspo_mega.algorithm.advantages import decoupled_advantages, group_advantages, token_rewards, turn_advantages
+from gspo_mega.algorithm.covariance import trajectory_key
 from gspo_mega.algorithm.hooks import AdvantageInputs, load_advantage, user_advantages
 from gspo_mega.algorithm.objective import mini_batch_denominator
 from gspo_mega.base.episodes import ENDED_BY_LIMIT, Episode, RolloutBatch, leaf_ids
@@ -32,6 +33,7 @@ from gspo_mega.config.derived import (
     has_sampling_masks,
     has_served_teacher,
     least_of_group,
+    leaves_out_by_covariance,
     num_served_top,
     teachers,
 )
@@ -309,6 +311,10 @@ def assemble(
         for record in records:
             record["advantage"] = 0.0  # until the critic's values are known
     with_masks = has_masks(trajectories, num_tokens, has_sampling_masks(config.rollout))
+    if leaves_out_by_covariance(config):
+        by_sequence = (*by_sequence, "draw")
+        for record, t in zip(records, trajectories, strict=True):
+            record["draw"] = trajectory_key(config.run.seed, step, t.trajectory_id)
     num_top = num_served_top(config)
     named = teachers(config)
     if any(one.source is not None for one in named):

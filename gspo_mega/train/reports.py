@@ -31,7 +31,13 @@ from gspo_mega.algorithm.terms import (
     objective_settings,
 )
 from gspo_mega.base.episodes import RolloutBatch
-from gspo_mega.config.derived import compares_within_groups, critic_of, needs_old_log_prob_pass, train_config
+from gspo_mega.config.derived import (
+    compares_within_groups,
+    critic_of,
+    leaves_out_by_covariance,
+    needs_old_log_prob_pass,
+    train_config,
+)
 from gspo_mega.config.schema import Moe
 from gspo_mega.data.journal.steps import write_token_gaps
 from gspo_mega.engine.adapters import adapter_norm
@@ -304,6 +310,12 @@ class StepReport:
                 float(_total([part.totals.get("entropy_sums") for part in self._reports("train")])) / num_mini_batches
             )
             metrics["policy/entropy_bonus"] = config.objective.entropy_coefficient * mean
+        if leaves_out_by_covariance(config):
+            chosen, candidates, tokens = _total(
+                [report.totals.get("covariance_sums") for report in self._reports("train")]
+            ).tolist()
+            metrics["policy/covariance_clip_fraction"] = chosen / max(tokens, 1.0)
+            metrics["policy/covariance_candidate_fraction"] = candidates / max(tokens, 1.0)
         if config.teacher is not None:
             taught = _total([report.totals.get("teacher_sums") for report in self._reports("train")])
             second = not has_token_terms(objective_settings(config.algorithm, config.objective))

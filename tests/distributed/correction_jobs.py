@@ -10,12 +10,13 @@ import torch
 from layout_jobs import layout_config, pack, recorded_sequences
 
 from gspo_mega.algorithm.correction import CorrectionRule
+from gspo_mega.algorithm.covariance import trajectory_key
 from gspo_mega.algorithm.diagnostics import POLICY_SUMS
 from gspo_mega.algorithm.objective import ObjectiveSettings
 from gspo_mega.base.records import MicroBatch
 from gspo_mega.checkpoint.hf_import import import_huggingface
 from gspo_mega.engine.device_batch import to_device
-from gspo_mega.engine.losses import OldPass, correct_batch
+from gspo_mega.engine.losses import OldPass, choose_by_covariance, correct_batch
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import ParallelGroups, create_groups, destroy_groups
 from gspo_mega.models.huggingface import read_model_spec
@@ -122,6 +123,44 @@ def _by_rule(rule: CorrectionRule, groups: ParallelGroups, per_pack: int, num_ve
         for name, values in result.items():
             values[index[real]] = values_of[name].numpy()[real]
     return result | dict(centre=float(decided[0].centre[0]))
+
+
+COVARIANCE = ObjectiveSettings(
+    ratio="token", clip_low=1.0, clip_high=1.0, covariance_low=0.1, covariance_high=2.0, covariance_share=0.1
+)
+
+
+def chosen_by_covariance(context: int = 1, per_pack: int = 3) -> dict:
+    """Which tokens Clip-Cov leaves out of two mini-batches of known log-probs: {mini-batch: [(trajectory, position in
+    its sequence)]}, this rank's; and how many tokens and candidates it has.
+    """
+    groups = create_groups(context=context)
+    try:
+        old_pass, found = OldPass(groups, CorrectionRule("none"), by_covariance=True), {}
+        counts = np.zeros(2)
+        for place, packs in enumerate(
+            mini_batches(groups.data.rank, groups.data.size, 2 * groups.context.size, per_pack)
+        ):
+            batches, inputs = [], []
+            for micro_batch in packs:
+                rows = np.maximum(micro_batch.trajectory_index, 0)
+                micro_batch.sequence["draw"] = np.array([trajectory_key(1, 0, f"t{row}") for row in rows], np.float64)
+                batch = to_device(micro_batch, groups)
+                ours = batch.rollout_log_probs
+                output = old_pass(batch, ours, torch.zeros_like(ours))
+                assert output.covariance is not None
+                batches.append(batch)
+                inputs.append(output.covariance)
+            chosen = []
+            for batch, choice in zip(batches, choose_by_covariance(COVARIANCE, inputs, groups), strict=True):
+                rows = torch.from_numpy(batch.trajectory_index)[batch.sequence_ids]
+                positions = batch.position_ids[0, batch.rows]
+                chosen += list(zip(rows[choice.chosen].tolist(), positions[choice.chosen].tolist(), strict=True))
+                counts += (len(choice.chosen), int(choice.candidates.sum()))
+            found[place] = chosen
+        return dict(chosen=found, counts=counts)
+    finally:
+        destroy_groups()
 
 
 def of_a_model(folder: str, rule: dict, parallel: dict, per_pack: int = 3) -> dict:

@@ -76,6 +76,21 @@ def test_named_corrections_are_decided_alike(rank_pools, layout):
     assert 0 < lengths[1].sum() < 0.99 * lengths[0].sum()  # some tokens were masked
 
 
+def test_clip_cov_leaves_out_the_same_tokens_in_every_layout(rank_pools):
+    """Its means are of a whole mini-batch on all ranks, and its draws of a token's trajectory and position."""
+    one = rank_pools(1).run("correction_jobs:chosen_by_covariance")[0]
+    tokens, candidates = one["counts"]
+    want = {place: sorted(found) for place, found in one["chosen"].items()}
+    number = sum(map(len, want.values()))
+    assert number < candidates < tokens and abs(number - 0.1 * tokens) <= 2, "a tenth of each mini-batch, at random"
+    for arguments in LAYOUTS.values():
+        ranks = rank_pools(arguments["world"]).run(
+            "correction_jobs:chosen_by_covariance", **{k: v for k, v in arguments.items() if k != "world"}
+        )
+        got = {place: sorted(one for rank in ranks for one in rank["chosen"][place]) for place in want}
+        assert got == want, arguments
+
+
 SEGMENT_RULES = {
     "mask": dict(mode="mask", bound_nats=0.5, token_veto_nats=None, segment_tokens=4),
     "truncate": dict(mode="truncate", bound_nats=0.35, token_veto_nats=1.65, segment_tokens=4),

@@ -309,6 +309,8 @@ NOT_OF_A_PLAIN_RUN = {
     "time/teacher_seconds",
     # Only if a teacher's server fails: tests/unit/rollout/test_teacher_server.py.
     "rollout/num_teacher_retries",
+    # Only with clip_cov: tests/recovery/test_recovery_correction.py.
+    *(f"policy/covariance_{name}_fraction" for name in ("candidate", "clip")),
     # Only with objective.entropy_coefficient, and with a correction that weighs tokens: test_run_experts.py.
     "policy/entropy_bonus",
     *(f"mismatch/token_{name}" for name in ("cut_fraction", "dropped_fraction", "weight_mean")),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from recovery_support import KILLED, outcome
 
 from gspo_mega.base.episodes import Node
 from gspo_mega.base.run_folder import RunFolder
@@ -100,3 +101,24 @@ def test_server_log_probs_as_old_ones_are_warned_of_with_the_measured_share(rank
     assert console.count("warning  old_log_probs: rollout clips") == 1
     assert "clipped with no update, A < 0, mean" in console
     assert "before any update" in console and "`gspo-mega mismatch " in console
+
+
+def test_clip_cov_leaves_out_the_same_tokens_after_a_kill_and_on_two_ranks(ranks):
+    """Advantages of -1 and 1 and log-probs near -6 give covariances around 0. A step is one mini-batch, so its old pass
+    is made for the choice alone.
+    """
+    chosen = "objective={covariance_low: 0, covariance_high: 100, covariance_share: 0.2}"
+    once = ("train.num_steps=2", "batch.num_mini_batches=1", "mismatch.correction=none")
+    overrides = ("algorithm=clip_cov", chosen, *once)
+    assert ranks.train("covariant", "", *overrides) == [0], ranks.log("covariant")
+    killed = "covariant-killed"
+    assert ranks.train(killed, "point=step.optimizer,hit=2", *overrides) == [KILLED], ranks.log(killed)
+    assert ranks.train(killed, "", *overrides) == [0], ranks.log(killed)
+    want, got = outcome(ranks.folder("covariant")), outcome(ranks.folder(killed))
+    assert {name for name in want.keys() | got.keys() if want.get(name) != got.get(name)} == set()
+    assert ranks.train("covariant-two", "", *overrides, num_ranks=2) == [0, 0], ranks.log("covariant-two")
+    for one, two in zip(lines_of(ranks, "covariant"), lines_of(ranks, "covariant-two"), strict=True):
+        assert 0.1 < one["policy/covariance_clip_fraction"] <= 0.2 < one["policy/covariance_candidate_fraction"] < 0.8
+        for name in ("clip", "candidate"):
+            assert one[f"policy/covariance_{name}_fraction"] == two[f"policy/covariance_{name}_fraction"]
+        assert one["optimizer/grad_norm"] == pytest.approx(two["optimizer/grad_norm"], rel=1e-4)

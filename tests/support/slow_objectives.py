@@ -45,7 +45,7 @@ def token_terms(surrogate: str, row: Row, low: float, high: float) -> list[Tenso
         elif surrogate == "gspo_token":
             s = (torch.prod(ratios) ** (1 / length)).detach()
             terms.append(ppo(s * row.new[t].exp() / row.new[t].exp().detach(), a, low, high))
-        elif surrogate in ("grpo", "ppo"):
+        elif surrogate in ("grpo", "ppo", "clip_cov"):  # with all tokens; which are left out is test_covariance.py
             terms.append(ppo(r, a, low, high))
         elif surrogate == "cispo":
             terms.append(r.clamp(1 - low, 1 + high).detach() * a * log_p)

@@ -62,6 +62,18 @@ class Objective(Section):
     decay_negative: float | None = Field(
         default=None, ge=0, description="With `algorithm: vespo`: lambda of the weight for A < 0: 2."
     )
+    covariance_low: float | None = Field(
+        default=None, description="With `algorithm: clip_cov`: smallest covariance of a token that may be left out: 1."
+    )
+    covariance_high: float | None = Field(
+        default=None, description="With `algorithm: clip_cov`: largest covariance of a token that may be left out: 5."
+    )
+    covariance_share: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="With `algorithm: clip_cov`: share of a mini-batch's tokens that are left out, at random: 2e-4.",
+    )
     function: Hook | None = Field(
         default=None,
         description=(

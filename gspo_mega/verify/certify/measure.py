@@ -24,6 +24,7 @@ from gspo_mega.base.episodes import RolloutBatch
 from gspo_mega.base.records import MicroBatch
 from gspo_mega.checkpoint.adapters import AdapterTensors
 from gspo_mega.checkpoint.gather import PolicyTensors
+from gspo_mega.config.derived import leaves_out_by_covariance
 from gspo_mega.config.schema import Config
 from gspo_mega.data.packing import ExpertRoutes, RankPlan, response_values
 from gspo_mega.engine.critic import CriticEngine
@@ -263,8 +264,11 @@ class Measurement:
         take_gradient(trained.stream(torch.float32))
         watch = StepWatch(engine, trained)
         for _ in range(num_steps):
+            before = engine.old_pass(mine.micro_batches) if leaves_out_by_covariance(self.config) else None
             watch.after(
-                *_result(engine.train_mini_batch(mine.micro_batches, settings, mine.denominator, None, teacher=scores))
+                *_result(
+                    engine.train_mini_batch(mine.micro_batches, settings, mine.denominator, before, teacher=scores)
+                )
             )
         steps = watch.finish()
         if take_weights is not None:

@@ -25,6 +25,7 @@ from gspo_mega.base.run_folder import Attempt, RunFolder, read_json
 from gspo_mega.checkpoint.gather import PolicyTensors
 from gspo_mega.checkpoint.hf_import import import_huggingface
 from gspo_mega.checkpoint.load import load_weights
+from gspo_mega.config.derived import leaves_out_by_covariance
 from gspo_mega.config.schema import Config
 from gspo_mega.data.journal.journal import Journal
 from gspo_mega.data.packing import ExpertRoutes
@@ -61,7 +62,9 @@ def run_compare(context: WorkerContext) -> dict[str, Any] | None:
         seed=config.run.seed,
     )
     try:
-        engine = PolicyEngine(config, read_model_spec(config.model.path), groups, num_optimizer_steps=1)
+        # Each algorithm is compared with all tokens: Clip-Cov's random choice is no part of its term.
+        own = config.model_copy(update={"algorithm": "grpo"}) if leaves_out_by_covariance(config) else config
+        engine = PolicyEngine(own, read_model_spec(config.model.path), groups, num_optimizer_steps=1)
         found = AlgorithmComparison(engine, config, record.batch, work, folder).run()
         return found if context.is_lead else None
     finally:
@@ -114,7 +117,9 @@ class AlgorithmComparison:
             started = time.monotonic()
             config = config_of(self.config, name)
             batch, packs, denominator = self._assemble(name)
-            settings = replace(objective_settings(name, config.objective), entropy_coefficient=0.0)
+            settings = replace(
+                objective_settings(name, config.objective), entropy_coefficient=0.0, covariance_share=None
+            )
             self.engine.policy_gradients(packs, settings, denominator, old)
             complete_gradients(self.engine)
             self._write(name)

@@ -7,7 +7,13 @@ from typing import Any
 import numpy as np
 
 from gspo_mega.base.records import MicroBatch
-from gspo_mega.config.derived import critic_of, has_served_teacher, num_served_top, teachers
+from gspo_mega.config.derived import (
+    critic_of,
+    has_served_teacher,
+    leaves_out_by_covariance,
+    num_served_top,
+    teachers,
+)
 from gspo_mega.config.schema import Config
 from gspo_mega.data.packing import build_micro_batch
 from gspo_mega.models.spec import ModelSpec
@@ -42,6 +48,7 @@ def full_pack(config: Config, layout: Layout, spec: ModelSpec) -> MicroBatch:
             truncated=0.0,
             token_rewards=np.zeros(active),
             teacher=0.0,
+            draw=0.0,
             teacher_log_probs=np.full(active, -1.0),
             teacher_top_ids=np.tile(np.arange(num_served_top(config)), (active, 1)),
             teacher_top_log_probs=np.full((active, num_served_top(config)), -9.0),
@@ -63,6 +70,7 @@ def full_pack(config: Config, layout: Layout, spec: ModelSpec) -> MicroBatch:
             "weight",
             *(("truncated",) if has_critic else ()),
             *(("teacher",) if has_sources else ()),
+            *(("draw",) if leaves_out_by_covariance(config) else ()),
         ),
         layout.pack_multiple_tokens,
         by_token,

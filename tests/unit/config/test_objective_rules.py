@@ -38,6 +38,13 @@ CONTRADICTIONS = [
         ["old_log_probs=rollout"],
         "old_log_probs: rollout contradicts `algorithm: minirl`, which clips by the trainer's own old log-probs",
     ),
+    (
+        "clip_cov",
+        ["old_log_probs=rollout"],
+        "contradicts `algorithm: clip_cov`, which chooses tokens by the trainer's own",
+    ),
+    ("clip_cov", ["objective.covariance_low=5"], "objective.covariance_low: 5; must be < covariance_high (5)"),
+    ("grpo", ["objective.covariance_share=0.1"], "objective.covariance_share: has no effect with `algorithm: grpo`"),
     ("minirl", ["advantage.divide_by_std=true"], "contradicts `algorithm: minirl`, whose advantage is R - E[R]"),
     (
         "gspo",

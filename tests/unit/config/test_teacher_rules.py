@@ -36,6 +36,10 @@ ALONE = "teacher={path: there, reward_weight: 0}"
         (["teacher.top_k_of=policy"], "teacher.top_k_of: has no effect with `divergence: sampled_token`"),
         (["teacher.divergence=full", "rollout.top_p=0.9"], "teacher.divergence: full with rollout.top_p 0.9"),
         (["batch.group_size=1"], "batch.group_size: 1 with `algorithm: gspo`"),
+        (
+            ["algorithm=clip_cov"],
+            "teacher: with `algorithm: clip_cov`, which chooses tokens by the advantages of rewards",
+        ),
         (["teacher.path=null"], "teacher: needs one of `path`, `url` and `by_source`, and has none of them"),
         (["teacher.url=http://h:1"], "needs one of `path`, `url` and `by_source`, and has path and url"),
         (["teacher.api_key_variable=K"], "teacher.api_key_variable: has no effect without `url`"),

@@ -46,6 +46,8 @@ BY_HAND = {
     "ppo": (1.0 / 3 / log_width(0.2, 0.2), 0.5, 1.0),
     "minirl": (1.0 / 3 / GRPO_WIDTH, 0.5, 0.0),
     # Only the upper edge, log 5: of the rises .3 and .2, each counted double.
+    # Only the upper edge, log 2: of the rises .3 and .2, each counted double; neither is above it.
+    "clip_cov": (2 * 0.5 / 3 / (2 * math.log(2)), 0.0, 0.0),
     "cispo": (2 * 0.5 / 3 / (2 * math.log(5)), 0.0, 0.0),
     "gmpo": (1.0 / 3 / 0.8, 0.5, 0.0),
     # Probabilities move by +.175, -.315 and +.055; edges at .15.
