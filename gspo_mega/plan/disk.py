@@ -21,6 +21,7 @@ from gspo_mega.plan.memory import GIB
 from gspo_mega.plan.sampling_masks import mask_cost
 from gspo_mega.plan.servers import needs_start_folder, version_bytes
 from gspo_mega.plan.state import WEIGHT_BYTES
+from gspo_mega.plan.teacher import served_bytes
 
 # Bytes of the journal. Per response token: its id (4), log-prob (8) and weight version (4). Per prompt token: its id.
 RESPONSE_TOKEN_BYTES, PROMPT_TOKEN_BYTES = 16, 4
@@ -70,13 +71,14 @@ def disk_use(config: Config, spec: ModelSpec, total_parameters: int, checkpoint_
     journal_step, routes_step = journal_bytes(config, spec)
     masks = mask_cost(config, spec)
     masks_step = 0 if masks is None else masks.held
+    scores_step, tops_step = served_bytes(config)
     steps = train.num_steps
     # A step may consume groups from the files of up to `ahead` earlier steps.
     keep, ahead = config.journal.keep_last, config.rollout.max_staleness
     kept = steps if keep is None else min(steps, keep + ahead)
     with_routes = min(kept, (config.checkpoint.every_steps or steps) + ahead) if config.journal.prune_routes else kept
     parts = {
-        "journal": kept * journal_step + with_routes * (routes_step + masks_step),
+        "journal": kept * (journal_step + scores_step) + with_routes * (routes_step + masks_step + tops_step),
         "metrics": steps * METRICS_BYTES_PER_STEP,
     }
     if not train.rollouts_only:

@@ -27,6 +27,7 @@ from gspo_mega.plan.sampling_masks import mask_cost, mask_lines
 from gspo_mega.plan.server_buffers import num_owners, num_senders
 from gspo_mega.plan.servers import needs_start_folder
 from gspo_mega.plan.state import State
+from gspo_mega.plan.teacher import served_lines
 from gspo_mega.plan.timing import HashCost, StepTime, hand_out, hand_out_lines
 from gspo_mega.plan.watchdog_bounds import patience
 
@@ -61,6 +62,7 @@ def render_report(plan: Plan, figures: Estimate | None = None) -> str:
         "hand-out": [
             *hand_out_lines(hand_out(plan.config, plan.spec, plan.layout)),
             *mask_lines(mask_cost(plan.config, plan.spec)),
+            *served_lines(plan.config),
         ],
         "disk": disk_lines(disk),
         "notice": [*plan.notices, *figures.notices, *disk_notices(disk)],

@@ -2,7 +2,7 @@
 
 A teacher that the ranks load is a frozen model of any supported family and size. It must have the policy's tokenizer,
 because token ids that were sampled are scored as they are, and it must divide over the policy's ranks. What it holds is
-in `state.py` (`with_teacher`). Nothing here is about a teacher's server. No torch.
+in `state.py` (`with_teacher`). Of a teacher's server only what its answers take is known here. No torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_mega.base.errors import GspoMegaError, ModelError, PlanError, Violation
-from gspo_mega.config.derived import teacher_config, teachers
+from gspo_mega.config.derived import episode_lengths, has_served_teacher, num_served_top, teacher_config, teachers
 from gspo_mega.config.schema import Config
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.models.spec import ModelSpec
@@ -89,6 +89,28 @@ def validate_teacher_layout(config: Config, spec: ModelSpec, device: Device | No
             f"prompt and response may have {sizes.longest_sequence} tokens, and it has {spec.max_position_embeddings}"
             " positions",
         )
+
+
+def served_bytes(config: Config) -> tuple[int, int]:
+    """Return the most bytes that the answers of teachers' servers take in a step's journal, and on their way to the
+    ranks: (log-probs of sampled tokens, most likely tokens). Every response has its longest length.
+    """
+    if not has_served_teacher(config):
+        return 0, 0
+    tokens = config.batch.prompts_per_step * config.batch.group_size * episode_lengths(config).sampled
+    return 4 * tokens, 8 * num_served_top(config) * tokens
+
+
+def served_lines(config: Config) -> list[str]:
+    """Return the report's line about teachers' servers."""
+    own, top = served_bytes(config)
+    if not own:
+        return []
+    responses = config.batch.prompts_per_step * config.batch.group_size
+    return [
+        f"teachers' servers per step: {responses} requests at least, at most {(own + top) / 2**20:.1f} MiB of answers"
+        " in the journal and handed out; their time is not in the plan"
+    ]
 
 
 def tokenizer_difference(theirs: Path, ours: Path) -> str | None:

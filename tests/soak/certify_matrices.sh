@@ -12,7 +12,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 models=("$@")
-((${#models[@]})) || models=(dense shared moe mla families balanced delta lora ppo distill te_bf16 fp8 objectives)
+((${#models[@]})) || models=(dense shared moe mla families balanced delta lora ppo distill teachers te_bf16 fp8 objectives)
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 export OMP_NUM_THREADS=1

@@ -8,7 +8,8 @@ from gspo_mega.base.errors import ModelError, PlanError
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.models.tensors import count_parameters
 from gspo_mega.plan import estimate, plan_run, render_report
-from gspo_mega.plan.teacher import tokenizer_difference
+from gspo_mega.plan.disk import disk_use
+from gspo_mega.plan.teacher import served_bytes, tokenizer_difference
 
 GPU = ("precision=bf16", "cluster.gpu=H100", "cluster.gpus_per_node=8", "optimizer.distributed=false")
 
@@ -148,3 +149,44 @@ def test_another_tokenizer_is_refused_by_the_plan(load, shape, tmp_path):
         (folder / "config.json").write_text(shape("dense").read_text())
     with pytest.raises(ModelError, match="another tokenizer than the policy: id 0 is 'a' here and 'b' there"):
         plan_run(load(f"model.path={folders[0]}", f"teacher.path={folders[1]}"))
+
+
+TWO = "data={sources: [{name: a, path: a.jsonl}, {name: b, path: b.jsonl}], max_prompt_tokens: 16}"
+
+
+def test_several_teachers_are_all_counted_and_a_folder_for_two_sources_once(load, shape, tmp_path):
+    policy = shape("moe").rename(tmp_path / "policy.json")
+    first = shape("dense", num_hidden_layers=2).rename(tmp_path / "first.json")
+    second = shape("dense", num_hidden_layers=4).rename(tmp_path / "second.json")
+
+    def plan(by_source):
+        keys = (TWO, f"model.path={policy}", f"teacher={{by_source: {by_source}}}", *GPU)
+        return estimate(plan_run(load(*keys), "gpu"))
+
+    def of(a, b):
+        figures = plan(f"[{{source: a, {a}}}, {{source: b, {b}}}]")
+        assert figures.time is not None
+        return figures.states[0][1].teacher, figures.time.train.old_pass
+
+    both, alone, other = (
+        of(f"path: {a}", f"path: {b}") for a, b in ((first, second), (first, first), (second, second))
+    )
+    assert both[0] == alone[0] + other[0] and both[1] > max(alone[1], other[1])
+    assert of(f"path: {first}", "url: 'http://teacher:1'") == alone, "a server costs the ranks nothing"
+    assert of("url: 'http://teacher:1'", "url: 'http://teacher:2'")[0] == 0
+    with pytest.raises(ModelError, match=r"teacher\.by_source\.1\.path: .*nowhere"):
+        plan(f"[{{source: a, path: {first}}}, {{source: b, path: nowhere}}]")
+
+
+def test_what_a_server_says_is_counted_by_hand(load, shape):
+    """16 responses of up to 32 tokens: 4 bytes each, and 8 for each of 20 most likely tokens."""
+    keys = [f"model.path={shape('dense')}", "batch.prompts_per_step=4", "batch.group_size=4", "train={num_steps: 3}"]
+    plain, served = (
+        plan_run(load(*keys, *more)) for more in ((), ("teacher={url: 'http://t:1', divergence: top_k, top_k: 20}",))
+    )
+    tokens = 16 * served.config.rollout.max_new_tokens
+    assert served_bytes(served.config) == (4 * tokens, 160 * tokens) and served_bytes(plain.config) == (0, 0)
+    assert "teachers' servers per step: 16 requests at least" in render_report(served, estimate(served))
+    disk = [disk_use(plan.config, plan.spec, 1, 1) for plan in (plain, served)]
+    assert disk[0] is not None and disk[1] is not None
+    assert disk[1].parts["journal"] - disk[0].parts["journal"] == 3 * 164 * tokens
