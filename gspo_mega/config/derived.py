@@ -173,6 +173,11 @@ class OneTeacher:
     settings: TeacherModel
     source: str | None = None
 
+    @property
+    def is_served(self) -> bool:
+        """Whether a server scores, and not the ranks."""
+        return self.settings.url is not None or self.settings.policy
+
 
 def teachers(config: Config) -> tuple[OneTeacher, ...]:
     """Return the teachers of a run, in the order of the file. Their places are the teachers' numbers in packs."""
@@ -199,8 +204,14 @@ def with_teacher_folders(teacher: Teacher, folder_of: Callable[[str], str]) -> T
 
 
 def has_served_teacher(config: Config) -> bool:
-    """Return whether a server scores tokens as soon as they are sampled (`teacher.url`)."""
-    return any(one.settings.url is not None for one in teachers(config))
+    """Return whether a server scores tokens as soon as they are sampled (`teacher.url`, `teacher.policy`)."""
+    return any(one.is_served for one in teachers(config))
+
+
+def taught_tokens(config: Config) -> int:
+    """Return the length of the longest text that the run's own servers score as a teacher (`teacher.policy`), or 0."""
+    prompts = [one.settings.max_prompt_tokens or 0 for one in teachers(config) if one.settings.policy]
+    return max(prompts) + config.rollout.max_new_tokens if prompts else 0
 
 
 def num_served_top(config: Config) -> int:

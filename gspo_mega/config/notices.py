@@ -165,7 +165,7 @@ def _teacher_notices(config: Config) -> Iterator[str]:
     if teacher is None:
         return
     named = teachers(config)
-    who = ", ".join(f"{one.settings.path or one.settings.url}{_rows_of(one)}" for one in named)
+    who = ", ".join(f"{_place_of(one)}{_rows_of(one)}" for one in named)
     who = f"teacher{'s' if len(named) > 1 else ''} {who}"
     cost = []
     if loaded := len(teacher_folders(config)):
@@ -194,6 +194,12 @@ def _teacher_notices(config: Config) -> Iterator[str]:
         yield f"teacher.by_source: rows of {', '.join(untaught)} have no teacher{only}"
     if teacher.reward_weight == 0:
         yield "teacher.reward_weight 0: rewards are measured and not trained on; groups of one response are valid"
+
+
+def _place_of(teacher: OneTeacher) -> str:
+    where = teacher.settings
+    place = "the policy itself" if where.policy else str(where.path or where.url)
+    return place if where.context is None else f"{place}, which reads teacher.context"
 
 
 def _rows_of(teacher: OneTeacher) -> str:

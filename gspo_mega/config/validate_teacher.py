@@ -8,7 +8,14 @@ from collections.abc import Iterator
 
 from gspo_mega.base.errors import Violation
 from gspo_mega.config.algorithms import RECIPES
-from gspo_mega.config.derived import has_sampling_masks, has_served_teacher, leaves_out_by_covariance, teachers
+from gspo_mega.config.derived import (
+    OneTeacher,
+    has_sampling_masks,
+    has_served_teacher,
+    is_one_turn,
+    leaves_out_by_covariance,
+    teachers,
+)
 from gspo_mega.config.prompt_sources import names_prompts, sources_of
 from gspo_mega.config.schema import Config, Teacher
 from gspo_mega.config.validate_rewards import is_variable_name, url_problem
@@ -85,14 +92,17 @@ def validate_teacher(config: Config, command: str | None = None) -> Iterator[Vio
 
 def _validate_places(config: Config, teacher: Teacher, command: str | None) -> Iterator[Violation]:
     """Yield what is wrong with where the teachers are, and with the sources that they are for."""
-    given = [key for key in ("path", "url", "by_source") if getattr(teacher, key)]
+    given = [key for key in ("path", "url", "policy", "by_source") if getattr(teacher, key)]
     if len(given) != 1:
         has = f"has {' and '.join(given)}" if given else "has none of them"
-        yield Violation("teacher", f"needs one of `path`, `url` and `by_source`, and {has}; valid: exactly one")
+        yield Violation(
+            "teacher", f"needs one of `path`, `url`, `policy` and `by_source`, and {has}; valid: exactly one"
+        )
     for one in teachers(config):
         where = one.settings
-        if one.source is not None and (where.path is None) == (where.url is None):
-            yield Violation(one.key, "needs one of `path` and `url`; valid: exactly one")
+        if one.source is not None and sum(map(bool, (where.path, where.url, where.policy))) != 1:
+            yield Violation(one.key, "needs one of `path`, `url` and `policy`; valid: exactly one")
+        yield from _validate_context(config, one)
         if where.url is not None and (problem := url_problem(where.url)) is not None:
             yield Violation(f"{one.key}.url", problem)
         if where.api_key_variable is None:
@@ -107,6 +117,39 @@ def _validate_places(config: Config, teacher: Teacher, command: str | None) -> I
             )
     if teacher.by_source:
         yield from _validate_sources(config, teacher, command)
+
+
+def _validate_context(config: Config, one: OneTeacher) -> Iterator[Violation]:
+    """Yield what is wrong with the other prompt that a teacher reads."""
+    where, key = one.settings, f"{one.key}.context"
+    if where.context is None:
+        if where.policy:
+            yield Violation(key, "missing; with `policy` the teacher would be the policy itself, and teach nothing")
+        if where.max_prompt_tokens is not None:
+            yield Violation(f"{one.key}.max_prompt_tokens", "has no effect without `context`; leave it out")
+        return
+    if where.path is not None:
+        yield Violation(
+            key,
+            "with `path`: the ranks' packs have the policy's prompts; valid: `url` or `policy`, whose servers read"
+            " another prompt",
+        )
+    if "{prompt}" not in where.context:
+        yield Violation(key, "has no {prompt}, so the teacher would not see the task")
+    if where.max_prompt_tokens is None:
+        yield Violation(f"{one.key}.max_prompt_tokens", "missing; `context` needs it, as servers need room for it")
+    if not is_one_turn(config.rollout):
+        yield Violation(
+            key,
+            f"with `rollout.episode: {config.rollout.episode.function}`: only an episode of one turn has one prompt"
+            " that can be replaced; valid: one_turn",
+        )
+    if where.policy and config.rollout.on_publish == "continue_with_cache":
+        yield Violation(
+            "rollout.on_publish",
+            f"continue_with_cache with `{one.key}.policy`: the cache of earlier weights would score; valid: wait or"
+            " continue",
+        )
 
 
 def _validate_sources(config: Config, teacher: Teacher, command: str | None) -> Iterator[Violation]:
@@ -127,14 +170,14 @@ def _validate_served(config: Config, teacher: Teacher) -> Iterator[Violation]:
     if teacher.divergence == "full":
         yield Violation(
             "teacher.divergence",
-            "full with `url`: a server returns its most likely tokens, not the whole vocabulary; valid: sampled_token,"
-            " top_k, or a teacher with `path`",
+            "full with `url` or `policy`: a server returns its most likely tokens, not the whole vocabulary; valid:"
+            " sampled_token, top_k, or a teacher with `path`",
         )
     if teacher.divergence == "top_k" and teacher.top_k_of == "policy":
         yield Violation(
             "teacher.top_k_of",
-            "policy with `url`: a server returns its own most likely tokens, before the policy's are known; valid:"
-            " teacher, or a teacher with `path`",
+            "policy with `url` or `policy`: a server returns its own most likely tokens, before the policy's are known;"
+            " valid: teacher, or a teacher with `path`",
         )
     if config.rollout.temperature != 1:
         yield Violation(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ import numpy as np
 
 from gspo_mega.base.errors import DataError
 from gspo_mega.base.records import Prompt
+from gspo_mega.config.derived import OneTeacher
 from gspo_mega.config.prompt_sources import sources_of
 from gspo_mega.config.schema import Data, Source
 from gspo_mega.data.chat import PromptEncoder
@@ -33,6 +35,8 @@ _FITS, _TOO_LONG, _UNREADABLE = 1, 2, 3
 _NUM_NAMED = 3  # a message names this many of the rows that are left out for their answers
 # Stands for a row's prompt in a template.
 PROMPT_MARK = "{prompt}"
+# The marks of `teacher.context`.
+_CONTEXT_MARKS = re.compile(r"\{(prompt|answer|metadata\.[^{}\s]+)\}")
 # More than the longest token of every known vocabulary, by far.
 _MOST_TOKEN_CHARACTERS = 1024
 Item = TypeVar("Item")
@@ -43,15 +47,25 @@ def load_prompts(
     tokenizer: Any,
     check_of: Callable[[Source], Callable[[Row], str | None]] = lambda source: lambda row: None,
     needs_answers: bool = True,
+    taught: Sequence[OneTeacher] = (),
 ) -> list[PromptSource]:
     """Open and check every source of `data`, in its order; `PromptStream(sources, weights, ...)` draws from them.
 
-    `check_of(source)(row)` says what else is wrong with a row of a source that has prompt and answer.
-    Raises DataError for a malformed file, or one without a single prompt that fits `data.max_prompt_tokens`.
+    `check_of(source)(row)` says what else is wrong with a row of a source that has prompt and answer. `taught`: the
+    run's teachers, whose own prompts must fit as well. Raises DataError for a malformed file, or one without a single
+    prompt that fits `data.max_prompt_tokens`.
     """
     encoder = encoder_of(data, tokenizer)
     return [
-        PromptSource(source.name, source.path, data, encoder, check_of(source), needs_answers=needs_answers)
+        PromptSource(
+            source.name,
+            source.path,
+            data,
+            encoder,
+            check_of(source),
+            needs_answers=needs_answers,
+            fits=fits_teacher(taught, source.name, encoder),
+        )
         for source in sources_of(data)
     ]
 
@@ -211,16 +225,20 @@ class PromptSource(RowSource[Prompt]):
         template_keys: Sequence[str] = (),
         enough: Enough = lambda num_rows: False,
         needs_answers: bool = True,
+        fits: Callable[[Prompt], bool] = lambda prompt: True,
     ) -> None:
         """The arguments of `RowSource`, and: `check(row)` says why the rewards cannot use the answer of a row that has
         a prompt and an answer, or None; it is called once per row, in order, and `data.unreadable_answers` says what
         happens to such a row. `template`: text in which `{prompt}` stands for a row's prompt, and `{key}` for its value
         of each of `template_keys`. Without `needs_answers` rows need no answer, and every answer is None.
+        `fits(prompt)` says whether a prompt's teacher has room for its own, and raises DataError for a row that the
+        teacher cannot read.
         """
         self._check = check
         self._num_checked = 0
         self._template, self._template_keys = template, template_keys
         self._needs_answers = needs_answers
+        self._fits = fits
         super().__init__(name, path, data, encoder, enough)
 
     def _problem_of(self, values: Row) -> str | None:
@@ -248,7 +266,7 @@ class PromptSource(RowSource[Prompt]):
         if len(token_ids) > data.max_prompt_tokens:
             return None
         used = {data.prompt_key, *(key for _, key in answer_keys(data)), data.response_key}
-        return Prompt(
+        made = Prompt(
             prompt_id=f"{self.name}:{row}",
             source=self.name,
             token_ids=tuple(token_ids),
@@ -257,6 +275,7 @@ class PromptSource(RowSource[Prompt]):
             metadata={key: value for key, value in values.items() if key not in used},
             messages=tuple(self._encoder.messages_of(prompt)) if data.chat_template else (),
         )
+        return made if self._fits(made) else None
 
     def _limits(self) -> str:
         return f"data.max_prompt_tokens: {self._data.max_prompt_tokens}"
@@ -274,6 +293,45 @@ def _filled(template: str, prompt: str, further: Mapping[str, Any]) -> str:
     """The template with its marks replaced. Marks inside the texts that replace them stay as they are."""
     texts = {PROMPT_MARK: prompt} | {f"{{{key}}}": _as_text(value) for key, value in further.items()}
     return re.sub("|".join(map(re.escape, texts)), lambda found: texts[found[0]], template)
+
+
+def fits_teacher(taught: Sequence[OneTeacher], source: str, encoder: PromptEncoder) -> Callable[[Prompt], bool]:
+    """Return a function that says whether the teacher of this source, if it reads another prompt (`teacher.context`),
+    has room for it. It raises DataError as `taught_prompt`.
+    """
+    own = next((one.settings for one in taught if one.source in (None, source)), None)
+    if own is None or own.context is None or own.max_prompt_tokens is None:
+        return lambda prompt: True
+    context, most = own.context, own.max_prompt_tokens
+    return lambda prompt: len(taught_prompt(encoder, context, prompt)) <= most
+
+
+def taught_prompt(encoder: PromptEncoder, context: str, prompt: Prompt) -> list[int]:
+    """The token ids of the prompt that a teacher reads: `context` (`teacher.context`), with its marks replaced, in
+    place of the prompt's last message, or of its text without a chat template. `prompt`: with its messages.
+
+    Raises DataError if the row has no such column, or as `encode_prompt`.
+    """
+    messages = [dict(message) for message in prompt.messages]
+    own = str(messages[-1]["content"]) if messages else prompt.text
+
+    def value(found: re.Match[str]) -> str:
+        name, _, key = found[1].partition(".")
+        if name != "metadata":
+            return own if name == "prompt" else _written(prompt.answer)
+        if key not in prompt.metadata:
+            raise DataError(f"teacher.context: no key {key!r}; the row has {', '.join(map(repr, prompt.metadata))}")
+        return _written(prompt.metadata[key])
+
+    text = _CONTEXT_MARKS.sub(value, context)
+    if not messages:
+        return encoder.encode_prompt(text)[1]
+    messages[-1]["content"] = text
+    return encoder.encode(encoder.render(messages))
+
+
+def _written(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _as_text(value: Any) -> str:

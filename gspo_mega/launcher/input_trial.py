@@ -30,7 +30,7 @@ from gspo_mega.config.prompt_sources import eval_sets, names_prompts, sources_of
 from gspo_mega.config.schema import Data
 from gspo_mega.data.chat import check_vocabulary, load_tokenizer
 from gspo_mega.data.demonstrations import DemonstrationSource
-from gspo_mega.data.prompts import PromptSource, RowSource, encoder_of
+from gspo_mega.data.prompts import PromptSource, RowSource, encoder_of, fits_teacher
 from gspo_mega.data.templates import check_taught_end, run_end_tokens
 from gspo_mega.models.end_tokens import planned_end_tokens
 from gspo_mega.models.huggingface import read_model_spec
@@ -166,6 +166,7 @@ def _prompts(trial: Trial) -> None:
                 check if not demonstrates else lambda row: None,
                 enough=trial.enough(),
                 needs_answers=not demonstrates,
+                fits=fits_teacher(teachers(config) if trial.command == "train" else (), source.name, encoder),
             )
             trial.note_rows(read)
             trial.sources.append(read)

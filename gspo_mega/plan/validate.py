@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 
 from gspo_mega.base.errors import ModelError, PlanError, Violation
 from gspo_mega.config.deadlines import COLLECTIVE_SECONDS
-from gspo_mega.config.derived import episode_lengths, has_transformer_engine_layers
+from gspo_mega.config.derived import episode_lengths, has_transformer_engine_layers, taught_tokens
 from gspo_mega.config.schema import Batch, Config, Parallel, Sft, Train
 from gspo_mega.models.families import FAMILIES
 from gspo_mega.models.low_rank import adapted, module_of, targets_of
@@ -534,6 +534,13 @@ def _validate_lengths(config: Config, spec: ModelSpec, sizes: Sizes) -> Iterator
             "rollout.max_new_tokens",
             f"{lengths.spelled} is more than the model's {spec.max_position_embeddings} positions",
             str(room) if room > 0 else f"none: max_prompt_tokens must be below {spec.max_position_embeddings} first",
+        )
+    context = config.server.context_tokens or spec.max_position_embeddings
+    if (taught := taught_tokens(config)) > min(context, spec.max_position_embeddings):
+        yield Violation(
+            "teacher",
+            f"its prompt (max_prompt_tokens) and a response have up to {taught} tokens, and the policy's servers have"
+            f" room for {min(context, spec.max_position_embeddings)} (server.context_tokens, the model's positions)",
         )
     padded = math.ceil(longest / sizes.pack_multiple) * sizes.pack_multiple
     if padded > config.batch.micro_batch_tokens:

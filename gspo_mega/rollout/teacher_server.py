@@ -1,4 +1,5 @@
-"""Teachers on SGLang servers of the user (`teacher.url`): each scores the tokens of an episode once, when its reward is
+"""Teachers on SGLang servers: of the user (`teacher.url`), or the run's own, which hold the policy (`teacher.policy`).
+Each scores the tokens of an episode once, when its reward is
 known, and what it said is recorded with the episode (`base/served_scores.py`). So a run that is killed and continued,
 or one that trains on a recording, does not ask again.
 
@@ -27,7 +28,10 @@ from gspo_mega.base.served_scores import ServedScores
 from gspo_mega.config.derived import OneTeacher, num_served_top, teachers
 from gspo_mega.config.schema import Config
 from gspo_mega.config.validate_rewards import url_problem
+from gspo_mega.data.chat import PromptEncoder
+from gspo_mega.data.prompts import taught_prompt
 from gspo_mega.rollout.client.server_client import ServerClient, ServerError, score_with_top
+from gspo_mega.rollout.pool import ServerPool
 
 _FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.25, 8.0
 _IDS_AT_ONCE = 4096
@@ -77,12 +81,51 @@ class TeacherServer:
         self.slots = asyncio.Semaphore(concurrency)
         self.is_checked: asyncio.Future[None] | None = None
 
+    async def score(
+        self, token_ids: Sequence[int], start: int, vocab_size: int, num_top: int, deadline_seconds: float
+    ) -> ServedScores:
+        """As `score_with_top`. Raises ServerError."""
+        return await score_with_top(self.client, token_ids, start, vocab_size, num_top, deadline_seconds)
+
+    async def close(self) -> None:
+        await self.client.close()
+
     def shown(self, error: Exception) -> str:
         """Return an error's text without the address and the key that variables hold."""
         text = str(error)
         for secret in self._secrets:
             text = text.replace(secret, "***")
         return text
+
+
+class PolicyServers:
+    """The run's own servers as a teacher: whichever is free, with the weights that it has then."""
+
+    def __init__(self, teacher: OneTeacher, concurrency: int, pool: ServerPool) -> None:
+        self.key, self._pool = f"{teacher.key}.policy", pool
+        self.slots = asyncio.Semaphore(concurrency)
+        self.is_checked: asyncio.Future[None] | None = None
+
+    async def score(
+        self, token_ids: Sequence[int], start: int, vocab_size: int, num_top: int, deadline_seconds: float
+    ) -> ServedScores:
+        """As `score_with_top`. Raises ServerError, and RolloutError as `ServerPool.acquire`."""
+        server, failure = await self._pool.acquire(num_tokens=len(token_ids)), None
+        try:
+            return await server.run(
+                score_with_top(server.client, token_ids, start, vocab_size, num_top, deadline_seconds)
+            )
+        except ServerError as error:
+            failure = error
+            raise
+        finally:
+            await self._pool.release(server, failure, len(token_ids))
+
+    async def close(self) -> None:
+        """Nothing of theirs is open."""
+
+    def shown(self, error: Exception) -> str:
+        return str(error)
 
 
 class TeacherServers:
@@ -93,32 +136,47 @@ class TeacherServers:
     """
 
     def __init__(
-        self, config: Config, tokenizer: Tokenizer, vocab_size: int, environment: Mapping[str, str] = os.environ
+        self,
+        config: Config,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        environment: Mapping[str, str] = os.environ,
+        *,
+        encoder: PromptEncoder | None = None,
+        pool: ServerPool | None = None,
     ) -> None:
-        """Raises ModelError as `TeacherServer`."""
+        """`encoder`: of the run's prompts, which a teacher with a prompt of its own needs; `pool`: of the run's
+        servers, which the policy as a teacher needs. Raises ModelError as `TeacherServer`.
+        """
         self.tell: Callable[[str], None] = lambda line: None
         self._tokenizer, self._vocab_size, self._num_top = tokenizer, vocab_size, num_served_top(config)
         rollout, concurrency = config.rollout, config.teacher.concurrency if config.teacher is not None else 1
         self._deadline, self._patience = rollout.progress_deadline_seconds, rollout.no_server_deadline_seconds
         self._max_attempts = rollout.max_attempts
-        self._servers = {
-            one.source: TeacherServer(one, concurrency, vocab_size, environment)
-            for one in teachers(config)
-            if one.settings.url is not None
-        }
+        self._encoder = encoder
+        self._servers: dict[str | None, TeacherServer | PolicyServers] = {}
+        self._contexts: dict[str | None, str | None] = {}
+        for one in teachers(config):
+            if one.settings.url is not None:
+                self._servers[one.source] = TeacherServer(one, concurrency, vocab_size, environment)
+            elif one.settings.policy:
+                assert pool is not None
+                self._servers[one.source] = PolicyServers(one, concurrency, pool)
+            self._contexts[one.source] = one.settings.context
         self._silent: set[str] = set()
 
     async def start(self) -> None:
         """Begin to compare the tokenizers. Returns at once: a server may not be up yet."""
         for server in self._servers.values():
-            server.is_checked = asyncio.ensure_future(self._check(server))
+            if isinstance(server, TeacherServer):
+                server.is_checked = asyncio.ensure_future(self._check(server))
 
     async def close(self) -> None:
         for server in self._servers.values():
             if server.is_checked is not None:
                 server.is_checked.cancel()
                 await asyncio.gather(server.is_checked, return_exceptions=True)
-            await server.client.close()
+            await server.close()
 
     async def score(self, episode: Episode) -> None:
         """Ask the teacher of a scored episode's rows what it says of their tokens, and record it in the episode. Does
@@ -127,7 +185,8 @@ class TeacherServers:
         Raises ModelError if the server has another tokenizer, and RolloutError if it does not answer, refuses or
         answers nonsense for too long.
         """
-        server = self._servers.get(None) or self._servers.get(episode.prompt.source)
+        source = None if None in self._servers else episode.prompt.source
+        server = self._servers.get(source)
         if server is None or not episode.is_scored:
             return
         if server.is_checked is not None:
@@ -136,13 +195,14 @@ class TeacherServers:
         for row in build_rows(episode):
             if not row.turns:
                 continue
-            token_ids = [*row.prompt.token_ids, *row.response_token_ids]
-            start = len(row.prompt.token_ids)
+            prompt: Sequence[int] = row.prompt.token_ids
+            if (context := self._contexts[source]) is not None:
+                assert self._encoder is not None
+                prompt = taught_prompt(self._encoder, context, episode.prompt)
+            token_ids, start = [*prompt, *row.response_token_ids], len(prompt)
 
             async def ask(token_ids: Sequence[int] = token_ids, start: int = start) -> ServedScores:
-                return await score_with_top(
-                    server.client, token_ids, start, self._vocab_size, self._num_top, self._deadline
-                )
+                return await server.score(token_ids, start, self._vocab_size, self._num_top, self._deadline)
 
             async with server.slots:
                 scores = await self._until_answered(server, f"score of {row.trajectory_id}", ask, episode.counts)
@@ -159,7 +219,7 @@ class TeacherServers:
             raise ModelError(f"{server.key}: {problem}")
 
     async def _until_answered(
-        self, server: TeacherServer, what: str, ask: Callable[[], Any], counts: dict[str, int]
+        self, server: TeacherServer | PolicyServers, what: str, ask: Callable[[], Any], counts: dict[str, int]
     ) -> Any:
         """Return what `ask` returns, once it raises no ServerError. `counts` gets the number of failures."""
         tries, since = 0, None

@@ -325,7 +325,7 @@ def assemble(
     if has_served_teacher(config):
         tops = ("teacher_top_ids", "teacher_top_log_probs") if num_top else ()
         by_token = (*by_token, "teacher_log_probs", *tops)
-        is_served = {one.source: one.settings.url is not None for one in named}
+        is_served = {one.source: one.is_served for one in named}
         for record, t, count in zip(records, trajectories, num_tokens, strict=True):
             served = is_served.get(None, is_served.get(t.prompt.source, False)) and count > 0
             scores = served_scores(t, num_top) if served else ServedScores.none(t.num_response_tokens, num_top)

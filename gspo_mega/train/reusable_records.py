@@ -225,7 +225,7 @@ def made_by(config: Config) -> dict[str, str]:
         **hook_fingerprints(config),
     }
     if has_served_teacher(config):  # not where they are: a server may move
-        served = [one.source for one in teachers(config) if one.settings.url is not None]
+        served = [[one.source, one.settings.policy, one.settings.context] for one in teachers(config) if one.is_served]
         found["teacher"] = _digest({"sources": served, "top": num_served_top(config)})
     if config.rollout.episode.function == "one_turn":
         most = config.episodes.max_tokens

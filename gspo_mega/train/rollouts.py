@@ -25,7 +25,7 @@ from gspo_mega.base import progress
 from gspo_mega.base.episodes import Episode, Group, RolloutBatch
 from gspo_mega.base.records import Prompt
 from gspo_mega.base.run_folder import Attempt
-from gspo_mega.config.derived import episode_lengths, has_served_teacher, is_one_turn, publishes_adapters
+from gspo_mega.config.derived import episode_lengths, has_served_teacher, is_one_turn, publishes_adapters, teachers
 from gspo_mega.config.prompt_sources import HeldOutSet, names_prompts, source_rewards, sources_of
 from gspo_mega.config.schema import Config
 from gspo_mega.data.chat import check_vocabulary, load_tokenizer
@@ -74,6 +74,7 @@ class Rollouts:
                 self.tokenizer,
                 lambda source: self.held_out.check_of(source, needs_answers),
                 needs_answers,
+                teachers(config) if teaches else (),
             )
             weights = [source.weight for source in sources_of(config.data)]
         self.prompts: PromptStream[Prompt]
@@ -100,8 +101,9 @@ class Rollouts:
             lambda name: RewardServers(attempt, name, config.rollout.no_server_deadline_seconds),
         )
         self._driver = episode_driver(config, self.tokenizer, self.end_tokens.ids, self._decode)
-        taught = teaches and has_served_teacher(config)
-        self.teachers = TeacherServers(config, self.tokenizer, spec.vocab_size) if taught else None
+        self.teachers: TeacherServers | None = None
+        if teaches and has_served_teacher(config):
+            self.teachers = TeacherServers(config, self.tokenizer, spec.vocab_size, encoder=encoder, pool=self.pool)
         try:
             self.pool.loop.run(self._start())
         except BaseException:

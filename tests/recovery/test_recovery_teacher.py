@@ -13,6 +13,7 @@ from gspo_mega.base.episodes import Node
 from gspo_mega.base.errors import ConfigError
 from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.base.served_scores import ServedScores
+from gspo_mega.data.journal.journal import Journal
 from gspo_mega.verify.certify.program import make_random_folder
 
 SHAPE = "configs/models/certify_dense.json"
@@ -108,3 +109,26 @@ def test_scores_of_a_server_are_in_the_journal_and_nobody_is_asked_again(ranks, 
 def test_a_recording_without_scores_is_refused_by_name(ranks):
     assert ranks.train("unscored", "", SERVED[0]) == [3], ranks.log("unscored")
     assert "has no scores of a teacher's server, and `teacher.url` needs them" in str(ranks.error("unscored"))
+
+
+def test_the_policy_with_a_solved_example_teaches_itself_and_is_not_asked_again(live):
+    """SDFT with a real server: killed after its first batch it goes on from the journal, and ends where a replay does."""
+    keys = "teacher={policy: true, context: '{prompt}{answer} {prompt}', max_prompt_tokens: 96, reward_weight: 0}"
+    overrides = (keys, "train.num_steps=2")
+    assert live.train("sdft", "point=step.optimizer,hit=2", *overrides) == [KILLED], live.ranks.log("sdft")
+    assert live.train("sdft", "", *overrides) == [0], live.ranks.log("sdft")
+    folder = live.ranks.folder("sdft")
+    assert "trajectories are in the journal and are not sampled again" in live.ranks.console("sdft")
+    steps = [Journal(folder.journal_dir).read(step) for step in range(2)]
+    rows = [row for step in steps for row in step.batch.trajectories]
+    assert all(row.teacher is not None for row in rows)
+    gaps = np.concatenate([row.teacher.log_probs - np.array(row.rollout_log_probs) for row in rows])
+    assert np.abs(gaps).max() > 1e-3, "the same weights say other things of the tokens, because they read the answer"
+
+    replayed = ("train.num_steps=2", f"train.from_rollouts={folder.path}")
+    assert live.train("sdft-replay", "", keys, *replayed) == [0], live.ranks.log("sdft-replay")
+    want, got = outcome(live.ranks.folder("sdft-replay")), outcome(folder)
+    weights = [name for name in want if name.startswith("hf/") and name.endswith(".safetensors")]
+    assert weights and all(want[name] == got[name] for name in weights)
+    lines = [json.loads(line) for line in folder.metrics_file.read_text().splitlines()]
+    assert all(line["teacher/advantage_share"] == 1.0 for line in lines), "only the teacher teaches"

@@ -188,6 +188,26 @@ class TeacherModel(Section):
             " that holds it. It may move while a run is stopped, and must serve the same model."
         ),
     )
+    policy: bool = Field(
+        default=False,
+        description=(
+            "Instead of `path` and `url`: the policy itself, with the weights that sample, on the run's own servers. It"
+            " needs `context`."
+        ),
+    )
+    context: str | None = Field(
+        default=None,
+        min_length=1,
+        description=(
+            "With `url` or `policy`: the text that the teacher reads in place of the prompt's last message, with"
+            " {prompt}, {answer} and {metadata.KEY} replaced, such as a demonstration in another column."
+        ),
+    )
+    max_prompt_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="With `context`: maximum length of the teacher's prompt. Rows above it are left out.",
+    )
     api_key_variable: str | None = Field(
         default=None,
         json_schema_extra=MAY_CHANGE,
@@ -205,9 +225,7 @@ class Teacher(TeacherModel):
 
     by_source: tuple[SourceTeacher, ...] = Field(
         default=(),
-        description=(
-            "Instead of `path` and `url`: a teacher for each source of the data. Rows of other sources have none."
-        ),
+        description=("Instead of one teacher: one for each source of the data. Rows of other sources have none."),
     )
     concurrency: int = Field(
         default=16,

@@ -460,9 +460,7 @@ async def score_tokens(
     before `start` - 1 from its cache; it computes the others anew. Raises ServerError, also for an answer about other
     tokens.
     """
-    body = _score_request(token_ids, start)
-    if client.adapter is not None:
-        body["lora_path"] = client.adapter
+    body = _score_request(client, token_ids, start)
     answer = await client.call_object("/generate", body, deadline_seconds, what="score")
     try:
         return read_scores(answer, token_ids, start, vocab_size)
@@ -470,20 +468,21 @@ async def score_tokens(
         raise ServerError(client.server_id, "score", "nonsense", str(error)) from error
 
 
-def _score_request(token_ids: Sequence[int], start: int) -> dict[str, Any]:
-    return {
+def _score_request(client: ServerClient, token_ids: Sequence[int], start: int) -> dict[str, Any]:
+    body = {
         "input_ids": list(token_ids),
         "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
         "return_logprob": True,
         "logprob_start_len": start - 1,
     }
+    return body if client.adapter is None else body | {"lora_path": client.adapter}
 
 
 async def score_with_top(
     client: ServerClient, token_ids: Sequence[int], start: int, vocab_size: int, num_top: int, deadline_seconds: float
 ) -> ServedScores:
     """As `score_tokens`, with the server's `num_top` most likely tokens at each place, none if it is 0."""
-    body = _score_request(token_ids, start)
+    body = _score_request(client, token_ids, start)
     if num_top:
         body["top_logprobs_num"] = num_top
 

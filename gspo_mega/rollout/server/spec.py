@@ -33,6 +33,7 @@ from gspo_mega.config.derived import (
     publishes,
     publishes_adapters,
     server_dtype,
+    taught_tokens,
 )
 from gspo_mega.config.schema import Config, Precision, Server
 from gspo_mega.config.validate_servers import CONTEXT_SLACK, speculative_arguments, validate_server_options
@@ -128,7 +129,7 @@ def spec_from_config(
     """
     server, rollout = config.server, config.rollout
     check_options_ours(server.options)
-    context_tokens = server.context_tokens or episode_lengths(config).tokens
+    context_tokens = server.context_tokens or max(episode_lengths(config).tokens, taught_tokens(config))
     if server.max_total_tokens is not None and server.max_total_tokens < context_tokens + CONTEXT_SLACK:
         raise ConfigError(
             f"server.max_total_tokens: {server.max_total_tokens} cannot hold one request of {context_tokens} tokens;"

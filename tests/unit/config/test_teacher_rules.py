@@ -8,6 +8,7 @@ from gspo_mega.config.derived import (
     compares_within_groups,
     has_served_teacher,
     least_of_group,
+    taught_tokens,
     teacher_config,
     teacher_folders,
     teachers,
@@ -40,8 +41,8 @@ ALONE = "teacher={path: there, reward_weight: 0}"
             ["algorithm=clip_cov"],
             "teacher: with `algorithm: clip_cov`, which chooses tokens by the advantages of rewards",
         ),
-        (["teacher.path=null"], "teacher: needs one of `path`, `url` and `by_source`, and has none of them"),
-        (["teacher.url=http://h:1"], "needs one of `path`, `url` and `by_source`, and has path and url"),
+        (["teacher.path=null"], "teacher: needs one of `path`, `url`, `policy` and `by_source`, and has none of them"),
+        (["teacher.url=http://h:1"], "needs one of `path`, `url`, `policy` and `by_source`, and has path and url"),
         (["teacher.api_key_variable=K"], "teacher.api_key_variable: has no effect without `url`"),
     ],
 )
@@ -50,16 +51,57 @@ def test_what_contradicts_a_teacher_is_refused(write, overrides, said):
 
 
 URL = "teacher={url: 'http://teacher:30000'}"
+SDFT = "teacher={policy: true, context: '{metadata.worked} {prompt}', max_prompt_tokens: 64}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["teacher.context=null"], "teacher.context: missing; with `policy` the teacher would be the policy itself"),
+        (["teacher.context=no task"], "teacher.context: has no {prompt}, so the teacher would not see the task"),
+        (["teacher.max_prompt_tokens=null"], "teacher.max_prompt_tokens: missing; `context` needs it"),
+        (["teacher.policy=false", "teacher.path=there"], "teacher.context: with `path`: the ranks' packs have the"),
+        (["teacher.url=http://h:1"], "and has url and policy; valid: exactly one"),
+        (
+            ["rollout.episode=examples.episode:run"],
+            "teacher.context: with `rollout.episode: examples.episode:run`: only",
+        ),
+        (
+            ["rollout.on_publish=continue_with_cache", "rollout.max_staleness=1"],
+            "rollout.on_publish: continue_with_cache with `teacher.policy`: the cache of earlier weights would score",
+        ),
+        (["rollout.temperature=0.7"], "rollout.temperature: 0.7 with `teacher.url`"),
+    ],
+)
+def test_what_contradicts_a_teacher_with_a_prompt_of_its_own_is_refused(write, overrides, said):
+    assert said in refused(write(), SDFT, *overrides)
+
+
+def test_the_policy_as_a_teacher_is_said_and_its_servers_have_room(write):
+    loaded = load_config(write(), [SDFT])
+    assert any(
+        notice.startswith("teacher the policy itself, which reads teacher.context: ") for notice in loaded.notices
+    )
+    assert taught_tokens(loaded.config) == 64 + 32 and has_served_teacher(loaded.config)
+    assert taught_tokens(load_config(write(), [TEACHER]).config) == 0
+    assert "teacher.max_prompt_tokens: has no effect without `context`" in refused(
+        write(), URL, "teacher.max_prompt_tokens=64"
+    )
+
+
 TWO = "data={sources: [{name: math, path: a.jsonl}, {name: code, path: b.jsonl}], max_prompt_tokens: 16}"
 
 
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["teacher.divergence=full"], "teacher.divergence: full with `url`: a server returns its most likely tokens"),
+        (
+            ["teacher.divergence=full"],
+            "teacher.divergence: full with `url` or `policy`: a server returns its most likely",
+        ),
         (
             ["teacher.divergence=top_k", "teacher.top_k=4", "teacher.top_k_of=policy"],
-            "teacher.top_k_of: policy with `url`: a server returns its own most likely tokens",
+            "teacher.top_k_of: policy with `url` or `policy`: a server returns its own most likely",
         ),
         (
             ["rollout.temperature=0.7"],
@@ -84,8 +126,11 @@ def test_what_a_server_cannot_tell_is_refused(write, overrides, said):
             "teacher.by_source.0.source: no source of the data is named 'maths', so nothing",
         ),
         ("[{source: math, path: A}, {source: math, path: B}]", "teacher.by_source.1.source: 'math' is listed twice"),
-        ("[{source: math}]", "teacher.by_source.0: needs one of `path` and `url`"),
-        ("[{source: math, path: A, url: 'http://h:1'}]", "teacher.by_source.0: needs one of `path` and `url`"),
+        ("[{source: math}]", "teacher.by_source.0: needs one of `path`, `url` and `policy`"),
+        (
+            "[{source: math, path: A, url: 'http://h:1'}]",
+            "teacher.by_source.0: needs one of `path`, `url` and `policy`",
+        ),
         ("[{source: math, url: here}]", "teacher.by_source.0.url: must begin with http://"),
         ("[{source: math, path: A, api_key_variable: K}]", "teacher.by_source.0.api_key_variable: has no effect"),
         ("[{path: A}]", "source: missing"),

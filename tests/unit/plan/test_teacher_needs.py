@@ -190,3 +190,13 @@ def test_what_a_server_says_is_counted_by_hand(load, shape):
     disk = [disk_use(plan.config, plan.spec, 1, 1) for plan in (plain, served)]
     assert disk[0] is not None and disk[1] is not None
     assert disk[1].parts["journal"] - disk[0].parts["journal"] == 3 * 164 * tokens
+
+
+def test_the_policys_servers_need_room_for_the_prompt_of_the_policy_as_a_teacher(load, shape):
+    keys = [
+        f"model.path={shape('dense')}",
+        "teacher={policy: true, context: '{answer}{prompt}', max_prompt_tokens: 64}",
+    ]
+    plan_run(load(*keys))
+    with pytest.raises(PlanError, match=r"teacher: its prompt \(max_prompt_tokens\) and a response have up to"):
+        plan_run(load(*keys, "server.context_tokens=90"))

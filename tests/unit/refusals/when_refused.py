@@ -90,7 +90,11 @@ TABLE: dict[str, dict[str, tuple[int, str] | tuple[int, str, str]]] = {
         "_Maker.rows": (1, PLAN),
         "_lines": (1, PLAN),
     },
-    "data/prompts.py": {"RowSource.item": (1, TRIED), "RowSource._survey": (2, TRIED)},
+    "data/prompts.py": {
+        "taught_prompt.value": (1, TRIED),
+        "RowSource.item": (1, TRIED),
+        "RowSource._survey": (2, TRIED),
+    },
     "data/chosen_rows.py": {
         "ChosenRows.next": (1, TRIED),
         "ChosenRows.load_state_dict": (1, RUN, _RESUME),

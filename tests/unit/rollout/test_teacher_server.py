@@ -14,6 +14,7 @@ from gspo_mega.base.errors import GspoMegaError, ModelError, RolloutError
 from gspo_mega.base.records import Prompt
 from gspo_mega.config import load_config
 from gspo_mega.launcher.prepare import free_port
+from gspo_mega.rollout.client.server_client import ServerClient
 from gspo_mega.rollout.teacher_server import TeacherServers
 
 PROMPT = Prompt("math:0", "math", (5, 6), "?", answer="4")
@@ -36,10 +37,12 @@ def teacher():
 def score(tmp_path):
     """Score episodes as a run with these overrides does; returns the lines that the user was told."""
 
-    def run(overrides, *episodes, tokenizer=None, environment=None, vocab_size=26):
+    def run(overrides, *episodes, tokenizer=None, environment=None, vocab_size=26, encoder=None, pool=None):
         (file := tmp_path / "c.yaml").write_text(smallest_yaml())
         config = load_config(file, overrides).config
-        servers = TeacherServers(config, tokenizer or LetterTokenizer(), vocab_size, environment or {})
+        servers = TeacherServers(
+            config, tokenizer or LetterTokenizer(), vocab_size, environment or {}, encoder=encoder, pool=pool
+        )
         said: list[str] = []
         servers.tell = said.append
 
@@ -112,6 +115,62 @@ def test_teachers_by_source(teacher, score):
         score([data, f"teacher={{by_source: {by_source}}}"], *taught)
         assert (len(teacher.requests), len(other.requests)) == (1, 2)
     assert [one.nodes[1].teacher is not None for one in taught] == [True, True, True, False]
+
+
+class Encoder:
+    """Encodes the letters of a text (`taught_prompt` needs no more where there is no chat)."""
+
+    def encode_prompt(self, prompt, tools=None):
+        return prompt, LetterTokenizer().encode(prompt, add_special_tokens=False)
+
+
+CONTEXT = "context: 'z{metadata.worked}{prompt}', max_prompt_tokens: 64"
+
+
+def with_column() -> Episode:
+    one = episode()
+    one.prompt = Prompt("math:0", "math", (5, 6), "fg", metadata={"worked": "abc"})
+    return one
+
+
+def test_a_teacher_may_read_another_prompt(teacher, score):
+    """The response is the same, and so is the place of its scores."""
+    one = with_column()
+    score([f"teacher={{url: '{teacher.url}', {CONTEXT}}}"], one, encoder=Encoder())
+    (body,) = teacher.requests
+    assert body["input_ids"] == [25, 0, 1, 2, 5, 6, 7, 8, 9] and body["logprob_start_len"] == 5
+    assert one.rows()[0].teacher.log_probs.tolist() == [log_prob(token) for token in (7, 8, 9)]
+    assert one.rows()[0].prompt.token_ids == (5, 6)
+
+
+class Pool:
+    """The run's servers: `clients` are those of which one is free, in turn."""
+
+    def __init__(self, *clients):
+        self.clients, self.released = list(clients), []
+
+    async def acquire(self, avoid=frozenset(), num_tokens=0, prefer=None):
+        found, self.client = self, self.clients.pop(0)
+        self.asked = num_tokens
+        return found
+
+    async def run(self, call):
+        return await call
+
+    async def release(self, server, error=None, num_tokens=0):
+        self.released.append(error)
+
+
+def test_the_policys_own_servers_score_with_what_they_hold(teacher, score):
+    """A failing server is given back with its failure, and the next that is free is asked."""
+    dead = ServerClient("server-0", f"http://127.0.0.1:{free_port()}", "k", vocab_size=26)
+    alive = ServerClient("server-1", teacher.url, "k", vocab_size=26, adapter="policy")
+    pool, one = Pool(dead, alive), with_column()
+    score([f"teacher={{policy: true, {CONTEXT}}}"], one, encoder=Encoder(), pool=pool)
+    assert len(pool.released) == 2 and pool.released[0].kind == "connection" and pool.released[1] is None
+    (body,) = teacher.requests
+    assert body["input_ids"] == [25, 0, 1, 2, 5, 6, 7, 8, 9] and body["lora_path"] == "policy" and pool.asked == 9
+    assert one.rows()[0].teacher is not None and one.counts["num_teacher_retries"] == 1
 
 
 def test_no_more_requests_at_a_time_than_allowed(teacher, score):
