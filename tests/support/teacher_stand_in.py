@@ -27,7 +27,7 @@ class LetterTokenizer:
     def get_vocab(self) -> dict[str, int]:
         return {chr(97 + number): number for number in range(self.size)}
 
-    def decode(self, token_ids, *, skip_special_tokens: bool) -> str:
+    def decode(self, token_ids, *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool = False) -> str:
         assert not skip_special_tokens
         return "".join(chr(97 + one) for one in token_ids)
 

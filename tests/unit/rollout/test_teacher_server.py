@@ -179,8 +179,21 @@ def test_no_more_requests_at_a_time_than_allowed(teacher, score):
 
 
 class Swapped(LetterTokenizer):
-    def decode(self, token_ids, *, skip_special_tokens):
+    def decode(self, token_ids, *, skip_special_tokens, clean_up_tokenization_spaces=False):
         return super().decode([{3: 4, 4: 3}.get(one, one) for one in token_ids], skip_special_tokens=False)
+
+
+class Spaced(LetterTokenizer):
+    """Its token 25 is a comma after a space, which a clean-up removes."""
+
+    def __init__(self, cleans):
+        super().__init__()
+        self._cleans = cleans
+
+    def decode(self, token_ids, *, skip_special_tokens, clean_up_tokenization_spaces=None):
+        cleans = self._cleans if clean_up_tokenization_spaces is None else clean_up_tokenization_spaces
+        text = super().decode(token_ids, skip_special_tokens=False)
+        return text.replace("z", "," if cleans else " ,")
 
 
 class Pairs(LetterTokenizer):
@@ -202,6 +215,14 @@ def test_another_tokenizer_is_refused_by_name(score, theirs, words):
     with StandInTeacher(theirs) as server, pytest.raises(ModelError, match=words):
         score([f"teacher={{url: '{server.url}'}}"], episode())
     assert not server.requests, "nothing was scored with it"
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_another_default_of_cleaning_up_is_no_other_tokenizer(score, ours):
+    with StandInTeacher(Spaced(not ours)) as server:
+        one = episode()
+        score([f"teacher={{url: '{server.url}'}}"], one, tokenizer=Spaced(ours))
+    assert one.rows()[0].teacher is not None
 
 
 def test_a_server_that_is_away_is_named_and_the_run_stops(score):
