@@ -42,7 +42,8 @@ _BUCKET_ELEMENTS, _BUCKET_ELEMENTS_A_RANK = 40_000_000, 1_000_000
 PINNED_BLOCK_BYTES = 32 * 2**20
 # A critic's head, as its module is named.
 _VALUE_HEAD = "value_head.weight"
-# The order in which a layer's parameters are registered; it decides where buckets end.
+# The order in which a layer's parameters are registered; it decides where buckets end. All others come last: those that
+# this package adds to Megatron's layer.
 _IN_A_LAYER = (
     "input_layernorm",
     "self_attention.core_attention",
@@ -308,7 +309,7 @@ class ModelShares:
 
 def _registration_index(entry: TensorEntry) -> int:
     inside = entry.parameter.split(".", 3)[3]
-    return next(index for index, start in enumerate(_IN_A_LAYER) if inside.startswith(start))
+    return next((index for index, start in enumerate(_IN_A_LAYER) if inside.startswith(start)), len(_IN_A_LAYER))
 
 
 class StageState:

@@ -78,14 +78,22 @@ def test_a_window_that_never_acts_is_none(load, tmp_path, keys):
     assert plan.spec.window is None
 
 
-def shape_of(folder, family, keys):
-    from family_models import variant_config
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_an_estimate(load, tmp_path, family):
+    from family_models import VARIANTS
 
-    raw = (
-        variant_config(family, intermediate_size=64).to_dict()
-        | keys
-        | {"architectures": [FAMILIES[family].architecture]}
-    )
+    variant = next(name for name, (of, _) in VARIANTS.items() if of == family)
+    widths = dict.fromkeys(("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"), 64)
+    own = {key: width for key, width in widths.items() if key in VARIANTS[variant][1]}
+    plan = plan_run(load("cluster.ranks_per_node=2", "parallel={pipeline: 2}"), "cpu", shape_of(tmp_path, variant, own))
+    assert plan.spec.family == family and "ranks    2" in render_report(plan, estimate(plan))
+
+
+def shape_of(folder, variant, keys):
+    from family_models import VARIANTS, variant_config
+
+    raw = variant_config(variant, **{"intermediate_size": 64} | keys).to_dict()
+    raw["architectures"] = [FAMILIES[VARIANTS[variant][0]].architecture]
     (folder / "shape.json").write_text(json.dumps(raw))
     return folder / "shape.json"
 
