@@ -51,8 +51,9 @@ def trials(
                 draw.shuffle(decks[is_live])
             names.append(decks[is_live].pop())
         faults = [draw_fault(KINDS[name], reached[is_live], draw) for name in names]
-        # A command can begin with one fault only, and later faults of a run strike whatever runs then.
-        faults.sort(key=lambda fault: not KINDS[fault.kind].begins_with_command)
+        # A command can begin with one fault only. Those of the start come before those of the steps: what a run does
+        # not live to see is not tried.
+        faults.sort(key=lambda one: (not KINDS[one.kind].begins_with_command, one.when != "start"))
         yield Trial(number, is_live, tuple(faults))
         number += 1
 
