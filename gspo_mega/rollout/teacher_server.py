@@ -51,7 +51,9 @@ class Tokenizer(Protocol):
     """What is needed of the policy's tokenizer, which is one of `transformers`."""
 
     def get_vocab(self) -> Mapping[str, int]: ...
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool, **way: bool) -> str: ...
+    def decode(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool = ...
+    ) -> str: ...
     def encode(self, text: str, *, add_special_tokens: bool) -> Sequence[int]: ...
 
 
@@ -310,8 +312,10 @@ def _cleaned(tokenizer: Tokenizer, one: int) -> list[str]:
     """Return a token's text without and with the removal of spaces before punctuation, on which releases of
     transformers differ.
     """
-    ways = ({"clean_up_tokenization_spaces": False}, {"clean_up_tokenization_spaces": True})
-    return [tokenizer.decode([one], skip_special_tokens=False, **way) for way in ways]
+    return [
+        tokenizer.decode([one], skip_special_tokens=False, clean_up_tokenization_spaces=cleans)
+        for cleans in (False, True)
+    ]
 
 
 def _another(name: Any, how: str) -> str:

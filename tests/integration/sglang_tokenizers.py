@@ -10,14 +10,9 @@ import json
 import sys
 from unittest import mock
 
-from gspo_mega.cpu import sglang_hooks
-
-sglang_hooks.activate()
-
-from sglang.srt.entrypoints.openai import protocol, serving_tokenize  # noqa: E402
-
-from gspo_mega.data.chat import load_tokenizer  # noqa: E402
-from gspo_mega.rollout.teacher_server import tokenizer_problem  # noqa: E402
+import gspo_mega.rollout.server.entry  # noqa: F401  it prepares what SGLang imports, as in a server
+from gspo_mega.data.chat import load_tokenizer
+from gspo_mega.rollout.teacher_server import tokenizer_problem
 
 
 class Handlers:
@@ -26,6 +21,8 @@ class Handlers:
     server_id = "teacher.url"
 
     def __init__(self, tokenizer) -> None:
+        from sglang.srt.entrypoints.openai import protocol, serving_tokenize
+
         manager = mock.MagicMock(tokenizer=tokenizer)
         self._routes = {
             "/tokenize": (protocol.TokenizeRequest, serving_tokenize.OpenAIServingTokenize(manager)),
