@@ -100,7 +100,7 @@ class StandInTeacher:
             return web.json_response({"error": {"message": "not now"}}, status=self.status)
         self._open += 1
         self.most_open = max(self.most_open, self._open)
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
         self._open -= 1
         ids, start, top = body["input_ids"], body["logprob_start_len"], body.get("top_logprobs_num", 0)
         meta: dict[str, Any] = {

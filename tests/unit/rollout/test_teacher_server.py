@@ -37,14 +37,22 @@ def teacher():
 def score(tmp_path):
     """Score episodes as a run with these overrides does; returns the lines that the user was told."""
 
-    def run(overrides, *episodes, tokenizer=None, environment=None, vocab_size=26, encoder=None, pool=None):
+    def run(
+        overrides, *episodes, tokenizer=None, environment=None, vocab_size=26, encoder=None, pool=None, when_told=None
+    ):
         (file := tmp_path / "c.yaml").write_text(smallest_yaml())
         config = load_config(file, overrides).config
         servers = TeacherServers(
             config, tokenizer or LetterTokenizer(), vocab_size, environment or {}, encoder=encoder, pool=pool
         )
         said: list[str] = []
-        servers.tell = said.append
+
+        def tell(line: str) -> None:
+            said.append(line)
+            if when_told is not None and len(said) == 1:
+                when_told()
+
+        servers.tell = tell
 
         async def all_of_them() -> None:
             await servers.start()
@@ -239,20 +247,13 @@ def test_a_server_that_is_away_is_named_and_the_run_stops(score):
 
 
 def test_a_server_that_comes_back_is_asked_again(score):
+    """It starts when the user has been told that it is away."""
     port = free_port()
-
-    one, started = episode(), StandInTeacher(port=port)
-
-    async def both():
-        task = asyncio.create_task(asyncio.to_thread(score, [f"teacher={{url: 'http://127.0.0.1:{port}'}}"], one))
-        await asyncio.sleep(0.4)
-        await asyncio.to_thread(started.__enter__)
-        return await task
-
+    one, back = episode(), StandInTeacher(port=port)
     try:
-        said = asyncio.run(both())
+        said = score([f"teacher={{url: 'http://127.0.0.1:{port}'}}"], one, when_told=back.__enter__)
     finally:
-        started.__exit__()
+        back.__exit__()
     assert one.rows()[0].teacher is not None
     assert len(said) == 2 and "it is asked again" in said[0] and "answers again" in said[1]
 
