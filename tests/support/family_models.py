@@ -341,8 +341,8 @@ def make_family_folder(
             parameter.copy_(1 + noise if around_one else noise)
             if name.endswith("A_log"):  # heads that remember from one token to a hundred
                 parameter.copy_(20 * noise - 2)
-            if name.endswith("conv1d.weight"):  # of few elements, so that what it gives is not far below 1
-                parameter.copy_(5 * noise)
+            if name.endswith("conv1d.weight"):  # of few elements
+                parameter.copy_(2 * noise)
         for name, buffer in model.named_buffers():
             if name.endswith(_KEPT_IN_FP32):  # a part of the scores' own size
                 buffer.copy_(0.1 * torch.randn(buffer.shape))

@@ -86,7 +86,7 @@ def make_random_folder(shape_file: str | Path, folder: Path, seed: int) -> Path:
 def _draw(spec: ModelSpec, entry: TensorEntry, index: int, seed: int) -> np.ndarray:
     values = np.random.default_rng((seed, index)).standard_normal(entry.shape, dtype=np.float32)
     if len(entry.shape) == 3:  # the kernels of a convolution, of few elements
-        return values / np.float32(entry.shape[-1] ** 0.5)
+        return 2 * _MATRIX_STD * values
     if entry.name.endswith("A_log"):  # heads of gated delta nets that remember one token, and a hundred
         return 2 * values - 2
     if has_norm_around_zero(spec, entry):
