@@ -127,7 +127,8 @@ class OutputNormLayer(TransformerLayer):
             del vars(config)[_SCALED]  # Megatron would multiply cosines and sines
         super().__init__(config, *args, layer_number=layer_number, **kwargs)
         self.own_positions = _unscaled_positions(config) if own else None
-        for part, name in ((self.self_attention, "post_self_attn_layernorm"), (self.mlp, "post_mlp_layernorm")):
+        parts: Any = ((self.self_attention, "post_self_attn_layernorm"), (self.mlp, "post_mlp_layernorm"))
+        for part, name in parts:
             norm = TorchNorm(config, config.hidden_size, config.layernorm_epsilon)
             self.add_module(name, norm)
             part.register_forward_hook(lambda _part, _inputs, output, norm=norm: (norm(output[0]), *output[1:]))

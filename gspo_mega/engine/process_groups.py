@@ -11,6 +11,7 @@ import gc
 import weakref
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -183,9 +184,10 @@ def stage_flags(virtual_stage: int | None) -> tuple[bool, bool]:
     )
 
 
-def tensor_group() -> torch.distributed.ProcessGroup:
+def tensor_group() -> dist.ProcessGroup:
     """This rank's tensor-parallel group, for a module that Megatron builds without naming it."""
-    return parallel_state.get_tensor_model_parallel_group()
+    group: Any = parallel_state.get_tensor_model_parallel_group()  # declared as if it might be none
+    return group
 
 
 def device() -> torch.device:

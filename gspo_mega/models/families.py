@@ -97,9 +97,9 @@ class Family:
     under `text_config`. `carried`: the beginnings of names of tensors that a checkpoint may have besides,
     such as layers for multi-token prediction under names of their own, or a vision tower.
 
-    `windows`: which layers have the sliding window of config.json if it lists none: every one, which the key
-    `sliding_window` alone decides (Mistral), or three of four (OLMo-3), whose positions are never scaled. The value of
-    `serves_windows` says whether SGLang has them, too.
+    `windows`: which layers have the sliding window of config.json if it lists none: every one, which only the key
+    `sliding_window` decides (Mistral), every other (gpt-oss), or three of four (OLMo-3), whose positions are never
+    scaled. `serves_windows`: SGLang has the window, too.
 
     `served`: what SGLang's model code reads from config.json and transformers does not write there, with the value that
     every model here has, or a function from config.json to it. `own_head`: SGLang never ties the output layer to
@@ -120,7 +120,7 @@ class Family:
     delta_net: bool = False
     text_part: bool = False
     carried: tuple[str, ...] = ()
-    windows: Literal["every layer", "three of four"] | None = None
+    windows: Literal["every layer", "every other", "three of four"] | None = None
     serves_windows: bool = True
     served: Mapping[str, Any] = field(default_factory=dict)
     own_head: bool = False
@@ -576,6 +576,7 @@ FAMILIES: dict[str, Family] = {
         qkv_bias=True,
         experts=ExpertKeys(("num_local_experts", "num_experts"), "intermediate_size", norm_topk_prob=True),
         gpt_oss=True,
+        windows="every other",
         own_head=True,
     ),
     "qwen3_next": Family(

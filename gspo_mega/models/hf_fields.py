@@ -270,16 +270,18 @@ _KINDS = ("full_attention", "sliding_attention")
 
 def read_window(reader: ConfigReader, family: Family, num_layers: int) -> SlidingWindow | None:
     """The window of a family that may have one; None where none acts. Absent keys are those of transformers."""
-    tokens = reader.raw.get("sliding_window", 4096)
-    if tokens is None or family.windows is None:
+    if family.windows is None or (not family.gpt_oss and reader.raw.get("sliding_window", 4096) is None):
         return None
     if family.windows == "every layer":
         layers = (True,) * num_layers
     else:
-        layers = _windowed_layers(reader, num_layers, lambda layer: (layer + 1) % 4 != 0)
-    tokens = reader.size("sliding_window") if "sliding_window" in reader.raw else tokens
-    acts = 0 < tokens < reader.size("max_position_embeddings")
-    return SlidingWindow(tokens, layers) if acts and any(layers) else None
+        every = 4 if family.windows == "three of four" else 2
+        layers = _windowed_layers(reader, num_layers, lambda layer: (layer + 1) % every != 0)
+    if not any(layers):
+        return None
+    is_default = not family.gpt_oss and "sliding_window" not in reader.raw
+    tokens = 4096 if is_default else reader.size("sliding_window")
+    return SlidingWindow(tokens, layers) if 0 < tokens < reader.size("max_position_embeddings") else None
 
 
 def _windowed_layers(reader: ConfigReader, num_layers: int, default: Callable[[int], bool]) -> tuple[bool, ...]:
@@ -433,7 +435,7 @@ _ALPHA = 1.702
 _FP4_CONFIG = {"quant_method", "modules_to_not_convert", "dequantize"}
 
 
-def read_gpt_oss(reader: ConfigReader, num_layers: int) -> dict[str, Any]:
+def read_gpt_oss(reader: ConfigReader) -> dict[str, Any]:
     """The fields of a ModelSpec that only this family has."""
     raw = reader.raw
     if raw.get("attention_bias", True) is not True:
@@ -443,12 +445,10 @@ def read_gpt_oss(reader: ConfigReader, num_layers: int) -> dict[str, Any]:
             reader.problem(key, f"{raw[key]!r} is not supported; supported: {_ALPHA}, Megatron's only gain")
     if raw.get("rope_scaling") is None and raw.get("rope_parameters") is None:
         reader.problem("rope_scaling", "missing; transformers then takes YaRN with a factor of 32: write it out")
-    layers = _windowed_layers(reader, num_layers, lambda layer: layer % 2 == 0)
     return dict(
         linear_bias=True,
         sinks=True,
         swiglu_limit=reader.number("swiglu_limit") if "swiglu_limit" in raw else 7.0,
-        window=SlidingWindow(reader.size("sliding_window"), layers) if any(layers) else None,
         stored_fp4=_is_fp4(reader),
     )
 

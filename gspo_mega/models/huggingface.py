@@ -228,9 +228,8 @@ def _spec_from_config(raw: dict[str, Any], where: str, generation: dict[str, Any
         num_ignored_layers=reader.count("num_nextn_predict_layers"),
         stored=None if family.gpt_oss and is_fp4(raw) else read_block_fp8(reader),
         raw=raw,
-        **(
-            read_gpt_oss(reader, num_layers) if family.gpt_oss else dict(window=read_window(reader, family, num_layers))
-        ),
+        window=read_window(reader, family, num_layers),
+        **(read_gpt_oss(reader) if family.gpt_oss else {}),
         **(read_delta_net(reader, num_layers) if family.delta_net else {}),
     )
     if spec.moe is not None and num_layers * spec.moe.num_experts > MOST_EXPERTS_OF_ALL_LAYERS:
@@ -268,7 +267,7 @@ def _refuse_other_maths(reader: ConfigReader, family: Family) -> None:
         reader.problem("qkv_bias", "false: this family without biases on query, key and value is not supported")
     if raw.get("attention_dropout"):
         reader.problem("attention_dropout", f"{raw['attention_dropout']!r} is not supported; supported: 0")
-    reads_layers = family.gpt_oss or family.delta_net or family.windows == "three of four"
+    reads_layers = family.delta_net or family.windows in ("every other", "three of four")
     layer_types = [] if reads_layers else raw.get("layer_types") or []
     if raw.get("use_sliding_window") or any(kind != "full_attention" for kind in layer_types):
         key = "use_sliding_window" if raw.get("use_sliding_window") else "layer_types"
