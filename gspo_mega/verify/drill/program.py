@@ -121,8 +121,8 @@ class Drill:
             replayed = self._undisturbed(
                 self._scene("reference/replayed", self._words(self._live), [], with_disk=False)
             )
-            atomic_write_json(record_file, {**identity, "live": asdict(live), "replayed": asdict(replayed)})
-            record = read_json(record_file)
+            record = {**identity, "live": asdict(live), "replayed": asdict(replayed)}
+            atomic_write_json(record_file, record)
         self._references = {True: Reference(**record["live"]), False: Reference(**record["replayed"])}
         self._wanted = outcome(self._replayed)
         if found := differences(outcome(self._live), self._wanted, same_source=False):
