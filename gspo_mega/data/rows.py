@@ -163,7 +163,8 @@ def _problem_of(line: bytes, check: Callable[[Row], str | None]) -> str | None:
     except json.JSONDecodeError as error:
         if line.lstrip().startswith(b"["):
             return "looks like a JSON array over several lines; expected is one JSON object per line"
-        return f"not JSON: {error.msg} at column {error.colno}"
+        end = ", the end of the line" if error.pos == len(error.doc) else ""
+        return f"not JSON: {error.msg} at column {error.colno}{end}"
     except ValueError as error:  # `parse_row`'s own, and Python refuses integers of thousands of digits
         return f"not JSON: {error}"
     except RecursionError:
@@ -215,7 +216,8 @@ def parse_row(line: bytes) -> Any:
     Raises ValueError (of which UnicodeDecodeError and json.JSONDecodeError are kinds) for what is not strict JSON of
     Unicode characters and finite numbers, at most `MOST_LEVELS` levels deep; RecursionError for what is far deeper.
     """
-    value = json.loads(line.decode("utf-8-sig"), parse_constant=_no_constant, parse_float=_finite)
+    # With its line end the column of an error at the end would be counted from the next line.
+    value = json.loads(line.decode("utf-8-sig").rstrip(" \t\r\n"), parse_constant=_no_constant, parse_float=_finite)
     if line.count(b"{") + line.count(b"[") > MOST_LEVELS and nests_deeper(value):
         raise ValueError(f"nested more than {MOST_LEVELS} levels deep")
     # UTF-8 itself has no surrogates: only an escape can bring one.

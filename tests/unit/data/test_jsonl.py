@@ -143,3 +143,18 @@ def test_a_line_without_end_is_refused_and_not_read_whole(tmp_path, monkeypatch)
     for read in (lambda: JsonlFile(path, needs_a), lambda: check_first_rows(path, needs_a, 100)):
         with pytest.raises(DataError, match=r"rows.jsonl:3: has more than 1000 bytes"):
             read()
+
+
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n", b"  \n", b""])
+def test_a_line_that_ends_too_early_is_said_to(tmp_path, line_end):
+    """The column is that of the line's end, counted by hand, not one of the line below."""
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'{"a": 1}\n{"a": 2' + line_end)
+    with pytest.raises(DataError, match=r"x.jsonl:2: not JSON: .* at column 8, the end of the line"):
+        JsonlFile(path, needs_a)
+
+
+def test_an_error_inside_a_line_is_not_said_to_be_at_its_end(write_jsonl):
+    path = write_jsonl(['{"a" 1}'])
+    with pytest.raises(DataError, match=r"at column 6$"):
+        JsonlFile(path, needs_a)
