@@ -24,6 +24,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from gspo_mega.algorithm.terms import local_rows
 from gspo_mega.models.spec import ModelSpec
 
+# The functions of flash-linear-attention, or what stands in for them: names that Megatron's module may lack.
+_KERNELS: Any = gated_delta_net
 HAS_PACKED_LAYER = hasattr(gated_delta_net, "__path__")
 """Whether Megatron's own layer takes packed sequences: it is a package since the release that does (0.19)."""
 
@@ -111,15 +113,13 @@ class PackedDeltaNet(GatedDeltaNet):
         )
 
         filters = torch.cat([_own(part, parts, rank) for part in self.conv1d.weight.split(sections[:3])])
-        mixed, _ = gated_delta_net.causal_conv1d(
-            x=mixed, weight=filters.squeeze(1), activation="silu", cu_seqlens=bounds
-        )
+        mixed, _ = _KERNELS.causal_conv1d(x=mixed, weight=filters.squeeze(1), activation="silu", cu_seqlens=bounds)
         query, key, value = mixed.split([keys // parts, keys // parts, values // parts], dim=-1)
         query, key = (x.unflatten(-1, (-1, key_dim)) for x in (query, key))
         shared = own.num_value_heads // own.num_key_heads
-        query, key = (gated_delta_net.l2norm(x.contiguous()).repeat_interleave(shared, dim=2) for x in (query, key))
+        query, key = (_KERNELS.l2norm(x.contiguous()).repeat_interleave(shared, dim=2) for x in (query, key))
         a_log, dt_bias = (_own(parameter, parts, rank) for parameter in (self.A_log, self.dt_bias))
-        out, _ = gated_delta_net.chunk_gated_delta_rule(
+        out, _ = _KERNELS.chunk_gated_delta_rule(
             query,
             key,
             value.unflatten(-1, (-1, value_dim)).contiguous(),
