@@ -335,7 +335,8 @@ def make_family_folder(
     torch.manual_seed(seed)
     model = model_class(variant_config(variant, **changes))
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        # Text before images, so that a vision-language class has the text model's numbers.
+        for name, parameter in sorted(model.named_parameters(), key=lambda named: ".visual." in named[0]):
             noise = (2.0 if name.endswith("sinks") else 0.1) * torch.randn(parameter.shape)
             around_one = "norm" in name and not (FAMILIES[family].delta_net and not name.endswith("attn.norm.weight"))
             parameter.copy_(1 + noise if around_one else noise)
