@@ -172,7 +172,7 @@ def plus_one_norms_and_gate(
     """
     query, gate = q_gate.reshape(-1, num_heads, 2 * head_dim).chunk(2, dim=-1)
     normed = plus_one_norms(query.flatten(1), k, q_weight, k_weight, eps, head_dim)
-    return *normed, gate.reshape(-1, head_dim)
+    return *normed, gate.reshape(-1, head_dim).contiguous()
 
 
 def multiply_by_gate(x: torch.Tensor, gate: torch.Tensor) -> None:

@@ -105,6 +105,8 @@ def test_queries_and_gates_take_turns_and_norms_multiply_by_one_more():
     both, k = random(2, 3 * 2 * 4), random(2, 4)
     q_weight, k_weight = random(4), random(5)[:4]
     query, key, gate = plus_one_norms_and_gate(both, k, q_weight, k_weight, 1e-6, 4, 3)
+    one = plus_one_norms_and_gate(both[:1], k[:1], q_weight, k_weight, 1e-6, 4, 3)
+    assert all(part.is_contiguous() for part in (query, key, gate, *one))
     second = both[1].view(3, 2, 4)[2]  # the last head of the second token: its query and its gate
     wanted = second[0] / second[0].pow(2).mean().add(1e-6).sqrt() * (1 + q_weight)
     torch.testing.assert_close(query[5], wanted)
