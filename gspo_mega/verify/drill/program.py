@@ -362,7 +362,7 @@ def _blame(tried: Sequence[_Struck], problems: Sequence[str]) -> None:
 
 def _line(row: Row) -> str:
     verdict = "; ".join(row.problems) or ("equal" if row.equal else "not equal")
-    what = f"{row.done}; {row.ended}" if row.tried else "the run ended before"
+    what = f"{row.done}; {row.ended}" if row.tried else "not struck: the run ended before, or had no such process then"
     mode = "live" if row.is_live else "replayed"
     return f"trial {row.trial} ({mode})  {row.kind}, {row.moment}: {what}; {verdict}"
 
