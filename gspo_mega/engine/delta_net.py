@@ -22,6 +22,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from gspo_mega.algorithm.terms import local_rows
+from gspo_mega.cpu.forest_attention import forest_of
 from gspo_mega.models.spec import ModelSpec
 
 # The functions of flash-linear-attention, or what stands in for them: names that Megatron's module may lack.
@@ -91,6 +92,8 @@ class PackedDeltaNet(GatedDeltaNet):
         """
         if packed_seq_params is None:
             raise ValueError("PackedDeltaNet takes packed sequences only; packed_seq_params is None")
+        if forest_of(packed_seq_params) is not None:
+            raise ValueError("the state of a gated delta net is not forked where rows part; the plan refuses it")
         bounds = packed_seq_params.cu_seqlens_q
         group = self.pg_collection.cp
         parts, rank = group.size(), group.rank()

@@ -509,6 +509,7 @@ def validate_sharing(config: Config, spec: ModelSpec, device: Device | None) -> 
     lacking = {
         "sinks": spec.sinks,
         "sliding windows": spec.window is not None,
+        "gated delta nets": spec.delta is not None,
     }
     if names := [name for name, is_there in lacking.items() if is_there]:
         yield Violation(

@@ -7,8 +7,9 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from megatron.core.packed_seq_params import PackedSeqParams
 
-from gspo_mega.cpu.forest_attention import ForestNodes, forest_attend
+from gspo_mega.cpu.forest_attention import ForestNodes, forest_attend, set_forest
 from gspo_mega.data.forest import lay_out
 
 # Rows in tree order: sizes, and how much of the row before is shared, in parts of the most that can be.
@@ -88,3 +89,12 @@ def test_no_score_of_tokens_on_different_paths_is_computed():
         (6, 19, 0, 6, False),
     ]
     assert np.array_equal(forest.node_starts, [0, 6, 10, 13, 19]) and np.array_equal(forest.node_ends, [19, 10, 13, 19])
+
+
+def test_a_delta_net_refuses_a_forest_whose_state_it_would_not_fork():
+    from gspo_mega.engine.delta_net import PackedDeltaNet
+
+    params = PackedSeqParams(qkv_format="thd")
+    set_forest(params, ForestNodes([0, 2, 3], [3, 3], torch.arange(3)))
+    with pytest.raises(ValueError, match="not forked where rows part"):
+        PackedDeltaNet.forward(None, torch.zeros(3, 1, 8), packed_seq_params=params)  # pyright: ignore[reportArgumentType]

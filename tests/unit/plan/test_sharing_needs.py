@@ -29,7 +29,16 @@ def test_models_that_were_compared_are_allowed(load, shape, kind):
     plan_run(load(ON, "precision=fp32"), "cpu", shape(kind))
 
 
-def test_a_model_with_sinks_and_windows_is_refused(load):
-    said = r"batch\.share_prefixes: prompts, and the model \(gpt_oss\) has sinks and sliding windows, .* nearest .* off"
+@pytest.mark.parametrize(
+    ("model", "has"),
+    [
+        ("gpt_oss", r"gpt_oss\) has sinks and sliding windows"),
+        ("olmo3", r"olmo3\) has sliding windows"),
+        ("qwen3_next", r"qwen3_next\) has gated delta nets"),
+        ("qwen3_5", r"qwen3_5\w*\) has gated delta nets"),
+    ],
+)
+def test_layers_that_do_not_know_of_it_are_refused(load, model, has):
+    said = rf"batch\.share_prefixes: prompts, and the model \({has}, which have not .* nearest .* off"
     with pytest.raises(PlanError, match=said):
-        plan_run(load(ON, "precision=fp32"), "cpu", "configs/models/certify_gpt_oss.json")
+        plan_run(load(ON, "precision=fp32"), "cpu", f"configs/models/certify_{model}.json")
