@@ -104,11 +104,10 @@ def chunk_gated_delta_rule(
     shared = v.size(2) // k.size(2)
     if shared > 1:
         q, k = (x.repeat_interleave(shared, dim=2) for x in (q, k))
-    out, state = _rectangle(
-        *(x.to(dtype).transpose(1, 2) for x in (q, k, v, g, beta)),
-        k.size(-1) ** -0.5 if scale is None else scale,
-        None if initial_state is None else initial_state.to(dtype),
-    )
+    query, key, value, decay, rate = (x.to(dtype).transpose(1, 2) for x in (q, k, v, g, beta))
+    scale = k.size(-1) ** -0.5 if scale is None else scale
+    before = None if initial_state is None else initial_state.to(dtype)
+    out, state = _rectangle(query, key, value, decay, rate, scale, before)
     out = out.transpose(1, 2).to(v.dtype)
     if cu_seqlens is not None:
         out = torch.cat([out[index, :length] for index, length in enumerate(lengths)])[None]
@@ -156,14 +155,14 @@ def _rectangle(
     to_end = key * (summed[..., -1:] - summed).exp()[..., None]
     whole = summed[..., -1].exp()[..., None, None]
 
-    if state is None:
-        state = value.new_zeros(sequences, heads, size, value.size(-1))
+    zeros = value.new_zeros(sequences, heads, size, value.size(-1))
+    current = zeros if state is None else state
     outputs = []
     for index in range(count):
-        written = own[:, :, index] - of_state[:, :, index] @ state
-        outputs.append(read[:, :, index] @ state + within[:, :, index] @ written)
-        state = state * whole[:, :, index] + to_end[:, :, index].mT @ written
-    return torch.cat(outputs, dim=2)[:, :, :length], state
+        written = own[:, :, index] - of_state[:, :, index] @ current
+        outputs.append(read[:, :, index] @ current + within[:, :, index] @ written)
+        current = current * whole[:, :, index] + to_end[:, :, index].mT @ written
+    return torch.cat(outputs, dim=2)[:, :, :length], current
 
 
 def gates(
