@@ -51,6 +51,10 @@ def validate_delta_nets(config: Config, spec: ModelSpec, device: Device | None) 
             " ranks exchange positions for heads",
             ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0),
         )
+    if config.lora is not None:
+        yield Violation(
+            "lora", f"set with {spec.family}: adapters beside gated delta nets have not been proved", "null"
+        )
     if config.precision == "fp8":
         yield Violation(
             "precision", f"fp8: {spec.family} has been tried with Megatron's plain layers only", "bf16, fp32"

@@ -85,11 +85,7 @@ def test_the_report_says_what_the_model_is(load):
             "parallel.context: 8 does not divide the 4 key heads of gated delta nets on a tensor rank",
         ),
         ("cpu", ["server.quantization=fp8"], "server.quantization: fp8 with qwen3_next"),
-        (
-            "cpu",
-            ["lora={rank: 4, alpha: 8}", "publish.lora=adapter"],
-            "publish.lora: adapter, and the model (qwen3_next)",
-        ),
+        ("cpu", ["lora={rank: 4, alpha: 8}"], "lora: set with qwen3_next: adapters beside gated delta nets"),
         ("cpu", ["publish.verify_all_every=3"], "publish.verify_all_every: 3: servers also hold 1 + the weight"),
         ("cpu", ["engine.batch_invariant=true"], "engine.batch_invariant: true, and the model is qwen3_next"),
     ],
