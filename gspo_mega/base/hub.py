@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gspo_mega.base.errors import FolderError
+from gspo_mega.base.near_paths import did_you_mean
 
 Kind = Literal["model", "dataset"]
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -27,14 +28,17 @@ def is_hub_id(text: str) -> bool:
     return _ID.fullmatch(text) is not None
 
 
-def hub_hint(path: str | Path, kind: Kind = "model") -> str:
-    """What to add to "no such folder" if `path` has the form of an id; empty otherwise."""
-    if not is_hub_id(str(path)):
-        return ""
+def missing_hint(path: str | Path, kind: Kind = "model") -> str:
+    """What to add to "no such folder": the nearest path that exists, and how to get `path` from the hub if it may be an
+    id. It is none if its first folder exists here.
+    """
+    near = did_you_mean(path)
+    if not is_hub_id(str(path)) or Path(path).parent.is_dir():
+        return near
     key, what = ("model", "") if kind == "model" else ("data", " --repo-type dataset")
     return (
-        f". If it is an id of the Hugging Face hub, it is not in this machine's cache: run hf download {path}{what},"
-        f" or name a revision (`{key}.revision: main`), which lets the command download it"
+        f"{near or '.'} If it is an id of the Hugging Face hub, it is not in this machine's cache: run"
+        f" hf download {path}{what}, or name a revision (`{key}.revision: main`), which lets the command download it"
     )
 
 

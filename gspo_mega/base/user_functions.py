@@ -21,6 +21,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from gspo_mega.base.errors import GspoMegaError, HookError
+from gspo_mega.base.near_paths import near_path
 
 
 def import_function(name: str, what: str, error: type[GspoMegaError]) -> Callable[..., Any]:
@@ -31,13 +32,14 @@ def import_function(name: str, what: str, error: type[GspoMegaError]) -> Callabl
     """
     module_name, _, path = name.partition(":")
     if not all(part.isidentifier() for part in [*module_name.split("."), *path.split(".")]):
-        raise error(f"{what} {name!r}: not of the form package.module:function")
+        raise error(f"{what} {name!r}: not of the form package.module:function{_module_hint(name)}")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as problem:
         if problem.name is not None and (module_name == problem.name or module_name.startswith(problem.name + ".")):
             raise error(
                 f"{what} {name!r}: there is no module {problem.name!r} in {os.getcwd()} or among the installed packages"
+                f"{_module_hint(name)}"
             ) from problem
         raise error(f"{what} {name!r}: importing {module_name} fails: {describe(problem)}") from problem
     except BaseException as problem:  # importing a module may raise anything, SystemExit too
@@ -50,6 +52,20 @@ def import_function(name: str, what: str, error: type[GspoMegaError]) -> Callabl
     if not callable(found):
         raise error(f"{what} {name!r}: {path} is a {type(found).__name__}, not a function")
     return found
+
+
+def _module_hint(name: str) -> str:
+    """Return the end of a message about a module that cannot be found: the file's name written as a module, or the
+    module in the working directory that is nearest.
+    """
+    module, colon, function = name.partition(":")
+    written = module.removeprefix("./").removesuffix(".py").replace("/", ".")
+    if not all(part.isidentifier() for part in written.split(".")):
+        return ""
+    near = near_path(written.replace(".", "/") + ".py")
+    if near is not None:
+        written = near.removesuffix(".py").replace("/", ".")
+    return f"; did you mean {written}{colon}{function or ''}?" if written != module else ""
 
 
 def _offer(module: ModuleType, wanted: str) -> str:

@@ -25,6 +25,7 @@ import torch
 
 from gspo_mega.algorithm.fp8 import dequantize_blocks
 from gspo_mega.base.errors import CheckpointError, ModelError
+from gspo_mega.base.near_paths import did_you_mean
 from gspo_mega.base.untrusted import open_regular
 from gspo_mega.checkpoint.hf_export import tensor_bytes
 from gspo_mega.checkpoint.hf_folder import (
@@ -120,7 +121,7 @@ def open_checkpoint(folder: Path, description: Path | None = None) -> TensorSour
     or ModelError, listing tensors that are missing or of another shape.
     """
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such folder")
+        raise CheckpointError(f"{folder}: no such folder{did_you_mean(folder)}")
     megatron = next(
         (
             f

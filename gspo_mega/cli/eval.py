@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_mega.base.errors import ConfigError
+from gspo_mega.base.near_paths import did_you_mean
 from gspo_mega.base.run_folder import RunFolder, read_json
 from gspo_mega.base.untrusted import read_text
 from gspo_mega.cli.screen import Screen
@@ -120,7 +121,9 @@ def find_target(path: Path, config: Path | None) -> Target:
         if path.is_dir()
         else "does not exist"
     )
-    raise ConfigError(f"gspo-mega eval: {path} {what}; give a run's folder, a Hugging Face folder or a YAML file")
+    raise ConfigError(
+        f"gspo-mega eval: {path} {what}; give a run's folder, a Hugging Face folder or a YAML file{did_you_mean(path)}"
+    )
 
 
 def refuse_another_model(target: Target, path: Path, overrides: Sequence[str]) -> None:

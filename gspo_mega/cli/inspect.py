@@ -28,6 +28,7 @@ from typing import Any
 
 from gspo_mega.base.episodes import Episode, Group, Node, RolloutBatch
 from gspo_mega.base.errors import JournalError
+from gspo_mega.base.near_paths import missing_run_hint
 from gspo_mega.base.records import Trajectory
 from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.base.untrusted import printable
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     journal = Journal(folder.journal_dir)
     steps = journal.steps()
     if not steps:
-        raise JournalError(f"{folder.path}: no rollouts are recorded")
+        raise JournalError(f"{folder.path}: no rollouts are recorded{missing_run_hint(folder.path)}")
     if args.step is None:
         rows, lines = [], []
         for step in steps:

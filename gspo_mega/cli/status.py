@@ -28,6 +28,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gspo_mega.base.errors import ConfigError, RolloutError
+from gspo_mega.base.near_paths import missing_run_hint
 from gspo_mega.base.run_folder import Attempt, DamagedFileError, RunFolder, read_json
 from gspo_mega.base.untrusted import open_regular, parse_json, printable, read_text
 from gspo_mega.config import load_config
@@ -104,6 +105,7 @@ def describe_run(folder: RunFolder, now: float) -> dict[str, Any]:
         if not list(folder.path.glob("slurm-*.log")):
             raise ConfigError(
                 f"gspo-mega status: {folder.path} is not a run folder: it has neither attempts/ nor the log of a job"
+                f"{missing_run_hint(folder.path)}"
             )
         return dict.fromkeys((key for _, key in _SHOWN), None) | {
             "run": str(folder.path),

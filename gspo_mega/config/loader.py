@@ -21,6 +21,7 @@ import yaml
 from pydantic import ValidationError
 
 from gspo_mega.base.errors import ConfigError
+from gspo_mega.base.near_paths import did_you_mean
 from gspo_mega.base.untrusted import NoRegularFileError, read_bytes
 from gspo_mega.config.explain import explain
 from gspo_mega.config.input_paths import find_inputs, resolve_hub_ids
@@ -117,9 +118,9 @@ def _read(path: Path) -> str:
     try:
         return read_bytes(path, _MOST_BYTES).decode("utf-8")
     except FileNotFoundError:
-        near = ""
-        if path.parent.is_dir():
-            here = sorted(p.name for p in path.parent.iterdir() if p.suffix in (".yaml", ".yml"))
+        near = did_you_mean(path)
+        if not near and path.parent.is_dir():
+            here = sorted(p.name for p in path.parent.glob("[!.]*") if p.suffix in (".yaml", ".yml"))
             near = f"; in {path.parent}: {', '.join(here)}" if here else ""
         raise ConfigError(f"{path}: no such file{near}") from None
     except NoRegularFileError as error:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from gspo_mega.base.errors import DataError
+from gspo_mega.base.hub import missing_hint
 from gspo_mega.base.untrusted import find_unreadable_entry
 from gspo_mega.data.rows import read_plain, type_name
 from gspo_mega.data.template_process import ChatTemplate
@@ -481,7 +482,9 @@ def load_tokenizer(folder: str) -> Any:
     folder.
     """
     if not Path(folder).is_dir():  # transformers would ask the network for a model of that name
-        raise DataError(f"{folder}: no such folder; give a Hugging Face folder with a tokenizer and weights")
+        raise DataError(
+            f"{folder}: no such folder; give a Hugging Face folder with a tokenizer and weights{missing_hint(folder)}"
+        )
     if (odd := find_unreadable_entry(Path(folder))) is not None:
         raise DataError(f"{odd}; the tokenizer of the folder is not loaded")
     from transformers import AutoTokenizer

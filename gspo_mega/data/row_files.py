@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gspo_mega.base.errors import DataError
+from gspo_mega.base.hub import missing_hint
 from gspo_mega.base.untrusted import open_regular, read_json_file
 from gspo_mega.data.rows import MOST_LEVELS, Enough, JsonlFile, Row, RowProblems, nests_deeper
 from gspo_mega.data.rows import check_first_rows as check_first_lines
@@ -293,7 +294,9 @@ def _opened(file: Path, opened: Callable[[], Any]) -> Any:
     try:
         return opened()
     except FileNotFoundError:
-        raise DataError(f"{file}: no such file (relative paths start in {Path.cwd()})") from None
+        raise DataError(
+            f"{file}: no such file (relative paths start in {Path.cwd()}){missing_hint(file, 'dataset')}"
+        ) from None
     except (OSError, ValueError) as error:
         raise DataError(f"{file}: cannot be read: {str(error).splitlines()[0]}") from None
 

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, NoReturn
 import numpy as np
 
 from gspo_mega.base.errors import DataError
-from gspo_mega.base.hub import hub_hint
+from gspo_mega.base.hub import missing_hint
 from gspo_mega.base.untrusted import NoRegularFileError, open_regular
 
 Row = dict[str, Any]
@@ -133,7 +133,7 @@ def _opened(path: Path) -> BinaryIO:
         return open_regular(path)
     except FileNotFoundError:
         raise DataError(
-            f"{path}: no such file (relative paths start in {Path.cwd()}){hub_hint(path, 'dataset')}"
+            f"{path}: no such file (relative paths start in {Path.cwd()}){missing_hint(path, 'dataset')}"
         ) from None
     except NoRegularFileError as error:
         if error.errno == errno.EISDIR:

@@ -25,6 +25,7 @@ import yaml
 
 from gspo_mega.base import atomic_io
 from gspo_mega.base.errors import ConfigError, FolderError, PlanError
+from gspo_mega.base.near_paths import missing_run_hint
 from gspo_mega.base.run_folder import Attempt, RunFolder, atomic_write_text
 from gspo_mega.base.untrusted import read_text
 from gspo_mega.config import Config, LoadedConfig, load_config, render_config
@@ -101,9 +102,15 @@ def configuration_of(target: str, command: str, overrides: Sequence[str] = ()) -
     folder, which may have moved, so `overrides` (the user's) may not name another. Raises ConfigError for any other
     folder.
     """
+    name = command_name(command)
     if not Path(target).is_dir():
+        if not os.path.lexists(target) and Path(target).suffix not in (".yaml", ".yml"):
+            raise ConfigError(
+                f"gspo-mega {name}: {target} is neither a YAML file nor the folder of a run: nothing is there"
+                f"{missing_run_hint(target)}"
+            )
         return Path(target), []
-    folder, name = RunFolder(Path(target).resolve()), command_name(command)
+    folder = RunFolder(Path(target).resolve())
     for override in overrides:
         if override.partition("=")[0].strip() in ("run", "run.dir", "run.name"):
             raise ConfigError(f"gspo-mega {name}: {override} names another folder than {target}; leave it out")

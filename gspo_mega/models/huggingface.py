@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_mega.base.errors import ModelError
-from gspo_mega.base.hub import hub_hint
+from gspo_mega.base.hub import missing_hint
 from gspo_mega.base.untrusted import NoRegularFileError, find_unreadable_entry, open_regular, read_json_file
 from gspo_mega.models.block_fp8 import read_block_fp8
 from gspo_mega.models.delta_net import read_delta_net
@@ -99,7 +99,8 @@ def read_model_spec(
         return spec_from_config(renamed(_read_json(folder) or {}, str(folder)), where=str(folder))
     if not folder.is_dir():
         raise ModelError(
-            f"{folder}: no such folder; give a Hugging Face folder with config.json and safetensors{hub_hint(folder)}"
+            f"{folder}: no such folder; give a Hugging Face folder with config.json and safetensors"
+            f"{missing_hint(folder)}"
         )
     if (odd := find_unreadable_entry(folder)) is not None:
         raise ModelError(odd)
@@ -139,7 +140,9 @@ def read_end_tokens(folder: str | Path) -> tuple[int, ...]:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise ModelError(f"{folder}: no such folder; the one of a Hugging Face model or tokenizer is needed")
+        raise ModelError(
+            f"{folder}: no such folder; the one of a Hugging Face model or tokenizer is needed{missing_hint(folder)}"
+        )
     reader = ConfigReader(_text_values(_read_json(folder / "config.json") or {}))
     ids = _eos_token_ids(reader, _read_json(folder / "generation_config.json") or {}, reader.raw.get("vocab_size") or 0)
     if reader.problems:

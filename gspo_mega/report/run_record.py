@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_mega.base.errors import ConfigError, DataError
+from gspo_mega.base.near_paths import missing_run_hint
 from gspo_mega.base.run_folder import Attempt, RunFolder, read_json
 from gspo_mega.base.untrusted import NoRegularFileError, parse_json, read_bytes, read_text
 from gspo_mega.config.schema import Config
@@ -85,7 +86,7 @@ def read_run(path: str | Path, now: float | None = None) -> RunRecord:
     if not attempts and not folder.metrics_file.exists():
         raise ConfigError(
             f"{folder.path} is not a run folder: it has neither attempts/ nor metrics.jsonl; valid:"
-            " the folder <run.dir>/<run.name> of a run"
+            f" the folder <run.dir>/<run.name> of a run{missing_run_hint(path)}"
         )
     latest = attempts[-1] if attempts else None
     record = RunRecord(folder.path, _short_name(folder.path), _text_or_empty(latest.command_file) if latest else "")

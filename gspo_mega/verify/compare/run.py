@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_mega.base.errors import ConfigError, JournalError
+from gspo_mega.base.near_paths import missing_run_hint
 from gspo_mega.base.run_folder import RunFolder, read_json
 from gspo_mega.base.untrusted import read_text
 from gspo_mega.config import load_config
@@ -181,7 +182,7 @@ def find_step(folder: RunFolder, request: Request) -> int:
     journal = Journal(folder.journal_dir)
     steps = journal.steps()
     if not steps:
-        raise JournalError(f"{folder.path}: no rollouts are recorded")
+        raise JournalError(f"{folder.path}: no rollouts are recorded{missing_run_hint(folder.path)}")
     if request.step is not None:
         if request.step - 1 not in steps:
             raise JournalError(

@@ -16,6 +16,7 @@ from statistics import NormalDist
 import numpy as np
 
 from gspo_mega.base.errors import ConfigError, JournalError, PlanError
+from gspo_mega.base.near_paths import did_you_mean
 from gspo_mega.base.untrusted import MOST_BYTES, read_text
 from gspo_mega.config.derived import mean_tokens, on_publish
 from gspo_mega.config.schema import Config, Train
@@ -104,7 +105,7 @@ def read_lengths(text: str, most: int) -> Lengths:
     if path.is_dir():
         return _of_journal(path, place)
     if not path.is_file():
-        raise ConfigError(f"{place}: no such file or folder; valid: {_FORMS}")
+        raise ConfigError(f"{place}: no such file or folder{did_you_mean(path)}; valid: {_FORMS}")
     return _of_file(path, place)
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from gspo_mega.base.errors import ConfigError, PlanError
+from gspo_mega.base.near_paths import did_you_mean
 from gspo_mega.base.untrusted import MOST_BYTES, parse_json, read_text
 from gspo_mega.config.schema import Config
 from gspo_mega.plan.estimate import Estimate
@@ -57,7 +58,9 @@ def read_measured(path: Path) -> MeasuredStep:
     """Return the mean step of a run, from its folder or its metrics.jsonl. Raises ConfigError."""
     file = path / "metrics.jsonl" if path.is_dir() else path
     if not file.is_file():
-        raise ConfigError(f"--fit {path}: no such file; valid: the folder of a run, or its metrics.jsonl")
+        raise ConfigError(
+            f"--fit {path}: no such file; valid: the folder of a run, or its metrics.jsonl{did_you_mean(path)}"
+        )
     rows = []
     for number, line in enumerate(read_text(file, MOST_BYTES).splitlines(), 1):
         try:

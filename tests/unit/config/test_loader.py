@@ -98,8 +98,10 @@ def test_bad_files(write, text, said):
 def test_a_file_that_cannot_be_read(tmp_path, write):
     write(name="quickstart.yaml")
     assert refused(tmp_path / "quikstart.yaml") == [
-        f"{tmp_path}/quikstart.yaml: no such file; in {tmp_path}: quickstart.yaml"
+        f"{tmp_path}/quikstart.yaml: no such file; did you mean {tmp_path}/quickstart.yaml?"
     ]
+    (tmp_path / ".hidden.yaml").touch()
+    assert refused(tmp_path / "other.yaml") == [f"{tmp_path}/other.yaml: no such file; in {tmp_path}: quickstart.yaml"]
     assert "a folder" in refused(tmp_path)[0]
     assert "no such file" in refused(tmp_path / "none" / "x.yaml")[0]
     latin = tmp_path / "latin.yaml"
