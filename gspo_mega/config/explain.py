@@ -47,6 +47,30 @@ _GONE: dict[tuple[str | int, ...], str] = {
 }
 
 
+# Keys of TRL's GRPOConfig and of verl, and what says the same here.
+OTHER_NAMES: dict[str, tuple[str, str]] = {
+    "num_generations": ("TRL", "batch.group_size"),
+    "n": ("verl", "batch.group_size"),
+    "beta": ("TRL", "kl.coefficient"),
+    "kl_coef": ("verl", "kl.coefficient"),
+    "kl_loss_coef": ("verl", "kl.coefficient"),
+    "train_batch_size": ("verl", "batch.prompts_per_step"),
+    "ppo_mini_batch_size": ("verl", "batch.num_mini_batches, the number of mini-batches and not their size"),
+    "max_completion_length": ("TRL", "rollout.max_new_tokens"),
+    "max_response_length": ("verl", "rollout.max_new_tokens"),
+    "response_length": ("verl", "rollout.max_new_tokens"),
+    "max_prompt_length": ("TRL and verl", "data.max_prompt_tokens"),
+    "epsilon": ("TRL", "objective.clip_low and objective.clip_high"),
+    "epsilon_high": ("TRL", "objective.clip_high"),
+    "clip_ratio": ("verl", "objective.clip_low and objective.clip_high"),
+    "clip_ratio_low": ("verl", "objective.clip_low"),
+    "clip_ratio_high": ("verl", "objective.clip_high"),
+    "learning_rate": ("TRL", "optimizer.lr"),
+    "max_steps": ("TRL", "train.num_steps"),
+    "total_training_steps": ("verl", "train.num_steps"),
+}
+
+
 def explain(error: ErrorDetails) -> str:
     """Return the text for one entry of pydantic's `ValidationError.errors()`."""
     kind, location, value, context = error["type"], error["loc"], error.get("input"), error.get("ctx", {})
@@ -93,6 +117,10 @@ def _unknown_key(location: tuple[str | int, ...]) -> str:
     name = str(location[-1])
     siblings = list(model.model_fields) if model is not None else []
     near = closest(name, siblings)
+    if name in OTHER_NAMES:
+        whose, here = OTHER_NAMES[name]
+        also = f"; or did you mean {near!r}?" if near is not None and near not in here else ""
+        return f"unknown key; in {whose} it is `{name}`, here it is {here}{also}"
     if near is not None:
         return f"unknown key; did you mean {near!r}?"
     elsewhere = [".".join(path) for path in all_keys() if path[-1] == name]
