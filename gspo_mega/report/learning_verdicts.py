@@ -235,6 +235,8 @@ def _held_out_verdicts(record: RunRecord) -> Iterable[Verdict]:
     when = f"at step {first}" if first > 0 else "before the first step"
     text = f"{before:.3f} ± {wide:.3f} {when}, {after:.3f} ± {width:.3f} at step {last}"
     within = "; the difference is within two standard errors" if level == "note" else ""
+    if before == after == 0:
+        within = "; no response was right in either"
     yield Verdict(level, "Held-out accuracy", f"{text}{within}", "eval/accuracy")
     best, highest, around = max(found, key=lambda one: one[1])
     # The best of many measurements is too high by chance, so the difference must be more than two standard errors.

@@ -61,7 +61,7 @@ def _mismatch(record: RunRecord) -> Iterable[Verdict]:
         return
     if share is None:
         return
-    budget = record.settings.get("mismatch.budget") or 0.5
+    budget = _budget(record)
     clipped = recent(record, "mismatch/clip_fraction")
     within = share.mean <= budget
     text = f"{'within' if within else 'above'} budget: {share_sentence(band, f'{share.mean:.3g}', budget)}"
@@ -123,8 +123,15 @@ def _clipping(record: RunRecord) -> Iterable[Verdict]:
         )
     elif clip.mean < (1e-5 if by_token else 1e-3):
         yield Verdict("note", "Clipping", f"{texts}; {paper}: the range hardly acts", "policy/clip_fraction")
+    elif (share := recent(record, "mismatch/budget_share")) is not None and share.mean > _budget(record):
+        text = f"{texts}; {paper}; the mismatch alone fills {share.mean:.3g} of the range, so this says little"
+        yield Verdict("note", "Clipping", f"{text} about updates", "policy/clip_fraction")
     else:
         yield Verdict("good", "Clipping", f"{texts}; {paper}", "policy/clip_fraction")
+
+
+def _budget(record: RunRecord) -> float:
+    return record.settings.get("mismatch.budget") or 0.5
 
 
 def _still_moving(record: RunRecord) -> str:

@@ -238,6 +238,25 @@ def test_clips_by_the_mismatch_are_a_warning_where_the_servers_log_probs_are_the
     assert ("were the servers' log-probs the old ones" in said.text) == (old_log_probs == "trainer")
 
 
+@pytest.mark.parametrize(("share", "level"), [(0.4, "good"), (0.6, "note"), (None, "good")])
+def test_clips_are_not_good_where_the_mismatch_is_above_its_budget(share, level):
+    run = record(policy__clip_fraction=[0.2] * 80)
+    if share is not None:
+        run.series["mismatch/budget_share"] = [share] * 80
+    said = lines(run)["Clipping"]
+    assert said.level == level
+    assert ("the mismatch alone fills 0.6 of the range" in said.text) == (level == "note")
+    run.settings = {"mismatch.budget": 0.7}
+    assert lines(run)["Clipping"].level == "good"
+
+
+def test_an_accuracy_of_zero_is_said_in_words():
+    series = [0.0] + [None] * 78 + [0.0]
+    run = record(eval__accuracy=series, eval__accuracy_standard_error=series)
+    said = lines(run)["Held-out accuracy"].text
+    assert said.endswith("; no response was right in either") and "two standard errors" not in said
+
+
 def test_without_a_signal_nothing_is_said_of_the_clip_range():
     run = record(policy__clip_fraction=[0.0] * 80, groups__constant_fraction=[1.0] * 80)
     nothing = f"nothing to clip: 100% of groups have one reward, and no gradient{LAST}"
