@@ -32,6 +32,9 @@ from gspo_mega.config.prompt_sources import eval_sets, names_prompts, own_reward
 from gspo_mega.config.schema import Certify, Config, Episodes, Fp8, Mismatch, Objective, Teacher
 from gspo_mega.config.validate_episodes import ForeignOptions, validate_foreign_options
 
+# Below this length of responses, the published range of a sequence's ratio is narrow.
+_SHORT_TOKENS = 128
+
 
 def notices(config: Config) -> Iterator[str]:
     """Yield one line for each such setting."""
@@ -50,6 +53,14 @@ def _objective_notices(config: Config) -> Iterator[str]:
             f"clip range {_clip_range(objective)} instead of {recipe.clip_low:g} / {recipe.clip_high:g}, the"
             " published one of"
             f" {recipe.published_as}"
+        )
+    elif config.train is not None and _range_is_narrow(config):
+        yield (
+            f"rollout.max_new_tokens {config.rollout.max_new_tokens} with the paper's clip range"
+            f" {_clip_range(objective)}: the mean log-ratio of a short response moves far in one update, and the"
+            " mismatch of trainer and server is averaged over few tokens, so the range clips more of both; try ten"
+            f" times the range (objective.clip_low={10 * recipe.clip_low:g}"
+            f" objective.clip_high={10 * recipe.clip_high:g}), as docs/pretrained.md does"
         )
     if not recipe.is_clipped:
         yield (
@@ -139,6 +150,13 @@ def _objective_notices(config: Config) -> Iterator[str]:
             "one mini-batch per step: old and current policy are the same, so nothing is clipped and the old log-prob"
             f" pass {made}"
         )
+
+
+def _range_is_narrow(config: Config) -> bool:
+    """Whether the published range of a sequence's ratio is made for far longer responses than the run's."""
+    recipe = RECIPES[config.algorithm]
+    is_of_sequences = (recipe.ratio or config.objective.ratio) == "sequence"
+    return recipe.is_clipped and is_of_sequences and config.rollout.max_new_tokens < _SHORT_TOKENS
 
 
 def _critic_notices(config: Config) -> Iterator[str]:
@@ -235,9 +253,11 @@ def _correction_notices(config: Config) -> Iterator[str]:
         rule += f"; so are, on their own, {mismatch.segment_tokens} or more of its tokens of one weight version"
     if mismatch.token_veto_nats is not None:
         rule += f"; a token with |d| > {mismatch.token_veto_nats:g} drops its response"
+    what = "weighted by how much" if mismatch.correction == "truncate" else "left out"
+    whose = f"responses on which trainer and server disagree{' strongly' if what == 'left out' else ''} are {what}"
     yield (
-        f"mismatch.correction {mismatch.correction}: {rule} (d: trainer - server, nats), which the paper does not do"
-        " (`none` leaves it out); mismatch/acted_fraction shows whether it acts"
+        f"{whose} (mismatch.correction: {mismatch.correction}; `none` turns it off), which the paper does not do;"
+        f" mismatch/acted_fraction shows how many. The rule: {rule} (d: trainer - server, nats)"
     )
 
 

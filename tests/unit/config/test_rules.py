@@ -273,16 +273,25 @@ def test_the_default_clip_range_of_grpo(write):
             "are replaced, up to 3 x prompts_per_step, which the paper does not do",
         ),
         (
-            ["train.num_steps=2"],
-            "mismatch.correction mask: a response of L tokens is dropped if its mean d is further than 0.5 / sqrt(L)"
+            ["train.num_steps=2", "rollout.max_new_tokens=128"],
+            "responses on which trainer and server disagree strongly are left out (mismatch.correction: mask; `none` turns"
+            " it off), which the paper does not do; mismatch/acted_fraction shows how many. The rule: a response of L tokens is dropped if its mean d is further than 0.5 / sqrt(L)"
             " from the batch's m; a token with |d| > 9.2 drops its response (d: trainer - server, nats)",
         ),
         (
-            ["train.num_steps=2", "mismatch={bound_nats: 0.3, token_veto_nats: null, kept_weight: ratio}"],
+            [
+                "train.num_steps=2",
+                "rollout.max_new_tokens=128",
+                "mismatch={bound_nats: 0.3, token_veto_nats: null, kept_weight: ratio}",
+            ],
             "further than 0.3 / sqrt(L) from the batch's m; one that is kept is weighted by exp(mean d - m) (d:",
         ),
         (
-            ["train.num_steps=2", "mismatch={correction: truncate, token_veto_nats: null}"],
+            [
+                "train.num_steps=2",
+                "rollout.max_new_tokens=128",
+                "mismatch={correction: truncate, token_veto_nats: null}",
+            ],
             "each response is weighted by exp(min(mean d - m, 0.5 / sqrt(L))) (d:",
         ),
         (["mismatch={correction: none, kept_weight: ratio}"], "kept_weight has no effect with `correction: none`"),
@@ -301,7 +310,10 @@ def test_the_default_clip_range_of_grpo(write):
         (["optimizer.min_lr=1e-7"], "no effect"),
         (["optimizer.decay_norms_and_biases=true"], "no effect with weight_decay 0"),
         (["recompute.num_layers=2"], "no effect"),
-        (["train.num_steps=2", "mismatch.correction=none", "optimizer.warmup_steps=8"], "not over before"),
+        (
+            ["train.num_steps=2", "rollout.max_new_tokens=128", "mismatch.correction=none", "optimizer.warmup_steps=8"],
+            "not over before",
+        ),
         (["eval={path: train.jsonl}"], "held-out"),
         (["eval={path: ./x/../train.jsonl}"], "held-out"),
         (
@@ -327,6 +339,24 @@ def test_notices(write, overrides, said):
     assert len(notices) == 1 and said in notices[0]
 
 
+TRAINED = ["train.num_steps=2", "mismatch.correction=none"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([], "(objective.clip_low=0.003 objective.clip_high=0.004)"),
+        (["rollout.max_new_tokens=127"], "rollout.max_new_tokens 127 with the paper's clip range 0.0003 / 0.0004"),
+        (["rollout.max_new_tokens=128"], None),
+        (["algorithm=grpo"], None),  # its range is one of tokens
+        (["objective.clip_low=3e-3"], None),  # the range is the user's own
+    ],
+)
+def test_short_responses_with_the_published_range_of_sequences_are_named(write, overrides, said):
+    found = [n for n in load_config(write(), [*TRAINED, *overrides]).notices if n.startswith("rollout.max_new_tokens")]
+    assert len(found) == (said is not None) and all(said in notice for notice in found)
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -337,7 +367,7 @@ def test_notices(write, overrides, said):
         ["precision=fp8", "optimizer={lr: 1e-6, moments_dtype: fp8}"],
         ["precision=bf16", "optimizer={lr: 1e-6, cpu_offload_fraction: 1}"],
         ["recompute.num_layers=2", "recompute.granularity=full"],
-        ["train.num_steps=2", "mismatch.correction=none", "optimizer.warmup_steps=7"],
+        ["train.num_steps=2", "rollout.max_new_tokens=128", "mismatch.correction=none", "optimizer.warmup_steps=7"],
         ["eval={path: other.jsonl}"],
         [
             "data.path=null",

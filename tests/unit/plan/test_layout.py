@@ -206,8 +206,10 @@ def test_the_report(load, shape):
     assert "10 steps, 40 optimizer steps" in report
     assert "longest sequence 48, padded to multiples of 2" in report
     assert "48 tokens of context" in report
-    first, last = report.splitlines()[-2:]
-    assert first.startswith("notice   mismatch.correction mask") and last.strip().startswith("temperature 0.5")
+    first, second, last = report.splitlines()[-3:]
+    assert first.startswith("notice   rollout.max_new_tokens 32 with the paper's clip range")
+    assert second.strip().startswith("responses on which trainer and server disagree strongly are left out")
+    assert last.strip().startswith("temperature 0.5")
 
 
 def test_the_report_of_many_ranks_leaves_out_the_middle(load, shape):
