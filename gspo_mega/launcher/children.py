@@ -163,6 +163,18 @@ def stop_signals() -> Iterator[list[int]]:
         yield received
 
 
+def ignored_interrupt_notice(stop_file: Path) -> str | None:
+    """Return how to stop the run if this process ignores SIGINT, else None. The parent decides it: a shell starts the
+    background jobs of a script so. `stop_file`: the file that stops the run.
+    """
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        return None
+    return (
+        "SIGINT (Ctrl-C, kill -INT) does not stop this run: the process that started it ignores it, as a script does"
+        f" for its background jobs. To stop after a checkpoint: touch {stop_file}, or send SIGTERM"
+    )
+
+
 @contextmanager
 def stack_signals() -> Iterator[list[int]]:
     """A list to which SIGUSR2, the request for all ranks' stacks, is appended while the context lasts. Main thread

@@ -36,6 +36,7 @@ from gspo_mega.launcher.children import (
     ChildSpec,
     ConsoleTail,
     ProcessFamily,
+    ignored_interrupt_notice,
     log_to,
     stack_signals,
     stop_signals,
@@ -180,6 +181,8 @@ def launch(
 
     def run_attempt(attempt: Attempt, signals: list[int], lease: Lease) -> int:
         say(f"\nrun      {folder.path}, attempt {attempt.number}; logs in {attempt.logs_dir}")
+        if (ignored := ignored_interrupt_notice(folder.latest_attempt_link / attempt.stop_file.name)) is not None:
+            say(f"notice   {ignored}")
         ranks = _ranks(config.cluster.ranks_per_node, rank_gpus, attempt, command, worker_command)
         servers = _servers(server_gpus, attempt, serve, serve_variables)
         servers += _reward_servers(scorers, scorer_gpus, attempt, serve, serve_variables)
