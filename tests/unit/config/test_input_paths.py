@@ -250,7 +250,14 @@ def test_other_models_are_found_in_the_cache_and_every_marked_key_is_one_of_thes
     assert {pair for section in sections_of(Config) for pair in marked(section)} == {
         *(
             (key, "model")
-            for key in ("Model.path", "Kl.reference_path", "Critic.path", "Teacher.path", "SourceTeacher.path", "Speculative.draft_path")
+            for key in (
+                "Model.path",
+                "Kl.reference_path",
+                "Critic.path",
+                "Teacher.path",
+                "SourceTeacher.path",
+                "Speculative.draft_path",
+            )
         ),
         ("ModelReward.path", "model"),
         *((key, "dataset") for key in ("Data.path", "Source.path", "Eval.path", "EvalSet.path")),
