@@ -17,6 +17,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -174,21 +175,28 @@ def _problem_of(line: bytes, check: Callable[[Row], str | None]) -> str | None:
     return check(value)
 
 
+# The value of an answer, as a message quotes it.
+_QUOTED_ANSWER = re.compile(r"""(?<=answer )(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")""")
+
+
 class RowProblems:
-    """Collects what is wrong with the rows of a file. Rows with the same fault, such as a wrong key, share one line,
-    which says how many they are and names the first of them.
+    """Collects what is wrong with the rows of a file. Rows with the same fault, such as a wrong key or a kind of answer
+    that cannot be read, share one line, which says how many they are and names the first of them.
     """
 
     def __init__(self, what: str = "lines") -> None:
         self._what = what
-        self._places: dict[str, list[str]] = {}
+        self._places: dict[str, list[str]] = {}  # by the problem without the answer's value
+        self._first: dict[str, str] = {}
         self._num_not_shown = self._num = 0
 
     def add(self, place: str, problem: str) -> None:
         """Add a row's problem. `place`: `file:line`."""
         self._num += 1
-        if problem in self._places or not self.are_enough:
-            self._places.setdefault(problem, []).append(place)
+        kind = _QUOTED_ANSWER.sub("", problem)
+        if kind in self._places or not self.are_enough:
+            self._places.setdefault(kind, []).append(place)
+            self._first.setdefault(kind, problem)
         else:
             self._num_not_shown += 1
 
@@ -200,11 +208,11 @@ class RowProblems:
     def lines(self, num_rows: int) -> list[str]:
         """The lines to show. `num_rows`: the number of rows that were checked."""
         shown = []
-        for problem, places in self._places.items():
+        for kind, places in self._places.items():
             also = [place.rpartition(":")[2].removeprefix("row ") for place in places[:5]]
             more = f"{', '.join(also)}{', ...' if len(places) > len(also) else ''}"
             equal = f" (so {len(places)} of {num_rows} {self._what}: {more})" if len(places) > 1 else ""
-            shown.append(f"{places[0]}: {problem}{equal}")
+            shown.append(f"{places[0]}: {self._first[kind]}{equal}")
         if self._num_not_shown:
             shown.append(f"... and {self._num_not_shown} more of {num_rows} {self._what}")
         return shown

@@ -158,3 +158,18 @@ def test_an_error_inside_a_line_is_not_said_to_be_at_its_end(write_jsonl):
     path = write_jsonl(['{"a" 1}'])
     with pytest.raises(DataError, match=r"at column 6$"):
         JsonlFile(path, needs_a)
+
+
+def test_answers_that_fail_alike_are_one_line(write_jsonl):
+    """Each answer is another text; what is wrong with them is one thing. A problem of another kind has its own line."""
+    path = write_jsonl([{"a": f"it's {number}" if number % 2 else f"is {number}"} for number in range(60)] + [{"a": 7}])
+
+    def check(row):
+        return f"no number in the answer {row['a']!r} (reward r)" if row["a"] != 7 else "several numbers in the answer"
+
+    with pytest.raises(DataError) as caught:
+        JsonlFile(path, check)
+    assert str(caught.value).split("\n") == [
+        f"{path}:1: no number in the answer 'is 0' (reward r) (so 60 of 61 lines: 1, 2, 3, 4, 5, ...)",
+        f"{path}:61: several numbers in the answer",
+    ]
