@@ -7,6 +7,7 @@ import http.server
 import json
 import mmap
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -51,6 +52,9 @@ if "traceback" in behaviour:
 if "exit" in behaviour:
     print("the reason of the end", flush=True)
     sys.exit(3)
+if "lose_weights" in behaviour and Path(spec["model_path"]).parent.name == "weights":
+    shutil.rmtree(spec["model_path"])  # as a publish that went on meanwhile
+    sys.exit(2)
 if "refuse" in behaviour:
     sys.stderr.write("server.options.x: no such argument\n")
     sys.exit(2)

@@ -49,6 +49,14 @@ class Supervised:
     def become(self, behaviour: str) -> None:
         (self.attempt.path / "behaviour").write_text(behaviour)
 
+    def commit(self, version: int) -> Path:
+        """Make a version the current one, as a publish by disk does. Returns its folder."""
+        run = self.attempt.run_folder
+        folder = run.weights_version_dir(version)
+        folder.mkdir(parents=True)
+        atomic_write_json(run.current_weights_file, {"weight_version": version, "path": str(folder)})
+        return folder
+
     def registration(self) -> Registration:
         return read_registrations(self.attempt.servers_dir)[0]
 
@@ -184,14 +192,12 @@ def test_a_signal_is_heard_during_the_start(supervised):
 def test_a_dead_server_is_started_again_with_the_current_weights(supervised):
     one = supervised("ok")
     one.until(lambda r: r.state == "ready")
-    current = one.attempt.run_folder.current_weights_file
-    current.parent.mkdir()
-    atomic_write_json(current, {"weight_version": 12, "path": "/weights/v12"})
+    folder = one.commit(12)
     os.kill(one.head(), signal.SIGKILL)
     again = one.until(lambda r: r.state == "ready" and r.generation == 2)
     assert again.weight_version == 12
     assert "SIGKILL" in again.error
-    assert "serves /weights/v12 version 12" in one.log()
+    assert f"serves {folder} version 12" in one.log()
     first, second = one.children()
     assert alive([first, second]) == [second]
 
@@ -218,13 +224,14 @@ def test_what_an_earlier_attempt_committed_gives_a_start_no_version(supervised, 
     """A run goes back to its checkpoint: version 9 of the attempt before is not the version 9 that this one will
     make.
     """
-    current = RunFolder(tmp_path / "run").current_weights_file
-    current.parent.mkdir(parents=True)
-    atomic_write_json(current, {"weight_version": 9, "path": "/weights/v9"})
+    run = RunFolder(tmp_path / "run")
+    folder, current = run.weights_version_dir(9), run.current_weights_file
+    folder.mkdir(parents=True)
+    atomic_write_json(current, {"weight_version": 9, "path": str(folder)})
     os.utime(current, (time.time() - 60, time.time() - 60))
     one = supervised("ok")
     assert one.until(lambda r: r.state == "ready").weight_version is None
-    assert "serves /weights/v9 version None" in one.log(), "the newest weights there are, all the same"
+    assert f"serves {folder} version None" in one.log(), "the newest weights there are, all the same"
 
 
 def test_a_supervisor_that_is_started_again_counts_on(supervised):
@@ -260,14 +267,12 @@ def test_weights_that_are_removed_while_they_are_loaded_are_no_refusal(supervise
     """A run that publishes faster than a server starts has removed the version that the start began with."""
     one = supervised("die_later", max_restarts=50)
     one.until(lambda r: r.state == "ready")
-    current = one.attempt.run_folder.current_weights_file
-    current.parent.mkdir()
-    atomic_write_json(current, {"weight_version": 3, "path": "/weights/v3"})
-    one.become("refuse")
-    failed = one.until(lambda r: r.generation >= 2 and "/weights/v3" in (r.error or ""))
-    assert "its weights were removed while it loaded them: /weights/v3" in failed.error
-    one.become("ok")
-    assert one.until(lambda r: r.state == "ready" and r.generation >= 3).weight_version == 3
+    folder = one.commit(3)
+    one.become("lose_weights")
+    failed = one.until(lambda r: r.generation >= 2 and str(folder) in (r.error or ""))
+    assert f"its weights were removed while it loaded them: {folder}" in failed.error
+    assert one.until(lambda r: r.state == "ready" and r.generation >= 3).weight_version is None
+    assert f"serves {folder} version 3" in one.log() and "/model version None" in one.log().rpartition("serves ")[2]
 
 
 def test_a_refused_configuration_is_not_tried_again(supervised):
