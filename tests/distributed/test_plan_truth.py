@@ -54,7 +54,8 @@ def test_parameters_gradients_and_optimizer_state_are_those_of_the_engine(rank_p
             config.optimizer.distributed
         ):  # and in bf16, where main parameters are copies, with the reference of a KL term
             kl = config.kl.model_copy(update={"coefficient": 0.05})
-            in_bf16 = config.model_copy(update={"precision": "bf16", "kl": kl})
+            plain = config.engine.model_copy(update={"transformer_engine": False})  # gated delta nets have no others
+            in_bf16 = config.model_copy(update={"precision": "bf16", "kl": kl, "engine": plain})
             by_ranks[ranks].append((f"{name} bf16", in_bf16))
             if ranks == 2:
                 optimizer = config.optimizer.model_copy(update={"gradients_dtype": "bf16"})

@@ -334,8 +334,12 @@ def make_family_folder(
     model_class = getattr(transformers, FAMILIES[family].architecture)
     torch.manual_seed(seed)
     model = model_class(variant_config(variant, **changes))
+    if FAMILIES[family].text_part:
+        # With the next line, and text before images below, a vision-language class has the text model's numbers.
+        torch.manual_seed(seed)
+        text = variant.removesuffix("_vl")
+        getattr(transformers, FAMILIES[VARIANTS[text][0]].architecture)(variant_config(text, **changes))
     with torch.no_grad():
-        # Text before images, so that a vision-language class has the text model's numbers.
         for name, parameter in sorted(model.named_parameters(), key=lambda named: ".visual." in named[0]):
             noise = (2.0 if name.endswith("sinks") else 0.1) * torch.randn(parameter.shape)
             around_one = "norm" in name and not (FAMILIES[family].delta_net and not name.endswith("attn.norm.weight"))
