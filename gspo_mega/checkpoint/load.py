@@ -13,6 +13,7 @@ stay those of a fresh run.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -51,6 +52,12 @@ CRITIC_FOLDER = "critic"
 TrainedModel = PolicyEngine | CriticEngine
 # Fields that checkpoints of the first format always have. Later fields are left out if they have their defaults, so
 # that old checkpoints still match.
+_FIRST_FIELDS = (
+    *("family", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"),
+    *("vocab_size", "max_position_embeddings", "rope_theta", "rms_norm_eps", "tie_word_embeddings", "qk_norm"),
+    *("attention_bias", "torch_dtype", "eos_token_ids", "moe", "rope_scaling", "rotary_share", "linear_bias", "sinks"),
+    *("swiglu_limit", "window", "stored", "stored_fp4"),
+)
 _FIRST_EXPERT_FIELDS = ("num_experts", "experts_per_token", "expert_intermediate_size", "norm_topk_prob")
 _EXTRA_STATE = "_extra_state"
 
@@ -327,7 +334,9 @@ def _separate_steps(engine: TrainedModel) -> None:
 def model_of(engine: TrainedModel) -> dict[str, Any]:
     """Return the model's spec and precision, as `state.json` records them."""
     spec = asdict(engine.spec)
-    for name in ("raw", "num_ignored_layers", *(["latent"] if engine.spec.latent is None else [])):
+    defaults = {field.name: field.default for field in fields(engine.spec)}
+    later = [name for name in spec if name not in _FIRST_FIELDS and spec[name] == defaults[name]]
+    for name in {"raw", "num_ignored_layers", *later}:
         spec.pop(name)
     if engine.spec.moe is not None:
         defaults = {field.name: field.default for field in fields(engine.spec.moe)}
@@ -338,7 +347,8 @@ def model_of(engine: TrainedModel) -> dict[str, Any]:
         }
     lora = engine.config.lora
     adapters = {} if lora is None else {"lora": lora.model_dump(include={"rank", "alpha", "targets"}, mode="json")}
-    return {**spec, "eos_token_ids": list(spec["eos_token_ids"]), "precision": engine.config.precision, **adapters}
+    # As the file gives it back: with lists in place of tuples.
+    return json.loads(json.dumps({**spec, "precision": engine.config.precision, **adapters}))
 
 
 def base_folder(model: Model) -> Path:
