@@ -274,6 +274,9 @@ NOT_OF_A_PLAIN_RUN = {
     "rollout/num_stop_strings",
     "lora/num_parameters",
     "lora/norm",
+    # Only with batch.share_prefixes: tests/recovery/test_recovery_shared.py.
+    "speed/shared_prefix_fraction",
+    "speed/num_repeated_prefixes",
     "sft/loss",
     "sft/num_tokens",
     "metrics/num_non_finite",
