@@ -105,9 +105,9 @@ def chunk_gated_delta_rule(
     if shared > 1:
         q, k = (x.repeat_interleave(shared, dim=2) for x in (q, k))
     query, key, value, decay, rate = (x.to(dtype).transpose(1, 2) for x in (q, k, v, g, beta))
-    scale = k.size(-1) ** -0.5 if scale is None else scale
+    factor = float(k.size(-1)) ** -0.5 if scale is None else scale
     before = None if initial_state is None else initial_state.to(dtype)
-    out, state = _rectangle(query, key, value, decay, rate, scale, before)
+    out, state = _rectangle(query, key, value, decay, rate, factor, before)
     out = out.transpose(1, 2).to(v.dtype)
     if cu_seqlens is not None:
         out = torch.cat([out[index, :length] for index, length in enumerate(lengths)])[None]

@@ -169,6 +169,17 @@ def vectors():
             flags={"0": "high", "1": "low"},
         ),
         case(
+            "clip_cov",  # the term before tokens are chosen; tests/unit/algorithm/test_covariance.py has the choice
+            rows,
+            a,
+            "clip_cov/token_mean",
+            [[0.0], [0.0, -1 / 3]],
+            [2 * 1.0004 / 3, -(1 - 3e-4) / 3, -1 / 3],
+            high=1,
+            low=1,
+            flags={"0": "high", "1": "low"},
+        ),
+        case(
             "dr_grpo",
             rows,
             a,
