@@ -6,6 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
+from family_models import make_family_folder
 from layout_models import make_folder
 
 # (experts, layout, distributed optimizer, elements of an overlapped bucket)
@@ -57,6 +58,20 @@ def test_resumed_equals_uninterrupted(rank_pools, models, tmp_path, name):
     assert resumed["random"] == straight["random"]
     for weight, want in straight["weights"].items():
         assert np.array_equal(resumed["weights"][weight], want), weight
+
+
+@pytest.mark.parametrize(("variant", "parallel"), [("gpt_oss", dict(pipeline=2)), ("olmo3", dict())])
+def test_layers_of_several_kinds_are_resumed_too(rank_pools, tmp_path, variant, parallel):
+    """Windows of some layers, which the record of the model has."""
+    folder, other = (str(make_family_folder(tmp_path / f"{seed}", variant, seed=seed)) for seed in (5, 9))
+    common = dict(folder=folder, run_dir=str(tmp_path), parallel=parallel, optimizer=dict(lr=1e-3))
+    pool = rank_pools(2)
+    straight = pool.run("checkpoint_jobs:run", plan=["start", "train", "save", "train"], **common)[0]
+    resumed = pool.run("checkpoint_jobs:run", plan=["start", "load", "train"], weights_from=other, **common)[0]
+    assert resumed["step"] == straight["step"] == 2
+    assert [
+        name for name, want in straight["weights"].items() if not np.array_equal(resumed["weights"][name], want)
+    ] == []
 
 
 def test_only_complete_checkpoints_count_and_old_ones_go(rank_pools, models, tmp_path):
