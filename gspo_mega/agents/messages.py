@@ -10,7 +10,7 @@ content that never has to be taken back. It holds back a part of a character, th
 beginning of either, and white space at both ends, which content next to a call does not have.
 
 `StopWatch` finds the token at which a turn ends because its text has a stop string. Whether a turn ends at a token
-depends on the tokens up to there alone, so the tokens up to there, that one included, are a draw from the policy like
+depends only on the tokens up to there, so the tokens up to there, that one included, are a draw from the policy like
 any other turn. They are all recorded and trained, also those of the stop string and what the last token says after it.
 """
 
