@@ -18,11 +18,14 @@ import atexit
 import faulthandler
 import importlib
 import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import sys
+import time
 import traceback
 import warnings
+from typing import Any
 
 from gspo_mega.base.garbage import uncollected
 from gspo_mega.launcher.prepare import free_port
@@ -122,23 +125,34 @@ class RankPool:
         self.num_jobs += 1
         for pipe in self._pipes:
             pipe.send((target, arguments))
-        results = []
-        for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(timeout):
+        until, results = time.monotonic() + timeout, {}
+        while len(results) < self.size:
+            open_ranks = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in results}
+            ready = multiprocessing.connection.wait(open_ranks, max(until - time.monotonic(), 0.0))
+            if not ready:
                 self.kill()
+                rank = min(open_ranks.values())
                 raise TimeoutError(f"rank {rank} of {self.size} did not finish {target} in {timeout:.0f} s")
-            try:
-                kind, value = pipe.recv()
-            except (EOFError, ConnectionResetError):
-                raise self._death(rank, target) from None
-            if kind == "error":
-                dead = self._dead_of_a_signal()
-                if dead is not None:  # what this rank reports is then that the other is gone
-                    raise self._death(dead, target)
-                self.kill()
-                raise AssertionError(f"rank {rank} of {self.size} in {target}:\n{value}")
-            results.append(value)
-        return results
+            for pipe in sorted(ready, key=lambda one: open_ranks[one]):
+                results[open_ranks[pipe]] = self._received(open_ranks[pipe], target)
+        return [results[rank] for rank in range(self.size)]
+
+    def _received(self, rank: int, target: str) -> Any:
+        try:
+            kind, value = self._pipes[rank].recv()
+        except (EOFError, ConnectionResetError):
+            raise self._death(rank, target) from None
+        if kind == "error":
+            # Others may wait for this rank for ever. Those that fail too do so soon, and the lowest is reported.
+            for lower in range(rank):
+                if self._pipes[lower].poll(2.0 / rank):
+                    self._received(lower, target)
+            dead = self._dead_of_a_signal()
+            if dead is not None:  # what this rank reports is then that the other is gone
+                raise self._death(dead, target)
+            self.kill()
+            raise AssertionError(f"rank {rank} of {self.size} in {target}:\n{value}")
+        return value
 
     def _dead_of_a_signal(self) -> int | None:
         for rank, process in enumerate(self._processes):

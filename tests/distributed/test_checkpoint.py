@@ -60,9 +60,17 @@ def test_resumed_equals_uninterrupted(rank_pools, models, tmp_path, name):
         assert np.array_equal(resumed["weights"][weight], want), weight
 
 
-@pytest.mark.parametrize(("variant", "parallel"), [("gpt_oss", dict(pipeline=2)), ("olmo3", dict())])
+@pytest.mark.parametrize(
+    ("variant", "parallel"),
+    [
+        ("gpt_oss", dict(pipeline=2)),
+        ("olmo3", dict()),
+        ("qwen3_next", dict(tensor=2, expert=2)),
+        ("qwen3_5", dict(tensor=2)),
+    ],
+)
 def test_layers_of_several_kinds_are_resumed_too(rank_pools, tmp_path, variant, parallel):
-    """Windows of some layers, which the record of the model has."""
+    """Windows of some layers, which the record of the model has, and gated delta nets."""
     folder, other = (str(make_family_folder(tmp_path / f"{seed}", variant, seed=seed)) for seed in (5, 9))
     common = dict(folder=folder, run_dir=str(tmp_path), parallel=parallel, optimizer=dict(lr=1e-3))
     pool = rank_pools(2)
