@@ -12,7 +12,8 @@ Algorithm = Literal["gspo", "gspo_token", "grpo", "ppo"]
 Replay = Literal["none", "R2", "R3"]
 
 SEEDS = (1, 2, 3)
-NUM_STEPS = {"learning": 80, "routing": 40}
+NUM_STEPS = {"learning": 80, "routing": 40, "critic": 80}
+UNTRAINED = 1e-12  # a learning rate with which the critic, whose head begins at zero, stays at zero
 EVAL_EVERY = 10
 
 
@@ -20,18 +21,22 @@ EVAL_EVERY = 10
 class Arm:
     """What one run of the study does differently; its `name` says all of it. `replay`: whose routes the trainer's
     passes take, its own (none), those of the old pass (R2) or of the rollout (R3). `advantages`: of what a token has
-    the advantage (`advantage.turns`).
+    the advantage (`advantage.turns`). `responses`: of each prompt, where it is not the configuration's; a batch keeps its
+    256. `frozen`: the critic learns nothing and values everything at 0.
     """
 
-    block: Literal["learning", "routing", "turns"]
+    block: Literal["learning", "routing", "turns", "critic"]
     algorithm: Algorithm
     replay: Replay = "none"
     advantages: Literal["episode", "return_to_go"] = "episode"
+    responses: int | None = None
+    frozen: bool = False
 
     @property
     def name(self) -> str:
         parts = {"learning": "", "routing": f"-routes_{self.replay}", "turns": f"-{self.advantages}"}
-        return self.algorithm + parts[self.block]
+        responses = f"-{self.responses}_responses" if self.responses else ""
+        return self.algorithm + parts.get(self.block, "") + responses + ("-frozen" if self.frozen else "")
 
     @property
     def config(self) -> str:
@@ -57,6 +62,10 @@ class Arm:
             "rollout.max_new_tokens=48",
             "mismatch.correction=none",
         ]
+        if self.responses:
+            common += [f"batch.group_size={self.responses}", f"batch.prompts_per_step={256 // self.responses}"]
+        if self.frozen:
+            common.append(f"critic.optimizer.lr={UNTRAINED}")
         if self.algorithm == "grpo":
             common += ["algorithm=grpo", "objective={}"]
         if self.block == "routing":
@@ -72,6 +81,10 @@ ARMS = (
     Arm("turns", "gspo"),
     Arm("turns", "gspo_token"),
     Arm("turns", "gspo_token", advantages="return_to_go"),
+    Arm("critic", "gspo"),
+    Arm("critic", "ppo"),
+    Arm("critic", "ppo", responses=8),
+    Arm("critic", "ppo", frozen=True),
 )
 BLOCKS = tuple(dict.fromkeys(arm.block for arm in ARMS))
 

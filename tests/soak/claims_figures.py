@@ -20,7 +20,12 @@ from tolerance_figures import draw_arms, with_table
 
 TITLE = "Accuracy after the last step, ± 2 standard errors of sampling; one mark per seed"
 NEEDED = 3  # runs of an arm before it is compared
-_ALGORITHMS = {"learning": ("GSPO", "GRPO", "PPO"), "routing": ("GSPO", "GRPO"), "turns": ("GSPO",)}
+_ALGORITHMS = {
+    "learning": ("GSPO", "GRPO", "PPO"),
+    "routing": ("GSPO", "GRPO"),
+    "turns": ("GSPO",),
+    "critic": ("GSPO", "PPO"),
+}
 
 
 def arms_of(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -77,6 +82,8 @@ def table(rows: Sequence[Row]) -> str:
 _COMPARED_WITH = {
     **{f"{name}-routes_{replay}": f"{name}-routes_none" for name in ("gspo", "grpo") for replay in ("R2", "R3")},
     "gspo_token-return_to_go": "gspo_token-episode",
+    "ppo-8_responses": "ppo",
+    "ppo-frozen": "ppo",
 }
 
 

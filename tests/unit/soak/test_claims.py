@@ -24,7 +24,7 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 
 def test_every_run_has_a_name_of_its_own_and_a_configuration():
     runs = claims_arms.in_order(claims_arms.ARMS, claims_arms.SEEDS)
-    assert len({(arm.block, arm.name, seed) for arm, seed in runs}) == len(runs) == 36
+    assert len({(arm.block, arm.name, seed) for arm, seed in runs}) == len(runs) == 48
     assert [(arm.name, seed) for arm, seed in runs[:4]] == [("gspo", 1), ("grpo", 1), ("ppo", 1), ("gspo", 2)]
     for arm, seed in runs:
         config = load_config(CONFIGS / arm.config, [f"run.name={arm.name}-seed{seed}", *arm.overrides()]).config
@@ -34,11 +34,14 @@ def test_every_run_has_a_name_of_its_own_and_a_configuration():
             assert config.objective.clip_low == 3e-3 and config.advantage.turns == arm.advantages
             assert config.train.num_steps * config.batch.prompts_per_step * config.batch.group_size == 40 * 256
             continue
-        num_steps = {"learning": 80, "routing": 40}[arm.block]
+        num_steps = {"learning": 80, "routing": 40, "critic": 80}[arm.block]
         assert config.train.num_steps * config.batch.prompts_per_step * config.batch.group_size == num_steps * 256
         assert config.rollout.max_new_tokens == 48 and config.optimizer.lr == 1e-4
         if arm.algorithm != "gspo":
             assert config.objective.clip_low == 0.2
+        if arm.block == "critic":
+            assert config.batch.group_size == (8 if arm.algorithm == "gspo" or arm.responses else 1)
+            assert arm.algorithm == "gspo" or (config.critic.optimizer.lr < 1e-9) == arm.frozen
     shape = read_model_spec(claims.SHAPE)
     assert (shape.num_layers, shape.moe.num_experts) == (6, 32)
 
@@ -106,7 +109,7 @@ def test_the_plan_shows_what_has_a_row(study, tmp_path, capsys):
 
 def test_arms_by_name(tmp_path, capsys):
     place = ["--plan", "--rows", str(tmp_path / "rows.csv")]
-    assert claims.main([*place, "--arm", "ppo", "grpo-routes_R2", "--seeds", "1", "2"]) == 0
+    assert claims.main([*place, "--block", "learning", "routing", "--arm", "ppo", "grpo-routes_R2", "--seeds", "1", "2"]) == 0
     found = [line.split()[1:4] for line in capsys.readouterr().out.splitlines()]
     assert found == [[name, "seed", seed] for name in ("ppo", "grpo-routes_R2") for seed in ("1", "2")]
     with pytest.raises(SystemExit):
