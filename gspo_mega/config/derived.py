@@ -21,12 +21,15 @@ from gspo_mega.base.errors import ConfigError
 from gspo_mega.config.algorithms import RECIPES, AlgorithmName
 from gspo_mega.config.schema import (
     Batch,
+    Certify,
     Config,
     Critic,
+    Engine,
     Eval,
     Fp8,
     Mismatch,
     Moe,
+    Objective,
     OldLogProbs,
     Precision,
     Recompute,
@@ -140,12 +143,12 @@ def critic_path(config: Config) -> str:
     return (critic.path if critic is not None else None) or config.model.path
 
 
-def penalises_kl(config: Config) -> bool:
+def penalises_kl(algorithm: AlgorithmName, critic: Critic | None) -> bool:
     """Return whether a penalty for leaving the reference is subtracted from the tokens' rewards. It needs a frozen
     model.
     """
-    critic = critic_of(config.algorithm, config.critic)
-    return critic is not None and critic.kl_coefficient > 0
+    settings = critic_of(algorithm, critic)
+    return settings is not None and settings.kl_coefficient > 0
 
 
 def compares_within_groups(config: Config) -> bool:
@@ -153,14 +156,14 @@ def compares_within_groups(config: Config) -> bool:
     nothing. If rewards are not trained on, no advantage is. With a critic it is relative to the critic's values,
     with `advantage.baseline: batch` to the whole rollout batch.
     """
-    if not trains_on_rewards(config) and config.advantage.baseline != "leave_one_out":
+    if not trains_on_rewards(config.teacher) and config.advantage.baseline != "leave_one_out":
         return False
     return critic_of(config.algorithm, config.critic) is None and config.advantage.baseline != "batch"
 
 
-def trains_on_rewards(config: Config) -> bool:
+def trains_on_rewards(teacher: Teacher | None) -> bool:
     """Return whether rewards are trained on; otherwise they are only measured, and a teacher teaches."""
-    return config.teacher is None or config.teacher.reward_weight > 0
+    return teacher is None or teacher.reward_weight > 0
 
 
 @dataclass(frozen=True)
@@ -179,19 +182,19 @@ class OneTeacher:
         return self.settings.url is not None or self.settings.policy
 
 
-def teachers(config: Config) -> tuple[OneTeacher, ...]:
+def teachers(teacher: Teacher | None) -> tuple[OneTeacher, ...]:
     """Return the teachers of a run, in the order of the file. Their places are the teachers' numbers in packs."""
-    if config.teacher is None:
+    if teacher is None:
         return ()
-    of_source = config.teacher.by_source
+    of_source = teacher.by_source
     if not of_source:
-        return (OneTeacher("teacher", config.teacher),)
+        return (OneTeacher("teacher", teacher),)
     return tuple(OneTeacher(f"teacher.by_source.{place}", one, one.source) for place, one in enumerate(of_source))
 
 
-def teacher_folders(config: Config) -> tuple[str, ...]:
+def teacher_folders(teacher: Teacher | None) -> tuple[str, ...]:
     """Return the folders of the teachers that the ranks load, each once, in the order of the file."""
-    return tuple(dict.fromkeys(one.settings.path for one in teachers(config) if one.settings.path is not None))
+    return tuple(dict.fromkeys(one.settings.path for one in teachers(teacher) if one.settings.path is not None))
 
 
 def with_teacher_folders(teacher: Teacher, folder_of: Callable[[str], str]) -> Teacher:
@@ -203,20 +206,22 @@ def with_teacher_folders(teacher: Teacher, folder_of: Callable[[str], str]) -> T
     return other(teacher).model_copy(update={"by_source": tuple(map(other, teacher.by_source))})
 
 
-def has_served_teacher(config: Config) -> bool:
+def has_served_teacher(teacher: Teacher | None) -> bool:
     """Return whether a server scores tokens as soon as they are sampled (`teacher.url`, `teacher.policy`)."""
-    return any(one.is_served for one in teachers(config))
+    return any(one.is_served for one in teachers(teacher))
 
 
-def taught_tokens(config: Config) -> int:
-    """Return the length of the longest text that the run's own servers score as a teacher (`teacher.policy`), or 0."""
-    prompts = [one.settings.max_prompt_tokens or 0 for one in teachers(config) if one.settings.policy]
-    return max(prompts) + config.rollout.max_new_tokens if prompts else 0
+def taught_tokens(teacher: Teacher | None, max_new_tokens: int) -> int:
+    """Return the length of the longest text that the run's own servers score as a teacher (`teacher.policy`), or 0.
+    `max_new_tokens`: of a sampled response.
+    """
+    prompts = [one.settings.max_prompt_tokens or 0 for one in teachers(teacher) if one.settings.policy]
+    return max(prompts) + max_new_tokens if prompts else 0
 
 
-def num_served_top(config: Config) -> int:
+def num_served_top(teacher: Teacher | None) -> int:
     """Return how many most likely tokens a teacher's server is asked for at each place; 0 for none."""
-    return (config.teacher.top_k or 0) if config.teacher is not None and has_served_teacher(config) else 0
+    return (teacher.top_k or 0) if teacher is not None and has_served_teacher(teacher) else 0
 
 
 def teacher_config(config: Config, has_experts: bool) -> Config:
@@ -276,15 +281,15 @@ def needs_old_log_prob_pass(config: Config) -> bool:
     needed = (
         not old_is_current(config.old_log_probs, config.batch)
         or corrects_engine_gap(config.mismatch, config.old_log_probs)
-        or penalises_kl(config)
-        or leaves_out_by_covariance(config)
+        or penalises_kl(config.algorithm, config.critic)
+        or leaves_out_by_covariance(config.algorithm)
     )
     return config.old_log_probs == "trainer" and needed
 
 
-def leaves_out_by_covariance(config: Config) -> bool:
+def leaves_out_by_covariance(algorithm: AlgorithmName) -> bool:
     """Return whether tokens are left out by their covariance over a whole mini-batch, before its first gradient."""
-    return "covariance_share" in RECIPES[config.algorithm].parameters
+    return "covariance_share" in RECIPES[algorithm].parameters
 
 
 def may_correct_in_training(config: Config) -> bool:
@@ -292,7 +297,11 @@ def may_correct_in_training(config: Config) -> bool:
     of the whole batch before its gradients, and the correction is decided between the two. Diagnostics of staleness and
     a penalty in the rewards need log-probs of a separate pass.
     """
-    needs_own = config.diagnostics.exact_staleness or penalises_kl(config) or leaves_out_by_covariance(config)
+    needs_own = (
+        config.diagnostics.exact_staleness
+        or penalises_kl(config.algorithm, config.critic)
+        or leaves_out_by_covariance(config.algorithm)
+    )
     return (
         corrects_engine_gap(config.mismatch, config.old_log_probs)
         and old_is_current(config.old_log_probs, config.batch)
@@ -375,12 +384,11 @@ class Band:
         return (x < self.low) | (x > self.dual_edge) if negative else x > self.high
 
 
-def band_of(config: Config) -> Band | None:
-    """Return the clip range of a configuration; None if it clips nothing, or if a function of the user decides."""
-    objective = config.objective
+def band_of(algorithm: AlgorithmName, objective: Objective) -> Band | None:
+    """Return the clip range of these settings; None if they clip nothing, or if a function of the user decides."""
     if objective.function is not None:
         return None
-    return make_band(config.algorithm, objective.ratio, objective.clip_low, objective.clip_high, objective.dual_clip)
+    return make_band(algorithm, objective.ratio, objective.clip_low, objective.clip_high, objective.dual_clip)
 
 
 def make_band(
@@ -512,14 +520,14 @@ def megatron_folder(prefix: str | None = None) -> Path:
     return Path(prefix or sys.prefix) / "opt" / "megatron_core"
 
 
-def has_transformer_engine_layers(config: Config, has_gpu: bool) -> bool:
+def has_transformer_engine_layers(precision: Precision, engine: Engine, has_gpu: bool) -> bool:
     """Return whether the policy has Transformer Engine's layers. `engine.transformer_engine` decides; if it is absent,
     fp8 has them, and bf16 on a GPU. fp32 always has Megatron's plain layers.
     """
-    if config.precision == "fp32":
+    if precision == "fp32":
         return False
-    chosen = config.engine.transformer_engine
-    return config.precision == "fp8" or (has_gpu if chosen is None else chosen)
+    chosen = engine.transformer_engine
+    return precision == "fp8" or (has_gpu if chosen is None else chosen)
 
 
 @dataclass(frozen=True)
@@ -566,7 +574,7 @@ def fusion_obstacle(config: Config, key: FusionKey, *, has_experts: bool, has_gp
     """
     if key == "fuse_permutation" and not has_experts:
         return "no experts"
-    if key != "fuse_activation" and not has_transformer_engine_layers(config, has_gpu):
+    if key != "fuse_activation" and not has_transformer_engine_layers(config.precision, config.engine, has_gpu):
         return "Megatron's plain layers"
     if key == "fuse_weight_gradient" and config.lora is not None:
         return "layers whose weights are frozen"
@@ -608,21 +616,21 @@ def has_block_scaled_products(precision: Precision, fp8: Fp8) -> bool:
 
 
 def block_scale_variable(
-    config: Config | None, environment: Mapping[str, str], capability: tuple[int, int] | None
+    fp8: Fp8 | None, environment: Mapping[str, str], capability: tuple[int, int] | None
 ) -> dict[str, str]:
     """Return the variable to set for Transformer Engine; empty if `environment` is right already.
 
-    Only the configuration decides, so that products and published weights agree. For a program without one (None), a
+    Only `fp8.block_scales` decides, so that products and published weights agree. For a program without it (None), a
     variable that is set stays as it is.
     """
     given = environment.get(FLOAT32_SCALES_VARIABLE)
-    if config is None and given:
+    if fp8 is None and given:
         return {}
-    wanted = "0" if has_powers_of_two("auto" if config is None else config.fp8.block_scales, capability) else "1"
+    wanted = "0" if has_powers_of_two("auto" if fp8 is None else fp8.block_scales, capability) else "1"
     return {} if wanted == (given or "0") else {FLOAT32_SCALES_VARIABLE: wanted}
 
 
-def is_sharp_fp8(config: Config) -> bool:
+def is_sharp_fp8(precision: Precision, certify: Certify) -> bool:
     """Return whether a certificate of FP8 keeps parameters and activations between FP8 products in fp32
     (`certify.sharp_fp8`).
 
@@ -630,7 +638,7 @@ def is_sharp_fp8(config: Config) -> bool:
     the tolerance would hide what it should find. In fp32 one number in a million falls to the other side of an edge of
     FP8. `cpu/te_loading.py::compute_sharply` says what else a sharp certificate computes differently.
     """
-    return config.precision == "fp8" and config.certify.sharp_fp8
+    return precision == "fp8" and certify.sharp_fp8
 
 
 # The precision of servers, and what they are sent.

@@ -93,7 +93,7 @@ def _objective_notices(config: Config) -> Iterator[str]:
             f"KL term {config.kl.coefficient:g} x {config.kl.estimator} to {what}, one more forward pass per step"
             f"{vanishing if config.kl.estimator == 'k1' else ''}"
         )
-    elif config.kl.reference_path is not None and not penalises_kl(config):
+    elif config.kl.reference_path is not None and not penalises_kl(config.algorithm, config.critic):
         yield "kl.reference_path has no effect with kl.coefficient 0: no reference is loaded"
     yield from _teacher_notices(config)
     yield from _critic_notices(config)
@@ -182,15 +182,15 @@ def _teacher_notices(config: Config) -> Iterator[str]:
     teacher = config.teacher
     if teacher is None:
         return
-    named = teachers(config)
+    named = teachers(config.teacher)
     who = ", ".join(f"{_place_of(one)}{_rows_of(one)}" for one in named)
     who = f"teacher{'s' if len(named) > 1 else ''} {who}"
     cost = []
-    if loaded := len(teacher_folders(config)):
+    if loaded := len(teacher_folders(config.teacher)):
         models = "a second model" if loaded == 1 else f"{loaded} more models"
         passes = "one more forward pass" if loaded == 1 else f"{loaded} more forward passes over all rows"
         cost.append(f"{models} in memory and {passes} per step")
-    if has_served_teacher(config):
+    if has_served_teacher(config.teacher):
         cost.append("a server reads each response once, at temperature 1, and the journal keeps what it said")
     if teacher.divergence != "sampled_token":
         whose = f"the {teacher.top_k_of}'s {teacher.top_k} most likely tokens, the others" if teacher.top_k else ""

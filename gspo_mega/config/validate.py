@@ -415,7 +415,7 @@ def _validate_fp8(config: Config) -> Iterator[Violation]:
     if (
         config.precision == "fp8"
         and config.fp8.recipe == "delayed"
-        and (config.kl.coefficient > 0 or penalises_kl(config) or config.teacher is not None)
+        and (config.kl.coefficient > 0 or penalises_kl(config.algorithm, config.critic) or config.teacher is not None)
     ):
         yield Violation(
             "fp8.recipe",

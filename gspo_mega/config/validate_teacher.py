@@ -27,7 +27,7 @@ def validate_teacher(config: Config, command: str | None = None) -> Iterator[Vio
     if teacher is None:
         return
     yield from _validate_places(config, teacher, command)
-    if has_served_teacher(config):
+    if has_served_teacher(config.teacher):
         yield from _validate_served(config, teacher)
     if recipe.has_critic:
         yield Violation(
@@ -36,7 +36,7 @@ def validate_teacher(config: Config, command: str | None = None) -> Iterator[Vio
             " implemented; valid: an algorithm without a critic",
         )
     by_token = teacher.divergence == "sampled_token"
-    if by_token and leaves_out_by_covariance(config):
+    if by_token and leaves_out_by_covariance(config.algorithm):
         yield Violation(
             "teacher",
             f"with `algorithm: {recipe.name}`, which chooses tokens by the advantages of rewards, before a teacher"
@@ -98,7 +98,7 @@ def _validate_places(config: Config, teacher: Teacher, command: str | None) -> I
         yield Violation(
             "teacher", f"needs one of `path`, `url`, `policy` and `by_source`, and {has}; valid: exactly one"
         )
-    for one in teachers(config):
+    for one in teachers(config.teacher):
         where = one.settings
         if one.source is not None and sum(map(bool, (where.path, where.url, where.policy))) != 1:
             yield Violation(one.key, "needs one of `path`, `url` and `policy`; valid: exactly one")

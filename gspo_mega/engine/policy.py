@@ -213,7 +213,7 @@ class PolicyEngine:
         report = PassReport.collect(micro_batches, outputs, self.groups)
         if replay is None:
             report.routing = self._changed_since_rollout(micro_batches, routing.recorded)
-        if leaves_out_by_covariance(self.config) and self.groups.is_last_stage:
+        if leaves_out_by_covariance(self.config.algorithm) and self.groups.is_last_stage:
             settings = objective_settings(self.config.algorithm, self.config.objective)
             inputs = [output.covariance for output in outputs if output.covariance is not None]
             for output, choice in zip(outputs, choose_by_covariance(settings, inputs, self.groups), strict=True):
@@ -378,8 +378,14 @@ class PolicyEngine:
 
     def _old_pass(self) -> OldPass:
         config = self.config
-        by_covariance = leaves_out_by_covariance(config)
-        return OldPass(self.groups, self._rule(), config.diagnostics.token_mismatch, band_of(config), by_covariance)
+        by_covariance = leaves_out_by_covariance(config.algorithm)
+        return OldPass(
+            self.groups,
+            self._rule(),
+            config.diagnostics.token_mismatch,
+            band_of(config.algorithm, config.objective),
+            by_covariance,
+        )
 
     def _rule(self) -> CorrectionRule:
         mismatch = self.config.mismatch

@@ -70,7 +70,7 @@ _FORMATS = {"delayed": "hybrid", "tensorwise": "hybrid", "blockwise": "e4m3", "m
 
 def parameter_dtype(config: Config) -> torch.dtype:
     """The dtype of a model's parameters, and of activations between layers, in this configuration."""
-    return torch.float32 if is_sharp_fp8(config) else DTYPES[config.precision]
+    return torch.float32 if is_sharp_fp8(config.precision, config.certify) else DTYPES[config.precision]
 
 
 def uses_transformer_engine(megatron_config: TransformerConfig) -> bool:
@@ -81,14 +81,14 @@ def uses_transformer_engine(megatron_config: TransformerConfig) -> bool:
 def require_precision(config: Config) -> None:
     """Raise ModelError, with a remedy, if this machine cannot compute in the configured precision."""
     if is_cpu_backend():
-        if has_transformer_engine_layers(config, has_gpu=False) and not te_loading.is_loaded():
+        if has_transformer_engine_layers(config.precision, config.engine, has_gpu=False) and not te_loading.is_loaded():
             raise ModelError(
                 f"precision: {config.precision} uses Transformer Engine's layers, which this process has not loaded; it"
                 f" loads them if {te_loading.VARIABLE}=1 when it starts"
             )
         if te_loading.is_loaded():
             te_loading.compute_as_gpu_of(config.fp8.recipe if config.precision == "fp8" else None)
-            te_loading.compute_sharply(is_sharp_fp8(config))
+            te_loading.compute_sharply(is_sharp_fp8(config.precision, config.certify))
         _require_block_scales(config, None)
         return
     capability = torch.cuda.get_device_capability()
@@ -147,7 +147,7 @@ def precision_settings(config: Config) -> dict:
     settings: dict = dict(
         params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype == torch.bfloat16, transformer_impl="local"
     )
-    if has_transformer_engine_layers(config, has_gpu=not is_cpu_backend()):
+    if has_transformer_engine_layers(config.precision, config.engine, has_gpu=not is_cpu_backend()):
         settings["transformer_impl"] = "transformer_engine"
         # One kernel for the rotary positions of a whole pack, instead of one per sequence.
         settings["apply_rope_fusion"] = True

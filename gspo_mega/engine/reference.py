@@ -118,9 +118,9 @@ class Teachers:
 
     def __init__(self, config: Config, groups: ParallelGroups) -> None:
         """Collective over all ranks."""
-        self._named, self._groups, self._has_top = teachers(config), groups, num_served_top(config) > 0
+        self._named, self._groups, self._has_top = teachers(config.teacher), groups, num_served_top(config.teacher) > 0
         self.models: dict[str, TeacherModel] = {}
-        for folder in teacher_folders(config):
+        for folder in teacher_folders(config.teacher):
             self.models[folder] = TeacherModel(config, read_model_spec(folder), groups)
 
     @property

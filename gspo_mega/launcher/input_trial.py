@@ -166,7 +166,7 @@ def _prompts(trial: Trial) -> None:
                 check if not demonstrates else lambda row: None,
                 enough=trial.enough(),
                 needs_answers=not demonstrates,
-                fits=fits_teacher(teachers(config) if trial.command == "train" else (), source.name, encoder),
+                fits=fits_teacher(teachers(config.teacher) if trial.command == "train" else (), source.name, encoder),
             )
             trial.note_rows(read)
             trial.sources.append(read)
@@ -224,10 +224,14 @@ def folders_of(trial: Trial) -> list[tuple[str, str, bool]]:
     if not trial.keeps_weights and config.model.weights is None and Path(config.model.path).is_dir():
         found.append(("model.path", config.model.path, False))
     trains = trial.command in ("train", "replay")
-    if trains and (config.kl.coefficient > 0 or penalises_kl(config)) and config.kl.reference_path is not None:
+    if (
+        trains
+        and (config.kl.coefficient > 0 or penalises_kl(config.algorithm, config.critic))
+        and config.kl.reference_path is not None
+    ):
         found.append(("kl.reference_path", config.kl.reference_path, False))
     if trains:
-        models = [(f"{one.key}.path", one.settings.path) for one in teachers(config)]
+        models = [(f"{one.key}.path", one.settings.path) for one in teachers(config.teacher)]
         found += [(key, path, False) for key, path in models if path is not None]
     critic = critic_of(config.algorithm, config.critic)
     if trains and not trial.keeps_weights and critic is not None and critic.path is not None:
@@ -266,7 +270,7 @@ def _teacher_servers(trial: Trial) -> None:
     recorded = config.train is not None and config.train.from_rollouts is not None
     if trial.tokenizer is None or recorded:
         return
-    for one in teachers(config):
+    for one in teachers(config.teacher):
         if one.settings.url is None:
             continue
         with trial.at(f"{one.key}.url"):

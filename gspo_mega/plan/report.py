@@ -47,7 +47,7 @@ def render_report(plan: Plan, figures: Estimate | None = None) -> str:
         "batch": _batch(plan),
         "server": _servers(plan, figures),
         "reward": _rewards(figures),
-        "state": _state(figures, "penalty" if penalises_kl(plan.config) else "term"),
+        "state": _state(figures, "penalty" if penalises_kl(plan.config.algorithm, plan.config.critic) else "term"),
         "memory": _memory(figures),
         "time": _time(figures),
         "save": (

@@ -64,7 +64,7 @@ def plan_run(loaded: LoadedConfig, device: Device | None = None, model: str | Pa
         raise ModelError("\n".join(place + line for line in str(error).splitlines())) from None
     if model is not None and config.teacher is not None:  # the teacher may not be here either: take one of that shape
         config = config.model_copy(update={"teacher": with_teacher_folders(config.teacher, lambda path: str(source))})
-    compares = config.kl.coefficient > 0 or penalises_kl(config)
+    compares = config.kl.coefficient > 0 or penalises_kl(config.algorithm, config.critic)
     if model is None and compares and config.kl.reference_path is not None:
         _check_same_shape(config.kl.reference_path, spec, f"{loaded.where('kl.reference_path')}: kl.reference_path: ")
     critic = critic_of(config.algorithm, config.critic)
@@ -133,7 +133,7 @@ def _notices(config: Config, spec: ModelSpec, layout: Layout, device: Device | N
             f"{layout.mini_batch_sequences[-1]} trajectories per mini-batch do not divide evenly over {layout.data}"
             " data-parallel ranks: some ranks compute less and wait"
         )
-    if device == "cpu" and has_transformer_engine_layers(config, has_gpu=False):
+    if device == "cpu" and has_transformer_engine_layers(config.precision, config.engine, has_gpu=False):
         rounding = "Operands are rounded to FP8 as the recipe says, and their" if config.precision == "fp8" else "Their"
         yield (
             f"precision {config.precision} without a GPU: Transformer Engine's own layers over CPU kernels. {rounding}"

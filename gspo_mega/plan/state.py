@@ -150,7 +150,7 @@ def has_reference(config: Config) -> bool:
     """Return whether the KL term or penalty holds a frozen model. A policy with adapters is its own reference without
     them.
     """
-    compares = config.kl.coefficient > 0 or penalises_kl(config)
+    compares = config.kl.coefficient > 0 or penalises_kl(config.algorithm, config.critic)
     return compares and (config.lora is None or config.kl.reference_path is not None)
 
 
@@ -528,7 +528,7 @@ def teacher_shares(config: Config) -> list[tuple[Config, ModelShares]]:
     ModelError if its folder cannot be read.
     """
     found = []
-    for path in map(Path, teacher_folders(config)):
+    for path in map(Path, teacher_folders(config.teacher)):
         described = path / "config.json" if path.is_dir() else path
         shares = _shares_of(str(path), described.stat().st_mtime_ns if described.exists() else 0)
         found.append((teacher_config(config, shares.spec.moe is not None), shares))

@@ -40,7 +40,7 @@ def check_teacher(
     Raises ModelError if a teacher's folder cannot be read or has another tokenizer or a smaller vocabulary, and
     PlanError if the teacher does not fit the layout; both with the key's place.
     """
-    for one in teachers(config):
+    for one in teachers(config.teacher):
         if one.settings.path is not None:
             key = f"{one.key}.path"
             _check_model(config, spec, policy, one.settings.path, f"{where(key)}: {key}: ", device)
@@ -95,10 +95,10 @@ def served_bytes(config: Config) -> tuple[int, int]:
     """Return the most bytes that the answers of teachers' servers take in a step's journal, and on their way to the
     ranks: (log-probs of sampled tokens, most likely tokens). Every response has its longest length.
     """
-    if not has_served_teacher(config):
+    if not has_served_teacher(config.teacher):
         return 0, 0
     tokens = config.batch.prompts_per_step * config.batch.group_size * episode_lengths(config).sampled
-    return 4 * tokens, 8 * num_served_top(config) * tokens
+    return 4 * tokens, 8 * num_served_top(config.teacher) * tokens
 
 
 def served_lines(config: Config) -> list[str]:

@@ -200,7 +200,7 @@ def train_time(config: Config, layout: Layout, shares: ModelShares, gpu: Gpu) ->
     """
     forward_pass, training, num_micro = _model_time(config, layout, shares, gpu)
     has_old_pass = needs_old_log_prob_pass(config) and not (num_micro == 1 and may_correct_in_training(config))
-    num_passes = has_old_pass + (config.kl.coefficient > 0 or penalises_kl(config))
+    num_passes = has_old_pass + (config.kl.coefficient > 0 or penalises_kl(config.algorithm, config.critic))
     scored = sum(
         _model_time(own, teacher_layout(own, layout, its.spec), its, gpu)[0] for own, its in teacher_shares(config)
     )

@@ -384,7 +384,7 @@ def _validate_attention(config: Config, spec: ModelSpec, own: str, device: Devic
         yield Violation(
             "precision", f"fp8: {spec.family} has been tried with Megatron's plain layers only", "bf16, fp32"
         )
-    elif has_transformer_engine_layers(config, has_gpu=has_gpu is not False):
+    elif has_transformer_engine_layers(config.precision, config.engine, has_gpu=has_gpu is not False):
         chosen = "true" if config.engine.transformer_engine else "left out, which on a GPU means true"
         yield Violation(
             "engine.transformer_engine",
@@ -537,7 +537,9 @@ def _validate_lengths(config: Config, spec: ModelSpec, sizes: Sizes) -> Iterator
             str(room) if room > 0 else f"none: max_prompt_tokens must be below {spec.max_position_embeddings} first",
         )
     context = config.server.context_tokens or spec.max_position_embeddings
-    if (taught := taught_tokens(config)) > min(context, spec.max_position_embeddings):
+    if (taught := taught_tokens(config.teacher, config.rollout.max_new_tokens)) > min(
+        context, spec.max_position_embeddings
+    ):
         yield Violation(
             "teacher",
             f"its prompt (max_prompt_tokens) and a response have up to {taught} tokens, and the policy's servers have"

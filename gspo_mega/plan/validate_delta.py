@@ -59,7 +59,9 @@ def validate_delta_nets(config: Config, spec: ModelSpec, device: Device | None) 
         yield Violation(
             "precision", f"fp8: {spec.family} has been tried with Megatron's plain layers only", "bf16, fp32"
         )
-    elif has_transformer_engine_layers(config, has_gpu=is_on_gpu(config.cluster, device) is not False):
+    elif has_transformer_engine_layers(
+        config.precision, config.engine, has_gpu=is_on_gpu(config.cluster, device) is not False
+    ):
         chosen = "true" if config.engine.transformer_engine else "left out, which on a GPU means true"
         yield Violation(
             "engine.transformer_engine",

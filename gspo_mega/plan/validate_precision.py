@@ -115,7 +115,7 @@ def precision_problem(
         return None
     if capability < _BF16_CHIP:
         return _too_old(config.precision, capability)
-    if not has_transformer_engine_layers(config, has_gpu=True):
+    if not has_transformer_engine_layers(config.precision, config.engine, has_gpu=True):
         return None
     if engine_version is None:
         other = ", `engine.transformer_engine: false` (Megatron's plain layers)" if config.precision == "bf16" else ""
@@ -125,7 +125,7 @@ def precision_problem(
         )
     if config.precision == "bf16":
         return None
-    if is_sharp_fp8(config):
+    if is_sharp_fp8(config.precision, config.certify):
         return (
             "certify.sharp_fp8 is for machines without a GPU: on one, Transformer Engine's attention takes no fp32; set"
             " it to false, and the coarse tolerances of FP8 hold"
@@ -248,7 +248,7 @@ def describe_operations(config: Config, spec: ModelSpec, on_gpu: bool | None) ->
 def validate_optimizer(config: Config, device: Device | None) -> Iterator[Violation]:
     """Yield the memory settings of the optimizer that ranks without a GPU do not support."""
     if device == "cpu":
-        fused = has_transformer_engine_layers(config, has_gpu=False)
+        fused = has_transformer_engine_layers(config.precision, config.engine, has_gpu=False)
         for key, problem in optimizer_problems(config.optimizer, has_gpu=False, has_fused_adam=fused):
             yield Violation(key, problem, VALID_WITHOUT_GPU[key])
 

@@ -151,14 +151,14 @@ class TeacherServers:
         servers, which the policy as a teacher needs. Raises ModelError as `TeacherServer`.
         """
         self.tell: Callable[[str], None] = lambda line: None
-        self._tokenizer, self._vocab_size, self._num_top = tokenizer, vocab_size, num_served_top(config)
+        self._tokenizer, self._vocab_size, self._num_top = tokenizer, vocab_size, num_served_top(config.teacher)
         rollout, concurrency = config.rollout, config.teacher.concurrency if config.teacher is not None else 1
         self._deadline, self._patience = rollout.progress_deadline_seconds, rollout.no_server_deadline_seconds
         self._max_attempts = rollout.max_attempts
         self._encoder = encoder
         self._servers: dict[str | None, TeacherServer | PolicyServers] = {}
         self._contexts: dict[str | None, str | None] = {}
-        for one in teachers(config):
+        for one in teachers(config.teacher):
             if one.settings.url is not None:
                 self._servers[one.source] = TeacherServer(one, concurrency, vocab_size, environment)
             elif one.settings.policy:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -32,12 +32,11 @@ from gspo_mega.config.derived import (
     critic_of,
     has_sampling_masks,
     has_served_teacher,
-    least_of_group,
     leaves_out_by_covariance,
     num_served_top,
     teachers,
 )
-from gspo_mega.config.schema import Batch, Config, Reward, Run
+from gspo_mega.config.schema import Advantage, Batch, Config, Reward, Run
 from gspo_mega.data.demonstrations import Demonstration
 from gspo_mega.data.forest import SharePrefixes
 from gspo_mega.data.packing import RankPlan, build_micro_batch, plan_rollout_batch, shareable_tokens
@@ -65,16 +64,15 @@ class MiniBatch:
         return cls(**{**value, "micro_batches": [MicroBatch(**m) for m in value["micro_batches"]]})
 
 
-def scored_batch(batch: RolloutBatch, config: Config) -> RolloutBatch:
-    """The part of a batch that a step trains on: the episodes with a reward, in groups of at least two, or of at least
-    one if advantages are not relative to the group. Their rows are their branches, or their turns with
-    `objective.scope: turn`.
+def scored_batch(batch: RolloutBatch, least: int, scope: Literal["trajectory", "turn"]) -> RolloutBatch:
+    """The part of a batch that a step trains on: the episodes with a reward, in groups of at least `least` of them
+    (`least_of_group`). `scope`: `objective.scope`; their rows are their branches, or their turns.
 
     The other episodes enter no statistic of their group and no denominator. A failed scoring is not an outcome of the
     policy, unlike a response that the mismatch correction rejects; if it counted in the denominator, failures of the
     scorer would shrink the step. Raises RewardError if nothing is left.
     """
-    scored = batch.scored(least_of_group(config))
+    scored = batch.scored(least)
     if not scored.groups:
         failed = [
             f"\n  {one.episode_id} ({one.prompt.prompt_id}): {one.reward_error}"
@@ -82,10 +80,10 @@ def scored_batch(batch: RolloutBatch, config: Config) -> RolloutBatch:
             if not one.is_scored
         ]
         raise RewardError(
-            f"step {batch.step + 1}: no group of its rollout batch has {REWARDS_NEEDED[least_of_group(config)]}. The"
+            f"step {batch.step + 1}: no group of its rollout batch has {REWARDS_NEEDED[least]}. The"
             f" first failures:{''.join(failed[:5])}"
         )
-    return scored.by_turn() if config.objective.scope == "turn" else scored
+    return scored.by_turn() if scope == "turn" else scored
 
 
 def fill_advantages(batch: RolloutBatch, config: Config, step: int) -> None:
@@ -97,16 +95,17 @@ def fill_advantages(batch: RolloutBatch, config: Config, step: int) -> None:
     from them, as the control of an experiment. Rewards of turns are then left out.
     """
     episodes = batch.episodes
-    rewards = np.array([episode.reward for episode in episodes], dtype=np.float64)
+    order = np.arange(len(episodes))
     if config.reward.permute_in_batch:
-        rewards = np.random.default_rng((config.run.seed, step)).permutation(rewards)
+        order = np.random.default_rng((config.run.seed, step)).permutation(order)
+    rewards = np.array([episode.reward for episode in episodes], dtype=np.float64)[order]
     if critic_of(config.algorithm, config.critic) is not None:
         fill_token_rewards(episodes, rewards.tolist(), config.reward)
         return
     if config.advantage.turns == "return_to_go":
-        fill_turn_advantages(episodes, rewards.tolist(), config)
+        fill_turn_advantages(episodes, rewards.tolist(), config.reward, config.advantage)
         return
-    inputs = advantage_inputs(episodes, rewards, config, step)
+    inputs = advantage_inputs(episodes, rewards, order, config.reward, step)
     if config.advantage.rewards == "separate":
         named = {name: inputs.weights[name] for name in inputs.weights if name in inputs.parts}
         advantages = decoupled_advantages(inputs.parts, named, inputs.group_ids, config.advantage.std_ddof)
@@ -126,13 +125,12 @@ def fill_advantages(batch: RolloutBatch, config: Config, step: int) -> None:
             row.advantage, row.token_advantages = advantage, None
 
 
-def advantage_inputs(episodes: Sequence[Episode], rewards: np.ndarray, config: Config, step: int) -> AdvantageInputs:
+def advantage_inputs(
+    episodes: Sequence[Episode], rewards: np.ndarray, order: np.ndarray, reward: Reward, step: int
+) -> AdvantageInputs:
     """What a function of the whole batch gets: `rewards` [N] float64 of the scored `episodes`, and what is known of
-    them. With `reward.permute_in_batch` the parts are permuted as the rewards are.
+    them. `order` [N] int: whose rewards they are, as `reward.permute_in_batch` permutes them; the parts follow it.
     """
-    reward, order = config.reward, np.arange(len(episodes))
-    if reward.permute_in_batch:
-        order = np.random.default_rng((config.run.seed, step)).permutation(order)
     names = dict.fromkeys(name for episode in episodes for name in episode.reward_parts)
     parts = {
         name: torch.tensor(
@@ -177,7 +175,9 @@ def fill_token_rewards(episodes: Sequence[Episode], rewards: Sequence[float], re
             row.token_rewards = values.tolist()
 
 
-def fill_turn_advantages(episodes: Sequence[Episode], rewards: Sequence[float], config: Config) -> None:
+def fill_turn_advantages(
+    episodes: Sequence[Episode], rewards: Sequence[float], reward: Reward, advantage: Advantage
+) -> None:
     """Set `token_advantages` of every row of the scored `episodes`, and `advantage` to their mean over the row's own
     tokens, or to 0 if the row has none. `rewards`: the total of each episode.
 
@@ -191,7 +191,7 @@ def fill_turn_advantages(episodes: Sequence[Episode], rewards: Sequence[float], 
     for number, (episode, total) in enumerate(zip(episodes, rewards, strict=True)):
         place_of = {node.node_id: len(own_rewards) + k for k, node in enumerate(episode.turns)}
         given = {node.node_id: node.reward or 0.0 for node in episode.turns}
-        if config.reward.permute_in_batch:
+        if reward.permute_in_batch:
             given = dict.fromkeys(given, 0.0)
         left = total - sum(given.values())
         last = set(leaf_ids(episode.nodes))
@@ -211,18 +211,18 @@ def fill_turn_advantages(episodes: Sequence[Episode], rewards: Sequence[float], 
         num_tokens=torch.tensor(
             [len(node.token_ids) for episode in episodes for node in episode.turns], dtype=torch.int64
         ),
-        discount=config.advantage.turn_discount,
-        std_ddof=config.advantage.std_ddof,
-        divide_by_std=config.advantage.divide_by_std,
+        discount=advantage.turn_discount,
+        std_ddof=advantage.std_ddof,
+        divide_by_std=advantage.divide_by_std,
     ).tolist()
     for episode, place_of in zip(episodes, places, strict=True):
         for row in episode.rows():
             values = [0.0] * len(row.response_token_ids)
             total, count = 0.0, 0
             for (start, end), node_id in zip(row.turns, row.turn_nodes, strict=True):
-                advantage = advantages[place_of[node_id]]
-                values[start:end] = [advantage] * (end - start)
-                total, count = total + advantage * (end - start), count + end - start
+                value = advantages[place_of[node_id]]
+                values[start:end] = [value] * (end - start)
+                total, count = total + value * (end - start), count + end - start
             row.token_advantages, row.advantage = values, total / max(count, 1)
 
 
@@ -311,18 +311,18 @@ def assemble(
         for record in records:
             record["advantage"] = 0.0  # until the critic's values are known
     with_masks = has_masks(trajectories, num_tokens, has_sampling_masks(config.rollout))
-    if leaves_out_by_covariance(config):
+    if leaves_out_by_covariance(config.algorithm):
         by_sequence = (*by_sequence, "draw")
         for record, t in zip(records, trajectories, strict=True):
             record["draw"] = trajectory_key(config.run.seed, step, t.trajectory_id)
-    num_top = num_served_top(config)
-    named = teachers(config)
+    num_top = num_served_top(config.teacher)
+    named = teachers(config.teacher)
     if any(one.source is not None for one in named):
         by_sequence = (*by_sequence, "teacher")
         number_of = {one.source: number for number, one in enumerate(named)}
         for record, t in zip(records, trajectories, strict=True):
             record["teacher"] = number_of.get(t.prompt.source, -1)
-    if has_served_teacher(config):
+    if has_served_teacher(config.teacher):
         tops = ("teacher_top_ids", "teacher_top_log_probs") if num_top else ()
         by_token = (*by_token, "teacher_log_probs", *tops)
         is_served = {one.source: one.is_served for one in named}

@@ -29,7 +29,7 @@ from gspo_mega.checkpoint.load import (
 from gspo_mega.checkpoint.mtp_layers import CarriedLayers
 from gspo_mega.checkpoint.save import Saver, SaveReport
 from gspo_mega.config.derived import critic_path
-from gspo_mega.config.schema import Checkpoint, Config
+from gspo_mega.config.schema import Checkpoint
 from gspo_mega.engine.critic import CriticEngine
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.precision import DTYPES
@@ -45,7 +45,6 @@ from gspo_mega.train.servers import Gpus
 def restore(
     run_folder: RunFolder,
     engine: PolicyEngine,
-    config: Config,
     say: Callable[[str], None],
     critic: CriticEngine | None = None,
 ) -> tuple[TrainState, Path | None]:
@@ -56,6 +55,7 @@ def restore(
     Returns the run's state, and the checkpoint if there is one. `say` gets the warnings for the user before anything is
     loaded. Raises CheckpointError as `find_checkpoint` and `load_checkpoint` do.
     """
+    config = engine.config
     checkpoint, warnings = find_checkpoint(run_folder, engine.groups)
     for warning in warnings:
         say(warning)

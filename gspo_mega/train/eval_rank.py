@@ -13,8 +13,8 @@ from typing import Any
 from gspo_mega.base import progress
 from gspo_mega.base.errors import PublishError
 from gspo_mega.base.run_folder import Attempt
-from gspo_mega.config import Config
 from gspo_mega.config.prompt_sources import RESPONSES_FILE
+from gspo_mega.config.schema import Server
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.rollout.pool import ServerPool
 from gspo_mega.train.context import StopRequest, StopRequested, WorkerContext
@@ -37,7 +37,7 @@ def run_eval(context: WorkerContext) -> dict[str, Any]:
         for line in [*rollouts.describe_ends(), *rollouts.held_out.report()]:
             context.console(line)
         try:
-            on_wait = wait_for_servers(rollouts.pool, config, StopRequest(context.attempt_dir))
+            on_wait = wait_for_servers(rollouts.pool, config.server, StopRequest(context.attempt_dir))
             progress.enter("eval")
             attempt = Attempt(context.attempt_dir)
             with (attempt.path / RESPONSES_FILE).open("w", encoding="utf-8") as file:
@@ -48,7 +48,7 @@ def run_eval(context: WorkerContext) -> dict[str, Any]:
             return {"stopped": str(request)}
 
 
-def wait_for_servers(pool: ServerPool, config: Config, stop_request: StopRequest) -> Callable[[], None]:
+def wait_for_servers(pool: ServerPool, server: Server, stop_request: StopRequest) -> Callable[[], None]:
     """Wait until all servers are up with the weights of `model.path`, which no publish replaces.
 
     Returns a function to call during later waits. It does the same for servers that start again, and raises
@@ -57,12 +57,12 @@ def wait_for_servers(pool: ServerPool, config: Config, stop_request: StopRequest
     trusted: set[tuple[str, int]] = set()
 
     def on_wait() -> None:
-        for server in pool.servers_behind():
-            start = (server.server_id, server.generation)
+        for behind in pool.servers_behind():
+            start = (behind.server_id, behind.generation)
             # Each start is trusted once: a server that has answered nonsense since then gets no more work.
             if start not in trusted:
                 with contextlib.suppress(PublishError):  # the server just went down; it is found again once it is back
-                    server.set_weight_version(0, deadline_seconds=_TELL_SECONDS)
+                    behind.set_weight_version(0, deadline_seconds=_TELL_SECONDS)
                     pool.commit(0, [start])
                     trusted.add(start)
         stop_request.raise_if_made()
@@ -71,7 +71,6 @@ def wait_for_servers(pool: ServerPool, config: Config, stop_request: StopRequest
         progress.beat()
         on_wait()
 
-    server = config.server
     pool.wait_ready(server.num_servers, server.start_deadline_seconds * (1 + server.max_restarts), wait_for_start)
     on_wait()
     return on_wait

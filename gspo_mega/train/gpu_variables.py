@@ -17,8 +17,8 @@ import sys
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
-from gspo_mega.config import Config
 from gspo_mega.config.derived import block_scale_variable
+from gspo_mega.config.schema import Fp8
 from gspo_mega.plan.state import PINNED_BLOCK_BYTES
 
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -49,7 +49,7 @@ def before_torch(environment: Mapping[str, str], torch: str) -> dict[str, str]:
 
 
 def set_variables(
-    environment: MutableMapping[str, str], local_rank: int, config: Config | None = None, devices: Path = Path("/dev")
+    environment: MutableMapping[str, str], local_rank: int, fp8: Fp8 | None = None, devices: Path = Path("/dev")
 ) -> None:
     """Set all variables in `environment`; on a machine without GPUs only that of Transformer Engine's block scales.
     Call this before torch, Megatron or Transformer Engine is imported.
@@ -62,7 +62,7 @@ def set_variables(
         if torch.cuda.is_available():
             torch.cuda.set_device(local_rank)
             capability = torch.cuda.get_device_capability()
-    environment.update(block_scale_variable(config, environment, capability))
+    environment.update(block_scale_variable(fp8, environment, capability))
 
 
 def main() -> None:

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, TextIO
 from gspo_mega.base.episodes import Episode, Group
 from gspo_mega.base.errors import DataError, RewardError
 from gspo_mega.base.records import Prompt, are_equal_rewards
-from gspo_mega.config.prompt_sources import HeldOutSet, eval_sets, names_prompts, reward_names
-from gspo_mega.config.schema import Config, Data, OwnReward, Reward, Source
+from gspo_mega.config.prompt_sources import HeldOutSet, names_prompts, reward_names
+from gspo_mega.config.schema import Data, OwnReward, Reward, Source
 from gspo_mega.data.prompts import PromptSource, answer_keys, answer_of, encoder_of
 from gspo_mega.data.rows import Enough, Row
 from gspo_mega.rewards.functions import problem_of_answer
@@ -151,11 +151,11 @@ def is_correct(episode: Episode, threshold: float | None, place: str = "eval") -
 
 
 class HeldOut:
-    """The held-out sets of the section `eval`; there are none without it. Raises DataError as `LoadedSet`."""
+    """The held-out `sets` of a run, and a check of the training data against them. Raises DataError as `LoadedSet`."""
 
-    def __init__(self, config: Config, tokenizer: Any) -> None:
-        self.sets = [LoadedSet(one, config.reward, tokenizer) for one in eval_sets(config)]
-        self._config = config
+    def __init__(self, sets: Sequence[HeldOutSet], reward: Reward, data: Data, tokenizer: Any) -> None:
+        self.sets = [LoadedSet(one, reward, tokenizer) for one in sets]
+        self._reward, self._data = reward, data
         for number, one in enumerate(self.sets):
             for other in self.sets[:number]:
                 for words in other.words:
@@ -166,8 +166,8 @@ class HeldOut:
         None. `needs_answers`: false for demonstrations, which need no answer. The check also records rows whose prompt
         is a held-out one.
         """
-        check_answer = row_check(self._config.reward, source.reward, self._config.data)
-        key = self._config.data.prompt_key
+        check_answer = row_check(self._reward, source.reward, self._data)
+        key = self._data.prompt_key
 
         def check(row: Row) -> str | None:
             if self.sets:
@@ -181,7 +181,7 @@ class HeldOut:
     def report(self) -> list[str]:
         """Lines for the user about all sets. Call it after the training files were read."""
         lines = [line for one in self.sets for line in one.report()]
-        if self.sets and not names_prompts(self._config.data):
+        if self.sets and not names_prompts(self._data):
             lines.append(
                 "notice   no training data is named (data.path), so the held-out prompts are not compared with any"
             )

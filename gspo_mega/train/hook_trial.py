@@ -8,6 +8,7 @@ without a success is refused before any process starts. docs/hooks.md describes 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 
@@ -16,8 +17,9 @@ from gspo_mega.algorithm.objective import policy_objective
 from gspo_mega.algorithm.terms import objective_settings
 from gspo_mega.base.errors import HookError
 from gspo_mega.base.group_results import GroupResult, ResponseResult
+from gspo_mega.config.algorithms import AlgorithmName
 from gspo_mega.config.derived import hooks_of
-from gspo_mega.config.schema import Config, Reward
+from gspo_mega.config.schema import Config, Objective, UserFunction
 from gspo_mega.data.chosen_rows import SOURCE_KEY, ChosenRows, load_source
 from gspo_mega.data.prompts import PromptSource
 from gspo_mega.rollout.scheduler import is_kept_by, load_group_filter
@@ -33,21 +35,22 @@ def try_hooks(config: Config, sources: Sequence[PromptSource]) -> Iterator[tuple
 
     `sources`: the files of prompts of the run, as far as they were read; without any, `data.source` is only loaded.
     """
-    tries: dict[str, Callable[[], None]] = {
-        "advantage.function": lambda: try_advantage(config),
-        "objective.function": lambda: try_objective(config),
-        "rollout.group_filter": lambda: try_group_filter(config),
-        "data.source": lambda: try_source(config, sources),
+    weights = {one.name or one.function: one.weight for one in config.reward.functions}
+    tries: dict[str, Callable[[UserFunction], None]] = {
+        "advantage.function": lambda hook: try_advantage(hook, weights),
+        "objective.function": lambda hook: try_objective(config.algorithm, config.objective, hook),
+        "rollout.group_filter": lambda hook: try_group_filter(hook, weights),
+        "data.source": lambda hook: try_source(hook, sources, config.run.seed, weights),
     }
-    for key in hooks_of(config):
-        yield key, tries[key]
+    for key, hook in hooks_of(config).items():
+        yield key, partial(tries[key], hook)
 
 
-def try_advantage(config: Config) -> None:
-    """Call `advantage.function` on three groups of two. Raises HookError."""
-    assert config.advantage.function is not None
+def try_advantage(hook: UserFunction, weights: dict[str, float]) -> None:
+    """Call `advantage.function` on three groups of two. `weights`: of the reward functions, by name. Raises
+    HookError.
+    """
     rewards = torch.tensor(_REWARDS, dtype=torch.float64)
-    weights = _weights(config.reward)
     inputs = AdvantageInputs(
         rewards=rewards,
         group_ids=torch.tensor(_GROUPS),
@@ -55,20 +58,15 @@ def try_advantage(config: Config) -> None:
         weights=weights,
         lengths=torch.arange(1, len(_REWARDS) + 1),
     )
-    user_advantages(load_advantage(config.advantage.function), inputs)
+    user_advantages(load_advantage(hook), inputs)
 
 
-def _weights(reward: Reward) -> dict[str, float]:
-    return {one.name or one.function: one.weight for one in reward.functions}
-
-
-def try_objective(config: Config) -> None:
+def try_objective(algorithm: AlgorithmName, objective: Objective, hook: UserFunction) -> None:
     """Compute the whole objective with `objective.function` on three sequences, once at ratio 1 and once away from it,
     and its gradient. Raises HookError, and NumericsError for a term that is not finite.
     """
-    assert config.objective.function is not None
-    settings = objective_settings(config.algorithm, config.objective)
-    said = f"objective.function: {config.objective.function.function}"
+    settings = objective_settings(algorithm, objective)
+    said = f"objective.function: {hook.function}"
     segment_ids = torch.tensor([0, 0, 0, 1, 1, 2])
     old = torch.tensor([-0.1, -2.0, -0.7, -1.0, -3.0, -0.5], dtype=torch.float64)
     for moved in (0.0, 0.3):
@@ -93,12 +91,11 @@ def try_objective(config: Config) -> None:
             raise HookError(f"{said}: the gradient is not finite where log-ratios are {shift.tolist()}")
 
 
-def try_group_filter(config: Config) -> None:
+def try_group_filter(hook: UserFunction, weights: dict[str, float]) -> None:
     """Call `rollout.group_filter` on a group with a success and one without. Raises HookError."""
-    assert config.rollout.group_filter is not None
-    hook = load_group_filter(config.rollout.group_filter)
+    keeps = load_group_filter(hook)
     for rewards in ((1.0, 0.0), (0.0, 0.0)):
-        is_kept_by(hook, _group("trial:0", "trial", rewards, _weights(config.reward)))
+        is_kept_by(keeps, _group("trial:0", "trial", rewards, weights))
 
 
 def _group(prompt_id: str, source: str, rewards: Sequence[float], weights: dict[str, float]) -> GroupResult:
@@ -109,25 +106,24 @@ def _group(prompt_id: str, source: str, rewards: Sequence[float], weights: dict[
     return GroupResult(prompt_id, source, "", None, {}, responses)
 
 
-def try_source(config: Config, sources: Sequence[PromptSource]) -> None:
+def try_source(hook: UserFunction, sources: Sequence[PromptSource], seed: int, weights: dict[str, float]) -> None:
     """Draw a few prompts, report results of them, and draw some more; then restore the state from between, and check
     that the same prompts come again. Raises HookError or DataError.
     """
-    assert config.data.source is not None
-    hook = load_source(config.data.source)
+    chooser = load_source(hook)
     if not sources:
         return
-    stream = ChosenRows(sources, hook, seed=config.run.seed)
+    stream = ChosenRows(sources, chooser, seed=seed)
     first = [stream.next() for _ in range(_NUM_DRAWS)]
-    results = [_group(one.prompt_id, one.source, (1.0, 0.0), _weights(config.reward)) for one in first]
+    results = [_group(one.prompt_id, one.source, (1.0, 0.0), weights) for one in first]
     stream.observe(results)
     between = stream.state_dict()
     after = [stream.next().prompt_id for _ in range(_NUM_DRAWS)]
-    again = ChosenRows(sources, hook, seed=config.run.seed)
+    again = ChosenRows(sources, chooser, seed=seed)
     again.load_state_dict(between)
     if (repeated := [again.next().prompt_id for _ in range(_NUM_DRAWS)]) != after:
         raise HookError(
-            f"{SOURCE_KEY}: {hook.name}: after restore(state()) the next rows are {', '.join(repeated)}; before they"
+            f"{SOURCE_KEY}: {chooser.name}: after restore(state()) the next rows are {', '.join(repeated)}; before they"
             f" were {', '.join(after)}. A continued run would sample other prompts: the state must hold all that next()"
             " depends on"
         )

@@ -22,7 +22,14 @@ import torch
 
 from gspo_mega.algorithm.terms import objective_settings
 from gspo_mega.base.episodes import RolloutBatch
-from gspo_mega.config.derived import critic_of, needs_old_log_prob_pass, penalises_kl, policy_steps, train_config
+from gspo_mega.config.derived import (
+    critic_of,
+    least_of_group,
+    needs_old_log_prob_pass,
+    penalises_kl,
+    policy_steps,
+    train_config,
+)
 from gspo_mega.config.schema import Critic
 from gspo_mega.engine.losses import TeacherScores
 from gspo_mega.engine.policy import OldState
@@ -114,7 +121,7 @@ def train_step(session: RankSession, num_steps: int) -> str | None:
     corrects = needs_old_log_prob_pass(config) and engine.can_correct_in_training(
         [m.micro_batches for m in work.mini_batches]
     )
-    if needs_old_log_prob_pass(config) and (trains_policy or penalises_kl(config)):
+    if needs_old_log_prob_pass(config) and (trains_policy or penalises_kl(config.algorithm, config.critic)):
         old = old_log_probs(session, work, corrects)
     reference: list[list[torch.Tensor] | None] = [None] * len(work.mini_batches)
     if session.reference is not None:
@@ -283,7 +290,7 @@ def run_rollouts(session: RankSession, num_steps: int) -> dict[str, Any] | None:
             try:
                 with session.phase("rollout"):
                     batch = session.lead.source.take(state.step, state.weight_version, session.on_wait)
-                batch = scored_batch(batch, session.config)
+                batch = scored_batch(batch, least_of_group(session.config), session.config.objective.scope)
                 fill_advantages(batch, session.config, state.step)
             except StopRequested as request:
                 stop = str(request)

@@ -30,7 +30,7 @@ from gspo_mega.algorithm.terms import (
     objective_settings,
 )
 from gspo_mega.config.derived import Band, band_of, corrects_engine_gap, server_dtype, share_sentence
-from gspo_mega.config.schema import Config, Engine, Mismatch, Model, OldLogProbs
+from gspo_mega.config.schema import Config, Engine, Mismatch, Model, Moe, OldLogProbs, Precision, Server
 from gspo_mega.metrics.catalogue import rows_by_length
 
 # A warning is repeated after this many steps if its reason still holds.
@@ -91,20 +91,20 @@ class GapRows:
         return self.sums[:, SUM_NAMES.index("log_ratio")] / np.maximum(self.lengths, 1.0)
 
 
-def gap_metrics(config: Config, gap: GapRows) -> dict[str, float]:
-    """The metrics `mismatch/...` of a step, except those of the correction."""
+def gap_metrics(band: Band | None, gap: GapRows) -> dict[str, float]:
+    """The metrics `mismatch/...` of a step, except those of the correction. `band`: the clip range, if there is one."""
     metrics = {
         f"mismatch/{name}": value
         for name, value in mismatch_metrics(torch.from_numpy(gap.sums), torch.from_numpy(gap.maxima)).items()
     }
     everything = np.ones(len(gap.lengths), bool)
-    metrics |= {f"mismatch/{name}": value for name, value in _range_metrics(band_of(config), gap, everything).items()}
+    metrics |= {f"mismatch/{name}": value for name, value in _range_metrics(band, gap, everything).items()}
     parts = {f"length/{name}": rows for name, rows in rows_by_length(gap.lengths).items()}
     for name, rows in (("positive", gap.advantages > 0), ("negative", gap.advantages < 0)):
         if rows.any():
             parts[f"advantage/{name}"] = rows
     for part, rows in parts.items():
-        metrics |= {f"mismatch/{part}/{name}": value for name, value in _part_metrics(config, gap, rows).items()}
+        metrics |= {f"mismatch/{part}/{name}": value for name, value in _part_metrics(band, gap, rows).items()}
     return metrics
 
 
@@ -135,8 +135,7 @@ def _clip_fraction(band: Band, gap: GapRows, rows: np.ndarray) -> float:
     return float((gap.sums[negative, below].sum() + gap.sums[positive, above].sum()) / gap.lengths[rows].sum())
 
 
-def _part_metrics(config: Config, gap: GapRows, rows: np.ndarray) -> dict[str, float]:
-    band = band_of(config)
+def _part_metrics(band: Band | None, gap: GapRows, rows: np.ndarray) -> dict[str, float]:
     summary = log_ratio_summary(torch.from_numpy(gap.log_s[rows]))
     k3 = gap.sums[rows, SUM_NAMES.index("k3")].sum() / gap.lengths[rows].sum()
     values = {
@@ -184,12 +183,21 @@ def gap_warnings(
 
     if (line := _inexact_warning(config.engine, gap)) is not None and is_due("inexact"):
         lines.append(line)
-    share, budget, band = metrics.get("mismatch/budget_share"), config.mismatch.budget, band_of(config)
+    share, budget, band = (
+        metrics.get("mismatch/budget_share"),
+        config.mismatch.budget,
+        band_of(config.algorithm, config.objective),
+    )
     if band is not None and share is not None and share > budget and is_due("budget"):
+        causes = (
+            _staleness_sentence(band, budget, gap),
+            _routing_sentence(config.moe, metrics),
+            _formats_sentence(config.server, config.precision),
+        )
         lines.append(
             f"warning  the engines' log-probs differ by {share:.2f} of the clip range before any update:"
             f" {share_sentence(band, f'{share:.2f}', budget)}; k3 {metrics['mismatch/k3']:.1e} nats per token. "
-            + " ".join(_cause_sentences(config, gap, metrics))
+            + (" ".join(filter(None, causes)) or "One step does not show its cause.")
             + _where_to_measure(config.model, config_file, newest_export)
         )
     first = {sign: metrics.get(f"policy/mini_batch/0/clip_fraction_{sign}") for sign in ("negative", "positive")}
@@ -237,32 +245,39 @@ def _where_to_measure(model: Model, config_file: Path, newest_export: Path | Non
     return f" `gspo-mega mismatch {config_file} model.path={newest_export}{others}` measures each cause separately"
 
 
-def _cause_sentences(config: Config, gap: GapRows, metrics: Mapping[str, float]) -> list[str]:
-    """Sentences about the causes of the mismatch, as far as one step shows them."""
-    sentences = []
+def _staleness_sentence(band: Band | None, budget: float, gap: GapRows) -> str | None:
+    """What part older weights have in the mismatch; None if no response was sampled with them. `budget`:
+    `mismatch.budget`.
+    """
     stale = gap.is_stale
     if stale.all():
-        sentences.append("Staleness is part of it: all responses were sampled with older weights.")
-    elif stale.any():
-        fresh, older = (_budget_share(band_of(config), gap, rows) or 0.0 for rows in (~stale, stale))
-        whose = "staleness" if fresh <= config.mismatch.budget else "the engines, with staleness on top"
-        sentences.append(
-            f"The cause is {whose}: {fresh:.2f} for responses of the current weights,"
-            f" {older:.2f} for the {stale.mean():.0%} that older ones sampled."
-        )
+        return "Staleness is part of it: all responses were sampled with older weights."
+    if not stale.any():
+        return None
+    fresh, older = (_budget_share(band, gap, rows) or 0.0 for rows in (~stale, stale))
+    whose = "staleness" if fresh <= budget else "the engines, with staleness on top"
+    return (
+        f"The cause is {whose}: {fresh:.2f} for responses of the current weights,"
+        f" {older:.2f} for the {stale.mean():.0%} that older ones sampled."
+    )
+
+
+def _routing_sentence(moe: Moe, metrics: Mapping[str, float]) -> str | None:
     changed = metrics.get("routing/changed_since_rollout")
     if changed is not None and changed >= LEAST_CHANGED_ROUTES:
-        sentences.append(
+        return (
             f"Routing is part of it: {changed:.2%} of (token, layer) pairs go to other experts than on the server"
             " (`moe.routing_replay: R3` removes that part)."
         )
-    elif config.moe.routing_replay == "R3":
-        sentences.append("Routing is not: R3 replays the server's.")
-    server, trainer = server_dtype(config.server, config.precision), config.precision
-    formats = [name for name in (config.server.quantization, config.server.kv_cache) if name not in ("none", "auto")]
-    if formats or server != trainer:
-        sentences.append(f"The trainer computes in {trainer}, the server in {', '.join([server, *formats])}.")
-    return sentences or ["One step does not show its cause."]
+    return "Routing is not: R3 replays the server's." if moe.routing_replay == "R3" else None
+
+
+def _formats_sentence(server: Server, trainer: Precision) -> str | None:
+    dtype = server_dtype(server, trainer)
+    formats = [name for name in (server.quantization, server.kv_cache) if name not in ("none", "auto")]
+    if not formats and dtype == trainer:
+        return None
+    return f"The trainer computes in {trainer}, the server in {', '.join([dtype, *formats])}."
 
 
 def correction_metrics(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from gspo_mega.base import processes
 from gspo_mega.base.episodes import Group, RolloutBatch
+from gspo_mega.config.derived import least_of_group
 from gspo_mega.config.schema import Config
 from gspo_mega.data.packing import ExpertRoutes
 from gspo_mega.models.spec import ModelSpec
@@ -130,7 +131,7 @@ class Prefetch:
 
     def _build(self, batch: RolloutBatch, step: int, weight_version: int) -> tuple[RolloutBatch, Parcels]:
         config = self._config
-        batch = scored_batch(batch, config)
+        batch = scored_batch(batch, least_of_group(config), config.objective.scope)
         fill_advantages(batch, config, step)
         routes = ExpertRoutes.of(batch.trajectories, self._spec, to_replay=config.moe.routing_replay == "R3")
         shards = assemble(batch, config, self._layout, step, weight_version=weight_version)

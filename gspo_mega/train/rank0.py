@@ -13,6 +13,7 @@ from gspo_mega.base.episodes import RolloutBatch
 from gspo_mega.base.errors import FolderError
 from gspo_mega.base.run_folder import Attempt, RunFolder
 from gspo_mega.checkpoint.load import TrainState
+from gspo_mega.config.derived import hooks_of
 from gspo_mega.data.journal.journal import Journal
 from gspo_mega.metrics.prometheus import PrometheusEndpoint
 from gspo_mega.metrics.sink_loading import sink_makers
@@ -59,7 +60,9 @@ class Rank0:
         self._cleanup = contextlib.ExitStack()
         self.writer = MetricsWriter(self.run_folder.path, self._sinks, self._prometheus_endpoint(context))
         if recorded_dir is not None:
-            new_groups = RecordedSource(RunFolder(recorded_dir).journal_dir, hook_fingerprints(config, sampled=False))
+            new_groups = RecordedSource(
+                RunFolder(recorded_dir).journal_dir, hook_fingerprints(hooks_of(config), sampled=False)
+            )
         else:
             fingerprints = made_by(config)
             rollouts = Rollouts(config, spec, self.attempt, needs_answers, teaches=needs_answers)

@@ -32,6 +32,7 @@ from gspo_mega.algorithm.terms import (
 )
 from gspo_mega.base.episodes import RolloutBatch
 from gspo_mega.config.derived import (
+    band_of,
     compares_within_groups,
     critic_of,
     leaves_out_by_covariance,
@@ -310,7 +311,7 @@ class StepReport:
                 float(_total([part.totals.get("entropy_sums") for part in self._reports("train")])) / num_mini_batches
             )
             metrics["policy/entropy_bonus"] = config.objective.entropy_coefficient * mean
-        if leaves_out_by_covariance(config):
+        if leaves_out_by_covariance(config.algorithm):
             chosen, candidates, tokens = _total(
                 [report.totals.get("covariance_sums") for report in self._reports("train")]
             ).tolist()
@@ -328,7 +329,7 @@ class StepReport:
         tokens = sums[:, SUM_NAMES.index("tokens")]
         present = tokens > 0
         self._gap = self._measured_gap(old, train)
-        metrics |= gap_metrics(config, self._gap) | correction_metrics(
+        metrics |= gap_metrics(band_of(config.algorithm, config.objective), self._gap) | correction_metrics(
             config.mismatch, config.old_log_probs, train, present
         )
         metrics["policy/entropy"] = float(old[ENTROPY_SUM.name].sum() / max(float(tokens.sum()), 1.0))

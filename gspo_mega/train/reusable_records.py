@@ -28,7 +28,17 @@ from gspo_mega.base.records import Prompt, distinct_values
 from gspo_mega.base.untrusted import open_regular, read_bytes
 from gspo_mega.config.derived import has_sampling_masks, has_served_teacher, hooks_of, num_served_top, teachers
 from gspo_mega.config.prompt_sources import sources_of
-from gspo_mega.config.schema import Config, Data, Episodes, OwnReward, Reward, RewardFunction, Rollout
+from gspo_mega.config.schema import (
+    Config,
+    Data,
+    Episodes,
+    Model,
+    OwnReward,
+    Reward,
+    RewardFunction,
+    Rollout,
+    UserFunction,
+)
 from gspo_mega.data.journal.episode_log import FileBegin
 from gspo_mega.data.journal.journal import Journal, PartGoneError
 from gspo_mega.data.journal.steps import StepRecord
@@ -222,11 +232,13 @@ def made_by(config: Config) -> dict[str, str]:
     found = {
         "rewards": reward_fingerprint(config.reward, config.data),
         "sampling": _digest({"rollout": sampling, "precision": config.precision}),
-        **hook_fingerprints(config),
+        **hook_fingerprints(hooks_of(config)),
     }
-    if has_served_teacher(config):  # not where they are: a server may move
-        served = [[one.source, one.settings.policy, one.settings.context] for one in teachers(config) if one.is_served]
-        found["teacher"] = _digest({"sources": served, "top": num_served_top(config)})
+    if has_served_teacher(config.teacher):  # not where they are: a server may move
+        served = [
+            [one.source, one.settings.policy, one.settings.context] for one in teachers(config.teacher) if one.is_served
+        ]
+        found["teacher"] = _digest({"sources": served, "top": num_served_top(config.teacher)})
     if config.rollout.episode.function == "one_turn":
         most = config.episodes.max_tokens
         return found if most is None else found | {"episode": _digest(most)}
@@ -237,23 +249,23 @@ def made_by(config: Config) -> dict[str, str]:
     }
 
 
-def hook_fingerprints(config: Config, *, sampled: bool = True) -> dict[str, str]:
+def hook_fingerprints(hooks: Mapping[str, UserFunction], *, sampled: bool = True) -> dict[str, str]:
     """The fingerprints of the hooks (docs/hooks.md) by key: name, options, and the source of the function's module and
     of the user's own modules that it imports. Terms and advantages decide which weights sample the next step, so they
     are among them. `sampled`: False for a run that samples nothing itself, where nothing is filtered or chosen.
     """
     return {
         key: _digest([hook.model_dump(mode="json"), source_digest(hook.function)])
-        for key, hook in hooks_of(config).items()
+        for key, hook in hooks.items()
         if sampled or key in ("advantage.function", "objective.function")
     }
 
 
-def first_weights(config: Config) -> str:
+def first_weights(model: Model) -> str:
     """A fingerprint of the weights that a fresh run starts from. It covers the size and some bytes of config.json and
     of every file of weights.
     """
-    folder = Path(config.model.weights or config.model.path)
+    folder = Path(model.weights or model.path)
     files = sorted(
         path
         for pattern in ("config.json", "*.safetensors", "*.distcp", "megatron/*.distcp")

@@ -26,7 +26,7 @@ from gspo_mega.base.episodes import Episode, Group, RolloutBatch
 from gspo_mega.base.records import Prompt
 from gspo_mega.base.run_folder import Attempt
 from gspo_mega.config.derived import episode_lengths, has_served_teacher, is_one_turn, publishes_adapters, teachers
-from gspo_mega.config.prompt_sources import HeldOutSet, names_prompts, source_rewards, sources_of
+from gspo_mega.config.prompt_sources import HeldOutSet, eval_sets, names_prompts, source_rewards, sources_of
 from gspo_mega.config.schema import Config
 from gspo_mega.data.chat import check_vocabulary, load_tokenizer
 from gspo_mega.data.chosen_rows import ChosenRows, load_source
@@ -65,7 +65,7 @@ class Rollouts:
         self.end_tokens = run_end_tokens(
             encoder, self.tokenizer, spec.eos_token_ids, spec.vocab_size, calls=not is_one_turn(config.rollout)
         )
-        self.held_out = HeldOut(config, self.tokenizer)
+        self.held_out = HeldOut(eval_sets(config), config.reward, config.data, self.tokenizer)
         self._sources: list[PromptSource] = []
         weights = [1.0] * len(self.held_out.sets)
         if names_prompts(config.data):
@@ -74,7 +74,7 @@ class Rollouts:
                 self.tokenizer,
                 lambda source: self.held_out.check_of(source, needs_answers),
                 needs_answers,
-                teachers(config) if teaches else (),
+                teachers(config.teacher) if teaches else (),
             )
             weights = [source.weight for source in sources_of(config.data)]
         self.prompts: PromptStream[Prompt]
@@ -102,7 +102,7 @@ class Rollouts:
         )
         self._driver = episode_driver(config, self.tokenizer, self.end_tokens.ids, self._decode)
         self.teachers: TeacherServers | None = None
-        if teaches and has_served_teacher(config):
+        if teaches and has_served_teacher(config.teacher):
             self.teachers = TeacherServers(config, self.tokenizer, spec.vocab_size, encoder=encoder, pool=self.pool)
         try:
             self.pool.loop.run(self._start())

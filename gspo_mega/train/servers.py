@@ -23,7 +23,7 @@ import torch.distributed as dist
 from gspo_mega.base import failpoints, progress
 from gspo_mega.base.errors import PublishError, RolloutError
 from gspo_mega.config.derived import OnPublish, on_publish
-from gspo_mega.config.schema import Config, Rollout, Server
+from gspo_mega.config.schema import Publish, Rollout, Server
 from gspo_mega.engine.memory import PARTS, DeviceMemory, Part
 from gspo_mega.rollout.client.server_client import ServerError
 from gspo_mega.rollout.client.server_control import HttpServerControl
@@ -387,7 +387,9 @@ class SharedGpus:
 
     def __init__(
         self,
-        config: Config,
+        server: Server,
+        rollout: Rollout,
+        publish: Publish,
         memory: DeviceMemory,
         ranks: RankLink,
         host_group: dist.ProcessGroup,
@@ -395,7 +397,8 @@ class SharedGpus:
         phases: Phases,
     ) -> None:
         """`host_group`: the process group of all ranks for host tensors."""
-        self._config, self._memory, self._host_group = config, memory, host_group
+        self._server, self._rollout, self._publish = server, rollout, publish
+        self._memory, self._host_group = memory, host_group
         self._ranks, self._lead, self._phases = ranks, lead, phases
         self._now: Turn = "train"
         # Rank 0: what each start of a server has given away. A new start holds everything.
@@ -454,7 +457,7 @@ class SharedGpus:
 
     def _wait_for_a_server(self) -> None:
         assert self._lead is not None
-        self._lead.rollouts.pool.wait_ready(1, self._config.rollout.no_server_deadline_seconds, progress.beat)
+        self._lead.rollouts.pool.wait_ready(1, self._rollout.no_server_deadline_seconds, progress.beat)
 
     def _stop_sampling(self) -> None:
         """Wait until no request is open and none begins, and no server is starting or ending: each server is up and
@@ -466,7 +469,7 @@ class SharedGpus:
         pool.hold(True, _HOLDER)
         with paused(pool, "continue"):
             pass
-        server = self._config.server
+        server = self._server
         deadline = time.monotonic() + server.start_deadline_seconds + server.drain_seconds + _END_SECONDS
         while True:
             progress.beat()
@@ -516,7 +519,7 @@ class SharedGpus:
         todo = [control for control in controls if parts[_start_of(control)]]
         if not todo:
             return
-        seconds = self._config.publish.deadline_seconds
+        seconds = self._publish.deadline_seconds
 
         def run(control: HttpServerControl) -> PublishError | None:
             try:

@@ -111,7 +111,7 @@ class RankSession:
         self.engine = PolicyEngine(config, self.spec, self.groups, num_optimizer_steps)
         progress.beat()
         self.reference = None
-        if trains_policy and (config.kl.coefficient > 0 or penalises_kl(config)):
+        if trains_policy and (config.kl.coefficient > 0 or penalises_kl(config.algorithm, config.critic)):
             is_own_base = config.lora is not None and config.kl.reference_path is None
             self.reference = FrozenBase(self.engine) if is_own_base else load_reference(config, self.spec, self.groups)
         self.teachers: Teachers | None = None
@@ -127,14 +127,23 @@ class RankSession:
             self.snapshots = Snapshots(self.engine, config.rollout.max_staleness + 1)
 
         # Where the run continues from, and what it needs to save and to publish.
-        self.state, self.resumed_from = restore(self.run_folder, self.engine, config, self.say, self.critic)
+        self.state, self.resumed_from = restore(self.run_folder, self.engine, self.say, self.critic)
         progress.beat()
         self.gpus: Gpus = OwnGpus()
         if config.cluster.colocated and recorded_dir is None:
             frozen = [self.reference] if isinstance(self.reference, ReferencePolicy) else []
             frozen += list(self.teachers.models.values()) if self.teachers is not None else []
             memory = DeviceMemory(self.engine, *frozen)
-            self.gpus = SharedGpus(config, memory, self.ranks, self.groups.host.group, self.lead, self.phases)
+            self.gpus = SharedGpus(
+                config.server,
+                config.rollout,
+                config.publish,
+                memory,
+                self.ranks,
+                self.groups.host.group,
+                self.lead,
+                self.phases,
+            )
         self.saving = Saving(
             config.checkpoint,
             self.run_folder,

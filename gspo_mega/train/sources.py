@@ -48,12 +48,16 @@ def journalled_source(
         freshness=Freshness(config.rollout.max_staleness),
         keep_last=config.journal.keep_last,
         prune_routes=config.journal.prune_routes
-        and (config.rollout.return_routed_experts or has_sampling_masks(config.rollout) or num_served_top(config) > 0),
+        and (
+            config.rollout.return_routed_experts
+            or has_sampling_masks(config.rollout)
+            or num_served_top(config.teacher) > 0
+        ),
         needs_routes=config.moe.routing_replay == "R3",
         needs_masks=has_sampling_masks(config.rollout),
-        needs_top=num_served_top(config) > 0,
+        needs_top=num_served_top(config.teacher) > 0,
         trains=config.train is None or not config.train.rollouts_only,
-        first_weights=lambda: first_weights(config),
+        first_weights=lambda: first_weights(config.model),
     )
 
 

@@ -36,10 +36,10 @@ from gspo_mega.base.garbage import uncollected
 from gspo_mega.base.network import is_loopback
 from gspo_mega.base.run_folder import EXIT_STOPPED, Attempt, atomic_write_json
 from gspo_mega.base.untrusted import printable
-from gspo_mega.config import Config, LoadedConfig, load_config
+from gspo_mega.config import LoadedConfig, load_config
 from gspo_mega.config.deadlines import COLLECTIVE_SECONDS, preflight_seconds
 from gspo_mega.config.derived import TRANSFORMER_ENGINE_VARIABLE, has_transformer_engine_layers
-from gspo_mega.config.schema import Cluster, Server
+from gspo_mega.config.schema import Cluster, Engine, Fp8, Precision, Server
 from gspo_mega.plan.watchdog_bounds import patience
 from gspo_mega.train.context import KeyValueStore, WorkerContext
 from gspo_mega.train.gpu_variables import set_variables
@@ -98,7 +98,8 @@ def _work(command: str, loaded: LoadedConfig, attempt: Attempt, place: RankEnvir
     _keep_to_this_machine(loaded.config.cluster, loaded.config.server)
     module, function = ENTRY_POINTS[command]
     with uncollected():
-        on_cpu = _prepare_torch(place, loaded.config)
+        config = loaded.config
+        on_cpu = _prepare_torch(place, config.precision, config.engine, config.fp8)
         work = getattr(importlib.import_module(module), function)
     _init_distributed(place, on_cpu, timedelta(seconds=preflight_seconds(loaded.config.cluster)))
     context = WorkerContext(
@@ -168,13 +169,13 @@ def _keep_to_this_machine(cluster: Cluster, server: Server) -> None:
             os.environ.setdefault(variable, "lo")
 
 
-def _prepare_torch(place: RankEnvironment, config: Config) -> bool:
+def _prepare_torch(place: RankEnvironment, precision: Precision, engine: Engine, fp8: Fp8) -> bool:
     """Set the variables that torch reads when it is imported, import torch, and choose this rank's device. Returns
     whether the device is a CPU.
     """
-    set_variables(os.environ, place.local_rank, config)  # before any import of torch
+    set_variables(os.environ, place.local_rank, fp8)  # before any import of torch
     # Read when the engine is imported on a machine without a GPU.
-    on_cpu_too = has_transformer_engine_layers(config, has_gpu=False)
+    on_cpu_too = has_transformer_engine_layers(precision, engine, has_gpu=False)
     os.environ[TRANSFORMER_ENGINE_VARIABLE] = "1" if on_cpu_too else "0"
     import torch
 

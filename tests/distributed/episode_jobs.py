@@ -14,6 +14,7 @@ from gspo_mega.algorithm.terms import objective_settings
 from gspo_mega.base.episodes import RolloutBatch
 from gspo_mega.checkpoint.gather import PolicyTensors
 from gspo_mega.checkpoint.hf_import import import_huggingface
+from gspo_mega.config.derived import least_of_group
 from gspo_mega.data.packing import build_micro_batch
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
@@ -84,7 +85,7 @@ def of_cases(
             whole = recorded_episodes(own.spec.vocab_size)
             for (number, node_id), values in (recorded or {}).items():
                 whole.episodes[number].nodes[node_id].log_probs = values.tolist()
-            batch = scored_batch(whole, config)
+            batch = scored_batch(whole, least_of_group(config), config.objective.scope)
             fill_advantages(batch, config, 0)
             (mine,) = assemble(batch, config, resolve_layout(config, own.spec), 0)[own.groups.data.rank]
             old = engine.old_pass(mine.micro_batches)

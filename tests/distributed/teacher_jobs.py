@@ -148,7 +148,7 @@ def taught_by_several(
         teachers = load_teachers(run.config, run.groups)
         assert teachers is not None
         packs = run.packs()
-        put_scores(packs, num_served_top(run.config), given)
+        put_scores(packs, num_served_top(run.config.teacher), given)
         for pack in packs:
             number = pack.trajectory_index % 3
             pack.sequence["teacher"] = np.where(number < len(by_source), number, -1).astype(np.float64)

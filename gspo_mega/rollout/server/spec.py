@@ -129,7 +129,9 @@ def spec_from_config(
     """
     server, rollout = config.server, config.rollout
     check_options_ours(server.options)
-    context_tokens = server.context_tokens or max(episode_lengths(config).tokens, taught_tokens(config))
+    context_tokens = server.context_tokens or max(
+        episode_lengths(config).tokens, taught_tokens(config.teacher, config.rollout.max_new_tokens)
+    )
     if server.max_total_tokens is not None and server.max_total_tokens < context_tokens + CONTEXT_SLACK:
         raise ConfigError(
             f"server.max_total_tokens: {server.max_total_tokens} cannot hold one request of {context_tokens} tokens;"

@@ -54,7 +54,7 @@ def recorded_batch(config: Config, vocab_size: int, draws: Draws | None = None) 
     sizes = _group_sizes(config.batch)
     num_trajectories = sum(sizes)
     # With teachers by source the groups belong to these in turn, and one of them to none.
-    sources = [one.source for one in teachers(config) if one.source is not None] + ["recorded"]
+    sources = [one.source for one in teachers(config.teacher) if one.source is not None] + ["recorded"]
     responses = np.geomspace(1, config.rollout.max_new_tokens, num_trajectories).round().astype(int)
     order = rng.permutation(num_trajectories)
     fully_masked = int(np.argsort(responses)[num_trajectories // 2])
@@ -104,8 +104,8 @@ def recorded_batch(config: Config, vocab_size: int, draws: Draws | None = None) 
         batch = batch.by_turn()
     if has_sampling_masks(config.rollout):
         _draw_masks(batch, config.run.seed, config.rollout.top_k, vocab_size)
-    if has_served_teacher(config):
-        _draw_scores(batch, config.run.seed, num_served_top(config), vocab_size)
+    if has_served_teacher(config.teacher):
+        _draw_scores(batch, config.run.seed, num_served_top(config.teacher), vocab_size)
     fill_advantages(batch, config, 0)
     return batch
 

@@ -264,7 +264,7 @@ class Measurement:
         take_gradient(trained.stream(torch.float32))
         watch = StepWatch(engine, trained)
         for _ in range(num_steps):
-            before = engine.old_pass(mine.micro_batches) if leaves_out_by_covariance(self.config) else None
+            before = engine.old_pass(mine.micro_batches) if leaves_out_by_covariance(self.config.algorithm) else None
             watch.after(
                 *_result(
                     engine.train_mini_batch(mine.micro_batches, settings, mine.denominator, before, teacher=scores)

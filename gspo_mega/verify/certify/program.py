@@ -283,7 +283,7 @@ def _start(
     left = list(together)
     while left:
         models = [{"model.path": case.model} for case in left]
-        folders = {f"{one.key}.path": one.settings.path for one in teachers(loaded.config)}
+        folders = {f"{one.key}.path": one.settings.path for one in teachers(loaded.config.teacher)}
         models = [paths | {key: path for key, path in folders.items() if path is not None} for paths in models]
         seed = loaded.config.run.seed
         specs = [_with_weights(case.spec, paths, folder, seed) for case, paths in zip(left, models, strict=True)]

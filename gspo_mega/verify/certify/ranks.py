@@ -165,7 +165,9 @@ def _compare(
     config, engine, trajectories = measurement.config, measurement.engine, measurement.batch.trajectories
     settings, comparison = (
         objective_settings(config.algorithm, config.objective),
-        CaseComparison(reference, clip_edges(config.objective), counts_reached=is_sharp_fp8(config)),
+        CaseComparison(
+            reference, clip_edges(config.objective), counts_reached=is_sharp_fp8(config.precision, config.certify)
+        ),
     )
     replayed = config.moe.routing_replay == "R3"
     if replayed:

@@ -25,7 +25,7 @@ from gspo_mega.base.run_folder import Attempt, RunFolder, read_json
 from gspo_mega.checkpoint.gather import PolicyTensors
 from gspo_mega.checkpoint.hf_import import import_huggingface
 from gspo_mega.checkpoint.load import load_weights
-from gspo_mega.config.derived import leaves_out_by_covariance
+from gspo_mega.config.derived import least_of_group, leaves_out_by_covariance
 from gspo_mega.config.schema import Config
 from gspo_mega.data.journal.journal import Journal
 from gspo_mega.data.packing import ExpertRoutes
@@ -63,7 +63,7 @@ def run_compare(context: WorkerContext) -> dict[str, Any] | None:
     )
     try:
         # Each algorithm is compared with all tokens: Clip-Cov's random choice is no part of its term.
-        own = config.model_copy(update={"algorithm": "grpo"}) if leaves_out_by_covariance(config) else config
+        own = config.model_copy(update={"algorithm": "grpo"}) if leaves_out_by_covariance(config.algorithm) else config
         engine = PolicyEngine(own, read_model_spec(config.model.path), groups, num_optimizer_steps=1)
         found = AlgorithmComparison(engine, config, record.batch, work, folder).run()
         return found if context.is_lead else None
@@ -150,7 +150,7 @@ class AlgorithmComparison:
     def _assemble(self, name: str) -> tuple[RolloutBatch, list[MicroBatch], float]:
         """Return the batch with the advantages of algorithm `name`, this rank's packs, and the denominator."""
         config = config_of(self.config, name)
-        batch = scored_batch(self.recorded, config)
+        batch = scored_batch(self.recorded, least_of_group(config), config.objective.scope)
         fill_advantages(batch, config, batch.step)
         plans = plan_batch(batch, config, self.layout, batch.step)
         shards = assemble(batch, config, self.layout, batch.step, plans)

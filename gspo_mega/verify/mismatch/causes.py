@@ -149,7 +149,7 @@ def _trainer_precision(facts: Facts) -> Settings | Nothing:
 
 
 def _trainer_layers(facts: Facts) -> Settings | Nothing:
-    if not has_transformer_engine_layers(facts.config, facts.device == "gpu"):
+    if not has_transformer_engine_layers(facts.config.precision, facts.config.engine, facts.device == "gpu"):
         return Nothing("the trainer's layers are Megatron's plain ones", True)
     return {"engine.transformer_engine": False}
 

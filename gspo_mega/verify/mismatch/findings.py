@@ -184,7 +184,7 @@ def find(
     `scored`: log-probs at every point of `plan`, prompts included, [sum (tokens - 1)] float64 nats. `entropies`: of the
     same tokens, the trainer's as the run computes them, nats.
     """
-    tokens, band = fixed.tokens(), band_of(facts.config)
+    tokens, band = fixed.tokens(), band_of(facts.config.algorithm, facts.config.objective)
     lengths = three_lengths(tokens.lengths)
     log_probs = {point: fixed.of_responses(values) for point, values in scored.items()}
     probabilities = {point: np.exp(values) for point, values in log_probs.items()}

@@ -71,13 +71,13 @@ def _server_points(context: WorkerContext, work: dict[str, Any], folder: Path) -
         if work["tokens"] is None:
             rollouts = stack.enter_context(Rollouts(config, spec, attempt))
             pool = rollouts.pool
-            on_wait = wait_for_servers(pool, config, stop_request)
+            on_wait = wait_for_servers(pool, config.server, stop_request)
             progress.enter("rollout")
             tokens = sample_tokens(rollouts, config, on_wait)
             tokens.save(folder)
         else:
             pool = stack.enter_context(ServerPool(config.rollout, spec, attempt))
-            on_wait = wait_for_servers(pool, config, stop_request)
+            on_wait = wait_for_servers(pool, config.server, stop_request)
             progress.enter("rollout")
             tokens = FixedTokens.load(Path(work["tokens"]))
         for point in points:

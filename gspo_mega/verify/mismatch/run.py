@@ -288,7 +288,9 @@ class Conduct:
             return ("server", json.dumps(point.keys, sort_keys=True))
         config = self.load(point.keys).config
         # On a CPU a process decides when it starts whether it uses Transformer Engine.
-        library = self.facts.device == "cpu" and has_transformer_engine_layers(config, has_gpu=False)
+        library = self.facts.device == "cpu" and has_transformer_engine_layers(
+            config.precision, config.engine, has_gpu=False
+        )
         return ("trainer", config.cluster.ranks_per_node, library)
 
     def weights(self, settings: Settings) -> Settings:

@@ -50,15 +50,15 @@ def full_pack(config: Config, layout: Layout, spec: ModelSpec) -> MicroBatch:
             teacher=0.0,
             draw=0.0,
             teacher_log_probs=np.full(active, -1.0),
-            teacher_top_ids=np.tile(np.arange(num_served_top(config)), (active, 1)),
-            teacher_top_log_probs=np.full((active, num_served_top(config)), -9.0),
+            teacher_top_ids=np.tile(np.arange(num_served_top(config.teacher)), (active, 1)),
+            teacher_top_log_probs=np.full((active, num_served_top(config.teacher)), -9.0),
         )
         rows.append(row)
     has_critic = critic_of(config.algorithm, config.critic) is not None
-    has_sources = any(one.source is not None for one in teachers(config))
-    num_top = num_served_top(config)
+    has_sources = any(one.source is not None for one in teachers(config.teacher))
+    num_top = num_served_top(config.teacher)
     by_token = ("token_rewards",) if has_critic else ()
-    if has_served_teacher(config):
+    if has_served_teacher(config.teacher):
         by_token += ("teacher_log_probs", *(("teacher_top_ids", "teacher_top_log_probs") if num_top else ()))
     pack = build_micro_batch(
         rows,
@@ -70,7 +70,7 @@ def full_pack(config: Config, layout: Layout, spec: ModelSpec) -> MicroBatch:
             "weight",
             *(("truncated",) if has_critic else ()),
             *(("teacher",) if has_sources else ()),
-            *(("draw",) if leaves_out_by_covariance(config) else ()),
+            *(("draw",) if leaves_out_by_covariance(config.algorithm) else ()),
         ),
         layout.pack_multiple_tokens,
         by_token,

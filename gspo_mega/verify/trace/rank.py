@@ -54,7 +54,7 @@ def trace_rank(request: TraceRequest) -> None:
     sys.path.insert(0, request.megatron)
     fake_device.pretend(gpu.capability, name, int(gpu.memory_gib * 2**30))
     ledger = Ledger()
-    os.environ.update(block_scale_variable(config, os.environ, gpu.capability))
+    os.environ.update(block_scale_variable(config.fp8, os.environ, gpu.capability))
     fake_kernels.provide(ledger, Path(request.transformer_engine))
     engine_room = importlib.import_module("gspo_mega.engine.policy")
     fake_kernels.complete_megatron()
@@ -188,7 +188,7 @@ class _Trace:
     def _reference(self, engine: Any, groups: Any) -> Any:
         """The frozen model of a KL term or penalty; None without one. Adapters need no model for it."""
         config = self.config
-        if config.kl.coefficient == 0 and not penalises_kl(config):
+        if config.kl.coefficient == 0 and not penalises_kl(config.algorithm, config.critic):
             return None
         room = importlib.import_module("gspo_mega.engine.reference")
         if config.lora is not None and config.kl.reference_path is None:

@@ -59,8 +59,8 @@ def test_a_penalty_in_the_rewards_needs_a_pass_of_its_own_before_the_first_gradi
     without, penalised = (
         load_config(write(), [PPO, *one, *more]).config for more in ([], ["critic.kl_coefficient=0.05"])
     )
-    assert not penalises_kl(without) and not needs_old_log_prob_pass(without)
-    assert penalises_kl(penalised) and needs_old_log_prob_pass(penalised)
+    assert not penalises_kl(without.algorithm, without.critic) and not needs_old_log_prob_pass(without)
+    assert penalises_kl(penalised.algorithm, penalised.critic) and needs_old_log_prob_pass(penalised)
     corrected = load_config(write(), [PPO, one[0], "critic.kl_coefficient=0.05"]).config
     assert not may_correct_in_training(corrected)
     notices = load_config(write(), [PPO, "critic.kl_coefficient=0.05", "kl.reference_path=there"]).notices

@@ -79,6 +79,10 @@ def test_a_name_stands_for_a_function_with_options_and_survives_rendering(write)
 
 def test_what_follows_from_a_hook(write):
     config = load_config(write(), [*CUSTOM, "rollout.group_filter=mine:f"]).config
-    assert band_of(config) is None and filters_groups(config.rollout)
+    assert band_of(config.algorithm, config.objective) is None and filters_groups(config.rollout)
     plain = load_config(write()).config
-    assert band_of(plain) is not None and not filters_groups(plain.rollout) and not hooks_of(plain)
+    assert (
+        band_of(plain.algorithm, plain.objective) is not None
+        and not filters_groups(plain.rollout)
+        and not hooks_of(plain)
+    )

@@ -70,7 +70,9 @@ def test_what_contradicts_adapters_on_servers_is_refused(write, overrides, said)
 )
 def test_adapters_have_the_layers_that_a_whole_policy_has(write, overrides, on_cpu, on_gpu):
     for config in (load_config(write(), [*more, *overrides]).config for more in ([], [LORA])):
-        found = [has_transformer_engine_layers(config, has_gpu=has_gpu) for has_gpu in (False, True)]
+        found = [
+            has_transformer_engine_layers(config.precision, config.engine, has_gpu=has_gpu) for has_gpu in (False, True)
+        ]
         assert found == [on_cpu, on_gpu]
 
 

@@ -12,10 +12,12 @@ SHARP = ("precision=fp8", "certify.sharp_fp8=true")
 
 
 def test_only_a_certificate_of_fp8_computes_so(write):
-    assert is_sharp_fp8(load_config(write(), SHARP, "certify").config)
-    assert not is_sharp_fp8(load_config(write(), SHARP[:1], "certify").config)
+    sharp = load_config(write(), SHARP, "certify").config
+    assert is_sharp_fp8(sharp.precision, sharp.certify)
+    plain = load_config(write(), SHARP[:1], "certify").config
+    assert not is_sharp_fp8(plain.precision, plain.certify)
     bf16 = load_config(write(), ["precision=bf16", SHARP[1]], "certify")
-    assert not is_sharp_fp8(bf16.config)
+    assert not is_sharp_fp8(bf16.config.precision, bf16.config.certify)
     assert "`certify.sharp_fp8` has no effect with `precision: bf16`" in bf16.notices
 
 

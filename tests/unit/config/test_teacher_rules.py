@@ -82,8 +82,10 @@ def test_the_policy_as_a_teacher_is_said_and_its_servers_have_room(write):
     assert any(
         notice.startswith("teacher the policy itself, which reads teacher.context: ") for notice in loaded.notices
     )
-    assert taught_tokens(loaded.config) == 64 + 32 and has_served_teacher(loaded.config)
-    assert taught_tokens(load_config(write(), [TEACHER]).config) == 0
+    assert taught_tokens(loaded.config.teacher, loaded.config.rollout.max_new_tokens) == 64 + 32 and has_served_teacher(
+        loaded.config.teacher
+    )
+    assert taught_tokens(load_config(write(), [TEACHER]).config.teacher, 64) == 0
     assert "teacher.max_prompt_tokens: has no effect without `context`" in refused(
         write(), URL, "teacher.max_prompt_tokens=64"
     )
@@ -154,16 +156,16 @@ def test_teachers_by_source_and_who_has_none(write):
     (said,) = [notice for notice in both.notices if notice.startswith("teachers ")]
     assert "http://h:1 (rows of code), A (rows of math)" in said and "a server reads each response once" in said
     assert not any("have no teacher" in notice for notice in both.notices)
-    assert [(one.key, one.source) for one in teachers(both.config)] == [
+    assert [(one.key, one.source) for one in teachers(both.config.teacher)] == [
         ("teacher.by_source.0", "code"),
         ("teacher.by_source.1", "math"),
     ]
-    assert teacher_folders(both.config) == ("A",) and has_served_teacher(both.config)
+    assert teacher_folders(both.config.teacher) == ("A",) and has_served_teacher(both.config.teacher)
 
 
 def test_a_folder_that_teaches_two_sources_is_loaded_once(write):
     keys = "teacher={by_source: [{source: code, path: A}, {source: math, path: A}]}"
-    assert teacher_folders(load_config(write(), [TWO, keys]).config) == ("A",)
+    assert teacher_folders(load_config(write(), [TWO, keys]).config.teacher) == ("A",)
 
 
 def test_a_teacher_alone_needs_no_group(write):

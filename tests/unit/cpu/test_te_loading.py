@@ -135,5 +135,5 @@ def test_two_kernels_of_one_name_are_an_error():
 )
 def test_whose_layers(precision, chosen, on_cpu, on_gpu):
     config = make_config(precision=precision, engine=dict(transformer_engine=chosen))
-    assert has_transformer_engine_layers(config, has_gpu=False) is on_cpu
-    assert has_transformer_engine_layers(config, has_gpu=True) is on_gpu
+    assert has_transformer_engine_layers(config.precision, config.engine, has_gpu=False) is on_cpu
+    assert has_transformer_engine_layers(config.precision, config.engine, has_gpu=True) is on_gpu

@@ -17,7 +17,7 @@ from procedural_package import write_package
 from gspo_mega.base.episodes import one_turn_episode
 from gspo_mega.cli.main import main
 from gspo_mega.config import load_config
-from gspo_mega.config.prompt_sources import HELD_OUT, source_rewards
+from gspo_mega.config.prompt_sources import HELD_OUT, eval_sets, source_rewards
 from gspo_mega.data.chat import load_tokenizer
 from gspo_mega.data.prompts import load_prompts
 from gspo_mega.data.quickstart import write_tokenizer
@@ -72,7 +72,7 @@ def test_the_rows_are_made_where_a_command_reads_them_read_as_prompts_and_scored
     (tmp_path / "m").mkdir()
     write_tokenizer(tmp_path / "m")
     tokenizer = load_tokenizer(str(tmp_path / "m"))
-    held_out = HeldOut(config, tokenizer)
+    held_out = HeldOut(eval_sets(config), config.reward, config.data, tokenizer)
     (own,) = held_out.sets
     sums, raises = load_prompts(config.data, tokenizer, held_out.check_of)
     assert [(one.name, len(one)) for one in (sums, raises)] == [("sums", 12), ("raises", 12)]

@@ -11,6 +11,7 @@ from run_configs import make_config
 
 from gspo_mega.base.episodes import Group, RolloutBatch, one_turn_row
 from gspo_mega.base.records import Prompt
+from gspo_mega.config.derived import least_of_group
 from gspo_mega.metrics.reductions import sampled_metrics
 from gspo_mega.metrics.trends import trend_of
 from gspo_mega.train.batches import fill_advantages, scored_batch
@@ -76,7 +77,7 @@ def test_the_standard_error_is_that_of_means_over_prompts():
 
 def reported(config, batch):
     """The metrics of a step that trains on `batch`, as rank 0 makes them."""
-    trained = scored_batch(batch, config)
+    trained = scored_batch(batch, least_of_group(config), config.objective.scope)
     fill_advantages(trained, config, batch.step)
     session = SimpleNamespace(config=config, state=SimpleNamespace(weight_version=0))
     return StepReport(session, trained, 0)._batch_metrics(trained)

@@ -64,7 +64,7 @@ def test_tight_bounds_are_looked_at_often():
 @pytest.mark.parametrize("file", sorted(path.name for path in CONFIGS.glob("*.yaml")))
 def test_no_phase_is_given_up_within_what_the_plan_expects_of_it(file):
     loaded = load_config(CONFIGS / file)
-    read = [loaded.config.model.path, *teacher_folders(loaded.config)]
+    read = [loaded.config.model.path, *teacher_folders(loaded.config.teacher)]
     is_here = all(Path(path).exists() for path in read)  # what the quickstart has made, if it has run
     stand_in = CONFIGS / "models" / ("quickstart_wide.json" if "fp8" in file else "quickstart_moe.json")
     plan = plan_run(loaded, model=None if is_here else stand_in)

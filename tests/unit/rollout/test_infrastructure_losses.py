@@ -25,6 +25,7 @@ from gspo_mega.agents.session import Conversation
 from gspo_mega.agents.turn import Failure, Finished, Limits
 from gspo_mega.base.episodes import RolloutBatch
 from gspo_mega.base.records import Prompt
+from gspo_mega.config.derived import least_of_group
 from gspo_mega.rollout.client.completion import Completion, SamplingParams
 from gspo_mega.rollout.groups import EpisodeMaker, SampledGroups
 from gspo_mega.rollout.pooled_server import Load
@@ -133,7 +134,7 @@ def trained(cases: list[Case]) -> tuple[np.ndarray, collections.Counter[str]]:
         for number, group_cases in enumerate(itertools.product(cases, repeat=GROUP)):
             runner.cases = group_cases
             group = await sampled.sample(number, Prompt("p:0", "p", (3,), ""), "step000000")
-            batch = scored_batch(RolloutBatch(0, [group], {}, {}), config)
+            batch = scored_batch(RolloutBatch(0, [group], {}, {}), least_of_group(config), config.objective.scope)
             fill_advantages(batch, config, 0)
             rows = batch.trajectories
             chance = float(np.prod([case.chance for case in group_cases]))

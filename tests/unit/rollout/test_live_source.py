@@ -10,6 +10,7 @@ from collector_support import SPEC_OF_TOKENIZER, collector_config
 from teacher_stand_in import StandInTeacher, log_prob
 from transformers import AutoTokenizer
 
+from gspo_mega.config.derived import least_of_group
 from gspo_mega.config.schema import Config
 from gspo_mega.data.journal.journal import Journal
 from gspo_mega.data.quickstart import write_tokenizer
@@ -77,7 +78,7 @@ def test_what_fails_is_left_out_of_the_batch_and_of_the_accuracy(side, attempt):
     assert {t.prompt.text for t in failed} <= {"3+3"} and all(
         "ValueError: no verdict" in t.reward_error for t in failed
     )
-    trained = scored_batch(batch, side.config)
+    trained = scored_batch(batch, least_of_group(side.config), side.config.objective.scope)
     fill_advantages(trained, side.config, 0)
     for group in trained.groups:
         assert abs(sum(t.advantage for t in group.trajectories)) < 1e-9

@@ -26,6 +26,7 @@ from gspo_mega.agents.driver import EpisodeDriver
 from gspo_mega.agents.session import Conversation
 from gspo_mega.agents.turn import Limits
 from gspo_mega.base.records import Prompt
+from gspo_mega.config.derived import least_of_group
 from gspo_mega.config.schema import Train
 from gspo_mega.rollout import scheduler
 from gspo_mega.rollout.arrival_order import Formed, Freshness
@@ -126,7 +127,7 @@ def trained(order: str, steps: int = STEPS, pool: Pool | None = None) -> list[tu
     try:
         for step in range(steps):
             pool.committed_version = step
-            batch = scored_batch(collector.take(step), config)
+            batch = scored_batch(collector.take(step), least_of_group(config), config.objective.scope)
             fill_advantages(batch, config, step)
             for group in batch.groups:
                 rows = group.trajectories

@@ -96,7 +96,7 @@ def shared(attempt, pools, host_group):
         lead = SimpleNamespace(rollouts=SimpleNamespace(pool=pool), attempt=attempt)
         ranks = SimpleNamespace(agree=lambda value: value)
         config = collector_config()
-        gpus = SharedGpus(config, Memory(log), ranks, host_group, lead, Phases())
+        gpus = SharedGpus(config.server, config.rollout, config.publish, Memory(log), ranks, host_group, lead, Phases())
         pool.wait_ready(num_servers, 60)
         return SimpleNamespace(gpus=gpus, pool=pool, servers=servers, server=servers[0], log=log, attempt=attempt)
 

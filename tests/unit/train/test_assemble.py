@@ -13,6 +13,7 @@ from run_configs import make_config
 from gspo_mega.base.episodes import Group, RolloutBatch, one_turn_row
 from gspo_mega.base.errors import RewardError
 from gspo_mega.base.records import Prompt
+from gspo_mega.config.derived import least_of_group
 from gspo_mega.config.schema import Config
 from gspo_mega.data.demonstrations import DemonstratedRow, Demonstration
 from gspo_mega.models.huggingface import read_model_spec
@@ -160,7 +161,7 @@ def test_a_failed_scoring_is_trained_on_as_if_it_had_not_been_sampled(spec, aggr
     without.groups.pop()
     for group in without.groups:
         group.episodes = [episode for episode in group.episodes if episode.episode_id not in failed]
-    trained = scored_batch(with_failures, config)
+    trained = scored_batch(with_failures, least_of_group(config), config.objective.scope)
     assert [len(g.trajectories) for g in trained.groups] == [7, 2] and len(with_failures.trajectories) == 13
     for batch in (trained, without):
         fill_advantages(batch, config, 0)
@@ -176,7 +177,7 @@ def test_a_batch_without_rewards_is_refused():
     with pytest.raises(
         RewardError, match=r"step 1: no group of its rollout batch has two rewards.*\n  0-1 .s:0.: judge: it hung"
     ):
-        scored_batch(batch, two_mini_batches())
+        scored_batch(batch, 2, "trajectory")
 
 
 def test_permuted_rewards_keep_the_batch_and_lose_the_trajectory(spec):

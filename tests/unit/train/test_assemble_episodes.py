@@ -18,6 +18,7 @@ from test_assemble import make_batch
 
 from gspo_mega.base.episodes import Episode, Group, RolloutBatch
 from gspo_mega.base.records import Prompt
+from gspo_mega.config.derived import least_of_group
 from gspo_mega.plan.layout import Layout
 from gspo_mega.train.batches import MiniBatch, assemble, fill_advantages, fill_turn_advantages, scored_batch
 from gspo_mega.train.scatter import decode, encode
@@ -97,7 +98,7 @@ def packed_rows(shards: list[list[MiniBatch]]):
 def test_every_sampled_token_is_trained_once_with_its_turns_advantage(batch, scope, credit):
     make = by_turn if credit else config_of
     config = make(objective=dict(scope=scope))
-    trained = scored_batch(batch, config)
+    trained = scored_batch(batch, least_of_group(config), config.objective.scope)
     fill_advantages(trained, config, 0)
     shards = assemble(trained, config, LAYOUT, 0)
     rows, numbers = trained.trajectories, [i for i, e in enumerate(trained.episodes) for _ in e.rows()]
@@ -182,7 +183,8 @@ def test_weights_and_advantages_by_hand():
 def test_the_control_leaves_rewards_of_turns_out():
     batch = hand_made()
     reward = dict(functions=(dict(function="exact_match"),), permute_in_batch=True)
-    fill_turn_advantages(batch.episodes, [0.0, 1.0], by_turn(reward=reward))
+    config = by_turn(reward=reward)
+    fill_turn_advantages(batch.episodes, [0.0, 1.0], config.reward, config.advantage)
     assert {a for row in batch.episodes[0].rows() for a in row.token_advantages} == {-1.0, 0.0}
     assert set(batch.episodes[1].rows()[0].token_advantages) == {1.0}
 
@@ -196,8 +198,9 @@ def test_episodes_of_one_turn_are_packed_as_rows_whatever_the_scope(sections):
     plain, other = (make_batch([4, 3, 4], np.random.default_rng(3)) for _ in range(2))
     config = config_of()
     fill_advantages(plain, config, 0)
-    trained = scored_batch(other, config_of(**sections))
-    fill_advantages(trained, config_of(**sections), 0)
+    changed = config_of(**sections)
+    trained = scored_batch(other, least_of_group(changed), changed.objective.scope)
+    fill_advantages(trained, changed, 0)
     one, two = (encode(wire_of(assemble(b, config, LAYOUT, 0))) for b in (plain, trained))
     assert one.tobytes() == two.tobytes()
     for _, _, _, _, _, values, credit_of in packed_rows(assemble(plain, config, LAYOUT, 0)):

@@ -17,6 +17,7 @@ from test_journalled import Source, tokens
 from gspo_mega.base.episodes import Episode, Group, RolloutBatch
 from gspo_mega.base.errors import RolloutError
 from gspo_mega.base.records import Prompt
+from gspo_mega.config.derived import least_of_group
 from gspo_mega.data.journal.episode_log import FileBegin
 from gspo_mega.data.journal.journal import Journal
 from gspo_mega.rollout.arrival_order import Freshness
@@ -110,7 +111,7 @@ def test_a_batch_of_two_episodes_has_two_mini_batches_whatever_the_number_of_row
 def test_interleaved_stages_get_whole_turns_of_packs(stages, chunks, multiple):
     config = config_of(batch=dict(prompts_per_step=4, group_size=4, num_mini_batches=1, micro_batch_tokens=64))
     layout = dataclasses.replace(LAYOUT, pipeline=stages, virtual_pipeline=chunks)
-    batch = scored_batch(make_batch([4, 4], np.random.default_rng(2)), config)
+    batch = scored_batch(make_batch([4, 4], np.random.default_rng(2)), least_of_group(config), config.objective.scope)
     fill_advantages(batch, config, 0)
     plain = [len(shard[0].micro_batches) for shard in assemble(batch, config, LAYOUT, 0)]
     counts = [len(shard[0].micro_batches) for shard in assemble(batch, config, layout, 0)]
@@ -120,7 +121,7 @@ def test_interleaved_stages_get_whole_turns_of_packs(stages, chunks, multiple):
 
 def test_equal_packs_are_as_long_as_the_longest_of_their_turn():
     config = config_of(batch=dict(prompts_per_step=4, group_size=4, num_mini_batches=1, micro_batch_tokens=64))
-    batch = scored_batch(make_batch([4, 3], np.random.default_rng(4)), config)
+    batch = scored_batch(make_batch([4, 3], np.random.default_rng(4)), least_of_group(config), config.objective.scope)
     fill_advantages(batch, config, 0)
     lengths = {}
     for equal in (False, True):

@@ -82,7 +82,7 @@ def test_no_page_locked_block_that_is_not_a_power_of_two_is_ever_used_again():
 )
 def test_block_scales_are_as_configured_and_by_default_fp32_before_blackwell(block_scales, capability, given, added):
     config = make_config(fp8=dict(block_scales=block_scales))
-    assert block_scale_variable(config, given, capability) == added
+    assert block_scale_variable(config.fp8, given, capability) == added
     told = (given | added).get(FLOAT32_SCALES_VARIABLE, "0")
     assert has_powers_of_two(block_scales, capability) == (told == "0")
     for name, gpu in GPUS.items():
@@ -147,7 +147,7 @@ def test_without_a_gpu_block_scales_alone_are_set(tmp_path):
     environment: dict[str, str] = {}
     gpu_variables.set_variables(environment, 0, devices=tmp_path)
     assert environment == FP32_SCALES
-    gpu_variables.set_variables(environment, 0, make_config(fp8=dict(block_scales="power_of_two")), tmp_path)
+    gpu_variables.set_variables(environment, 0, make_config(fp8=dict(block_scales="power_of_two")).fp8, tmp_path)
     assert environment == TWO
 
 
@@ -164,7 +164,9 @@ def test_every_rank_sets_them_first(monkeypatch):
 
     monkeypatch.setattr(worker, "set_variables", note)
     with pytest.raises(Enough):
-        worker._prepare_torch(worker.RankEnvironment(rank=9, world_size=16, local_rank=1), make_config())
+        config = make_config()
+        place = worker.RankEnvironment(rank=9, world_size=16, local_rank=1)
+        worker._prepare_torch(place, config.precision, config.engine, config.fp8)
     assert seen == [(True, 1, "auto")]
     assert (sys.executable, "-m", "gspo_mega.train.worker") == WORKER_COMMAND
     code = "import sys, gspo_mega.train.worker; sys.exit('torch' in sys.modules or 'megatron' in sys.modules)"

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from gspo_mega.base.episodes import Group, one_turn_row
 from gspo_mega.base.errors import DataError, RewardError
 from gspo_mega.base.records import Prompt
-from gspo_mega.config.prompt_sources import HELD_OUT, source_rewards
+from gspo_mega.config.prompt_sources import HELD_OUT, eval_sets, source_rewards
 from gspo_mega.config.schema import Config, RewardFunction
 from gspo_mega.data.prompts import load_prompts
 from gspo_mega.data.quickstart import write_tokenizer
@@ -113,7 +113,7 @@ def rows(*prompts):
 
 
 def report(config, tokenizer):
-    held_out = HeldOut(config, tokenizer)
+    held_out = HeldOut(eval_sets(config), config.reward, config.data, tokenizer)
     load_prompts(config.data, tokenizer, held_out.check_of)
     return held_out.report()
 
@@ -134,7 +134,7 @@ def test_of_the_held_out_file_only_what_is_measured_counts(make, tokenizer):
 @pytest.mark.parametrize("num_prompts", [None, 2])
 def test_rows_that_are_left_out_are_said(make, tokenizer, num_prompts):
     config = make(rows("1+1="), rows("2+2=", "9" * 20, "3+3=", "8" * 20), num_prompts=num_prompts)
-    held_out = HeldOut(config, tokenizer)
+    held_out = HeldOut(eval_sets(config), config.reward, config.data, tokenizer)
     (one,) = held_out.sets
     assert one.num_left_out == 2 and [p.text for p in one.prompts] == ["2+2=", "3+3="]
     assert report(config, tokenizer)[0].endswith(": 2 prompts; 2 longer than data.max_prompt_tokens and left out")
@@ -143,7 +143,7 @@ def test_rows_that_are_left_out_are_said(make, tokenizer, num_prompts):
 
 def test_too_few_are_refused(make, tokenizer):
     with pytest.raises(DataError, match=r"eval.num_prompts asks for 2 prompts, but there are 1 .1 left out"):
-        HeldOut(make(rows("1+1="), rows("2+2=", "9" * 20), num_prompts=2), tokenizer)
+        report(make(rows("1+1="), rows("2+2=", "9" * 20), num_prompts=2), tokenizer)
 
 
 def test_an_answer_that_its_reward_cannot_use_is_named_by_its_line(make, tokenizer, tmp_path):
@@ -151,7 +151,7 @@ def test_an_answer_that_its_reward_cannot_use_is_named_by_its_line(make, tokeniz
     with pytest.raises(
         DataError, match=r"held_out.jsonl:2: 'answer': several numbers in the answer '3 or 4'.*.reward gsm8k."
     ):
-        HeldOut(make(rows("1+1="), bad, reward="gsm8k"), tokenizer)
+        report(make(rows("1+1="), bad, reward="gsm8k"), tokenizer)
     config = make(bad, rows("5+5="), reward="gsm8k")
     with pytest.raises(DataError, match=r"train.jsonl:2: 'answer': several numbers"):
         report(config, tokenizer)

@@ -90,7 +90,7 @@ def test_each_set_reads_its_own_columns(load, tokenizer, tmp_path):
     write(tmp_path / "a.jsonl", {"prompt": "2+2=", "answer": "4"})
     write(tmp_path / "b.jsonl", {"problem": "8+8=", "solution": "16"}, {"problem": "9+9=", "solution": "18"})
     config = load(TWO + "prompt_key: problem, answer_key: solution, template: '({prompt})'}]}")
-    held_out = HeldOut(config, tokenizer)
+    held_out = HeldOut(eval_sets(config), config.reward, config.data, tokenizer)
     load_prompts(config.data, tokenizer, held_out.check_of)
     a, b = held_out.sets
     assert [p.text for p in a.prompts] == ["2+2="] and [p.text for p in b.prompts] == ["(8+8=)", "(9+9=)"]
@@ -105,7 +105,7 @@ def test_sets_are_compared_with_each_other_and_with_the_training_data(load, toke
     write(tmp_path / "a.jsonl", {"prompt": "7+7=", "answer": "4"}, {"prompt": long, "answer": "4"})
     write(tmp_path / "b.jsonl", {"prompt": "9+9=", "answer": "18"}, {"prompt": " 7 + 7 =", "answer": "14"})
     config = load("data.max_prompt_tokens=200", "eval={sets: [{name: a, path: a.jsonl}, {name: b, path: b.jsonl}]}")
-    held_out = HeldOut(config, tokenizer)
+    held_out = HeldOut(eval_sets(config), config.reward, config.data, tokenizer)
     load_prompts(config.data, tokenizer, held_out.check_of)
     close, double = [line for line in held_out.report() if line.startswith("notice")]
     assert "1 of 2 held-out prompts share at least half of their runs of 13 words with a training prompt" in close
@@ -119,7 +119,7 @@ def test_a_template_is_put_around_a_text_only(load, tokenizer, tmp_path):
     write(tmp_path / "a.jsonl", {"prompt": [{"role": "user", "content": "2+2="}], "answer": "4"})
     config = load("data.chat_template=true", "eval={sets: [{name: a, path: a.jsonl, template: '({prompt})'}]}")
     with pytest.raises(DataError, match=r"a.jsonl:1: 'prompt' is an array; a template is put around a text only"):
-        HeldOut(config, tokenizer)
+        HeldOut(eval_sets(config), config.reward, config.data, tokenizer)
 
 
 def test_a_template_may_show_further_columns(load, tokenizer, tmp_path):
@@ -127,10 +127,10 @@ def test_a_template_may_show_further_columns(load, tokenizer, tmp_path):
     write(tmp_path / "a.jsonl", row)
     more = "template: '{prompt}<{tests}>{note}', template_keys: [tests, note]"
     config = load(f"eval={{sets: [{{name: a, path: a.jsonl, {more}}}]}}")
-    assert HeldOut(config, tokenizer).sets[0].prompts[0].text == "{tests}?<a\nb>"
+    assert HeldOut(eval_sets(config), config.reward, config.data, tokenizer).sets[0].prompts[0].text == "{tests}?<a\nb>"
     write(tmp_path / "a.jsonl", {"prompt": "x", "answer": "4", "tests": []})
     with pytest.raises(DataError, match=r"a.jsonl:1: no key 'note'.*template_keys chooses the key"):
-        HeldOut(config, tokenizer)
+        HeldOut(eval_sets(config), config.reward, config.data, tokenizer)
 
 
 def sampled(*texts, right):

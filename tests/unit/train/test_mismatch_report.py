@@ -11,6 +11,7 @@ import torch
 from run_configs import make_config
 
 from gspo_mega.algorithm.correction import MAXIMUM_NAMES, mismatch_sums
+from gspo_mega.config.derived import band_of
 from gspo_mega.metrics.catalogue import LENGTH_BINS, find_metric, rows_by_length
 from gspo_mega.train.mismatch_report import WARN_AGAIN_STEPS, GapRows, gap_metrics, gap_warnings
 
@@ -20,6 +21,13 @@ MEANS = np.array([5e-4, -5e-4, 1e-4, -1e-4, -2e-3])
 LENGTHS = np.array([10, 63, 64, 300, 20_000])
 WIDTH = math.log(1 + 4e-4) - math.log(1 - 3e-4)
 ADVANTAGES = np.array([1.0, -1.0, -1.0, 1.0, -2.0])
+
+
+def band(config):
+    return band_of(config.algorithm, config.objective)
+
+
+BAND = band(make_config())
 
 
 def columns(means=MEANS, lengths=LENGTHS):
@@ -62,7 +70,7 @@ def test_the_bins_are_fixed_and_each_length_is_in_one():
 
 
 def test_the_split_by_hand():
-    metrics = gap_metrics(make_config(), gap_of(weights=[1.0, 0.0, 1.0, 1.0, 0.0]))
+    metrics = gap_metrics(BAND, gap_of(weights=[1.0, 0.0, 1.0, 1.0, 0.0]))
     assert all(find_metric(name) for name in metrics)
     short = {name: metrics[f"mismatch/length/1-63/{name}"] for name in ("num_sequences", "log_s_mean", "log_s_sd")}
     assert short == pytest.approx({"num_sequences": 2, "log_s_mean": 0.0, "log_s_sd": 5e-4}, abs=1e-15)
@@ -83,21 +91,23 @@ def test_the_split_by_hand():
 
 
 def test_without_a_correction_or_a_clip_range_those_numbers_are_absent():
-    metrics = gap_metrics(make_config(algorithm="sapo"), gap_of())
+    metrics = gap_metrics(None, gap_of())
     assert "mismatch/length/1-63/k3" in metrics
     assert not any(name.endswith(("/clip_fraction", "/kept_fraction", "/budget_share")) for name in metrics)
-    assert not any(name.endswith("/kept_fraction") for name in gap_metrics(make_config(algorithm="grpo"), gap_of()))
+    assert not any(
+        name.endswith("/kept_fraction") for name in gap_metrics(band(make_config(algorithm="grpo")), gap_of())
+    )
 
 
 def test_only_what_was_measured_before_an_update_counts():
-    metrics = gap_metrics(make_config(), gap_of(rows=[1, 0, 1, 0, 0]))
+    metrics = gap_metrics(BAND, gap_of(rows=[1, 0, 1, 0, 0]))
     assert metrics["mismatch/advantage/positive/num_sequences"] == 1
     assert metrics["mismatch/k1"] == pytest.approx(-(10 * 5e-4 + 64 * 1e-4) / 74)
     assert len(MAXIMUM_NAMES) == gap_of().maxima.shape[1]
 
 
 def warnings(config, gap, summary, step, **more):
-    metrics = gap_metrics(config, gap) | more
+    metrics = gap_metrics(band(config), gap) | more
     return gap_warnings(config, FILE, gap, metrics, summary, step)
 
 
@@ -157,7 +167,7 @@ def test_routes_that_next_to_never_change_are_no_cause():
 
 
 def test_the_budget_command_is_given_the_weights_that_the_run_has_now():
-    config, metrics = make_config(), gap_metrics(make_config(), gap_of())
+    config, metrics = make_config(), gap_metrics(BAND, gap_of())
     (line,) = gap_warnings(config, FILE, gap_of(), metrics, {}, 1, Path("run/hf_steps/step_00000020"))
     assert line.endswith(
         "`gspo-mega mismatch run/config.resolved.yaml model.path=run/hf_steps/step_00000020` measures each cause separately"
@@ -203,7 +213,7 @@ def test_a_correction_that_drops_much_says_so():
 
 def test_of_nothing():
     empty = gap_of(rows=[0] * 5)
-    metrics = gap_metrics(make_config(), empty)
+    metrics = gap_metrics(BAND, empty)
     assert metrics["mismatch/budget_share"] == 0.0 and all(math.isfinite(value) for value in metrics.values())
 
 

@@ -102,7 +102,7 @@ def test_other_weights_of_the_same_shape_are_others(tmp_path):
     def of(**files):
         for name, data in files.items():
             (tmp_path / name.replace("_", ".")).write_bytes(data)
-        return first_weights(load_config(CONFIG, [f"model.path={tmp_path}"]).config)
+        return first_weights(load_config(CONFIG, [f"model.path={tmp_path}"]).config.model)
 
     size = 1_000_000
     first = of(config_json=b"{}", model_safetensors=b"a" * size)

@@ -12,6 +12,7 @@ from test_assemble_episodes import LAYOUT, batches, config_of
 from gspo_mega.base.episodes import ENDED_BY_LIMIT, Episode, Group, RolloutBatch, leaf_ids
 from gspo_mega.base.errors import RewardError
 from gspo_mega.base.records import Prompt
+from gspo_mega.config.derived import least_of_group
 from gspo_mega.train.batches import MiniBatch, assemble, fill_advantages, scored_batch
 from gspo_mega.train.scatter import decode, encode
 
@@ -24,7 +25,7 @@ def ppo(**sections):
 @given(batch=batches())
 def test_every_tokens_reward_against_a_loop_over_the_tree(batch):
     config = ppo()
-    trained = scored_batch(batch, config)
+    trained = scored_batch(batch, least_of_group(config), config.objective.scope)
     fill_advantages(trained, config, 0)
     for episode in trained.episodes:
         last = set(leaf_ids(episode.nodes))
@@ -39,7 +40,7 @@ def test_every_tokens_reward_against_a_loop_over_the_tree(batch):
 
 def test_packs_carry_rewards_and_the_flag_of_rows_that_were_cut_off_through_a_message():
     config = ppo(critic=dict(aggregation="sequence_mean_token_mean"), objective=dict(aggregation="token_mean"))
-    batch = scored_batch(make_batch([1, 3], np.random.default_rng(3)), config)
+    batch = scored_batch(make_batch([1, 3], np.random.default_rng(3)), least_of_group(config), config.objective.scope)
     assert [len(group.episodes) for group in batch.groups] == [1, 3], "a critic needs no second response"
     batch.trajectories[1].finish_reason = "length"
     batch.episodes[2].info[ENDED_BY_LIMIT] = "context_full"
@@ -70,7 +71,7 @@ def test_permuted_rewards_leave_the_turns_own_out():
     batch = RolloutBatch(0, [Group(0, prompt, [episode])])
     for permuted, wanted in ((False, [0.0, 0.25, 0.0, 0.75]), (True, [0.0, 0.0, 0.0, 1.0])):
         config = ppo(reward=dict(permute_in_batch=permuted))
-        fill_advantages(scored_batch(batch, config), config, 0)
+        fill_advantages(scored_batch(batch, least_of_group(config), config.objective.scope), config, 0)
         assert episode.rows()[0].token_rewards == wanted
 
 
@@ -81,12 +82,12 @@ def test_a_batch_without_any_reward_is_named_with_a_critic_too():
     for episode in batch.episodes:
         episode.reward, episode.reward_error = None, "the scorer failed"
     with pytest.raises(RewardError, match="no group of its rollout batch has a reward. The first"):
-        scored_batch(batch, ppo())
+        scored_batch(batch, 1, "trajectory")
 
 
 def test_without_a_critic_packs_carry_neither():
     config = config_of()
-    batch = scored_batch(make_batch([4], np.random.default_rng(0)), config)
+    batch = scored_batch(make_batch([4], np.random.default_rng(0)), least_of_group(config), config.objective.scope)
     fill_advantages(batch, config, 0)
     for shard in assemble(batch, config, LAYOUT, 0):
         for mini_batch in shard:

@@ -34,7 +34,7 @@ def noise(kl, seed=0):
 
 
 def findings(run, parts, alternatives=(), nothing=(), faults=(), backward=None, tokens=TOKENS, blocks=None):
-    band, d = band_of(run.config), sum(parts.values())
+    band, d = band_of(run.config.algorithm, run.config.objective), sum(parts.values())
     groups = tokens.prompt[tokens.sequence]
 
     def share(x):

@@ -63,11 +63,20 @@ def config_of(algorithm, **objective):
     return make_config(algorithm=algorithm, objective={**more, **objective}, **sections)
 
 
+def band(config):
+    return band_of(config.algorithm, config.objective)
+
+
 def in_a_run(config, server=SERVER, new=None, lengths=(2, 1), advantages=(-1.0, 1.0)):
     new = np.log(NEW) if new is None else new
     ids = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
     sums, maxima = mismatch_sums(
-        torch.from_numpy(new), torch.from_numpy(server), torch.ones(len(ids)), ids, len(lengths), band=band_of(config)
+        torch.from_numpy(new),
+        torch.from_numpy(server),
+        torch.ones(len(ids)),
+        ids,
+        len(lengths),
+        band=band(config),
     )
     old = {"mismatch_sums": sums.numpy(), "mismatch_maxima": maxima.numpy()}
     everything = np.ones(len(lengths), bool)
@@ -78,7 +87,7 @@ def by_command(config, server=SERVER, new=None, lengths=(2, 1), advantages=(-1.0
     new = np.log(NEW) if new is None else new
     count = len(lengths)
     tokens = TokenPlaces(np.repeat(np.arange(count), lengths), np.arange(count), np.sign(advantages).astype(int))
-    return make_row(new - server, tokens, band_of(config), (1,), np.exp(new) - np.exp(server))
+    return make_row(new - server, tokens, band(config), (1,), np.exp(new) - np.exp(server))
 
 
 def test_every_recipe_is_here():
@@ -89,7 +98,7 @@ def test_every_recipe_is_here():
 def test_by_hand_in_a_run_and_by_the_command(algorithm):
     share, negative, positive = BY_HAND[algorithm]
     config = config_of(algorithm)
-    metrics, row = gap_metrics(config, in_a_run(config)), by_command(config)
+    metrics, row = gap_metrics(band(config), in_a_run(config)), by_command(config)
     assert metrics["mismatch/budget_share"] == pytest.approx(share, rel=1e-6)
     assert row.band_share.value == pytest.approx(share, rel=1e-6)
     assert metrics["mismatch/advantage/negative/clip_fraction"] == row.negative.value == negative
@@ -97,17 +106,19 @@ def test_by_hand_in_a_run_and_by_the_command(algorithm):
 
 
 def test_custom_follows_its_ratio_and_the_dual_clip_counts():
-    assert not band_of(config_of("custom", ratio="sequence")).per_token
-    assert band_of(config_of("custom", ratio="token")).per_token
+    assert not band(config_of("custom", ratio="sequence")).per_token
+    assert band(config_of("custom", ratio="token")).per_token
     dual = config_of("grpo", dual_clip=1.3)
-    assert gap_metrics(dual, in_a_run(dual))["mismatch/advantage/negative/clip_fraction"] == 1.0, "log 1.3 is .262"
+    assert gap_metrics(band(dual), in_a_run(dual))["mismatch/advantage/negative/clip_fraction"] == 1.0, (
+        "log 1.3 is .262"
+    )
 
 
 def test_a_weight_is_bounded_whatever_the_sign():
     """CISPO clips a weight of A < 0 that is too large, as one of A > 0; no gradient is lost."""
-    band = band_of(config_of("cispo", clip_low=0.2, clip_high=0.2))
-    assert band.is_clipped(D, negative=True).tolist() == band.is_clipped(D, negative=False).tolist() == [True] * 3
-    open_below = band_of(config_of("cispo"))
+    bounded = band(config_of("cispo", clip_low=0.2, clip_high=0.2))
+    assert bounded.is_clipped(D, negative=True).tolist() == bounded.is_clipped(D, negative=False).tolist() == [True] * 3
+    open_below = band(config_of("cispo"))
     assert open_below == Band(-math.inf, math.log(5), per_token=True, bounds_weight=True)
     assert "doubled" in open_below.what
 
@@ -116,7 +127,7 @@ def test_a_weight_is_bounded_whatever_the_sign():
 def test_what_clips_nothing_is_not_judged_by_a_range(algorithm):
     config = config_of(algorithm)
     gap = in_a_run(config)
-    metrics = gap_metrics(config, gap)
+    metrics = gap_metrics(band(config), gap)
     assert not any("budget_share" in name or "clip_fraction" in name for name in metrics)
     assert gap_warnings(config, Path("c.yaml"), gap, metrics, {}, 1) == []
     row = by_command(config)
@@ -131,7 +142,7 @@ def test_what_clips_nothing_is_not_judged_by_a_range(algorithm):
 def sentences(config, row):
     """What the command says of the range."""
     findings = SimpleNamespace(
-        total=row, band=band_of(config), unsigned=None, num_negative=1, num_positive=1, num_prompts=30, faults=(),
+        total=row, band=band(config), unsigned=None, num_negative=1, num_positive=1, num_prompts=30, faults=(),
         parts={"forward": {}}, moved={}, nothing={},
     )  # fmt: skip
     advice, facts = Advice(), SimpleNamespace(config=config)
@@ -153,7 +164,7 @@ def noise(sd, seed=0, count=64, length=256):
 def test_the_run_and_the_command_say_the_same(algorithm, sd):
     config, data = config_of(algorithm), noise(sd)
     gap, row = in_a_run(config, **data), by_command(config, **data)
-    metrics = gap_metrics(config, gap)
+    metrics = gap_metrics(band(config), gap)
     share = metrics["mismatch/budget_share"]
     assert share == pytest.approx(row.band_share.value, rel=1e-9)
     for sign, of_row in (("negative", row.negative), ("positive", row.positive)):
@@ -177,7 +188,7 @@ def test_the_run_and_the_command_say_the_same(algorithm, sd):
 def test_tokens_that_are_clipped_without_an_update_are_seen(sd, least):
     """The mean over a response of 1024 tokens hides them: it is a thirtieth of a token's size."""
     config, data = config_of("grpo"), noise(sd, length=1024)
-    metrics = gap_metrics(config, in_a_run(config, **data))
+    metrics = gap_metrics(band(config), in_a_run(config, **data))
     assert metrics["mismatch/clip_fraction"] > least * 0.9 and metrics["mismatch/budget_share"] > 0.45
 
 
