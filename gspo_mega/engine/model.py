@@ -43,6 +43,7 @@ from gspo_mega.engine.delta_net import GatedAttention, complete_delta_spec, delt
 from gspo_mega.engine.invariant_layers import ACTIVATION, is_batch_invariant, use_invariant_parts
 from gspo_mega.engine.precision import (
     dispatcher_settings,
+    fusion_choices,
     fusion_settings,
     head_without_apex,
     log_backends,
@@ -170,10 +171,10 @@ def transformer_config(config: Config, spec: ModelSpec) -> TransformerConfig:
     log_backends()
     require_precision(config)
     parallel = config.parallel
-    precision = precision_settings(config)
+    precision, has_experts = precision_settings(config), spec.moe is not None
     settings: dict = dict(
         **precision,
-        **fusion_settings(config, has_experts=spec.moe is not None),
+        **fusion_settings(fusion_choices(config, has_experts), has_experts),
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
         num_attention_heads=spec.num_heads,

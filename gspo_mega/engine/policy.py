@@ -200,7 +200,7 @@ class PolicyEngine:
         write_parameters(self.optimizer)
 
     def parameter_dtype(self) -> torch.dtype:
-        return parameter_dtype(self.config)
+        return parameter_dtype(self.config.precision, self.config.certify)
 
     # --- passes --------------------------------------------------------------------------------------------
 

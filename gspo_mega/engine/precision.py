@@ -50,7 +50,7 @@ from gspo_mega.config.derived import (
     is_sharp_fp8,
     loads_quantized,
 )
-from gspo_mega.config.schema import Config, Parallel
+from gspo_mega.config.schema import Certify, Config, Parallel, Precision
 from gspo_mega.cpu import te_loading
 from gspo_mega.cpu.backend import is_cpu_backend
 from gspo_mega.cpu.products import uses_onednn
@@ -68,9 +68,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 _FORMATS = {"delayed": "hybrid", "tensorwise": "hybrid", "blockwise": "e4m3", "mxfp8": "e4m3"}
 
 
-def parameter_dtype(config: Config) -> torch.dtype:
-    """The dtype of a model's parameters, and of activations between layers, in this configuration."""
-    return torch.float32 if is_sharp_fp8(config.precision, config.certify) else DTYPES[config.precision]
+def parameter_dtype(precision: Precision, certify: Certify) -> torch.dtype:
+    """The dtype of a model's parameters, and of activations between layers."""
+    return torch.float32 if is_sharp_fp8(precision, certify) else DTYPES[precision]
 
 
 def uses_transformer_engine(megatron_config: TransformerConfig) -> bool:
@@ -143,7 +143,7 @@ def _device(capability: tuple[int, int] | None) -> str:
 
 def precision_settings(config: Config) -> dict:
     """The settings of Megatron's TransformerConfig that define how numbers are stored and multiplied."""
-    dtype, fp8 = parameter_dtype(config), config.fp8
+    dtype, fp8 = parameter_dtype(config.precision, config.certify), config.fp8
     settings: dict = dict(
         params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype == torch.bfloat16, transformer_impl="local"
     )
@@ -237,11 +237,8 @@ def fusion_choices(config: Config, has_experts: bool) -> list[FusionChoice]:
     return fused_operations(config, has_experts=has_experts, has_gpu=has_gpu, missing=missing)
 
 
-def fusion_settings(config: Config, has_experts: bool) -> dict[str, bool]:
-    """The settings of TransformerConfig for fused operations. Raises ModelError as `fusion_choices` does. Logs the
-    choice once, on rank 0.
-    """
-    made = fusion_choices(config, has_experts)
+def fusion_settings(made: list[FusionChoice], has_experts: bool) -> dict[str, bool]:
+    """The settings of TransformerConfig for these choices. Logs them once, on rank 0."""
     _log(describe_fusions(made))
     settings = {FUSION_SETTINGS[choice.key]: choice.on for choice in made}
     if settings[FUSION_SETTINGS["fuse_activation"]]:

@@ -9,12 +9,13 @@ import sys
 import torch
 from run_configs import make_config
 
-from gspo_mega.engine.precision import fusion_settings
+from gspo_mega.engine.precision import fusion_choices, fusion_settings
 
 
 def main(words: list[str]) -> None:
     # As a rank's model is built; without the key, nothing is fused on a CPU.
-    fusion_settings(make_config(engine=dict(fuse_activation=True) if words[0] == "ours" else {}), has_experts=True)
+    config = make_config(engine=dict(fuse_activation=True) if words[0] == "ours" else {})
+    fusion_settings(fusion_choices(config, has_experts=True), has_experts=True)
     if len(words) > 1:
         torch._dynamo.config.recompile_limit = int(words[1])
     inside = []

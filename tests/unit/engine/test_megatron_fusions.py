@@ -27,7 +27,7 @@ def on_gpu(monkeypatch):
 
 
 def settings(has_experts=True, **sections):
-    return fusions.fusion_settings(make_config(**sections), has_experts)
+    return fusions.fusion_settings(fusions.fusion_choices(make_config(**sections), has_experts), has_experts)
 
 
 def test_on_a_gpu_everything_is_fused_by_default(on_gpu):
