@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     if args.reward_model is not None:
         return ServerSupervisor(config, attempt, index, start=Path(config.model.path), classifies=True).run()
     if part > 0:
-        return PartSupervisor(config, attempt, index, part).run()
+        return PartSupervisor(config.server, attempt, index, part).run()
     if config.publish.method == "distributed" and device_here() == "gpu":
         # The server's start takes longer, so this does not delay it.
         asked = (attempt, index, preflight_seconds(config.cluster))

@@ -26,7 +26,7 @@ from gspo_mega.base.episodes import Episode, build_rows
 from gspo_mega.base.errors import ModelError, RolloutError
 from gspo_mega.base.served_scores import ServedScores
 from gspo_mega.config.derived import OneTeacher, num_served_top, teachers
-from gspo_mega.config.schema import Config
+from gspo_mega.config.schema import Rollout, Teacher
 from gspo_mega.config.validate_rewards import url_problem
 from gspo_mega.data.chat import PromptEncoder
 from gspo_mega.data.prompts import taught_prompt
@@ -139,7 +139,8 @@ class TeacherServers:
 
     def __init__(
         self,
-        config: Config,
+        teacher: Teacher | None,
+        rollout: Rollout,
         tokenizer: Tokenizer,
         vocab_size: int,
         environment: Mapping[str, str] = os.environ,
@@ -151,14 +152,14 @@ class TeacherServers:
         servers, which the policy as a teacher needs. Raises ModelError as `TeacherServer`.
         """
         self.tell: Callable[[str], None] = lambda line: None
-        self._tokenizer, self._vocab_size, self._num_top = tokenizer, vocab_size, num_served_top(config.teacher)
-        rollout, concurrency = config.rollout, config.teacher.concurrency if config.teacher is not None else 1
+        self._tokenizer, self._vocab_size, self._num_top = tokenizer, vocab_size, num_served_top(teacher)
+        concurrency = teacher.concurrency if teacher is not None else 1
         self._deadline, self._patience = rollout.progress_deadline_seconds, rollout.no_server_deadline_seconds
         self._max_attempts = rollout.max_attempts
         self._encoder = encoder
         self._servers: dict[str | None, TeacherServer | PolicyServers] = {}
         self._contexts: dict[str | None, str | None] = {}
-        for one in teachers(config.teacher):
+        for one in teachers(teacher):
             if one.settings.url is not None:
                 self._servers[one.source] = TeacherServer(one, concurrency, vocab_size, environment)
             elif one.settings.policy:

@@ -103,7 +103,9 @@ class Rollouts:
         self._driver = episode_driver(config, self.tokenizer, self.end_tokens.ids, self._decode)
         self.teachers: TeacherServers | None = None
         if teaches and has_served_teacher(config.teacher):
-            self.teachers = TeacherServers(config, self.tokenizer, spec.vocab_size, encoder=encoder, pool=self.pool)
+            self.teachers = TeacherServers(
+                config.teacher, config.rollout, self.tokenizer, spec.vocab_size, encoder=encoder, pool=self.pool
+            )
         try:
             self.pool.loop.run(self._start())
         except BaseException:

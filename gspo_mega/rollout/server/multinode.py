@@ -23,7 +23,7 @@ from typing import Literal
 
 from gspo_mega.base.network import with_port
 from gspo_mega.base.run_folder import Attempt, atomic_write_json, read_json
-from gspo_mega.config.schema import Config
+from gspo_mega.config.schema import Server
 from gspo_mega.rollout.registration import Registration
 from gspo_mega.rollout.server.process import RunningServer, free_port, log_tail, remove_abandoned
 from gspo_mega.rollout.server.spec import ServerSpec
@@ -163,16 +163,16 @@ class PartSupervisor:
 
     def __init__(
         self,
-        config: Config,
+        server: Server,
         attempt: Attempt,
         index: int,
         part: int,
         entry: Sequence[str] = (sys.executable, "-m", "gspo_mega.rollout.server.entry"),
     ) -> None:
-        self._config, self._attempt, self._index, self._entry = config, attempt, index, list(entry)
+        self._server, self._attempt, self._index, self._entry = server, attempt, index, list(entry)
         self._log = attempt.server_part_log(index, part)
         self._running: RunningServer | None = None
-        self._report = PartReport(part, 0, "waiting", config.server.host, 0)
+        self._report = PartReport(part, 0, "waiting", server.host, 0)
         self._reported_at = 0.0
         self._head = UnchangedFor()
         self._num_signals = 0
@@ -198,7 +198,7 @@ class PartSupervisor:
                     return 0
                 if self._num_signals and stop_at is None:
                     # All parts of a step get a signal. The head drains the server first, and needs all parts for that.
-                    stop_at = time.monotonic() + self._config.server.drain_seconds + _AFTER_DRAIN_SECONDS
+                    stop_at = time.monotonic() + self._server.drain_seconds + _AFTER_DRAIN_SECONDS
                 if self._num_signals > 1 or (stop_at is not None and time.monotonic() > stop_at):
                     self._end("it was asked to stop")
                     return 0
@@ -236,7 +236,7 @@ class PartSupervisor:
         order = StartOrder.read(self._attempt, self._index)
         if order is None or order.generation != generation:
             return  # a shared folder may show files in another order than they were written
-        host = self._config.server.host
+        host = self._server.host
         own = replace(order.spec, host=host, port=free_port(host), node=self._report.part)
         self._running = RunningServer.start(
             self._entry, self._log, lambda scratch: replace(own, store=str(scratch / "store"))

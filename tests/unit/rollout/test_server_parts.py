@@ -99,7 +99,7 @@ class Follower:
     def __init__(self, attempt) -> None:
         self.attempt, self.seen = attempt, attempt.path / "seen.json"
         config = load_config(CONFIG, OVER_TWO).config
-        self.part = PartSupervisor(config, attempt, 0, 1, entry=(sys.executable, "-c", STAND_IN, str(self.seen)))
+        self.part = PartSupervisor(config.server, attempt, 0, 1, entry=(sys.executable, "-c", STAND_IN, str(self.seen)))
 
     def head(self, state, generation, ordered=True) -> Registration:
         if ordered:

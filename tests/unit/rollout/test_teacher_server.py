@@ -43,7 +43,13 @@ def score(tmp_path):
         (file := tmp_path / "c.yaml").write_text(smallest_yaml())
         config = load_config(file, overrides).config
         servers = TeacherServers(
-            config, tokenizer or LetterTokenizer(), vocab_size, environment or {}, encoder=encoder, pool=pool
+            config.teacher,
+            config.rollout,
+            tokenizer or LetterTokenizer(),
+            vocab_size,
+            environment or {},
+            encoder=encoder,
+            pool=pool,
         )
         said: list[str] = []
 
