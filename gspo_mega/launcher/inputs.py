@@ -307,8 +307,10 @@ def try_rewards(loaded: LoadedConfig, command: str) -> list[str]:
     config = loaded.config
     if command not in ("train", "sft", "eval") or (config.train is not None and config.train.from_rollouts is not None):
         return []
-    samples = list(_samples(config, command))
-    names = {name for source in samples for name in _names_of(config, source.source)}
+    trains = command == "train" and names_prompts(config.data)
+    samples = list(_samples(config.data if trains else None, eval_sets(config)))
+    own_rewards = source_rewards(config)
+    names = {name for one in samples for name in reward_names(config.reward, own_rewards.get(one.source))}
     services = services_by_name(config.reward)
     notices = []
     if asked := sorted(names & services.keys()):
@@ -400,12 +402,13 @@ class _Sample:
         return [("an empty response", ""), ("the row's answer as the response", answer)]
 
 
-def _samples(config: Config, command: str) -> Iterator[_Sample]:
-    """The first row of each file whose responses are scored. Files and rows that cannot be read are left out."""
-    if command == "train" and names_prompts(config.data):
-        for source in data_sources(config.data):
-            yield from _first(source.name, source.path, config.data)
-    for one in eval_sets(config):
+def _samples(data: Data | None, held_out: Sequence[HeldOutSet]) -> Iterator[_Sample]:
+    """The first row of each file whose responses are scored. Files and rows that cannot be read are left out. `data`:
+    the training data, or None if nothing is trained on.
+    """
+    for source in data_sources(data) if data is not None else ():
+        yield from _first(source.name, source.path, data)
+    for one in held_out:
         yield from _first(one.source, one.path, one.data)
 
 
@@ -433,10 +436,6 @@ def _text_of(prompt: Any) -> str:
         said = [message.get("content") for message in prompt if isinstance(message, dict)]
         return "\n".join(one for one in said if isinstance(one, str))
     return str(prompt)
-
-
-def _names_of(config: Config, source: str) -> tuple[str, ...]:
-    return reward_names(config.reward, source_rewards(config).get(source))
 
 
 def _key_of(config: Config, source: str, function: str) -> str:
