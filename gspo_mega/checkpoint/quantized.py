@@ -22,11 +22,10 @@ from torch import nn
 from gspo_mega.algorithm.fp8 import quantize_blocks, quantize_published_blocks
 from gspo_mega.algorithm.rounding import OnLoad
 from gspo_mega.base.errors import PublishError
-from gspo_mega.config.derived import server_dtype
+from gspo_mega.config.derived import ServerDtype, server_dtype
 from gspo_mega.config.schema import Config, Server
 from gspo_mega.models.block_fp8 import (
     is_quantized,
-    publishes_powers_of_two,
     scale_name,
     scale_shape,
     served_layout,
@@ -187,14 +186,16 @@ def plain_form(dtype: torch.dtype) -> PublishedForm:
 
 def published_form(config: Config) -> PublishedForm:
     """Return the form that the run's servers hold."""
-    trainer = _DTYPES["fp32" if config.precision == "fp32" else "bf16"]
-    plain = _DTYPES[server_dtype(config.server, config.precision)]
-    return PublishedForm(
-        trainer,
-        plain,
-        served_layout(config),
-        "power_of_two" if publishes_powers_of_two(config.fp8, config.cluster) else "float32",
-    )
+    trainer: ServerDtype = "fp32" if config.precision == "fp32" else "bf16"
+    return form_of(trainer, server_dtype(config.server, config.precision), served_layout(config))
+
+
+def form_of(trainer: ServerDtype, dtype: ServerDtype, layout: BlockFp8 | None) -> PublishedForm:
+    """Return the form of weights that the trainer rounds to `trainer`, and that servers hold in `dtype`, or in the
+    blocks of `layout`.
+    """
+    rule = "power_of_two" if layout is not None and layout.power_of_two else "float32"
+    return PublishedForm(_DTYPES[trainer], _DTYPES[dtype], layout, rule)
 
 
 class _Quantized(Protocol):

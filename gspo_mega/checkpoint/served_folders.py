@@ -22,6 +22,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,7 @@ from gspo_mega.base.errors import CheckpointError, GspoMegaError, ModelError
 from gspo_mega.base.garbage import uncollected
 from gspo_mega.base.processes import die_with_parent
 from gspo_mega.base.run_folder import RunFolder
-from gspo_mega.config.derived import SERVER_DTYPES, server_dtype
+from gspo_mega.config.derived import SERVER_DTYPES, ServerDtype, server_dtype
 from gspo_mega.config.schema import Config
 from gspo_mega.models.block_fp8 import SERVED_BLOCK, is_quantizable, is_quantized, served_layout
 from gspo_mega.models.huggingface import folder_needs_plain_copy, read_model_spec, read_stored, weights_stamp
@@ -52,28 +53,47 @@ _REPORT_SECONDS = 0.5
 _LOG_SECONDS = 10.0
 
 
-def needed_copy(config: Config, folder: RunFolder) -> Path | None:
+@dataclass(frozen=True)
+class StartWeights:
+    """What servers hold before anything is published: the weights of `source` (`model.path`), rounded to the dtype in
+    which the `trainer` sends weights, in the servers' `dtype`, or in the blocks of `layout`. Needs no torch, and can be
+    sent to another process.
+    """
+
+    source: Path
+    trainer: ServerDtype
+    dtype: ServerDtype
+    layout: BlockFp8 | None
+
+    @classmethod
+    def of(cls, config: Config) -> StartWeights:
+        """Those of a run."""
+        trainer: ServerDtype = "fp32" if config.precision == "fp32" else "bf16"
+        dtype = server_dtype(config.server, config.precision)
+        return cls(Path(config.model.path), trainer, dtype, served_layout(config))
+
+
+def needed_copy(weights: StartWeights, folder: RunFolder) -> Path | None:
     """Return the copy that a server of the run starts from before anything is published, whether it exists or not.
 
     Returns None if servers start from `model.path` itself. Raises ModelError, CheckpointError or OSError.
     """
-    source, layout = Path(config.model.path), served_layout(config)
-    if not folder_needs_plain_copy(source, SERVER_DTYPES[server_dtype(config.server, config.precision)]):
+    source, layout = weights.source, weights.layout
+    if not folder_needs_plain_copy(source, SERVER_DTYPES[weights.dtype]):
         if layout is None and read_stored(source) is None:
             return None
         if has_layout(read_model_spec(source), layout):
             return None
-    return start_folder(config, folder)
+    return start_folder(weights, folder)
 
 
-def start_folder(config: Config, folder: RunFolder) -> Path:
+def start_folder(weights: StartWeights, folder: RunFolder) -> Path:
     """Return the path of the copy. Its name has what its content depends on: the form and the weights of
     `model.path`.
     """
-    layout = served_layout(config)
+    layout = weights.layout
     form = "plain" if layout is None else "blocks-power-of-two" if layout.power_of_two else "blocks-float32"
-    trainer = "fp32" if config.precision == "fp32" else "bf16"
-    name = f"start-{form}-{trainer}-{server_dtype(config.server, config.precision)}-{weights_stamp(config.model.path)}"
+    name = f"start-{form}-{weights.trainer}-{weights.dtype}-{weights_stamp(weights.source)}"
     return folder.weights_dir.absolute() / name
 
 
@@ -90,17 +110,17 @@ def has_layout(spec: ModelSpec, layout: BlockFp8 | None) -> bool:
 
 
 class CopyMaker:
-    """Makes the copy `out` in its own process, whose end gives back the memory that torch takes.
+    """Makes the copy `out` of `weights` in its own process, whose end gives back the memory that torch takes.
 
     That process ends with this one, and with the thread that constructs this object. If it is stopped or killed, the
     next maker continues.
     """
 
-    def __init__(self, config: Config, out: Path) -> None:
+    def __init__(self, weights: StartWeights, out: Path) -> None:
         context = multiprocessing.get_context("spawn")
         self._out, self._amounts = out, (0, 0)
         self._receiver, sender = context.Pipe(duplex=False)
-        self._process = context.Process(target=_run, args=(config, out, os.getpid(), sender), daemon=True)
+        self._process = context.Process(target=_run, args=(weights, out, os.getpid(), sender), daemon=True)
         self._process.start()
         sender.close()
 
@@ -131,27 +151,27 @@ class CopyMaker:
         self._receiver.close()
 
 
-def _run(config: Config, out: Path, parent: int, sender: Connection) -> None:
+def _run(weights: StartWeights, out: Path, parent: int, sender: Connection) -> None:
     """Run the maker's process, which ends with the process `parent`. It sends (bytes done, in total) and its error."""
     die_with_parent(parent)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # such a signal goes to the whole group; the parent ends this process
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
-        _make(config, out, lambda done, total: sender.send((done, total)))
+        _make(weights, out, lambda done, total: sender.send((done, total)))
     except GspoMegaError as error:
         sender.send(error)
     except OSError as error:
         sender.send(CheckpointError(f"{out}: cannot be made: {error}"))
 
 
-def _make(config: Config, out: Path, report: Callable[[int, int], object]) -> None:
+def _make(weights: StartWeights, out: Path, report: Callable[[int, int], object]) -> None:
     """Make the copy, unless another maker has made it while this one waited. `report` gets bytes done, and in total."""
     with uncollected():
-        from gspo_mega.checkpoint.quantized import published_form
+        from gspo_mega.checkpoint.quantized import form_of
         from gspo_mega.checkpoint.tensor_sources import open_checkpoint
 
-    logger.info("%s: weights of %s in the form that servers hold", out, config.model.path)
+    logger.info("%s: weights of %s in the form that servers hold", out, weights.source)
     reported, shown = float("-inf"), time.monotonic()
 
     def progress(done: int, total: int, name: str) -> None:
@@ -168,7 +188,7 @@ def _make(config: Config, out: Path, report: Callable[[int, int], object]) -> No
         if out.is_dir():
             return
         _remove_others(out)
-        source, form = open_checkpoint(Path(config.model.path)), published_form(config)
+        source, form = open_checkpoint(weights.source), form_of(weights.trainer, weights.dtype, weights.layout)
         has_remains = any(out.parent.glob(f"{out.name}.*"))
         try:
             to_form(source, out, form, progress=progress)

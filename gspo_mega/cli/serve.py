@@ -23,8 +23,8 @@ from gspo_mega.base import processes
 from gspo_mega.base.errors import ConfigError, PublishError
 from gspo_mega.base.network import address_problem
 from gspo_mega.base.run_folder import Attempt, RunFolder, atomic_write_json
-from gspo_mega.checkpoint.served_folders import CopyMaker, needed_copy
-from gspo_mega.config import Config, load_config
+from gspo_mega.checkpoint.served_folders import CopyMaker, StartWeights, needed_copy
+from gspo_mega.config import load_config
 from gspo_mega.config.deadlines import preflight_seconds
 from gspo_mega.launcher.attempt_state import SILENCE_SECONDS, beats, read_state
 from gspo_mega.launcher.lease import hold
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
         # The server's start takes longer, so this does not delay it.
         asked = (attempt, index, preflight_seconds(config.cluster))
         threading.Thread(target=_record_own_software, args=asked, daemon=True, name="software").start()
-    return ServerSupervisor(config, attempt, index, start=_start(config, folder, index)).run()
+    return ServerSupervisor(config, attempt, index, start=_start(StartWeights.of(config), folder, index)).run()
 
 
 def which_part(num_nodes: int, part: int | None, hosts: str | None, index: int | None, task: int | None) -> int:
@@ -151,10 +151,10 @@ def free_index(attempt: Attempt, num_servers: int) -> int:
         return index
 
 
-def _start(config: Config, folder: RunFolder, index: int) -> StartCopy | None:
+def _start(weights: StartWeights, folder: RunFolder, index: int) -> StartCopy | None:
     """The copy of the model that the server starts from; None if it starts from `model.path`."""
-    copy = needed_copy(config, folder)
-    return None if copy is None else StartCopy(copy, partial(CopyMaker, config, copy) if index == 0 else None)
+    copy = needed_copy(weights, folder)
+    return None if copy is None else StartCopy(copy, partial(CopyMaker, weights, copy) if index == 0 else None)
 
 
 def _record_own_software(attempt: Attempt, index: int, seconds: float) -> None:

@@ -20,7 +20,7 @@ from waiting import until
 
 from gspo_mega.algorithm.fp8 import quantize_blocks
 from gspo_mega.base.run_folder import RunFolder
-from gspo_mega.checkpoint.served_folders import CopyMaker, needed_copy, start_folder
+from gspo_mega.checkpoint.served_folders import CopyMaker, StartWeights, needed_copy, start_folder
 from gspo_mega.config import load_config
 from gspo_mega.models.block_fp8 import served_layout
 from gspo_mega.models.huggingface import read_model_spec, read_stored
@@ -54,11 +54,11 @@ def plain_folder(folder: Path, seed: int) -> Path:
 
 def made(config, folder: RunFolder) -> Path:
     """The folder that a server starts from, made where it has to be."""
-    copy = needed_copy(config, folder)
+    copy = needed_copy(StartWeights.of(config), folder)
     if copy is None:
         return Path(config.model.path)
     if not copy.is_dir():
-        maker = CopyMaker(config, copy)
+        maker = CopyMaker(StartWeights.of(config), copy)
         try:
             until(lambda: maker.look() and copy.is_dir())
         finally:
@@ -150,4 +150,4 @@ def test_a_copy_is_of_this_model_and_of_these_bytes_and_no_other_copy_stays(tmp_
     assert third not in (first, second) and holds(plain, third)
     assert [path for path in folder.weights_dir.iterdir() if path.is_dir()] == [third]
     (plain / "config.json").write_text(json.dumps(MODEL | {"rope_theta": 5.0}))
-    assert start_folder(config, folder) != third
+    assert start_folder(StartWeights.of(config), folder) != third

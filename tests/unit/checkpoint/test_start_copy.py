@@ -18,7 +18,7 @@ from waiting import until, wait_gone
 
 from gspo_mega.base.errors import CheckpointError
 from gspo_mega.checkpoint import served_folders as module
-from gspo_mega.checkpoint.served_folders import CopyMaker, _make, start_folder
+from gspo_mega.checkpoint.served_folders import CopyMaker, StartWeights, _make, start_folder
 from gspo_mega.rollout.server.start_weights import CopyWait, StartCopy
 
 ROOT = Path(__file__).parents[3]
@@ -26,10 +26,10 @@ BLOCKS = ("precision=bf16", "server.quantization=fp8_block")
 MAKE = """
 import sys, time
 from pathlib import Path
-from gspo_mega.checkpoint.served_folders import CopyMaker
+from gspo_mega.checkpoint.served_folders import CopyMaker, StartWeights
 from gspo_mega.config import load_config
 if __name__ == "__main__":
-    maker = CopyMaker(load_config(sys.argv[1], sys.argv[2:4]).config, Path(sys.argv[4]))
+    maker = CopyMaker(StartWeights.of(load_config(sys.argv[1], sys.argv[2:4]).config), Path(sys.argv[4]))
     while True:
         maker.look()
         time.sleep(0.1)
@@ -64,8 +64,8 @@ def test_the_maker_ends_with_the_process_that_started_it(tmp_path):
 
 def test_a_maker_that_hangs_is_named_and_ended(tmp_path):
     config, folder = run(tmp_path, plain_folder(tmp_path / "plain", 1), *BLOCKS)
-    out, before = start_folder(config, folder), set(multiprocessing.active_children())
-    wait = CopyWait(StartCopy(out, lambda: CopyMaker(config, out)), folder.new_attempt(), 1.0)
+    out, before = start_folder(StartWeights.of(config), folder), set(multiprocessing.active_children())
+    wait = CopyWait(StartCopy(out, lambda: CopyMaker(StartWeights.of(config), out)), folder.new_attempt(), 1.0)
     (process,) = set(multiprocessing.active_children()) - before
     os.kill(process.pid, signal.SIGSTOP)
     try:
@@ -79,8 +79,8 @@ def test_a_maker_that_hangs_is_named_and_ended(tmp_path):
 
 def make(config, folder) -> Path:
     """The maker in this process, which is faster, and must not end with its parent."""
-    out = start_folder(config, folder)
-    _make(config, out, lambda done, total: None)
+    out = start_folder(StartWeights.of(config), folder)
+    _make(StartWeights.of(config), out, lambda done, total: None)
     return out
 
 
@@ -93,7 +93,7 @@ def test_a_copy_is_made_once(tmp_path):
 
 def test_remains_of_another_conversion_are_discarded(tmp_path):
     config, folder = run(tmp_path, plain_folder(tmp_path / "plain", 1), *BLOCKS)
-    part = start_folder(config, folder)
+    part = start_folder(StartWeights.of(config), folder)
     part = part.with_name(part.name + ".converting")
     part.mkdir(parents=True)
     (part / "progress.jsonl").write_text('{"to": "something else"}\n')
@@ -103,8 +103,10 @@ def test_remains_of_another_conversion_are_discarded(tmp_path):
 def test_two_makers_use_one_copy_and_the_second_says_how_far_the_first_is(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_POLL_SECONDS", 0.01)
     config, folder = run(tmp_path, plain_folder(tmp_path / "plain", 1), *BLOCKS)
-    out, said = start_folder(config, folder), []
-    second = threading.Thread(target=lambda: _make(config, out, lambda done, total: said.append((done, total))))
+    out, said = start_folder(StartWeights.of(config), folder), []
+    second = threading.Thread(
+        target=lambda: _make(StartWeights.of(config), out, lambda done, total: said.append((done, total)))
+    )
     with module._only_maker(out.parent, lambda: None):
         second.start()
         part = out.with_name(out.name + ".converting")
@@ -121,7 +123,7 @@ def test_two_makers_use_one_copy_and_the_second_says_how_far_the_first_is(tmp_pa
 def test_a_file_that_cannot_be_written_whole_leaves_its_room(tmp_path):
     """A full disk has room for the report then. What the copy needs to go on is kept."""
     config, folder = run(tmp_path, plain_folder(tmp_path / "plain", 1), *BLOCKS)
-    part = start_folder(config, folder)
+    part = start_folder(StartWeights.of(config), folder)
     part = part.with_name(f"{part.name}.converting")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
