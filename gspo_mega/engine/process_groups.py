@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.tensor_parallel import random as megatron_random
 
 from gspo_mega.config.deadlines import COLLECTIVE_SECONDS
+from gspo_mega.config.schema import Parallel
 from gspo_mega.cpu.backend import is_cpu_backend
 
 
@@ -79,6 +80,19 @@ def _group(group: object) -> RankGroup:
         raise RuntimeError(f"this rank is not in the process group: got {group!r} instead of a group")
     ranks = tuple(dist.get_process_group_ranks(group))
     return RankGroup(group=group, rank=ranks.index(dist.get_rank()), size=len(ranks), ranks=ranks)
+
+
+def groups_of(parallel: Parallel, seed: int) -> ParallelGroups:
+    """Create the groups of a run's layout (`parallel`). `seed`: `run.seed`. Collective, as `create_groups`."""
+    return create_groups(
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        virtual_pipeline=parallel.virtual_pipeline,
+        context=parallel.context,
+        expert=parallel.expert,
+        expert_tensor=parallel.expert_tensor,
+        seed=seed,
+    )
 
 
 def create_groups(

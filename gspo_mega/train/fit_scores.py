@@ -28,7 +28,7 @@ from gspo_mega.data.demonstrations import Demonstration
 from gspo_mega.data.rows import JsonlFile
 from gspo_mega.engine.critic import CriticEngine
 from gspo_mega.engine.precision import DTYPES
-from gspo_mega.engine.process_groups import create_groups, destroy_groups
+from gspo_mega.engine.process_groups import destroy_groups, groups_of
 from gspo_mega.models.value_models import read_critic_spec
 from gspo_mega.plan import resolve_layout
 from gspo_mega.rewards.fitting import (
@@ -55,16 +55,7 @@ def run_fit(context: WorkerContext) -> dict[str, Any] | None:
     assert work is not None, "the attempt of a reward model has no work"
     progress.enter("train")
     config, how = context.config, Fitting(**work["how"])
-    parallel = config.parallel
-    groups = create_groups(
-        tensor=parallel.tensor,
-        pipeline=parallel.pipeline,
-        virtual_pipeline=parallel.virtual_pipeline,
-        context=parallel.context,
-        expert=parallel.expert,
-        expert_tensor=parallel.expert_tensor,
-        seed=config.run.seed,
-    )
+    groups = groups_of(config.parallel, config.run.seed)
     try:
         examples = read_examples(Path(work["data"]), how.loss, work["text"])
         held_out, trained = split_rows(len(examples), how)

@@ -24,7 +24,7 @@ from gspo_mega.config.schema import Config, Kl, Model
 from gspo_mega.engine.critic import CriticEngine
 from gspo_mega.engine.memory import DeviceMemory
 from gspo_mega.engine.policy import PolicyEngine
-from gspo_mega.engine.process_groups import ParallelGroups, create_groups
+from gspo_mega.engine.process_groups import ParallelGroups, groups_of
 from gspo_mega.engine.reference import FrozenBase, ReferencePolicy, Snapshots, Teachers
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.models.spec import ModelSpec, shape_differences
@@ -73,16 +73,7 @@ class RankSession:
         self.phases = Phases()
         self.spec = read_model_spec(config.model.path)
         self.layout = resolve_layout(config, self.spec)
-        parallel = config.parallel
-        self.groups = create_groups(
-            tensor=parallel.tensor,
-            pipeline=parallel.pipeline,
-            virtual_pipeline=parallel.virtual_pipeline,
-            context=parallel.context,
-            expert=parallel.expert,
-            expert_tensor=parallel.expert_tensor,
-            seed=config.run.seed,
-        )
+        self.groups = groups_of(config.parallel, config.run.seed)
         self._cleanup = contextlib.ExitStack()
         self.profiling = Profiling(config.profile, self.groups.world.rank, self.run_folder, self.say)
         self._cleanup.callback(self.profiling.close)

@@ -30,7 +30,7 @@ from gspo_mega.config.schema import Config
 from gspo_mega.data.journal.journal import Journal
 from gspo_mega.data.packing import ExpertRoutes
 from gspo_mega.engine.policy import OldState, PolicyEngine
-from gspo_mega.engine.process_groups import create_groups, destroy_groups
+from gspo_mega.engine.process_groups import destroy_groups, groups_of
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.plan import resolve_layout
 from gspo_mega.train.batches import assemble, fill_advantages, plan_batch, scored_batch
@@ -51,16 +51,7 @@ def run_compare(context: WorkerContext) -> dict[str, Any] | None:
     config = _engine_config(context.config, work)
     record = Journal(RunFolder(work["run"]).journal_dir).read(work["step"])
     assert record is not None and record.batch is not None, "the step was read before the ranks started"
-    parallel = config.parallel
-    groups = create_groups(
-        tensor=parallel.tensor,
-        pipeline=parallel.pipeline,
-        virtual_pipeline=parallel.virtual_pipeline,
-        context=parallel.context,
-        expert=parallel.expert,
-        expert_tensor=parallel.expert_tensor,
-        seed=config.run.seed,
-    )
+    groups = groups_of(config.parallel, config.run.seed)
     try:
         # Each algorithm is compared with all tokens: Clip-Cov's random choice is no part of its term.
         own = config.model_copy(update={"algorithm": "grpo"}) if leaves_out_by_covariance(config.algorithm) else config

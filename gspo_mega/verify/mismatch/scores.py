@@ -22,7 +22,7 @@ from gspo_mega.data.packing import ExpertRoutes
 from gspo_mega.engine.device_batch import DeviceBatch
 from gspo_mega.engine.losses import PassOutput, require_finite_tokens
 from gspo_mega.engine.policy import PolicyEngine
-from gspo_mega.engine.process_groups import create_groups
+from gspo_mega.engine.process_groups import groups_of
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.plan import resolve_layout
 from gspo_mega.rollout.client.server_client import score_tokens
@@ -120,16 +120,7 @@ class _KeptLogProbs:
 
 def build_engine(config: Config) -> PolicyEngine:
     """Build an engine of `config` with the weights of model.path. Collective; call `destroy_groups` afterwards."""
-    parallel = config.parallel
-    groups = create_groups(
-        tensor=parallel.tensor,
-        pipeline=parallel.pipeline,
-        virtual_pipeline=parallel.virtual_pipeline,
-        context=parallel.context,
-        expert=parallel.expert,
-        expert_tensor=parallel.expert_tensor,
-        seed=config.run.seed,
-    )
+    groups = groups_of(config.parallel, config.run.seed)
     engine = PolicyEngine(config, read_model_spec(config.model.path), groups, num_optimizer_steps=1)
     import_huggingface(config.model.path, engine.spec, engine.groups, engine.chunks)
     engine.after_weights_loaded()
