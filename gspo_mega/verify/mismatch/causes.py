@@ -15,7 +15,7 @@ from typing import Any, Literal
 from gspo_mega.config.derived import has_transformer_engine_layers, server_dtype
 from gspo_mega.config.schema import Config
 from gspo_mega.models.spec import ModelSpec
-from gspo_mega.verify.mismatch.served_folders import folder_of
+from gspo_mega.verify.mismatch.served_folders import ServedFolders
 
 # Settings of an evaluation that are not configuration keys: how the server is asked, how the trainer packs.
 HOW, TOGETHER, PACKING = "@how", "@together", "@packing"
@@ -106,7 +106,7 @@ def _attention(facts: Facts) -> Settings | Nothing:
 def _server_activations(facts: Facts) -> Settings | Nothing:
     if facts.config.server.quantization == "none":
         return Nothing("server.quantization is none", True)
-    return {"server.quantization": "none", "model.path": str(folder_of(facts.config, "rounded"))}
+    return {"server.quantization": "none", "model.path": str(ServedFolders(facts.config).path("rounded"))}
 
 
 def _server_weights(facts: Facts) -> Settings | Nothing:

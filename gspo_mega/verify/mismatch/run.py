@@ -30,7 +30,7 @@ from gspo_mega.verify.mismatch.attribution import AttributionRow, PromptEstimate
 from gspo_mega.verify.mismatch.causes import ALTERNATIVES, CAUSES, ONE_RANK, Facts, Nothing, Settings, value_of
 from gspo_mega.verify.mismatch.findings import Advice, Findings, advise, find
 from gspo_mega.verify.mismatch.fixed_tokens import FixedTokens
-from gspo_mega.verify.mismatch.served_folders import make_folder, remove_folders, start_folder
+from gspo_mega.verify.mismatch.served_folders import ServedFolders
 from gspo_mega.verify.mismatch.walks import Point, WalkPlan, make_plan
 
 _LEGEND = (
@@ -296,12 +296,13 @@ class Conduct:
     def weights(self, settings: Settings) -> Settings:
         """Return a server's settings with the folder that it starts from; make the folder unless it is model.path."""
         config = self.loaded.config
-        own = start_folder(config)
+        folders = ServedFolders(config)
+        own = folders.start()
         if own is not None and "model.path" not in settings:
             settings = {**settings, "model.path": str(own)}
         path = settings.get("model.path")
         if path is not None and path != config.model.path:
-            make_folder(config, Path(path))
+            folders.make(Path(path))
         return settings
 
     def start(self, points: list[Point]) -> tuple[RankError | None, int]:
@@ -382,7 +383,7 @@ def budget(
     code, plan = conduct.evaluate(both_orders)
     if code:
         return code
-    remove_folders(loaded.config.run)
+    ServedFolders(loaded.config).remove()
     findings = conduct.findings(plan)
     advice = advise(conduct.facts, findings)
     seconds = time.monotonic() - began

@@ -222,10 +222,9 @@ class Job:
         )
 
 
-def default_lengths(config: Config) -> Lengths:
-    """Return a log-normal with the mean length that the plan assumes."""
-    _, response = mean_tokens(config)
-    most = config.rollout.max_new_tokens
+def default_lengths(response: int, max_new_tokens: int) -> Lengths:
+    """Return a log-normal with the mean length `response` that the plan assumes, in tokens."""
+    most = max_new_tokens
     if response >= most:  # several turns: the sum over all of them
         most = 2 * response
     return log_normal(float(max(1, response)), 0.7, most) if most > 1 else log_normal(1.0, 0.7, 2)
@@ -244,7 +243,8 @@ def job_of(
     """
     gpu, spec = GPUS[config.cluster.gpu or DEFAULT_GPU], shares.spec
     time = step_time(config, layout, shares, gpu, counts.total)
-    fixed, token = _training(config, time)
+    prompt, response = mean_tokens(config)
+    fixed, token = _training(time, config.batch.prompts_per_step * config.batch.group_size * (prompt + response))
     weights = version_bytes(config, spec, counts.total) / STORAGE_BYTES_PER_SECOND
     saved = save_seconds(saved_bytes(config, spec, counts.total))
     cluster = config.cluster
@@ -253,8 +253,8 @@ def job_of(
         group_size=config.batch.group_size,
         num_servers=config.server.num_servers,
         server=server_cost(config, spec, gpu, counts),
-        lengths=lengths or default_lengths(config),
-        prompt_tokens=mean_tokens(config)[0],
+        lengths=lengths or default_lengths(response, config.rollout.max_new_tokens),
+        prompt_tokens=prompt,
         max_staleness=config.rollout.max_staleness,
         order=config.rollout.order,
         on_publish=on_publish(config.rollout),
@@ -275,11 +275,10 @@ def job_of(
     )
 
 
-def _training(config: Config, time: StepTime) -> tuple[float, float]:
-    """Return (seconds of a step that do not depend on its tokens, seconds per token)."""
+def _training(time: StepTime, tokens: int) -> tuple[float, float]:
+    """Return (seconds of a step that do not depend on its `tokens`, seconds per token)."""
     parts = time.train.training
     fixed = parts.get("gradients", 0.0) + parts.get("optimizer", 0.0)
-    tokens = config.batch.prompts_per_step * config.batch.group_size * sum(mean_tokens(config))
     return fixed, (time.train.total - fixed) / tokens
 
 

@@ -22,7 +22,7 @@ from gspo_mega.verify.certify.program import make_random_folder
 from gspo_mega.verify.mismatch.causes import ONE_RANK, Nothing, formats
 from gspo_mega.verify.mismatch.fixed_tokens import FixedTokens, Sampled
 from gspo_mega.verify.mismatch.run import Conduct
-from gspo_mega.verify.mismatch.served_folders import folder_of, make_folder, remove_folders, start_folder
+from gspo_mega.verify.mismatch.served_folders import ServedFolders
 from gspo_mega.verify.mismatch.walks import Point, make_plan
 
 CONFIG = "configs/quickstart.yaml"
@@ -165,8 +165,9 @@ def as_served(weight, beside, is_expert, quantization):
 def test_rounded_weights_are_the_servers_values(model, tmp_path, quantization):
     given = [f"model.path={model}", f"run.dir={tmp_path}", f"server.quantization={quantization}"]
     config = load_config(CONFIG, given, "budget").config
-    folder = folder_of(config, "rounded")
-    make_folder(config, folder)
+    folders = ServedFolders(config)
+    folder = folders.path("rounded")
+    folders.make(folder)
     before, after = (
         {k: v for f in path.glob("*.safetensors") for k, v in load_file(f).items()} for path in (model, folder)
     )
@@ -181,18 +182,18 @@ def test_rounded_weights_are_the_servers_values(model, tmp_path, quantization):
             want = as_served(want, before[beside], ".experts." in entry.name, quantization)
             assert not np.array_equal(before[entry.name], want), entry.name
         assert np.array_equal(after[entry.name], want), entry.name
-    remove_folders(config.run)
+    folders.remove()
     assert not folder.exists()
-    assert start_folder(config) == (folder_of(config, "quantized") if quantization == "fp8_block" else None)
+    assert folders.start() == (folders.path("quantized") if quantization == "fp8_block" else None)
 
 
 def test_other_weights_get_another_folder(model, tmp_path):
     given = [f"model.path={model}", f"run.dir={tmp_path}", "server.quantization=fp8"]
     config = load_config(CONFIG, given, "budget").config
-    before = folder_of(config, "rounded")
+    before = ServedFolders(config).path("rounded")
     file = next(model.glob("*.safetensors"))
     save_file(load_file(file), file, metadata={"format": "pt"})
-    assert folder_of(config, "rounded") != before
+    assert ServedFolders(config).path("rounded") != before
 
 
 def test_numbers_say_what_they_were_made_of_and_by_what(monkeypatch):
