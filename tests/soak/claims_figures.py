@@ -1,7 +1,7 @@
 """Table and figures of the study of the paper's claims, from its committed rows: `python tests/soak/claims_figures.py`.
 
-Writes into docs/studies claims_BLOCK.svg for every block that has rows (final accuracy of every run by arm), and the table
-between the marks of claims.md.
+Writes into docs/studies claims_BLOCK.svg for every block that has rows (final accuracy of every run by arm), and the tables
+between their marks in tests/benchmarks/RESULTS.md.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from claims import PROTOCOL, ROWS
 from claims_arms import BLOCKS
 from claims_rows import Row, of_protocol
 from study_rows import compared_spread, read_table, smallest_detectable, start_effects
-from tolerance_figures import draw_arms, with_table
+from tolerance_figures import RESULTS, draw_arms, with_table
 
 TITLE = "Accuracy after the last step, ± 2 standard errors of sampling; one mark per seed"
 NEEDED = 3  # runs of an arm before it is compared
@@ -140,7 +140,8 @@ def main(arguments: list[str] | None = None) -> int:
     docs = ROWS.parent
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=Path, default=ROWS, help="CSV file of the rows")
-    parser.add_argument("--out", type=Path, default=docs, help="folder of the figures and of claims.md")
+    parser.add_argument("--out", type=Path, default=docs, help="folder of the figures")
+    parser.add_argument("--page", type=Path, default=RESULTS, help="page that gets the tables")
     options = parser.parse_args(arguments)
     rows = of_protocol(read_table(options.rows, Row), PROTOCOL)
     if not rows:
@@ -150,11 +151,12 @@ def main(arguments: list[str] | None = None) -> int:
     for block in BLOCKS:
         mine = [row for row in rows if row.block == block]
         if mine:
-            figure = f"claims_{block}.svg"
-            (options.out / figure).write_text(draw_arms(mine, TITLE, _ALGORITHMS[block]), encoding="utf-8")
-            parts += [f"### {block.capitalize()}\n", table(mine), f"![Accuracy of every run, by arm]({figure})\n"]
-    page = options.out / "claims.md"
-    page.write_text(with_table(page.read_text(encoding="utf-8"), "\n".join(parts)), encoding="utf-8")
+            (options.out / f"claims_{block}.svg").write_text(
+                draw_arms(mine, TITLE, _ALGORITHMS[block]), encoding="utf-8"
+            )
+            parts += [f"### {block.capitalize()}\n", table(mine)]
+    page = options.page.read_text(encoding="utf-8")
+    options.page.write_text(with_table(page, "claims", "\n".join(parts)), encoding="utf-8")
     print("\n".join(parts))
     return 0
 

@@ -2,8 +2,8 @@
 
 Writes into docs/studies, for each protocol P whose rows stand for something, tolerance_arms_P.svg (final accuracy of every
 run by arm), where it has a dose tolerance_dose_P.svg (final accuracy over the KL between server and trainer before the
-first update, GSPO and GRPO), and the tables between the lines `<!-- rows begin -->` and `<!-- rows end -->` of
-precision.md, which it prints. Standard library only.
+first update, GSPO and GRPO). Writes the tables between their marks in tests/benchmarks/RESULTS.md, and prints them.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tolerance_rows import NO_GAP, Row, by_arm, read_rows, smallest_detectable, 
 
 # Rows of one protocol are compared among themselves; protocol 1 was given up after three rows.
 PROTOCOLS = {2: "all arms", 3: "from other cold starts, the arms that protocol 2 lacks seeds of"}
-BEGIN, END = "<!-- rows begin -->", "<!-- rows end -->"
+RESULTS = ROWS.parents[2] / "tests" / "benchmarks" / "RESULTS.md"  # where the tables of studies are
 ANCHORS = {"gspo": "gspo-fp32-same-old_trainer", "grpo": "grpo-fp32-same-old_trainer"}
 WIDTH = 760
 _GSPO, _GRPO, _PPO, _TEXT, _GRID, _COLD = "#b3402a", "#2f6fb0", "#3b8a4a", "#444444", "#dddddd", "#999999"
@@ -239,13 +239,14 @@ def draw_dose(rows: Sequence[Row]) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def with_table(page: str, text: str) -> str:
-    """The page with the table between its two marks. Raises ValueError where it has not both, in order."""
-    before, mark, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not mark or not end:
-        raise ValueError(f"the page has no {BEGIN} ... {END}")
-    return f"{before}{BEGIN}\n\n{text}\n{END}{after}"
+def with_table(page: str, study: str, text: str) -> str:
+    """The page with this text between the study's two marks. Raises ValueError if it does not have both, in order."""
+    begin, end = f"<!-- rows of {study} begin -->", f"<!-- rows of {study} end -->"
+    before, begun, rest = page.partition(begin)
+    _, ended, after = rest.partition(end)
+    if not begun or not ended:
+        raise ValueError(f"the page has no {begin} ... {end}")
+    return f"{before}{begin}\n\n{text}\n{end}{after}"
 
 
 def _start(height: int, title: str) -> list[str]:
@@ -269,7 +270,7 @@ def _legend(y: float, algorithms: Sequence[str]) -> list[str]:
 
 
 def documents(rows: Sequence[Row]) -> tuple[str, dict[str, str]]:
-    """The text of the rows' protocols, one after another, and the figures that it shows by their file names."""
+    """The text of the rows' protocols, one after another, and their figures by file name."""
     parts, figures = [], {}
     for protocol, what in PROTOCOLS.items():
         mine = [row for row in rows if row.protocol == protocol]
@@ -277,10 +278,8 @@ def documents(rows: Sequence[Row]) -> tuple[str, dict[str, str]]:
             continue
         parts.append(f"### Protocol {protocol}: {what}\n\n{table(mine)}")
         figures[f"tolerance_arms_{protocol}.svg"] = draw_arms(mine)
-        parts.append(f"![Accuracy of every run, by arm](tolerance_arms_{protocol}.svg)\n")
         if any(row.arm.endswith("-old_rollout") for row in mine):
             figures[f"tolerance_dose_{protocol}.svg"] = draw_dose(mine)
-            parts.append(f"![Accuracy over the gap between the engines](tolerance_dose_{protocol}.svg)\n")
     return "\n".join(parts), figures
 
 
@@ -288,7 +287,8 @@ def main(arguments: list[str] | None = None) -> int:
     docs = ROWS.parent
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=Path, default=ROWS, help="CSV file of the rows")
-    parser.add_argument("--out", type=Path, default=docs, help="folder of the figures and of precision.md")
+    parser.add_argument("--out", type=Path, default=docs, help="folder of the figures")
+    parser.add_argument("--page", type=Path, default=RESULTS, help="page that gets the tables")
     options = parser.parse_args(arguments)
     text, figures = documents(read_rows(options.rows))
     if not figures:
@@ -296,9 +296,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     for name, figure in figures.items():
         (options.out / name).write_text(figure, encoding="utf-8")
-    page = options.out / "precision.md"
-    if page.exists():
-        page.write_text(with_table(page.read_text(encoding="utf-8"), text), encoding="utf-8")
+    page = options.page.read_text(encoding="utf-8")
+    options.page.write_text(with_table(page, "precision", text), encoding="utf-8")
     print(text)
     return 0
 

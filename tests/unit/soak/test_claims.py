@@ -127,8 +127,9 @@ def test_the_table_says_what_can_be_told(study, tmp_path, capsys):
         for seed, accuracy in enumerate(values, 1):
             one = dataclasses.replace(row, arm=arm, seed=seed, accuracy=accuracy)
             study_rows.append_row(file, one)
-    page.write_text("before\n<!-- rows begin -->\nold\n<!-- rows end -->\nafter\n")
-    assert claims_figures.main(["--rows", str(file), "--out", str(tmp_path)]) == 0
+    page.write_text("before\n<!-- rows of claims begin -->\nold\n<!-- rows of claims end -->\nafter\n")
+    place = ["--out", str(tmp_path), "--page", str(page)]
+    assert claims_figures.main(["--rows", str(file), *place]) == 0
     text = page.read_text()
     assert "\nold\n" not in text and text.startswith("before") and text.endswith("after\n")
     assert "| `gspo` | 3 | 0.620 ± 0.012 (0.600 0.620 0.640) | 0.450 ± 0.000 | 0.1 ± 0 |" in text
@@ -138,7 +139,7 @@ def test_the_table_says_what_can_be_told(study, tmp_path, capsys):
     assert lines[1].startswith("| `ppo` less `gspo` | **-0.300** | 0.") and lines[1].endswith(" |")
     assert (tmp_path / "claims_learning.svg").read_text().count("<circle") == 9 + 4
     assert not (tmp_path / "claims_routing.svg").exists()
-    assert claims_figures.main(["--rows", str(tmp_path / "none.csv"), "--out", str(tmp_path)]) == 1
+    assert claims_figures.main(["--rows", str(tmp_path / "none.csv"), *place]) == 1
 
 
 def test_a_cold_start_that_solves_next_to_nothing_is_refused(monkeypatch, study, tmp_path, capsys):
@@ -157,8 +158,8 @@ def test_rows_of_an_earlier_protocol_of_a_block_stay_in_the_file_alone(study, tm
     file, page = tmp_path / "rows.csv", tmp_path / "claims.md"
     for one in rows:
         study_rows.append_row(file, one)
-    page.write_text("<!-- rows begin -->\n<!-- rows end -->\n")
-    assert claims_figures.main(["--rows", str(file), "--out", str(tmp_path)]) == 0
+    page.write_text("<!-- rows of claims begin -->\n<!-- rows of claims end -->\n")
+    assert claims_figures.main(["--rows", str(file), "--out", str(tmp_path), "--page", str(page)]) == 0
     assert "| `gspo-episode` | 1 | 0.600 (0.600) |" in page.read_text() and "0.001" not in page.read_text()
     capsys.readouterr()
     assert claims.main(["--plan", "--rows", str(file), "--arm", "gspo-episode", "--seeds", "1", "2"]) == 0

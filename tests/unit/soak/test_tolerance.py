@@ -265,14 +265,15 @@ def test_figures_show_every_run_and_the_page_gets_the_table(tmp_path):
     for seed, accuracy in ((1, 0.60), (2, 0.62), (3, 0.64)):
         tolerance_rows.append_row(path, row(seed=seed, accuracy=accuracy, k3_first=4e-13))
         tolerance_rows.append_row(path, row(other, seed, accuracy - 0.1, k3_first=0.01 * seed, outcome="collapsed"))
-    (tmp_path / "precision.md").write_text("above\n<!-- rows begin -->\nold\n<!-- rows end -->\nbelow\n")
-    assert tolerance_figures.main(["--rows", str(path), "--out", str(tmp_path)]) == 0
+    results = tmp_path / "RESULTS.md"
+    results.write_text("above\n<!-- rows of precision begin -->\nold\n<!-- rows of precision end -->\nbelow\n")
+    place = ["--out", str(tmp_path), "--page", str(results)]
+    assert tolerance_figures.main(["--rows", str(path), *place]) == 0
     protocol = tolerance.PROTOCOL
     for name, num_marks in ((f"tolerance_arms_{protocol}.svg", 6), (f"tolerance_dose_{protocol}.svg", 6)):
         circles = ElementTree.parse(tmp_path / name).findall("{http://www.w3.org/2000/svg}circle")
         assert len(circles) == num_marks + 3
-    page = (tmp_path / "precision.md").read_text()
-    assert f"](tolerance_arms_{protocol}.svg)" in page and f"](tolerance_dose_{protocol}.svg)" in page
+    page = results.read_text()
     assert page.startswith("above\n") and page.endswith("\nbelow\n") and "old\n" not in page.replace("old_", "")
     # two seeds' spread .02 with three runs on each side: 2 x .02 x sqrt(2/3)
     assert "-0.100, beyond ± 0.033" in page and "3 of 3" in page and "Spread between seeds 0.020 (2 degrees" in page
@@ -288,13 +289,15 @@ def test_the_committed_figures_and_table_are_of_the_committed_rows():
         assert len(tolerance_rows.finished(mine, protocol)) == len(mine), "one row for each arm and seed"
     text, figures = tolerance_figures.documents(rows)
     assert {path.name: path.read_text() for path in docs.glob("tolerance_*.svg")} == figures
-    page = (docs / "precision.md").read_text()
-    assert tolerance_figures.with_table(page, text) == page, "run: python tests/soak/tolerance_figures.py"
+    study = (docs / "precision.md").read_text()
+    assert all(f"]({name})" in study for name in figures)
+    page = tolerance_figures.RESULTS.read_text()
+    assert tolerance_figures.with_table(page, "precision", text) == page, "run: python tests/soak/tolerance_figures.py"
 
 
 def test_a_page_without_the_marks_is_an_error():
-    with pytest.raises(ValueError, match="rows begin"):
-        tolerance_figures.with_table("text", "table")
+    with pytest.raises(ValueError, match="rows of claims begin"):
+        tolerance_figures.with_table("text <!-- rows of precision begin -->", "claims", "table")
 
 
 def test_the_plan_of_the_study_is_its_command(capsys, tmp_path):
