@@ -190,9 +190,18 @@ def not_finite(values: torch.Tensor, name: str, file: str) -> str | None:
 
 def part_of(whole: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
     """Return one expert's tensor [entry.shape] as a view of its stack."""
-    assert entry.stack is not None and entry.expert is not None
-    rows = whole[entry.expert][..., entry.stack.first :: entry.stack.step]
-    return rows.t() if len(entry.shape) == 2 else rows
+    assert entry.expert is not None
+    return _part_of_expert(whole[entry.expert], entry)
+
+
+def _part_of_expert(own: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
+    """Return the tensor [entry.shape] as a view of what its stack has for its expert."""
+    stack, rows = entry.stack, entry.shape[0]
+    assert stack is not None
+    if not stack.transposed:
+        return own[stack.first * rows : (stack.first + 1) * rows]
+    part = own[..., stack.first :: stack.step]
+    return part.t() if len(entry.shape) == 2 else part
 
 
 def stacked(
@@ -296,8 +305,7 @@ class StackedFolder(HuggingFaceFolder):
         stack, expert = entry.stack, entry.expert
         assert stack is not None and expert is not None
         if stack.name not in self._packed:
-            rows = self._stored(stack.name)[expert : expert + 1][0][..., stack.first :: stack.step]
-            return (rows.t() if len(entry.shape) == 2 else rows).contiguous()
+            return _part_of_expert(self._stored(stack.name)[expert : expert + 1][0], entry).contiguous()
         blocks, scales = (self._stored(stack.name + kind)[expert : expert + 1][0] for kind in (BLOCKS, SCALES))
         rows = slice(stack.first, None, stack.step)
         try:

@@ -7,7 +7,7 @@ config.json. docs/families.md says how to add a family.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -55,11 +55,15 @@ class TensorRule:
 class Stack:
     """A tensor `name` of all experts of a layer: [experts, columns, rows] with every expert's matrix transposed, or
     [experts, rows] for biases. An expert's tensor is every `step`-th of these rows, starting with `first`.
+
+    `transposed` false: [experts, rows, columns], in which `step` tensors of an expert follow each other, and this one is
+    the `first`, counted from 0.
     """
 
     name: str
     first: int = 0
     step: int = 1
+    transposed: bool = True
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,8 @@ class Family:
     layers have a gated delta net in place of attention, attention multiplies its output by a gate, and norms multiply
     by 1 + weight (`delta_net.py`). `text_part`: the text part of a vision-language model, which config.json describes
     under `text_config`. `carried`: the beginnings of names of tensors that a checkpoint may have besides,
-    such as layers for multi-token prediction under names of their own, or a vision tower.
+    such as layers for multi-token prediction under names of their own, or a vision tower. `may_stack`: a folder may have
+    its experts in stacks (`in_stack`), as Qwen3.5 is published, or one by one, as transformers writes them.
 
     `windows`: which layers have the sliding window of config.json if it lists none: every one, which only the key
     `sliding_window` decides (Mistral), every other (gpt-oss), or three of four (OLMo-3), whose positions are never
@@ -120,6 +125,7 @@ class Family:
     delta_net: bool = False
     text_part: bool = False
     carried: tuple[str, ...] = ()
+    may_stack: bool = False
     windows: Literal["every layer", "every other", "three of four"] | None = None
     serves_windows: bool = True
     served: Mapping[str, Any] = field(default_factory=dict)
@@ -151,6 +157,24 @@ def rotary_dim(config: Mapping[str, Any]) -> int:
 def full_positions(config: Mapping[str, Any]) -> dict[str, Any]:
     """The rotary parameters of layers without a window, of an OLMo-3 as transformers 5 writes it: for each kind."""
     return dict((config.get("rope_parameters") or {}).get("full_attention") or {})
+
+
+# Where a stack of Qwen3.5's experts has the tensor of one: its name, and its place among those of the expert.
+_PLACES_IN_STACKS = {"gate": ("gate_up_proj", 0, 2), "up": ("gate_up_proj", 1, 2), "whole": ("down_proj", 0, 1)}
+
+
+def in_stack(rule: TensorRule) -> TensorRule:
+    """A row of an expert in a folder of a family that `may_stack`, if it has stacks; any other row as it is."""
+    block, expert, _ = rule.name.partition(".{expert}.")
+    if not expert:
+        return rule
+    name, first, step = _PLACES_IN_STACKS[rule.role]
+    return replace(rule, stack=Stack(f"{block}.{name}", first, step, transposed=False))
+
+
+def has_stacks(names: Iterable[str], carried: tuple[str, ...]) -> bool:
+    """Whether the tensors of a folder have experts in such stacks, other than those that are `carried`."""
+    return any(name.endswith(".experts.gate_up_proj") and not name.startswith(carried) for name in names)
 
 
 def listed_dense_layers(config: Mapping[str, Any]) -> int:
@@ -597,6 +621,7 @@ FAMILIES: dict[str, Family] = {
         _decoder(*_GATED_ATTENTION, *_QWEN3_5_DELTA, _router("mlp"), *_GATED_SHARED_EXPERT, *_experts("mlp")),
         experts=replace(_QWEN_KEYS, norm_topk_prob=True, gated_shared="shared_expert_intermediate_size"),
         understood=frozenset({"shared_expert_intermediate_size"}),
+        may_stack=True,
         **_DELTA_FAMILY,
     ),
 }

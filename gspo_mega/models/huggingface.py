@@ -19,16 +19,24 @@ import json
 import math
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from gspo_mega.base.errors import ModelError
 from gspo_mega.base.hub import missing_hint
-from gspo_mega.base.untrusted import NoRegularFileError, find_unreadable_entry, open_regular, read_json_file
+from gspo_mega.base.untrusted import (
+    MOST_JSON_BYTES,
+    NoRegularFileError,
+    find_unreadable_entry,
+    open_regular,
+    parse_json,
+    read_json_file,
+)
 from gspo_mega.models.block_fp8 import read_block_fp8
 from gspo_mega.models.delta_net import read_delta_net
 from gspo_mega.models.end_tokens import stated_end
-from gspo_mega.models.families import FAMILIES, ExpertKeys, Family
+from gspo_mega.models.families import FAMILIES, ExpertKeys, Family, has_stacks
 from gspo_mega.models.hf_fields import (
     MOST_EXPERTS_OF_ALL_LAYERS,
     ConfigReader,
@@ -110,7 +118,20 @@ def read_model_spec(
     description_files(folder)  # refuses a bad link now, on a login node, instead of at the first export
     generation = _read_json(folder / "generation_config.json") or {}
     where = str(folder / "config.json")
-    return spec_from_config(renamed(raw, where), where=where, generation=generation)
+    spec = spec_from_config(renamed(raw, where), where=where, generation=generation)
+    family = FAMILIES[spec.family]
+    return replace(spec, stacks_experts=family.may_stack and has_stacks(_tensor_names(folder), family.carried))
+
+
+def _tensor_names(folder: Path) -> set[str]:
+    """The names of the tensors in a folder; none of files that are missing or damaged, which whoever reads them says."""
+    try:
+        if (index := folder / "model.safetensors.index.json").is_file():
+            return set(read_json_file(index)["weight_map"])
+        with open_regular(folder / "model.safetensors") as file:
+            return set(parse_json(file.read(min(int.from_bytes(file.read(8), "little"), MOST_JSON_BYTES))))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return set()
 
 
 def read_stored(folder: str | Path) -> BlockFp8 | None:

@@ -149,7 +149,8 @@ class ModelSpec:
     of a head's elements, and the rest stays. `torch_dtype` is that of the checkpoint (`float32`, `bfloat16`).
     `num_ignored_layers`: layers for multi-token prediction after the last one that a checkpoint may hold; they are not
     loaded. `stored`: how the folder holds quantised weights, None if all are plain. `stored_fp4`: the weights of
-    experts are MXFP4 in the folder. `raw` is config.json as read.
+    experts are MXFP4 in the folder. `stacks_experts`: the folder has a layer's experts in one tensor, which its family
+    may have. `raw` is config.json as read.
 
     `linear_bias`: the output projection, the router and both products of an expert add a bias too. `sinks`: the softmax
     of every head has one more term, which is trained and has no value. `swiglu_limit`: an expert multiplies
@@ -191,6 +192,7 @@ class ModelSpec:
     num_ignored_layers: int = 0
     stored: BlockFp8 | None = None
     stored_fp4: bool = False
+    stacks_experts: bool = False
     raw: dict[str, Any] | None = None
 
     @property
@@ -226,7 +228,7 @@ class ModelSpec:
 # The fields on which neither the weights of a model nor its log-probs depend.
 _IMMATERIAL = (
     *("raw", "torch_dtype", "eos_token_ids", "max_position_embeddings", "num_ignored_layers"),
-    *("stored", "stored_fp4"),
+    *("stored", "stored_fp4", "stacks_experts"),
 )
 
 

@@ -6,7 +6,7 @@ export, publish and conversion. This module moves no data and imports no torch.
 A *tensor* is one entry of the checkpoint. A *parameter* is Megatron's, often several tensors fused. A parameter's
 *canonical name* contains the global layer and the global expert, in any layout:
 `decoder.layers.17.mlp.experts.5.linear_fc1.weight`. Some files and servers *stack* the tensors of experts, as for
-gpt-oss: one tensor for all experts of a layer. Only the functions on files know stacks; everything that has to do with
+gpt-oss and published Qwen3.5: one tensor for all experts of a layer. Only the functions on files know stacks; everything that has to do with
 ranks and parameters keeps one tensor per expert.
 """
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from gspo_mega.base.errors import ModelError
 from gspo_mega.models import delta_net
-from gspo_mega.models.families import EMBEDDING, FAMILIES, HEAD, Role, Sharding, Stack, Stage, TensorRule
+from gspo_mega.models.families import EMBEDDING, FAMILIES, HEAD, Role, Sharding, Stack, Stage, TensorRule, in_stack
 from gspo_mega.models.spec import ModelSpec
 
 VOCABULARY_MULTIPLE = 128
@@ -159,6 +159,8 @@ _last: tuple[ModelSpec, tuple[TensorEntry, ...]] | None = None
 
 def _entries(spec: ModelSpec, rules: Sequence[TensorRule]) -> Iterator[TensorEntry]:
     sizes = _sizes(spec)
+    if spec.stacks_experts:
+        rules = [in_stack(rule) for rule in rules]
     yield from (_entry(spec, sizes, rule) for rule in rules if rule.stage == "first")
     for layer in range(spec.num_layers):
         per_layer = [rule for rule in rules if rule.stage == "layer" and _is_in_layer(spec, rule, layer)]
@@ -338,10 +340,11 @@ def _whole(name: str, parts: tuple[TensorEntry, ...]) -> TensorEntry:
     assert stack is not None
     experts = 1 + max(part.expert or 0 for part in parts)
     rows, *columns = first.shape
+    rows *= stack.step
     return replace(
         first,
         name=name,
-        shape=(experts, *columns, rows * stack.step),
+        shape=(experts, *columns, rows) if stack.transposed else (experts, rows, *columns),
         role="whole",
         sharding="replicated",
         expert=None,

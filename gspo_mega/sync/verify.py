@@ -27,14 +27,15 @@ from gspo_mega.models.block_fp8 import is_quantizable, is_quantized, scale_name
 from gspo_mega.models.delta_net import has_norm_around_zero
 from gspo_mega.models.families import FAMILIES
 from gspo_mega.models.spec import BlockFp8, ModelSpec
-from gspo_mega.models.tensors import TensorEntry, checkpoint_tensors
+from gspo_mega.models.tensors import TensorEntry, checkpoint_tensors, hf_tensors, stackings
 from gspo_mega.sync.servers import Fleet, ServerControl
 
 # SGLang pads the rows of its embedding and head to this, with zeros.
 _VOCABULARY_MULTIPLE = 64
 # Latent attention's down-projections of queries, and of keys and values. SGLang has one matrix if the model has both.
 _DOWN_PROJECTIONS = (".q_a_proj", ".kv_a_proj_with_mqa")
-# Stacks of experts (`models/tensors.py`), and SGLang's names for them. SGLang keeps their matrices transposed.
+# Stacks of experts (`models/tensors.py`), and SGLang's names for them. SGLang keeps matrices [rows, columns], so those
+# of stacks that have them transposed the other way round.
 _STACK = re.compile(r"\.experts\.(gate_up_proj|down_proj)(|_bias)$")
 _STACKS = {"gate_up_proj": "w13", "down_proj": "w2"}
 # SGLang's names for the projections of a gated delta net, by the roles of the tensors in them.
@@ -150,6 +151,11 @@ class ExpectedChecksums:
         self.names = server_tensor_names(spec, stored)
         self._entries = {entry.name: entry for entry in checkpoint_tensors(spec)}
         self._plus_one = {name: one for name, entry in self._entries.items() if (one := plus_one_name(spec, entry))}
+        self._transposed = {
+            whole.name
+            for whole, parts in stackings(hf_tensors(spec))
+            if len(whole.shape) == 3 and parts[0].stack is not None and parts[0].stack.transposed
+        }
         self._vocabulary = {name: e.shape for name, e in self._entries.items() if e.sharding == "vocabulary"}
         self._on_load: OnLoad | None = on_load
         self._num_experts = 0 if spec.moe is None else spec.moe.num_experts
@@ -166,7 +172,7 @@ class ExpectedChecksums:
             return
         running = self._hashes.setdefault(self.names[name], hashlib.sha256())
         entry = self._entries.get(name)  # None for scales
-        if tensor.dim() == 3:
+        if name in self._transposed:
             tensor = tensor.transpose(1, 2)
         running.update(tensor_bytes(tensor.float() if entry is not None and entry.served_wide else tensor))
         if (plus_one := self._plus_one.get(name)) is not None:

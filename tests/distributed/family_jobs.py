@@ -15,14 +15,14 @@ import torch.distributed as dist
 from layout_jobs import layout_config, pack
 from safetensors.torch import load_file
 
-from gspo_mega.checkpoint import gather, hf_import
+from gspo_mega.checkpoint import gather, hf_folder, hf_import
 from gspo_mega.checkpoint.gather import PolicyTensors
 from gspo_mega.checkpoint.hf_import import import_huggingface
 from gspo_mega.engine.losses import PassOutput
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
 from gspo_mega.engine.routing import RoutingPass
-from gspo_mega.models import tensors
+from gspo_mega.models import families, tensors
 from gspo_mega.models.huggingface import read_model_spec
 
 SIZES = ("tensor", "pipeline", "context", "expert", "expert_tensor")
@@ -184,6 +184,11 @@ _PERMUTED = {
     "one section of all key heads after another": ("in_proj_qkvz.weight", _sections),
     "decays of other heads": ("A_log", lambda spec, rows: np.arange(rows)[::-1]),
 }
+# Where an expert's tensors would lie in a stack.
+_STACKED_AS = {
+    "up before gate in a stack": {"gate": ("gate_up_proj", 1, 2), "up": ("gate_up_proj", 0, 2)},
+    "gate and up in turn in a stack": {},
+}
 _OF_ANOTHER_LAYER = {
     "another layer's bias": ".expert_bias",
     "another layer's gate": ".gate_weight",
@@ -205,6 +210,10 @@ _READ_AS = {
         rope_scaling=dataclasses.replace(spec.rope_scaling, rounds=True)
     ),
 }
+
+
+def _in_turn(own: torch.Tensor, entry: tensors.TensorEntry) -> torch.Tensor:
+    return own[entry.stack.first :: entry.stack.step]
 
 
 @contextlib.contextmanager
@@ -280,6 +289,11 @@ def _injected(fault: str | None) -> Iterator[None]:
         patch = contextlib.ExitStack()
         for module in (hf_import, gather):
             patch.enter_context(mock.patch.object(module, "parameter_blocks", permuted_rows))
+    elif fault in _STACKED_AS:
+        patch = contextlib.ExitStack()
+        patch.enter_context(mock.patch.dict(families._PLACES_IN_STACKS, _STACKED_AS[fault]))
+        if not _STACKED_AS[fault]:
+            patch.enter_context(mock.patch.object(hf_folder, "_part_of_expert", _in_turn))
     elif fault in _READ_AS:
 
         def read_as(folder, read=read_model_spec):

@@ -48,7 +48,7 @@ def test_gradients_are_those_of_transformers_in_every_layout(rank_pools, tmp_pat
 
 @pytest.mark.parametrize(
     "variant",
-    ["qwen2-tied", "llama3", "mixtral", "qwen2_moe", "deepseek_v3", "glm4_moe", "gpt_oss", *PROOFS, "qwen3_next"],
+    ["qwen2-tied", "llama3", "mixtral", "qwen2_moe", "deepseek_v3", "glm4_moe", "gpt_oss", *PROOFS, "qwen3_next", "qwen3_5_moe-stacked"],
 )
 def test_bf16_comes_back_bit_for_bit(rank_pools, tmp_path, variant):
     folder = make_family_folder(tmp_path / variant, variant, torch.bfloat16)
@@ -88,6 +88,9 @@ def test_bf16_comes_back_bit_for_bit(rank_pools, tmp_path, variant):
         ("qwen3_next", "decays of other heads"),
         ("qwen3_next", "norms that multiply by their weight"),
         ("qwen3_next", "rotary elements over the whole head"),
+        ("qwen3_5_moe-stacked", "up before gate in a stack"),
+        ("qwen3_5_moe-stacked", "gate and up in turn in a stack"),
+        ("qwen3_5_moe-stacked", "permuted experts"),
     ],
 )
 def test_a_wrong_conversion_that_round_trips_is_caught_by_the_logits(rank_pools, tmp_path, variant, fault):

@@ -26,6 +26,7 @@ FAMILIES = {
     "qwen3_next": ("Qwen2Tokenizer", "im"),
     "qwen3_5": ("Qwen2Tokenizer", "im"),
     "qwen3_5_moe": ("Qwen2Tokenizer", "im"),
+    "qwen3_5_moe-stacked": ("Qwen2Tokenizer", "im"),
     "deepseek_v3-kimi": ("PreTrainedTokenizerFast", "im"),
     **{variant: proof.tokenizer for variant, proof in PROOFS.items()},
 }

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import save_file
 
 from gspo_mega.models.families import FAMILIES
 
@@ -212,8 +213,11 @@ VARIANTS |= {
     ),
     "qwen3_5": ("qwen3_5", _DELTA),
     "qwen3_5_moe": ("qwen3_5_moe", _DELTA | _DELTA_EXPERTS),
+    # As published: the experts of a layer in one tensor, which transformers reads and does not write.
+    "qwen3_5_moe-stacked": ("qwen3_5_moe", _DELTA | _DELTA_EXPERTS),
     "qwen3_5_vl": ("qwen3_5_vl", _DELTA),
     "qwen3_5_moe_vl": ("qwen3_5_moe_vl", _DELTA | _DELTA_EXPERTS),
+    "qwen3_5_moe_vl-stacked": ("qwen3_5_moe_vl", _DELTA | _DELTA_EXPERTS),
 }
 
 
@@ -337,7 +341,7 @@ def make_family_folder(
     if FAMILIES[family].text_part:
         # With the next line, and text before images below, a vision-language class has the text model's numbers.
         torch.manual_seed(seed)
-        text = variant.removesuffix("_vl")
+        text = variant.replace("_vl", "")
         getattr(transformers, FAMILIES[VARIANTS[text][0]].architecture)(variant_config(text, **changes))
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters(), key=lambda named: ".visual." in named[0]):
@@ -356,6 +360,8 @@ def make_family_folder(
     for name, bias in biases.items():  # as `from_pretrained` does
         model.get_buffer(name).data = bias
     model.save_pretrained(folder)
+    if variant.endswith("-stacked"):  # the modules' own tensors, under their own names
+        save_file(model.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
     if not (folder / "generation_config.json").is_file():
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2}))
     (folder / "tokenizer.json").write_text('{"stands for": "a tokenizer"}')

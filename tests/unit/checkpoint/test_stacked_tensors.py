@@ -14,7 +14,8 @@ from gspo_mega.checkpoint.hf_folder import open_folder, stacked
 from gspo_mega.checkpoint.quantized import plain_form
 from gspo_mega.checkpoint.served_folders import to_blocks, to_form
 from gspo_mega.checkpoint.tensor_sources import open_checkpoint
-from gspo_mega.models.huggingface import spec_from_config
+from gspo_mega.models.huggingface import read_model_spec, spec_from_config
+from gspo_mega.models.spec import shape_differences
 from gspo_mega.models.tensors import checkpoint_tensors, hf_tensors
 from gspo_mega.sync.verify import ExpectedChecksums
 
@@ -151,6 +152,105 @@ def test_a_server_holds_stacks_the_other_way_round():
         assert found[f"{EXPERTS}.{theirs}"] == hashlib.sha256(weight.numpy().tobytes()).hexdigest()[:16]
         bias = tensors[f"{EXPERTS}.{ours}_bias"]
         assert found[f"{EXPERTS}.{theirs}_bias"] == hashlib.sha256(bias.numpy().tobytes()).hexdigest()[:16]
+
+
+# As Qwen3.5-35B-A3B is published: stacks under the names of a vision-language class, its layer for multi-token prediction
+# expert by expert.
+QWEN = dict(
+    architectures=["Qwen3_5MoeForConditionalGeneration"],
+    text_config=dict(
+        hidden_size=8,
+        moe_intermediate_size=6,
+        shared_expert_intermediate_size=4,
+        num_hidden_layers=1,
+        layer_types=["full_attention"],
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        num_experts=3,
+        num_experts_per_tok=1,
+        vocab_size=40,
+        max_position_embeddings=64,
+        rms_norm_eps=1e-6,
+        linear_num_key_heads=1,
+        linear_num_value_heads=1,
+        linear_key_head_dim=4,
+        linear_value_head_dim=4,
+        linear_conv_kernel_dim=2,
+        rope_parameters=dict(rope_type="default", rope_theta=1e4),
+    ),
+    eos_token_id=1,
+)
+LAYER = "model.language_model.layers.0.mlp.experts"
+DRAFT = "mtp.layers.0.mlp.experts.0.gate_proj.weight"
+
+
+def qwen_folder(folder, change=lambda tensors: None):
+    spec = replace(spec_from_config(QWEN), stacks_experts=True)
+    generator = torch.Generator().manual_seed(9)
+    tensors = {e.name: torch.randn(e.shape, generator=generator) for e in checkpoint_tensors(spec)}
+    tensors[DRAFT] = torch.randn(6, 8, generator=generator)
+    change(tensors)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(QWEN))
+    save_file(tensors, folder / "model.safetensors")
+    return folder, tensors
+
+
+def test_qwens_stacks_have_gate_and_up_one_after_the_other(tmp_path):
+    made, tensors = qwen_folder(tmp_path / "a")
+    spec = read_model_spec(made)
+    assert spec.stacks_experts and not shape_differences(spec, spec_from_config(QWEN))
+    both, down = tensors[f"{LAYER}.gate_up_proj"], tensors[f"{LAYER}.down_proj"]
+    assert both.shape == (3, 12, 8) and down.shape == (3, 8, 6)
+    with open_folder(made, spec) as folder:
+        assert torch.equal(folder.read(f"{LAYER}.1.gate_proj.weight"), both[1, :6])
+        assert torch.equal(folder.read(f"{LAYER}.2.up_proj.weight", 0, 2, 3), both[2, 8:11])
+        assert torch.equal(folder.read(f"{LAYER}.1.down_proj.weight", 1, 3, 2), down[1][:, 3:5])
+        parts = ((entry, folder.read(entry.name)) for entry in hf_tensors(spec))
+        found = {entry.name: tensor for entry, tensor in stacked(spec, parts)}
+    assert found.keys() | {DRAFT} == tensors.keys()
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in found.items())
+    expected = ExpectedChecksums(spec)
+    for name, tensor in found.items():
+        expected.add(name, tensor)
+    for theirs, ours in (("w13_weight", both), ("w2_weight", down)):  # a server has what was sent
+        assert expected.checksums()[f"{LAYER}.{theirs}"] == hashlib.sha256(ours.numpy().tobytes()).hexdigest()[:16]
+
+
+def test_whether_experts_are_stacked_is_read_from_an_index_too(tmp_path):
+    made, tensors = qwen_folder(tmp_path / "a")
+    (made / "model.safetensors").rename(made / "one.safetensors")
+    index = made / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "one.safetensors")}))
+    assert read_model_spec(made).stacks_experts
+    # A layer for multi-token prediction says nothing of the others, nor does a folder without weights.
+    index.write_text(json.dumps({"weight_map": {"mtp.layers.0.mlp.experts.gate_up_proj": "one.safetensors"}}))
+    assert not read_model_spec(made).stacks_experts
+    index.unlink()
+    assert not read_model_spec(made).stacks_experts
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda t: t.pop(f"{LAYER}.down_proj"), f"missing: {LAYER}.down_proj [3, 8, 6]"),
+        (
+            lambda t: t.update({f"{LAYER}.gate_up_proj": t[f"{LAYER}.gate_up_proj"].mT.contiguous()}),
+            f"wrong shape: {LAYER}.gate_up_proj is [3, 8, 12], config.json makes it [3, 12, 8]",
+        ),
+        (
+            lambda t: t.update({f"{LAYER}.0.up_proj.weight": torch.zeros(6, 8)}),
+            f"unexpected: {LAYER}.0.up_proj.weight",
+        ),
+        (lambda t: t.pop(f"{LAYER}.gate_up_proj"), f"missing: {LAYER}.0.gate_proj.weight [6, 8]"),
+    ],
+)
+def test_stacks_that_do_not_fit_are_named(tmp_path, change, text):
+    made, _ = qwen_folder(tmp_path / "a", change)
+    with pytest.raises(ModelError) as refused:
+        open_checkpoint(made)
+    assert text in str(refused.value)
 
 
 def test_a_stack_is_not_quantised_in_blocks(tmp_path):
