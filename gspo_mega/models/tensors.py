@@ -6,8 +6,8 @@ export, publish and conversion. This module moves no data and imports no torch.
 A *tensor* is one entry of the checkpoint. A *parameter* is Megatron's, often several tensors fused. A parameter's
 *canonical name* contains the global layer and the global expert, in any layout:
 `decoder.layers.17.mlp.experts.5.linear_fc1.weight`. Some files and servers *stack* the tensors of experts, as for
-gpt-oss and published Qwen3.5: one tensor for all experts of a layer. Only the functions on files know stacks; everything that has to do with
-ranks and parameters keeps one tensor per expert.
+gpt-oss and published Qwen3.5: one tensor for all experts of a layer. Only the functions on files know stacks;
+everything that has to do with ranks and parameters keeps one tensor per expert.
 """
 
 from __future__ import annotations
@@ -394,7 +394,16 @@ def forward_flops_per_token(spec: ModelSpec, sequence_tokens: int) -> float:
     return _matrix_flops(spec) + attention + delta_rule_flops(spec)
 
 
-def attended_positions(spec: ModelSpec, sequence_tokens: int) -> float:
+def layer_flops(spec: ModelSpec, num_tokens: int, num_pairs: int) -> float:
+    """FLOPs of one forward pass of all layers without the LM head, over `num_tokens` tokens of which `num_pairs` pairs
+    attend in a layer with full attention. Layers with a window count as such.
+    """
+    head = 2.0 * count_parameters(spec).embedding
+    attention = _position_flops(spec) * spec.num_attention_layers * num_pairs
+    return (_matrix_flops(spec) - head + delta_rule_flops(spec)) * num_tokens + attention
+
+
+def attended_positions(spec: ModelSpec, sequence_tokens: float) -> float:
     """The number of positions that a token attends to, averaged over a causal sequence and over layers."""
     full = (sequence_tokens + 1) / 2
     if spec.window is None:

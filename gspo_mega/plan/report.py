@@ -26,6 +26,7 @@ from gspo_mega.plan.resolve import Plan
 from gspo_mega.plan.sampling_masks import mask_cost, mask_lines
 from gspo_mega.plan.server_buffers import num_owners, num_senders
 from gspo_mega.plan.servers import needs_start_folder
+from gspo_mega.plan.sharing import sharing_lines, step_positions
 from gspo_mega.plan.state import State
 from gspo_mega.plan.teacher import served_lines
 from gspo_mega.plan.timing import HashCost, StepTime, hand_out, hand_out_lines
@@ -214,13 +215,7 @@ def _batch(plan: Plan) -> list[str]:
             else ""
         )
     )
-    if batch.share_prefixes != "off" and (config.train is not None or config.sft is None):
-        saved = batch.prompts_per_step * (batch.group_size - 1) * config.data.max_prompt_tokens
-        what = "the prompt of a group" if batch.share_prefixes == "prompts" else "what rows have in common"
-        lines.append(
-            f"share_prefixes {batch.share_prefixes}: a pack computes {what} once;"
-            f" the prompts of a step then have at most {saved} tokens less; memory and time below do not count that"
-        )
+    lines += sharing_lines(config, plan.spec, layout)
     return lines
 
 
@@ -449,6 +444,7 @@ def plan_json(plan: Plan, figures: Estimate) -> str:
         "cluster": plan.config.cluster.model_dump(),
         "layout": asdict(plan.layout),
         "groups": [asdict(span) for span in figures.spans],
+        "positions": asdict(step_positions(plan.config, plan.layout)),
         "servers": {
             "num_servers": plan.config.server.num_servers,
             "tensor": plan.config.server.tensor,

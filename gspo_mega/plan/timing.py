@@ -52,6 +52,7 @@ from gspo_mega.plan.servers import (
     rank_weight_bytes,
     version_bytes,
 )
+from gspo_mega.plan.sharing import step_positions
 from gspo_mega.plan.state import GRADIENT_BYTES, MOMENT_BYTES, WEIGHT_BYTES, ModelShares, teacher_layout, teacher_shares
 
 # The cost of a backward pass, in forward passes.
@@ -64,7 +65,8 @@ _BACKWARD_EXCHANGE = {"tensor": 1.5, "context": 2.0, "expert": 1.0, "pipeline": 
 _OPTIMIZER_BYTES = 4 + 2 * 4 + 2
 # Bytes per position of a pack: token, position, sequence and label (8 each), mask and log-prob (4 each).
 POSITION_BYTES = 40
-# More bytes per position for each of: advantages of turns, weights of tokens, rewards of tokens.
+# More bytes per position for each of: advantages of turns, weights of tokens, rewards of tokens, its place in a pack
+# that shares prefixes.
 MORE_POSITION_BYTES = 8
 # Bytes of the names and shapes of a pack's arrays.
 PACK_BYTES = 3000
@@ -216,12 +218,12 @@ def _model_time(config: Config, layout: Layout, shares: ModelShares, gpu: Gpu) -
     packs of one optimizer step).
     """
     spec, batch = shares.spec, config.batch
-    prompt, response = mean_tokens(config)
-    tokens = batch.prompts_per_step * batch.group_size * (prompt + response) / layout.data
+    step = step_positions(config, layout)
+    tokens = step.computed.tokens / layout.data
     num_micro = max(1, math.ceil(tokens / batch.num_mini_batches / batch.micro_batch_tokens))
     micro_tokens = tokens / batch.num_mini_batches / num_micro
-    layer = _Layer(config, layout, spec, gpu, micro_tokens / layout.context, prompt + response)
-    rows = micro_tokens / layout.context * response / (prompt + response)
+    layer = _Layer(config, layout, spec, gpu, micro_tokens / layout.context, step.computed.as_long_as)
+    rows = micro_tokens / layout.context * step.num_trained / step.computed.tokens
     # A critic's head is one row.
     head = 0.0 if shares.is_critic else _head_seconds(config.precision, layout, spec, gpu, rows)
 
@@ -267,7 +269,7 @@ class _Layer:
     by kind.
     """
 
-    def __init__(self, config: Config, layout: Layout, spec: ModelSpec, gpu: Gpu, tokens: float, length: int) -> None:
+    def __init__(self, config: Config, layout: Layout, spec: ModelSpec, gpu: Gpu, tokens: float, length: float) -> None:
         kind = config.precision
         peak = gpu.fp8_flops if kind == "fp8" else gpu.bf16_flops
         hidden, tensor = spec.hidden_size, layout.tensor
@@ -574,6 +576,7 @@ def hand_out(config: Config, spec: ModelSpec, layout: Layout) -> HandOut:
     away = 1 - (layout.tensor * layout.context * layout.pipeline == 1) / layout.data
     more = (config.advantage.turns == "return_to_go") + (config.rollout.max_staleness > 0)
     more += critic_of(config.algorithm, config.critic) is not None  # rewards of tokens
+    more += batch.share_prefixes != "off"  # where each position is computed
     packs = max(1, positions // batch.micro_batch_tokens)
     shards = positions * (POSITION_BYTES + more * MORE_POSITION_BYTES) + packs * PACK_BYTES
     recorded = config.train is not None and config.train.from_rollouts is not None

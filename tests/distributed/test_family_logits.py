@@ -48,7 +48,18 @@ def test_gradients_are_those_of_transformers_in_every_layout(rank_pools, tmp_pat
 
 @pytest.mark.parametrize(
     "variant",
-    ["qwen2-tied", "llama3", "mixtral", "qwen2_moe", "deepseek_v3", "glm4_moe", "gpt_oss", *PROOFS, "qwen3_next", "qwen3_5_moe-stacked"],
+    [
+        "qwen2-tied",
+        "llama3",
+        "mixtral",
+        "qwen2_moe",
+        "deepseek_v3",
+        "glm4_moe",
+        "gpt_oss",
+        *PROOFS,
+        "qwen3_next",
+        "qwen3_5_moe-stacked",
+    ],
 )
 def test_bf16_comes_back_bit_for_bit(rank_pools, tmp_path, variant):
     folder = make_family_folder(tmp_path / variant, variant, torch.bfloat16)

@@ -26,6 +26,7 @@ from gspo_mega.plan.gpus import DEFAULT_GPU, GPUS, STORAGE_BYTES_PER_SECOND
 from gspo_mega.plan.layout import Layout
 from gspo_mega.plan.memory import saved_bytes
 from gspo_mega.plan.servers import reward_gpus, version_bytes
+from gspo_mega.plan.sharing import step_positions
 from gspo_mega.plan.state import ModelShares
 from gspo_mega.plan.timing import StepTime, save_seconds, step_time
 from gspo_mega.rollout.arrival_order import Order
@@ -155,7 +156,8 @@ class Job:
     """Everything that the simulation reads. Durations are seconds per occurrence.
 
     `groups`, `group_size`: groups per batch, responses per group. Training a step takes `train_fixed`, plus
-    `train_token` per token of the batch, prompts included. `save`: pause for a checkpoint. `restart`: from the failure
+    `train_token` per token of the batch that is computed: all but `shared_tokens`, the tokens of prompts that packs do
+    not compute again (`batch.share_prefixes`). `save`: pause for a checkpoint. `restart`: from the failure
     of a trainer node until training continues. `server_restart`: from the loss of a server to its first request.
     `trainer_nodes`: nodes whose failure ends the attempt. `server_nodes`: nodes with only servers, `servers_of` each.
     `shared`: servers and ranks share the cores of one machine, and each runs at half speed while both have work.
@@ -173,6 +175,7 @@ class Job:
     train_fixed: float
     train_token: float
     publish: float
+    shared_tokens: float = 0.0
     save: float = 0.0
     save_every: int = 0
     restart: float = 0.0
@@ -205,7 +208,8 @@ class Job:
         return self.server.slots(self.held_tokens)
 
     def train_seconds(self, tokens: float) -> float:
-        return self.train_fixed + self.train_token * tokens
+        """Return the seconds to train a batch of `tokens`, prompts of all rows included."""
+        return self.train_fixed + self.train_token * max(0.0, tokens - self.shared_tokens)
 
     @property
     def mean_train(self) -> float:
@@ -244,7 +248,8 @@ def job_of(
     gpu, spec = GPUS[config.cluster.gpu or DEFAULT_GPU], shares.spec
     time = step_time(config, layout, shares, gpu, counts.total)
     prompt, response = mean_tokens(config)
-    fixed, token = _training(time, config.batch.prompts_per_step * config.batch.group_size * (prompt + response))
+    step = step_positions(config, layout)
+    fixed, token = _training(time, step.computed.tokens)
     weights = version_bytes(config, spec, counts.total) / STORAGE_BYTES_PER_SECOND
     saved = save_seconds(saved_bytes(config, spec, counts.total))
     cluster = config.cluster
@@ -260,6 +265,7 @@ def job_of(
         on_publish=on_publish(config.rollout),
         train_fixed=fixed,
         train_token=token,
+        shared_tokens=step.rows.tokens - step.computed.tokens,
         publish=time.publish,
         save=0.0 if config.checkpoint.asynchronous else saved,
         save_every=config.checkpoint.every_steps,
@@ -276,7 +282,9 @@ def job_of(
 
 
 def _training(time: StepTime, tokens: int) -> tuple[float, float]:
-    """Return (seconds of a step that do not depend on its `tokens`, seconds per token)."""
+    """Return (seconds of a step that do not depend on its tokens, seconds per token). `tokens`: those that a step of
+    mean lengths computes.
+    """
     parts = time.train.training
     fixed = parts.get("gradients", 0.0) + parts.get("optimizer", 0.0)
     return fixed, (time.train.total - fixed) / tokens

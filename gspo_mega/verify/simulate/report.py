@@ -81,8 +81,8 @@ APPROXIMATIONS = (
     " --fit scales them",
     "decoding goes on at one rate between two events of a server; as many requests run at once as the cache holds at"
     " their mean length; none is put back when it fills; requests stay on the server that they came to",
-    "lengths are independent of each other; scoring, tools, evaluation, dropped groups and prefixes that a group shares"
-    " are left out, in sampling and (batch.share_prefixes) in training",
+    "lengths are independent of each other; scoring, tools, evaluation and dropped groups are left out, and in sampling"
+    " the prefixes that a group shares; in training they count if batch.share_prefixes computes them once",
     "failures are independent and exponential; a failed node of the trainer starts everything again from the last"
     " checkpoint and trains the steps since then on recorded rollouts; a lost server comes back with a spare node",
 )

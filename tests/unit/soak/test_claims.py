@@ -109,7 +109,10 @@ def test_the_plan_shows_what_has_a_row(study, tmp_path, capsys):
 
 def test_arms_by_name(tmp_path, capsys):
     place = ["--plan", "--rows", str(tmp_path / "rows.csv")]
-    assert claims.main([*place, "--block", "learning", "routing", "--arm", "ppo", "grpo-routes_R2", "--seeds", "1", "2"]) == 0
+    assert (
+        claims.main([*place, "--block", "learning", "routing", "--arm", "ppo", "grpo-routes_R2", "--seeds", "1", "2"])
+        == 0
+    )
     found = [line.split()[1:4] for line in capsys.readouterr().out.splitlines()]
     assert found == [[name, "seed", seed] for name in ("ppo", "grpo-routes_R2") for seed in ("1", "2")]
     with pytest.raises(SystemExit):
