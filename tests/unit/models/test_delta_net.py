@@ -7,60 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from published_qwen3_5 import qwen3_5, text_model
 
 from gspo_mega.base.errors import ModelError
 from gspo_mega.models.delta_net import ROLES
 from gspo_mega.models.huggingface import spec_from_config
-from gspo_mega.models.spec import DeltaNet
+from gspo_mega.models.spec import DeltaNet, shape_differences
 from gspo_mega.models.tensors import count_parameters, hf_tensors, is_ignored_tensor, parameter_blocks, parameter_shape
 
 SHAPES = Path(__file__).parents[3] / "configs" / "models"
 # As published, shortened to what is read: Qwen3-Next-80B-A3B.
 NEXT_80B = json.loads((SHAPES / "qwen3_next_80b.json").read_text())
-_QWEN3_5 = dict(
-    attention_bias=False,
-    attn_output_gate=True,
-    dtype="bfloat16",
-    eos_token_id=248044,
-    head_dim=256,
-    hidden_act="silu",
-    linear_conv_kernel_dim=4,
-    linear_key_head_dim=128,
-    linear_num_key_heads=16,
-    linear_value_head_dim=128,
-    max_position_embeddings=262144,
-    rms_norm_eps=1e-06,
-    rope_parameters=dict(
-        mrope_interleaved=True,
-        mrope_section=[11, 11, 10],
-        partial_rotary_factor=0.25,
-        rope_theta=10000000,
-        rope_type="default",
-    ),
-    vocab_size=248320,
-)
-# The text part of Qwen3.5-27B and of Qwen3.5-35B-A3B.
-DENSE_27B = _QWEN3_5 | dict(
-    architectures=["Qwen3_5ForCausalLM"],
-    hidden_size=5120,
-    intermediate_size=17408,
-    linear_num_value_heads=48,
-    num_attention_heads=24,
-    num_hidden_layers=64,
-    num_key_value_heads=4,
-)
-EXPERTS_35B = _QWEN3_5 | dict(
-    architectures=["Qwen3_5MoeForCausalLM"],
-    hidden_size=2048,
-    linear_num_value_heads=32,
-    moe_intermediate_size=512,
-    num_attention_heads=16,
-    num_experts=256,
-    num_experts_per_tok=8,
-    num_hidden_layers=40,
-    num_key_value_heads=2,
-    shared_expert_intermediate_size=512,
-)
 # Three key heads, each of its own size in every section.
 SMALL = NEXT_80B | dict(
     hidden_size=4,
@@ -82,12 +39,28 @@ SMALL = NEXT_80B | dict(
 
 
 @pytest.mark.parametrize(
-    ("raw", "total", "active"), [(NEXT_80B, 79.7, 3.6), (DENSE_27B, 26.9, 25.6), (EXPERTS_35B, 34.7, 2.9)]
+    ("raw", "total", "active"),
+    [
+        (NEXT_80B, 79.7, 3.6),
+        (qwen3_5("0.8B"), 0.8, 0.5),
+        (qwen3_5("2B"), 1.9, 1.4),
+        (qwen3_5("4B"), 4.2, 3.6),
+        (qwen3_5("9B"), 9.0, 7.9),
+        (qwen3_5("27B"), 26.9, 25.6),
+        (qwen3_5("35B-A3B"), 34.7, 2.9),
+        (qwen3_5("122B-A10B"), 122.1, 9.0),
+        (qwen3_5("397B-A17B"), 396.3, 16.3),
+    ],
 )
 def test_published_configs(raw, total, active):
-    """The model cards: 80 billion parameters with 3 active, 27, 35 with 3."""
+    """The names say how many billions of parameters, and how many are active, with embeddings; `active` is without."""
     spec = spec_from_config(raw)
     counts = count_parameters(spec)
+    if "text_config" in raw:  # the text model that a server can have is the same, to the shape of each parameter
+        own = spec_from_config(text_model(raw))
+        assert shape_differences(spec, own) == [f"family {spec.family!r} instead of {own.family!r}"]
+        names = [{entry.parameter: entry.shape for entry in hf_tensors(one)} for one in (spec, own)]
+        assert names[0] == names[1]
     assert round(counts.total / 1e9, 1) == total
     assert round((counts.active - counts.embedding) / 1e9, 1) == active
     assert spec.delta.layers == (True, True, True, False) * (spec.num_layers // 4)
