@@ -7,9 +7,10 @@ verified on a GPU. Experts are assumed to be evenly loaded.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from gspo_mega.config.derived import fused_keys, has_sampling_masks
+from gspo_mega.config.derived import FusionKey, fused_keys, has_sampling_masks
 from gspo_mega.config.schema import Config, Precision
 from gspo_mega.models.spec import DeltaNet, LatentAttention, ModelSpec, MoeSpec
 from gspo_mega.models.tensors import DELTA_CHUNK
@@ -60,9 +61,11 @@ def layer_activations(
     size = WEIGHT_BYTES[config.precision]
     # The part of a token that remains per rank if sequence parallelism divides tokens over tensor ranks.
     part = 1 / layout.tensor if layout.sequence_parallel else 1.0
-    attention, mlp = (_cpu if device == "cpu" or config.precision == "fp32" else _gpu)(
-        config, spec, moe, layout, size, part, device == "gpu"
-    )
+    fused = fused_keys(config, has_experts=True, has_gpu=device == "gpu")
+    if device == "cpu" or config.precision == "fp32":
+        attention, mlp = _cpu(fused, spec, moe, layout, size, part)
+    else:
+        attention, mlp = _gpu(config.precision, fused, spec, moe, layout, size, part)
     if spec.delta is not None:  # what both kinds of layers fit in
         attention = max(attention, _delta_net(spec, spec.delta, layout, size, part))
     return LayerActivations(attention, mlp, part * spec.hidden_size * size, _working(spec, moe, layout, size, part))
@@ -116,12 +119,12 @@ def _projected(spec: ModelSpec, layout: Layout) -> float:
 
 
 def _cpu(
-    config: Config, spec: ModelSpec, moe: MoeSpec | None, layout: Layout, size: int, part: float, has_gpu: bool
+    fused: Collection[FusionKey], spec: ModelSpec, moe: MoeSpec | None, layout: Layout, size: int, part: float
 ) -> tuple[float, float]:
     """Return (attention, mlp) of Megatron's plain layers with this package's norm and attention, for sequences of one
-    length and without context parallelism.
+    length and without context parallelism. `fused`: the operations that are.
     """
-    hidden, gate = spec.hidden_size, _gate(config, spec, has_gpu)
+    hidden, gate = spec.hidden_size, _gate(fused, spec)
     norm = part * (8 * hidden + 4)  # fp32 input, the same normalised, one scale
     attention = (
         norm
@@ -137,7 +140,7 @@ def _cpu(
         return attention, mlp + (gate + 1) * spec.intermediate_size / layout.tensor * size
     shared = (gate + 1) * moe.shared_intermediate_size / layout.tensor * size + part * _shared_gate(spec, moe, size)
     return attention, mlp + shared + part * (
-        _router(moe) + moe.experts_per_token * (20 + _routed(config, spec, moe, layout, size, size, has_gpu=has_gpu))
+        _router(moe) + moe.experts_per_token * (20 + _routed(fused, spec, moe, layout, size, size))
     )
 
 
@@ -173,29 +176,35 @@ def _cpu_latent(spec: ModelSpec, latent: LatentAttention, layout: Layout, size: 
 
 
 def _gpu(
-    config: Config, spec: ModelSpec, moe: MoeSpec | None, layout: Layout, size: int, part: float, has_gpu: bool
+    precision: Precision,
+    fused: Collection[FusionKey],
+    spec: ModelSpec,
+    moe: MoeSpec | None,
+    layout: Layout,
+    size: int,
+    part: float,
 ) -> tuple[float, float]:
     """Return (attention, mlp) of Transformer Engine's layers, whose norms are fused into the linear layer that follows,
     except before experts. With adapters none is fused, and as much is kept: frozen layers keep no input, the adapters
     do.
     """
-    hidden, gate = spec.hidden_size, _gate(config, spec, has_gpu)
-    linear = _FP8_BYTES if config.precision == "fp8" else size
+    hidden, gate = spec.hidden_size, _gate(fused, spec)
+    linear = _FP8_BYTES if precision == "fp8" else size
     norm = part * (hidden * size + 4)
     attention = norm + part * hidden * linear
     attention += (
-        _gpu_heads(config.precision, spec, layout, size, linear)
+        _gpu_heads(precision, spec, layout, size, linear)
         if spec.latent is None
-        else _gpu_latent(config.precision, spec, spec.latent, layout, size, part, linear)
+        else _gpu_latent(precision, spec, spec.latent, layout, size, part, linear)
     )
     if moe is None:
         intermediate = spec.intermediate_size / layout.tensor
         return attention, norm + part * hidden * linear + intermediate * (gate * size + linear)
-    routed = moe.experts_per_token * _routed(config, spec, moe, layout, size, linear, has_gpu=has_gpu)
+    routed = moe.experts_per_token * _routed(fused, spec, moe, layout, size, linear)
     shared = moe.shared_intermediate_size / layout.tensor * (gate * size + linear) + part * _shared_gate(
         spec, moe, size
     )
-    return attention, norm + shared + part * (hidden * size + _router(moe) + routed + _moved(config, moe))
+    return attention, norm + shared + part * (hidden * size + _router(moe) + routed + _moved(fused, moe))
 
 
 def _gpu_heads(precision: Precision, spec: ModelSpec, layout: Layout, size: int, linear: float) -> float:
@@ -261,34 +270,34 @@ def _shared_gate(spec: ModelSpec, moe: MoeSpec, size: float) -> float:
     return (spec.hidden_size + 2) * size if moe.shared_gate else 0.0
 
 
-def _gate(config: Config, spec: ModelSpec, has_gpu: bool) -> int:
+def _gate(fused: Collection[FusionKey], spec: ModelSpec) -> int:
     """Return how many values SwiGLU keeps per intermediate value: both halves of its input and, unless it is fused, the
     gate's SiLU and the other half plus Megatron's offset of zero. With limits it is never fused, and also keeps the
     limited gate and its sigmoid.
     """
     if spec.swiglu_limit is not None:
         return 6
-    return 2 if "fuse_activation" in fused_keys(config, has_experts=True, has_gpu=has_gpu) else 4
+    return 2 if "fuse_activation" in fused else 4
 
 
-def _moved(config: Config, moe: MoeSpec) -> float:
+def _moved(fused: Collection[FusionKey], moe: MoeSpec) -> float:
     """Return the bytes per token that record where its copies went, and their weights: 20 for each copy, or Transformer
     Engine's row map with two 4-byte columns for every expert and 12 for each copy.
     """
-    if "fuse_permutation" in fused_keys(config, has_experts=True, has_gpu=True):
+    if "fuse_permutation" in fused:
         return 4 * (2 * moe.num_experts + 1) + 12 * moe.experts_per_token
     return 20 * moe.experts_per_token
 
 
 def _routed(
-    config: Config, spec: ModelSpec, moe: MoeSpec, layout: Layout, size: float, linear: float, *, has_gpu: bool
+    fused: Collection[FusionKey], spec: ModelSpec, moe: MoeSpec, layout: Layout, size: float, linear: float
 ) -> float:
     """Return the bytes of a token at one expert: the inputs of both products, gate and up, what the activation keeps,
     and its probability.
 
     With expert-tensor parallelism each rank sees the tokens of all ranks and has its part of every expert.
     """
-    gate = _gate(config, spec, has_gpu)
+    gate = _gate(fused, spec)
     gate += gate > 2  # if it is not fused, the value that its probability is multiplied with
     return layout.expert_tensor * spec.hidden_size * linear + moe.expert_intermediate_size * (gate * size + linear) + 4
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gspo_mega.config.derived import publishes, server_dtype
-from gspo_mega.config.schema import Config
+from gspo_mega.config.schema import Cluster, Config
 from gspo_mega.models.spec import ModelSpec
 from gspo_mega.plan.layout import Layout
 from gspo_mega.plan.server_buffers import num_owners, num_senders
@@ -44,7 +44,7 @@ def delta_cost(config: Config, spec: ModelSpec, layout: Layout, total_parameters
         return None
     full = version_bytes(config, spec, total_parameters)
     delta = delta_bytes(config, spec, total_parameters)
-    senders = num_senders(config, spec, layout) or num_owners(layout)
+    senders = num_senders(config.publish, spec, layout) or num_owners(layout)
     return DeltaCost(full, delta, (full + (every - 1) * delta) / every, senders, full / senders, full)
 
 
@@ -56,21 +56,21 @@ def delta_bytes(config: Config, spec: ModelSpec, total_parameters: int) -> float
     return version_bytes(config, spec, total_parameters) * min(1.0, ASSUMED_SHARE * larger)
 
 
-def copies_host_bytes(config: Config, cost: DeltaCost | None) -> int:
+def copies_host_bytes(cluster: Cluster, num_servers: int, cost: DeltaCost | None) -> int:
     """Return the bytes of the copies in the memory of one node: of its ranks, and of the servers next to them."""
     if cost is None:
         return 0
-    cluster, servers = config.cluster, 0
+    servers = 0
     if cluster.num_rollout_nodes == 0:
-        servers = -(-config.server.num_servers // cluster.num_nodes)
+        servers = -(-num_servers // cluster.num_nodes)
     return round(min(cost.num_senders, cluster.ranks_per_node) * cost.sender_bytes) + servers * cost.server_bytes
 
 
-def copying_seconds(config: Config, cost: DeltaCost | None, rank_weight_bytes: int) -> float:
+def copying_seconds(full_every: int, cost: DeltaCost | None, rank_weight_bytes: int) -> float:
     """Return the seconds that a publish takes in addition, the mean over `publish.full_every` publishes: comparing on
     each rank that sends, and loading `rank_weight_bytes` from the copy on each rank of a server.
     """
     if cost is None:
         return 0.0
-    share = 1 - 1 / config.publish.full_every
+    share = 1 - 1 / full_every
     return share * (cost.sender_bytes + rank_weight_bytes) / HOST_LINK_BYTES_PER_SECOND

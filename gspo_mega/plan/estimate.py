@@ -16,7 +16,7 @@ from pathlib import Path
 
 from gspo_mega.base.errors import ConfigError, FitError, PlanError
 from gspo_mega.config.derived import critic_config, episode_lengths, server_dtype
-from gspo_mega.config.schema import Cluster, Config, ModelReward, Reward
+from gspo_mega.config.schema import Cluster, Config, Eval, ModelReward, Reward, Server, Sft, Train
 from gspo_mega.models.tensors import ParameterCounts, count_parameters, forward_flops_per_token
 from gspo_mega.models.value_models import ClassifierSizes, check_head, read_sizes
 from gspo_mega.plan.delta import DeltaCost, copies_host_bytes, delta_cost
@@ -160,12 +160,19 @@ def estimate(plan: Plan, where: Callable[[str], str] = lambda key: "configuratio
             critic_states.append((critic[0].largest, critic[1]))
             saves[-1] += save_host_bytes(critic_config(config).optimizer, *critic)
         if is_on_gpu(config.cluster, plan.device):
-            saves[-1] += save_rounding_bytes(config, held)
-            saves[-1] += save_rounding_bytes(critic_config(config), critic[0]) if critic is not None else 0
+            saves[-1] += save_rounding_bytes(config.precision, config.optimizer, held)
+            if critic is not None:
+                own = critic_config(config)
+                saves[-1] += save_rounding_bytes(own.precision, own.optimizer, critic[0])
     limit = gpu_bytes(config.cluster)
     memory = run_memory(config, layout, shares, counts.total, limit) if limit is not None else None
     key = "cluster.gpu_memory_gib" if config.cluster.gpu_memory_gib is not None else "cluster.gpu"
-    if memory is not None and limit is not None and memory.exact > limit and not only_evaluates(config):
+    if (
+        memory is not None
+        and limit is not None
+        and memory.exact > limit
+        and not only_evaluates(config.train, config.sft, config.eval)
+    ):
         of_critic = f", {memory.always['critic'] / GIB:.1f} GiB of it the critic's," if critic_states else ""
         raise FitError(
             f"{where(key)}: {key}: weights, gradients and optimizer state take {memory.exact / GIB:.1f}"
@@ -177,7 +184,7 @@ def estimate(plan: Plan, where: Callable[[str], str] = lambda key: "configuratio
     shared = ranks_per_node * max(rank_host_bytes(config.cluster, size) for _, size in states)
     shared += servers_host_bytes(config, shares, counts.total)
     delta = delta_cost(config, spec, layout, counts.total)
-    copies = copies_host_bytes(config, delta)
+    copies = copies_host_bytes(config.cluster, config.server.num_servers, delta)
     by_stage = [[size for _, size in pair] for pair in (zip(states, critic_states) if critic_states else zip(states))]
     node_host = ranks_per_node * max(sum(size.on_host for size in sizes) for sizes in by_stage) + shared + copies
     node_save = ranks_per_node * max(saves)
@@ -240,15 +247,15 @@ def estimate(plan: Plan, where: Callable[[str], str] = lambda key: "configuratio
         stop_seconds=stop_seconds(time, save_seconds(saved)),
         notices=(
             *_notices(plan, spans, memory, limit),
-            *_server_notices(config, servers.memory, limit),
+            *_server_notices(config.cluster, config.server, servers.memory, limit),
             *_sender_notices(plan),
         ),
     )
 
 
-def only_evaluates(config: Config) -> bool:
+def only_evaluates(train: Train | None, sft: Sft | None, held_out: Eval | None) -> bool:
     """Return whether a configuration trains nothing, so that what training would need does not matter."""
-    return config.train is None and config.sft is None and config.eval is not None
+    return train is None and sft is None and held_out is not None
 
 
 def _spans(plan: Plan) -> list[Span]:
@@ -300,7 +307,7 @@ def _servers(plan: Plan, total_parameters: int, limit: int | None) -> ServerNode
 def _sender_notices(plan: Plan) -> Iterator[str]:
     """Yield that `publish.max_senders` has no effect on a model whose files have experts in stacks."""
     publish = plan.config.publish
-    senders = num_senders(plan.config, plan.spec, plan.layout)
+    senders = num_senders(plan.config.publish, plan.spec, plan.layout)
     if senders > publish.max_senders:
         yield (
             f"publish.max_senders {publish.max_senders}: all {senders} ranks that own tensors of a {plan.spec.family}"
@@ -309,15 +316,15 @@ def _sender_notices(plan: Plan) -> Iterator[str]:
         )
 
 
-def _server_notices(config: Config, memory: ServerMemory | None, limit: int | None) -> Iterator[str]:
+def _server_notices(cluster: Cluster, server: Server, memory: ServerMemory | None, limit: int | None) -> Iterator[str]:
     """Yield what a server's GPU has no room for, outside the share that SGLang fills."""
-    if memory is None or limit is None or config.cluster.colocated:
+    if memory is None or limit is None or cluster.colocated:
         return
-    left = limit - round(limit * config.server.memory_fraction)
+    left = limit - round(limit * server.memory_fraction)
     if sum(memory.outside.values()) > left:
         needed = ", ".join(f"{size / GIB:.1f} GiB {what}" for what, size in memory.outside.items())
         yield (
-            f"server.memory_fraction {config.server.memory_fraction:g} leaves {left / GIB:.1f} GiB of a server's GPU,"
+            f"server.memory_fraction {server.memory_fraction:g} leaves {left / GIB:.1f} GiB of a server's GPU,"
             f" and by estimate more is needed: {needed}; lower it, or publish.max_senders, or use"
             " smaller graphs (server.options cuda_graph_max_bs_decode, cuda_graph_max_bs_prefill)"
         )
@@ -456,7 +463,11 @@ def refuse_what_does_not_fit(plan: Plan, figures: Estimate, where: Callable[[str
     if plan.device == "cpu":
         return
     validate_shared_nodes(config, where)
-    if figures.fits is not False or config.plan.over_memory == "warn" or only_evaluates(config):
+    if (
+        figures.fits is not False
+        or config.plan.over_memory == "warn"
+        or only_evaluates(config.train, config.sft, config.eval)
+    ):
         return
     if memory is None or limit is None:
         return

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from gspo_mega.config.schema import Cluster, Config
+from gspo_mega.config.schema import Cluster
 
 # What the ranks of a run compute on.
 Device = Literal["cpu", "gpu"]
@@ -97,16 +97,16 @@ MEANING: dict[Verification, str] = {
 }
 
 
-def resolve_verification(config: Config, on_gpu: bool) -> Verification:
-    """Return how a publish is verified (`sync/verify.py` does it). `on_gpu`: trainer and servers run on GPUs.
+def resolve_verification(chosen: Verification | Literal["auto"], server_tensor: int, on_gpu: bool) -> Verification:
+    """Return how a publish is verified (`sync/verify.py` does it). `chosen`: `publish.verify`. `server_tensor`:
+    `server.tensor`. `on_gpu`: trainer and servers run on GPUs.
 
     On a CPU, SGLang's checksums are SHA-256, and the trainer can compute them for a server of one rank. On a GPU, and
     for shares of a tensor, it cannot.
     """
-    chosen = config.publish.verify
     if chosen != "auto":
         return chosen
-    return "replicas" if on_gpu or config.server.tensor > 1 else "tensors"
+    return "replicas" if on_gpu or server_tensor > 1 else "tensors"
 
 
 def is_on_gpu(cluster: Cluster, device: Device | None) -> bool | None:
@@ -116,11 +116,11 @@ def is_on_gpu(cluster: Cluster, device: Device | None) -> bool | None:
     return True if cluster.gpu is not None else None
 
 
-def describe_verification(config: Config, on_gpu: bool | None) -> str:
+def describe_verification(chosen: Verification | Literal["auto"], server_tensor: int, on_gpu: bool | None) -> str:
     """Return, for the plan's report, how a publish is verified, whether `auto` decided it, and what it means."""
-    automatic = " (publish.verify: auto)" if config.publish.verify == "auto" else ""
+    automatic = " (publish.verify: auto)" if chosen == "auto" else ""
     places = (True, False) if on_gpu is None else (on_gpu,)
-    kinds: set[Verification] = {resolve_verification(config, place) for place in places}
+    kinds: set[Verification] = {resolve_verification(chosen, server_tensor, place) for place in places}
     if len(kinds) == 1:
         (kind,) = kinds
         return f"verified by {kind}{automatic}: {MEANING[kind]}"

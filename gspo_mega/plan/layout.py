@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gspo_mega.config.derived import episode_lengths
-from gspo_mega.config.schema import Config, Parallel
+from gspo_mega.config.schema import Config, Fp8, Parallel, Precision
 from gspo_mega.models.families import FAMILIES
 from gspo_mega.models.spec import ModelSpec
 
@@ -153,23 +153,22 @@ class Sizes:
             data=max(1, world // model),
             sequence_parallel=sequence_parallel,
             sequence_multiple=multiple,
-            pack_multiple=math.lcm(multiple, alignment_tokens(config)),
+            pack_multiple=math.lcm(multiple, alignment_tokens(config.parallel, config.precision, config.fp8)),
             longest_sequence=episode_lengths(config).tokens,
         )
 
 
-def alignment_tokens(config: Config) -> int:
+def alignment_tokens(parallel: Parallel, precision: Precision, fp8: Fp8) -> int:
     """Return the number of tokens that the length of every pack must be a multiple of; 1 without FP8.
 
     It is a rank's rows x context size x (tensor size, with sequence parallelism), because a pack is cut over those
     ranks before its rows meet an FP8 product. It is always a multiple of what single sequences are padded to, so the
     packer reaches it with filler of whole sequence multiples.
     """
-    if config.precision != "fp8":
+    if precision != "fp8":
         return 1
-    parallel = config.parallel
     tensor = parallel.tensor if parallel.sequence else 1
-    rows = _BLOCK_ROWS if config.fp8.recipe == "blockwise" and tensor > 1 else RECIPE_SIDES[config.fp8.recipe]
+    rows = _BLOCK_ROWS if fp8.recipe == "blockwise" and tensor > 1 else RECIPE_SIDES[fp8.recipe]
     return rows * parallel.context * tensor
 
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from gspo_mega.config.derived import critic_config, critic_of
-from gspo_mega.config.schema import Cluster, Config, Optimizer
+from gspo_mega.config.schema import Cluster, Config, Optimizer, Precision
 from gspo_mega.models.spec import ModelSpec
 from gspo_mega.models.tensors import count_parameters
 from gspo_mega.plan.activations import HeadActivations, head_activations, layer_activations, value_head_activations
@@ -289,14 +289,14 @@ def server_memory(config: Config, spec: ModelSpec, total_parameters: int, memory
     """
     server = config.server
     draft = draft_memory(config, spec)
-    weights = rank_weight_bytes(config, spec, total_parameters) + draft.weights
+    weights = rank_weight_bytes(config.server, config.precision, spec, total_parameters) + draft.weights
     # Every rank of a server keeps the whole latent.
     elements = (
         2 * spec.num_attention_layers * max(1, spec.num_kv_heads // attention_ranks(config.server)) * spec.head_dim
         if spec.latent is None
         else spec.cache_elements_per_token
     )
-    token = elements * cache_element_bytes(config) + draft.cached_token
+    token = elements * cache_element_bytes(config.server, config.precision) + draft.cached_token
     room = max(0, int(memory_bytes * server.memory_fraction) - weights)
     if spec.delta is not None:  # SGLang divides it into states and the cache of the other layers
         room = int(room / (1 + server.options.get("mamba_full_memory_ratio", _STATES_TO_CACHE)))
@@ -339,12 +339,12 @@ def critic_parameters(spec: ModelSpec) -> int:
 
 def saved_bytes(config: Config, spec: ModelSpec, total_parameters: int) -> int:
     """Return the bytes of a checkpoint of the run: what it trains of the policy, and the critic."""
-    size = checkpoint_bytes(config, trained_parameters(config.lora, spec, total_parameters))
-    return (
-        size
-        if critic_of(config.algorithm, config.critic) is None
-        else size + checkpoint_bytes(critic_config(config), critic_parameters(spec))
-    )
+    trained = trained_parameters(config.lora, spec, total_parameters)
+    size = checkpoint_bytes(config.precision, config.optimizer, trained)
+    if critic_of(config.algorithm, config.critic) is None:
+        return size
+    critic = critic_config(config)
+    return size + checkpoint_bytes(critic.precision, critic.optimizer, critic_parameters(spec))
 
 
 def fp32_gradient_bytes(optimizer: Optimizer, state: StageState) -> int:
@@ -368,14 +368,14 @@ def save_device_bytes(optimizer: Optimizer, state: StageState) -> int:
     return _FP32_BYTES * most
 
 
-def save_rounding_bytes(config: Config, state: StageState) -> int:
+def save_rounding_bytes(precision: Precision, optimizer: Optimizer, state: StageState) -> int:
     """Return the bytes that rounding adds to a save's copies of a GPU's tensors. Megatron copies each to page-locked
     memory, no matter whether the save is asynchronous, and torch rounds. What the distributed optimizer saves is on the
     host already.
     """
-    kinds = [WEIGHT_BYTES[config.precision]]
-    if not config.optimizer.distributed:
-        kinds += [_FP32_BYTES] * (config.precision != "fp32") + [MOMENT_BYTES[config.optimizer.moments_dtype]] * 2
+    kinds = [WEIGHT_BYTES[precision]]
+    if not optimizer.distributed:
+        kinds += [_FP32_BYTES] * (precision != "fp32") + [MOMENT_BYTES[optimizer.moments_dtype]] * 2
     return sum(map(state.rounding_bytes, kinds))
 
 
@@ -415,4 +415,4 @@ def servers_host_bytes(config: Config, shares: ModelShares, total_parameters: in
     if not config.cluster.colocated:
         return 0
     servers = -(-config.server.num_servers // config.cluster.num_nodes)
-    return servers * weight_bytes(config, shares.spec, total_parameters)
+    return servers * weight_bytes(config.server, config.precision, shares.spec, total_parameters)

@@ -267,7 +267,7 @@ def _servers(plan: Plan, figures: Estimate) -> list[str]:
 
 def _senders(plan: Plan) -> str:
     """Return, for a publish through groups, how many ranks send."""
-    senders, owners = num_senders(plan.config, plan.spec, plan.layout), num_owners(plan.layout)
+    senders, owners = num_senders(plan.config.publish, plan.spec, plan.layout), num_owners(plan.layout)
     if not senders:
         return ""
     whole = "" if senders == owners else f" for {owners} that own tensors (publish.max_senders)"

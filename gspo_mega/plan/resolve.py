@@ -103,7 +103,7 @@ def plan_run(loaded: LoadedConfig, device: Device | None = None, model: str | Pa
         spec,
         layout,
         tuple(notices),
-        describe_verification(config, on_gpu),
+        describe_verification(config.publish.verify, config.server.tensor, on_gpu),
         describe_operations(config, spec, on_gpu),
         device,
     )
@@ -140,7 +140,7 @@ def _notices(config: Config, spec: ModelSpec, layout: Layout, device: Device | N
             f" products are summed in fp32: {config.precision}'s numbers, not its speed or memory, and not a GPU's"
             " order of summation"
         )
-    if device is None and gathers_unevenly(config, spec):
+    if device is None and gathers_unevenly(config.parallel, spec):
         yield (
             "expert_tensor > 1 with the alltoall dispatcher runs on GPUs only; without them use `expert_dispatcher:"
             " allgather`"

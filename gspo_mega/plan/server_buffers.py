@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from gspo_mega.config.derived import server_dtype
-from gspo_mega.config.schema import Config, Server
+from gspo_mega.config.schema import Config, Publish, Server
 from gspo_mega.models.spec import ModelSpec
 from gspo_mega.models.tensors import is_stacked
 from gspo_mega.plan.layout import Layout
@@ -45,14 +45,14 @@ _CONNECTION_BYTES = 8 * 512 * 8 * 16 + 120 * 640 * 8 * 8 + 4 * MIB
 _CONNECTIONS_ACROSS, _CONNECTIONS_INSIDE = 8 * 2, 24
 
 
-def num_senders(config: Config, spec: ModelSpec, layout: Layout) -> int:
+def num_senders(publish: Publish, spec: ModelSpec, layout: Layout) -> int:
     """Return how many ranks send weights with `publish.method: distributed`; 0 with another method. All owners send if
     files have experts in stacks.
     """
-    if config.publish.method != "distributed":
+    if publish.method != "distributed":
         return 0
     owners = num_owners(layout)
-    return owners if is_stacked(spec) else min(config.publish.max_senders, owners)
+    return owners if is_stacked(spec) else min(publish.max_senders, owners)
 
 
 def num_owners(layout: Layout) -> int:
@@ -64,7 +64,7 @@ def publish_group_bytes(config: Config, spec: ModelSpec, layout: Layout) -> tupl
     """Return the bytes of NCCL's buffers for publishes, which stay from one publish to the next, on the GPU of a server
     and on that of a sending rank. A server is in one group of each sender.
     """
-    senders = num_senders(config, spec, layout)
+    senders = num_senders(config.publish, spec, layout)
     if not senders:
         return 0, 0
     a_group = (_CONNECTIONS_INSIDE if on_one_node(config) else _CONNECTIONS_ACROSS) * _CONNECTION_BYTES
@@ -84,7 +84,10 @@ def graph_bytes(config: Config, spec: ModelSpec, gpu_bytes: int) -> int:
     themselves, by SGLang's rule, and what the largest captured prefill computes in, which stays allocated for them.
     """
     server = config.server
-    sequences, sizes = decode_sequences(config, gpu_bytes), prefill_sizes(config, spec, gpu_bytes)
+    sequences, sizes = (
+        decode_sequences(config.server, config.rollout.max_concurrent_requests, gpu_bytes),
+        prefill_sizes(server, spec, gpu_bytes),
+    )
     size = _DECODE_MIB * sequences
     if server.attention_data > 1:
         size += sequences * server.attention_data * (_GROUP_MIB + (_MANY_GROUP_MIB if sequences > _MANY else 0))
@@ -95,9 +98,11 @@ def graph_bytes(config: Config, spec: ModelSpec, gpu_bytes: int) -> int:
     return round(size * MIB) + elements * DTYPE_BYTES[server_dtype(server, config.precision)]
 
 
-def decode_sequences(config: Config, gpu_bytes: int) -> int:
-    """Return the sequences of the largest graph of a decode step; 0 if none is captured."""
-    server, options = config.server, config.server.options
+def decode_sequences(server: Server, most_requests: int, gpu_bytes: int) -> int:
+    """Return the sequences of the largest graph of a decode step; 0 if none is captured. `most_requests`:
+    `rollout.max_concurrent_requests`.
+    """
+    options = server.options
     if not _captures(options, "decode"):
         return 0
     if (sizes := options.get("cuda_graph_bs_decode")) is not None:
@@ -105,12 +110,12 @@ def decode_sequences(config: Config, gpu_bytes: int) -> int:
     if (most := options.get("cuda_graph_max_bs_decode")) is not None:
         return most
     _, few, many = _defaults(gpu_bytes)
-    return min(few if server.tensor < 4 else many, config.rollout.max_concurrent_requests)
+    return min(few if server.tensor < 4 else many, most_requests)
 
 
-def prefill_sizes(config: Config, spec: ModelSpec, gpu_bytes: int) -> list[int]:
+def prefill_sizes(server: Server, spec: ModelSpec, gpu_bytes: int) -> list[int]:
     """Return the tokens of each graph of a prefill; empty if none is captured."""
-    server, options = config.server, config.server.options
+    options = server.options
     if not _captures(options, "prefill"):
         return []
     if (sizes := options.get("cuda_graph_bs_prefill")) is not None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from gspo_mega.base.untrusted import read_json_file
 from gspo_mega.config.derived import SERVER_DTYPES, WEIGHT_BLOCK, publishes_adapters, server_dtype
-from gspo_mega.config.schema import Config, ModelReward, Reward, Server
+from gspo_mega.config.schema import Config, ModelReward, Precision, Reward, Server
 from gspo_mega.config.validate_servers import draft_folder
 from gspo_mega.models.block_fp8 import is_quantizable, served_layout, stored_bytes
 from gspo_mega.models.hf_fields import needs_plain_copy
@@ -59,44 +59,41 @@ def divides_attention(server: Server, spec: ModelSpec, tensor: int) -> bool:
     return spec.num_heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
 
 
-def weight_bytes(config: Config, spec: ModelSpec, total_parameters: int) -> int:
+def weight_bytes(server: Server, precision: Precision, spec: ModelSpec, total_parameters: int) -> int:
     """Return the bytes of one server's weights, all its ranks together: a byte for each quantized element, the scales,
     and the rest in the server's dtype.
     """
-    size = DTYPE_BYTES[server_dtype(config.server, config.precision)]
-    if config.server.quantization == "none":
+    size = DTYPE_BYTES[server_dtype(server, precision)]
+    if server.quantization == "none":
         return total_parameters * size
     quantized = [entry for entry in hf_tensors(spec) if is_quantizable(entry)]
     elements = sum(entry.num_elements for entry in quantized)
-    scales = sum(_num_scales(config.server.quantization, entry) for entry in quantized)
+    scales = sum(_num_scales(server.quantization, entry) for entry in quantized)
     return (total_parameters - elements) * size + elements + scales * _SCALE_BYTES
 
 
-def rank_weight_bytes(config: Config, spec: ModelSpec, total_parameters: int) -> int:
+def rank_weight_bytes(server: Server, precision: Precision, spec: ModelSpec, total_parameters: int) -> int:
     """Return the bytes of the weights of one of a server's ranks."""
-    server = config.server
     if server.attention_data == 1 and server.expert_dispatcher == "none":
-        return weight_bytes(config, spec, total_parameters) // server.tensor
-    size, found = DTYPE_BYTES[server_dtype(config.server, config.precision)], 0.0
+        return weight_bytes(server, precision, spec, total_parameters) // server.tensor
+    size, found = DTYPE_BYTES[server_dtype(server, precision)], 0.0
     for entry in hf_tensors(spec):
         quantized = server.quantization != "none" and is_quantizable(entry)
         scales = _num_scales(server.quantization, entry) * _SCALE_BYTES if quantized else 0
-        found += (entry.num_elements * (1 if quantized else size) + scales) / ranks_that_share(config.server, entry)
+        found += (entry.num_elements * (1 if quantized else size) + scales) / ranks_that_share(server, entry)
     return round(found)
 
 
-def rank_block_elements(config: Config, spec: ModelSpec) -> int:
+def rank_block_elements(server: Server, spec: ModelSpec) -> int:
     """Return the elements that one of a server's ranks holds in FP8 blocks."""
-    if config.server.quantization != "fp8_block":
+    if server.quantization != "fp8_block":
         return 0
-    return round(
-        sum(e.num_elements / ranks_that_share(config.server, e) for e in hf_tensors(spec) if is_quantizable(e))
-    )
+    return round(sum(e.num_elements / ranks_that_share(server, e) for e in hf_tensors(spec) if is_quantizable(e)))
 
 
-def cache_element_bytes(config: Config) -> int:
+def cache_element_bytes(server: Server, precision: Precision) -> int:
     """Return the bytes of one element of the cache."""
-    return 1 if config.server.kv_cache == "fp8" else DTYPE_BYTES[server_dtype(config.server, config.precision)]
+    return 1 if server.kv_cache == "fp8" else DTYPE_BYTES[server_dtype(server, precision)]
 
 
 def _num_scales(quantization: str, entry: TensorEntry) -> int:
@@ -203,14 +200,16 @@ def draft_memory(config: Config, spec: ModelSpec) -> DraftMemory:
         if spec.latent is None:
             cached //= min(attention_ranks(config.server), spec.num_kv_heads)
         size = DTYPE_BYTES[server_dtype(config.server, config.precision)] if config.server.quantization == "none" else 1
-        return DraftMemory(elements * size // config.server.tensor, cached * cache_element_bytes(config))
+        return DraftMemory(
+            elements * size // config.server.tensor, cached * cache_element_bytes(config.server, config.precision)
+        )
     shape = read_draft_shape(Path(folder))
     stored = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
     heads = shape.get("num_attention_heads", 1)
     kv_heads = max(1, shape.get("num_key_value_heads", heads) // attention_ranks(config.server))
     head_dim = shape.get("head_dim") or shape.get("hidden_size", 0) // heads
     cached = 2 * shape.get("num_hidden_layers", 1) * kv_heads * head_dim
-    return DraftMemory(stored // config.server.tensor, cached * cache_element_bytes(config))
+    return DraftMemory(stored // config.server.tensor, cached * cache_element_bytes(config.server, config.precision))
 
 
 def read_draft_shape(folder: Path) -> dict:

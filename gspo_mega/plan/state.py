@@ -18,7 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from gspo_mega.config.derived import penalises_kl, teacher_config, teacher_folders
-from gspo_mega.config.schema import Config, Lora
+from gspo_mega.config.schema import Config, Fp8, Lora, Optimizer, Parallel, Precision
 from gspo_mega.models.families import HEAD
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.models.low_rank import adapted, adapter_tensors
@@ -133,17 +133,16 @@ def state_bytes(config: Config, state: State, *, is_critic: bool = False) -> Sta
         fp8_copies=2 * state.linear - in_fp8 if fp8 else 0,
         # The gradients of offloaded parameters get a page-locked copy, which stays.
         offloaded=main + moments - round(main * stay) - round(moments * stay) + gradients_there,
-        reference=frozen_bytes(config, state) if has_reference(config) and not is_critic else 0,
+        reference=frozen_bytes(config.precision, config.fp8, state) if has_reference(config) and not is_critic else 0,
         snapshots=(most_stale + 1) * weights if config.diagnostics.exact_staleness and most_stale else 0,
     )
 
 
-def frozen_bytes(config: Config, state: State) -> int:
+def frozen_bytes(precision: Precision, fp8: Fp8, state: State) -> int:
     """Return the bytes of the weights of a frozen model, with the FP8 copies that a forward pass keeps."""
-    fp8 = config.precision == "fp8"
-    in_fp8 = state.linear if fp8 and config.fp8.parameters else 0
-    weights = (state.parameters - in_fp8) * WEIGHT_BYTES[config.precision] + in_fp8
-    return weights + (state.linear - in_fp8 if fp8 else 0)
+    in_fp8 = state.linear if precision == "fp8" and fp8.parameters else 0
+    weights = (state.parameters - in_fp8) * WEIGHT_BYTES[precision] + in_fp8
+    return weights + (state.linear - in_fp8 if precision == "fp8" else 0)
 
 
 def has_reference(config: Config) -> bool:
@@ -154,10 +153,10 @@ def has_reference(config: Config) -> bool:
     return compares and (config.lora is None or config.kl.reference_path is not None)
 
 
-def checkpoint_bytes(config: Config, total_parameters: int) -> int:
+def checkpoint_bytes(precision: Precision, optimizer: Optimizer, total_parameters: int) -> int:
     """Return the bytes of a checkpoint of that many trained parameters: weights, fp32 main weights and moments."""
-    main = 0 if config.precision == "fp32" else MAIN_BYTES
-    return total_parameters * (WEIGHT_BYTES[config.precision] + main + 2 * MOMENT_BYTES[config.optimizer.moments_dtype])
+    main = 0 if precision == "fp32" else MAIN_BYTES
+    return total_parameters * (WEIGHT_BYTES[precision] + main + 2 * MOMENT_BYTES[optimizer.moments_dtype])
 
 
 @dataclass(frozen=True)
@@ -535,9 +534,8 @@ def teacher_shares(config: Config) -> list[tuple[Config, ModelShares]]:
     return found
 
 
-def teacher_layout(config: Config, layout: Layout, spec: ModelSpec) -> Layout:
-    """The policy's layout for a teacher of this shape. `config`: the teacher's (`teacher_shares`)."""
-    parallel = config.parallel
+def teacher_layout(parallel: Parallel, layout: Layout, spec: ModelSpec) -> Layout:
+    """The policy's layout for a teacher of this shape. `parallel`: the teacher's (`teacher_shares`)."""
     layers = stage_layers(spec.num_layers, parallel)
     assert layers is not None, "check_teacher finds this"
     ranks = layout.world_size // (parallel.pipeline * parallel.expert * parallel.expert_tensor)
@@ -549,7 +547,7 @@ def teacher_layout(config: Config, layout: Layout, spec: ModelSpec) -> Layout:
 def with_teacher(size: StateBytes, config: Config, layout: Layout, stage: int) -> StateBytes:
     """`size`, with the bytes of all teachers' weights on the fullest rank of a stage."""
     states = [
-        (own, shares.state(own, teacher_layout(own, layout, shares.spec), stage).largest)
+        (own, shares.state(own, teacher_layout(own.parallel, layout, shares.spec), stage).largest)
         for own, shares in teacher_shares(config)
     ]
-    return replace(size, teacher=sum(frozen_bytes(own, state) for own, state in states))
+    return replace(size, teacher=sum(frozen_bytes(own.precision, own.fp8, state) for own, state in states))

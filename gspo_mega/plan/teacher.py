@@ -75,7 +75,7 @@ def validate_teacher_layout(config: Config, spec: ModelSpec, device: Device | No
     sizes = Sizes.of(own)
     if bad := undivided_sizes(spec, own.parallel.tensor):
         yield Violation("parallel.tensor", f"{own.parallel.tensor} does not divide its {', '.join(bad)}")
-    yield from validate_stages(own, spec, sizes)
+    yield from validate_stages(own.parallel, own.recompute, spec, sizes)
     yield from validate_experts(own, spec, sizes, device)
     yield from validate_biased_layers(own, spec, device)
     yield from validate_delta_nets(own, spec, device)

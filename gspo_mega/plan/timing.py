@@ -25,7 +25,7 @@ from gspo_mega.config.derived import (
     publishes_adapters,
     server_dtype,
 )
-from gspo_mega.config.schema import Config, Precision
+from gspo_mega.config.schema import Config, Precision, Server
 from gspo_mega.models.spec import ModelSpec
 from gspo_mega.models.tensors import attended_positions, delta_rule_flops
 from gspo_mega.plan.delta import copying_seconds, delta_cost
@@ -161,7 +161,7 @@ def rollout_seconds(config: Config, spec: ModelSpec, gpu: Gpu, total_parameters:
         read = memory.weights * _share_read(spec, num_sequences) + num_sequences * length * token_bytes
         flops = 2 * _active_parameters(spec, total_parameters) * num_sequences / server.tensor
         own = max(read / (MEMORY_SHARE * gpu.memory_bytes_per_second), flops / (MATRIX_SHARE["bf16"] * gpu.bf16_flops))
-        fixed, by_sequence = between_nodes(config, spec, gpu)
+        fixed, by_sequence = between_nodes(config.server, config.precision, spec, gpu)
         return own + fixed + by_sequence * num_sequences
 
     full = sequences / batch * response * decode_step(batch)
@@ -169,15 +169,14 @@ def rollout_seconds(config: Config, spec: ModelSpec, gpu: Gpu, total_parameters:
     return full + tail
 
 
-def between_nodes(config: Config, spec: ModelSpec, gpu: Gpu) -> tuple[float, float]:
+def between_nodes(server: Server, precision: Precision, spec: ModelSpec, gpu: Gpu) -> tuple[float, float]:
     """Return the seconds that a decode step spends between the nodes of one server: (fixed, per sequence). A layer has
     two sums over all the server's ranks; the GPUs of a node share what their node exchanges.
     """
-    server = config.server
     if server.num_nodes == 1:
         return 0.0, 0.0
     sums, per_node = 2 * spec.num_layers, server.tensor // server.num_nodes
-    row = spec.hidden_size * DTYPE_BYTES[server_dtype(config.server, config.precision)]
+    row = spec.hidden_size * DTYPE_BYTES[server_dtype(server, precision)]
     sent = 2 * (1 - 1 / server.num_nodes) * row / per_node
     return sums * NETWORK_SUM_SECONDS, sums * sent / (LINK_SHARE * gpu.network_bytes_per_second)
 
@@ -204,7 +203,8 @@ def train_time(config: Config, layout: Layout, shares: ModelShares, gpu: Gpu) ->
     has_old_pass = needs_old_log_prob_pass(config) and not (num_micro == 1 and may_correct_in_training(config))
     num_passes = has_old_pass + (config.kl.coefficient > 0 or penalises_kl(config.algorithm, config.critic))
     scored = sum(
-        _model_time(own, teacher_layout(own, layout, its.spec), its, gpu)[0] for own, its in teacher_shares(config)
+        _model_time(own, teacher_layout(own.parallel, layout, its.spec), its, gpu)[0]
+        for own, its in teacher_shares(config)
     )
     critic = 0.0
     if critic_of(config.algorithm, config.critic) is not None:
@@ -471,13 +471,15 @@ def hash_cost(
     them or not. Adapters are not hashed, and the frozen weights below them by the trainer only once.
     """
     # Replicas verify each tensor in two publishes in a row.
-    turns = 2 if resolve_verification(config, on_gpu is not False) == "replicas" else 1
+    turns = (
+        2 if resolve_verification(config.publish.verify, config.server.tensor, on_gpu is not False) == "replicas" else 1
+    )
     share = min(1.0, turns / config.publish.verify_all_every)
     trainer = 0.0
     if config.lora is None or not publishes_adapters(config):
         trainer = share * version_bytes(config, spec, total_parameters) / num_owners(layout)
-    blocks = rank_block_elements(config, spec) if on_gpu else 0
-    rest = share * (rank_weight_bytes(config, spec, total_parameters) - blocks)
+    blocks = rank_block_elements(config.server, spec) if on_gpu else 0
+    rest = share * (rank_weight_bytes(config.server, config.precision, spec, total_parameters) - blocks)
     server, seconds = rest + DTYPE_BYTES["bf16"] * blocks, None
     if on_gpu is False:
         seconds = server / SHA256_BYTES_PER_SECOND
@@ -501,7 +503,9 @@ def publish_seconds(config: Config, spec: ModelSpec, layout: Layout, gpu: Gpu, t
     servers, cluster = config.server.num_servers, config.cluster
     hashes = hash_cost(config, spec, layout, total_parameters, True, gpu)
     verifying = hashes.server_seconds or 0.0
-    verifying += copying_seconds(config, delta, rank_weight_bytes(config, spec, total_parameters))
+    verifying += copying_seconds(
+        config.publish.full_every, delta, rank_weight_bytes(config.server, config.precision, spec, total_parameters)
+    )
     if config.publish.method == "disk":
         moving = (1 + servers * config.server.num_nodes) * moved_bytes / STORAGE_BYTES_PER_SECOND
         return hashes.trainer_seconds + moving + verifying
@@ -518,7 +522,7 @@ def publish_seconds(config: Config, spec: ModelSpec, layout: Layout, gpu: Gpu, t
     )
     link = LINK_SHARE * (gpu.nvlink_bytes_per_second if on_one_node(config) else gpu.network_bytes_per_second)
     # Owners that do not send bring their tensors to a sender first.
-    senders = num_senders(config, spec, layout)
+    senders = num_senders(config.publish, spec, layout)
     gathering += weight_bytes * (1 - senders / owners) / senders / link
     preparing = gathering + hashes.trainer_seconds
     # A sender's first bucket is gathered and hashed before any is sent.

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from gspo_mega.base.errors import ModelError, PlanError, Violation
 from gspo_mega.config.deadlines import COLLECTIVE_SECONDS
 from gspo_mega.config.derived import episode_lengths, has_transformer_engine_layers, taught_tokens
-from gspo_mega.config.schema import Batch, Config, Parallel, Sft, Train
+from gspo_mega.config.schema import Batch, Config, Moe, Parallel, Recompute, Sft, Train
 from gspo_mega.models.families import FAMILIES
 from gspo_mega.models.low_rank import adapted, module_of, targets_of
 from gspo_mega.models.spec import ModelSpec, MoeSpec
@@ -66,7 +66,7 @@ def validate_layout(config: Config, spec: ModelSpec, device: Device | None) -> l
     return [
         *_validate_ranks(config, spec, sizes, device),
         *_validate_tensor(config.parallel, spec, sizes),
-        *validate_stages(config, spec, sizes),
+        *validate_stages(config.parallel, config.recompute, spec, sizes),
         *validate_experts(config, spec, sizes, device),
         *validate_biased_layers(config, spec, device),
         *validate_delta_nets(config, spec, device),
@@ -142,9 +142,9 @@ def _validate_tensor(parallel: Parallel, spec: ModelSpec, sizes: Sizes) -> Itera
         )
 
 
-def validate_stages(config: Config, spec: ModelSpec, sizes: Sizes) -> Iterator[Violation]:
+def validate_stages(parallel: Parallel, recompute: Recompute, spec: ModelSpec, sizes: Sizes) -> Iterator[Violation]:
     """Yield pipeline stages that cannot run, and a block of recomputed layers that does not divide a model chunk."""
-    parallel, pipeline = config.parallel, config.parallel.pipeline
+    pipeline = parallel.pipeline
     given = [key for key, end in zip(END_KEYS, given_ends(parallel), strict=True) if end]
     virtual = parallel.virtual_pipeline
     if pipeline == 1 and (given or virtual is not None):
@@ -171,8 +171,8 @@ def validate_stages(config: Config, spec: ModelSpec, sizes: Sizes) -> Iterator[V
         )
         return
     chunks = [count // (virtual or 1) for count in kinds]
-    block = config.recompute.num_layers
-    if config.recompute.granularity == "full" and any(count % block for count in chunks):
+    block = recompute.num_layers
+    if recompute.granularity == "full" and any(count % block for count in chunks):
         # Megatron would read a layer after the chunk's last one.
         valid = [d for d in divisors(chunks[-1]) if not any(count % d for count in chunks)]
         yield Violation(
@@ -220,7 +220,7 @@ def validate_experts(config: Config, spec: ModelSpec, sizes: Sizes, device: Devi
     if spec.moe is None:
         yield from _validate_without_experts(config, spec)
         return
-    yield from _validate_router(config, spec, spec.moe)
+    yield from _validate_router(config.moe, spec, spec.moe)
     yield from _validate_expert_division(config.parallel, spec, spec.moe, sizes)
     yield from _validate_dispatch(config, spec, device)
 
@@ -251,11 +251,11 @@ def _validate_without_experts(config: Config, spec: ModelSpec) -> Iterator[Viola
             )
 
 
-def _validate_router(config: Config, spec: ModelSpec, moe: MoeSpec) -> Iterator[Violation]:
-    if config.moe.expert_bias_update_rate > 0 and not moe.expert_bias:
+def _validate_router(settings: Moe, spec: ModelSpec, moe: MoeSpec) -> Iterator[Violation]:
+    if settings.expert_bias_update_rate > 0 and not moe.expert_bias:
         yield Violation(
             "moe.expert_bias_update_rate",
-            f"{config.moe.expert_bias_update_rate:g}, but the routers of {spec.family} have no expert bias (which needs"
+            f"{settings.expert_bias_update_rate:g}, but the routers of {spec.family} have no expert bias (which needs"
             " sigmoid scores and a bias in the checkpoint)",
             "0, with moe.load_balancing or without",
         )
@@ -339,7 +339,7 @@ def _validate_dispatch(config: Config, spec: ModelSpec, device: Device | None) -
                 f"{chosen} with expert 1 and expert_tensor 1: no other rank has experts",
                 "alltoall",
             )
-    if gathers_unevenly(config, spec) and device == "cpu":
+    if gathers_unevenly(config.parallel, spec) and device == "cpu":
         yield Violation(
             "parallel.expert_dispatcher",
             f"alltoall with expert {parallel.expert} and expert_tensor {parallel.expert_tensor} gathers uneven token"
@@ -348,13 +348,13 @@ def _validate_dispatch(config: Config, spec: ModelSpec, device: Device | None) -
         )
 
 
-def gathers_unevenly(config: Config, spec: ModelSpec) -> bool:
+def gathers_unevenly(parallel: Parallel, spec: ModelSpec) -> bool:
     """Return whether an expert-tensor group gathers a different number of tokens from each of its ranks.
 
     It does not if these ranks hold equal parts of packs and keep all of them: with a single expert rank, or if every
     token goes to every expert.
     """
-    parallel, moe = config.parallel, spec.moe
+    moe = spec.moe
     if moe is None or parallel.expert_tensor == 1 or parallel.expert_dispatcher != "alltoall":
         return False
     of_one_pack = parallel.tensor * parallel.context % parallel.expert_tensor == 0

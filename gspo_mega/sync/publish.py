@@ -127,7 +127,7 @@ class Publisher:
         on_gpu = next(iter(chunks[0].parameters())).is_cuda
         self._on_load: OnLoad | None = quantised_on_load(config.server)
         self._tensors = server_tensors(spec, self._form.stored, self._on_load, reports_scales=not on_gpu)
-        self._verification = resolve_verification(config, on_gpu)
+        self._verification = resolve_verification(config.publish.verify, config.server.tensor, on_gpu)
         self._rotation = Rotation(self._server_bytes(), config.publish.verify_all_every)
         self._turn = 0
         # What the next send hashes and checks; None if the content is hashed already.

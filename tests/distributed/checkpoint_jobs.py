@@ -134,7 +134,10 @@ def run(
                 saver = Saver(run_folder, engine, Checkpoint(**(checkpoint or {})))
             elif act == "train":
                 sequences = recorded_sequences(seed=state.step)
-                align = math.lcm(2 * groups.context.size * groups.tensor.size, alignment_tokens(config))
+                align = math.lcm(
+                    2 * groups.context.size * groups.tensor.size,
+                    alignment_tokens(config.parallel, config.precision, config.fp8),
+                )
                 batch = shard(sequences, groups.data.rank, groups.data.size, align)
                 result, _ = engine.train_mini_batch(batch, ObjectiveSettings(), 11.0, None)
                 assert not result.skipped

@@ -54,7 +54,10 @@ def steps(folder: str, parallel: dict, num_steps: int, *, held: bool, **sections
         with contextlib.nullcontext() if held else moving:
             if not held:
                 engine.scales.is_active = False
-            align = math.lcm(2 * groups.context.size * groups.tensor.size, alignment_tokens(config))
+            align = math.lcm(
+                2 * groups.context.size * groups.tensor.size,
+                alignment_tokens(config.parallel, config.precision, config.fp8),
+            )
             for step in range(num_steps):
                 sequences = recorded_sequences(seed=step)
                 halves = [shard(part, groups.data.rank, groups.data.size, align) for part in (sequences, sequences[6:])]
@@ -152,7 +155,12 @@ def gradients(folder: str, denominator: float, passes: int | None = None, **sect
             engine = PolicyEngine(config, spec, groups, num_optimizer_steps=20)
             import_huggingface(folder, spec, groups, engine.chunks)
             engine.after_weights_loaded()
-            batch = shard(recorded_sequences(), groups.data.rank, groups.data.size, alignment_tokens(config))
+            batch = shard(
+                recorded_sequences(),
+                groups.data.rank,
+                groups.data.size,
+                alignment_tokens(config.parallel, config.precision, config.fp8),
+            )
             engine.policy_gradients(batch, ObjectiveSettings(), denominator, None)
         return {name: cast(Any, p).main_grad.float().clone() for name, p in engine.chunks[0].named_parameters()}
     finally:
@@ -166,7 +174,12 @@ def scored(folder: str, **sections) -> tuple[str, list[torch.Tensor], list[torch
     config, spec = layout_config(folder, {"expert_tensor": 1}, **sections), read_model_spec(folder)
     groups = create_groups(tensor=1, pipeline=1, context=1, expert=1, expert_tensor=1)
     try:
-        batch = shard(recorded_sequences(), groups.data.rank, groups.data.size, alignment_tokens(config))
+        batch = shard(
+            recorded_sequences(),
+            groups.data.rank,
+            groups.data.size,
+            alignment_tokens(config.parallel, config.precision, config.fp8),
+        )
         engines = [PolicyEngine(config, spec, groups, num_optimizer_steps=20) for _ in range(2)]
         for engine in engines:
             import_huggingface(folder, spec, groups, engine.chunks)
@@ -197,7 +210,12 @@ def block_scales(folder: str, **sections) -> tuple[torch.Tensor, list[torch.Tens
         engine = PolicyEngine(config, spec, groups, num_optimizer_steps=20)
         import_huggingface(folder, spec, groups, engine.chunks)
         engine.after_weights_loaded()
-        batch = shard(recorded_sequences(), groups.data.rank, groups.data.size, alignment_tokens(config))
+        batch = shard(
+            recorded_sequences(),
+            groups.data.rank,
+            groups.data.size,
+            alignment_tokens(config.parallel, config.precision, config.fp8),
+        )
         result, _ = engine.train_mini_batch(batch, ObjectiveSettings(), 11.0, None)
         assert not result.skipped and result.grad_norm > 0
         parameters = [cast(Any, p) for p in engine.chunks[0].parameters()]

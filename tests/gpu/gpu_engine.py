@@ -228,7 +228,7 @@ def recorded_batch(
             )
         )
     starts = range(0, len(rows), per_pack)
-    keys, align = ("advantage", "group_size"), alignment_tokens(config)
+    keys, align = ("advantage", "group_size"), alignment_tokens(config.parallel, config.precision, config.fp8)
     return [build_micro_batch(rows, list(range(s, min(s + per_pack, len(rows)))), 1, keys, align) for s in starts]
 
 

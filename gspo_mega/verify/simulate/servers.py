@@ -87,7 +87,7 @@ def server_cost(config: Config, spec: ModelSpec, gpu: Gpu, counts: ParameterCoun
     bandwidth = MEMORY_SHARE * gpu.memory_bytes_per_second
     token = 2 * counts.active / tensor / (MATRIX_SHARE["bf16"] * gpu.bf16_flops)
     unread = 0.0 if spec.moe is None else 1 - spec.moe.experts_per_token / spec.moe.num_experts
-    fixed, sent = between_nodes(config, spec, gpu)
+    fixed, sent = between_nodes(config.server, config.precision, spec, gpu)
     decode = DecodeCost(
         weights=memory.weights / bandwidth,
         cached=memory.cache / max(1, memory.cache_tokens) / bandwidth,

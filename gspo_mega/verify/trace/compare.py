@@ -168,7 +168,8 @@ def _host(
         found.append(("offloaded optimizer", offloaded, after, "plan/state.py: state_bytes"))
     if "save" in phases:
         written = sum(
-            written_host_bytes(own.optimizer, state, size, traced["rank"]) + save_rounding_bytes(own, state)
+            written_host_bytes(own.optimizer, state, size, traced["rank"])
+            + save_rounding_bytes(own.precision, own.optimizer, state)
             for own, state, size in models
         )
         found.append(("a save's copies", written, _host_peak(phases["save"]), "plan/memory.py: written_host_bytes"))

@@ -7,7 +7,8 @@ from gspo_mega.plan.layout import RECIPE_SIDES, Sizes, alignment_tokens
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_without_fp8_nothing_is_aligned(load, precision):
-    assert alignment_tokens(load(f"precision={precision}", "fp8.recipe=delayed").config) == 1
+    config = load(f"precision={precision}", "fp8.recipe=delayed").config
+    assert alignment_tokens(config.parallel, config.precision, config.fp8) == 1
 
 
 @pytest.mark.parametrize(
@@ -25,7 +26,8 @@ def test_without_fp8_nothing_is_aligned(load, precision):
     ],
 )
 def test_a_rank_s_slice_of_a_pack_fits_a_product(load, recipe, parallel, tokens):
-    assert alignment_tokens(load("precision=fp8", f"fp8.recipe={recipe}", f"parallel={parallel}").config) == tokens
+    config = load("precision=fp8", f"fp8.recipe={recipe}", f"parallel={parallel}").config
+    assert alignment_tokens(config.parallel, config.precision, config.fp8) == tokens
 
 
 @pytest.mark.parametrize("recipe", RECIPE_SIDES)
@@ -34,4 +36,5 @@ def test_a_rank_s_slice_of_a_pack_fits_a_product(load, recipe, parallel, tokens)
 )
 def test_filler_of_whole_sequence_multiples_reaches_it(load, recipe, parallel):
     config = load("precision=fp8", f"fp8.recipe={recipe}", f"parallel={parallel}").config
-    assert lcm(alignment_tokens(config), Sizes.of(config).sequence_multiple) == alignment_tokens(config)
+    tokens = alignment_tokens(config.parallel, config.precision, config.fp8)
+    assert lcm(tokens, Sizes.of(config).sequence_multiple) == tokens

@@ -38,8 +38,12 @@ def test_bytes_and_host_memory_by_hand(load, shape):
     assert found is not None and (found.full_bytes, found.num_senders, found.sender_bytes) == (2 * 10**9, 1, 2e9)
     assert found.delta_bytes == pytest.approx(0.15e9) and found.server_bytes == 2 * 10**9
     assert found.mean_bytes == pytest.approx((2e9 + 9 * 0.15e9) / 10)
-    assert copies_host_bytes(config, found) == 4 * 10**9, "the rank's, and that of the server on the same node"
-    assert copying_seconds(config, found, 10**9) == pytest.approx(0.9 * 3e9 / HOST_LINK_BYTES_PER_SECOND)
+    assert copies_host_bytes(config.cluster, config.server.num_servers, found) == 4 * 10**9, (
+        "the rank's, and that of the server on the same node"
+    )
+    assert copying_seconds(config.publish.full_every, found, 10**9) == pytest.approx(
+        0.9 * 3e9 / HOST_LINK_BYTES_PER_SECOND
+    )
     two = cost(EVERY, "cluster.ranks_per_node=2", "parallel.pipeline=2")[1]
     assert two is not None and (two.num_senders, two.sender_bytes) == (2, 1e9)
     one = cost(

@@ -37,7 +37,9 @@ def configured(precision: str = "bf16", method: str = "disk", **server):
 @pytest.mark.parametrize("precision, server, size", [("fp32", {}, 4), ("bf16", {}, 2), ("fp32", {"dtype": "bf16"}, 2)])
 def test_plain_weights_have_the_servers_precision(precision, server, size):
     config = configured(precision, **server)
-    assert version_bytes(config, SPEC, TOTAL) == weight_bytes(config, SPEC, TOTAL) == size * TOTAL
+    assert (
+        version_bytes(config, SPEC, TOTAL) == weight_bytes(config.server, config.precision, SPEC, TOTAL) == size * TOTAL
+    )
 
 
 def test_blocks_take_a_byte_and_a_scale_in_16384():
@@ -47,14 +49,14 @@ def test_blocks_take_a_byte_and_a_scale_in_16384():
     norms = SPEC.num_layers * (2 * SPEC.hidden_size + 2 * SPEC.head_dim) + SPEC.hidden_size
     linear = TOTAL - embedding - norms
     assert version_bytes(config, SPEC, TOTAL) == linear + 4 * (linear // 128**2) + 2 * (embedding + norms)
-    assert weight_bytes(config, SPEC, TOTAL) == version_bytes(config, SPEC, TOTAL)
+    assert weight_bytes(config.server, config.precision, SPEC, TOTAL) == version_bytes(config, SPEC, TOTAL)
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 def test_what_a_server_quantises_itself_is_sent_plain_and_held_small(kind):
     config = configured(quantization=kind)
     assert version_bytes(config, SPEC, TOTAL) == 2 * TOTAL
-    held = weight_bytes(config, SPEC, TOTAL)
+    held = weight_bytes(config.server, config.precision, SPEC, TOTAL)
     assert 1.0 < held / version_bytes(configured(quantization="fp8_block"), SPEC, TOTAL) < 1.002
 
 

@@ -80,16 +80,18 @@ def test_graphs_take_what_sglang_reserves_for_them(load, shape, monkeypatch, cas
     vision = "sglang.srt.arg_groups.model_overrides.qwen3_vl.expand_multimodal_decode_graph_to_running_limit"
     monkeypatch.setattr(vision, lambda *_: None)
     memory_hook.handle_gpu_memory_settings(arguments)
-    sizes = prefill_sizes(config, spec, gib * GIB)
+    sizes = prefill_sizes(config.server, spec, gib * GIB)
     captured = arguments.cuda_graph_config
     if captured.decode.backend != Backend.DISABLED:
-        assert decode_sequences(config, gib * GIB) == captured.decode.max_bs
+        assert (
+            decode_sequences(config.server, config.rollout.max_concurrent_requests, gib * GIB) == captured.decode.max_bs
+        )
     if captured.prefill.backend != Backend.DISABLED:
         share = arguments.chunked_prefill_size // server.attention_data
         captured.prefill.bs = [size for size in captured.prefill.bs if size <= share]  # as `parallel_hook` cuts it
         assert sizes == captured.prefill.bs
     reserved = memory_hook.reserve_for_graph_mb(arguments)
-    largest = max([decode_sequences(config, gib * GIB), *sizes])
+    largest = max([decode_sequences(config.server, config.rollout.max_concurrent_requests, gib * GIB), *sizes])
     inside = largest * widest_elements(server, spec) * 2  # bf16
     assert graph_bytes(config, spec, gib * GIB) == reserved * MIB + inside
 
@@ -99,7 +101,10 @@ def test_what_the_largest_prefill_computes_in_stays_allocated(load, shape):
     config = load("server.tensor=2", "precision=bf16").config
     sizes = dict(hidden_size=1024, num_attention_heads=16, num_key_value_heads=4, head_dim=64, intermediate_size=4096)
     dense = read_model_spec(shape("dense", **sizes))
-    assert prefill_sizes(config, dense, 80 * GIB)[-1] == 8192 and len(prefill_sizes(config, dense, 80 * GIB)) == 58
+    assert (
+        prefill_sizes(config.server, dense, 80 * GIB)[-1] == 8192
+        and len(prefill_sizes(config.server, dense, 80 * GIB)) == 58
+    )
     graphs = 2 * min(256, config.rollout.max_concurrent_requests) + 8 * 58
     assert graph_bytes(config, dense, 80 * GIB) == graphs * MIB + 8192 * (3 * 1024 + 3 * 4096 // 2) * 2
     narrow = read_model_spec(shape("dense", **sizes | dict(intermediate_size=64)))

@@ -45,9 +45,8 @@ def test_weights_take_a_byte_and_their_scales(load, shape):
     linear, rest = 2 * (2 * q + 2 * kv + 3 * mlp), 1000
 
     def size(quantization: str, *overrides: str) -> int:
-        return weight_bytes(
-            load("precision=fp32", f"server.quantization={quantization}", *overrides).config, spec, linear + rest
-        )
+        config = load("precision=fp32", f"server.quantization={quantization}", *overrides).config
+        return weight_bytes(config.server, config.precision, spec, linear + rest)
 
     assert size("none") == 4 * (linear + rest)
     assert size("none", "server.dtype=bf16") == 2 * (linear + rest)
@@ -60,7 +59,8 @@ def test_weights_take_a_byte_and_their_scales(load, shape):
 
 def test_an_experts_weight_has_one_scale_in_fp8_and_one_a_row_in_int8(load, shape):
     spec = read_model_spec(shape("moe"))
-    fp8, int8 = (weight_bytes(load(f"server.quantization={q}").config, spec, 10**6) for q in ("fp8", "int8"))
+    configs = [load(f"server.quantization={q}").config for q in ("fp8", "int8")]
+    fp8, int8 = (weight_bytes(config.server, config.precision, spec, 10**6) for config in configs)
     moe = spec.moe
     rows = spec.num_layers * moe.num_experts * (2 * moe.expert_intermediate_size + spec.hidden_size)
     assert int8 - fp8 == 4 * (rows - spec.num_layers * moe.num_experts * 3)
@@ -73,7 +73,8 @@ def test_an_fp8_cache_holds_twice_the_tokens_of_bf16(load, shape):
         for cache in ("auto", "fp8")
     }
     assert abs(tokens["fp8"] - 2 * tokens["auto"]) <= 1
-    assert cache_element_bytes(load().config) == 2 and cache_element_bytes(load("server.dtype=fp32").config) == 4
+    for config, size in ((load().config, 2), (load("server.dtype=fp32").config, 4)):
+        assert cache_element_bytes(config.server, config.precision) == size
 
 
 def test_the_report_says_what_servers_compute_in(load, shape):

@@ -90,7 +90,9 @@ def test_each_gpu_holds_the_attention_of_its_group_and_its_cache(load, shape):
     grouped = load(*words, "server.attention_data=8", "server.expert=8").config
     attention = sum(entry.num_elements for entry in hf_tensors(spec) if ".self_attn." in entry.name)
     embedding = spec.vocab_size * spec.hidden_size
-    extra = rank_weight_bytes(grouped, spec, total) - rank_weight_bytes(usual, spec, total)
+    extra = rank_weight_bytes(grouped.server, grouped.precision, spec, total) - rank_weight_bytes(
+        usual.server, usual.precision, spec, total
+    )
     assert extra == pytest.approx(4 * (attention + embedding) * 7 / 8, abs=8)
     # A group's GPU caches all 8 key-value heads of its own requests: as many tokens per byte, whatever the groups.
     memory = 10**8

@@ -300,8 +300,9 @@ def test_rollout_is_bound_by_memory_and_by_the_longest_response(load, shape):
 def test_lengths_and_checkpoint(load):
     config = load(*BATCH).config
     assert mean_tokens(config) == (512, 1536)
-    assert checkpoint_bytes(config, 10) == 140 and checkpoint_bytes(load("precision=fp32").config, 10) == 120
-    assert checkpoint_bytes(load("precision=bf16", "optimizer.moments_dtype=bf16").config, 10) == 100
+    plain, small = load("precision=fp32").config, load("precision=bf16", "optimizer.moments_dtype=bf16").config
+    for one, size in ((config, 140), (plain, 120), (small, 100)):
+        assert checkpoint_bytes(one.precision, one.optimizer, 10) == size
     assert save_seconds(10 * 10**9) == 1.0
 
 
@@ -333,11 +334,12 @@ def test_a_server_over_several_nodes_pays_for_the_network(load, shape):
 
     spec = read_model_spec(shape("dense", **REAL))
     over = load("server={tensor: 8, num_nodes: 2}", "cluster.num_nodes=2", "precision=bf16").config
-    fixed, by_sequence = between_nodes(over, spec, GPUS["H100"])
+    fixed, by_sequence = between_nodes(over.server, over.precision, spec, GPUS["H100"])
     assert fixed == pytest.approx(2 * spec.num_layers * 40e-6)
     # 4096 values of 2 bytes, half of them sent in both halves of the sum, by 4 GPUs at 0.75 of 50 GB/s.
     assert by_sequence == pytest.approx(2 * spec.num_layers * 2 * 0.5 * 4096 * 2 / 4 / (LINK_SHARE * 50e9))
-    assert between_nodes(load("server.tensor=8").config, spec, GPUS["H100"]) == (0.0, 0.0)
+    inside = load("server.tensor=8").config
+    assert between_nodes(inside.server, inside.precision, spec, GPUS["H100"]) == (0.0, 0.0)
     batch = [*BATCH, "precision=bf16", "cluster.num_nodes=2"]
     one, two = (
         rollout_seconds(load(*batch, f"server={{tensor: 2, num_nodes: {n}}}").config, spec, GPUS["H100"], 10**9)

@@ -27,7 +27,8 @@ TWO = ["server.tensor=2"]
     ],
 )
 def test_auto_is_the_strictest_that_works(load, overrides, on_gpu, becomes):
-    assert resolve_verification(load(*overrides).config, on_gpu) == becomes
+    config = load(*overrides).config
+    assert resolve_verification(config.publish.verify, config.server.tensor, on_gpu) == becomes
 
 
 @pytest.mark.parametrize(
