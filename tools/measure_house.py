@@ -33,7 +33,7 @@ def main() -> int:
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 functions += 1
                 given = [*node.args.args, *node.args.kwonlyargs]
-                configs += any(a.arg == "config" and "Config" in ast.unparse(a.annotation or a) for a in given)
+                configs += any(a.arg == "config" and is_config(a.annotation) for a in given)
         imports[module] = imported(tree, files)
     users: dict[str, set[str]] = defaultdict(set)
     for module, targets in imports.items():
@@ -65,6 +65,11 @@ def main() -> int:
 
 def module_of(path: Path, root: Path) -> str:
     return path.relative_to(root).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
+
+
+def is_config(annotation: ast.expr | None) -> bool:
+    """Whether a parameter is the run's whole configuration, and not Megatron's or a command's own."""
+    return annotation is not None and "Config" in ast.unparse(annotation).split(" | ")
 
 
 def room(module: str) -> str:

@@ -18,8 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from gspo_mega.base.episodes import Group
-from gspo_mega.config.derived import compares_within_groups
-from gspo_mega.config.schema import Advantage, Config
+from gspo_mega.config.schema import Advantage
 from gspo_mega.metrics.catalogue import PHASES, find_metric
 
 _REDUCTIONS: dict[str, Callable[[np.ndarray], Any]] = {
@@ -49,8 +48,10 @@ def reduced(numbers: Mapping[str, ArrayLike]) -> dict[str, float]:
     return metrics
 
 
-def sampled_metrics(groups: Sequence[Group], config: Config) -> dict[str, float]:
+def sampled_metrics(groups: Sequence[Group], advantage: Advantage, compares: bool) -> dict[str, float]:
     """The metrics of all `groups` that were sampled for a step; empty if no episode has a reward.
+
+    `compares`: advantages are relative to the group (`compares_within_groups`).
 
     A filter drops groups with equal rewards from training, but what the policy can do shows in all groups. So these
     values are computed where the batch is made, which still sees the dropped groups, and recorded with it, so that a
@@ -75,10 +76,10 @@ def sampled_metrics(groups: Sequence[Group], config: Config) -> dict[str, float]
     if masks:
         counts = np.concatenate([mask.counts for mask in masks])
         numbers |= {"response/kept_tokens_mean": counts, "response/kept_tokens_max": counts}
-    if compares_within_groups(config):  # otherwise groups with equal rewards teach something as well
+    if compares:  # otherwise groups with equal rewards teach something as well
         several = [group for group in groups if len(group.scored) > 1]
         if several:
-            numbers["groups/constant_fraction"] = [is_constant(group, config.advantage) for group in several]
+            numbers["groups/constant_fraction"] = [is_constant(group, advantage) for group in several]
     sources = np.array([episode.prompt.source for episode in episodes])
     for source in dict.fromkeys(sources.tolist()):
         numbers[f"reward/source/{source}"] = rewards[sources == source]

@@ -17,7 +17,7 @@ from gspo_mega.base.episodes import Episode, Group, RolloutBatch
 from gspo_mega.base.group_results import GroupResult, group_result
 from gspo_mega.base.records import Prompt, distinct_values
 from gspo_mega.base.user_functions import LoadedHook, load_hook
-from gspo_mega.config.derived import filters_groups, least_of_group
+from gspo_mega.config.derived import compares_within_groups, filters_groups, least_of_group
 from gspo_mega.config.schema import Config, UserFunction
 from gspo_mega.metrics.reductions import is_constant, sampled_metrics
 from gspo_mega.rollout.admission import Admission
@@ -278,7 +278,11 @@ class GroupScheduler:
             groups=groups,
             counts={name: float(value) for name, value in counts.items()},
             phase_seconds={"generate": generate, "score": max(0.0, min(score, now - self._asked_at))},
-            sampled=sampled_metrics(sorted([*kept, *dropped], key=lambda group: group.group_id), self._config),
+            sampled=sampled_metrics(
+                sorted([*kept, *dropped], key=lambda group: group.group_id),
+                self._config.advantage,
+                compares_within_groups(self._config),
+            ),
         )
 
     def _straggler_seconds(self, now: float, groups: list[Group]) -> float:

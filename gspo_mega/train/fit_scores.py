@@ -22,7 +22,6 @@ from gspo_mega.base.errors import ModelError
 from gspo_mega.base.records import MicroBatch
 from gspo_mega.base.run_folder import Attempt, read_json
 from gspo_mega.checkpoint.critic import export_critic, import_critic
-from gspo_mega.config.schema import Config
 from gspo_mega.data.chat import load_tokenizer
 from gspo_mega.data.demonstrations import Demonstration
 from gspo_mega.data.rows import JsonlFile
@@ -64,7 +63,7 @@ def run_fit(context: WorkerContext) -> dict[str, Any] | None:
         critic = CriticEngine(config, spec, groups, num_steps)
         import_critic(config.model.path, spec, groups, critic.chunks)
         critic.after_weights_loaded()
-        scores = ScoreFitting(critic, config, examples, how)
+        scores = ScoreFitting(critic, examples, how)
         losses = []
         for epoch in range(how.epochs):
             total = 0.0
@@ -94,14 +93,14 @@ def read_examples(path: Path, loss: Loss, text: str) -> list[Example]:
 
 
 class ScoreFitting:
-    """Fits `critic`, whose weights are loaded, to `examples`. The optimizer's learning rate and schedule are those of
-    `config`.
+    """Fits `critic`, whose weights are loaded, to `examples`. Its configuration has the optimizer's learning rate and
+    schedule.
     """
 
-    def __init__(self, critic: CriticEngine, config: Config, examples: Sequence[Example], how: Fitting) -> None:
-        self._critic, self._config, self._examples, self._how = critic, config, examples, how
-        self._layout = resolve_layout(config, critic.spec)
-        self._tokenizer = load_tokenizer(config.model.path)
+    def __init__(self, critic: CriticEngine, examples: Sequence[Example], how: Fitting) -> None:
+        self._critic, self._config, self._examples, self._how = critic, critic.config, examples, how
+        self._layout = resolve_layout(critic.config, critic.spec)
+        self._tokenizer = load_tokenizer(critic.config.model.path)
         self._num_batches = 0
 
     def step(self, rows: Sequence[int]) -> float:

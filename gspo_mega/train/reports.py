@@ -271,7 +271,7 @@ class StepReport:
         seconds = batch.phase_seconds["generate"]
         speed = generated / seconds if seconds > 0 else 0.0
         # Records of earlier releases lack `sampled`: use what is trained on.
-        sampled = batch.sampled or sampled_metrics(batch.groups, config)
+        sampled = batch.sampled or sampled_metrics(batch.groups, config.advantage, compares_within_groups(config))
         return {**sampled, **reduced(numbers), "speed/generated_tokens_per_second": speed}
 
     def _optimizer_metrics(self) -> dict[str, float]:

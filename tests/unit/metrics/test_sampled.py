@@ -11,7 +11,8 @@ from run_configs import make_config
 
 from gspo_mega.base.episodes import Group, RolloutBatch, one_turn_row
 from gspo_mega.base.records import Prompt
-from gspo_mega.config.derived import least_of_group
+from gspo_mega.config.derived import compares_within_groups, least_of_group
+from gspo_mega.config.schema import Advantage
 from gspo_mega.metrics.reductions import sampled_metrics
 from gspo_mega.metrics.trends import trend_of
 from gspo_mega.train.batches import fill_advantages, scored_batch
@@ -38,7 +39,7 @@ def test_each_by_hand():
         group(1, [0.0, 0.0], source="other", lengths=[5, 9], finish="length"),
         group(2, [9.0, 1.0], errors=(0,)),
     ]
-    found = sampled_metrics(groups, make_config())
+    found = sampled_metrics(groups, Advantage(), True)
     # Seven rewards, of which four are 1; by prompt they differ from the mean of 4/7 by 5/7, -8/7 and 3/7 in sum.
     assert found == pytest.approx(
         {
@@ -54,8 +55,8 @@ def test_each_by_hand():
             "groups/constant_fraction": 1 / 2,
         }
     )
-    assert sampled_metrics([group(0, [1.0, 2.0], errors=(0, 1))], make_config()) == {}
-    assert sampled_metrics([group(0, [0.0, 1.0])], make_config())["reward/standard_error"] == pytest.approx(0.5)
+    assert sampled_metrics([group(0, [1.0, 2.0], errors=(0, 1))], Advantage(), True) == {}
+    assert sampled_metrics([group(0, [0.0, 1.0])], Advantage(), True)["reward/standard_error"] == pytest.approx(0.5)
 
 
 def test_the_standard_error_is_that_of_means_over_prompts():
@@ -67,7 +68,7 @@ def test_the_standard_error_is_that_of_means_over_prompts():
         for number in range(8):
             rate = chance.betavariate(0.5, 0.5)
             groups.append(group(number, [float(chance.random() < rate) for _ in range(8)]))
-        found = sampled_metrics(groups, make_config())
+        found = sampled_metrics(groups, Advantage(), True)
         means.append(found["reward/mean"])
         errors.append(found["reward/standard_error"])
     spread = math.sqrt(sum((mean - 0.5) ** 2 for mean in means) / len(means))
@@ -95,7 +96,16 @@ def test_a_filter_hides_no_rise():
             own = min(1.0, max(0.0, chance.gauss(rate, 0.15)))
             groups.append(group(number, [float(chance.random() < own) for _ in range(8)]))
         kept = [one for one in groups if not one.is_constant]
-        metrics = reported(config, RolloutBatch(step, kept, {}, {"generate": 1.0}, sampled_metrics(groups, config)))
+        metrics = reported(
+            config,
+            RolloutBatch(
+                step,
+                kept,
+                {},
+                {"generate": 1.0},
+                sampled_metrics(groups, config.advantage, compares_within_groups(config)),
+            ),
+        )
         shown.append(metrics["reward/mean"])
         trained.append(metrics["reward/trained_mean"])
         constant.append((metrics["groups/constant_fraction"], metrics["groups/trained_constant_fraction"]))
