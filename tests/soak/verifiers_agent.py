@@ -1,8 +1,8 @@
-"""The example of docs/agents.md with the package verifiers: `python tests/soak/verifiers_agent.py PYTHON`, where PYTHON has
+"""examples/verifiers_agent.py with the package verifiers: `python tests/soak/verifiers_agent.py PYTHON`, where PYTHON has
 the package (launch/env/verifiers.txt).
 
-The page's own code is the agent of one episode, in front of a real endpoint and session; then the same with verifiers'
-harness `bash`, whose tool the policy calls. The policy says what is written here. Fails where the record has a branch or
+The example is the agent of one episode, in front of a real endpoint and session; then the same with verifiers' harness
+`bash`, whose tool the policy calls. The policy says what is written here. Fails where the record has a branch or
 other turns, or the reward is not the environment's.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import sys
 import tempfile
 from pathlib import Path
@@ -28,16 +27,14 @@ from gspo_mega.agents.protocol import Task
 from gspo_mega.base.episodes import check_episode
 
 CALL = '<tool_call>\n{"name": "bash", "arguments": {"command": "echo $((47*86))"}}\n</tool_call>'
-_AGENT = re.compile(r"```python\n(# verifiers_agent\.py\n.*?)```", re.DOTALL)
 
 
 async def reward_of(python: str, folder: Path, harness: str, *said: str) -> float | None:
     """The reward of an episode in which the policy says this."""
-    page = (ROOT / "docs" / "agents.md").read_text(encoding="utf-8")
-    found = _AGENT.search(page)
-    assert found is not None and found[1].count('"null"') == 1
+    example = (ROOT / "examples" / "verifiers_agent.py").read_text(encoding="utf-8")
+    assert example.count('"null"') == 1
     agent = folder / "verifiers_agent.py"
-    agent.write_text(found[1].replace('"null"', f'"{harness}"'), encoding="utf-8")
+    agent.write_text(example.replace('"null"', f'"{harness}"'), encoding="utf-8")
     side = side_of(folder, families.THINKING, *said, tools=())
     episode = dict(function="foreign", options=dict(command=[python, str(agent)], reward="file"))
     variables = tuple(name for name in os.environ if name.startswith(("UV_", "SSL_")))
