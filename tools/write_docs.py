@@ -1,8 +1,9 @@
 """Write the pages of docs/ that come from code: `python tools/write_docs.py`.
 
 docs/configuration.md comes from the schema (gspo_mega/config/schema/) and the algorithms
-(gspo_mega/config/algorithms.py), docs/metrics.md from the catalogue (gspo_mega/metrics/catalogue.py). A test in
-tests/unit/docs fails when a page differs from what this script writes.
+(gspo_mega/config/algorithms.py), docs/metrics.md from the catalogue (gspo_mega/metrics/catalogue.py), and
+docs/other_names.md from gspo_mega/config/other_names.py. A test in tests/unit/docs fails when a page differs from what
+this script writes.
 
 `--check` writes nothing. Exit code 0: every page is up to date or was written; 1: `--check` found an outdated page.
 """
@@ -22,6 +23,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from gspo_mega.config.algorithms import RECIPES, Recipe
+from gspo_mega.config.other_names import NAMES
 from gspo_mega.config.schema import Config
 from gspo_mega.metrics.catalogue import CATALOGUE
 
@@ -81,7 +83,28 @@ def metrics_page() -> str:
     return "\n".join(parts)
 
 
-PAGES: dict[str, Callable[[], str]] = {"configuration.md": configuration_page, "metrics.md": metrics_page}
+def other_names_page() -> str:
+    """docs/other_names.md: one table per library."""
+    parts = [
+        "# Names in other libraries\n",
+        _GENERATED.format(source="gspo_mega/config/other_names.py"),
+        "A key, a dotted path or a command-line option of these libraries is refused, and the error names the key\n"
+        "here: `override 'actor_rollout_ref.rollout.n=8': ... here it is batch.group_size`. This is the whole table.\n"
+        "A name that is the same here is left out, unless its section differs.\n\n"
+        "Two numbers are easily taken over wrongly. Batches are counted in **prompts** (`batch.prompts_per_step`),\n"
+        "and mini-batches are given by **how many** there are, not by their size.\n",
+    ]
+    for library, names in NAMES.items():
+        rows = "\n".join(f"| `{name}` | {here} |" for name, here in names.items())
+        parts.append(f"## {library}\n\n| there | here |\n|---|---|\n{rows}\n")
+    return "\n".join(parts)
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "configuration.md": configuration_page,
+    "metrics.md": metrics_page,
+    "other_names.md": other_names_page,
+}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -149,11 +149,19 @@ class Parser(argparse.ArgumentParser):
             message = f"{' and '.join(wanted)} {'is' if len(wanted) == 1 else 'are'} missing; for example: {usage}"
         unknown = message.removeprefix("unrecognized arguments: ")
         if unknown != message:
-            said = []
+            from gspo_mega.config.explain import known_elsewhere  # it imports pydantic
+
+            said, is_value = [], False  # is_value: of an option of another library, which is answered already
             for word in unknown.split():
+                if is_value and not word.startswith("-"):
+                    continue
                 name = word.partition("=")[0]
                 near = difflib.get_close_matches(name, self._option_string_actions, n=1, cutoff=0.75)
-                if near:
+                elsewhere = known_elsewhere(name.lstrip("-").split(".")) if word.startswith("--") else ""
+                is_value = bool(elsewhere) and "=" not in word
+                if elsewhere:
+                    said.append(f"{word} is no option{elsewhere}, in the configuration or as key=value")
+                elif near:
                     said.append(f"{word} is no option; did you mean {near[0]}?")
                 elif word.startswith("--") and "=" in word:
                     said.append(f"{word}: keys of the configuration have no dashes; write {word.lstrip('-')}")

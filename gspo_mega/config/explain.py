@@ -1,21 +1,25 @@
 """A violation of the schema in words that a person can act on: what is wrong and what would be valid.
 
 `explain` turns one entry of pydantic's `ValidationError.errors()` into a text; for a mistyped key it suggests the
-nearest one of the schema. `loader.py` adds the position in the file.
+nearest one of the schema, and for one of another library (`other_names.py`) what it is called here. `loader.py` adds
+the position in the file.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
+from gspo_mega.config.other_names import answer, library_of_section, named_leaves
 from gspo_mega.config.schema import Config
 from gspo_mega.config.schema.section import section_of
+from gspo_mega.config.strict_yaml import KeyPath
 
 _TYPES = {
     "int_type": "a whole number",
@@ -47,28 +51,21 @@ _GONE: dict[tuple[str | int, ...], str] = {
 }
 
 
-# Keys of TRL's GRPOConfig and of verl, and what says the same here.
-OTHER_NAMES: dict[str, tuple[str, str]] = {
-    "num_generations": ("TRL", "batch.group_size"),
-    "n": ("verl", "batch.group_size"),
-    "beta": ("TRL", "kl.coefficient"),
-    "kl_coef": ("verl", "kl.coefficient"),
-    "kl_loss_coef": ("verl", "kl.coefficient"),
-    "train_batch_size": ("verl", "batch.prompts_per_step"),
-    "ppo_mini_batch_size": ("verl", "batch.num_mini_batches, the number of mini-batches and not their size"),
-    "max_completion_length": ("TRL", "rollout.max_new_tokens"),
-    "max_response_length": ("verl", "rollout.max_new_tokens"),
-    "response_length": ("verl", "rollout.max_new_tokens"),
-    "max_prompt_length": ("TRL and verl", "data.max_prompt_tokens"),
-    "epsilon": ("TRL", "objective.clip_low and objective.clip_high"),
-    "epsilon_high": ("TRL", "objective.clip_high"),
-    "clip_ratio": ("verl", "objective.clip_low and objective.clip_high"),
-    "clip_ratio_low": ("verl", "objective.clip_low"),
-    "clip_ratio_high": ("verl", "objective.clip_high"),
-    "learning_rate": ("TRL", "optimizer.lr"),
-    "max_steps": ("TRL", "train.num_steps"),
-    "total_training_steps": ("verl", "train.num_steps"),
-}
+def explain_all(error: ErrorDetails) -> list[tuple[KeyPath, str]]:
+    """Return (location, text) of everything to say about one entry of pydantic's `ValidationError.errors()`: one, or,
+    for a section of another library, one for each of its keys that is known here.
+    """
+    location, value = tuple(error["loc"]), error.get("input")
+    if not (isinstance(value, dict) and error["type"] in ("extra_forbidden", "literal_error")):
+        return [(location, explain(error))]
+    known, rest = named_leaves([str(part) for part in location], value, _own_names())
+    library = library_of_section(str(location[0])) if len(location) == 1 else None
+    if not known and (library is None or error["type"] != "extra_forbidden"):
+        return [(location, explain(error))]
+    lines: list[tuple[KeyPath, str]] = [(leaf, f"unknown key; {answer(leaf, _own_names())}") for leaf in known]
+    if rest:
+        lines.append((location, f"unknown section; no key here is known by the names {', '.join(rest)}"))
+    return lines
 
 
 def explain(error: ErrorDetails) -> str:
@@ -95,6 +92,12 @@ def explain(error: ErrorDetails) -> str:
     return f"is {_written(value)}; {error['msg']}"
 
 
+def known_elsewhere(path: Sequence[str]) -> str:
+    """Return what another library's key of this path is called here, to append to a message, or an empty text."""
+    said = answer(path, _own_names())
+    return "" if said is None else f"; {said}"
+
+
 def closest(name: str, valid: typing.Iterable[str]) -> str | None:
     """Return the nearest of `valid` to a mistyped `name`, or None if nothing is near."""
     matches = difflib.get_close_matches(name.lower(), list(valid), 1, 0.6)
@@ -110,6 +113,11 @@ def all_keys(model: type[BaseModel] = Config, prefix: tuple[str, ...] = ()) -> I
             yield from all_keys(section, (*prefix, name))
 
 
+@functools.cache
+def _own_names() -> frozenset[str]:
+    return frozenset(path[-1] for path in all_keys())
+
+
 def _unknown_key(location: tuple[str | int, ...]) -> str:
     if location in _GONE:
         return f"is no longer a key: {_GONE[location]}"
@@ -117,10 +125,10 @@ def _unknown_key(location: tuple[str | int, ...]) -> str:
     name = str(location[-1])
     siblings = list(model.model_fields) if model is not None else []
     near = closest(name, siblings)
-    if name in OTHER_NAMES:
-        whose, here = OTHER_NAMES[name]
-        also = f"; or did you mean {near!r}?" if near is not None and near not in here else ""
-        return f"unknown key; in {whose} it is `{name}`, here it is {here}{also}"
+    said = answer([str(part) for part in location], _own_names())
+    if said is not None:
+        also = f"; or did you mean {near!r}?" if near is not None and near not in said else ""
+        return f"unknown key; {said}{also}"
     if near is not None:
         return f"unknown key; did you mean {near!r}?"
     elsewhere = [".".join(path) for path in all_keys() if path[-1] == name]

@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from gspo_mega.base.errors import ConfigError
 from gspo_mega.base.near_paths import did_you_mean
 from gspo_mega.base.untrusted import NoRegularFileError, read_bytes
-from gspo_mega.config.explain import explain
+from gspo_mega.config.explain import explain_all, known_elsewhere
 from gspo_mega.config.input_paths import find_inputs, resolve_hub_ids
 from gspo_mega.config.schema import Config, Metrics
 from gspo_mega.config.strict_yaml import KeyPath, YamlPosition, implicit_resolvers, parse
@@ -188,9 +188,8 @@ def _validate_schema(
         return Config.model_validate_json(json.dumps(tree), strict=True), []
     except ValidationError as error:
         invalid = []
-        for entry in error.errors():
-            location = tuple(entry["loc"])
-            line = f"{_where(path, origins, location)}: {_key(location)}{explain(entry)}"
+        for location, text in (said for entry in error.errors() for said in explain_all(entry)):
+            line = f"{_where(path, origins, location)}: {_key(location)}{text}"
             invalid.append((_order(_nearest_origin(origins, location)), location, line))
         return None, invalid
 
@@ -250,7 +249,10 @@ def apply_override(tree: dict[str, Any], override: Override) -> tuple[KeyPath | 
                 node[part] = {}
             node = node[part]
         else:
-            return None, f"override {override.text!r}: {_dotted(path)} is {node!r}, a value without keys inside"
+            elsewhere = known_elsewhere(override.path)
+            return None, (
+                f"override {override.text!r}: {_dotted(path)} is {node!r}, a value without keys inside{elsewhere}"
+            )
     return tuple(path), None
 
 
