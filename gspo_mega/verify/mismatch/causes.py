@@ -117,6 +117,31 @@ def _server_weights(facts: Facts) -> Settings | Nothing:
     return {"model.path": facts.config.model.path}
 
 
+STATES_DTYPE = "mamba_ssm_dtype"
+"""SGLang's option, and its key in config.json, for the type of what gated delta nets remember."""
+
+
+def _server_states(facts: Facts) -> Settings | Nothing:
+    if facts.spec.delta is None:
+        return Nothing("the model has no gated delta nets", True)
+    raw = facts.spec.raw or {}
+    own = raw.get("text_config", raw).get(STATES_DTYPE)
+    dtype = facts.config.server.options.get(STATES_DTYPE) or own or "float32"
+    if dtype == "float32":
+        return Nothing("servers keep the states of gated delta nets in fp32", True)
+    return {f"server.options.{STATES_DTYPE}": "float32"}
+
+
+def _chunks(facts: Facts) -> Settings | Nothing:
+    if facts.spec.delta is None:
+        return Nothing("the model has no gated delta nets", True)
+    return Nothing(
+        "both engines score by chunks of 64 tokens, a constant of the kernels; `sampling` has the rule token by token"
+        " against it",
+        False,
+    )
+
+
 def _server_precision(facts: Facts) -> Settings | Nothing:
     reference = facts.config.budget.reference
     if server_dtype(facts.config.server, facts.config.precision) == reference:
@@ -209,6 +234,20 @@ CAUSES: tuple[Cause, ...] = (
         "quantized keys and values against plain ones",
         _keys({"server.kv_cache": "auto"}),
         avoidable=True,
+    ),
+    Cause(
+        "server states",
+        "server",
+        "what gated delta nets remember, in another type against fp32",
+        _server_states,
+        avoidable=True,
+    ),
+    Cause(
+        "delta rule by chunks",
+        "server",
+        "the delta rule by chunks of tokens against token by token",
+        _chunks,
+        follows=SAMPLING,
     ),
     Cause(
         "server activations",

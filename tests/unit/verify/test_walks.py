@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,12 +24,14 @@ from gspo_mega.verify.mismatch.causes import (
     Facts,
     Nothing,
     formats,
+    left_between,
     units_of,
 )
 from gspo_mega.verify.mismatch.faults import UNITS
 from gspo_mega.verify.mismatch.walks import Point, contributions, make_plan
 
 DENSE, MOE = "configs/models/quickstart_dense.json", "configs/models/quickstart_moe.json"
+DELTA = "configs/models/certify_qwen3_next.json"
 
 
 def facts(model=DENSE, device="cpu", **sections):
@@ -75,15 +78,43 @@ def test_every_cause_of_a_quantized_run_is_changed():
         parallel=dict(expert=2),
     )
     plan = make_plan(run)
-    assert set(plan.nothing) == {"trainer LM head"} and not plan.nothing["trainer LM head"].is_zero
+    of_delta_nets = {"server states", "delta rule by chunks"}
+    assert set(plan.nothing) == {"trainer LM head", *of_delta_nets} and not plan.nothing["trainer LM head"].is_zero
+    assert all(plan.nothing[name].is_zero for name in of_delta_nets)
     forward, backward = order(plan, "forward"), order(plan, "backward")
-    assert set(forward) == set(backward) == {cause.name for cause in CAUSES} - {"trainer LM head"} | {ENGINES}
+    assert set(forward) == set(backward) == {cause.name for cause in CAUSES} - set(plan.nothing) | {ENGINES}
     # fp32 first, then bf16, then fp8, whatever the order; the LM head before the rest of its server.
     for names in (forward, backward):
         assert names.index("trainer precision") < names.index("trainer layers") < names.index("trainer FP8")
         assert names.index("server LM head") < names.index("server precision")
     free = ("server batch", "server KV cache", "server weights")
     assert [n for n in backward if n in free] == [n for n in forward if n in free][::-1]
+
+
+def test_states_of_delta_nets_are_a_cause_where_servers_round_them():
+    run = facts(
+        DELTA, server=dict(options=dict(mamba_ssm_dtype="bfloat16", enable_fp32_lm_head=False)), precision="bf16"
+    )
+    plan = make_plan(run)
+    for links in plan.walks.values():
+        link = next(link for link in links if link.cause == "server states")
+        key = "server.options.mamba_ssm_dtype"
+        assert link.end.keys[key] == "float32" and key not in link.start.keys
+        # The key is set after the options in which it lies, which the LM head's cause sets as a whole.
+        assert all(sorted(one.end.keys).index("server.options") < sorted(one.end.keys).index(key)
+                   for one in links if {"server.options", key} <= one.end.keys.keys())  # fmt: skip
+    # What a token by token rule does is in the first row; nothing else contains it, and the engines do not.
+    assert "64 tokens" in plan.nothing["delta rule by chunks"].why
+    assert left_between({SAMPLING}, {"delta rule by chunks": plan.nothing["delta rule by chunks"]}) == []
+    assert make_plan(facts(DELTA)).nothing["server states"].is_zero
+
+
+def test_a_models_own_type_of_states_counts(tmp_path):
+    shape = json.loads(Path(DELTA).read_text()) | {"mamba_ssm_dtype": "bfloat16"}
+    (tmp_path / "shape.json").write_text(json.dumps(shape))
+    assert "server states" in order(make_plan(facts(tmp_path / "shape.json")), "forward")
+    own = dict(options=dict(mamba_ssm_dtype="float32"))
+    assert "server states" not in order(make_plan(facts(tmp_path / "shape.json", server=own)), "forward")
 
 
 def test_precisions_of_the_trainer_come_one_after_the_other():
