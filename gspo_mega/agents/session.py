@@ -88,7 +88,8 @@ class EpisodeSession(Generic[Params]):
         params: how its turns are sampled.
         num_restarts: how often the agent has begun again.
         counts: by metric name, what the record's tree does not say. The session counts num_replayed_turns and
-            num_broken_calls and num_stop_strings; the runner of the episode adds its own.
+            num_broken_calls and num_stop_strings, and what servers' caches had of the contexts of turns; the runner of
+            the episode adds its own.
         limit: the kind of the last refusal by a limit; empty if there was none.
     """
 
@@ -230,6 +231,10 @@ class EpisodeSession(Generic[Params]):
         parts = await self._conversation.message_of(said, number, messages, self._recorder.text(context), tools)
         self.counts["num_broken_calls"] += parts.num_broken_calls
         self.counts["num_stop_strings"] += turn.finish_reason == "stop_string"
+        if turn.num_cached_tokens is not None:
+            context_kind = "history" if self.nodes[context].parent >= 0 else "prompt"
+            self.counts[f"num_{context_kind}_tokens_read"] += len(token_ids)
+            self.counts[f"num_{context_kind}_tokens_cached"] += turn.num_cached_tokens
         asked.node = self._recorder.add_sampled(context, parts.message, turn, text, cause)
         failpoints.reached("rollout.turn")
         return AgentTurn(

@@ -32,7 +32,8 @@ class Turn:
     `length` or `stop_string` (the text of the last tokens has a stop string). `routed_experts` is an integer array of
     shape [context + turn - 1, layers, top_k], or None. `server_id` is the server that sampled the last token, and so
     holds the prefix in its cache. `sampling_masks` are the tokens that each was sampled from, with `log_probs` over
-    these; None if from all.
+    these; None if from all. `num_cached_tokens`: how many tokens of the context the server that sampled the first token
+    read from its prefix cache; None if it did not say so.
     """
 
     token_ids: Sequence[int]
@@ -42,6 +43,7 @@ class Turn:
     routed_experts: np.ndarray | None = None
     server_id: str = ""
     sampling_masks: SamplingMasks | None = None
+    num_cached_tokens: int | None = None
 
 
 class TurnParams(Protocol):

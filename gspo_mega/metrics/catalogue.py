@@ -88,6 +88,13 @@ ROLLOUT_COUNTS = {
         "processes that episodes had started and left running, and that were ended with them, since the last batch",
     ),
     "num_episodes_restarted": ("episodes", "episodes that began again in another process, from their record"),
+    "num_prompt_tokens_read": (
+        "tokens",
+        "tokens of the contexts of first turns, the prompts, if servers say what their prefix caches had of them",
+    ),
+    "num_prompt_tokens_cached": ("tokens", "those of them that a server's prefix cache had"),
+    "num_history_tokens_read": ("tokens", "the same of the contexts of later turns, each the whole history"),
+    "num_history_tokens_cached": ("tokens", "those of them that a server's prefix cache had"),
     "num_sessions_moved": ("turns", "turns sampled on another server than the one that holds their context"),
     "num_prompts_sampled": ("prompts", "prompts asked for, refills included"),
     "num_groups_filtered": (
@@ -467,6 +474,19 @@ def _entries() -> list[Metric]:
         ),
         Metric("response/kept_tokens_max", "tokens", "max", f"the most tokens that one was sampled from; {_SAMPLED}"),
         *(Metric(f"rollout/{name}", unit, "sum", what) for name, (unit, what) in ROLLOUT_COUNTS.items()),
+        Metric(
+            "rollout/cached_prompt_fraction",
+            "fraction",
+            "ratio",
+            "share of prompts' tokens that a server's prefix cache had, because it has sampled another response to the"
+            " prompt; the trainer's side is `speed/shared_prefix_fraction`",
+        ),
+        Metric(
+            "rollout/cached_history_fraction",
+            "fraction",
+            "ratio",
+            "share of the tokens before later turns of episodes that a server's prefix cache had",
+        ),
         *(Metric(f"episode/{name}", unit, reduction, what) for name, (unit, reduction, what) in EPISODE.items()),
         Metric("rollout/staleness_mean", "steps", "mean", "weight versions between sampling and training, by token"),
         Metric("rollout/staleness_max", "steps", "max", "weight versions between sampling and training, by token"),

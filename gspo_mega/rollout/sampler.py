@@ -109,6 +109,7 @@ class Sampler:
             whole.routed_experts,
             server_id,
             whole.sampling_masks,
+            whole.num_cached_tokens,
         )
 
     async def _complete(self, response: PartialResponse, asked: _SampleRequest, limit: asyncio.Timeout) -> str:
@@ -250,4 +251,5 @@ def _until(whole: Completion, num_tokens: int, num_context_tokens: int) -> Compl
         "stop_string",
         None if routes is None else routes[: num_context_tokens + num_tokens - 1].copy(),
         None if masks is None else masks.between(0, num_tokens),
+        whole.num_cached_tokens,
     )

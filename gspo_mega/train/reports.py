@@ -265,6 +265,7 @@ class StepReport:
             if chosen.any():
                 numbers[f"response/length_{name}_mean"] = lengths[chosen]
         numbers |= {f"rollout/{name}": [value] for name, value in batch.counts.items()}
+        numbers |= cached_contexts(batch.counts)
         numbers |= {f"time/rollout/{part}_seconds": [value] for part, value in batch.phase_seconds.items()}
         # All tokens generated since the last batch. With staleness they may be those of another batch, or none.
         generated = batch.counts.get("num_generated_tokens", float(lengths.sum()))
@@ -415,6 +416,18 @@ def episode_shapes(batch: RolloutBatch) -> dict[str, ArrayLike]:
         "episode/context_tokens_max": longest,
         "episode/masked_fraction": np.concatenate(masks) == 0,
     }
+
+
+def cached_contexts(counts: Mapping[str, float]) -> dict[str, ArrayLike]:
+    """What servers read from their prefix caches of the contexts of first turns (prompts) and later ones (histories).
+    `counts`: those of a batch. Recordings of earlier releases, and servers that do not say it, have neither.
+    """
+    found: dict[str, ArrayLike] = {}
+    for kind in ("prompt", "history"):
+        if read := counts.get(f"num_{kind}_tokens_read", 0):
+            cached = counts.get(name := f"num_{kind}_tokens_cached", 0)
+            found |= {f"rollout/{name}": [cached], f"rollout/cached_{kind}_fraction": [cached / read]}
+    return found
 
 
 def token_staleness(batch: RolloutBatch, weight_version: int) -> list[np.ndarray]:

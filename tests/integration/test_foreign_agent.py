@@ -187,7 +187,8 @@ def test_a_stop_string_ends_a_turn_at_its_token_and_several_answers_are_branches
     foreign = episodes_of(calculating, "foreign", {"command": [sys.executable, "-c", STOPPING]})
     for one, other in zip(foreign, in_a_worker):
         assert one.failure is None, one.failure
-        assert one.counts == {"num_stop_strings": 1, "num_broken_calls": 1}, "the call lacks its end"
+        own = {name: count for name, count in one.counts.items() if "_tokens_" not in name}
+        assert own == {"num_stop_strings": 1, "num_broken_calls": 1}, "the call lacks its end"
         cut, *whole = one.turns
         said = next(node for node in other.nodes if node.is_sampled)
         end = len(cut.token_ids)

@@ -87,6 +87,8 @@ def test_every_step_has_turns_and_calls_and_masks(trained):
         assert line["rollout/num_tool_calls"] >= line["rollout/num_turns"] - line["rollout/num_trajectories"] > 0
         assert 0 < line["episode/masked_fraction"] < 1 and line["episode/rows_mean"] == 1
         assert line["rollout/num_episode_failures"] == 0
+        # Each turn goes to the server that has its history, except the last token and what the tool said.
+        assert 0.3 < line["rollout/cached_history_fraction"] < 1
         assert differ_by_rounding(run, line), "fp32: the two engines differ by rounding, and by no more"
     assert "turns " in command.out
 

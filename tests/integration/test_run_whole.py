@@ -272,6 +272,10 @@ NOT_OF_A_PLAIN_RUN = {
     "rollout/num_endpoint_errors",
     "rollout/num_ignored_sampling",
     "rollout/num_stop_strings",
+    # Only of episodes with several turns: test_run_episodes.py.
+    "rollout/num_history_tokens_read",
+    "rollout/num_history_tokens_cached",
+    "rollout/cached_history_fraction",
     "lora/num_parameters",
     "lora/norm",
     # Only with batch.share_prefixes: tests/recovery/test_recovery_shared.py.

@@ -29,6 +29,7 @@ const CHARTS = [
   ["Groups with one reward", ["groups/constant_fraction"], "Of all that were sampled: they carry no signal."],
   ["Reward of the groups trained on", ["reward/trained_mean"], "Where rollout.filter_constant_groups leaves groups out, it says less about the policy than the reward of all that was sampled."],
   ["Groups missing", ["rollout/num_groups_missing", "rollout/num_groups_filtered"], "Short of batch.prompts_per_step, and left out for their equal rewards."],
+  ["Prefixes computed once", ["rollout/cached_prompt_fraction", "rollout/cached_history_fraction", "speed/shared_prefix_fraction"], "Shares of what servers read, for first and later turns, that their caches had; and of the rows' positions that the trainer did not compute again."],
   ["Tokens per second", ["speed/tokens_per_second", "speed/generated_tokens_per_second"], "Prompt and response tokens over the whole step; response tokens over the generation."],
   ["Idle: servers without requests, trainer waiting (s)", ["rollout/servers_idle_seconds", "rollout/trainer_wait_seconds"],
     "Which side waits for the other."],

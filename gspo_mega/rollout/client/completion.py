@@ -130,6 +130,8 @@ class Completion:
             experts. None if they were not requested, or if the response was cut short and the server did not return
             them.
         sampling_masks: the tokens that each token was sampled from, itself among them; None without masks.
+        num_cached_tokens: how many first tokens of the prompt the server read from its prefix cache; None if it did not
+            say so.
     """
 
     token_ids: Sequence[int]
@@ -138,6 +140,7 @@ class Completion:
     finish_reason: str
     routed_experts: np.ndarray | None = None
     sampling_masks: SamplingMasks | None = None
+    num_cached_tokens: int | None = None
 
 
 class StreamedAnswer:
@@ -175,6 +178,7 @@ class StreamedAnswer:
         self._log_probs: list[np.ndarray] = []
         self._versions: list[Column[int]] = []
         self._masks: list[SamplingMasks] = []
+        self._num_cached_tokens: int | None = None
         self.completion: Completion | None = None
 
     def add(self, report: Any) -> int:
@@ -197,6 +201,10 @@ class StreamedAnswer:
             reason == "abort" and "prompt_tokens" not in meta
         ):
             raise NonsenseAnswer(f"{shown(sent)} prompt tokens; {self._num_prompt_tokens} were sent")
+        # Nothing is trained on this number, so one that cannot be true is left out instead of refused.
+        cached = meta.get("cached_tokens")
+        if type(cached) is int and 0 <= cached <= self._num_prompt_tokens:
+            self._num_cached_tokens = cached
         count = self._take_tokens(report, meta, reason)
         if reason is not None:
             self.completion = self._end(meta, reason)
@@ -225,6 +233,7 @@ class StreamedAnswer:
             versions[:end],
             "abort",
             sampling_masks=masks,
+            num_cached_tokens=self._num_cached_tokens,
         )
 
     def _known_token_ids(self) -> np.ndarray:
@@ -282,7 +291,8 @@ class StreamedAnswer:
         if reason != "abort" or "weight_versions" in meta:
             versions = versions_of(meta, count)
             log_probs, masks = self._known_log_probs(), self._known_masks()
-            return Completion(int_column(token_ids), log_probs, versions, reason, routes, masks)
+            cached = self._num_cached_tokens
+            return Completion(int_column(token_ids), log_probs, versions, reason, routes, masks, cached)
         whole = self.so_far()
         end = len(whole.token_ids)
         return replace(whole, routed_experts=None if routes is None else routes[: self._num_prompt_tokens + end - 1])
@@ -327,7 +337,9 @@ class PartialResponse:
         masks = None
         if whole.sampling_masks is not None and part.sampling_masks is not None:
             masks = SamplingMasks.join([whole.sampling_masks, part.sampling_masks])
-        self.whole = Completion(token_ids, log_probs, versions, reason, routes, masks)
+        # A later part's prompt has sampled tokens in it.
+        cached = whole.num_cached_tokens if whole.token_ids else part.num_cached_tokens
+        self.whole = Completion(token_ids, log_probs, versions, reason, routes, masks, cached)
         return True
 
 

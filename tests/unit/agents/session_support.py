@@ -52,6 +52,7 @@ class Said:
     version: int = 0
     gate: asyncio.Event | None = None
     error: Exception | None = None
+    num_cached_tokens: int | None = None
 
 
 @dataclass
@@ -85,7 +86,8 @@ class Scripted:
         if params.watch is not None and (end := params.watch.end_of(ids[:-1])) is not None:
             ids, finish_reason = ids[:end], "stop_string"
         log_probs = [-0.01 * (len(self.calls) + place) for place in range(len(ids))]
-        return Turn(ids, log_probs, [said.version] * len(ids), finish_reason, None, said.server_id)
+        versions, cached = [said.version] * len(ids), said.num_cached_tokens
+        return Turn(ids, log_probs, versions, finish_reason, None, said.server_id, num_cached_tokens=cached)
 
 
 @dataclass

@@ -51,6 +51,21 @@ async def test_a_turn_is_sampled_behind_exactly_what_was_sampled_before(tmp_path
 
 
 @in_loop
+async def test_what_caches_had_is_counted_of_prompts_and_of_histories(tmp_path):
+    """The second turn is asked for twice, once from the prompt alone; a server that does not say it counts nowhere."""
+    said = (Said("It is", num_cached_tokens=2), Said("4", num_cached_tokens=9), Said("It", num_cached_tokens=5), "Oh")
+    side = side_of(tmp_path, families.QUICKSTART, *said, tools=())
+    first = await side.session.turn([USER])
+    second = await side.session.turn([USER, first, MORE])
+    await side.session.turn([USER])
+    await side.session.turn([USER, first, MORE, second, MORE])
+    counts, calls = side.session.counts, side.sampler.calls
+    prompt = len(side.prompt.token_ids)
+    assert (counts["num_prompt_tokens_read"], counts["num_prompt_tokens_cached"]) == (2 * prompt, 2 + 5)
+    assert (counts["num_history_tokens_read"], counts["num_history_tokens_cached"]) == (len(calls[1].token_ids), 9)
+
+
+@in_loop
 async def test_a_call_reaches_the_agent_and_its_answer_the_policy(tmp_path):
     side = side_of(tmp_path, families.THINKING, CALL, "<tool_call>{oh</tool_call>")
     message = await side.session.turn([USER])

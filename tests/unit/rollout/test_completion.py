@@ -65,6 +65,19 @@ def answer_of(ids, finish="length", **meta):
 SIX = [5, 6, 7, 8, 9, 10]
 
 
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [({"cached_tokens": 2}, 2), ({"cached_tokens": 0}, 0), ({}, None)]
+    # Nothing is trained on it: what cannot be true of a prompt of three tokens is not counted, and refuses nothing.
+    + [({"cached_tokens": value}, None) for value in (4, -1, True, 2.0, "2", None)],
+)
+def test_what_the_prefix_cache_had_of_the_prompt(said, found):
+    assert parse(answer_of(SIX, **said)).num_cached_tokens == found
+    begun = reader()
+    begun.add(answer_of([5, 6], **{"finish_reason": None, **said}))
+    assert begun.so_far().num_cached_tokens == found
+
+
 @given(st.integers(0, 10**6))
 def test_a_good_answer_comes_through_whole(seed):
     answer = good_answer([3, 4, 5], PARAMS.as_json(), "9", random.Random(seed), (2, 2, 4))

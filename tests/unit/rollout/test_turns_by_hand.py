@@ -54,8 +54,8 @@ class Servers:
         return step
 
 
-def part(*ids: int, reason: str = "abort") -> Completion:
-    return Completion(list(ids), [-1.0] * len(ids), [0] * len(ids), reason)
+def part(*ids: int, reason: str = "abort", cached: int | None = None) -> Completion:
+    return Completion(list(ids), [-1.0] * len(ids), [0] * len(ids), reason, num_cached_tokens=cached)
 
 
 def failure(kind: str) -> ServerError:
@@ -105,6 +105,13 @@ def test_tries_without_a_token_end_it_and_the_last_failure_is_said():
         RolloutError, match=r"prompt the-prompt: no answer in 2 attempts .*a-server: generate: as asked"
     ):
         turn_of(servers)
+
+
+def test_the_cache_of_the_server_that_sampled_the_first_token_counts():
+    servers = Servers(part(cached=1), part(10, cached=2), part(11, cached=3), part(EOS, reason="stop", cached=3))
+    assert turn_of(servers)[0].num_cached_tokens == 2
+    assert turn_of(Servers(part(EOS, reason="stop")))[0].num_cached_tokens is None
+    assert stopped_turn(part(65, 66, 67, 68, cached=1))[0].num_cached_tokens == 1
 
 
 def test_a_turn_that_ends_elsewhere_than_its_context_was_read_is_counted():

@@ -21,7 +21,7 @@ from gspo_mega.engine.policy import PassReport
 from gspo_mega.metrics.catalogue import find_metric
 from gspo_mega.train.final_table import run_table
 from gspo_mega.train.held_out import Evaluation
-from gspo_mega.train.reports import StepReport, add_to_summary, due_sets
+from gspo_mega.train.reports import StepReport, add_to_summary, cached_contexts, due_sets
 from gspo_mega.train.scatter import Sharing
 
 # Of four responses: tokens, sum of d = trainer - server, of d^2, of the policy's entropy, and log s in the training pass.
@@ -209,6 +209,17 @@ def test_positions_that_shared_prefixes_saved_are_counted(tmp_path):
     assert found["speed/num_repeated_prefixes"] == 2
     _, found = written(tmp_path)
     assert "speed/shared_prefix_fraction" not in found and "speed/num_repeated_prefixes" not in found
+
+
+def test_what_servers_read_from_their_caches_is_a_share_of_each_kind_of_context():
+    counts = {"num_prompt_tokens_read": 40.0, "num_prompt_tokens_cached": 30.0, "num_history_tokens_read": 50.0}
+    assert cached_contexts(counts) == {
+        "rollout/num_prompt_tokens_cached": [30.0],
+        "rollout/cached_prompt_fraction": [0.75],
+        "rollout/num_history_tokens_cached": [0],
+        "rollout/cached_history_fraction": [0.0],
+    }
+    assert cached_contexts({"num_turns": 3.0}) == {}, "a recording of an earlier release"
 
 
 def test_the_servers_log_probs_as_the_old_ones_cannot_be_told_apart(tmp_path):
