@@ -51,6 +51,10 @@ _GIT_SECONDS = 30.0
 # Below the kernel's range for outgoing connections, and outside the servers' range.
 _PORTS = range(14_000, 20_000)
 _ABSENT: Any = object()
+_EXPERT_RULE = (
+    "{here} here, {saved} in the run: optimizer state cannot move between 1 and more (Megatron separates expert"
+    " parameters only above 1). Keep both 1 or both above 1"
+)
 
 
 def new_attempt(
@@ -114,7 +118,7 @@ def configuration_of(target: str, command: str, overrides: Sequence[str] = ()) -
     for override in overrides:
         if override.partition("=")[0].strip() in ("run", "run.dir", "run.name"):
             raise ConfigError(f"gspo-mega {name}: {override} names another folder than {target}; leave it out")
-    started = _last_command(folder)
+    started = last_command(folder)
     if not folder.config_file.is_file() or started is None:
         raise ConfigError(f"gspo-mega {name}: {target} is not a run's folder; give a YAML file, or a folder of a run")
     if started != command:
@@ -189,7 +193,7 @@ def _move_aside(folder: RunFolder, say: Callable[[str], None]) -> None:
 
 
 def _is_same_start(folder: RunFolder, loaded: LoadedConfig, command: str) -> bool:
-    same_command = _last_command(folder) == command
+    same_command = last_command(folder) == command
     return (
         same_command
         and folder.config_file.exists()
@@ -197,7 +201,7 @@ def _is_same_start(folder: RunFolder, loaded: LoadedConfig, command: str) -> boo
     )
 
 
-def _last_command(folder: RunFolder) -> str | None:
+def last_command(folder: RunFolder) -> str | None:
     """The last command that was started in this folder; None if there is none. (An attempt that `gspo-mega serve` made
     by hand has no command.)
     """
@@ -206,7 +210,7 @@ def _last_command(folder: RunFolder) -> str | None:
 
 
 def _check_same_run(folder: RunFolder, loaded: LoadedConfig, command: str) -> None:
-    before = _last_command(folder)
+    before = last_command(folder)
     if before not in (None, command):
         raise ConfigError(
             f"run folder {folder.path} holds a `gspo-mega {command_name(before)}` run. Choose another run.name for"
@@ -234,6 +238,29 @@ def _check_same_run(folder: RunFolder, loaded: LoadedConfig, command: str) -> No
             ]
         lines.append("choose another run.name, or continue this run with its values of these keys")
         raise ConfigError("\n".join(lines))
+
+
+def continuation_problems(before: Config, now: Config) -> list[str]:
+    """Return why a run with the configuration `before` cannot be continued with `now`, one line per key; empty if it
+    can.
+    """
+    problems = []
+    saved, here = before.parallel.expert, now.parallel.expert
+    if (saved > 1) != (here > 1):
+        problems.append(f"parallel.expert: {_EXPERT_RULE.format(here=here, saved=saved)}")
+    for key, (old, new) in differing_keys(before, now).items():
+        problems += [
+            f"{inner}: now {_yaml(one)}, the run has {_yaml(two)}"
+            for inner, (one, two) in _differences(key, new, old).items()
+        ]
+    return problems
+
+
+def changed_keys(before: Config, now: Config) -> dict[str, tuple[Any, Any]]:
+    """Return every dotted key whose value differs, with both values, also of keys that may change."""
+    flat_before, flat_now = _flatten(before.model_dump()), _flatten(now.model_dump())
+    keys = sorted(flat_before.keys() | flat_now.keys())
+    return {key: pair for key in keys if len(set(map(repr, pair := (flat_before.get(key), flat_now.get(key))))) > 1}
 
 
 def differing_keys(before: Config, now: Config) -> dict[str, tuple[Any, Any]]:

@@ -57,6 +57,29 @@ def value_gradient_summed_over_tensor_ranks() -> None:
     )
 
 
+def second_moments_stay_behind() -> None:
+    """A run that is continued begins with second moments of zero."""
+    import gspo_mega.checkpoint.load as load
+
+    read = load._load_model
+
+    def without(folder, name, engine, is_same_layout):
+        read(folder, name, engine, is_same_layout)
+        for part in engine.optimizer.chained_optimizers:
+            for state in part.optimizer.state.values():
+                state["exp_avg_sq"].zero_()
+
+    load._load_model = without
+
+
+def the_schedule_begins_again() -> None:
+    """A run that is continued has the learning rates of its first steps."""
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    step = OptimizerParamScheduler.step
+    OptimizerParamScheduler.step = lambda self, increment: step(self, increment if increment == 1 else 0)
+
+
 def positions_from_zero_in_each_node() -> None:
     """The response after a shared prompt has the rotary positions of a row of its own."""
     import gspo_mega.engine.device_batch as device_batch

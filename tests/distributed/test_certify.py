@@ -95,6 +95,36 @@ def test_a_sample_of_the_matrix_holds(model, tmp_path, forked_workers):
     assert max(clip for clip, _ in flips) > 0 and max(route for _, route in flips) > (-1 if no_experts else 0)
 
 
+# What each layout of the sample asks of a checkpoint: from shards of the optimizer to none of the layers, halves of
+# matrices, and back.
+CONTINUED = [
+    "{name: DP2, ranks: 2}",
+    "{name: TP2+SPxPP2 of DP2, ranks: 4, set: {parallel.tensor: 2, parallel.pipeline: 2}, continued_from: DP2}",
+    "{name: one rank of DP2, continued_from: DP2}",
+]
+
+
+def test_a_run_that_stops_in_one_layout_goes_on_in_another(tmp_path, forked_workers):
+    given = [f"run.dir={tmp_path}", f"certify.cases=[{', '.join(CONTINUED)}]", "certify.pairs=none"]
+    code, shown = certified("configs/certify_continue.yaml", given, forked_workers.command("gspo_mega.train.worker"))
+    assert code == 0, shown
+    assert "\n3 of 3 cases hold" in shown
+    for name in ("TP2\\+SPxPP2 of DP2", "one rank of DP2"):
+        assert re.search(rf"^{name} +\d +0.0e\+00 .* pass", shown, re.M), shown
+
+
+@pytest.mark.parametrize("fault", ["second_moments_stay_behind", "the_schedule_begins_again"])
+def test_what_a_continued_run_loses_is_caught(tmp_path, forked_workers, fault):
+    given = [f"run.dir={tmp_path}", "certify.pairs=none"]
+    given.append(
+        "certify.cases=[{name: DP2, ranks: 2}, {name: TP2, ranks: 2, set: {parallel.tensor: 2}, continued_from: DP2}]"
+    )
+    code, shown = certified("configs/certify_continue.yaml", given, forked_workers.command("certify_faults", fault))
+    assert code == 1, shown
+    assert re.search(r"^DP2 .* pass", shown, re.M) and re.search(r"^TP2 .* FAIL", shown, re.M), shown
+    assert re.search(r"^TP2: carried differs by \d+, at most in .*(exp_avg_sq|schedule)", shown, re.M), shown
+
+
 def certified(config, given, worker_command):
     """What the command ends with, and what it shows."""
     lines: list[str] = []

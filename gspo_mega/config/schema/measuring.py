@@ -370,6 +370,18 @@ class CertifyCase(Section):
             " `rounding_factor` times as much, where that is above the usual tolerance. On one rank, in fp32 or bf16."
         ),
     )
+    continued_from: str | None = Field(
+        default=None,
+        description=(
+            "The name of another case of the same model. Its run stops after `num_steps` optimizer steps with a"
+            " checkpoint, and this case continues it in its own layout for as many more. What it reads must equal what"
+            " was saved to the last bit, and its numbers those of a reference that did not stop."
+        ),
+    )
+    stops: bool = Field(
+        default=False,
+        description="Save a checkpoint after the steps. `certify` sets it for cases that others continue.",
+    )
     refused: bool = Field(default=False, description="This case must be refused with a reason before it runs.")
 
 
@@ -380,6 +392,13 @@ class Certify(Section):
         default=CertifyCase(name="reference"), description="What all cases are compared with; a single rank by default."
     )
     cases: tuple[CertifyCase, ...] = Field(default=(), description="Empty: this file's own layout, on all its ranks.")
+    pairs: Literal["none", "all"] = Field(
+        default="none",
+        description=(
+            "all: each case also continues the run of every other case of its model (`continued_from`), as a row"
+            " `A -> B`. A pair that `gspo-mega train` would refuse to continue is shown as refused, with the reason."
+        ),
+    )
     num_steps: int = Field(default=3, ge=1, description="Optimizer steps after which weights are compared.")
     rounding_factor: float = Field(
         default=4.0,

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from gspo_mega.base.errors import ConfigError, GspoMegaError, PlanError
 from gspo_mega.config import LoadedConfig, load_config
 from gspo_mega.config.derived import has_block_scaled_products
 from gspo_mega.config.schema import CertifyCase, Cluster, Critic, Parallel
+from gspo_mega.launcher.prepare import continuation_problems
 from gspo_mega.plan import plan_run
 from gspo_mega.verify.certify.trees import require_room
 
@@ -138,6 +139,11 @@ def resolve_cases(
     """
     certify = loaded.config.certify
     specs = list(certify.cases) or [own_layout(loaded.config.parallel, loaded.config.cluster)]
+    pairs = list(_pairs(specs)) if certify.pairs == "all" else []
+    specs += pairs
+    _check_continued(loaded, specs)
+    sources = {spec.continued_from for spec in specs}
+    specs = [spec.model_copy(update={"stops": True}) if spec.name in sources else spec for spec in specs]
     names = [spec.name for spec in specs]
     for name in names:
         if names.count(name) > 1:
@@ -151,6 +157,15 @@ def resolve_cases(
             f"{certify.reference.name!r}; give the case another"
         )
     cases = [_resolve(loaded, overrides, spec, device) for spec in specs]
+    by_name = {case.name: case for case in cases}
+    cases = [_with_source(loaded, overrides, case, by_name) for case in cases]
+    made = {pair.name for pair in pairs}
+    cases = [
+        replace(case, spec=case.spec.model_copy(update={"refused": True}))
+        if case.spec.name in made and case.refusal is not None
+        else case
+        for case in cases
+    ]
     references = []
     for model in dict.fromkeys(case.model for case in cases):
         suffix = "" if model == loaded.config.model.path else f" ({Path(model).stem})"
@@ -159,6 +174,7 @@ def resolve_cases(
                 "name": certify.reference.name + suffix,
                 # Rows that share prefixes are compared with rows that do not.
                 "set": {**certify.reference.set, "model.path": model, "batch.share_prefixes": "off"},
+                "stops": any(case.spec.stops and case.model == model for case in cases),
             }
         )
         reference = _resolve(loaded, overrides, spec, device)
@@ -166,6 +182,47 @@ def resolve_cases(
             raise PlanError(f"the reference that all cases are compared with cannot run:\n{reference.refusal}")
         references.append(reference)
     return references, cases
+
+
+def _pairs(specs: Sequence[CertifyCase]) -> Iterator[CertifyCase]:
+    """Yield a case for each case that continues each other one of its model."""
+    alone = [spec for spec in specs if not (spec.refused or spec.rounded or spec.continued_from)]
+    for source in alone:
+        for spec in alone:
+            if spec is not source and spec.set.get("model.path") == source.set.get("model.path"):
+                yield spec.model_copy(
+                    update={"name": f"{source.name} -> {spec.name}", "continued_from": source.name, "exact": ()}
+                )
+
+
+def _check_continued(loaded: LoadedConfig, specs: Sequence[CertifyCase]) -> None:
+    """Raise ConfigError for a case that continues none of the others, or one that cannot be continued."""
+    by_name = {spec.name: spec for spec in specs}
+    for spec in specs:
+        if (name := spec.continued_from) is None:
+            continue
+        source = by_name.get(name)
+        if source is None or source is spec or source.refused or source.rounded or source.continued_from:
+            valid = [one.name for one in specs if not (one.refused or one.rounded or one.continued_from)]
+            raise ConfigError(
+                f"{loaded.where('certify.cases')}: certify.cases: {spec.name!r} is continued_from {name!r}; valid: a"
+                f" case that runs and begins by itself: {', '.join(one for one in valid if one != spec.name) or 'none'}"
+            )
+
+
+def _with_source(loaded: LoadedConfig, overrides: Sequence[str], case: Case, by_name: Mapping[str, Case]) -> Case:
+    """Return the case, refused if it continues a case whose run `gspo-mega train` would not continue in its place."""
+    if case.spec.continued_from is None or case.refusal is not None:
+        return case
+    source = by_name[case.spec.continued_from]
+    if source.refusal is not None:
+        return replace(case, refusal=f"{source.name}, which it continues, is refused: {source.refusal}")
+    if source.model != case.model:
+        return replace(case, refusal=f"{source.name}, which it continues, is of another model, {source.model}")
+    before, now = (case_config(loaded.path, one.spec, overrides).config for one in (source, case))
+    if problems := continuation_problems(before, now):
+        return replace(case, refusal=f"a run of {source.name} cannot be continued: {'; '.join(problems)}")
+    return case
 
 
 def _resolve(

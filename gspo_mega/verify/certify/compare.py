@@ -124,7 +124,8 @@ class Tolerance:
     mean |s_i A_i|. `gradient`: relative L2 of each tensor. `weights`: relative L2 of the whole update. `reached`: the
     share of tokens whose log-prob differs by more than fp32's tolerance; None if it is not compared. For optimizer
     steps (`steps.py`): `norm`, relative; `steps`, relative L2 of each tensor, relative for routers' sums; `state`, the
-    number of things that must be equal and are not.
+    number of things that must be equal and are not. `carried`, of a case that continues another: the number of saved
+    things that were read otherwise, to the bit (`continued.py`).
     """
 
     log_prob: float
@@ -135,6 +136,7 @@ class Tolerance:
     norm: float = 1e-5
     steps: float = 3e-5  # later gradients are taken at weights that differ, and squares differ by twice as much
     state: float = 0.0
+    carried: float = 0.0
 
 
 def _fp8(log_prob: float, loss: float, gradient: float, weights: float, reached: float | None = None) -> Tolerance:
@@ -175,7 +177,10 @@ def tolerance_of(config: Config, case: CertifyCase) -> Tolerance:
     if config.lora is not None and config.precision == "fp32":
         # An adapter's B starts at zero, so it consists of updates only, and the gradient of its A is a multiple of B:
         # later gradients may differ by as much as updates may.
-        return replace(found, steps=found.weights)
+        found = replace(found, steps=found.weights)
+    if case.continued_from is not None and config.precision == "fp32":
+        # It begins at weights that differ from the reference's by what updates may differ, and gradients follow them.
+        return replace(found, gradient=found.steps, steps=found.weights)
     return found
 
 
@@ -225,6 +230,13 @@ class Reference:
     def recorded_on_edges_file(self) -> Path:
         """Old log-probs that put every sequence on a clip edge, with tied routers, [sum R] float32."""
         return self.folder / "recorded_on_edges.npy"
+
+    @property
+    def continued(self) -> Reference:
+        """The same reference after its first `num_steps` steps, for cases that continue others: a batch recorded then,
+        and everything that followed.
+        """
+        return self.beside("continued")
 
     def beside(self, name: str) -> Reference:
         """Return the folder of another model of the same reference, such as its critic."""

@@ -51,7 +51,7 @@ def build_critic(config: Config, spec: ModelSpec, groups: ParallelGroups) -> Cri
     """Return the critic of a case, without weights; None if its algorithm has none. Collective."""
     if critic_of(config.algorithm, config.critic) is None:
         return None
-    return CriticEngine(critic_config(config), spec, groups, config.certify.num_steps)
+    return CriticEngine(critic_config(config), spec, groups, 2 * config.certify.num_steps)
 
 
 def _load(critic: CriticEngine, config: Config) -> None:
@@ -80,17 +80,20 @@ class CriticMeasurement:
         settings = critic_of(config.algorithm, config.critic)
         assert settings is not None
         self.engine, self.config, self.settings, self.policy = engine, config, settings, policy
+        # Whether `run` begins with the initial weights. A critic that goes on already has its own.
+        self.begins = True
 
     def run(
         self,
         take_gradient: Take,
         take_weights: Take,
     ) -> tuple[CriticNumbers, CaseSteps]:
-        """Load the weights and return all numbers, like `Measurement.run`. From then on the policy uses the token
-        advantages that follow from these values.
+        """Load the weights if it `begins`, and return all numbers, like `Measurement.run`. From then on the policy uses
+        the token advantages that follow from these values.
         """
         engine, groups = self.engine, self.engine.groups
-        _load(engine, self.config)
+        if self.begins:
+            _load(engine, self.config)
         self.policy.token_advantages = None
         mine = self.policy.shard()
         packs = mine.micro_batches
@@ -164,17 +167,20 @@ def record_critic(measurement: CriticMeasurement, reference: Reference) -> Criti
     return numbers
 
 
-def compare_critic(measurement: CriticMeasurement, reference: Reference) -> dict[str, Any]:
+def compare_critic(
+    measurement: CriticMeasurement, reference: Reference, stopped_at: Reference | None = None
+) -> dict[str, Any]:
     """Return how far a case's critic is from the reference's, on rank 0: {"values" | "value_gradient" |
-    "value_weights" | "value_norm" | "value_steps" | "value_state": {value, place}}. Collective.
+    "value_weights" | "value_norm" | "value_steps" | "value_state": {value, place}}. `stopped_at`: where the reference
+    was when the case's run stopped, of a case that continues one. Collective.
     """
     config, own = measurement.config, reference.beside("critic")
     comparison = CaseComparison(own, (0.0, 0.0))
     spec = measurement.engine.spec
     with open_folder(critic_path(config), spec) as folder:
+        start = _Start(folder, spec, config) if stopped_at is None else stopped_at.beside("critic").weights("weights")
         numbers, steps = measurement.run(
-            comparison.take_gradient,
-            lambda tensors: comparison.take_weights(tensors, _Start(folder, spec, config)),
+            comparison.take_gradient, lambda tensors: comparison.take_weights(tensors, start)
         )
     assert comparison.weights is not None
     values = CaseDifference()

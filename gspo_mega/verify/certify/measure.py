@@ -258,7 +258,7 @@ class Measurement:
         scores = self._scores(mine.micro_batches)
         report = engine.policy_gradients(mine.micro_batches, settings, mine.denominator, old, teacher=scores)
         complete_gradients(engine)
-        own = (engine.spec, engine.groups, engine.chunks, _main_grad)
+        own = (engine.spec, engine.groups, engine.chunks, main_grad)
         lora = self.config.lora
         trained = PolicyTensors(*own) if lora is None else AdapterTensors(lora, *own)
         take_gradient(trained.stream(torch.float32))
@@ -352,5 +352,6 @@ def _result(done: tuple[StepResult, PassReport]) -> tuple[StepResult, dict[str, 
     return done[0], done[1].routing
 
 
-def _main_grad(parameter: torch.nn.Parameter) -> torch.Tensor:
+def main_grad(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Return the parameter's gradient, of its local shape."""
     return cast(Any, parameter).main_grad  # Megatron's data parallelism adds the attribute

@@ -112,6 +112,9 @@ _LEGEND = (
 _REACHED_LEGEND = (
     "reached: the share of tokens with a number that FP8 rounds otherwise; the others differ by fp32's rounding."
 )
+_CARRIED_LEGEND = (
+    "carried: how much of a stopped run's checkpoint the layout that continues it read otherwise, to the bit."
+)
 _CRITIC_LEGEND = (
     "values, v. grad, v. weight, v. norm ...: the critic's values, in the unit of rewards; the others as the policy's."
 )
@@ -162,11 +165,14 @@ def render_table(rows: Sequence[CertificateRow]) -> str:
     """
     has_critic = any(row.result is not None and "values" in row.result for row in rows)
     has_reached = any(row.result is not None and "reached" in row.result for row in rows)
+    has_carried = any(row.result is not None and "carried" in row.result for row in rows)
     kinds, headings = (*KINDS, *CRITIC_KINDS) if has_critic else KINDS, _HEADINGS
     if has_critic:
         headings = (*_HEADINGS, *_CRITIC_HEADINGS)
     if has_reached:
         kinds, headings = ("reached", *kinds), ("reached", *headings)
+    if has_carried:
+        kinds, headings = ("carried", *kinds), ("carried", *headings)
     width = max(len("case"), *(len(row.case.name) for row in rows))
     lines = [
         f"{'case':<{width}}  ranks  "
@@ -194,7 +200,12 @@ def render_table(rows: Sequence[CertificateRow]) -> str:
                 f" {row.result[kind]['place']}"
                 for kind in row.failed
             ]
-    legend = (*_LEGEND, *([_CRITIC_LEGEND] if has_critic else []), *([_REACHED_LEGEND] if has_reached else []))
+    legend = (
+        *_LEGEND,
+        *([_CRITIC_LEGEND] if has_critic else []),
+        *([_REACHED_LEGEND] if has_reached else []),
+        *([_CARRIED_LEGEND] if has_carried else []),
+    )
     return "\n".join([*lines, "", *legend, *([""] if notes else []), *notes])
 
 
@@ -242,7 +253,9 @@ def certify(
     found: dict[str, dict[str, Any]] = {}
     errors: dict[str, str] = {}
     rounded = [case for case in runnable if case.spec.rounded]  # other cases read their results
-    for group in (references, rounded, [case for case in runnable if not case.spec.rounded]):
+    ordinary = [case for case in runnable if not (case.spec.rounded or case.spec.continued_from)]
+    continued = [case for case in runnable if case.spec.continued_from]  # of runs that ordinary cases stopped
+    for group in (references, rounded, ordinary, continued):
         for together in starts(group, config.certify.cases_a_start):
             code = _start(loaded, overrides, folder, together, found, errors, say, worker_command)
             if code == 130:
@@ -258,6 +271,11 @@ def certify(
     say(
         f"\n{passed} of {len(rows)} cases hold"
         + ("" if passed == len(rows) else "; the others are FAIL, FAILED, REFUSED or NOT REFUSED above")
+        + (
+            f"; {len(refused)} of them were to be refused"
+            if (refused := [r for r in rows if r.case.spec.refused])
+            else ""
+        )
     )
     return 0 if passed == len(rows) else 1
 

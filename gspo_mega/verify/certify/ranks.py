@@ -20,6 +20,7 @@ import torch
 from gspo_mega.algorithm.terms import log_lower_edge, objective_settings
 from gspo_mega.base.run_folder import RunFolder, atomic_write_json, read_json
 from gspo_mega.checkpoint.adapters import init_adapters
+from gspo_mega.checkpoint.collectives import all_gather_json
 from gspo_mega.checkpoint.gather import PolicyTensors
 from gspo_mega.checkpoint.hf_folder import open_folder
 from gspo_mega.checkpoint.hf_import import import_huggingface
@@ -36,7 +37,8 @@ from gspo_mega.train.context import WorkerContext
 from gspo_mega.train.session import load_teachers
 from gspo_mega.verify.certify.batch import Draws, old_log_probs, recorded_batch, redraw, set_old_log_probs
 from gspo_mega.verify.certify.cases import RESULTS_FILE, case_config, folder_name
-from gspo_mega.verify.certify.compare import CaseComparison, Reference, outside, tolerance_of, widened
+from gspo_mega.verify.certify.compare import CaseComparison, CaseDifference, Reference, outside, tolerance_of, widened
+from gspo_mega.verify.certify.continued import RandomStates, continue_run, stop_run, stopped_folder
 from gspo_mega.verify.certify.critic_case import CriticMeasurement, build_critic, compare_critic, record_critic
 from gspo_mega.verify.certify.measure import Measurement, Numbers, RouterMargins, gather_routes, tie_routers
 
@@ -94,18 +96,26 @@ def run_case(
         # Measure passes and gradients of whole batches, even if the run corrects the mismatch.
         uncorrected = {"mismatch": config.mismatch.model_copy(update={"correction": "none"})}
         engine = PolicyEngine(
-            config.model_copy(update=uncorrected), spec, groups, num_optimizer_steps=config.certify.num_steps
+            config.model_copy(update=uncorrected), spec, groups, num_optimizer_steps=2 * config.certify.num_steps
         )
         critic = build_critic(config, spec, groups)
-        _load(engine, config)
+        carried = None
+        if case.continued_from is None:
+            _load(engine, config)
+        else:
+            source = stopped_folder(context.run_dir, case.continued_from)
+            carried = continue_run(source, engine, critic, engine.config)
         draws = None if is_reference else reference.draws()
         batch = recorded_batch(config, spec.vocab_size, draws)
         measurement = Measurement(engine, config, layout, batch, case.packing, load_teachers(config, groups))
         of_critic = None if critic is None else CriticMeasurement(critic, config, measurement)
+        if of_critic is not None:
+            of_critic.begins = carried is None
         if is_reference:
-            result = _record(measurement, of_critic, reference)
+            result = _record(measurement, of_critic, reference, case)
         else:
-            result = _compare(measurement, of_critic, reference, case)
+            stopped = stopped_folder(context.run_dir, case.name) if case.stops else None
+            result = _compare(measurement, of_critic, reference, case, stopped, carried)
         return result if context.is_lead else {}
     finally:
         destroy_groups()
@@ -159,9 +169,18 @@ def clip_edges(objective: Objective) -> tuple[float, float]:
 
 
 def _compare(
-    measurement: Measurement, critic: CriticMeasurement | None, reference: Reference, case: CertifyCase
+    measurement: Measurement,
+    critic: CriticMeasurement | None,
+    reference: Reference,
+    case: CertifyCase,
+    stopped: RunFolder | None,
+    carried: CaseDifference | None,
 ) -> dict[str, Any]:
-    """Return how far this case is from the reference, on rank 0. Collective."""
+    """Return how far this case is from the reference, on rank 0. `stopped`: where to save the run after its steps;
+    `carried`: what was read of the run that this case continues. Collective.
+    """
+    begun = None if carried is None else reference
+    reference = reference if begun is None else begun.continued
     config, engine, trajectories = measurement.config, measurement.engine, measurement.batch.trajectories
     settings, comparison = (
         objective_settings(config.algorithm, config.objective),
@@ -176,14 +195,16 @@ def _compare(
         _set_routes(measurement, routes)
     recorded = np.load(reference.recorded_file)
     set_old_log_probs(measurement.batch, recorded)
-    of_critic = {} if critic is None else compare_critic(critic, reference)
+    random = RandomStates()
+    of_critic = {} if critic is None else compare_critic(critic, reference, begun)
     if case.rounded:
         round_weights(engine)
         reference.save_tensors(_MOVED, PolicyTensors(engine.spec, engine.groups, engine.chunks).stream(torch.float32))
     moved = reference.weights(_MOVED) if case.rounded else None
-    with open_folder(config.model.path, engine.spec) as start:
-        # Replayed routes belong to the initial weights; after a step the reference chooses again, except in FP8.
-        is_first_alone = replayed and config.precision != "fp8"
+    with open_folder(config.model.path, engine.spec) as folder:
+        start = folder if begun is None else begun.weights("weights")
+        # Replayed routes belong to the first weights; after a step the reference chooses again, except in FP8.
+        is_first_alone = replayed and config.precision != "fp8" and config.certify.num_steps > 1
         numbers, steps = measurement.run(
             recorded,
             settings,
@@ -197,6 +218,13 @@ def _compare(
         numbers, [t.trajectory_id for t in trajectories], [t.num_response_tokens for t in trajectories]
     )
     result |= of_critic
+    drawn = sorted({name for part in all_gather_json([*random.drawn_since()], engine.groups.host) for name in part})
+    if carried is not None:
+        if drawn:
+            carried.note(carried.value + len(drawn), drawn[0])
+        result["carried"] = asdict(carried)
+    if stopped is not None:
+        stop_run(stopped, engine, None if critic is None else critic.engine, config)
     if case.rounded:
         atomic_write_json(reference.rounding_file(config.precision), result)
         result["outside"] = []
@@ -223,7 +251,9 @@ def _set_routes(measurement: Measurement, routes: np.ndarray) -> None:
         start = end
 
 
-def _record(measurement: Measurement, critic: CriticMeasurement | None, reference: Reference) -> dict[str, Any]:
+def _record(
+    measurement: Measurement, critic: CriticMeasurement | None, reference: Reference, case: CertifyCase
+) -> dict[str, Any]:
     """Measure the reference, save its numbers, and return what its batch covers. Collective."""
     config, engine = measurement.config, measurement.engine
     settings, is_lead = objective_settings(config.algorithm, config.objective), engine.groups.is_lead
@@ -240,29 +270,42 @@ def _record(measurement: Measurement, critic: CriticMeasurement | None, referenc
             old_log_probs(batch, np.split(measurement.log_probs(), ends[:-1]), config.objective, config.run, on_edges)
         )
 
+    def measure(into: Reference) -> tuple[Numbers, np.ndarray]:
+        """Record the batch at the weights of now, take the steps, and save it all. Returns the numbers, and the
+        advantage of each trajectory or the sum over its tokens.
+        """
+        if is_lead:
+            into.folder.mkdir(parents=True, exist_ok=True)
+        old = recorded(on_edges=False)
+        set_old_log_probs(batch, old)
+        advantages = np.array([t.advantage or 0.0 for t in batch.trajectories], np.float64)
+        if critic is not None:
+            by_token = record_critic(critic, into).advantages
+            advantages = np.array([part.sum() for part in np.split(by_token, ends[:-1])])
+        numbers, steps = measurement.run(
+            old,
+            settings,
+            config.certify.num_steps,
+            lambda tensors: into.save_tensors("gradient", tensors),
+            lambda tensors: into.save_tensors("weights", tensors),
+        )
+        if routes is not None:
+            numbers.routes = routes
+        if is_lead:
+            np.save(into.recorded_file, old)
+            into.save("numbers", numbers)
+            into.save("steps", steps)
+        return numbers, advantages
+
     if is_lead:
         shutil.rmtree(reference.folder, ignore_errors=True)
         reference.folder.mkdir(parents=True)
         atomic_write_json(reference.draws_file, asdict(draws))
-    old = recorded(on_edges=False)
-    set_old_log_probs(batch, old)
-    advantages = np.array([t.advantage or 0.0 for t in batch.trajectories], np.float64)
-    if critic is not None:
-        by_token = record_critic(critic, reference).advantages
-        advantages = np.array([part.sum() for part in np.split(by_token, ends[:-1])])
-    numbers, steps = measurement.run(
-        old,
-        settings,
-        config.certify.num_steps,
-        lambda tensors: reference.save_tensors("gradient", tensors),
-        lambda tensors: reference.save_tensors("weights", tensors),
-    )
-    if routes is not None:
-        numbers.routes = routes
-    if is_lead:
-        np.save(reference.recorded_file, old)
-        reference.save("numbers", numbers)
-        reference.save("steps", steps)
+    numbers, advantages = measure(reference)
+    if case.stops:  # the reference does not stop: it goes on
+        if critic is not None:
+            critic.begins = False
+        measure(reference.continued)
     description = _describe(numbers, measurement, advantages) | {"router_margin": router_margin}
     if config.certify.edges:
         _load(engine, config)

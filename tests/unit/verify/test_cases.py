@@ -160,3 +160,52 @@ def test_a_critic_is_measured_like_the_policy():
     own = case_config(PPO, CertifyCase(name="one"), overrides).config
     assert own.critic is not None and own.critic.kl_coefficient == 0.0 and own.critic.optimizer is not None
     assert own.critic.optimizer.eps == own.optimizer.eps == 1e-6 and own.critic.optimizer.lr == 1e-3
+
+
+CONTINUE = "configs/certify_continue.yaml"
+
+
+def test_every_layout_continues_every_other_of_its_model():
+    references, cases = resolve_cases(*load(CONTINUE), "cpu")
+    pairs = [case for case in cases if case.spec.continued_from is not None]
+    alone = [case for case in cases if case.spec.continued_from is None]
+    by_model = [sum(case.model == one.model for case in alone) for one in references]
+    assert len(pairs) == sum(n * (n - 1) for n in by_model) == 78
+    assert all(case.refusal is None and not case.spec.refused for case in cases)
+    assert all(case.spec.stops for case in (*alone, *references))
+    by_name = {case.name: case for case in alone}
+    for case in pairs:
+        source, _, goal = case.name.partition(" -> ")
+        assert case.spec.continued_from == source and case.spec.set == by_name[goal].spec.set
+
+
+def test_a_pair_that_train_would_not_continue_is_shown_as_refused():
+    cases = (
+        "certify.cases=[{name: EP1}, {name: EP2, ranks: 2, set: {parallel.expert: 2}},"
+        " {name: whole, set: {optimizer.distributed: true}}]"
+    )
+    _, found = resolve_cases(*load(MOE, cases, "certify.pairs=all"), "cpu")
+    refused = {case.name: case.refusal for case in found if case.refusal is not None}
+    assert all(case.spec.refused == (case.name in refused) for case in found)
+    assert len(found) == 9 and len(refused) == 6
+    assert "parallel.expert: 2 here, 1 in the run" in refused["EP1 -> EP2"]
+    assert refused["EP1 -> whole"].endswith("optimizer.distributed: now true, the run has false")
+
+
+@pytest.mark.parametrize(
+    ("cases", "text"),
+    [
+        ("[{name: a, continued_from: b}]", "valid: a case that runs and begins by itself: none"),
+        ("[{name: a}, {name: b, continued_from: a}, {name: c, continued_from: b}]", "by itself: a$"),
+        ("[{name: a, refused: true}, {name: b, continued_from: a}]", "by itself: none"),
+    ],
+)
+def test_what_cannot_be_continued_is_named(cases, text):
+    with pytest.raises(ConfigError, match=text):
+        resolve_cases(*load(DENSE, f"certify.cases={cases}"), "cpu")
+
+
+def test_another_model_is_not_continued():
+    other = "{name: b, continued_from: a, set: {model.path: configs/models/certify_dense_tied.json}}"
+    _, cases = resolve_cases(*load(DENSE, f"certify.cases=[{{name: a}}, {other}]"), "cpu")
+    assert "which it continues, is of another model" in cases[1].refusal

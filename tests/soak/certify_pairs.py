@@ -1,0 +1,83 @@
+"""Runs that stop in one layout and go on in another, for every pair of the layouts named here: `gspo-mega certify` with
+`certify.pairs=all`. On two idle cores about a quarter of an hour.
+
+    .venv/bin/python tests/soak/certify_pairs.py [PART ...]
+
+Ends with 0 when every pair holds, and says how many there were. tests/distributed/test_certify.py runs a sample.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+
+from gspo_mega.config import load_config
+
+# From a part's name to (file, names of its cases or none for all of them, overrides).
+PARTS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+    "models": ("continue", (), ()),
+    "bf16": (
+        "continue",
+        ("one rank", "DP2", "TP2+SP", "TP2xPP2", "PP2xVPP2xDP2", "MoE EP2", "MoE EP2xETP2"),
+        ("precision=bf16",),
+    ),
+    "bias": ("mla", ("EP2", "TP2+SPxEP2", "CP2xEP2 on DP2"), ("optimizer.distributed=true",)),
+    "adapters": (
+        "lora",
+        ("EP2", "TP2+SPxEP2", "PP2xTP2+SPxEP2"),
+        ("optimizer.distributed=true",),
+    ),
+    "critic": (
+        "ppo",
+        ("TP2+SPxEP2", "CP2xEP2 distributed overlapped", "PP2xTP2+SPxEP2", "TP2+SP dense", "TP2 dense"),
+        ("optimizer={lr: 3e-4, weight_decay: 0.1, schedule: linear, min_lr: 1e-5}",),
+    ),
+    # Replayed experts belong to the weights that sampled: one step before the stop and one after it.
+    "replay": (
+        "moe",
+        ("R3 EP2", "R3 PP2xEP2 with a lighter end", "R3 PP2xVPP2xEP2"),
+        ("certify.num_steps=1", "optimizer.distributed=true"),
+    ),
+    "sharded": (  # without the distributed optimizer, whose state has a form of its own
+        "dense",
+        ("TP2+SP", "PP2xVPP2", "CP2xTP2+SP", "DP2", "PP4"),
+        (),
+    ),
+    "fp8 blocks": ("fp8", ("TP2+SPxEP2", "EP2", "dense PP2", "dense TP2+SP", "dense CP2"), ()),
+    "fp8 delayed": (
+        "fp8",
+        ("dense PP2", "dense TP2+SP", "dense TP2", "dense CP2"),
+        ("fp8.recipe=delayed",),
+    ),
+}
+
+
+def main(chosen: list[str]) -> int:
+    failed, rows, held = [], 0, 0
+    with tempfile.TemporaryDirectory() as folder:
+        for part in chosen or PARTS:
+            file, names, overrides = PARTS[part]
+            config = f"configs/certify_{file}.yaml"
+            given = [f"run.dir={folder}", "certify.pairs=all", "certify.edges=false", *overrides]
+            if names:
+                cases = {one.name: one.model_dump() for one in load_config(config, (), "certify").config.certify.cases}
+                given.append(f"certify.cases={json.dumps([cases[name] | {'exact': []} for name in names])}")
+            command = [sys.executable, "-m", "gspo_mega", "certify", config, *given]
+            done = subprocess.run(
+                command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+            )
+            print(f"== {part}\n{done.stdout}", flush=True)
+            pairs = re.findall(r"^.+ -> .+ +\d+ .*  (pass|FAIL|FAILED|refused|REFUSED)\b", done.stdout, re.M)
+            rows, held = rows + len(pairs), held + pairs.count("pass")
+            if done.returncode != 0:
+                failed.append(part)
+    print(f"{held} of {rows} pairs hold" + (f"; not all of {', '.join(failed)}" if failed else ""))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
