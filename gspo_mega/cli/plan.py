@@ -4,6 +4,7 @@
     gspo-mega plan my_run.yaml --command train       also reads what `train` reads: data, rewards, tokenizer, headers
     gspo-mega plan my_run.yaml --read-weights        also reads all weights: are they there, and finite?
     gspo-mega plan my_run.yaml --search 4x8          rank the layouts on 4 nodes of 8 GPUs, print the YAML block
+    gspo-mega plan --continue runs/my_run cluster.num_nodes=6    what it takes to continue a run so, or why it cannot be
     gspo-mega plan my_run.yaml --trace               the plan, and how a trace of the GPU code differs from it
     eval "$(gspo-mega plan my_run.yaml --shell)"     the numbers that a job script needs
 
@@ -19,8 +20,9 @@ import argparse
 from dataclasses import replace
 from typing import Literal
 
-from gspo_mega.base.errors import ConfigError
+from gspo_mega.base.errors import ConfigError, PlanError
 from gspo_mega.config import LoadedConfig, load_config, render_config, render_json_schema
+from gspo_mega.launcher.continuation import plan_continuation, render_continuation
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.plan import estimate, plan_run, refuse_what_does_not_fit, render_report
 from gspo_mega.plan.report import plan_json, plan_shell
@@ -50,6 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace", action="store_true", help="also trace one rank of each kind, and show where it differs from the plan"
     )
+    parser.add_argument(
+        "--continue",
+        action="store_true",
+        dest="continues",
+        help="CONFIG is the folder of a run: what continuing it with these values changes, reads, needs and loses",
+    )
     parser.add_argument("--json", action="store_true", help="print the plan as one JSON object")
     parser.add_argument("--shell", action="store_true", help="print what a job script needs as shell variables")
     parser.add_argument(
@@ -71,6 +79,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("gspo-mega plan: no configuration; for example: gspo-mega plan configs/quickstart.yaml")
     if args.trace and (args.json or args.shell or args.search):
         raise ConfigError("--trace: prints text, without --json, --shell and --search; gspo-mega trace --json has all")
+    if args.continues:
+        return _continue(args)
     loaded = load_config(args.config, args.overrides, args.command)
     if args.search is not None:
         _input_notices(loaded, args.command, is_elsewhere=args.model is not None)
@@ -101,6 +111,14 @@ def run(args: argparse.Namespace) -> int:
     if args.command in (None, "train", "sft"):
         refuse_what_does_not_fit(plan, figures, loaded.where)
     return 0
+
+
+def _continue(args: argparse.Namespace) -> int:
+    if args.json or args.shell or args.search or args.trace or args.model:
+        raise ConfigError("--continue: prints text, without --json, --shell, --search, --trace and --model")
+    found = plan_continuation(args.config, args.overrides, args.device)
+    print(render_continuation(found))
+    return PlanError.exit_code if found.problems else 0
 
 
 def _weights_read(loaded: LoadedConfig, args: argparse.Namespace) -> list[str]:

@@ -155,7 +155,7 @@ class Config(Section):
     engine: Engine = Engine()
     fp8: Fp8 = Fp8()
     moe: Moe = Moe()
-    recompute: Recompute = Recompute()
+    recompute: Recompute = Field(default=Recompute(), json_schema_extra=MAY_CHANGE)
     plan: PlanRules = Field(default=PlanRules(), json_schema_extra=MAY_CHANGE)
     optimizer: Optimizer
     lora: Lora | None = None

@@ -348,11 +348,14 @@ class Batch(Section):
     )
     num_mini_batches: int = Field(default=4, ge=1, description="Optimizer steps per rollout batch. The paper's: 4.")
     micro_batch_tokens: int = Field(
-        ge=1, description="Maximum tokens per packed forward pass of one data-parallel rank."
+        ge=1,
+        json_schema_extra=MAY_CHANGE,
+        description="Maximum tokens per packed forward pass of one data-parallel rank.",
     )
     log_prob_chunk_tokens: int = Field(
         default=512,
         ge=1,
+        json_schema_extra=MAY_CHANGE,
         description=(
             "Maximum response tokens whose logits are in memory at once: about this x vocabulary / tensor x 4 bytes, 6"
             " for a bf16 head."
@@ -464,6 +467,21 @@ class Train(Section):
             "Maximum automatic restarts of a failed run within 24 hours, each from the last checkpoint. A run is not"
             " restarted if it made no progress since the start before, or if only a person can fix it."
         ),
+    )
+    on_lost_node: Literal["wait", "shrink"] = Field(
+        default="wait",
+        json_schema_extra=MAY_CHANGE,
+        description=(
+            "In a Slurm job that has lost a trainer node and is queued again. wait: until as many nodes as before are"
+            " free. shrink: it goes on with those that are free, at least `min_nodes`, in another layout with the same"
+            " batch, and on more when they are back. The servers' nodes are always waited for."
+        ),
+    )
+    min_nodes: int = Field(
+        default=1,
+        ge=1,
+        json_schema_extra=MAY_CHANGE,
+        description="With `on_lost_node: shrink`: the fewest trainer nodes.",
     )
 
 
