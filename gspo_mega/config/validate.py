@@ -610,6 +610,14 @@ def _validate_command(config: Config, command: str | None) -> Iterator[Violation
             "train.rollouts_only",
             "contradicts train.from_rollouts: one only samples, the other only trains; give one",
         )
+    train, nodes = config.train, config.cluster.num_nodes
+    # Other commands start a configuration of a run on one node.
+    if train is not None and command in (None, "train") and train.on_lost_node == "shrink" and train.min_nodes >= nodes:
+        yield Violation(
+            "train.min_nodes",
+            f"{train.min_nodes} with cluster.num_nodes {nodes}: `on_lost_node: shrink` has no fewer nodes to go on"
+            " with;" + (f" at most {nodes - 1}" if nodes > 1 else " valid: `on_lost_node: wait`"),
+        )
     if config.sft is not None and config.sft.stop_accuracy_low > config.sft.stop_accuracy_high:
         yield Violation(
             "sft.stop_accuracy_low",

@@ -259,3 +259,36 @@ def test_something_is_wrong_on_a_node(submit_stand_ins):
     assert job.log.rstrip().splitlines()[-1].startswith(f"error: something is wrong on node{first}, node{second}"), (
         job.log
     )
+
+
+def test_a_run_that_lost_a_node_goes_on_with_fewer_and_again_with_more(submit_stand_ins):
+    """Only three nodes may be used. When one is lost there is no other, and the run goes on with one trainer node in
+    place of two, until the lost one is back.
+    """
+    many = int(os.environ.get("SLURM_TEST_NODES", "12"))
+    job = submit_stand_ins(
+        LONG,
+        "train.on_lost_node=shrink",
+        "parallel.expert=1",  # one rank has all experts, and a checkpoint of parallel.expert 2 cannot be read there
+        GSPO_SBATCH=f"--exclusive --mem=16000 --time=30 --exclude=node[4-{many}]",
+        STAND_IN="hold 3",
+    )
+    job.wait_for("its third step", lambda: checkpoint(job) == "step_00000003")
+    lost = job.nodes("ranks")[1]
+    assert len(job.nodes("ranks")) == 2 and job.cluster.job(job.id)["NumNodes"] == "3"
+    job.cluster.crash_node(lost)
+    job.wait_for_line(f"queued again: lost node node{lost}")
+    go_on(job)
+    job.wait_for_line("warning  1 of 2 trainer nodes (train.on_lost_node: shrink): ")
+    job.wait_for_line("resumed from step_")
+    behind = max(job.steps())
+    job.wait_for("it goes on", lambda: max(job.steps()) > behind + 1)
+    assert lost not in job.nodes("ranks") and len(job.nodes("ranks")) == 1
+    assert "num_nodes: 2" in job.run.config_file.read_text(), "the run's own configuration stays"
+    job.cluster.start_node(lost)
+    job.wait_for_line("queued again: nodes are free again")
+    job.wait_for_line("resumed from step_", times=2)
+    behind = max(job.steps())
+    job.wait_for("it goes on on both", lambda: max(job.steps()) > behind + 1)
+    assert len(job.nodes("ranks")) == 2 and len(job.run.attempts()) == 3
+    assert sorted(set(job.steps())) == list(range(1, max(job.steps()) + 1))

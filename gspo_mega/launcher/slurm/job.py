@@ -5,6 +5,7 @@
 
     USR1 (time limit; preemption: see site.sh)     the ranks save a checkpoint and end; the job is requeued
     TERM, INT, HUP, a stop file                    the same without a requeue
+    nodes are free that the run lost earlier       the same, if it shrinks (`train.on_lost_node`): on more nodes
     USR2                                           all ranks write their stacks; nothing else changes
     a trainer node or all servers' nodes lost      the job is requeued and continues from the last checkpoint
     all servers' nodes of a reward model lost      the same
@@ -42,15 +43,18 @@ from gspo_mega.launcher.slurm.scontrol import (
     Answers,
     LostNodes,
     SlurmNode,
+    could_start,
+    free_trainer_nodes,
     job_runs,
     read_allocation,
     seconds_left,
 )
-from gspo_mega.launcher.slurm.size import JobSize, Site, job_size, with_signal_time
+from gspo_mega.launcher.slurm.size import JobSize, Site, job_size, node_options, with_signal_time, words_of
 from gspo_mega.launcher.slurm.steps import AttemptSteps, Starts, StepServers, end_all, preflight
 from gspo_mega.launcher.slurm.stop import SIGNALS, Stop
 from gspo_mega.launcher.watchdog import RankWatchdog, ServerFailures, StacksOnSignal
 from gspo_mega.plan import estimate, plan_run, refuse_what_does_not_fit, render_report
+from gspo_mega.plan.fewer_nodes import fit_to_nodes, layout_name, nodes_to_grow, shrinks
 from gspo_mega.plan.watchdog_bounds import Patience, patience
 from gspo_mega.rollout.server.reward_server import reward_folder
 
@@ -77,11 +81,19 @@ def launch_slurm(loaded: LoadedConfig, command: Literal["train", "sft"], say: Ca
         .with_server_python(loaded.config.server.python)
         .with_preflight_seconds(loaded.config.cluster.preflight_seconds)
     )
+    device = "gpu" if site.gpus_per_node else "cpu"
+    whole, missing = loaded, 0
+    if shrinks(loaded.config):
+        nodes = free_trainer_nodes(os.environ, loaded.config.cluster.num_rollout_nodes)
+        loaded, missing = fit_to_nodes(whole, nodes, device), nodes_to_grow(whole, nodes, device)
     size = job_size(loaded, site, command)
-    plan = plan_run(loaded, "gpu" if site.gpus_per_node else "cpu")
+    plan = plan_run(loaded, device)
     figures = estimate(plan, loaded.where)
     refuse_what_does_not_fit(plan, figures, loaded.where)
     report, site = render_report(plan, figures), with_signal_time(site, figures)
+    if loaded is not whole:
+        wanted, used = whole.config.cluster.num_nodes, loaded.config.cluster.num_nodes
+        say(f"warning  {used} of {wanted} trainer nodes (train.on_lost_node: shrink): {layout_name(plan.layout)}")
     answers = Answers(say)
     allocation = answers.demand(lambda: read_allocation(os.environ, size.num_trainer_nodes, size.num_rollout_nodes))
     network.set_no_proxy(name for node in allocation.nodes for name in (node.name, node.address))
@@ -98,9 +110,14 @@ def launch_slurm(loaded: LoadedConfig, command: Literal["train", "sft"], say: Ca
             patience(loaded.config, figures),
             check_lease=lease.raise_if_lost,
             by_nccl=bool(site.gpus_per_node) and loaded.config.publish.method == "distributed",
+            more_nodes=(
+                ()
+                if missing == 0
+                else (*words_of(os.environ, "GSPO_SBATCH"), *node_options(site, missing, size.ranks_per_node))
+            ),
         )
         with collect_signals(SIGNALS, context.signals), collect_signals([signal.SIGUSR2], context.stack_signals):
-            return _Attempts(loaded, command, size, site, context, folder, report).run()
+            return _Attempts(loaded, command, size, site, context, folder, report, whole).run()
 
 
 def _check_time(job_id: str, site: Site, answers: Answers) -> None:
@@ -128,8 +145,11 @@ class _Attempts:
         context: JobContext,
         folder: RunFolder,
         report: str,
+        whole: LoadedConfig,
     ) -> None:
+        """`loaded`: the configuration on the nodes of this job. `whole`: the one that the user gave, with all nodes."""
         self._loaded, self._command, self._size, self._site = loaded, command, size, site
+        self._whole = whole
         self._context, self._folder, self._report = context, folder, report
         begin = Restarts.carry_on if context.allocation.num_restarts else Restarts.begin
         self._restarts = begin(folder, Restarts.allowed(command, loaded.config.train))
@@ -139,7 +159,7 @@ class _Attempts:
         """The exit code of the last attempt. Raises its RankError."""
         is_first = True
         while True:
-            attempt = new_attempt(self._folder, self._loaded, self._command, self._context.say)
+            attempt = new_attempt(self._folder, self._whole, self._command, self._context.say)
             alerts = AlertSender(self._loaded.config, attempt, self._context.say)
             self._decision = None
             try:
@@ -234,7 +254,8 @@ class JobContext:
 
     `signal_seconds`: time from USR1 to the limit. `say` shows a line in the job's log. `preflight_seconds`: time limit
     of a doctor. `patience`: how long ranks may be stuck; None disables the watchdog. `check_lease` raises FolderError
-    once another supervisor has the run folder. `by_nccl`: ranks publish to the servers through NCCL.
+    once another supervisor has the run folder. `by_nccl`: ranks publish to the servers through NCCL. `more_nodes`:
+    options of sbatch for the nodes with which a run that has shrunk would go on on more of them; empty if it has not.
     """
 
     allocation: Allocation
@@ -245,6 +266,7 @@ class JobContext:
     patience: Patience | None = None
     check_lease: Callable[[], None] = lambda: None
     by_nccl: bool = False
+    more_nodes: tuple[str, ...] = ()
     signals: list[int] = field(default_factory=list)
     stack_signals: list[int] = field(default_factory=list)
     nodes: LostNodes = field(init=False)
@@ -281,6 +303,7 @@ class SlurmJob:
         self._watch: Child | None = None
         self._next_watch = 0.0
         self._next_question = time.monotonic() + _ASK_SECONDS
+        self._more_nodes, self._nodes_were_free = context.more_nodes, False
 
     def run(
         self,
@@ -389,7 +412,20 @@ class SlurmJob:
         lost = self._nodes.lost_trainers()
         if lost:
             self.stop.blame(lost)
+        elif self._more_nodes and self.stop.has_new_checkpoint:
+            self._grow()
         return bool(lost)
+
+    def _grow(self) -> None:
+        """Stop the run after its step, to be queued again with more nodes, once enough have been free twice in a
+        row.
+        """
+        if not could_start(self._more_nodes, os.environ):
+            self._nodes_were_free = False
+        elif not self._nodes_were_free:
+            self._nodes_were_free = True
+        else:
+            self.stop.request("nodes are free again, and the run has fewer than it asks for", again=True)
 
     # --- ends ----------------------------------------------------------------------------------------------
 

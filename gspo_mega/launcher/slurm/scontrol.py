@@ -9,6 +9,7 @@ whether a lost node explains a failure; it outlives an attempt, because a lost n
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +22,8 @@ from gspo_mega.base.errors import PlanError, RankError
 
 _ASK_SECONDS = 60.0
 _PROBE_SECONDS = 30.0
+# A job that would start so soon would find free nodes.
+_SOON_SECONDS = 30.0
 # How long a run continues without an answer: the controller may be restarted or moved.
 NO_ANSWER_SECONDS = 600.0
 ASK_AGAIN_SECONDS = 5.0
@@ -91,6 +94,32 @@ def read_allocation(environment: Mapping[str, str], num_trainer_nodes: int, num_
         tuple(trainers),
         tuple(rollouts[:num_rollout_nodes] if num_rollout_nodes else trainers),
     )
+
+
+def free_trainer_nodes(environment: Mapping[str, str], num_rollout_nodes: int) -> int:
+    """The nodes of this job that ranks may have: all but those of the servers. Raises PlanError outside a job."""
+    het = "_HET_GROUP_0" if int(environment.get("SLURM_HET_SIZE", "1")) > 1 else ""
+    number = environment.get(f"SLURM_JOB_NUM_NODES{het}")
+    if number is None:
+        raise PlanError(
+            "SLURM_JOB_NUM_NODES is not set: this is not a Slurm job; submit one: launch/slurm/train.sbatch"
+        )
+    return int(number) - (0 if het else num_rollout_nodes)
+
+
+def could_start(options: Sequence[str], environment: Mapping[str, str]) -> bool:
+    """Whether Slurm would start a job with these options of sbatch about now. Submits nothing."""
+    # The variables of this job do not apply to another one.
+    kept = {name: text for name, text in environment.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
+    kept.pop("SLURM_TIME_FORMAT", None)
+    command = ["sbatch", "--test-only", *options, "--wrap=true"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_SECONDS, env=kept)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NoAnswerError(f"{shlex.join(command)}: {error}") from error
+    # Slurm's answer, also that there is no such job now, is on standard error.
+    found = re.search(r"to start at (\d\S+)", done.stderr)
+    return found is not None and datetime.fromisoformat(found[1]).timestamp() < time.time() + _SOON_SECONDS
 
 
 def lost_nodes(job_id: str, nodes: Iterable[SlurmNode]) -> list[SlurmNode]:

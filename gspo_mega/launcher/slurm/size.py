@@ -25,6 +25,7 @@ from gspo_mega.config import LoadedConfig, load_config
 from gspo_mega.launcher.inputs import check_before_job, is_replay
 from gspo_mega.plan import Estimate, estimate, plan_run, refuse_what_does_not_fit, render_report
 from gspo_mega.plan.estimate import grace_seconds, signal_seconds
+from gspo_mega.plan.fewer_nodes import fewer_nodes_lines, shrinks
 from gspo_mega.plan.servers import RewardPlace, place_servers, reward_servers
 
 _NUMBERS = {"GSPO_GPUS_PER_NODE": 0, "GSPO_CPUS_PER_TASK": 1, "GSPO_SIGNAL_SECONDS": 0, "GSPO_PREFLIGHT_SECONDS": 600}
@@ -209,8 +210,23 @@ def _check_gpus(loaded: LoadedConfig, key: str, needed: int, there: int, node: s
         )
 
 
-def sbatch_options(run_name: str, size: JobSize, site: Site, rollout_options: Sequence[str] = ()) -> list[str]:
-    """The options of sbatch for a job of this size. With `rollout_options`, the site's options for nodes that hold only
+def node_options(site: Site, number: int, tasks: int, fewer: int = 0) -> list[str]:
+    """The options of sbatch for `number` nodes with so many `tasks` each; the job may start with `fewer` fewer."""
+    gpus = [f"--gres=gpu:{site.gpus_per_node}"] if site.gpus_per_node else []
+    return [
+        f"--nodes={f'{number - fewer}-' if fewer else ''}{number}",
+        f"--ntasks-per-node={tasks}",
+        f"--cpus-per-task={site.cpus_per_task}",
+        "--no-kill",
+        *gpus,
+    ]
+
+
+def sbatch_options(
+    run_name: str, size: JobSize, site: Site, rollout_options: Sequence[str] = (), fewest_trainers: int | None = None
+) -> list[str]:
+    """The options of sbatch for a job of this size. `fewest_trainers`: the job may start with fewer trainer nodes, at
+    least so many. With `rollout_options`, the site's options for nodes that hold only
     servers, the job is heterogeneous: it has two components, and the options of the second follow a `:`.
     """
     # --export=ALL overrides the site's default: without this environment the job would submit another job.
@@ -218,20 +234,13 @@ def sbatch_options(run_name: str, size: JobSize, site: Site, rollout_options: Se
     trainer_tasks = size.ranks_per_node + (size.most_servers if size.num_rollout_nodes == 0 else 0)
     rollout_tasks = size.most_servers if size.num_rollout_nodes else 0
 
-    def nodes(number: int, tasks: int) -> list[str]:
-        gpus = [f"--gres=gpu:{site.gpus_per_node}"] if site.gpus_per_node else []
-        return [
-            f"--nodes={number}",
-            f"--ntasks-per-node={tasks}",
-            f"--cpus-per-task={site.cpus_per_task}",
-            "--no-kill",
-            *gpus,
-        ]
+    fewer = 0 if fewest_trainers is None else size.num_trainer_nodes - fewest_trainers
 
     if rollout_options and size.num_rollout_nodes:
-        trainers = [*common, *nodes(size.num_trainer_nodes, trainer_tasks)]
-        return [*trainers, ":", *nodes(size.num_rollout_nodes, rollout_tasks), *rollout_options]
-    return [*common, *nodes(size.num_trainer_nodes + size.num_rollout_nodes, max(trainer_tasks, rollout_tasks))]
+        trainers = [*common, *node_options(site, size.num_trainer_nodes, trainer_tasks, fewer)]
+        return [*trainers, ":", *node_options(site, size.num_rollout_nodes, rollout_tasks), *rollout_options]
+    every = size.num_trainer_nodes + size.num_rollout_nodes
+    return [*common, *node_options(site, every, max(trainer_tasks, rollout_tasks), fewer)]
 
 
 def with_signal_time(site: Site, figures: Estimate) -> Site:
@@ -262,9 +271,14 @@ def main(arguments: Sequence[str]) -> int:
         refuse_what_does_not_fit(plan, figures, loaded.where)
         site = with_signal_time(site, figures)
         size = job_size(loaded, site)
+        fewest = None
+        if shrinks(loaded.config) and loaded.config.train is not None:
+            fewest = loaded.config.train.min_nodes
+            for line in fewer_nodes_lines(loaded, plan.device):
+                sys.stderr.write(f"nodes    {line}\n")
         options = [
             *words_of(os.environ, "GSPO_SBATCH"),
-            *sbatch_options(loaded.config.run.name, size, site, words_of(os.environ, "GSPO_ROLLOUT_SBATCH")),
+            *sbatch_options(loaded.config.run.name, size, site, words_of(os.environ, "GSPO_ROLLOUT_SBATCH"), fewest),
         ]
         for notice in check_before_job(loaded, "train", in_ranks_python=site.ranks_use_this_python):
             sys.stderr.write(f"notice   {notice}\n")

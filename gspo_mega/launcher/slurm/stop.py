@@ -74,6 +74,11 @@ class Stop:
     def queues_again(self) -> bool:
         return self._again_because is not None
 
+    @property
+    def has_new_checkpoint(self) -> bool:
+        """Whether the run saved a checkpoint in this attempt."""
+        return self._latest_checkpoint() != self._began_with
+
     def request(self, reason: str, again: bool) -> None:
         """Request that the ranks stop; `again`: requeue the job afterwards. Only the first request counts."""
         if self._deadline is None:
