@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 # `Field(..., json_schema_extra=MAY_CHANGE)`: the key, or the whole section, may differ when a run is continued, because
 # it changes nothing of what is learned from a step (another layout: to rounding). All other keys must stay.
 MAY_CHANGE: JsonDict = {"may_change": True}
-# The value is a file or folder that is read (`input_paths.py`), or the id of a model (`Qwen/Qwen3-0.6B`), or of a
+# The value is a file or folder that is read (`loader.py`), or the id of a model (`Qwen/Qwen3-0.6B`), or of a
 # dataset or a file in one.
 HUB_MODEL: JsonDict = {"input": "model"}
 HUB_DATASET: JsonDict = {"input": "dataset"}
