@@ -37,8 +37,7 @@ from gspo_mega.train.context import StopRequested, WorkerContext
 from gspo_mega.train.critic_step import build_critic
 from gspo_mega.train.held_out import Evaluation
 from gspo_mega.train.phases import Phases, Profiling
-from gspo_mega.train.prefetch import Prefetch
-from gspo_mega.train.rank0 import Rank0
+from gspo_mega.train.rank0 import Prefetch, Rank0
 from gspo_mega.train.scatter import Exchange, RankLink
 from gspo_mega.train.servers import Gpus, LiveServers, NoServers, OwnGpus, ServerLink, SharedGpus, local_address
 

@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 
 from gspo_mega.train.async_eval import DUE, EvaluationResult
-from gspo_mega.train.evaluation import measure_end, measure_start, measure_step
 from gspo_mega.train.held_out import Evaluation
+from gspo_mega.train.loop import measure_end, measure_start, measure_step
 
 FOUND = {"a": Evaluation(0.5, 0.1, 0.5, 4, 4, 0.0, 3.0, 0), "b": Evaluation(0.25, 0.1, 0.2, 4, 4, 0.0, 3.0, 0)}
 

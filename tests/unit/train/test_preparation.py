@@ -16,7 +16,7 @@ from gspo_mega.base.records import Prompt
 from gspo_mega.config import load_config
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.plan import resolve_layout
-from gspo_mega.train.prefetch import Prefetch
+from gspo_mega.train.rank0 import Prefetch
 from gspo_mega.train.scatter import Parcels, encode
 
 SHAPES = Path(__file__).parents[3] / "configs" / "models"
