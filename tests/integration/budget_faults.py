@@ -100,7 +100,7 @@ def cache(ranks):
 
 def weights(_ranks):
     """The trainer holds another value projection of one layer."""
-    import gspo_mega.verify.mismatch.scores as trainer_scores
+    import gspo_mega.verify.mismatch.ranks as trainer_scores
 
     return changed(
         trainer_scores,
@@ -111,7 +111,7 @@ def weights(_ranks):
 
 def prompt(_ranks):
     """The server scores a prompt whose fourth token is another one, as with another template."""
-    import gspo_mega.verify.mismatch.scores as server_scores
+    import gspo_mega.verify.mismatch.ranks as server_scores
 
     def other(score):
         async def with_another_token(client, token_ids, *rest):

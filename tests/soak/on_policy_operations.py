@@ -156,7 +156,7 @@ class Trainer:
 
     def __init__(self, config: Config, tokens: Tokens) -> None:
         from gspo_mega.engine.process_groups import device
-        from gspo_mega.verify.mismatch.scores import build_engine
+        from gspo_mega.verify.mismatch.ranks import build_engine
 
         self.engine, self.config, self.tokens = build_engine(config), config, tokens
         (self.chunk,) = self.engine.chunks

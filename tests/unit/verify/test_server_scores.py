@@ -9,7 +9,7 @@ from run_configs import make_config
 
 from gspo_mega.base.episodes import Group, one_turn_row
 from gspo_mega.base.records import Prompt
-from gspo_mega.verify.mismatch.scores import sample_tokens
+from gspo_mega.verify.mismatch.ranks import sample_tokens
 
 # By prompt; None: the scoring failed.
 REWARDS = [(0.0, 1.0), (1.0, 1.0), (0.2, None), (0.5, 0.1)]
