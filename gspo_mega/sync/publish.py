@@ -4,7 +4,7 @@ The steps are pause -> send -> prove -> verify -> commit -> resume. A server tha
 result, and gets no work until it holds a committed version; the others continue. The publish fails if no server is
 left. The trainer never goes back to earlier weights.
 
-`Publisher` does the collective part: it decides what is verified (`rotation.py`), and gathers the content for every
+`Publisher` does the collective part: it decides what is verified (`hashes.py`), and gathers the content for every
 send of rank 0. The first send of a publish is hashed (`hashes.py`), and compared with what each rank holds
 (`checkpoint/shard_check.py`). `transaction.py` takes the servers through the steps, `broadcast.py` sends through
 process groups, and `checkpoint/hf_export.py` writes files, of which `versions.py` keeps the newest. With
@@ -38,11 +38,9 @@ from gspo_mega.models.tensors import TensorEntry
 from gspo_mega.plan.gpus import resolve_verification
 from gspo_mega.sync.broadcast import GroupSender
 from gspo_mega.sync.broadcast_group import OwnTensors
-from gspo_mega.sync.delta import PublishedChanges
-from gspo_mega.sync.delta_files import export_changes
-from gspo_mega.sync.hashes import Hashed, Hashes, SentChecksums, SentDigests
+from gspo_mega.sync.delta import PublishedChanges, export_changes
+from gspo_mega.sync.hashes import Hashed, Hashes, Rotation, SentChecksums, SentDigests
 from gspo_mega.sync.remote_sender import OrderChannel, RemoteSender, serve_send_orders
-from gspo_mega.sync.rotation import Rotation
 from gspo_mega.sync.servers import Deadline, Fleet, ServerControl, check_same_versions, loaded_versions
 from gspo_mega.sync.transaction import PublishContent, PublishMemory, Send, Transaction
 from gspo_mega.sync.verify import ExpectedChecksums, server_tensor_name, server_tensors

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from gspo_mega.base import failpoints
-from gspo_mega.sync.rotation import skipped
+from gspo_mega.sync.hashes import skipped
 from gspo_mega.sync.servers import Deadline, Fleet, ServerControl
 from gspo_mega.sync.verify import (
     Baseline,

@@ -1,7 +1,7 @@
 """The versions of the weights on disk (`publish.method: disk`).
 
 `PublishedVersions` is their folder: `v<8 digits>` has the weights of a version, `v<8 digits>.delta` what changed in one
-(`delta_files.py`), and `current.json` names the committed version from which a server may start. That is the newest one
+(`delta.py`), and `current.json` names the committed version from which a server may start. That is the newest one
 with all weights.
 """
 

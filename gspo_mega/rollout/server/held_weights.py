@@ -29,8 +29,7 @@ from safetensors import SafetensorError, safe_open
 from gspo_mega.base.errors import PublishError
 from gspo_mega.base.untrusted import read_json_file
 from gspo_mega.cpu.sglang_hooks import after_import
-from gspo_mega.sync.delta import BEGIN, CHANGE, END, as_bytes, read_message, read_record
-from gspo_mega.sync.delta_files import DELTA_FILE, read_changes
+from gspo_mega.sync.delta import BEGIN, CHANGE, DELTA_FILE, END, as_bytes, read_changes, read_message, read_record
 
 MODEL_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
 SCHEDULER_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater"

@@ -147,7 +147,7 @@ TABLE: dict[str, dict[str, tuple[int, str] | tuple[int, str, str]]] = {
     "agents/messages.py": {"_only_argument": (2, TRIED), "_format_shown": (1, TRIED)},
     "agents/protocol.py": {"load_episode": (4, FUNCTIONS)},
     "agents/recorder.py": {"Recorder.locate": (1, RUN, _SAMPLED)},
-    "agents/worker_episode.py": {"WorkerEpisode.turn": (1, RUN, _SAMPLED), "WorkerTools.call": (1, RUN, _SAMPLED)},
+    "agents/episode_worker.py": {"WorkerEpisode.turn": (1, RUN, _SAMPLED), "WorkerTools.call": (1, RUN, _SAMPLED)},
     "rollout/pooled_server.py": {
         "LoopThread.check": (1, RUN, _PROCESSES),
         "PooledServer.control.run": (2, RUN, _SERVERS),
@@ -249,8 +249,9 @@ TABLE: dict[str, dict[str, tuple[int, str] | tuple[int, str, str]]] = {
         "Change.put_into": (1, RUN, _SERVERS),
         "read_record": (5, RUN, _SERVERS),
         "read_message": (1, RUN, _SERVERS),
+        "read_changes": (1, RUN, _DISK),
+        "read_changes.records": (2, RUN, _DISK),
     },
-    "sync/delta_files.py": {"read_changes": (1, RUN, _DISK), "read_changes.records": (2, RUN, _DISK)},
     "rollout/server/held_weights.py": {
         "HeldWeights._begin": (1, RUN, _SERVERS),
         "HeldWeights._start": (1, RUN, _SERVERS),

@@ -11,7 +11,7 @@ from test_publish_parts import SPEC
 
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.models.spec import BlockFp8
-from gspo_mega.sync.rotation import Rotation, skipped
+from gspo_mega.sync.hashes import Rotation, skipped
 from gspo_mega.sync.verify import server_tensors
 
 SHAPES = Path(__file__).parents[3] / "configs/models"
