@@ -38,9 +38,11 @@ from gspo_mega.agents.wire import (
     refuse_format,
     shown,
     stops_of,
+    string_of,
     text_of,
     tool_of,
     truth_of,
+    with_inner,
 )
 
 _FIELDS = Fields(
@@ -118,11 +120,7 @@ def read_count(body: bytes, sampling: Sampling) -> Request:
 
 def _flat(asked: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields with those inside of others that are about sampling."""
-    flat = dict(asked)
-    for outer, inner in (("output_config", "effort"), ("tool_choice", "disable_parallel_tool_use")):
-        value = object_of(asked, outer).get(inner)
-        if value is not None:
-            flat[f"{outer}.{inner}"] = value
+    flat = with_inner(asked, "output_config.effort", "tool_choice.disable_parallel_tool_use")
     thinking = object_of(asked, "thinking")
     if thinking.get("type") == "adaptive":  # the policy thinks as it does
         del flat["thinking"]
@@ -177,13 +175,6 @@ def _blocks(content: Any, where: str) -> list[dict[str, Any]]:
     return content
 
 
-def _text(block: Mapping[str, Any], name: str, where: str) -> str:
-    value = block.get(name)
-    if not isinstance(value, str):
-        refuse(f"{where}.{name}", f"is {shown(value)}; a text was expected")
-    return value
-
-
 def _of_user(content: Any, where: str) -> list[Message]:
     """Return a user's message as messages: one for each result of a tool, then one for the text."""
     made: list[Message] = []
@@ -191,14 +182,14 @@ def _of_user(content: Any, where: str) -> list[Message]:
     for place, block in enumerate(_blocks(content, where)):
         at, kind = f"{where}[{place}]", block.get("type")
         if kind == "text":
-            texts.append(_text(block, "text", at))
+            texts.append(string_of(block, "text", at))
         elif kind != "tool_result":
             refuse(at, f"{shown(block)}; valid: text, tool_result, because the policy reads text")
         elif texts:
             refuse(at, "a tool_result after text; valid: the results first")
         else:
             result = text_of(block.get("content") or "", f"{at}.content", ("text",))
-            made.append({"role": "tool", "tool_call_id": _text(block, "tool_use_id", at), "content": result})
+            made.append({"role": "tool", "tool_call_id": string_of(block, "tool_use_id", at), "content": result})
     if texts or not made:
         made.append({"role": "user", "content": "".join(texts)})
     return made
@@ -217,13 +208,13 @@ def _of_assistant(content: Any, where: str) -> Message:
             refuse(at, f"{kind} after {order[last]}; valid: in the order {', '.join(order)}, as a turn is answered")
         last = order.index(kind)
         if kind != "tool_use":
-            parts[kind].append(_text(block, kind, at))
+            parts[kind].append(string_of(block, kind, at))
             continue
         arguments = block.get("input")
         if not isinstance(arguments, dict):
             refuse(f"{at}.input", f"is {shown(arguments)}; an object was expected")
         written = json.dumps(arguments, ensure_ascii=False)
-        parts[kind].append(call_of(_text(block, "id", at), _text(block, "name", at), written))
+        parts[kind].append(call_of(string_of(block, "id", at), string_of(block, "name", at), written))
     made: Message = {"role": "assistant", "content": "".join(parts["text"])}
     if parts["tool_use"]:
         made["tool_calls"] = parts["tool_use"]

@@ -12,7 +12,6 @@ request, so that a history that comes back unedited is found in the record.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -25,12 +24,13 @@ from gspo_mega.agents.wire import (
     Request,
     Sampling,
     call_of,
+    check_tool_name,
+    choice_of,
     integer_of,
     list_of,
     object_of,
     read_json,
     refuse,
-    refuse_choice,
     refuse_format,
     shown,
     stops_of,
@@ -39,8 +39,6 @@ from gspo_mega.agents.wire import (
 )
 
 Refuse = Callable[[str, str], NoReturn]
-
-_TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 WITHOUT_EFFECT = frozenset(
     {
@@ -104,10 +102,7 @@ def read_request(body: bytes, sampling: Sampling, ignore_sampling: bool) -> Requ
     ignored = _FIELDS.ignored(asked, sampling, ignore_sampling)
     _check_rest(asked)
     tools = [_tool(tool, f"tools[{place}]") for place, tool in enumerate(list_of(asked, "tools"))]
-    choice = asked.get("tool_choice", "auto")
-    if choice not in ("auto", "none"):
-        refuse_choice("tool_choice", choice, ("auto", "none"))
-    if choice == "none":
+    if choice_of(asked) == "none":
         tools = []
     messages = [message_of(message, f"messages[{place}]", refuse) for place, message in enumerate(_messages(asked))]
     limits = [limit for name in ("max_tokens", "max_completion_tokens") if (limit := integer_of(asked, name))]
@@ -147,9 +142,7 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
     if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
         refuse(where, f'{shown(tool)} is not a tool; valid: {{"type": "function", "function": {{"name": ...}}}}')
     function = {key: value for key, value in tool["function"].items() if key != "strict" and value is not None}
-    name = function.get("name")
-    if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
-        refuse(f"{where}.function.name", f"{shown(name)}; valid: 1 to 64 letters, digits, underscores and hyphens")
+    check_tool_name(function.get("name"), f"{where}.function")
     if not isinstance(function.get("parameters", {}), dict):
         refuse(f"{where}.function.parameters", f"{shown(function['parameters'])}; a JSON schema was expected")
     return {"type": "function", "function": function}

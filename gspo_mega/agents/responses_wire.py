@@ -28,18 +28,20 @@ from gspo_mega.agents.wire import (
     Request,
     Sampling,
     call_of,
+    choice_of,
     integer_of,
     list_of,
     named_event,
     object_of,
     read_json,
     refuse,
-    refuse_choice,
     refuse_format,
     shown,
+    string_of,
     text_of,
     tool_of,
     truth_of,
+    with_inner,
 )
 
 HistoryOf = Callable[[str], list[Message] | None]
@@ -89,17 +91,11 @@ _TOLD = ("instructions", "max_output_tokens", "metadata", "previous_response_id"
 def read_request(body: bytes, sampling: Sampling, ignore_sampling: bool, history_of: HistoryOf) -> Request:
     """Read and check a request's body. Raises ApiError, which names the field and what would be valid."""
     asked = _FIELDS.checked(read_json(body), sampling, "OPENAI_MODEL")
-    flat = dict(asked)
-    for outer, inner in (("reasoning", "effort"), ("text", "verbosity")):
-        value = object_of(asked, outer).get(inner)
-        if value is not None:
-            flat[f"{outer}.{inner}"] = value
+    flat = with_inner(asked, "reasoning.effort", "text.verbosity")
     ignored = _FIELDS.ignored(flat, sampling, ignore_sampling)
     _check_rest(asked)
     tools = [_tool(tool, f"tools[{place}]") for place, tool in enumerate(list_of(asked, "tools"))]
-    choice = asked.get("tool_choice", "auto")
-    if choice not in ("auto", "none"):
-        refuse_choice("tool_choice", choice, ("auto", "none"))
+    choice = choice_of(asked)
     return Request(
         _messages(asked, history_of),
         [] if choice == "none" else tools,
@@ -169,17 +165,10 @@ def _messages(asked: Mapping[str, Any], history_of: HistoryOf) -> list[Message]:
             messages.append(_of_message(item, where))
         elif kind == "function_call_output":
             output = text_of(item.get("output"), f"{where}.output", _TEXT_KINDS)
-            messages.append({"role": "tool", "tool_call_id": _text(item, "call_id", where), "content": output})
+            messages.append({"role": "tool", "tool_call_id": string_of(item, "call_id", where), "content": output})
         else:
             refuse(where, f"{shown(item)}; valid: {_ITEMS}")
     return messages
-
-
-def _text(item: Mapping[str, Any], name: str, where: str) -> str:
-    value = item.get(name)
-    if not isinstance(value, str):
-        refuse(f"{where}.{name}", f"is {shown(value)}; a text was expected")
-    return value
 
 
 def _of_message(item: Mapping[str, Any], where: str) -> Message:
@@ -210,7 +199,7 @@ class _Turn:
         if kind == "message":
             self.message["content"] = text_of(item.get("content"), f"{where}.content", _TEXT_KINDS)
         elif kind == "function_call":
-            fields = (_text(item, name, where) for name in ("call_id", "name", "arguments"))
+            fields = (string_of(item, name, where) for name in ("call_id", "name", "arguments"))
             self.message.setdefault("tool_calls", []).append(call_of(*fields))
         else:
             content = item.get("content") or item.get("summary") or []

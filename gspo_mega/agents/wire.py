@@ -20,7 +20,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from gspo_mega.base.errors import EpisodeError
 
@@ -176,6 +176,25 @@ def object_of(asked: Mapping[str, Any], name: str) -> dict[str, Any]:
     return value
 
 
+def with_inner(asked: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """Return the fields, and those inside of others that `names` says as `outer.inner`, under that name."""
+    flat = dict(asked)
+    for name in names:
+        outer, inner = name.split(".")
+        value = object_of(asked, outer).get(inner)
+        if value is not None:
+            flat[name] = value
+    return flat
+
+
+def string_of(part: Mapping[str, Any], name: str, where: str) -> str:
+    """Return a text inside of the part of a request that is at `where`."""
+    value = part.get(name)
+    if not isinstance(value, str):
+        refuse(f"{where}.{name}", f"is {shown(value)}; a text was expected")
+    return value
+
+
 def integer_of(asked: Mapping[str, Any], name: str) -> int | None:
     """Return a field that is an integer of at least 1; None if there is none."""
     value = asked.get(name)
@@ -202,12 +221,16 @@ def stops_of(asked: Mapping[str, Any], name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(stops))
 
 
+def check_tool_name(name: Any, where: str) -> None:
+    if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
+        refuse(f"{where}.name", f"{shown(name)}; valid: 1 to 64 letters, digits, underscores and hyphens")
+
+
 def tool_of(name: Any, description: Any, parameters: Any, where: str, schema: str) -> dict[str, Any]:
     """Return a tool in the form of chat completions, with its fields always in the same order, because a template may
     write them as they come. `schema` is the protocol's name of the parameters.
     """
-    if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
-        refuse(f"{where}.name", f"{shown(name)}; valid: 1 to 64 letters, digits, underscores and hyphens")
+    check_tool_name(name, where)
     if parameters is not None and not isinstance(parameters, dict):
         refuse(f"{where}.{schema}", f"{shown(parameters)}; a JSON schema was expected")
     given = {"name": name, "description": description, "parameters": parameters}
@@ -220,6 +243,14 @@ def refuse_format(param: str, form: Any) -> NoReturn:
         param,
         f'{shown(form)}: sampling is not constrained, since training needs one distribution; valid: {{"type": "text"}}',
     )
+
+
+def choice_of(asked: Mapping[str, Any]) -> Literal["auto", "none"]:
+    """Return the choice of tools of OpenAI's protocols."""
+    choice = asked.get("tool_choice", "auto")
+    if choice not in ("auto", "none"):
+        refuse_choice("tool_choice", choice, ("auto", "none"))
+    return choice
 
 
 def refuse_choice(param: str, choice: Any, valid: Collection[str]) -> NoReturn:
