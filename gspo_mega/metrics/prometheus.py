@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable, Mapping
 
 from gspo_mega.base.network import BoundedHandler, BoundedServer
-from gspo_mega.metrics.catalogue import CATALOGUE, Metric, find_metric
+from gspo_mega.metrics.catalogue import CATALOGUE, find_metric
+from gspo_mega.metrics.tables import Metric
 
 logger = logging.getLogger(__name__)
 

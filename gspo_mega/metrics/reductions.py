@@ -19,7 +19,8 @@ from numpy.typing import ArrayLike
 
 from gspo_mega.base.episodes import Group
 from gspo_mega.config.schema import Advantage
-from gspo_mega.metrics.catalogue import PHASES, find_metric
+from gspo_mega.metrics.catalogue import find_metric
+from gspo_mega.metrics.tables import PHASES
 
 _REDUCTIONS: dict[str, Callable[[np.ndarray], Any]] = {
     "mean": np.mean,

@@ -10,7 +10,7 @@ from typing import Any
 from gspo_mega.base.episodes import RolloutBatch
 from gspo_mega.base.errors import DataError
 from gspo_mega.config.derived import corrects_engine_gap
-from gspo_mega.metrics.catalogue import PHASES
+from gspo_mega.metrics.tables import PHASES
 from gspo_mega.metrics.writer import final_table, read_metrics
 from gspo_mega.train.session import RankSession
 

@@ -31,7 +31,7 @@ from gspo_mega.algorithm.terms import (
 )
 from gspo_mega.config.derived import Band, band_of, corrects_engine_gap, server_dtype, share_sentence
 from gspo_mega.config.schema import Config, Engine, Mismatch, Model, Moe, OldLogProbs, Precision, Server
-from gspo_mega.metrics.catalogue import rows_by_length
+from gspo_mega.metrics.tables import rows_by_length
 
 # A warning is repeated after this many steps if its reason still holds.
 WARN_AGAIN_STEPS = 100

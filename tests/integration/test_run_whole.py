@@ -18,7 +18,8 @@ from gspo_mega.base.run_folder import RunFolder, read_json
 from gspo_mega.config import load_config
 from gspo_mega.data.journal.journal import Journal
 from gspo_mega.data.journal.steps import TokenGaps
-from gspo_mega.metrics.catalogue import CATALOGUE, CRITIC, PHASES, find_metric
+from gspo_mega.metrics.catalogue import CATALOGUE, find_metric
+from gspo_mega.metrics.tables import CRITIC, PHASES
 from gspo_mega.metrics.writer import read_metrics
 from gspo_mega.report.learning_verdicts import learning_verdicts
 from gspo_mega.report.run_record import read_run

@@ -21,7 +21,7 @@ from study_rows import (
     t_quantile,
 )
 
-from gspo_mega.metrics.catalogue import LENGTH_BINS
+from gspo_mega.metrics.tables import LENGTH_BINS
 
 __all__ = ["append_row", "pooled_spread", "smallest_detectable", "t_quantile"]
 

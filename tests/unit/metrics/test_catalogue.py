@@ -7,7 +7,8 @@ import torch
 
 from gspo_mega.algorithm.correction import mismatch_metrics, mismatch_sums
 from gspo_mega.algorithm.diagnostics import POLICY_SUMS, log_ratio_summary, policy_metrics
-from gspo_mega.metrics.catalogue import CATALOGUE, PHASES, _entries, find_metric
+from gspo_mega.metrics.catalogue import CATALOGUE, _entries, find_metric
+from gspo_mega.metrics.tables import PHASES
 
 
 def test_names_are_unique_and_described():

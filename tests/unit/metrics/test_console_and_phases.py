@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from gspo_mega.metrics import writer
-from gspo_mega.metrics.catalogue import PHASES, find_metric
+from gspo_mega.metrics.catalogue import find_metric
 from gspo_mega.metrics.reductions import PhaseTimer
+from gspo_mega.metrics.tables import PHASES
 from gspo_mega.metrics.writer import final_table, progress_line
 
 
