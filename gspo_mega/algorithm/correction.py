@@ -38,7 +38,7 @@ from gspo_mega.algorithm.objective import active_values, segment_sum, token_log_
 from gspo_mega.algorithm.terms import exp_minus_linear
 from gspo_mega.base.errors import NumericsError
 from gspo_mega.config.algorithms import CORRECTION_LIMITS as DEFAULT_LIMITS
-from gspo_mega.config.derived import Band
+from gspo_mega.config.clip_range import Band
 
 # --- Metrics ---------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from torch import nn
 from gspo_mega.algorithm.fp8 import quantize_blocks, quantize_published_blocks
 from gspo_mega.algorithm.rounding import OnLoad
 from gspo_mega.base.errors import PublishError
-from gspo_mega.config.derived import ServerDtype, server_dtype
+from gspo_mega.config.precision import ServerDtype, server_dtype
 from gspo_mega.config.schema import Config, Server
 from gspo_mega.models.block_fp8 import (
     is_quantized,

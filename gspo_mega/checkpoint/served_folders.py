@@ -32,7 +32,7 @@ from gspo_mega.base.errors import CheckpointError, GspoMegaError, ModelError
 from gspo_mega.base.garbage import uncollected
 from gspo_mega.base.processes import die_with_parent
 from gspo_mega.base.run_folder import RunFolder
-from gspo_mega.config.derived import SERVER_DTYPES, ServerDtype, server_dtype
+from gspo_mega.config.precision import SERVER_DTYPES, ServerDtype, server_dtype
 from gspo_mega.config.schema import Config
 from gspo_mega.models.block_fp8 import SERVED_BLOCK, is_quantizable, is_quantized, served_layout
 from gspo_mega.models.huggingface import folder_needs_plain_copy, read_model_spec, read_stored, weights_stamp

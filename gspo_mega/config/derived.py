@@ -1,19 +1,16 @@
 """What follows from several keys of a configuration: one answer for the session, the plan, the engine and the notices.
 
-The parts: the configuration of one command; the critic and advantages; old log-probs and the gap between the engines;
-the clip range as a measure of the mismatch; lengths of episodes; whose layers compute the policy and which operations
-are fused; FP8; and what servers compute in and are sent. Rules are elsewhere (the `validate` modules). Nothing here
-imports torch or numpy, so a rank can ask before it imports torch.
+The parts: the configuration of one command; functions of the user; the critic and advantages; teachers; old log-probs
+and the gap between the engines; lengths of episodes. `clip_range.py` says what a clip range means for that gap, and
+`precision.py` whose layers compute the policy, what FP8 is, and what servers hold. Rules are elsewhere (the `validate`
+modules). Nothing here imports torch or numpy, so a rank can ask before it imports torch.
 """
 
 from __future__ import annotations
 
-import math
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from pydantic import Field
 
@@ -21,20 +18,14 @@ from gspo_mega.base.errors import ConfigError
 from gspo_mega.config.algorithms import RECIPES, AlgorithmName
 from gspo_mega.config.schema import (
     Batch,
-    Certify,
     Config,
     Critic,
-    Engine,
     Eval,
-    Fp8,
     Mismatch,
     Moe,
-    Objective,
     OldLogProbs,
-    Precision,
     Recompute,
     Rollout,
-    Server,
     Sft,
     Teacher,
     TeacherModel,
@@ -323,109 +314,6 @@ def corrects_engine_gap(mismatch: Mismatch, old_log_probs: OldLogProbs) -> bool:
     return mismatch.correction != "none" and old_log_probs == "trainer"
 
 
-# What an algorithm's clip range means for the difference of the two engines: one answer for a run and for `mismatch`.
-# The range is put around the servers' log-probs, as if they were used directly as the old ones and no update had been
-# made. With d = trainer - server in nats, the recipe decides what is compared with the range:
-#
-#     gspo, gspo_token, luspo            log s of a response, the mean of d over it: log(1 - clip_low) to
-#                                        log(1 + clip_high)
-#     grpo, dapo, dr_grpo, ppo, minirl   d of each token, in the same range
-#     cispo                              d of each token; with clip_low 1 or more there is only the upper edge
-#     gmpo                               d of each token: -clip_low to clip_high
-#     dppo                               the difference of each token's probability: -clip_low to clip_high
-#     dppo_kl                            nothing: its range is of a divergence, not of d
-#     sapo, vespo                        nothing: they clip nothing
-#     custom                             follows objective.ratio
-
-
-@dataclass(frozen=True)
-class Band:
-    """A clip range: `low` < 0 < `high`, in nats, or in probabilities with `of_probability`. `low` is -inf if the lower
-    side is open. The methods take numbers, or arrays of torch or numpy.
-
-    `per_token`: tokens are clipped instead of whole sequences. `bounds_weight`: outside the range a weight is bounded,
-    no matter which sign A has, and no gradient is lost. `dual_edge`: above it the terms of A < 0 are bounded.
-    """
-
-    low: float
-    high: float
-    per_token: bool = False
-    of_probability: bool = False
-    bounds_weight: bool = False
-    dual_edge: float = math.inf
-
-    @property
-    def width(self) -> float:
-        """The distance between the edges; for an open range twice the distance of the upper edge from 0."""
-        return max(self.high - self.low if math.isfinite(self.low) else 2 * self.high, 1e-12)
-
-    @property
-    def what(self) -> str:
-        """What is compared with the range, in words."""
-        if not self.per_token:
-            return "mean |log s|"
-        size = "difference of a token's probability" if self.of_probability else "|d| of a token"
-        return f"mean {size}" if math.isfinite(self.low) else "mean rise of d over a token, doubled,"
-
-    @property
-    def units(self) -> Literal["tokens", "sequences"]:
-        return "tokens" if self.per_token else "sequences"
-
-    def widths(self, x: Any) -> Any:
-        """Return how large the differences `x` are, in widths of the range. In an open range only what is above 0
-        counts, and it counts double, so that noise to both sides is as large as in a range with two edges.
-        """
-        return abs(x) / self.width if math.isfinite(self.low) else 2 * x.clip(min=0) / self.width
-
-    def is_clipped(self, x: Any, negative: bool) -> Any:
-        """Return which differences `x` are clipped, for tokens or responses with A < 0 (`negative`) or A > 0."""
-        if self.bounds_weight:
-            return (x < self.low) | (x > self.high)
-        return (x < self.low) | (x > self.dual_edge) if negative else x > self.high
-
-
-def band_of(algorithm: AlgorithmName, objective: Objective) -> Band | None:
-    """Return the clip range of these settings; None if they clip nothing, or if a function of the user decides."""
-    if objective.function is not None:
-        return None
-    return make_band(algorithm, objective.ratio, objective.clip_low, objective.clip_high, objective.dual_clip)
-
-
-def make_band(
-    algorithm: str, ratio: str | None, clip_low: float, clip_high: float, dual_clip: float | None = None
-) -> Band | None:
-    """Return the clip range as `band_of` does, from the values of its keys. `ratio`: `objective.ratio`, for a recipe
-    that leaves it open.
-    """
-    recipe = RECIPES[algorithm]
-    bounded = recipe.facts.range_of
-    if bounded in (None, "divergence"):
-        return None
-    if bounded in ("probability", "log_ratio"):
-        return Band(-clip_low, clip_high, per_token=True, of_probability=bounded == "probability")
-    return Band(
-        math.log1p(-clip_low) if clip_low < 1 else -math.inf,
-        math.log1p(clip_high),
-        per_token=(recipe.ratio or ratio) == "token",
-        bounds_weight=bounded == "weight",
-        dual_edge=math.inf if dual_clip is None else math.log(dual_clip),
-    )
-
-
-def share_sentence(band: Band, share: str, budget: float) -> str:
-    """Return the sentence about a mismatch of `share` widths of the range, which is a text with or without an error."""
-    return f"the {band.what} is {share} widths of the clip range; mismatch.budget is {budget:g}"
-
-
-def no_range_sentence(algorithm: str) -> str:
-    """Return the sentence about the mismatch of an algorithm that clips nothing."""
-    if RECIPES[algorithm].is_clipped:
-        return f"{algorithm} has no range of log-probs that the mismatch is compared with; its k3 says how large it is"
-    return (
-        f"{algorithm} clips nothing, so the mismatch has no clip range to be compared with; its k3 says how large it is"
-    )
-
-
 # Lengths of episodes, and open requests at a publish.
 
 ONE_TURN, TOOL_LOOP = "one_turn", "tool_loop"
@@ -484,232 +372,3 @@ def mean_tokens(config: Config) -> tuple[int, int]:
 def on_publish(rollout: Rollout) -> OnPublish:
     """Return what happens to open requests when new weights are published: `rollout.on_publish`, or its default."""
     return rollout.on_publish or ("wait" if rollout.max_staleness == 0 else "continue")
-
-
-# Layers and fused operations.
-
-# Set to 1 in a process without a GPU that is to load Transformer Engine. A rank sets it from its configuration; any
-# other program sets it before it imports `gspo_mega.engine`.
-TRANSFORMER_ENGINE_VARIABLE = "GSPO_TRANSFORMER_ENGINE"
-FusionKey = Literal["fuse_activation", "fuse_permutation", "fuse_weight_gradient"]
-# Each key of `engine`, and the setting of Megatron's TransformerConfig that it decides.
-FUSION_SETTINGS: dict[FusionKey, str] = {
-    "fuse_activation": "bias_activation_fusion",
-    "fuse_permutation": "moe_permute_fusion",
-    "fuse_weight_gradient": "gradient_accumulation_fusion",
-}
-# The operations' names in a report.
-_FUSION_NAMES: dict[FusionKey, str] = {
-    "fuse_activation": "activation",
-    "fuse_permutation": "permutation",
-    "fuse_weight_gradient": "weight gradient",
-}
-
-
-def wheel_folder(prefix: str | None = None) -> Path:
-    """Return the folder where `launch/setup.sh` puts Transformer Engine's wheel for a machine without a GPU. It is in
-    the environment `prefix`, and no import path names it.
-    """
-    return Path(prefix or sys.prefix) / "opt" / "transformer_engine"
-
-
-def megatron_folder(prefix: str | None = None) -> Path:
-    """Return the folder where `launch/setup.sh --trace` puts the Megatron-Core of launch/env/gpu.txt. It is in the
-    environment `prefix`, and only a traced rank has it on its path.
-    """
-    return Path(prefix or sys.prefix) / "opt" / "megatron_core"
-
-
-def has_transformer_engine_layers(precision: Precision, engine: Engine, has_gpu: bool) -> bool:
-    """Return whether the policy has Transformer Engine's layers. `engine.transformer_engine` decides; if it is absent,
-    fp8 has them, and bf16 on a GPU. fp32 always has Megatron's plain layers.
-    """
-    if precision == "fp32":
-        return False
-    chosen = engine.transformer_engine
-    return precision == "fp8" or (has_gpu if chosen is None else chosen)
-
-
-@dataclass(frozen=True)
-class FusionChoice:
-    """Whether an operation is fused, and why, in words for a report."""
-
-    key: FusionKey
-    on: bool
-    why: str
-
-
-def fused_operations(
-    config: Config, *, has_experts: bool, has_gpu: bool, missing: Mapping[FusionKey, str] | None = None
-) -> list[FusionChoice]:
-    """Return the choice for each operation. `missing`: what a machine lacks for an operation, in words, if that is
-    known.
-
-    A key that is true is chosen even if something is in its way; `fusion_obstacle` and `missing` say what that is.
-    """
-    choices = []
-    for key in FUSION_SETTINGS:
-        wanted = getattr(config.engine, key)
-        against = fusion_obstacle(config, key, has_experts=has_experts, has_gpu=has_gpu) or (missing or {}).get(key)
-        if wanted is not None:
-            choices.append(FusionChoice(key, wanted, f"engine.{key}"))
-        elif against is not None:
-            choices.append(FusionChoice(key, False, against))
-        else:
-            choices.append(
-                FusionChoice(key, has_gpu, "by default on a GPU" if has_gpu else "without a GPU only if asked")
-            )
-    return choices
-
-
-def fused_keys(config: Config, *, has_experts: bool, has_gpu: bool) -> frozenset[FusionKey]:
-    """Return the keys of `engine` whose operations are fused if no library is missing."""
-    made = fused_operations(config, has_experts=has_experts, has_gpu=has_gpu)
-    return frozenset(choice.key for choice in made if choice.on)
-
-
-def fusion_obstacle(config: Config, key: FusionKey, *, has_experts: bool, has_gpu: bool) -> str | None:
-    """Return why this model in this configuration cannot have the operation on any machine of that kind; None if it
-    can.
-    """
-    if key == "fuse_permutation" and not has_experts:
-        return "no experts"
-    if key != "fuse_activation" and not has_transformer_engine_layers(config.precision, config.engine, has_gpu):
-        return "Megatron's plain layers"
-    if key == "fuse_weight_gradient" and config.lora is not None:
-        return "layers whose weights are frozen"
-    return None
-
-
-def describe_fusions(choices: list[FusionChoice]) -> str:
-    """Return one line: what is fused and what is not, each with its reason."""
-    parts = []
-    for on in (True, False):
-        named = [f"{_FUSION_NAMES[choice.key]} ({choice.why})" for choice in choices if choice.on is on]
-        if named:
-            parts.append(("fused: " if on else "not fused: ") + ", ".join(named))
-    return "; ".join(parts)
-
-
-# FP8: whether the scales of blocks are powers of two, one answer for the trainer's products and for published weights.
-# How a scale is rounded is in `gspo_mega/algorithm/fp8.py`.
-
-# Set to 1, scales of blocks are any float32; otherwise they are powers of two. Transformer Engine reads the variable
-# when it is imported.
-FLOAT32_SCALES_VARIABLE = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
-# Compute capability 10.0. Its products take powers of two, and Transformer Engine refuses other scales there.
-BLACKWELL = (10, 0)
-
-
-def has_powers_of_two(block_scales: str, capability: tuple[int, int] | None) -> bool:
-    """Return whether `fp8.block_scales` means powers of two on a GPU of this compute capability. None stands for a
-    machine without a GPU, which computes Hopper's numbers.
-    """
-    if block_scales == "auto":
-        return capability is not None and capability >= BLACKWELL
-    return block_scales == "power_of_two"
-
-
-def has_block_scaled_products(precision: Precision, fp8: Fp8) -> bool:
-    """Return whether the trainer has products whose scales `fp8.block_scales` decides."""
-    return precision == "fp8" and fp8.recipe == "blockwise"
-
-
-def block_scale_variable(
-    fp8: Fp8 | None, environment: Mapping[str, str], capability: tuple[int, int] | None
-) -> dict[str, str]:
-    """Return the variable to set for Transformer Engine; empty if `environment` is right already.
-
-    Only `fp8.block_scales` decides, so that products and published weights agree. For a program without it (None), a
-    variable that is set stays as it is.
-    """
-    given = environment.get(FLOAT32_SCALES_VARIABLE)
-    if fp8 is None and given:
-        return {}
-    wanted = "0" if has_powers_of_two("auto" if fp8 is None else fp8.block_scales, capability) else "1"
-    return {} if wanted == (given or "0") else {FLOAT32_SCALES_VARIABLE: wanted}
-
-
-def is_sharp_fp8(precision: Precision, certify: Certify) -> bool:
-    """Return whether a certificate of FP8 keeps parameters and activations between FP8 products in fp32
-    (`certify.sharp_fp8`).
-
-    In bf16 the last bit of an activation differs from layout to layout, and FP8 turns it into half of its own error, so
-    the tolerance would hide what it should find. In fp32 one number in a million falls to the other side of an edge of
-    FP8. `cpu/te_loading.py::compute_sharply` says what else a sharp certificate computes differently.
-    """
-    return precision == "fp8" and certify.sharp_fp8
-
-
-# The precision of servers, and what they are sent.
-
-ServerDtype = Literal["fp32", "bf16"]
-SERVER_DTYPES: dict[ServerDtype, str] = {"fp32": "float32", "bf16": "bfloat16"}
-"""The names that config.json and SGLang use."""
-WEIGHT_BLOCK = (128, 128)
-"""Rows and columns of one weight block of `server.quantization: fp8_block`."""
-PUBLISHED_QUANTIZED = frozenset({"fp8_block"})
-"""Quantizations whose weights a server loads already quantized, with their scales. With the others it quantizes the
-weights itself while it loads them.
-"""
-_FP8_PRODUCTS = (8, 9)
-"""The first compute capability with products of FP8 operands."""
-_WEIGHTS = {
-    "fp8": "e4m3 weights, quantized by the server while it loads",
-    "fp8_block": "e4m3 weights in 128 x 128 blocks, quantized by the trainer",
-    "int8": "INT8 weights, quantized by the server while it loads",
-}
-
-
-def server_dtype(server: Server, precision: Precision) -> ServerDtype:
-    """Return the precision of a server's activations and of its weights that are not quantized: `server.dtype`, and
-    with `auto` the trainer's (bf16 for an FP8 trainer).
-    """
-    if server.dtype != "auto":
-        return server.dtype
-    return "fp32" if precision == "fp32" else "bf16"
-
-
-def loads_quantized(server: Server) -> bool:
-    """Return whether servers are sent quantized weights with their scales instead of plain ones."""
-    return server.quantization in PUBLISHED_QUANTIZED
-
-
-def publishes(train: Train | None, sft: Sft | None) -> bool:
-    """Return whether servers of this configuration are sent new weights while they run. Those of an
-    evaluation are not.
-    """
-    return train is not None or sft is not None
-
-
-def publishes_adapters(config: Config) -> bool:
-    """Return whether servers are sent only adapters and hold the weights of `model.path` all the time."""
-    return config.lora is not None and config.publish.lora == "adapter" and publishes(config.train, config.sft)
-
-
-def capability_problem(quantization: str, capability: tuple[int, int], is_published_to: bool) -> str | None:
-    """Return why SGLang 0.5.23 cannot hold these weights on a GPU of this compute capability; None if it can.
-
-    `is_published_to`: the server is sent new weights while it runs.
-    """
-    where = f"{quantization} on a GPU of compute capability {capability[0]}.{capability[1]}"
-    if quantization in ("fp8", "fp8_block") and capability < _FP8_PRODUCTS:
-        return (
-            f"{where}: SGLang repacks FP8 weights for products with operands that are not rounded (Marlin). The"
-            " numbers are"
-            " not those that this key names, and new weights cannot be loaded into repacked ones"
-        )
-    if quantization == "fp8_block" and capability >= BLACKWELL and is_published_to:
-        return (
-            f"{where}: SGLang replaces the blocks' scales by packed powers of two of another shape (DeepGEMM), so"
-            " every publish would fail; without `train` and `sft` (`gspo-mega eval`) it can be used"
-        )
-    return None
-
-
-def describe_server_precision(server: Server, precision: Precision) -> str:
-    """Return, for the plan's report, what servers compute in, hold and cache."""
-    dtype = server_dtype(server, precision)
-    weights = _WEIGHTS.get(server.quantization, f"{dtype} weights")
-    cache = "e4m3" if server.kv_cache == "fp8" else dtype
-    return f"{dtype} activations, {weights}, {cache} cache"

@@ -19,8 +19,8 @@ from gspo_mega.config.derived import (
     least_of_group,
     needs_old_log_prob_pass,
     on_publish,
-    server_dtype,
 )
+from gspo_mega.config.precision import server_dtype
 from gspo_mega.config.schema import Advantage, Config, Critic, Objective
 
 _WITH_INVARIANCE = "with `engine.batch_invariant: true`"

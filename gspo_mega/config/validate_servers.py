@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from gspo_mega.base.errors import Violation
-from gspo_mega.config.derived import has_sampling_masks, publishes, publishes_adapters
+from gspo_mega.config.derived import has_sampling_masks
+from gspo_mega.config.precision import publishes, publishes_adapters
 from gspo_mega.config.schema import Config, Model, Server
 
 CONTEXT_SLACK = 8

@@ -1,6 +1,6 @@
 """Transformer Engine's released Python in a process without a GPU.
 
-A process asks for it with the variable of `config/derived.py`, which a rank sets from its configuration. This file
+A process asks for it with the variable of `config/precision.py`, which a rank sets from its configuration. This file
 finds the wheel, and puts stand-ins in place of the parts that cannot be imported here: the compiled extension
 (`te_extension.py`) and the ONNX export. Nothing is written into the wheel's folder. The kernels are in the other
 `te_*.py`.
@@ -23,8 +23,8 @@ from typing import Any, NoReturn
 import torch
 
 from gspo_mega.base.errors import ModelError
-from gspo_mega.config.derived import TRANSFORMER_ENGINE_VARIABLE as VARIABLE
-from gspo_mega.config.derived import block_scale_variable, wheel_folder
+from gspo_mega.config.precision import TRANSFORMER_ENGINE_VARIABLE as VARIABLE
+from gspo_mega.config.precision import block_scale_variable, wheel_folder
 
 _SETS_UP = "launch/setup.sh"
 # Each puts its functions into the extension when it is imported, which has to be before Transformer Engine copies them.

@@ -60,7 +60,7 @@ from gspo_mega.algorithm.terms import (
     MISMATCH_SUMS,
 )
 from gspo_mega.base.errors import NumericsError
-from gspo_mega.config.derived import Band
+from gspo_mega.config.clip_range import Band
 from gspo_mega.engine.device_batch import DeviceBatch, sum_over_context, with_known_sum
 from gspo_mega.engine.log_probs import DivergenceRule
 from gspo_mega.engine.process_groups import ParallelGroups, device

@@ -21,8 +21,8 @@ from gspo_mega.algorithm.correction import CorrectionRule
 from gspo_mega.algorithm.objective import ObjectiveSettings
 from gspo_mega.algorithm.terms import objective_settings
 from gspo_mega.base.records import MicroBatch
+from gspo_mega.config.clip_range import band_of
 from gspo_mega.config.derived import (
-    band_of,
     corrects_engine_gap,
     leaves_out_by_covariance,
     may_correct_in_training,

@@ -5,9 +5,9 @@ their precision. fp32 uses Megatron's plain layers on a GPU too: Transformer Eng
 attention takes packed sequences in half precision only.
 
 In this order: the settings of precision, and the libraries and devices of this machine; fused operations and the
-dispatcher of experts' tokens (`config/derived.py` decides what is fused, and why); the FP8 scales of recipe `delayed`;
-the differences between Megatron-Core 0.16 and 0.19 that matter here, each of which is a question for a feature, never
-for a version number.
+dispatcher of experts' tokens (`config/precision.py` decides what is fused, and why); the FP8 scales of recipe
+`delayed`; the differences between Megatron-Core 0.16 and 0.19 that matter here, each of which is a question for a
+feature, never for a version number.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from gspo_mega.algorithm.fp8 import E4M3_MAX
 from gspo_mega.base.errors import ModelError
-from gspo_mega.config.derived import (
+from gspo_mega.config.precision import (
     BLACKWELL,
     FLOAT32_SCALES_VARIABLE,
     FUSION_SETTINGS,

@@ -29,7 +29,8 @@ from gspo_mega.base.near_paths import missing_run_hint
 from gspo_mega.base.run_folder import Attempt, RunFolder, atomic_write_text
 from gspo_mega.base.untrusted import read_text
 from gspo_mega.config import Config, LoadedConfig, load_config, render_config
-from gspo_mega.config.derived import command_name, wheel_folder
+from gspo_mega.config.derived import command_name
+from gspo_mega.config.precision import wheel_folder
 from gspo_mega.config.schema.section import may_change
 from gspo_mega.models.low_rank import ADAPTER_FOLDER
 from gspo_mega.rollout.registration import give_turn

@@ -375,8 +375,8 @@ MISMATCH: dict[str, tuple[str, Reduction, str]] = {
     "icepop_kept_fraction": ("fraction", "ratio", "tokens with e^d in [0.5, 5]"),
 }
 
-# Compared with the clip range as the algorithm defines it (`make_band` in config/derived.py). Absent if the algorithm
-# clips nothing.
+# Compared with the clip range as the algorithm defines it (`make_band` in config/clip_range.py). Absent if the
+# algorithm clips nothing.
 OF_RANGE: dict[str, tuple[str, Reduction, str]] = {
     "budget_share": (
         "fraction",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gspo_mega.config.derived import BLACKWELL, WEIGHT_BLOCK, has_powers_of_two, loads_quantized
+from gspo_mega.config.precision import BLACKWELL, WEIGHT_BLOCK, has_powers_of_two, loads_quantized
 from gspo_mega.config.schema import Cluster, Config, Fp8
 from gspo_mega.models.hf_fields import ConfigReader
 from gspo_mega.models.spec import BlockFp8

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from gspo_mega.config.derived import FusionKey, fused_keys, has_sampling_masks
+from gspo_mega.config.derived import has_sampling_masks
+from gspo_mega.config.precision import FusionKey, fused_keys
 from gspo_mega.config.schema import Config, Precision
 from gspo_mega.models.spec import DeltaNet, LatentAttention, ModelSpec, MoeSpec
 from gspo_mega.models.tensors import DELTA_CHUNK

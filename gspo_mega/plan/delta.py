@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gspo_mega.config.derived import publishes, server_dtype
+from gspo_mega.config.precision import publishes, server_dtype
 from gspo_mega.config.schema import Cluster, Config
 from gspo_mega.models.spec import ModelSpec
 from gspo_mega.plan.layout import Layout

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gspo_mega.base.errors import ConfigError, FitError, PlanError
-from gspo_mega.config.derived import critic_config, episode_lengths, server_dtype
+from gspo_mega.config.derived import critic_config, episode_lengths
+from gspo_mega.config.precision import server_dtype
 from gspo_mega.config.schema import Cluster, Config, Eval, ModelReward, Reward, Server, Sft, Train
 from gspo_mega.models.tensors import ParameterCounts, count_parameters, forward_flops_per_token
 from gspo_mega.models.value_models import ClassifierSizes, check_head, read_sizes

@@ -12,7 +12,8 @@ import shlex
 from dataclasses import asdict
 from typing import Any
 
-from gspo_mega.config.derived import describe_server_precision, penalises_kl, publishes, publishes_adapters
+from gspo_mega.config.derived import penalises_kl
+from gspo_mega.config.precision import describe_server_precision, publishes, publishes_adapters
 from gspo_mega.config.schema import Config
 from gspo_mega.models.block_fp8 import served_layout
 from gspo_mega.models.spec import ModelSpec

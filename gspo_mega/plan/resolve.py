@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gspo_mega.base.errors import ModelError, PlanError
-from gspo_mega.config.derived import critic_of, has_transformer_engine_layers, penalises_kl, with_teacher_folders
+from gspo_mega.config.derived import critic_of, penalises_kl, with_teacher_folders
 from gspo_mega.config.loader import LoadedConfig
+from gspo_mega.config.precision import has_transformer_engine_layers
 from gspo_mega.config.schema import Config
 from gspo_mega.models.end_tokens import planned_end_tokens
 from gspo_mega.models.families import FAMILIES

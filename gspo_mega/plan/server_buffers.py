@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gspo_mega.config.derived import server_dtype
+from gspo_mega.config.precision import server_dtype
 from gspo_mega.config.schema import Config, Publish, Server
 from gspo_mega.models.spec import ModelSpec
 from gspo_mega.models.tensors import is_stacked

@@ -1,7 +1,7 @@
 """The servers of a run in a plan: how a server is divided over its GPUs, what its weights, cache and draft take, what a
 published version takes, and which nodes and GPUs the servers get.
 
-How the keys are meant is in `config/derived.py`. The rules of the division are SGLang 0.5.23's (`moe_ep_setup.py`,
+How the keys are meant is in `config/precision.py`. The rules of the division are SGLang 0.5.23's (`moe_ep_setup.py`,
 `parallel_hook.py`, the `_A2A_EP_SPANNING_BACKENDS` of `loader.py`). `validate_servers.py` says what contradicts them.
 The launcher and the simulation deal servers to nodes with the same `place_servers`, which knows no node by name and
 starts nothing. No torch.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gspo_mega.base.untrusted import read_json_file
-from gspo_mega.config.derived import SERVER_DTYPES, WEIGHT_BLOCK, publishes_adapters, server_dtype
+from gspo_mega.config.precision import SERVER_DTYPES, WEIGHT_BLOCK, publishes_adapters, server_dtype
 from gspo_mega.config.schema import Config, ModelReward, Precision, Reward, Server
 from gspo_mega.config.validate_servers import draft_folder
 from gspo_mega.models.block_fp8 import is_quantizable, served_layout, stored_bytes

@@ -22,9 +22,8 @@ from gspo_mega.config.derived import (
     mean_tokens,
     needs_old_log_prob_pass,
     penalises_kl,
-    publishes_adapters,
-    server_dtype,
 )
+from gspo_mega.config.precision import publishes_adapters, server_dtype
 from gspo_mega.config.schema import Config, Precision, Server
 from gspo_mega.models.spec import ModelSpec
 from gspo_mega.models.tensors import attended_positions, delta_rule_flops

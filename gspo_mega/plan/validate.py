@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator
 
 from gspo_mega.base.errors import ModelError, PlanError, Violation
 from gspo_mega.config.deadlines import COLLECTIVE_SECONDS
-from gspo_mega.config.derived import episode_lengths, has_transformer_engine_layers, taught_tokens
+from gspo_mega.config.derived import episode_lengths, taught_tokens
+from gspo_mega.config.precision import has_transformer_engine_layers
 from gspo_mega.config.schema import Batch, Config, Moe, Parallel, Recompute, Sft, Train
 from gspo_mega.models.families import FAMILIES
 from gspo_mega.models.low_rank import adapted, module_of, targets_of

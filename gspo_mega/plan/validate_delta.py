@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gspo_mega.base.errors import Violation
-from gspo_mega.config.derived import has_transformer_engine_layers, publishes
+from gspo_mega.config.precision import has_transformer_engine_layers, publishes
 from gspo_mega.config.schema import Config
 from gspo_mega.models.delta_net import attention_interval
 from gspo_mega.models.families import FAMILIES

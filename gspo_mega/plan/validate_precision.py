@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gspo_mega.base.errors import Violation
-from gspo_mega.config.derived import (
+from gspo_mega.config.precision import (
     BLACKWELL,
     FUSION_SETTINGS,
     describe_fusions,

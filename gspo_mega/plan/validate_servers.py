@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from gspo_mega.base.errors import PlanError, Violation
-from gspo_mega.config.derived import WEIGHT_BLOCK, capability_problem, episode_lengths, publishes, server_dtype
+from gspo_mega.config.derived import episode_lengths
+from gspo_mega.config.precision import WEIGHT_BLOCK, capability_problem, publishes, server_dtype
 from gspo_mega.config.schema import Cluster, Config, Server
 from gspo_mega.config.validate_servers import CONTEXT_SLACK
 from gspo_mega.models.families import FAMILIES

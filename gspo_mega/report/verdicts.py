@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from gspo_mega.config.algorithms import RECIPES
-from gspo_mega.config.derived import Band, make_band, no_range_sentence, share_sentence
+from gspo_mega.config.clip_range import Band, make_band, no_range_sentence, share_sentence
 from gspo_mega.metrics.trends import FEWEST_STEPS
 from gspo_mega.report.learning_verdicts import Verdict, collapse_of, learning_verdicts, recent, said_of, total
 from gspo_mega.report.run_record import RunRecord

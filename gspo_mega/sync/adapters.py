@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from gspo_mega.base import atomic_io
 from gspo_mega.base.errors import PublishError
 from gspo_mega.checkpoint.adapters import CONFIG_NAME, WEIGHTS_NAME, export_adapters, served_config
-from gspo_mega.config.derived import publishes_adapters
+from gspo_mega.config.precision import publishes_adapters
 from gspo_mega.config.schema import Config, Lora
 from gspo_mega.engine.adapters import without_adapters
 from gspo_mega.models.low_rank import SERVED_NAME, adapter_tensors

@@ -2,7 +2,7 @@
 tests/gpu/run.sh.
 
 A variable that is set already keeps its value, except that of block scales, which `fp8.block_scales` decides
-(`config/derived.py`). Servers get none of these variables. For programs other than ranks, in a shell:
+(`config/precision.py`). Servers get none of these variables. For programs other than ranks, in a shell:
 
     eval "$(python -m gspo_mega.train.gpu_variables)"
 """
@@ -17,7 +17,7 @@ import sys
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
-from gspo_mega.config.derived import block_scale_variable
+from gspo_mega.config.precision import block_scale_variable
 from gspo_mega.config.schema import Fp8
 from gspo_mega.plan.state import PINNED_BLOCK_BYTES
 

@@ -29,7 +29,9 @@ from gspo_mega.algorithm.terms import (
     MISMATCH_SUMS,
     objective_settings,
 )
-from gspo_mega.config.derived import Band, band_of, corrects_engine_gap, server_dtype, share_sentence
+from gspo_mega.config.clip_range import Band, band_of, share_sentence
+from gspo_mega.config.derived import corrects_engine_gap
+from gspo_mega.config.precision import server_dtype
 from gspo_mega.config.schema import Config, Engine, Mismatch, Model, Moe, OldLogProbs, Precision, Server
 from gspo_mega.metrics.tables import rows_by_length
 

@@ -31,8 +31,8 @@ from gspo_mega.algorithm.terms import (
     objective_settings,
 )
 from gspo_mega.base.episodes import RolloutBatch
+from gspo_mega.config.clip_range import band_of
 from gspo_mega.config.derived import (
-    band_of,
     compares_within_groups,
     critic_of,
     leaves_out_by_covariance,

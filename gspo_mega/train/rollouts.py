@@ -25,7 +25,8 @@ from gspo_mega.base import progress
 from gspo_mega.base.episodes import Episode, Group, RolloutBatch
 from gspo_mega.base.records import Prompt
 from gspo_mega.base.run_folder import Attempt
-from gspo_mega.config.derived import episode_lengths, has_served_teacher, is_one_turn, publishes_adapters, teachers
+from gspo_mega.config.derived import episode_lengths, has_served_teacher, is_one_turn, teachers
+from gspo_mega.config.precision import publishes_adapters
 from gspo_mega.config.prompt_sources import HeldOutSet, eval_sets, names_prompts, source_rewards, sources_of
 from gspo_mega.config.schema import Config
 from gspo_mega.data.chat import check_vocabulary, load_tokenizer

@@ -38,7 +38,7 @@ from gspo_mega.base.run_folder import EXIT_STOPPED, Attempt, atomic_write_json
 from gspo_mega.base.untrusted import printable
 from gspo_mega.config import LoadedConfig, load_config
 from gspo_mega.config.deadlines import COLLECTIVE_SECONDS, preflight_seconds
-from gspo_mega.config.derived import TRANSFORMER_ENGINE_VARIABLE, has_transformer_engine_layers
+from gspo_mega.config.precision import TRANSFORMER_ENGINE_VARIABLE, has_transformer_engine_layers
 from gspo_mega.config.schema import Cluster, Engine, Fp8, Precision, Server
 from gspo_mega.plan.watchdog_bounds import patience
 from gspo_mega.train.context import KeyValueStore, WorkerContext

@@ -27,7 +27,7 @@ from gspo_mega.checkpoint.hf_export import policy_digests
 from gspo_mega.checkpoint.hf_import import import_huggingface
 from gspo_mega.checkpoint.quantized import plain_form
 from gspo_mega.config import load_config
-from gspo_mega.config.derived import publishes_adapters
+from gspo_mega.config.precision import publishes_adapters
 from gspo_mega.config.schema import Config
 from gspo_mega.data.demonstrations import Demonstration
 from gspo_mega.data.packing import ExpertRoutes, response_values

@@ -9,7 +9,7 @@ import types
 import torch
 from interpreter import Untuned, case, mend_interpreter, report
 
-from gspo_mega.config.derived import wheel_folder
+from gspo_mega.config.precision import wheel_folder
 from gspo_mega.cpu import te_rows as ours
 
 TOKENS, EXPERTS, WIDTH = 7, 6, 80

@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 from interpreter import check, outcomes
 
-from gspo_mega.config.derived import wheel_folder
+from gspo_mega.config.precision import wheel_folder
 
 SCRIPT = "te_kernels.py"
 BOUNDS = {

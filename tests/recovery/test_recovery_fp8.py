@@ -7,7 +7,7 @@ import torch
 from recovery_support import KILLED, NUM_STEPS, Ranks, leftovers, outcome
 from safetensors.torch import load_file
 
-from gspo_mega.config.derived import TRANSFORMER_ENGINE_VARIABLE
+from gspo_mega.config.precision import TRANSFORMER_ENGINE_VARIABLE
 
 FP8 = ("precision=fp8", "fp8.recipe=delayed")
 

@@ -23,17 +23,16 @@ from pathlib import Path
 from typing import Any
 
 from gspo_mega.base.errors import ConfigError, RankError
-from gspo_mega.config.derived import (
+from gspo_mega.config.derived import episode_lengths, taught_tokens
+from gspo_mega.config.precision import (
     BLACKWELL,
     SERVER_DTYPES,
     WEIGHT_BLOCK,
     capability_problem,
     describe_server_precision,
-    episode_lengths,
     publishes,
     publishes_adapters,
     server_dtype,
-    taught_tokens,
 )
 from gspo_mega.config.schema import Config, Precision, Server
 from gspo_mega.config.validate_servers import CONTEXT_SLACK, speculative_arguments, validate_server_options

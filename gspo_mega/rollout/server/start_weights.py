@@ -16,7 +16,7 @@ from typing import Protocol
 
 from gspo_mega.base.errors import CheckpointError, ConfigError
 from gspo_mega.base.run_folder import Attempt, read_json
-from gspo_mega.config.derived import publishes_adapters
+from gspo_mega.config.precision import publishes_adapters
 from gspo_mega.config.schema import Config
 from gspo_mega.models.block_fp8 import served_layout
 from gspo_mega.models.huggingface import read_stored

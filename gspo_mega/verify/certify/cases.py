@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from gspo_mega.base.errors import ConfigError, GspoMegaError, PlanError
 from gspo_mega.config import LoadedConfig, load_config
-from gspo_mega.config.derived import has_block_scaled_products
+from gspo_mega.config.precision import has_block_scaled_products
 from gspo_mega.config.schema import CertifyCase, Cluster, Critic, Parallel
 from gspo_mega.launcher.prepare import continuation_problems
 from gspo_mega.plan import plan_run

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from gspo_mega.base.run_folder import atomic_write_json, read_json
-from gspo_mega.config.derived import is_sharp_fp8
+from gspo_mega.config.precision import is_sharp_fp8
 from gspo_mega.config.schema import CertifyCase, Config, Precision
 from gspo_mega.verify.certify.batch import Draws
 from gspo_mega.verify.certify.cases import CRITIC_KINDS

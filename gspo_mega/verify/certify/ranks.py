@@ -24,7 +24,7 @@ from gspo_mega.checkpoint.collectives import all_gather_json
 from gspo_mega.checkpoint.gather import PolicyTensors
 from gspo_mega.checkpoint.hf_folder import open_folder
 from gspo_mega.checkpoint.hf_import import import_huggingface
-from gspo_mega.config.derived import is_sharp_fp8
+from gspo_mega.config.precision import is_sharp_fp8
 from gspo_mega.config.schema import CertifyCase, Config, Moe, Objective, Precision
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gspo_mega.config.derived import Band
+from gspo_mega.config.clip_range import Band
 
 _RESAMPLES = 2000
 
@@ -109,9 +109,9 @@ class AtLength:
 @dataclass(frozen=True)
 class AttributionRow:
     """Statistics of one difference x of log-probs. `k3`: mean(e^x - 1 - x) per token, nats. `mean`: of x per token.
-    `maximum`: largest |x|. The other fields refer to the clip range as the recipe defines it (`config/derived.py`), and
-    are None if nothing is clipped. `band_share`: the mean size in widths of the range. `below`, `above`: the share of
-    all sequences (of tokens, if the recipe clips these) below and above the range. `clipped_negative`,
+    `maximum`: largest |x|. The other fields refer to the clip range as the recipe defines it (`config/clip_range.py`),
+    and are None if nothing is clipped. `band_share`: the mean size in widths of the range. `below`, `above`: the share
+    of all sequences (of tokens, if the recipe clips these) below and above the range. `clipped_negative`,
     `clipped_positive`: the share that is clipped among those with A < 0 and A > 0; None if there are none.
     """
 

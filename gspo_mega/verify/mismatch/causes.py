@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from gspo_mega.config.derived import has_transformer_engine_layers, server_dtype
+from gspo_mega.config.precision import has_transformer_engine_layers, server_dtype
 from gspo_mega.config.schema import Config
 from gspo_mega.models.spec import ModelSpec
 from gspo_mega.verify.mismatch.served_folders import ServedFolders

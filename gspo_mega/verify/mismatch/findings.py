@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from gspo_mega.config.derived import Band, band_of, critic_of, no_range_sentence, share_sentence
+from gspo_mega.config.clip_range import Band, band_of, no_range_sentence, share_sentence
+from gspo_mega.config.derived import critic_of
 from gspo_mega.config.schema import Config
 from gspo_mega.models.block_fp8 import SERVED_BLOCK, is_quantizable, publishes_powers_of_two
 from gspo_mega.models.spec import ModelSpec

@@ -21,7 +21,8 @@ import numpy as np
 from gspo_mega.base.errors import ConfigError, GspoMegaError, PlanError, RankError
 from gspo_mega.base.run_folder import RunFolder, atomic_write_json
 from gspo_mega.config import LoadedConfig, load_config
-from gspo_mega.config.derived import Band, has_transformer_engine_layers
+from gspo_mega.config.clip_range import Band
+from gspo_mega.config.precision import has_transformer_engine_layers
 from gspo_mega.launcher.local import WORKER_COMMAND, launch
 from gspo_mega.launcher.prepare import commit, device_here, versions
 from gspo_mega.models.huggingface import read_model_spec

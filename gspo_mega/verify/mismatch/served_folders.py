@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from gspo_mega.config import Config
-from gspo_mega.config.derived import loads_quantized, server_dtype
+from gspo_mega.config.precision import loads_quantized, server_dtype
 from gspo_mega.config.schema import Run
 from gspo_mega.models.huggingface import read_stored, weights_stamp
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from gspo_mega.base.errors import ConfigError, ModelError
 from gspo_mega.config import load_config
-from gspo_mega.config.derived import megatron_folder, wheel_folder
+from gspo_mega.config.precision import megatron_folder, wheel_folder
 from gspo_mega.plan import Plan, plan_run
 from gspo_mega.plan.memory import EXPERT_IMBALANCE
 from gspo_mega.verify.trace.compare import Difference, compare, compare_flops, kinds_of_rank, num_packs

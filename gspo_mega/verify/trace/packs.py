@@ -7,13 +7,7 @@ from typing import Any
 import numpy as np
 
 from gspo_mega.base.records import MicroBatch
-from gspo_mega.config.derived import (
-    critic_of,
-    has_served_teacher,
-    leaves_out_by_covariance,
-    num_served_top,
-    teachers,
-)
+from gspo_mega.config.derived import critic_of, has_served_teacher, leaves_out_by_covariance, num_served_top, teachers
 from gspo_mega.config.schema import Config
 from gspo_mega.data.packing import build_micro_batch
 from gspo_mega.models.spec import ModelSpec

@@ -25,13 +25,8 @@ from gspo_mega.base.atomic_io import atomic_write_text
 from gspo_mega.base.errors import GspoMegaError, ModelError
 from gspo_mega.base.records import MicroBatch
 from gspo_mega.config import load_config
-from gspo_mega.config.derived import (
-    block_scale_variable,
-    critic_config,
-    critic_of,
-    needs_old_log_prob_pass,
-    penalises_kl,
-)
+from gspo_mega.config.derived import critic_config, critic_of, needs_old_log_prob_pass, penalises_kl
+from gspo_mega.config.precision import block_scale_variable
 from gspo_mega.cpu import fake_device, fake_kernels
 from gspo_mega.plan import Plan, plan_run
 from gspo_mega.plan.gpus import DEFAULT_GPU, GPUS

@@ -8,7 +8,8 @@ import pytest
 from config_refusals import refused
 
 from gspo_mega.config import load_config
-from gspo_mega.config.derived import band_of, filters_groups, hooks_of
+from gspo_mega.config.clip_range import band_of
+from gspo_mega.config.derived import filters_groups, hooks_of
 from gspo_mega.config.loader import render_config, render_json_schema
 
 CUSTOM = ("algorithm=custom", "objective.ratio=sequence", "objective.function=mine:term")

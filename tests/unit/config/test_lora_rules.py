@@ -4,7 +4,7 @@ import pytest
 from config_refusals import refused
 
 from gspo_mega.config import load_config
-from gspo_mega.config.derived import fused_keys, fusion_obstacle, has_transformer_engine_layers
+from gspo_mega.config.precision import fused_keys, fusion_obstacle, has_transformer_engine_layers
 
 LORA = "lora={rank: 4, alpha: 8}"
 

@@ -6,7 +6,7 @@ import pytest
 from config_refusals import refused
 
 from gspo_mega.config import load_config
-from gspo_mega.config.derived import is_sharp_fp8
+from gspo_mega.config.precision import is_sharp_fp8
 
 SHARP = ("precision=fp8", "certify.sharp_fp8=true")
 

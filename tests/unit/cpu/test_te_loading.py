@@ -16,7 +16,7 @@ import pytest
 from run_configs import make_config
 
 from gspo_mega.base.errors import ModelError
-from gspo_mega.config.derived import has_transformer_engine_layers
+from gspo_mega.config.precision import has_transformer_engine_layers
 from gspo_mega.cpu import te_extension, te_loading
 
 REPOSITORY = Path(__file__).parents[3]

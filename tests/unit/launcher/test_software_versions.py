@@ -6,7 +6,7 @@ import re
 import subprocess
 from importlib import metadata
 
-from gspo_mega.config.derived import wheel_folder
+from gspo_mega.config.precision import wheel_folder
 from gspo_mega.launcher.prepare import PACKAGES, commit, versions, versions_text
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from run_configs import make_config
 
-from gspo_mega.config.derived import FLOAT32_SCALES_VARIABLE, block_scale_variable, has_powers_of_two
+from gspo_mega.config.precision import FLOAT32_SCALES_VARIABLE, block_scale_variable, has_powers_of_two
 from gspo_mega.launcher.local import WORKER_COMMAND
 from gspo_mega.models.block_fp8 import publishes_powers_of_two
 from gspo_mega.plan.gpus import GPUS

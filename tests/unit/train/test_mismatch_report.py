@@ -11,7 +11,7 @@ import torch
 from run_configs import make_config
 
 from gspo_mega.algorithm.correction import MAXIMUM_NAMES, mismatch_sums
-from gspo_mega.config.derived import band_of
+from gspo_mega.config.clip_range import band_of
 from gspo_mega.metrics.catalogue import find_metric
 from gspo_mega.metrics.tables import LENGTH_BINS, rows_by_length
 from gspo_mega.train.mismatch_report import WARN_AGAIN_STEPS, GapRows, gap_metrics, gap_warnings

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from run_configs import make_config
 
-from gspo_mega.config.derived import band_of
+from gspo_mega.config.clip_range import band_of
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.verify.mismatch.attribution import TokenPlaces, explained_share, make_row
 from gspo_mega.verify.mismatch.causes import ENGINES, PREFIX_CACHE, R3, Facts, Nothing

@@ -14,7 +14,7 @@ from run_configs import make_config
 
 from gspo_mega.algorithm.correction import mismatch_sums
 from gspo_mega.config.algorithms import RECIPES
-from gspo_mega.config.derived import Band, band_of
+from gspo_mega.config.clip_range import Band, band_of
 from gspo_mega.report.run_record import RunRecord, flat
 from gspo_mega.report.verdicts import verdicts_of
 from gspo_mega.train.mismatch_report import GapRows, gap_metrics, gap_warnings
