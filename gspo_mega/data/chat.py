@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from gspo_mega.base.errors import DataError
+from gspo_mega.base.garbage import uncollected
 from gspo_mega.base.hub import missing_hint
 from gspo_mega.base.untrusted import find_unreadable_entry
 from gspo_mega.data.rows import read_plain, type_name
@@ -487,7 +488,8 @@ def load_tokenizer(folder: str) -> Any:
         )
     if (odd := find_unreadable_entry(Path(folder))) is not None:
         raise DataError(f"{odd}; the tokenizer of the folder is not loaded")
-    from transformers import AutoTokenizer
+    with uncollected():  # it brings two thousand modules
+        from transformers import AutoTokenizer
 
     try:
         # Without this argument, transformers would ask at the terminal whether the code may run.

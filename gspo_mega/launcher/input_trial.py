@@ -1,6 +1,6 @@
 """Read once, with the ranks' own functions, what the ranks of a run read before they work.
 
-    python -m gspo_mega.launcher.input_trial        gets one line of JSON on standard input, answers with one
+    python -m gspo_mega.launcher.trial_process      gets one line of JSON on standard input, answers with one
 
 It reads the tokenizer, the chat template, the stored tensors' names and shapes, the prompts, demonstrations and
 held-out sets with their answers, and the tools' format. `CHECKS` is the list: everything that a rank would refuse in
@@ -328,7 +328,3 @@ def main() -> None:
     answer = read_weights(trial) if asked["read_weights"] else run_checks(trial)
     answer_to.write(json.dumps(answer) + "\n")
     answer_to.flush()
-
-
-if __name__ == "__main__":
-    main()

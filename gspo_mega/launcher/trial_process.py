@@ -1,7 +1,7 @@
 """Have a separate process read a run's inputs before the run starts: ask it, await it, and tell its answer.
 
-`input_trial.py` is that process. This side has the deadline, and needs no torch; in a Python without transformers it
-returns a notice instead.
+`input_trial.py` is what that process does; it starts here, so that its imports collect no garbage. This side has the
+deadline, and needs no torch; in a Python without transformers it returns a notice instead.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from typing import Any
 
 from gspo_mega.base import errors
 from gspo_mega.base.errors import GspoMegaError, RankError
+from gspo_mega.base.garbage import uncollected
 from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.config import LoadedConfig, render_config
 
 # It imports transformers, which takes seconds, or a minute from a slow folder, and then reads for some seconds more.
 DEADLINE_SECONDS = 180.0
-_COMMAND = (sys.executable, "-m", "gspo_mega.launcher.input_trial")
+_COMMAND = (sys.executable, "-m", "gspo_mega.launcher.trial_process")
 _NEEDED = ("torch", "transformers", "safetensors")
 
 
@@ -98,3 +99,14 @@ def _notices_or_error(loaded: LoadedConfig, answer: dict[str, Any]) -> list[str]
 def _placed(place: str, text: str) -> list[str]:
     """The lines of a text, each with its place; an indented line belongs to the line before it and gets none."""
     return [line if line.startswith(" ") else place + line for line in text.splitlines()]
+
+
+def _answer() -> None:
+    """What the process does."""
+    with uncollected():
+        from gspo_mega.launcher.input_trial import main
+    main()
+
+
+if __name__ == "__main__":
+    _answer()
