@@ -1,9 +1,10 @@
 """YAML text to plain values, with the position of every key. Scalars follow YAML 1.2, and nothing is accepted silently.
 
-PyYAML scans and composes. Its own scalar rules (YAML 1.1) are not used, because they read `1e-6` as text, `no` as False
-and `1:30:00` as 5400, and let the last of two equal keys win. `parse` collects all problems of a document; after a
-syntax error the rest means nothing, so that error is reported on its own. This module does not know the schema, which
-`loader.py` checks.
+PyYAML scans and composes: by libyaml, which is several times as fast, where a text is as simple as most are and has no
+error. Otherwise in Python, which decides what is an error, and where. Its own scalar rules (YAML 1.1) are not used,
+because they read `1e-6` as text, `no` as False and `1:30:00` as 5400, and let the last of two equal keys win. `parse`
+collects all problems of a document; after a syntax error the rest means nothing, so that error is reported on its own.
+This module does not know the schema, which `loader.py` checks.
 """
 
 from __future__ import annotations
@@ -51,6 +52,40 @@ class _Composer(yaml.SafeLoader):
     yaml_implicit_resolvers = implicit_resolvers()
 
 
+def _with_libyaml() -> type[yaml.CSafeLoader] | None:
+    """The same with libyaml; None where PyYAML was built without it."""
+    if not yaml.__with_libyaml__:
+        return None
+
+    class Composer(yaml.CSafeLoader):
+        yaml_implicit_resolvers = implicit_resolvers()
+
+    return Composer
+
+
+_FastComposer = _with_libyaml()
+# What libyaml reads as PyYAML does, with the same positions: printable ASCII without anchors, tags, directives,
+# escapes, block scalars and second documents. libyaml's composer recurses in C, so that brackets are bounded.
+_SIMPLE = re.compile(r"[\n -~]*")
+_NOT_SIMPLE = re.compile(r"[&*!|>@?\\]|^(?:%|---|\.\.\.)|^[ -]{100}", re.MULTILINE)
+_MOST_BRACKETS = 400
+
+
+def _compose(text: str) -> yaml.Node | None:
+    """The document's root node; None if it is empty. Raises YAMLError, or RecursionError if it is nested too deeply."""
+    if (
+        _FastComposer is not None
+        and _SIMPLE.fullmatch(text)
+        and not _NOT_SIMPLE.search(text)
+        and text.count("[") + text.count("{") <= _MOST_BRACKETS
+    ):
+        try:
+            return yaml.compose(text, _FastComposer)
+        except yaml.YAMLError:
+            pass  # it is told as Python finds it
+    return yaml.compose(text, _Composer)
+
+
 @dataclass(frozen=True)
 class YamlPosition:
     """One-based line and column."""
@@ -85,7 +120,9 @@ def parse(text: str) -> Document:
     """Read one YAML document. A bad document raises nothing; its `problems` say what is wrong."""
     document = Document()
     try:
-        root = yaml.compose(text, _Composer)
+        root = _compose(text)
+        if root is not None:
+            document.value = _Builder(document).build(root, (), frozenset())
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         document.problems.append(YamlProblem(YamlPosition.of(mark) if mark else None, (), _explain_syntax(error, text)))
@@ -94,10 +131,7 @@ def parse(text: str) -> Document:
         document.problems.append(YamlProblem(_reader_position(error, text), (), f"not YAML: {_reader_reason(error)}"))
         return document
     except RecursionError:
-        document.problems.append(YamlProblem(None, (), "nested too deeply to be a configuration"))
-        return document
-    if root is not None:
-        document.value = _Builder(document).build(root, (), frozenset())
+        return Document(problems=[YamlProblem(None, (), "nested too deeply to be a configuration")])
     return document
 
 

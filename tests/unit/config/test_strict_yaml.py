@@ -1,5 +1,11 @@
-import pytest
+from pathlib import Path
+from unittest import mock
 
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from gspo_mega.config import strict_yaml
 from gspo_mega.config.strict_yaml import YamlPosition, parse
 
 
@@ -115,5 +121,96 @@ def test_merges_cannot_grow_without_bound():
     assert any("aliases" in problem.text for problem in parse("\n".join(lines)).problems)
 
 
-def test_deep_nesting_is_a_problem_and_not_a_crash():
-    assert "deeply" in parse("a: " + "[" * 5000).problems[0].text
+@pytest.mark.parametrize("text", ["[" * 5000, "[" * 390 + "]" * 390, "[" * 450 + "]" * 450])
+def test_deep_nesting_is_a_problem_and_not_a_crash(text):
+    (problem,) = parse("a: " + text).problems
+    assert "deeply" in problem.text
+
+
+PIECES = st.sampled_from(
+    [
+        *(
+            "a",
+            "b",
+            "run",
+            "x y",
+            "a:b",
+            "http://x:1",
+            "a#b",
+            "it''s",
+            "<<",
+            "=",
+            "`",
+            "$",
+            "/",
+            "(",
+            ";",
+            ".",
+            "+",
+            "_",
+        ),
+        *("1", "-3", "1e-6", ".5", "0x1f", "true", "null", "~", "<<: ", "'", '"', "''", "'q'", '"q"', "# c", "#", "% "),
+        *(
+            ": ",
+            ":",
+            ", ",
+            ",",
+            "- ",
+            "-",
+            "{",
+            "}",
+            "[",
+            "]",
+            " ",
+            "  ",
+            "\n",
+            "\n  ",
+            "\n    ",
+            "\n- ",
+            "\n  - ",
+            "\n\n",
+        ),
+        *(
+            "k: v\n",
+            "k: {a: 1}\n",
+            "l: [1, b]\n",
+            "&a ",
+            "*a",
+            "!x ",
+            "|\n",
+            ">-\n",
+            "\t",
+            "---\n",
+            "? ",
+            "\xe9",
+            "\\n",
+        ),
+    ]
+)
+
+
+@settings(max_examples=500)
+@given(text=st.lists(PIECES, min_size=1, max_size=14).map("".join))
+@example(text="".join(f"k{n}:\n  - {{a: {n}, b: [x, y]}} # c\n" for n in range(30)))
+@example(text="a: " + "[" * 390 + "]" * 390)
+def test_libyaml_and_python_read_the_same(text):
+    fast = parse(text)
+    with mock.patch.object(strict_yaml, "_FastComposer", None):
+        assert repr(parse(text)) == repr(fast)
+
+
+def test_the_shipped_configurations_are_read_by_libyaml():
+    """Nearly all; the others with Python, and none of them otherwise."""
+    texts = [file.read_text() for file in (Path(__file__).parents[3] / "configs").rglob("*.yaml")]
+    with mock.patch.object(strict_yaml, "_Composer", None):
+        read_fast = [parse_or_none(text) for text in texts]
+    with mock.patch.object(strict_yaml, "_FastComposer", None):
+        assert all(one is None or one == parse(text) for one, text in zip(read_fast, texts, strict=True))
+    assert strict_yaml._FastComposer is None or sum(one is not None for one in read_fast) > 0.7 * len(texts) > 30
+
+
+def parse_or_none(text):
+    try:
+        return parse(text)
+    except TypeError:  # there is no other composer
+        return None
