@@ -164,7 +164,7 @@ def test_a_refilled_group_has_the_expected_gradient_of_one_that_lost_nobody():
 
 
 def test_what_was_lost_behind_a_turn_is_not_drawn_again(monkeypatch):
-    monkeypatch.setattr("test_infrastructure_losses.scored_batch", lambda batch, config: batch.scored())
+    monkeypatch.setattr("test_infrastructure_losses.scored_batch", lambda batch, least, scope: batch.scored())
     _, counts = trained(behind_the_longest())
     assert counts["num_episodes_redrawn"] == 0 and counts["num_episode_failures_exception"] > 0
 

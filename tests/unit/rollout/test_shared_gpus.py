@@ -217,9 +217,8 @@ def test_a_server_that_dies_instead_of_giving_its_memory_has_given_it(shared):
 def test_a_server_that_never_becomes_ready_does_not_hold_the_ranks_for_ever(shared, monkeypatch):
     one = shared(2)
     one.gpus.switch_to("sample")
-    config = one.gpus._config
-    server = config.server.model_copy(update={"start_deadline_seconds": 0.2, "drain_seconds": 0.0})
-    one.gpus._config = config.model_copy(update={"server": server})
+    hasty = {"start_deadline_seconds": 0.2, "drain_seconds": 0.0}
+    one.gpus._server = one.gpus._server.model_copy(update=hasty)
     monkeypatch.setattr(shared_gpus, "_END_SECONDS", 0.2)
     one.servers[1].register("draining")
     with pytest.raises(RolloutError, match="cannot get their GPUs back: server-1 is draining"):
@@ -230,9 +229,8 @@ def test_a_server_that_waits_for_a_copy_does_not_hold_the_ranks(shared, monkeypa
     """It has no memory, and asks whose turn it is before it takes any."""
     one = shared(2)
     one.gpus.switch_to("sample")
-    config = one.gpus._config
-    server = config.server.model_copy(update={"start_deadline_seconds": 0.2, "drain_seconds": 0.0})
-    one.gpus._config = config.model_copy(update={"server": server})
+    hasty = {"start_deadline_seconds": 0.2, "drain_seconds": 0.0}
+    one.gpus._server = one.gpus._server.model_copy(update=hasty)
     monkeypatch.setattr(shared_gpus, "_END_SECONDS", 0.2)
     one.servers[1].register("starting", waits_for="the copy")
     one.gpus.switch_to("train")

@@ -158,8 +158,8 @@ def test_every_rank_sets_them_first(monkeypatch):
     class Enough(Exception):
         pass
 
-    def note(environment, local_rank, config):
-        seen.append((environment is os.environ, local_rank, config.fp8.block_scales))
+    def note(environment, local_rank, fp8):
+        seen.append((environment is os.environ, local_rank, fp8.block_scales))
         raise Enough
 
     monkeypatch.setattr(worker, "set_variables", note)
