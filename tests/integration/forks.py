@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 
-from forked_workers import ForkedWorkers
+from forked_workers import OF_RANKS, ForkedWorkers
 
 # `forked_serve` imports the server's entry, which comes before SGLang and sets this variable before it imports that.
 _OF_SERVERS = (
@@ -28,7 +28,7 @@ def forked_servers() -> ForkedWorkers:
 
 @functools.cache
 def forked_ranks() -> ForkedWorkers:
-    """Without Transformer Engine. Its command `gspo_mega.train.worker` is a rank."""
-    forks = ForkedWorkers()
+    """Without Transformer Engine. Its command `gspo_mega.train.worker` is a rank, and `forked_trial` tries inputs."""
+    forks = ForkedWorkers((*OF_RANKS, "forked_trial", "transformers.models.auto.tokenization_auto"))
     atexit.register(forks.close)
     return forks

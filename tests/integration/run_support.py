@@ -68,12 +68,13 @@ def small_overrides(quickstart: Path, run_dir: Path, name: str) -> list[str]:
 PASSES_MARKER = "reward.environment=[GSPO_TEST_MARKER]"
 
 
-def _forking() -> list[str]:
+def forking() -> list[str]:
     """What Python runs instead of `-m gspo_mega`."""
     from forks import forked_ranks, forked_servers
 
     commands = {
         "rank": forked_ranks().command("gspo_mega.train.worker"),
+        "trial": forked_ranks().command("forked_trial"),
         "server": forked_servers().command("forked_serve"),
     }
     return [str(Path(__file__).with_name("forked_command.py")), json.dumps(commands)]
@@ -85,8 +86,8 @@ class Command:
     """
 
     def __init__(self, folder: Path, *arguments: str, forked: bool = False) -> None:
-        """`forked`: the ranks and servers are not started, but forked from processes that have imported what they need,
-        which saves most of a small run's work; they are not below the command, and have no marker.
+        """`forked`: ranks, servers and the trial of inputs are not started, but forked from processes that have imported
+        what they need, which saves most of a small run's work; they are not below the command, and have no marker.
         """
         if arguments[0] in ("train", "sft", "eval"):
             arguments = (*arguments[:2], PASSES_MARKER, *arguments[2:])
@@ -94,7 +95,7 @@ class Command:
         self._out, self._err = folder / f"{self.marker}.out", folder / f"{self.marker}.err"
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self.process = subprocess.Popen(
-                [sys.executable, *(_forking() if forked else ("-m", "gspo_mega")), *arguments],
+                [sys.executable, *(forking() if forked else ("-m", "gspo_mega")), *arguments],
                 stdout=out,
                 stderr=err,
                 cwd=folder,

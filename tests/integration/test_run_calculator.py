@@ -45,10 +45,10 @@ def places(folder, name, model):
 
 
 def finished(folder, command, config, *overrides):
-    ended = Command(folder, command, str(REPOSITORY / "configs" / config), *overrides)
+    ended = Command(folder, command, str(REPOSITORY / "configs" / config), *overrides, forked=True)
     try:
         assert ended.finish() == 0, ended.out + ended.err
-        assert ended.left_running() == []
+        assert ended.left_running(folder / ("sft" if command == "sft" else "train")) == []
         return ended
     finally:
         ended.end()

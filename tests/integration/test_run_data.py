@@ -24,8 +24,8 @@ GSM8K_ROWS = r"""
 def start(tmp_path):
     started = []
 
-    def launch(*arguments):
-        started.append(Command(tmp_path, "train", *arguments))
+    def launch(*arguments, forked=False):
+        started.append(Command(tmp_path, "train", *arguments, forked=forked))
         return started[-1]
 
     yield launch
@@ -50,6 +50,7 @@ def test_problems_in_gsm8ks_shape_train_and_long_ones_are_left_out(start, tmp_pa
         "server.max_total_tokens=4096",
         "server.start_deadline_seconds=600",
         "rollout.no_server_deadline_seconds=900",
+        forked=True,
     )
     assert command.finish() == 0, command.out + command.err
     assert command.err == ""

@@ -116,6 +116,7 @@ def test_a_cold_start_balances_experts_too(tmp_path, quickstart_files):
         "rollout.max_new_tokens=48",
         "sft={max_steps: 2, sequences_per_step: 16, eval_every_steps: 2, stop_accuracy_low: 0, stop_accuracy_high: 1}",
         "moe={load_balancing: aux_loss, load_balancing_coefficient: 0.01}",
+        forked=True,
     )
     try:
         assert command.finish() == 0, command.out + command.err

@@ -34,7 +34,7 @@ def trained(tmp_path_factory, quickstart_files):
         *(f"rollout.episode={EPISODE}", "episodes.turn_deadline_seconds=500"),
         "episodes.environment=[GSPO_TEST_MARKER]",  # by which agents that are left would be found
     ]
-    command = Command(folder, "train", str(REPOSITORY / "configs/quickstart.yaml"), *overrides)
+    command = Command(folder, "train", str(REPOSITORY / "configs/quickstart.yaml"), *overrides, forked=True)
     try:
         assert command.finish() == 0, command.out + command.err
         run = RunFolder(folder / "runs" / "foreign")

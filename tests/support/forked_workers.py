@@ -2,7 +2,7 @@
 the engine costs three seconds, and a certificate starts up to ten ranks; one of SGLang costs six.
 
 `ForkedWorkers().command(MODULE, ...)` is a command, for example of a rank for `certify(..., worker_command=...)`. It is
-started as any other. It hands its arguments, environment, folder and output to the forking process, passes signals on to
+started as any other. It hands its arguments, environment, folder, input and output to the forking process, passes signals on to
 the fork, in which `MODULE.main(arguments)` runs, and ends as the fork ends. A fork whose command is gone is killed.
 """
 
@@ -27,7 +27,7 @@ _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 _START_SECONDS = 1200.0  # imports on a busy machine; waiting longer costs nothing where all is well
 _STATUS_BYTES = 4
 # What ranks need. The CPU backend, which the engine brings, comes before Megatron.
-_OF_RANKS = ("gspo_mega.engine", "gspo_mega.train.worker", "gspo_mega.verify.certify.ranks")
+OF_RANKS = ("gspo_mega.engine", "gspo_mega.train.worker", "gspo_mega.verify.certify.ranks")
 
 
 class ForkedWorkers:
@@ -35,7 +35,7 @@ class ForkedWorkers:
     `variables` in its environment.
     """
 
-    def __init__(self, modules: Sequence[str] = _OF_RANKS, **variables: str) -> None:
+    def __init__(self, modules: Sequence[str] = OF_RANKS, **variables: str) -> None:
         self._modules, self._variables = modules, variables
         self._folder = tempfile.TemporaryDirectory()  # a short path: a socket's name is bounded
         self._socket = Path(self._folder.name) / "socket"
@@ -74,7 +74,7 @@ def _hand_over(path: str, module: str, words: list[str]) -> None:
         # Until the fork's pid is known, signals wait.
         signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
         job = json.dumps(dict(module=module, words=words, folder=os.getcwd(), environment=dict(os.environ))).encode()
-        socket.send_fds(server, [len(job).to_bytes(_STATUS_BYTES, "little")], [1, 2])
+        socket.send_fds(server, [len(job).to_bytes(_STATUS_BYTES, "little")], [0, 1, 2])
         server.sendall(job)
         pid = _number(server)
         for number in _PASSED_ON:
@@ -120,14 +120,14 @@ def _serve(path: str, tests: int, modules: Sequence[str]) -> None:
     while True:
         for key, _ in waiting.select():
             if key.fileobj is listener:
-                connection, job, out, err = _accept(listener)
+                connection, job, descriptors = _accept(listener)
                 pid = os.fork()
                 if pid == 0:
                     processes.die_with_parent(parent)
                     listener.close()
-                    _run(job, connection, out, err)
-                os.close(out)
-                os.close(err)
+                    _run(job, connection, descriptors)
+                for descriptor in descriptors:
+                    os.close(descriptor)
                 fork = _Fork(pid, connection, os.pidfd_open(pid))
                 _tell(connection, pid)
                 waiting.register(fork.descriptor, selectors.EVENT_READ, fork)
@@ -152,14 +152,14 @@ class _Fork:
     is_over: bool = False
 
 
-def _accept(listener: socket.socket) -> tuple[socket.socket, dict, int, int]:
-    """The connection, the job, and where its output and errors go."""
+def _accept(listener: socket.socket) -> tuple[socket.socket, dict, list[int]]:
+    """The connection, the job, and its input, output and errors."""
     connection, _ = listener.accept()
-    length, (out, err), *_ = socket.recv_fds(connection, _STATUS_BYTES, 2)
+    length, descriptors, *_ = socket.recv_fds(connection, _STATUS_BYTES, 3)
     job = b""
     while len(job) < int.from_bytes(length, "little"):
         job += connection.recv(65536)
-    return connection, json.loads(job), out, err
+    return connection, json.loads(job), descriptors
 
 
 def _tell(connection: socket.socket, number: int) -> None:
@@ -167,14 +167,13 @@ def _tell(connection: socket.socket, number: int) -> None:
         connection.sendall(number.to_bytes(_STATUS_BYTES, "little"))
 
 
-def _run(job: dict, connection: socket.socket, out: int, err: int) -> None:
+def _run(job: dict, connection: socket.socket, descriptors: list[int]) -> None:
     """The rank, in the fork. Does not return."""
     os.setsid()
     connection.close()
-    os.dup2(out, 1)
-    os.dup2(err, 2)
-    os.close(out)
-    os.close(err)
+    for number, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
     os.environ.clear()
     os.environ.update(job["environment"])
     os.chdir(job["folder"])
