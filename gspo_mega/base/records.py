@@ -209,6 +209,13 @@ class MicroBatch:
         first[self.computed_at[::-1]] = positions[::-1]  # of several writes to one place the last stays
         return first
 
+    def row_counts(self) -> np.ndarray:
+        """How many rows have a token at each computed position, [C] int64: 0 for padding, above 1 where rows share."""
+        lengths = self.sequence["num_prompt_tokens"] + self.sequence["num_response_tokens"]
+        is_token = self.position_ids < lengths[self.sequence_ids]
+        computed_at = np.arange(self.num_tokens) if self.computed_at is None else self.computed_at
+        return np.bincount(computed_at[is_token], minlength=self.num_computed)
+
     @property
     def num_sequences(self) -> int:
         return int(self.trajectory_index.shape[0])

@@ -48,7 +48,6 @@ def validate_sharing(config: Config) -> Iterator[Violation]:
             "engine.batch_invariant",
             f"true {sharing}: servers add in the order of whole rows; valid: false, {off}",
         )
-    yield from _validate_experts(config, sharing, off)
     if config.lora is not None and config.lora.dropout > 0:
         yield Violation(
             "lora.dropout",
@@ -60,14 +59,3 @@ def validate_sharing(config: Config) -> Iterator[Violation]:
             "critic.precision",
             f"fp8 {sharing}: only plain layers attend over shared prefixes; valid: fp32, bf16, {off}",
         )
-
-
-def _validate_experts(config: Config, sharing: str, off: str) -> Iterator[Violation]:
-    moe = config.moe
-    for key, plain in (("load_balancing", "none"), ("z_loss_coefficient", 0.0)):
-        if (value := getattr(moe, key)) != plain:
-            yield Violation(
-                f"moe.{key}",
-                f"{value} {sharing}: Megatron's router losses would count a shared token once, and not once for each"
-                f" row; valid: {plain if plain == 'none' else 0}, {off}",
-            )

@@ -23,12 +23,15 @@ from torch.autograd.function import once_differentiable
 @dataclass(frozen=True)
 class ForestNodes:
     """The nodes of a pack of C computed tokens, in preorder. `starts` [n + 1]: where each begins, and C. `ends` [n]:
-    where the last descendant of each ends. `depths` [C] int64: the position of each token in its rows.
+    where the last descendant of each ends. `depths` [C] int64: the position of each token in its rows. `num_rows` [C]
+    int64: how many rows have each token, 0 for padding; None where nothing asks for it. `num_row_tokens`: their sum.
     """
 
     starts: list[int]
     ends: list[int]
     depths: torch.Tensor
+    num_rows: torch.Tensor | None = None
+    num_row_tokens: int = 0
 
     def blocks(self) -> Iterator[tuple[slice, slice, bool]]:
         """(queries, keys, whether it is causal) of every block; the first block of each query comes before its

@@ -116,7 +116,12 @@ def to_device(micro_batch: MicroBatch, groups: ParallelGroups) -> DeviceBatch:
         max_seqlen_kv=longest,
     )
     if micro_batch.node_starts is not None and micro_batch.node_ends is not None:
-        set_forest(packed, ForestNodes(micro_batch.node_starts.tolist(), micro_batch.node_ends.tolist(), positions))
+        starts, ends, counts = (
+            micro_batch.node_starts.tolist(),
+            micro_batch.node_ends.tolist(),
+            micro_batch.row_counts(),
+        )
+        set_forest(packed, ForestNodes(starts, ends, positions, move(counts), int(counts.sum())))
     return DeviceBatch(
         token_ids=move(micro_batch.token_ids, held)[None],
         position_ids=positions[None],

@@ -436,8 +436,7 @@ class PolicyEngine:
         if not self.routers.all():
             return {}
         counts = [
-            count_changed(b, a, self.routers.compared_positions(m))
-            for m, b, a in zip(micro_batches, before, after, strict=True)
+            count_changed(b, a, self.routers.num_rows(m)) for m, b, a in zip(micro_batches, before, after, strict=True)
         ]
         return changed_sums(since, before[0], torch.stack(counts).sum(dim=0))
 

@@ -11,22 +11,28 @@ the router losses of Megatron, and the expert bias, which needs no loss.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+from megatron.core.transformer.moe.moe_utils import (
+    get_tokens_per_expert_and_token_count,
+    switch_load_balancing_loss_func,
+)
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from gspo_mega.algorithm.terms import local_rows
 from gspo_mega.base.errors import NumericsError
 from gspo_mega.base.records import MicroBatch
 from gspo_mega.config.schema import Moe
+from gspo_mega.cpu.forest_attention import forest_of
 from gspo_mega.engine.precision import clear_router_losses, router_losses, router_losses_know_their_parts
 from gspo_mega.engine.process_groups import ParallelGroups, device
 from gspo_mega.models.spec import MoeSpec
@@ -61,8 +67,12 @@ class Routers:
         for layer, router in self.all():
             router.register_forward_hook(self._check(layer))
             sort_chosen_experts(router)
-        for experts in (module for chunk in chunks for module in chunk.modules() if isinstance(module, BaseMoELayer)):
-            _forget_dispatched(experts)
+        for module in (module for chunk in chunks for module in chunk.modules()):
+            if isinstance(module, BaseMoELayer):
+                _forget_dispatched(module)
+            if isinstance(module, TransformerLayer):
+                for router in (part for part in module.modules() if isinstance(part, TopKRouter)):
+                    RowWeights(router, module, self._own)
         # Megatron lists every router of the process for its static helpers. This class controls each router directly,
         # and the list would keep models alive.
         RouterReplay.clear_global_router_replay_instances()
@@ -104,10 +114,6 @@ class Routers:
         counted = influential_positions(micro_batch)[rows]
         counts = np.bincount(places[counted], minlength=len(self.rows(micro_batch)))
         return torch.from_numpy(counts.astype(np.int64)).to(device())
-
-    def compared_positions(self, micro_batch: MicroBatch) -> torch.Tensor:
-        """Which positions of this rank's routers count in a comparison: [t] bool, on this rank's device."""
-        return self.num_rows(micro_batch) > 0
 
     def rollout_routes(self, micro_batch: MicroBatch) -> Routes:
         """The rollout engine's routes for this rank's layers and positions: [t, k] int16 per layer.
@@ -298,18 +304,20 @@ def influential_positions(micro_batch: MicroBatch) -> np.ndarray:
     return result
 
 
-def count_changed(before: Routes, after: Routes, compared: torch.Tensor) -> torch.Tensor:
+def count_changed(before: Routes, after: Routes, num_rows: torch.Tensor) -> torch.Tensor:
     """Count the changes between two sets of routes, for each layer in the order of `before`: [layers, 4] int64, those
     of this rank.
 
     The columns are tokens whose set of experts differs, tokens compared, choices of `before` that `after` does not
-    make, and choices compared. before, after: [t, k] int16 per layer. compared: [t] bool, the positions that count.
+    make, and choices compared. before, after: [t, k] int16 per layer. num_rows: [t] int64, for how many rows each
+    position counts.
     """
-    counts = [compared.new_zeros(0, 4, dtype=torch.int64)]
+    counts = [num_rows.new_zeros(0, 4)]
+    tokens = num_rows.sum()
     for layer, chosen in before.items():
-        lost = (chosen[:, :, None] != after[layer][:, None, :]).all(dim=2) & compared[:, None]
-        tokens = compared.sum()
-        counts.append(torch.stack([lost.any(dim=1).sum(), tokens, lost.sum(), tokens * chosen.shape[1]])[None])
+        lost = (chosen[:, :, None] != after[layer][:, None, :]).all(dim=2)
+        changed, replaced = (lost.any(dim=1) * num_rows).sum(), (lost.sum(dim=1) * num_rows).sum()
+        counts.append(torch.stack([changed, tokens, replaced, tokens * chosen.shape[1]])[None])
     return torch.cat(counts)
 
 
@@ -367,7 +375,8 @@ class LoadBalancing:
         balance = E sum_i f_i P_i                            (arXiv:2101.03961; 1 when even)
         z       = mean_t logsumexp(router logits_t)^2        (arXiv:2202.08906)
 
-    With sigmoid scores P_i is the mean share of a token's sum, and f_i ignores expert bias and groups.
+    With sigmoid scores P_i is the mean share of a token's sum, and f_i ignores expert bias and groups. If rows of the
+    pack share prefixes, T are the tokens of its rows, each with its own, and no padding (`RowWeights`).
 
     The loss of a mini-batch gains coefficient x sum over layers of the mean over its packs, weighted by T. This depends
     only on the packs: not on the number of micro-batches or data-parallel ranks, nor on tensor, context, expert or
@@ -395,7 +404,7 @@ class LoadBalancing:
         if not self.is_on:
             return
         num_positions = torch.tensor(
-            float(sum(m.num_tokens for m in micro_batches)), dtype=torch.float64, device=device()
+            float(sum(_num_weighed(m) for m in micro_batches)), dtype=torch.float64, device=device()
         )
         if self._groups.data.size > 1:
             dist.all_reduce(num_positions, group=self._groups.data.group)
@@ -430,9 +439,80 @@ class LoadBalancing:
         return self._groups.tensor.size * self._groups.context.size
 
 
+class RowWeights:
+    """Makes Megatron's losses of one router count a token that rows share once for each of them, and no padding.
+
+    `layer` is the one that holds the router: it is given the pack in every pass, recomputed ones included. `own` takes
+    this tensor rank's part of the positions of the context rank. Packs that share nothing have Megatron's own losses.
+    The attributes are those of the pack of the present pass: `weights` [t] float32 of this router's positions, or None;
+    `num_tokens`, the sum of the whole pack's.
+    """
+
+    def __init__(
+        self, router: TopKRouter, layer: TransformerLayer, own: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        self._router, self._own, self._plain = router, own, (router.apply_z_loss, router._apply_aux_loss)
+        self.weights: torch.Tensor | None = None
+        self.num_tokens = 0
+        layer.register_forward_pre_hook(self._begin, with_kwargs=True)
+        replaced: Any = router  # Megatron calls both methods for the losses that are on
+        replaced.apply_z_loss, replaced._apply_aux_loss = self._z_loss, self._balance_loss
+
+    def _begin(self, _layer: nn.Module, _args: object, kwargs: dict[str, Any]) -> None:
+        params = kwargs.get("packed_seq_params")
+        forest = None if params is None else forest_of(params)
+        self.weights = None
+        if forest is not None and forest.num_rows is not None:
+            self.weights, self.num_tokens = self._own(forest.num_rows).float(), forest.num_row_tokens
+
+    def _z_loss(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Megatron's `apply_z_loss`. logits: [t, experts]."""
+        router, coefficient = self._router, self._router.config.moe_z_loss_coeff
+        if self.weights is None or coefficient is None or not (router.training and torch.is_grad_enabled()):
+            return self._plain[0](logits, *args, **kwargs)
+        parts = router.tp_cp_group.size()
+        # As Megatron's: the mean over this rank's share of the tokens, and each rank adds its share of the coefficient.
+        mean = (self.weights * logits.logsumexp(dim=-1).square()).sum() * parts / self.num_tokens
+        return self._attach(logits, coefficient / parts, mean * coefficient / parts, "z_loss")
+
+    def _balance_loss(
+        self, probs: torch.Tensor, scores: torch.Tensor, routing_map: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Megatron's `_apply_aux_loss`. All arguments: [t, experts]."""
+        router, coefficient = self._router, self._router.get_aux_loss_coeff("aux_loss")
+        if self.weights is None or coefficient == 0:
+            return self._plain[1](probs, scores, routing_map, *args, **kwargs)
+        counts, _, _ = get_tokens_per_expert_and_token_count(
+            routing_map=routing_map * self.weights[:, None].long(), reduce_group=router.tp_cp_group, topk=router.topk
+        )
+        loss = switch_load_balancing_loss_func(
+            probs=scores * self.weights[:, None],
+            tokens_per_expert=counts,
+            total_num_tokens=self.num_tokens,
+            topk=router.topk,
+            num_experts=scores.size(1),
+            moe_aux_loss_coeff=coefficient,
+            fused=router.config.moe_router_fusion,
+        )
+        return self._attach(probs, coefficient, loss, "load_balancing_loss")
+
+    def _attach(self, activation: torch.Tensor, coefficient: float, loss: torch.Tensor, name: str) -> torch.Tensor:
+        """Report loss / coefficient, and add the loss to that of the pass, times this rank's share of the tokens."""
+        group = self._router.tp_cp_group
+        share: Any = self.num_tokens / group.size()  # Megatron, which only multiplies by it, declares an integer
+        return self._router.attach_and_log_load_balancing_loss(
+            activation, coefficient, loss, name, group, valid_token_count=share
+        )
+
+
 def megatron_coefficient(settings: Moe) -> float:
     """The load-balancing coefficient in effect: 0 if the loss is off."""
     return settings.load_balancing_coefficient if settings.load_balancing != "none" else 0.0
+
+
+def _num_weighed(micro_batch: MicroBatch) -> int:
+    """T of a pack for the routers' losses: its positions, or the tokens of its rows if these share prefixes."""
+    return micro_batch.num_tokens if micro_batch.computed_at is None else int(micro_batch.row_counts().sum())
 
 
 def has_router_losses(settings: Moe) -> bool:

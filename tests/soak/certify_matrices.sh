@@ -2,7 +2,7 @@
 # Every case of the shipped matrices: each layout, packing and precision against one rank. About half an hour on two idle cores; samples of
 # them are in tests/distributed/test_certify.py and test_certify_fp8.py.
 #
-#   tests/soak/certify_matrices.sh [dense shared moe mla families balanced delta lora ppo te_bf16 fp8 objectives]
+#   tests/soak/certify_matrices.sh [dense shared moe mla families balanced shared_balanced delta lora ppo te_bf16 fp8 objectives]
 #
 # fp8 runs with every recipe of scales, objectives with every algorithm that has a range of its own.
 #
@@ -12,7 +12,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 models=("$@")
-((${#models[@]})) || models=(dense shared moe mla families balanced delta lora ppo distill teachers te_bf16 fp8 objectives)
+((${#models[@]})) || models=(dense shared moe mla families balanced shared_balanced delta lora ppo distill teachers te_bf16 fp8 objectives)
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 export OMP_NUM_THREADS=1

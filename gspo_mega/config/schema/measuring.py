@@ -419,6 +419,14 @@ class Certify(Section):
             " tolerances are as narrow."
         ),
     )
+    equal_padding: bool = Field(
+        default=True,
+        description=(
+            "In FP8 and with router losses, whose numbers depend on padding, pad every sequence to the same multiple in"
+            " all cases. With false, cases pad as in training: for packs that share prefixes, whose router losses leave"
+            " padding out, and a reference on one rank, which has none."
+        ),
+    )
     edges: bool = Field(
         default=False, description="Also cross clip edges and router ties on purpose, and count what flips."
     )

@@ -78,7 +78,9 @@ def run_case(
     """
     parallel = config.parallel
     spec = read_model_spec(config.model.path)
-    layout = _padded_alike(config.precision, config.moe, resolve_layout(config, spec))
+    layout = resolve_layout(config, spec)
+    if config.certify.equal_padding:
+        layout = _padded_alike(config.precision, config.moe, layout)
     groups = create_groups(
         tensor=parallel.tensor,
         pipeline=parallel.pipeline,
