@@ -15,6 +15,7 @@ from typing import Any
 from gspo_mega.config.derived import penalises_kl
 from gspo_mega.config.precision import describe_server_precision, publishes, publishes_adapters
 from gspo_mega.config.schema import Config
+from gspo_mega.config.validate_sharing import validate_sharing as rules_between_keys
 from gspo_mega.models.block_fp8 import served_layout
 from gspo_mega.models.spec import ModelSpec
 from gspo_mega.plan.delta import ASSUMED_SHARE, HOST_LINK_BYTES_PER_SECOND, DeltaCost
@@ -27,13 +28,16 @@ from gspo_mega.plan.resolve import Plan
 from gspo_mega.plan.sampling_masks import mask_cost, mask_lines
 from gspo_mega.plan.server_buffers import num_owners, num_senders
 from gspo_mega.plan.servers import needs_start_folder
-from gspo_mega.plan.sharing import sharing_lines, step_positions
+from gspo_mega.plan.sharing import StepPositions, step_positions
 from gspo_mega.plan.state import State
 from gspo_mega.plan.teacher import served_lines
 from gspo_mega.plan.timing import HashCost, StepTime, hand_out, hand_out_lines
+from gspo_mega.plan.validate import validate_sharing
 from gspo_mega.plan.watchdog_bounds import patience
 
 _MOST_RANKS_SHOWN = 16
+# The least share of positions for which sharing is named to a run that has none.
+_WORTH_SHARING = 0.1
 
 
 def render_report(plan: Plan, figures: Estimate | None = None) -> str:
@@ -216,8 +220,43 @@ def _batch(plan: Plan) -> list[str]:
             else ""
         )
     )
-    lines += sharing_lines(config, plan.spec, layout)
+    lines += _sharing(plan)
     return lines
+
+
+def _sharing(plan: Plan) -> list[str]:
+    """Return the lines about what packs compute once, or, of packs that share nothing, what they could; none if that is
+    little or would be refused.
+    """
+    config, batch = plan.config, plan.config.batch
+    if config.train is None and config.sft is not None:
+        return []
+    if batch.share_prefixes == "off":
+        could = config.model_copy(update={"batch": batch.model_copy(update={"share_prefixes": "prompts"})})
+        step = step_positions(could, plan.layout)
+        refused = [*rules_between_keys(could), *validate_sharing(could, plan.spec, plan.device)]
+        if step.shared_fraction < _WORTH_SHARING or refused:
+            return []
+        return [f"share_prefixes off: on CPUs, with `prompts`, {_saving(step, plan.spec)}"]
+    what = "the prompt of a group" if batch.share_prefixes == "prompts" else "what rows have in common"
+    more = "; what else rows share is not known before a run" if batch.share_prefixes == "full" else ""
+    return [
+        f"share_prefixes {batch.share_prefixes}: a pack computes {what} once{more}",
+        f"  {_saving(step_positions(config, plan.layout), plan.spec)}",
+        f"  a pack has at most {batch.micro_batch_tokens} computed positions, which bounds its memory",
+    ]
+
+
+def _saving(step: StepPositions, spec: ModelSpec) -> str:
+    reached, ideal = step.fewer_flops(spec)
+    again = "each prompt once"
+    if step.num_repeated:
+        again = f"{step.num_repeated} prompts again, as packs or ranks divide their groups"
+    return (
+        f"of {step.rows.tokens} positions of a step's rows {step.computed.tokens} are computed, {again}:"
+        f" {step.shared_fraction:.1%} fewer; the layers take {reached:.2f} times fewer FLOPs, at best {ideal:.2f}"
+        " (prompts and responses of half their most tokens)"
+    )
 
 
 def _servers(plan: Plan, figures: Estimate) -> list[str]:

@@ -3,7 +3,7 @@
 Lengths are not known then, so all prompts and all responses of a step have the planned ones (`derived.mean_tokens`),
 and rows have only their prompt in common: what branches of an episode, equal responses or system prompts share with
 `full` comes on top. `step_positions` cuts the groups of each mini-batch into packs by the rules of `data/packing.py`,
-in plain arithmetic. `sharing_lines` is what a report says of it. No torch.
+in plain arithmetic. No torch.
 """
 
 from __future__ import annotations
@@ -133,26 +133,3 @@ def _num_pieces(num_groups: int, group_size: int, prompt: int, own: int, budget_
         return max(ranks)
 
     return len(min(divisions, key=dearest_rank))
-
-
-def sharing_lines(config: Config, spec: ModelSpec, layout: Layout) -> list[str]:
-    """Return a report's lines about what packs compute once; none if they share nothing."""
-    mode = config.batch.share_prefixes
-    if mode == "off" or (config.train is None and config.sft is not None):
-        return []
-    step = step_positions(config, layout)
-    reached, ideal = step.fewer_flops(spec)
-    what = "the prompt of a group" if mode == "prompts" else "what rows have in common"
-    more = "; what else rows share is not known before a run" if mode == "full" else ""
-    again = (
-        f"{step.num_repeated} prompts again, as packs or ranks divide their groups"
-        if step.num_repeated
-        else "each prompt once"
-    )
-    return [
-        f"share_prefixes {mode}: a pack computes {what} once{more}",
-        f"  of {step.rows.tokens} positions of a step's rows {step.computed.tokens} are computed, {again}:"
-        f" {step.shared_fraction:.1%} fewer; the layers take {reached:.2f} times fewer FLOPs, at best {ideal:.2f}"
-        " (prompts and responses of half their most tokens)",
-        f"  a pack has at most {config.batch.micro_batch_tokens} computed positions, which bounds its memory",
-    ]

@@ -1,11 +1,14 @@
 """What computing a group's prompt once saves of a training step on a CPU: tokens, FLOPs, time and memory.
 
     python tests/benchmarks/shared_prefixes.py
+    python tests/benchmarks/shared_prefixes.py --branches 2 3 4
 
 For each size of groups and prompts, one rank runs the old pass and the forward and backward pass of a mini-batch of two
 groups, in turns with whole rows and with `batch.share_prefixes: prompts`, and the fewest seconds of processor time of
 each count: other processes then matter little. The ideal is every prompt computed once, with attention to its own rows
-only. FLOPs are counted from the packs: 6 per parameter of the layers and token, and 12 x heads x head size per layer
+only. With `--branches` the rows are those of episodes with a tool, as long as the calculator's: a mini-batch of eight
+groups of eight episodes, each with so many branches, which part after two turns. `prompts` and `full` are compared with
+whole rows, and the ideal is that of `full`. FLOPs are counted from the packs: 6 per parameter of the layers and token, and 12 x heads x head size per layer
 for each pair of tokens that attend, three quarters of which are backward passes. Memory is the peak above what the process
 holds between passes.
 """
@@ -14,10 +17,12 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import json
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +69,9 @@ SHAPE = {
     "torch_dtype": "float32",
 }
 RESPONSE, BUDGET, GROUPS = 128, 8192, 2
+# An episode's prompt, and a turn with the tool's answer: sampled tokens and the template's. Turns before the branches
+# part and after, and what a pack holds: those of configs/calculator.yaml.
+TASK, SAID, TOLD, BEFORE, AFTER, EPISODES, EPISODE_GROUPS, EPISODE_BUDGET = 24, 9, 13, 2, 1, 8, 8, 4096
 
 
 def rollout_batch(group_size: int, prompt_tokens: int) -> RolloutBatch:
@@ -88,6 +96,42 @@ def rollout_batch(group_size: int, prompt_tokens: int) -> RolloutBatch:
                     reward=float(k % 2),
                 )
             )
+        groups.append(Group.from_rows(g, prompt, rows))
+    return RolloutBatch(0, groups)
+
+
+def branched_batch(num_branches: int) -> RolloutBatch:
+    """Groups of episodes whose branches have the first turns in common. A row trains these if it is the first, and its
+    own turns, the last of which is an answer.
+    """
+    rng = np.random.default_rng(num_branches)
+
+    def draw(number: int) -> list[int]:
+        return rng.integers(0, SHAPE["vocab_size"], number).tolist()
+
+    groups = []
+    for g in range(EPISODE_GROUPS):
+        prompt = Prompt(f"b:{g}", "b", tuple(draw(TASK)), "")
+        rows = []
+        for e in range(EPISODES):
+            history, turn = draw(BEFORE * (SAID + TOLD)), [1] * SAID + [0] * TOLD
+            for branch in range(num_branches):
+                own = int(rng.integers(SAID // 2, SAID + 1))
+                mask = [trains * (branch == 0) for trains in BEFORE * turn] + AFTER * turn + own * [1]
+                tokens = history + draw(AFTER * (SAID + TOLD) + own)
+                rows.append(
+                    one_turn_row(
+                        trajectory_id=f"{g}:{e}:{branch}",
+                        group_id=g,
+                        prompt=prompt,
+                        response_token_ids=tokens,
+                        response_mask=mask,
+                        rollout_log_probs=[-7.0] * len(tokens),
+                        weight_versions=[0] * len(tokens),
+                        finish_reason="stop",
+                        reward=float(e % 2),
+                    )
+                )
         groups.append(Group.from_rows(g, prompt, rows))
     return RolloutBatch(0, groups)
 
@@ -141,9 +185,8 @@ class Bench:
             mismatch=dict(correction="none"),
         )
 
-    def mini_batch(self, group_size: int, prompt_tokens: int, mode: str, budget: int = BUDGET) -> MiniBatch:
-        config = self.config(group_size, prompt_tokens, mode, budget)
-        batch = rollout_batch(group_size, prompt_tokens)
+    def mini_batch(self, batch: RolloutBatch, prompt_tokens: int, mode: str, budget: int) -> MiniBatch:
+        config = self.config(len(batch.trajectories) // len(batch.groups), prompt_tokens, mode, budget)
         fill_advantages(batch, config, 0)
         return assemble(batch, config, resolve_layout(config, self.spec), 0)[0][0]
 
@@ -157,9 +200,9 @@ class Bench:
         self.engine.policy_gradients(mini.micro_batches, settings, mini.denominator, old)
         return time.process_time() - start, peak.above()
 
-    def measure(self, group_size: int, prompt_tokens: int) -> None:
-        """Print one row of the table."""
-        minis = {mode: self.mini_batch(group_size, prompt_tokens, mode) for mode in ("off", "prompts")}
+    def measure(self, head: str, batch: RolloutBatch, prompt_tokens: int, budget: int, modes: Sequence[str]) -> None:
+        """Print a row of the table for each of `modes` after `off`, the last of which has the ideal."""
+        minis = {mode: self.mini_batch(batch, prompt_tokens, mode, budget) for mode in ("off", *modes)}
         seconds: dict[str, list[float]] = {mode: [] for mode in minis}
         memory = dict.fromkeys(minis, 0)
         for repeat in range(self.repeats + 1):
@@ -171,21 +214,24 @@ class Bench:
         packs = {mode: mini.micro_batches for mode, mini in minis.items()}
         tokens = {mode: sum(pack.num_computed for pack in own) for mode, own in packs.items()}
         work = {mode: flops(self.spec, own) for mode, own in packs.items()}
-        ideal = flops(self.spec, self.mini_batch(group_size, prompt_tokens, "prompts", 10**7).micro_batches)
+        ideal = flops(self.spec, self.mini_batch(batch, prompt_tokens, modes[-1], 10**7).micro_batches)
         times = {mode: min(values) for mode, values in seconds.items()}
-        ratio, gained = work["off"] / ideal, times["off"] / times["prompts"]
-        print(
-            f"| {group_size} | {prompt_tokens} | {tokens['off']} | {tokens['prompts']} | {ratio:.2f} |"
-            f" {work['off'] / work['prompts'] / ratio:.2f} | {times['off']:.2f} | {times['prompts']:.2f} | {gained:.2f} |"
-            f" {gained / ratio:.2f} | {memory['off'] / 2**20:.0f} | {memory['prompts'] / 2**20:.0f} |",
-            flush=True,
-        )
+        ratio = work["off"] / ideal
+        for mode in modes:
+            gained = times["off"] / times[mode]
+            print(
+                f"| {head} |{f' {mode} |' if len(modes) > 1 else ''} {tokens['off']} | {tokens[mode]} | {ratio:.2f} |"
+                f" {work['off'] / work[mode] / ratio:.2f} | {times['off']:.2f} | {times[mode]:.2f} | {gained:.2f} |"
+                f" {gained / ratio:.2f} | {memory['off'] / 2**20:.0f} | {memory[mode] / 2**20:.0f} |",
+                flush=True,
+            )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--prompts", type=int, nargs="*", default=[64, 512, 4096])
+    parser.add_argument("--branches", type=int, nargs="*", default=[])
     parser.add_argument("--groups", type=int, nargs="*", default=[8, 16])
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -194,14 +240,17 @@ def main() -> None:
         shape = Path(folder) / "shape.json"
         shape.write_text(json.dumps(SHAPE))
         bench = Bench(str(make_random_folder(shape, Path(folder) / "model", 0)), arguments.repeats)
-        print(
-            "| group | prompt | tokens, rows | tokens, shared | ideal ratio of FLOPs | reached | s, rows | s, shared |"
-            " ratio | of the ideal | MiB, rows | MiB, shared |"
-        )
-        print("|---|---|---|---|---|---|---|---|---|---|---|---|")
-        for group_size in arguments.groups:
-            for prompt_tokens in arguments.prompts:
-                bench.measure(group_size, prompt_tokens)
+        columns = "tokens, rows | tokens, shared | ideal | reached | s, rows | s, shared | ratio | of the ideal |"
+        columns += " MiB, rows | MiB, shared |"
+        if arguments.branches:
+            print(f"| branches | mode | {columns}\n|{'---|' * 12}")
+            for number in arguments.branches:
+                bench.measure(f"{number}", branched_batch(number), TASK, EPISODE_BUDGET, ("prompts", "full"))
+            return
+        print(f"| group | prompt | {columns}\n|{'---|' * 12}")
+        for size, prompt_tokens in itertools.product(arguments.groups, arguments.prompts):
+            batch = rollout_batch(size, prompt_tokens)
+            bench.measure(f"{size} | {prompt_tokens}", batch, prompt_tokens, BUDGET, ("prompts",))
 
 
 if __name__ == "__main__":

@@ -5,8 +5,13 @@ from __future__ import annotations
 import pytest
 from recovery_support import GROUP_SIZE, KILLED, NUM_GROUPS, NUM_STEPS, leftovers, outcome
 
+from gspo_mega.base.records import Trajectory
+from gspo_mega.base.run_folder import RunFolder
+from gspo_mega.config import load_config
 from gspo_mega.data.journal.journal import Journal
 from gspo_mega.metrics.writer import read_metrics
+from gspo_mega.plan import plan_run
+from gspo_mega.plan.sharing import step_positions
 
 SHARED = ("batch.share_prefixes=prompts", "journal.keep_last=10")
 # In the middle of the second step, and while its checkpoint is written.
@@ -54,3 +59,12 @@ def test_a_run_that_shares_reports_what_one_of_whole_rows_does(ranks):
             rows = journal.read(step).batch.trajectories
             wanted = saved / sum(row.num_tokens for row in rows)
             assert [line["speed/shared_prefix_fraction"] for line in sharing] == pytest.approx([wanted] * 2)
+            assert planned_fraction(ranks.folder("shared-prompts"), rows) == pytest.approx(wanted, abs=0.005)
+
+
+def planned_fraction(run: RunFolder, rows: list[Trajectory]) -> float:
+    """What a plan says is shared if half of the longest lengths are those of these rows."""
+    response = sum(row.num_response_tokens for row in rows) / len(rows)
+    lengths = ["data.max_prompt_tokens=10", f"rollout.max_new_tokens={round(2 * response)}"]
+    plan = plan_run(load_config(run.config_file, lengths), "cpu")
+    return step_positions(plan.config, plan.layout).shared_fraction

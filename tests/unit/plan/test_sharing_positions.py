@@ -122,8 +122,21 @@ def test_the_report_says_what_is_computed_and_the_ideal(load, shape):
     assert "of 224 positions of a step's rows 128 are computed, each prompt once: 42.9% fewer" in text
     assert f"{ideal:.2f} times fewer FLOPs, at best {ideal:.2f} (prompts and responses of half their most" in text
     assert json.loads(plan_json(plan, estimate(plan)))["positions"]["computed"] == {"tokens": 128, "pairs": 656}
-    plain = plan_run(load(*LENGTHS), "cpu", shape("dense"))
-    assert "share_prefixes" not in render_report(plain)
+
+
+def test_a_run_that_could_share_is_told_what_it_would_save(load, shape):
+    def said(*overrides, device="cpu", model=None):
+        plan = plan_run(load(*LENGTHS, *overrides), device, model or shape("dense"))
+        return [line for line in render_report(plan).splitlines() if "share_prefixes" in line]
+
+    (line,) = said("batch.group_size=4")
+    assert "share_prefixes off: on CPUs, with `prompts`, of 224 positions" in line and "128 are computed" in line
+    assert said(device=None) and not said(device="gpu"), "refused on GPUs"
+    assert not said("batch.num_mini_batches=9"), "a mini-batch has whole groups, and there are 8"
+    assert not said(model="configs/models/certify_olmo3.json"), "sliding windows"
+    assert not said("rollout.max_new_tokens=200"), "less than a tenth"
+    on = said(ON)
+    assert len(on) == 1 and on[0].endswith("share_prefixes prompts: a pack computes the prompt of a group once")
 
 
 @pytest.mark.parametrize("more", [(), ("algorithm=grpo", "kl={coefficient: 0.1}")])
