@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gspo_mega.base.errors import GspoMegaError, PlanError
+from gspo_mega.base.errors import PlanError
 from gspo_mega.config.loader import LoadedConfig
 from gspo_mega.config.schema import Config
 from gspo_mega.models.huggingface import read_model_spec
@@ -41,7 +41,7 @@ def fit_to_nodes(loaded: LoadedConfig, nodes: int, device: Device | None) -> Loa
     for number in range(most, least - 1, -1):
         try:
             return _on(loaded, number, device)
-        except GspoMegaError as error:
+        except PlanError as error:
             reasons.append(f"on {number}: {str(error).splitlines()[0]}")
     raise PlanError(
         "\n".join([f"{loaded.where('train.min_nodes')}: train.min_nodes: no layout on {nodes} nodes:", *reasons])
@@ -49,7 +49,7 @@ def fit_to_nodes(loaded: LoadedConfig, nodes: int, device: Device | None) -> Loa
 
 
 def _on(loaded: LoadedConfig, number: int, device: Device | None) -> LoadedConfig:
-    """Return the configuration on `number` nodes. Raises a GspoMegaError, of the layout with the same sizes, if there
+    """Return the configuration on `number` nodes. Raises PlanError, of the layout with the same sizes, if there
     is none.
     """
     config = loaded.config
@@ -59,7 +59,7 @@ def _on(loaded: LoadedConfig, number: int, device: Device | None) -> LoadedConfi
     try:
         _check(same, device)
         return same
-    except GspoMegaError as error:
+    except PlanError as error:
         first = error
     try:
         found = search_layouts(
@@ -75,7 +75,7 @@ def _on(loaded: LoadedConfig, number: int, device: Device | None) -> LoadedConfi
         other = replace(same, config=same.config.model_copy(update=update))
         try:
             _check(other, device)
-        except GspoMegaError:
+        except PlanError:
             continue
         return other
     raise first

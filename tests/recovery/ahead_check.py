@@ -33,13 +33,11 @@ def due(step: int) -> dict[str, int]:
     return {text: count * GROUP_SIZE for text, count in Counter(f"train:{row}" for row in rows).items()}
 
 
-def check_ahead(live, name: str, num_steps: int, staleness: int, *more: str) -> Counter[int]:
+def check_order(folder: RunFolder, num_steps: int, staleness: int) -> Counter[int]:
     """Every step trained on the prompts that were due, in whole groups and in their order, sampled by weights of the
-    step or of at most `staleness` before; nothing recorded was sampled again or was of no use; and its journal replays
-    to the same weights. `more`: further settings of the run. Returns the number of tokens by how many versions old they
-    were.
+    step or of at most `staleness` before; nothing recorded was sampled again or was of no use. Returns the number of
+    tokens by how many versions old they were.
     """
-    folder = live.ranks.folder(name)
     journal = Journal(folder.journal_dir)
     batches = [journal.read(step).batch for step in range(num_steps)]
     lags: Counter[int] = Counter()
@@ -53,18 +51,31 @@ def check_ahead(live, name: str, num_steps: int, staleness: int, *more: str) -> 
     check_log(journal)
     assert not list(journal.folder.glob("*.old-*")), "nothing that was recorded was of no use"
     assert [line["step"] for line in read_metrics(folder.metrics_file)] == list(range(1, num_steps + 1))
+    return lags
 
+
+def check_ahead(live, name: str, num_steps: int, staleness: int, *more: str) -> Counter[int]:
+    """What `check_order` does, and the run's journal replays to the same weights. `more`: further settings of the
+    run.
+    """
+    folder = live.ranks.folder(name)
+    lags = check_order(folder, num_steps, staleness)
     settings = [f"rollout.max_staleness={staleness}", f"train.num_steps={num_steps}", *more]
     assert live.train(f"{name}-replay", "", f"train.from_rollouts={folder.path}", *settings) == [0], live.ranks.log(
         f"{name}-replay"
     )
     replay = read_metrics(live.ranks.folder(f"{name}-replay").metrics_file)
     assert any(line["time/assemble/ahead_seconds"] > 0 for line in replay), "the next record was read, and made ready"
-    want, got = outcome(live.ranks.folder(f"{name}-replay")), outcome(folder)
+    check_same_end(live.ranks.folder(f"{name}-replay"), folder)
+    return lags
+
+
+def check_same_end(replay: RunFolder, folder: RunFolder) -> None:
+    """Both ended with the same weights, optimizer state and record, to the bit."""
+    want, got = outcome(replay), outcome(folder)
     for part in want.keys() | got.keys():
         if part.startswith(("checkpoint/megatron", "hf/", "journal")):
             assert want.get(part) == got.get(part), part
-    return lags
 
 
 def check_parts(folder: RunFolder, num_steps: int) -> tuple[list[int], list[int]]:

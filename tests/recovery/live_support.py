@@ -65,11 +65,14 @@ class LiveRuns:
             self.serve.stop()
             raise
 
-    def train(self, name: str, fault: str = "", *overrides: str, kill_after: float | None = None) -> list[int]:
+    def train(
+        self, name: str, fault: str = "", *overrides: str, num_ranks: int = 1, kill_after: float | None = None
+    ) -> list[int]:
         return self.ranks.train(
             name,
             fault,
             *overrides,
+            num_ranks=num_ranks,
             kill_after=kill_after,
             config_file=self.config_file,
             prepare=self._give_server,

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -319,3 +320,26 @@ def test_no_command_line_holds_the_key(steps):
     assert key.read_text() not in " ".join(
         word for spec in specs for word in (*spec.command, *spec.environment.values())
     )
+
+
+def test_a_job_that_shrinks_may_start_with_fewer_trainers():
+    config = loaded("cluster={num_nodes: 4, ranks_per_node: 8, num_rollout_nodes: 1}", "server={num_servers: 2}")
+    size = job_size(config, site())
+    assert "--nodes=3-5" in sbatch_options("run", size, site(), fewest_trainers=2)
+    het = sbatch_options("run", size, site(), ["--partition=small"], fewest_trainers=2)
+    assert [word for word in het if word.startswith("--nodes")] == ["--nodes=2-4", "--nodes=1"]
+    assert calls.free_trainer_nodes({"SLURM_JOB_NUM_NODES": "4"}, 1) == 3
+    het_job = {"SLURM_HET_SIZE": "2", "SLURM_JOB_NUM_NODES_HET_GROUP_0": "3", "SLURM_JOB_NUM_NODES": "9"}
+    assert calls.free_trainer_nodes(het_job, 1) == 3
+
+
+@pytest.mark.parametrize(("wait", "starts"), [(timedelta(0), True), (timedelta(hours=1), False), (None, False)])
+def test_whether_more_nodes_are_free_is_slurms_answer(tmp_path, wait, starts):
+    at = "" if wait is None else (datetime.now() + wait).isoformat(timespec="seconds")
+    said = f"sbatch: Job 9 to start at {at} using 8 processors on nodes n3 in partition a" if at else "sbatch: error: x"
+    program = tmp_path / "bin" / "sbatch"
+    program.write_text(f'#!/bin/sh\necho "$@" "$SLURM_JOB_ID" > {tmp_path}/call\necho "{said}" >&2\n')
+    program.chmod(0o755)
+    variables = {**os.environ, "SLURM_JOB_ID": "7"}
+    assert calls.could_start(["--partition=a", "--nodes=1"], variables) is starts
+    assert (tmp_path / "call").read_text().split() == ["--test-only", "--partition=a", "--nodes=1", "--wrap=true"]
