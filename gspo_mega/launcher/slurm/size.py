@@ -213,13 +213,13 @@ def _check_gpus(loaded: LoadedConfig, key: str, needed: int, there: int, node: s
 def node_options(site: Site, number: int, tasks: int, fewer: int = 0) -> list[str]:
     """The options of sbatch for `number` nodes with so many `tasks` each; the job may start with `fewer` fewer."""
     gpus = [f"--gres=gpu:{site.gpus_per_node}"] if site.gpus_per_node else []
-    return [
-        f"--nodes={f'{number - fewer}-' if fewer else ''}{number}",
-        f"--ntasks-per-node={tasks}",
-        f"--cpus-per-task={site.cpus_per_task}",
-        "--no-kill",
-        *gpus,
-    ]
+    if fewer:
+        # With a number of tasks per node Slurm gives the fewest nodes, however many are free. A node's tasks count as
+        # one here; the steps say how many they have.
+        nodes = [f"--nodes={number - fewer}-{number}", f"--cpus-per-task={tasks * site.cpus_per_task}"]
+    else:
+        nodes = [f"--nodes={number}", f"--ntasks-per-node={tasks}", f"--cpus-per-task={site.cpus_per_task}"]
+    return [*nodes, "--no-kill", *gpus]
 
 
 def sbatch_options(

@@ -325,7 +325,9 @@ def test_no_command_line_holds_the_key(steps):
 def test_a_job_that_shrinks_may_start_with_fewer_trainers():
     config = loaded("cluster={num_nodes: 4, ranks_per_node: 8, num_rollout_nodes: 1}", "server={num_servers: 2}")
     size = job_size(config, site())
-    assert "--nodes=3-5" in sbatch_options("run", size, site(), fewest_trainers=2)
+    options = sbatch_options("run", size, site(), fewest_trainers=2)
+    # Slurm would give the fewest nodes for --ntasks-per-node.
+    assert options[-4:] == ["--nodes=3-5", "--cpus-per-task=8", "--no-kill", "--gres=gpu:8"]
     het = sbatch_options("run", size, site(), ["--partition=small"], fewest_trainers=2)
     assert [word for word in het if word.startswith("--nodes")] == ["--nodes=2-4", "--nodes=1"]
     assert calls.free_trainer_nodes({"SLURM_JOB_NUM_NODES": "4"}, 1) == 3
