@@ -25,6 +25,7 @@ from gspo_mega.config import LoadedConfig, load_config, render_config, render_js
 from gspo_mega.launcher.continuation import plan_continuation, render_continuation
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.plan import estimate, plan_run, refuse_what_does_not_fit, render_report
+from gspo_mega.plan.fewer_nodes import fewer_nodes_lines
 from gspo_mega.plan.report import plan_json, plan_shell
 from gspo_mega.plan.search import parse_grid, render_search, search_layouts
 
@@ -101,6 +102,8 @@ def run(args: argparse.Namespace) -> int:
         print(plan_json(plan, figures) if args.json else plan_shell(plan, figures))
     else:
         print(render_report(plan, figures))
+        for number, line in enumerate(fewer_nodes_lines(loaded, args.device)):
+            print(f"{'' if number else 'nodes':<8} {line}")
         if args.resolved:
             print("\n" + render_config(loaded.config), end="")
     if args.trace:
