@@ -406,8 +406,9 @@ def _samples(data: Data | None, held_out: Sequence[HeldOutSet]) -> Iterator[_Sam
     """The first row of each file whose responses are scored. Files and rows that cannot be read are left out. `data`:
     the training data, or None if nothing is trained on.
     """
-    for source in data_sources(data) if data is not None else ():
-        yield from _first(source.name, source.path, data)
+    if data is not None:
+        for source in data_sources(data):
+            yield from _first(source.name, source.path, data)
     for one in held_out:
         yield from _first(one.source, one.path, one.data)
 
