@@ -1,9 +1,9 @@
 """What follows from several keys of a configuration: one answer for the session, the plan, the engine and the notices.
 
 The parts: the configuration of one command; functions of the user; the critic and advantages; teachers; old log-probs
-and the gap between the engines; lengths of episodes. `clip_range.py` says what a clip range means for that gap, and
-`precision.py` whose layers compute the policy, what FP8 is, and what servers hold. Rules are elsewhere (the `validate`
-modules). Nothing here imports torch or numpy, so a rank can ask before it imports torch.
+and the gap between the engines; lengths of episodes; how a publish is verified. `clip_range.py` says what a clip range
+means for that gap, and `precision.py` whose layers compute the policy, what FP8 is, and what servers hold. Rules are
+elsewhere (the `validate` modules). Nothing here imports torch or numpy, so a rank can ask before it imports torch.
 """
 
 from __future__ import annotations
@@ -372,3 +372,20 @@ def mean_tokens(config: Config) -> tuple[int, int]:
 def on_publish(rollout: Rollout) -> OnPublish:
     """Return what happens to open requests when new weights are published: `rollout.on_publish`, or its default."""
     return rollout.on_publish or ("wait" if rollout.max_staleness == 0 else "continue")
+
+
+# How a publish is verified.
+
+Verification = Literal["tensors", "replicas"]
+
+
+def resolve_verification(chosen: Verification | Literal["auto"], server_tensor: int, on_gpu: bool) -> Verification:
+    """Return how a publish is verified (`sync/verify.py` does it). `chosen`: `publish.verify`. `server_tensor`:
+    `server.tensor`. `on_gpu`: trainer and servers run on GPUs.
+
+    On a CPU, SGLang's checksums are SHA-256, and the trainer can compute them for a server of one rank. On a GPU, and
+    for shares of a tensor, it cannot.
+    """
+    if chosen != "auto":
+        return chosen
+    return "replicas" if on_gpu or server_tensor > 1 else "tensors"

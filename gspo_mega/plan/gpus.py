@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from gspo_mega.config.derived import Verification, resolve_verification
 from gspo_mega.config.schema import Cluster
 
 # What the ranks of a run compute on.
@@ -85,8 +86,6 @@ ASSUMPTIONS = (
 )
 
 
-Verification = Literal["tensors", "replicas"]
-
 # What each way of verification proves.
 MEANING: dict[Verification, str] = {
     "tensors": "every server tensor's checksum is that of what was sent",
@@ -95,18 +94,6 @@ MEANING: dict[Verification, str] = {
         " reaches every tensor"
     ),
 }
-
-
-def resolve_verification(chosen: Verification | Literal["auto"], server_tensor: int, on_gpu: bool) -> Verification:
-    """Return how a publish is verified (`sync/verify.py` does it). `chosen`: `publish.verify`. `server_tensor`:
-    `server.tensor`. `on_gpu`: trainer and servers run on GPUs.
-
-    On a CPU, SGLang's checksums are SHA-256, and the trainer can compute them for a server of one rank. On a GPU, and
-    for shares of a tensor, it cannot.
-    """
-    if chosen != "auto":
-        return chosen
-    return "replicas" if on_gpu or server_tensor > 1 else "tensors"
 
 
 def is_on_gpu(cluster: Cluster, device: Device | None) -> bool | None:

@@ -22,6 +22,7 @@ from gspo_mega.config.derived import (
     mean_tokens,
     needs_old_log_prob_pass,
     penalises_kl,
+    resolve_verification,
 )
 from gspo_mega.config.precision import publishes_adapters, server_dtype
 from gspo_mega.config.schema import Config, Precision, Server
@@ -40,7 +41,6 @@ from gspo_mega.plan.gpus import (
     SHA256_BYTES_PER_SECOND,
     STORAGE_BYTES_PER_SECOND,
     Gpu,
-    resolve_verification,
 )
 from gspo_mega.plan.layout import Layout
 from gspo_mega.plan.memory import GIB, server_memory

@@ -32,10 +32,10 @@ from gspo_mega.checkpoint.gather import PolicyTensors
 from gspo_mega.checkpoint.hf_export import export_policy, policy_digests
 from gspo_mega.checkpoint.quantized import PublishedForm, published_form, quantised_on_load
 from gspo_mega.checkpoint.shard_check import ShardCheck
+from gspo_mega.config.derived import resolve_verification
 from gspo_mega.config.schema import Config
 from gspo_mega.models.spec import ModelSpec
 from gspo_mega.models.tensors import TensorEntry
-from gspo_mega.plan.gpus import resolve_verification
 from gspo_mega.sync.broadcast import GroupSender
 from gspo_mega.sync.broadcast_group import OwnTensors
 from gspo_mega.sync.delta import PublishedChanges, export_changes

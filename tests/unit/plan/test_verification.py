@@ -8,8 +8,8 @@ import re
 import pytest
 
 from gspo_mega.base.errors import PlanError
+from gspo_mega.config.derived import resolve_verification
 from gspo_mega.plan import estimate, plan_run, render_report
-from gspo_mega.plan.gpus import resolve_verification
 from gspo_mega.plan.report import plan_json
 
 TWO = ["server.tensor=2"]
