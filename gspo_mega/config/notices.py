@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from gspo_mega.config.algorithms import CORRECTION_LIMITS, RECIPES
+from gspo_mega.config.algorithms import CORRECTION_LIMITS, RECIPES, AlgorithmName
 from gspo_mega.config.derived import (
     OneTeacher,
     corrects_engine_gap,
@@ -202,7 +202,7 @@ def _teacher_notices(config: Config) -> Iterator[str]:
             f" {'; '.join([*cost, heads])}"
         )
     else:
-        yield f"{who}: {_sampled_teacher_term(config, teacher)}; {'; '.join(cost)}"
+        yield f"{who}: {_sampled_teacher_term(config.algorithm, config.objective, teacher)}; {'; '.join(cost)}"
     taught = {one.source for one in named}
     untaught = (
         [one.name for one in sources_of(config.data)] if names_prompts(config.data) and None not in taught else []
@@ -224,11 +224,11 @@ def _rows_of(teacher: OneTeacher) -> str:
     return "" if teacher.source is None else f" (rows of {teacher.source})"
 
 
-def _sampled_teacher_term(config: Config, teacher: Teacher) -> str:
-    recipe = RECIPES[config.algorithm]
+def _sampled_teacher_term(algorithm: AlgorithmName, objective: Objective, teacher: Teacher) -> str:
+    recipe = RECIPES[algorithm]
     way = (
         "is added to the objective as the term of GSPO-token, whose clip range it shares"
-        if (recipe.ratio or config.objective.ratio) == "sequence"
+        if (recipe.ratio or objective.ratio) == "sequence"
         else "is added to each token's advantage"
     )
     return f"-{teacher.coefficient:g} x (log policy - log teacher) {way}"

@@ -101,7 +101,7 @@ def eval_sets(config: Config) -> tuple[HeldOutSet, ...]:
         return ()
     own = [(f"eval.sets.{index}", entry) for index, entry in enumerate(evaluation.sets)]
     if not own:
-        path = held_out_path(config)
+        path = held_out_path(config.eval, config.data)
         own = [] if path is None else [("eval", EvalSet(name=ONLY_SET, path=path))]
     return tuple(_held_out_set(config.eval, config.data, place, entry) for place, entry in own)
 
@@ -129,11 +129,11 @@ def _held_out_set(eval: Eval | None, data: Data, place: str, entry: EvalSet) -> 
     )
 
 
-def held_out_path(config: Config) -> str | None:
+def held_out_path(held_out: Eval | None, data: Data) -> str | None:
     """Return the file of held-out prompts: `eval.path`, else that of `data.reasoning_gym`, else None."""
-    if config.eval is not None and config.eval.path is not None:
-        return config.eval.path
-    made = config.data.reasoning_gym
+    if held_out is not None and held_out.path is not None:
+        return held_out.path
+    made = data.reasoning_gym
     return None if made is None else str(Path(made.folder) / HELD_OUT_FILE)
 
 

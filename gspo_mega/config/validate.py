@@ -473,7 +473,7 @@ def _validate_rounded_cases(certify: Certify, precision: Precision) -> Iterator[
 def _validate_rollout_and_servers(config: Config) -> Iterator[Violation]:
     yield from validate_server_nodes(config)
     yield from validate_speculative(config)
-    yield from validate_returned_experts(config)
+    yield from validate_returned_experts(config.rollout, config.server)
     yield from validate_sampling_masks(config)
     if config.run.name in (".", ".."):
         yield Violation(

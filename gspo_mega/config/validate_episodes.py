@@ -33,7 +33,7 @@ def validate_episodes(config: Config) -> Iterator[Violation]:
     yield from _validate_episode_rewards(config)
     yield from _validate_tools(config.rollout, config.episodes)
     yield from _validate_lengths(config)
-    yield from _validate_isolation(config)
+    yield from _validate_isolation(config.episodes, config.rollout.episode.function)
     yield from _validate_turn_advantages(config)
 
 
@@ -128,14 +128,13 @@ def _validate_lengths(config: Config) -> Iterator[Violation]:
         )
 
 
-def _validate_isolation(config: Config) -> Iterator[Violation]:
-    episodes, name = config.episodes, config.rollout.episode.function
+def _validate_isolation(episodes: Episodes, function: str) -> Iterator[Violation]:
     if (problem := address_problem(episodes.endpoint.host)) is not None:
         yield Violation("episodes.endpoint.host", problem)
-    if not episodes.network and name in ("foreign", "openenv"):
+    if not episodes.network and function in ("foreign", "openenv"):
         yield Violation(
             "episodes.network",
-            f"false with `rollout.episode: {name}`, which is reached through the network; valid: true",
+            f"false with `rollout.episode: {function}`, which is reached through the network; valid: true",
         )
 
 

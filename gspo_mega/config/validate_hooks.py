@@ -13,10 +13,10 @@ import re
 from collections.abc import Iterator
 
 from gspo_mega.base.errors import Violation
-from gspo_mega.config.algorithms import RECIPES
+from gspo_mega.config.algorithms import RECIPES, AlgorithmName
 from gspo_mega.config.derived import hooks_of
 from gspo_mega.config.prompt_sources import names_prompts, sources_of
-from gspo_mega.config.schema import Advantage, Config
+from gspo_mega.config.schema import Advantage, Config, Data, Objective, Rollout
 
 _FUNCTION_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 # A hook has its own parameters, so these keys of the objective would have no effect.
@@ -31,9 +31,9 @@ def validate_hooks(config: Config) -> Iterator[Violation]:
         if not _FUNCTION_PATH.fullmatch(hook.function):
             yield Violation(key, f"{hook.function!r} is no function; valid: package.module:function")
     if config.advantage.function is not None:
-        yield from _validate_advantage(config)
+        yield from _validate_advantage(config.algorithm, config.advantage)
     if config.objective.function is not None:
-        yield from _validate_objective(config)
+        yield from _validate_objective(config.algorithm, config.objective)
     if config.rollout.group_filter is not None and config.rollout.filter_constant_groups:
         yield Violation(
             "rollout.filter_constant_groups",
@@ -41,11 +41,11 @@ def validate_hooks(config: Config) -> Iterator[Violation]:
             " rewards are all equal, too",
         )
     if config.data.source is not None:
-        yield from _validate_source(config)
+        yield from _validate_source(config.data, config.rollout)
 
 
-def _validate_advantage(config: Config) -> Iterator[Violation]:
-    recipe, advantage = RECIPES[config.algorithm], config.advantage
+def _validate_advantage(algorithm: AlgorithmName, advantage: Advantage) -> Iterator[Violation]:
+    recipe = RECIPES[algorithm]
     if recipe.has_critic:
         return  # `validate_critic` refuses every key of the section
     reasons = [reason for (section, _), reason in recipe.fixes.items() if section == "advantage"]
@@ -59,11 +59,10 @@ def _validate_advantage(config: Config) -> Iterator[Violation]:
             )
 
 
-def _validate_objective(config: Config) -> Iterator[Violation]:
-    objective = config.objective
-    if config.algorithm != "custom":
+def _validate_objective(algorithm: AlgorithmName, objective: Objective) -> Iterator[Violation]:
+    if algorithm != "custom":
         yield Violation(
-            "objective.function", f"contradicts `algorithm: {config.algorithm}`, which has its own term; valid: custom"
+            "objective.function", f"contradicts `algorithm: {algorithm}`, which has its own term; valid: custom"
         )
     if objective.ratio == "sequence_token":
         yield Violation(
@@ -77,19 +76,19 @@ def _validate_objective(config: Config) -> Iterator[Violation]:
             )
 
 
-def _validate_source(config: Config) -> Iterator[Violation]:
-    if not names_prompts(config.data):
+def _validate_source(data: Data, rollout: Rollout) -> Iterator[Violation]:
+    if not names_prompts(data):
         yield Violation("data.source", "there are no files of prompts to choose from; name data.path or data.sources")
         return
-    if not config.data.shuffle:
+    if not data.shuffle:
         yield Violation("data.shuffle", "false has no effect with `data.source`, which makes the order; leave it out")
-    if any(source.weight != 1 for source in sources_of(config.data)):
+    if any(source.weight != 1 for source in sources_of(data)):
         yield Violation(
             "data.source", "weights of sources have no effect with it, which makes the order; leave them out"
         )
-    if config.rollout.max_staleness > 0:
+    if rollout.max_staleness > 0:
         yield Violation(
             "rollout.max_staleness",
-            f"{config.rollout.max_staleness} with `data.source`: prompts would be chosen before the batches that the"
+            f"{rollout.max_staleness} with `data.source`: prompts would be chosen before the batches that the"
             " choice depends on are known, so that a continued run could not repeat it; valid: 0",
         )

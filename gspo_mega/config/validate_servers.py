@@ -17,7 +17,7 @@ from typing import Any
 from gspo_mega.base.errors import Violation
 from gspo_mega.config.derived import has_sampling_masks
 from gspo_mega.config.precision import publishes, publishes_adapters
-from gspo_mega.config.schema import Config, Model, Server
+from gspo_mega.config.schema import Config, Model, Rollout, Server
 
 CONTEXT_SLACK = 8
 """Tokens of context beyond the longest sequence: SGLang ends a response two tokens before its context is full, and
@@ -209,10 +209,10 @@ MOST_KEPT_TOKENS = 4096
 CHOOSES_UNSEEN = ("flashinfer_trtllm", "experimental_sgl_trtllm", "flashinfer_mxfp4", "triton_kernel")
 
 
-def validate_returned_experts(config: Config) -> Iterator[Violation]:
+def validate_returned_experts(rollout: Rollout, server: Server) -> Iterator[Violation]:
     """Yield a violation if servers are to return each token's experts and are told to use kernels that hide them."""
-    chosen = config.server.options.get("moe_runner_backend")
-    if config.rollout.return_routed_experts and chosen in CHOOSES_UNSEEN:
+    chosen = server.options.get("moe_runner_backend")
+    if rollout.return_routed_experts and chosen in CHOOSES_UNSEEN:
         yield Violation(
             "server.options.moe_runner_backend",
             f"{chosen} chooses experts where SGLang does not see it, and `rollout.return_routed_experts` is true;"

@@ -17,7 +17,7 @@ from gspo_mega.config.derived import (
     teachers,
 )
 from gspo_mega.config.prompt_sources import names_prompts, sources_of
-from gspo_mega.config.schema import Config, Teacher
+from gspo_mega.config.schema import Config, Data, Rollout, Teacher
 from gspo_mega.config.validate_rewards import is_variable_name, url_problem
 
 
@@ -28,7 +28,7 @@ def validate_teacher(config: Config, command: str | None = None) -> Iterator[Vio
         return
     yield from _validate_places(config, teacher, command)
     if has_served_teacher(config.teacher):
-        yield from _validate_served(config, teacher)
+        yield from _validate_served(config.rollout, teacher)
     if recipe.has_critic:
         yield Violation(
             "teacher",
@@ -102,7 +102,7 @@ def _validate_places(config: Config, teacher: Teacher, command: str | None) -> I
         where = one.settings
         if one.source is not None and sum(map(bool, (where.path, where.url, where.policy))) != 1:
             yield Violation(one.key, "needs one of `path`, `url` and `policy`; valid: exactly one")
-        yield from _validate_context(config, one)
+        yield from _validate_context(config.rollout, one)
         if where.url is not None and (problem := url_problem(where.url)) is not None:
             yield Violation(f"{one.key}.url", problem)
         if where.api_key_variable is None:
@@ -116,10 +116,10 @@ def _validate_places(config: Config, teacher: Teacher, command: str | None) -> I
                 " never holds the key",
             )
     if teacher.by_source:
-        yield from _validate_sources(config, teacher, command)
+        yield from _validate_sources(config.data, teacher, command)
 
 
-def _validate_context(config: Config, one: OneTeacher) -> Iterator[Violation]:
+def _validate_context(rollout: Rollout, one: OneTeacher) -> Iterator[Violation]:
     """Yield what is wrong with the other prompt that a teacher reads."""
     where, key = one.settings, f"{one.key}.context"
     if where.context is None:
@@ -138,13 +138,13 @@ def _validate_context(config: Config, one: OneTeacher) -> Iterator[Violation]:
         yield Violation(key, "has no {prompt}, so the teacher would not see the task")
     if where.max_prompt_tokens is None:
         yield Violation(f"{one.key}.max_prompt_tokens", "missing; `context` needs it, as servers need room for it")
-    if not is_one_turn(config.rollout):
+    if not is_one_turn(rollout):
         yield Violation(
             key,
-            f"with `rollout.episode: {config.rollout.episode.function}`: only an episode of one turn has one prompt"
+            f"with `rollout.episode: {rollout.episode.function}`: only an episode of one turn has one prompt"
             " that can be replaced; valid: one_turn",
         )
-    if where.policy and config.rollout.on_publish == "continue_with_cache":
+    if where.policy and rollout.on_publish == "continue_with_cache":
         yield Violation(
             "rollout.on_publish",
             f"continue_with_cache with `{one.key}.policy`: the cache of earlier weights would score; valid: wait or"
@@ -152,8 +152,8 @@ def _validate_context(config: Config, one: OneTeacher) -> Iterator[Violation]:
         )
 
 
-def _validate_sources(config: Config, teacher: Teacher, command: str | None) -> Iterator[Violation]:
-    known = [source.name for source in sources_of(config.data)] if names_prompts(config.data) else []
+def _validate_sources(data: Data, teacher: Teacher, command: str | None) -> Iterator[Violation]:
+    known = [source.name for source in sources_of(data)] if names_prompts(data) else []
     seen: set[str] = set()
     for place, one in enumerate(teacher.by_source):
         key = f"teacher.by_source.{place}.source"
@@ -165,7 +165,7 @@ def _validate_sources(config: Config, teacher: Teacher, command: str | None) -> 
         seen.add(one.source)
 
 
-def _validate_served(config: Config, teacher: Teacher) -> Iterator[Violation]:
+def _validate_served(rollout: Rollout, teacher: Teacher) -> Iterator[Violation]:
     """Yield what a server cannot tell."""
     if teacher.divergence == "full":
         yield Violation(
@@ -179,15 +179,15 @@ def _validate_served(config: Config, teacher: Teacher) -> Iterator[Violation]:
             "policy with `url` or `policy`: a server returns its own most likely tokens, before the policy's are known;"
             " valid: teacher, or a teacher with `path`",
         )
-    if config.rollout.temperature != 1:
+    if rollout.temperature != 1:
         yield Violation(
             "rollout.temperature",
-            f"{config.rollout.temperature:g} with `teacher.url`: SGLang's log-probs of given tokens are at temperature"
+            f"{rollout.temperature:g} with `teacher.url`: SGLang's log-probs of given tokens are at temperature"
             " 1; valid: 1, or a teacher with `path`",
         )
-    if has_sampling_masks(config.rollout):
+    if has_sampling_masks(rollout):
         yield Violation(
             "rollout.top_k",
-            f"{config.rollout.top_k} with `teacher.url`: a server's log-probs of given tokens are over the whole"
+            f"{rollout.top_k} with `teacher.url`: a server's log-probs of given tokens are over the whole"
             " vocabulary, not over the tokens that sampling keeps; valid: -1, or a teacher with `path`",
         )

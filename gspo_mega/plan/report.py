@@ -14,7 +14,6 @@ from typing import Any
 
 from gspo_mega.config.derived import penalises_kl
 from gspo_mega.config.precision import describe_server_precision, publishes, publishes_adapters
-from gspo_mega.config.schema import Config
 from gspo_mega.config.validate_sharing import validate_sharing as rules_between_keys
 from gspo_mega.models.block_fp8 import served_layout
 from gspo_mega.models.spec import ModelSpec
@@ -277,7 +276,7 @@ def _servers(plan: Plan, figures: Estimate) -> list[str]:
         ),
         f"weights {plan.verification}",
         *_hashes(plan, figures.hashes),
-        *_changes(config, figures.delta),
+        *_changes(config.publish.full_every, figures.delta),
         describe_server_precision(config.server, config.precision),
     ]
     if needs_start_folder(config, plan.spec):
@@ -332,13 +331,13 @@ def _hashes(plan: Plan, hashes: HashCost) -> list[str]:
     ]
 
 
-def _changes(config: Config, delta: DeltaCost | None) -> list[str]:
+def _changes(full_every: int, delta: DeltaCost | None) -> list[str]:
     """Return the lines about publishes that send only what changed."""
     if delta is None:
         return []
     keeps = "has a copy" if delta.num_senders == 1 else "have copies"
     return [
-        f"one publish in {config.publish.full_every} sends all weights, {_gib(delta.full_bytes)}, the others what"
+        f"one publish in {full_every} sends all weights, {_gib(delta.full_bytes)}, the others what"
         f" changed (publish.full_every): {_gib(delta.delta_bytes)} if {ASSUMED_SHARE:.0%} of the values do; not known"
         " before a run, see publish/changed_share",
         f"  {delta.num_senders} rank{'s' * (delta.num_senders > 1)} {keeps} of {_gib(delta.sender_bytes)} in the host's"

@@ -21,9 +21,13 @@ def test_names_with_weights_are_short_for_the_list(write):
 
 def test_held_out_prompts_are_its_own_unless_a_file_is_named(write):
     made = ["data.path=null", MADE]
-    assert held_out_path(load_config(write(), [*made, "eval={}"]).config) == "/gym/held_out.jsonl"
-    assert held_out_path(load_config(write(), [*made, "eval={path: x.jsonl}"]).config) == "x.jsonl"
-    assert held_out_path(load_config(write(), ["eval=null"]).config) is None
+    for overrides, path in (
+        ([*made, "eval={}"], "/gym/held_out.jsonl"),
+        ([*made, "eval={path: x.jsonl}"], "x.jsonl"),
+        (["eval=null"], None),
+    ):
+        config = load_config(write(), overrides).config
+        assert held_out_path(config.eval, config.data) == path
 
 
 @pytest.mark.parametrize(
