@@ -407,11 +407,11 @@ def _run_notices(config: Config) -> Iterator[str]:
     trained_on = {
         _real_path(path) for path in (config.data.path, *(source.path for source in config.data.sources)) if path
     }
-    for one in eval_sets(config):
+    for one in eval_sets(config.eval, config.data):
         if _real_path(one.path) in trained_on:
             yield f"{one.place}.path is also trained on: the accuracy will not be held-out"
     own = own_rewards(config.data)
-    if any(one.reward is None for one in eval_sets(config)) and None in own and len(own) > 1:
+    if any(one.reward is None for one in eval_sets(config.eval, config.data)) and None in own and len(own) > 1:
         unused = ", ".join(source.name for source in config.data.sources if source.reward is not None)
         yield f"held-out prompts are scored by `reward`, not by the own rewards of {unused}; eval.reward sets another"
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gspo_mega.base.errors import DataError
-from gspo_mega.config.schema import Config, Data, Eval, EvalSet, OwnReward, Reward, Source
+from gspo_mega.config.schema import Data, Eval, EvalSet, OwnReward, Reward, Source
 
 HELD_OUT_FILE = "held_out.jsonl"
 # The name of held-out prompts among sources; the name of a set is appended to it. No source of the data can have it.
@@ -92,18 +92,17 @@ class HeldOutSet:
         return self.every_steps > 0 and step % self.every_steps == 0
 
 
-def eval_sets(config: Config) -> tuple[HeldOutSet, ...]:
+def eval_sets(evaluation: Eval | None, data: Data) -> tuple[HeldOutSet, ...]:
     """Return the held-out sets of a run: the entries of `eval.sets`, or the one that `eval` itself describes. The
     result is empty without `eval`, and if its file is not named, which `validate_held_out` refuses.
     """
-    evaluation = config.eval
     if evaluation is None:
         return ()
     own = [(f"eval.sets.{index}", entry) for index, entry in enumerate(evaluation.sets)]
     if not own:
-        path = held_out_path(config.eval, config.data)
+        path = held_out_path(evaluation, data)
         own = [] if path is None else [("eval", EvalSet(name=ONLY_SET, path=path))]
-    return tuple(_held_out_set(config.eval, config.data, place, entry) for place, entry in own)
+    return tuple(_held_out_set(evaluation, data, place, entry) for place, entry in own)
 
 
 def _held_out_set(eval: Eval | None, data: Data, place: str, entry: EvalSet) -> HeldOutSet:
@@ -129,10 +128,10 @@ def _held_out_set(eval: Eval | None, data: Data, place: str, entry: EvalSet) -> 
     )
 
 
-def held_out_path(held_out: Eval | None, data: Data) -> str | None:
+def held_out_path(evaluation: Eval | None, data: Data) -> str | None:
     """Return the file of held-out prompts: `eval.path`, else that of `data.reasoning_gym`, else None."""
-    if held_out is not None and held_out.path is not None:
-        return held_out.path
+    if evaluation is not None and evaluation.path is not None:
+        return evaluation.path
     made = data.reasoning_gym
     return None if made is None else str(Path(made.folder) / HELD_OUT_FILE)
 
@@ -156,10 +155,10 @@ def held_out_reward(eval: Eval | None, data: Data) -> OwnReward | None:
     return own[0] if len(own) == 1 else None
 
 
-def source_rewards(config: Config) -> dict[str, OwnReward]:
+def source_rewards(evaluation: Eval | None, data: Data) -> dict[str, OwnReward]:
     """Return the own reward of each source that has one, held-out prompts included, by source name."""
-    own = {source.name: source.reward for source in (data_sources(config.data) if names_prompts(config.data) else ())}
-    own |= {one.source: one.reward for one in eval_sets(config)}
+    own = {source.name: source.reward for source in (data_sources(data) if names_prompts(data) else ())}
+    own |= {one.source: one.reward for one in eval_sets(evaluation, data)}
     return {name: reward for name, reward in own.items() if reward is not None}
 
 

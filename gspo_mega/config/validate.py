@@ -326,7 +326,7 @@ def validate_held_out(config: Config) -> Iterator[Violation]:
     evaluation = config.eval
     if evaluation is None:
         return
-    sets = eval_sets(config)
+    sets = eval_sets(config.eval, config.data)
     if not sets:
         yield Violation("eval.path", "missing; the JSONL file of held-out prompts")
     if evaluation.path is not None and evaluation.sets:

@@ -109,7 +109,9 @@ def parse_condition(text: str) -> Condition | None:
 def validate_reward_services(config: Config) -> Iterator[Violation]:
     """Yield what is wrong with the services: those that cannot be asked, and those that nothing asks."""
     places = list(_services_by_key(config.reward))
-    own = [source.reward or () for source in config.data.sources] + [one.reward or () for one in eval_sets(config)]
+    own = [source.reward or () for source in config.data.sources] + [
+        one.reward or () for one in eval_sets(config.eval, config.data)
+    ]
     asked = {entry.function for reward in (config.reward.functions, *own) for entry in reward}
     counts = Counter(service.name for _, service in places)
     for place, service in places:

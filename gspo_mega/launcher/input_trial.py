@@ -144,7 +144,7 @@ def _episodes(trial: Trial) -> None:
 
 
 def _held_out(trial: Trial) -> None:
-    for one in eval_sets(trial.config) if trial.can_encode else ():
+    for one in eval_sets(trial.config.eval, trial.config.data) if trial.can_encode else ():
         with trial.at(f"{one.place}.path"):
             trial.note_rows(LoadedSet(one, trial.config.reward, trial.tokenizer, trial.enough()).source)
 
@@ -298,7 +298,9 @@ CHECKS: tuple[Check, ...] = (
 def run_checks(trial: Trial) -> dict[str, Any]:
     """Run all checks of the trial's command. Returns {"problems": ..., "notices": ...}."""
     config = trial.config
-    num_files = len(eval_sets(config)) + (len(sources_of(config.data)) if names_prompts(config.data) else 0)
+    num_files = len(eval_sets(config.eval, config.data)) + (
+        len(sources_of(config.data)) if names_prompts(config.data) else 0
+    )
     trial.seconds_per_file = READING_SECONDS / max(1, num_files)
     for check in CHECKS:
         if trial.command in check.commands:

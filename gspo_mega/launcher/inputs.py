@@ -169,7 +169,7 @@ def check_users_functions(loaded: LoadedConfig) -> list[dict[str, Any]]:
             f"{loaded.where('alerts.command')}: alerts.command: there is no program {command[0]!r} here; give a path,"
             " or a name that PATH finds"
         )
-    check_reward(config.reward, source_rewards(config))
+    check_reward(config.reward, source_rewards(config.eval, config.data))
     episode = config.rollout.episode
     if episode.function == "foreign" and (problem := program_problem(episode.options["command"])) is not None:
         raise EpisodeError(f"{loaded.where('rollout.episode')}: rollout.episode.options.command: {problem}")
@@ -291,7 +291,7 @@ def _files(loaded: LoadedConfig, command: str) -> Iterator[tuple[str, str, Calla
                 rows,
                 left_out,
             )
-    for one in eval_sets(config):
+    for one in eval_sets(config.eval, config.data):
         left_out = []
         yield f"{one.place}.path", one.path, prompts(one.reward, left_out, one), left_out
 
@@ -308,8 +308,8 @@ def try_rewards(loaded: LoadedConfig, command: str) -> list[str]:
     if command not in ("train", "sft", "eval") or (config.train is not None and config.train.from_rollouts is not None):
         return []
     trains = command == "train" and names_prompts(config.data)
-    samples = list(_samples(config.data if trains else None, eval_sets(config)))
-    own_rewards = source_rewards(config)
+    samples = list(_samples(config.data if trains else None, eval_sets(config.eval, config.data)))
+    own_rewards = source_rewards(config.eval, config.data)
     names = {name for one in samples for name in reward_names(config.reward, own_rewards.get(one.source))}
     services = services_by_name(config.reward)
     notices = []
@@ -327,7 +327,7 @@ def try_rewards(loaded: LoadedConfig, command: str) -> list[str]:
 
 async def _try_own_rewards(loaded: LoadedConfig, samples: list[_Sample]) -> list[str]:
     config = loaded.config
-    setup, _, entries, of_source = table_of(config.reward, source_rewards(config))
+    setup, _, entries, of_source = table_of(config.reward, source_rewards(config.eval, config.data))
     process = await scoring_process(setup, config.reward)
     notices, done = [], set[str]()
     try:
@@ -444,7 +444,7 @@ def _key_of(config: Config, source: str, function: str) -> str:
     for number, one in enumerate(config.data.sources):
         if one.name == source and one.reward is not None:
             return f"data.sources.{number}.reward"
-    for one in eval_sets(config):
+    for one in eval_sets(config.eval, config.data):
         if one.source == source and config.eval is not None:
             if one.place != "eval" and config.eval.sets[int(one.place.rpartition(".")[2])].reward is not None:
                 return f"{one.place}.reward"

@@ -66,7 +66,7 @@ class Rollouts:
         self.end_tokens = run_end_tokens(
             encoder, self.tokenizer, spec.eos_token_ids, spec.vocab_size, calls=not is_one_turn(config.rollout)
         )
-        self.held_out = HeldOut(eval_sets(config), config.reward, config.data, self.tokenizer)
+        self.held_out = HeldOut(eval_sets(config.eval, config.data), config.reward, config.data, self.tokenizer)
         self._sources: list[PromptSource] = []
         weights = [1.0] * len(self.held_out.sets)
         if names_prompts(config.data):
@@ -98,7 +98,7 @@ class Rollouts:
         self.pool = ServerPool(config.rollout, spec, attempt, SERVED_NAME if publishes_adapters(config) else None)
         self._scoring = ScoringPool(
             config.reward,
-            source_rewards(config),
+            source_rewards(config.eval, config.data),
             lambda name: RewardServers(attempt, name, config.rollout.no_server_deadline_seconds),
         )
         self._driver = episode_driver(config, self.tokenizer, self.end_tokens.ids, self._decode)

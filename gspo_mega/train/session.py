@@ -152,7 +152,7 @@ class RankSession:
 
         # Held-out evaluation, while training waits or while it goes on.
         self.evaluates = config.eval is not None and recorded_dir is None
-        self.eval_sets: tuple[HeldOutSet, ...] = eval_sets(config) if self.evaluates else ()
+        self.eval_sets: tuple[HeldOutSet, ...] = eval_sets(config.eval, config.data) if self.evaluates else ()
         self.evaluates_async = config.eval is not None and not (config.eval.blocking or rollouts_only)
         self.evaluates_async &= self.evaluates and trains_policy
         self.async_evaluations: AsyncEvaluations | None = None

@@ -72,7 +72,7 @@ def test_a_shipped_set_reads_rows_of_its_data_set(path, tmp_path):
         return load_config(path, [f"eval.sets.0.path={json.dumps(str(file))}", f"run.dir={tmp_path}"], "eval")
 
     loaded = load(ROWS[path.stem])
-    (one,) = eval_sets(loaded.config)
+    (one,) = eval_sets(loaded.config.eval, loaded.config.data)
     assert one.name == path.stem and [entry.function for entry in one.reward] in (["gsm8k"], ["math"], ["code"])
     assert one.template is None or one.template.endswith(("within \\boxed{}.", "of Python code."))
     check_data(loaded)

@@ -72,7 +72,7 @@ def test_the_rows_are_made_where_a_command_reads_them_read_as_prompts_and_scored
     (tmp_path / "m").mkdir()
     write_tokenizer(tmp_path / "m")
     tokenizer = load_tokenizer(str(tmp_path / "m"))
-    held_out = HeldOut(eval_sets(config), config.reward, config.data, tokenizer)
+    held_out = HeldOut(eval_sets(config.eval, config.data), config.reward, config.data, tokenizer)
     (own,) = held_out.sets
     sums, raises = load_prompts(config.data, tokenizer, held_out.check_of)
     assert [(one.name, len(one)) for one in (sums, raises)] == [("sums", 12), ("raises", 12)]
@@ -88,7 +88,7 @@ def test_the_rows_are_made_where_a_command_reads_them_read_as_prompts_and_scored
     ]
 
     async def score_all():
-        async with ScoringPool(config.reward, source_rewards(config)) as pool:
+        async with ScoringPool(config.reward, source_rewards(config.eval, config.data)) as pool:
             await asyncio.gather(*map(pool.score, episodes))
 
     asyncio.run(score_all())

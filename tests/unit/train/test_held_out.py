@@ -113,7 +113,7 @@ def rows(*prompts):
 
 
 def report(config, tokenizer):
-    held_out = HeldOut(eval_sets(config), config.reward, config.data, tokenizer)
+    held_out = HeldOut(eval_sets(config.eval, config.data), config.reward, config.data, tokenizer)
     load_prompts(config.data, tokenizer, held_out.check_of)
     return held_out.report()
 
@@ -134,7 +134,7 @@ def test_of_the_held_out_file_only_what_is_measured_counts(make, tokenizer):
 @pytest.mark.parametrize("num_prompts", [None, 2])
 def test_rows_that_are_left_out_are_said(make, tokenizer, num_prompts):
     config = make(rows("1+1="), rows("2+2=", "9" * 20, "3+3=", "8" * 20), num_prompts=num_prompts)
-    held_out = HeldOut(eval_sets(config), config.reward, config.data, tokenizer)
+    held_out = HeldOut(eval_sets(config.eval, config.data), config.reward, config.data, tokenizer)
     (one,) = held_out.sets
     assert one.num_left_out == 2 and [p.text for p in one.prompts] == ["2+2=", "3+3="]
     assert report(config, tokenizer)[0].endswith(": 2 prompts; 2 longer than data.max_prompt_tokens and left out")
@@ -165,7 +165,7 @@ def test_the_reward_of_held_out_prompts(make):
         config = make([], [], data=dict(sources=sources))
         named = named and (RewardFunction(function=named),)
         config = config.model_copy(update={"eval": config.eval.model_copy(update={"reward": named})})
-        found = source_rewards(config).get(HELD_OUT)
+        found = source_rewards(config.eval, config.data).get(HELD_OUT)
         return found and "+".join(one.function for one in found)
 
     assert rewards("gsm8k", "gsm8k") == "gsm8k", "what all sources have"

@@ -47,7 +47,7 @@ def test_a_set_has_its_own_settings_and_else_those_of_eval_and_data(load):
         TWO + "reward: gsm8k, temperature: 0.6, samples_per_prompt: 16, max_new_tokens: 8, every_steps: 2, votes: none,"
         " prompt_key: problem, correct_threshold: 0.5}]}"
     )
-    a, b = eval_sets(config)
+    a, b = eval_sets(config.eval, config.data)
     assert (a.samples_per_prompt, a.temperature, a.max_new_tokens, a.every_steps, a.votes) == (
         *(4, 1.0, None, 5),
         "final_answer",
@@ -55,7 +55,7 @@ def test_a_set_has_its_own_settings_and_else_those_of_eval_and_data(load):
     assert (b.samples_per_prompt, b.temperature, b.max_new_tokens, b.every_steps, b.votes) == (16, 0.6, 8, 2, "none")
     assert (a.data.prompt_key, b.data.prompt_key, b.data.answer_key) == ("prompt", "problem", "answer")
     assert (a.correct_threshold, b.correct_threshold) == (None, 0.5)
-    assert source_rewards(config) == {"held-out prompts b": (RewardFunction(function="gsm8k"),)}
+    assert source_rewards(config.eval, config.data) == {"held-out prompts b": (RewardFunction(function="gsm8k"),)}
     assert [one.is_due(10) for one in (a, b)] == [True, True] and [one.is_due(4) for one in (a, b)] == [False, True]
 
 
@@ -65,7 +65,7 @@ def test_a_sets_answer_may_be_of_several_columns_or_of_one_again(load):
         " answer_key: gold}]}",
         "data.answer_keys=[x, y]",
     )
-    assert [(one.data.answer_keys, one.data.answer_key) for one in eval_sets(config)] == [
+    assert [(one.data.answer_keys, one.data.answer_key) for one in eval_sets(config.eval, config.data)] == [
         (("test", "entry_point"), "answer"),
         (("x", "y"), "answer"),
         ((), "gold"),
@@ -73,9 +73,10 @@ def test_a_sets_answer_may_be_of_several_columns_or_of_one_again(load):
 
 
 def test_an_eval_without_sets_is_one_set(load):
-    (one,) = eval_sets(load("eval={path: h.jsonl, temperature: 0}"))
+    config = load("eval={path: h.jsonl, temperature: 0}")
+    (one,) = eval_sets(config.eval, config.data)
     assert (one.name, one.place, one.episodes, one.source) == ("held_out", "eval", "eval", "held-out prompts")
-    assert eval_sets(load("eval=null")) == ()
+    assert eval_sets(None, config.data) == ()
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +91,7 @@ def test_each_set_reads_its_own_columns(load, tokenizer, tmp_path):
     write(tmp_path / "a.jsonl", {"prompt": "2+2=", "answer": "4"})
     write(tmp_path / "b.jsonl", {"problem": "8+8=", "solution": "16"}, {"problem": "9+9=", "solution": "18"})
     config = load(TWO + "prompt_key: problem, answer_key: solution, template: '({prompt})'}]}")
-    held_out = HeldOut(eval_sets(config), config.reward, config.data, tokenizer)
+    held_out = HeldOut(eval_sets(config.eval, config.data), config.reward, config.data, tokenizer)
     load_prompts(config.data, tokenizer, held_out.check_of)
     a, b = held_out.sets
     assert [p.text for p in a.prompts] == ["2+2="] and [p.text for p in b.prompts] == ["(8+8=)", "(9+9=)"]
@@ -105,7 +106,7 @@ def test_sets_are_compared_with_each_other_and_with_the_training_data(load, toke
     write(tmp_path / "a.jsonl", {"prompt": "7+7=", "answer": "4"}, {"prompt": long, "answer": "4"})
     write(tmp_path / "b.jsonl", {"prompt": "9+9=", "answer": "18"}, {"prompt": " 7 + 7 =", "answer": "14"})
     config = load("data.max_prompt_tokens=200", "eval={sets: [{name: a, path: a.jsonl}, {name: b, path: b.jsonl}]}")
-    held_out = HeldOut(eval_sets(config), config.reward, config.data, tokenizer)
+    held_out = HeldOut(eval_sets(config.eval, config.data), config.reward, config.data, tokenizer)
     load_prompts(config.data, tokenizer, held_out.check_of)
     close, double = [line for line in held_out.report() if line.startswith("notice")]
     assert "1 of 2 held-out prompts share at least half of their runs of 13 words with a training prompt" in close
@@ -119,7 +120,7 @@ def test_a_template_is_put_around_a_text_only(load, tokenizer, tmp_path):
     write(tmp_path / "a.jsonl", {"prompt": [{"role": "user", "content": "2+2="}], "answer": "4"})
     config = load("data.chat_template=true", "eval={sets: [{name: a, path: a.jsonl, template: '({prompt})'}]}")
     with pytest.raises(DataError, match=r"a.jsonl:1: 'prompt' is an array; a template is put around a text only"):
-        HeldOut(eval_sets(config), config.reward, config.data, tokenizer)
+        HeldOut(eval_sets(config.eval, config.data), config.reward, config.data, tokenizer)
 
 
 def test_a_template_may_show_further_columns(load, tokenizer, tmp_path):
@@ -127,10 +128,13 @@ def test_a_template_may_show_further_columns(load, tokenizer, tmp_path):
     write(tmp_path / "a.jsonl", row)
     more = "template: '{prompt}<{tests}>{note}', template_keys: [tests, note]"
     config = load(f"eval={{sets: [{{name: a, path: a.jsonl, {more}}}]}}")
-    assert HeldOut(eval_sets(config), config.reward, config.data, tokenizer).sets[0].prompts[0].text == "{tests}?<a\nb>"
+    assert (
+        HeldOut(eval_sets(config.eval, config.data), config.reward, config.data, tokenizer).sets[0].prompts[0].text
+        == "{tests}?<a\nb>"
+    )
     write(tmp_path / "a.jsonl", {"prompt": "x", "answer": "4", "tests": []})
     with pytest.raises(DataError, match=r"a.jsonl:1: no key 'note'.*template_keys chooses the key"):
-        HeldOut(eval_sets(config), config.reward, config.data, tokenizer)
+        HeldOut(eval_sets(config.eval, config.data), config.reward, config.data, tokenizer)
 
 
 def sampled(*texts, right):
@@ -176,7 +180,8 @@ def test_metrics_of_every_set_and_short_names_of_the_first():
 
 
 def test_every_response_is_a_line(load):
-    (asked,) = eval_sets(load("eval={sets: [{name: a, path: a.jsonl}]}"))
+    config = load("eval={sets: [{name: a, path: a.jsonl}]}")
+    (asked,) = eval_sets(config.eval, config.data)
     file = io.StringIO()
     write_responses(file, asked, sampled(["so 4", None], right={"so 4"}))
     first, second = map(json.loads, file.getvalue().splitlines())
