@@ -48,6 +48,7 @@ from gspo_mega.engine.precision import (
     head_without_apex,
     log_backends,
     mlp_submodules,
+    parameter_dtype,
     precision_settings,
     require_precision,
     uses_transformer_engine,
@@ -171,7 +172,8 @@ def transformer_config(config: Config, spec: ModelSpec) -> TransformerConfig:
     log_backends()
     require_precision(config)
     parallel = config.parallel
-    precision, has_experts = precision_settings(config), spec.moe is not None
+    dtype, has_experts = parameter_dtype(config.precision, config.certify), spec.moe is not None
+    precision = precision_settings(config.precision, config.engine, config.fp8, dtype)
     settings: dict = dict(
         **precision,
         **fusion_settings(fusion_choices(config, has_experts), has_experts),

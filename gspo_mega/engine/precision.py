@@ -50,7 +50,7 @@ from gspo_mega.config.precision import (
     is_sharp_fp8,
     loads_quantized,
 )
-from gspo_mega.config.schema import Certify, Config, Parallel, Precision
+from gspo_mega.config.schema import Certify, Config, Engine, Fp8, Parallel, Precision
 from gspo_mega.cpu import te_loading
 from gspo_mega.cpu.backend import is_cpu_backend
 from gspo_mega.cpu.products import uses_onednn
@@ -141,17 +141,18 @@ def _device(capability: tuple[int, int] | None) -> str:
     return "a CPU" if capability is None else f"a GPU of compute capability {capability[0]}.{capability[1]}"
 
 
-def precision_settings(config: Config) -> dict:
-    """The settings of Megatron's TransformerConfig that define how numbers are stored and multiplied."""
-    dtype, fp8 = parameter_dtype(config.precision, config.certify), config.fp8
+def precision_settings(precision: Precision, engine: Engine, fp8: Fp8, dtype: torch.dtype) -> dict:
+    """The settings of Megatron's TransformerConfig that define how numbers are stored and multiplied. `dtype`: of
+    parameters.
+    """
     settings: dict = dict(
         params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype == torch.bfloat16, transformer_impl="local"
     )
-    if has_transformer_engine_layers(config.precision, config.engine, has_gpu=not is_cpu_backend()):
+    if has_transformer_engine_layers(precision, engine, has_gpu=not is_cpu_backend()):
         settings["transformer_impl"] = "transformer_engine"
         # One kernel for the rotary positions of a whole pack, instead of one per sequence.
         settings["apply_rope_fusion"] = True
-    if config.precision == "fp8":
+    if precision == "fp8":
         settings |= dict(fp8=_FORMATS[fp8.recipe], fp8_recipe=fp8.recipe, fp8_param=fp8.parameters)
         if fp8.recipe == "delayed":
             # The history is one of steps, because `Fp8Scales` updates scales once in a step.

@@ -137,7 +137,8 @@ def test_megatron_takes_every_setting_and_keeps_attention_and_router_out_of_fp8(
 
 
 def settings_of(config):
-    return precision.precision_settings(config)
+    dtype = precision.parameter_dtype(config.precision, config.certify)
+    return precision.precision_settings(config.precision, config.engine, config.fp8, dtype)
 
 
 def precision_config(settings):
