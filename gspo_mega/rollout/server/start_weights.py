@@ -16,29 +16,24 @@ from typing import Protocol
 
 from gspo_mega.base.errors import CheckpointError, ConfigError
 from gspo_mega.base.run_folder import Attempt, read_json
-from gspo_mega.config.precision import publishes_adapters
-from gspo_mega.config.schema import Config
-from gspo_mega.models.block_fp8 import served_layout
 from gspo_mega.models.huggingface import read_stored
+from gspo_mega.models.spec import BlockFp8
 from gspo_mega.rollout.registration import Registration, format_bytes_done
 from gspo_mega.rollout.server.multinode import SILENCE_SECONDS, UnchangedFor
 
 MAKER_ID = "server-0"
 
 
-def current_weights(config: Config, attempt: Attempt, start_folder: str) -> tuple[int | None, str]:
+def current_weights(attempt: Attempt, start_folder: str, layout: BlockFp8 | None) -> tuple[int | None, str]:
     """Return the version and the folder of the weights that this start loads. The version is None if this attempt has
-    not committed one for that folder. A folder in another form than the run's servers hold is not used.
-
-    With `publish.lora: adapter` it is always the folder to start from, because a version has only adapters.
+    not committed one for that folder. `layout`: the blocks that the run's servers hold, or None; a folder in another
+    form is not used.
 
     The folder to start from has no version, not even 0: the trainer may begin with other weights (`model.weights`).
     What an earlier attempt committed has none either: this attempt gives the same numbers to other weights. A version
     whose folder is not where the file says is looked for in the run's folder, and otherwise not used. Raises
     ConfigError if the file that names the current weights is not valid.
     """
-    if publishes_adapters(config):  # versions hold no weights to start from
-        return None, start_folder
     current_file = attempt.run_folder.current_weights_file
     committed = _modified(current_file)  # read before the content, which may be replaced in between
     current = read_json(current_file)
@@ -52,7 +47,7 @@ def current_weights(config: Config, attempt: Attempt, start_folder: str) -> tupl
         path = str(attempt.run_folder.weights_version_dir(version))
         if not Path(path).is_dir():
             return None, start_folder
-    if read_stored(path) != served_layout(config):
+    if read_stored(path) != layout:
         return None, start_folder
     # The attempt begins with its key. Both files are in the run folder, so that one clock wrote both times.
     began = _modified(attempt.api_key_file)

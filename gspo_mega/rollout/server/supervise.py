@@ -30,7 +30,9 @@ from typing import NoReturn, Protocol
 from gspo_mega.base.errors import ConfigError, GspoMegaError, RankError
 from gspo_mega.base.network import with_port
 from gspo_mega.base.run_folder import Attempt, read_json
+from gspo_mega.config.precision import publishes_adapters
 from gspo_mega.config.schema import Config
+from gspo_mega.models.block_fp8 import served_layout
 from gspo_mega.rollout.registration import Registration, ensure_secret, read_secret, server_may_start
 from gspo_mega.rollout.server.multinode import ServerParts
 from gspo_mega.rollout.server.process import RunningServer, free_port, log_tail, remove_abandoned
@@ -290,7 +292,9 @@ class ServerSupervisor:
 
     def _start(self) -> RunningServer:
         config, attempt, generation = self._config, self._attempt, self._registration.generation + 1
-        weight_version, model_path = current_weights(config, attempt, self._start_folder)
+        weight_version, model_path = None, self._start_folder
+        if not publishes_adapters(config):  # versions of adapters hold no weights to start from
+            weight_version, model_path = current_weights(attempt, self._start_folder, served_layout(config))
         port = free_port(config.server.host)
 
         def make_spec(scratch: Path) -> ServerSpec:

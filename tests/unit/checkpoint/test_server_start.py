@@ -118,7 +118,7 @@ def test_a_restart_takes_the_committed_version_only_in_the_form_that_servers_hol
     start = str(tmp_path / "start")
     for committed, want in ((plain, (None, start)), (tmp_path / "v1", (1, str(tmp_path / "v1")))):
         folder.current_weights_file.write_text(json.dumps({"weight_version": 1, "path": str(committed)}))
-        assert current_weights(config, attempt, start) == want
+        assert current_weights(attempt, start, served_layout(config)) == want
 
 
 def test_a_version_of_a_run_that_was_moved_is_found_in_its_folder_and_a_lost_one_is_not_waited_for(tmp_path, plain):
@@ -127,9 +127,9 @@ def test_a_version_of_a_run_that_was_moved_is_found_in_its_folder_and_a_lost_one
     folder.weights_dir.mkdir(parents=True)
     attempt = folder.new_attempt()
     folder.current_weights_file.write_text(json.dumps({"weight_version": 1, "path": "/nowhere/weights/v00000001"}))
-    assert current_weights(config, attempt, str(plain)) == (None, str(plain))
+    assert current_weights(attempt, str(plain), served_layout(config)) == (None, str(plain))
     shutil.copytree(plain, folder.weights_version_dir(1))
-    assert current_weights(config, attempt, str(plain)) == (1, str(folder.weights_version_dir(1)))
+    assert current_weights(attempt, str(plain), served_layout(config)) == (1, str(folder.weights_version_dir(1)))
 
 
 def test_a_copy_is_of_this_model_and_of_these_bytes_and_no_other_copy_stays(tmp_path, plain):
