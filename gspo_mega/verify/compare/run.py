@@ -18,7 +18,7 @@ from gspo_mega.base.run_folder import RunFolder, read_json
 from gspo_mega.base.untrusted import read_text
 from gspo_mega.config import load_config
 from gspo_mega.config.algorithms import RECIPES, AlgorithmName
-from gspo_mega.config.schema import Advantage, Config, Kl, Objective
+from gspo_mega.config.schema import Advantage, Config, Kl, Model, Objective
 from gspo_mega.config.validate_learning import resolve_defaults
 from gspo_mega.data.journal.journal import Journal
 from gspo_mega.launcher.local import WORKER_COMMAND, launch
@@ -122,8 +122,10 @@ def compare(
         raise ConfigError(f"{folder.path}: is no run folder: it has no {folder.config_file.name}")
     run = load_config(folder.config_file).config
     names = check_algorithms(run.algorithm, request.algorithms)
-    policy = weights_folder(folder, run, request.weights, "--weights")
-    old = None if request.old == "recorded" else weights_folder(folder, run, request.old, "--old")
+    policy = weights_folder(folder, run.model, run.lora is not None, request.weights, "--weights")
+    old = None
+    if request.old != "recorded":
+        old = weights_folder(folder, run.model, run.lora is not None, request.old, "--old")
     step = find_step(folder, request)
     here = f"{folder.path.name}-compare"
     base = [*request.overrides, f"run.name={here}", f"run.dir={folder.path.resolve().parent}"]
@@ -155,10 +157,12 @@ def compare(
     }
 
 
-def weights_folder(folder: RunFolder, config: Config, wanted: str, option: str) -> Path:
-    """Return the weights folder that `latest` (the newest checkpoint), `start` or a path names. Raises ConfigError."""
+def weights_folder(folder: RunFolder, model: Model, trains_adapters: bool, wanted: str, option: str) -> Path:
+    """Return the weights folder that `latest` (the newest checkpoint), `start` or a path names. `model`: the run's.
+    Raises ConfigError.
+    """
     if wanted == "latest":
-        if config.lora is not None:
+        if trains_adapters:
             raise ConfigError(
                 f"{option} latest: {folder.path} trains adapters (`lora`), and its checkpoints hold them alone; valid:"
                 " start, or a folder of merged weights"
@@ -168,7 +172,7 @@ def weights_folder(folder: RunFolder, config: Config, wanted: str, option: str) 
                 f"{option} latest: {folder.path} has no checkpoint; valid: start (the run's first weights), or a folder"
             )
         return folder.checkpoints_dir / read_text(folder.latest_checkpoint_file).strip()
-    path = Path(config.model.weights or config.model.path) if wanted == "start" else Path(wanted)
+    path = Path(model.weights or model.path) if wanted == "start" else Path(wanted)
     if not (path / "config.json").exists() and not (path / "megatron").is_dir():
         raise ConfigError(
             f"{option} {wanted}: {path} has neither config.json (a Hugging Face folder) nor megatron/ (a checkpoint, or"

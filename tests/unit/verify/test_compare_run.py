@@ -31,7 +31,7 @@ def test_the_newest_checkpoint_and_the_last_step_that_it_was_trained_on(tmp_path
     folder = RunFolder(tmp_path)
     recorded(folder, [0, 1, 2])
     checkpoint(folder, 2)
-    assert weights_folder(folder, config(), "latest", "--weights") == folder.checkpoint_dir(2)
+    assert weights_folder(folder, config().model, False, "latest", "--weights") == folder.checkpoint_dir(2)
     assert find_step(folder, Request(tmp_path, ["gspo"])) == 1
     assert find_step(folder, Request(tmp_path, ["gspo"], weights="start")) == 2
     assert find_step(folder, Request(tmp_path, ["gspo"], step=1)) == 0
@@ -42,9 +42,9 @@ def test_what_is_not_there_is_refused_with_what_is(tmp_path):
     with pytest.raises(ConfigError, match=r"is no run folder: it has no config\.resolved\.yaml"):
         compare(Request(tmp_path, ["gspo"]), print)
     with pytest.raises(ConfigError, match=r"--weights latest: .* has no checkpoint; valid: start"):
-        weights_folder(folder, config(), "latest", "--weights")
+        weights_folder(folder, config().model, False, "latest", "--weights")
     with pytest.raises(ConfigError, match=r"--old start: model has neither config\.json .* nor megatron/"):
-        weights_folder(folder, config(), "start", "--old")
+        weights_folder(folder, config().model, False, "start", "--old")
     with pytest.raises(JournalError, match="no rollouts are recorded"):
         find_step(folder, Request(tmp_path, ["gspo"]))
     recorded(folder, [3, 4])
@@ -59,7 +59,7 @@ def test_checkpoints_of_adapters_are_refused(tmp_path):
     folder = RunFolder(tmp_path)
     checkpoint(folder, 1)
     with pytest.raises(ConfigError, match="trains adapters .* and its checkpoints hold them alone; valid: start, or a"):
-        weights_folder(folder, config(lora={"rank": 2, "alpha": 4.0}), "latest", "--weights")
+        weights_folder(folder, config().model, True, "latest", "--weights")
 
 
 def test_the_table_names_every_algorithm_and_the_dropped():
