@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from gspo_mega.base.errors import GspoMegaError
+from gspo_mega.base.garbage import uncollected
 from gspo_mega.cpu.fake_device import load_device
 from gspo_mega.verify.trace.request import TraceRequest
 
@@ -24,7 +25,9 @@ def main(arguments: list[str]) -> int:
     request = TraceRequest(**json.loads(Path(arguments[0]).read_text()))
     try:
         load_device()
-        importlib.import_module("gspo_mega.verify.trace.rank").trace_rank(request)
+        with uncollected():
+            rank = importlib.import_module("gspo_mega.verify.trace.rank")
+        rank.trace_rank(request)
     except GspoMegaError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code

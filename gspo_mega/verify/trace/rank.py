@@ -23,6 +23,7 @@ import numpy as np
 
 from gspo_mega.base.atomic_io import atomic_write_text
 from gspo_mega.base.errors import GspoMegaError, ModelError
+from gspo_mega.base.garbage import uncollected
 from gspo_mega.base.records import MicroBatch
 from gspo_mega.config import load_config
 from gspo_mega.config.derived import critic_config, critic_of, needs_old_log_prob_pass, penalises_kl
@@ -50,8 +51,9 @@ def trace_rank(request: TraceRequest) -> None:
     fake_device.pretend(gpu.capability, name, int(gpu.memory_gib * 2**30))
     ledger = Ledger()
     os.environ.update(block_scale_variable(config.fp8, os.environ, gpu.capability))
-    fake_kernels.provide(ledger, Path(request.transformer_engine))
-    engine_room = importlib.import_module("gspo_mega.engine.policy")
+    with uncollected():
+        fake_kernels.provide(ledger, Path(request.transformer_engine))
+        engine_room = importlib.import_module("gspo_mega.engine.policy")
     fake_kernels.complete_megatron()
     fake_device.join_fake_world(request.rank, plan.layout.world_size)
     try:
