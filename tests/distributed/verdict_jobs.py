@@ -27,15 +27,17 @@ from gspo_mega.train.session import load_reference
 from gspo_mega.verify.certify.steps import complete_gradients
 
 
-def attempt(config: str) -> dict:
-    """One step of training as the loop makes it, the plan's checks left out.
+def attempt(config: str, gradient_alone: bool = False) -> dict:
+    """One step of training as the loop makes it, the plan's checks left out. `gradient_alone`: it ends with the
+    gradient of the first mini-batch.
 
     `error`: None, or the last line of a traceback; `place`: file and line where it was raised; `phase`: what was under
     way; `gradient`: on rank 0, each Hugging Face tensor's whole gradient in the first mini-batch, float32.
     """
     phase = ["groups"]
     try:
-        return dict(error=None, place="", phase="", gradient=_train(Config.model_validate_json(config), phase))
+        gradient = _train(Config.model_validate_json(config), phase, gradient_alone)
+        return dict(error=None, place="", phase="", gradient=gradient)
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         return dict(
@@ -52,7 +54,7 @@ def tidy() -> None:
     gc.collect()
 
 
-def _train(config: Config, phase: list[str]) -> dict[str, np.ndarray]:
+def _train(config: Config, phase: list[str], gradient_alone: bool) -> dict[str, np.ndarray]:
     parallel = config.parallel
     groups = create_groups(
         tensor=parallel.tensor,
@@ -83,6 +85,8 @@ def _train(config: Config, phase: list[str]) -> dict[str, np.ndarray]:
     if (routes := ExpertRoutes.of(batch.trajectories, spec, config.moe.routing_replay == "R3")) is not None:
         routes.attach([pack for mini_batch in mine for pack in mini_batch.micro_batches])
     phase[0] = "train"
+    if gradient_alone:
+        mine = mine[:1]
     old = [engine.old_pass(m.micro_batches) if needs_old_log_prob_pass(config) else None for m in mine]
     frozen = [reference.log_probs(m.micro_batches) if reference is not None else None for m in mine]
     settings = objective_settings(config.algorithm, config.objective)
@@ -90,6 +94,8 @@ def _train(config: Config, phase: list[str]) -> dict[str, np.ndarray]:
     complete_gradients(engine)
     tensors = PolicyTensors(spec, groups, engine.chunks, values=lambda parameter: parameter.main_grad)
     gradient = {name: value.numpy().copy() for name, value in tensors.stream(torch.float32)}
+    if gradient_alone:
+        return gradient if groups.world.rank == 0 else {}
     for mini_batch, before, theirs in zip(mine, old, frozen, strict=True):
         result, _ = engine.train_mini_batch(mini_batch.micro_batches, settings, mini_batch.denominator, before, theirs)
         if result.skipped or not math.isfinite(result.grad_norm):
