@@ -68,15 +68,14 @@ def small_overrides(quickstart: Path, run_dir: Path, name: str) -> list[str]:
 PASSES_MARKER = "reward.environment=[GSPO_TEST_MARKER]"
 
 
-def forking() -> list[str]:
-    """What Python runs instead of `-m gspo_mega`."""
+def forking(what: str = "all") -> list[str]:
+    """What Python runs instead of `-m gspo_mega`. `what`: "all", or "trial" for the trial of inputs alone."""
     from forks import forked_ranks, forked_servers
 
-    commands = {
-        "rank": forked_ranks().command("gspo_mega.train.worker"),
-        "trial": forked_ranks().command("forked_trial"),
-        "server": forked_servers().command("forked_serve"),
-    }
+    commands = {"trial": forked_ranks().command("forked_trial")}
+    if what == "all":
+        commands["rank"] = forked_ranks().command("gspo_mega.train.worker")
+        commands["server"] = forked_servers().command("forked_serve")
     return [str(Path(__file__).with_name("forked_command.py")), json.dumps(commands)]
 
 
@@ -85,17 +84,19 @@ class Command:
     processes, which inherit nothing unasked, because it is asked for.
     """
 
-    def __init__(self, folder: Path, *arguments: str, forked: bool = False) -> None:
-        """`forked`: ranks, servers and the trial of inputs are not started, but forked from processes that have imported
-        what they need, which saves most of a small run's work; they are not below the command, and have no marker.
+    def __init__(self, folder: Path, *arguments: str, forked: bool = False, tried_in_fork: bool = False) -> None:
+        """`tried_in_fork`: the trial of inputs is not started, but forked from a process that has imported what it
+        needs. `forked`: ranks and servers, too, which saves most of a small run's work; they are not below the command,
+        and have no marker.
         """
         if arguments[0] in ("train", "sft", "eval"):
             arguments = (*arguments[:2], PASSES_MARKER, *arguments[2:])
+        program = forking() if forked else forking("trial") if tried_in_fork else ["-m", "gspo_mega"]
         self.marker = f"gspo-test-{uuid.uuid4()}"
         self._out, self._err = folder / f"{self.marker}.out", folder / f"{self.marker}.err"
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self.process = subprocess.Popen(
-                [sys.executable, *(forking() if forked else ("-m", "gspo_mega")), *arguments],
+                [sys.executable, *program, *arguments],
                 stdout=out,
                 stderr=err,
                 cwd=folder,

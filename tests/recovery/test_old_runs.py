@@ -27,6 +27,10 @@ import pytest
 from make_old_run import CHECKPOINT, READ_JOURNAL, RUNS, machine, tensor_digests
 from recovery_support import REPOSITORY
 
+sys.path.insert(0, str(REPOSITORY / "tests/integration"))
+
+from run_support import forking
+
 from gspo_mega.cli.main import main
 
 ARCHIVE = Path(__file__).parent / "data/old_runs_201f4514.tar.xz"
@@ -85,16 +89,18 @@ class Ended:
 
 @pytest.fixture(scope="module")
 def ended(then, tmp_path_factory):
-    """Today's `gspo-mega train` by name, each in a copy of the working folder. Two run at a time: most of it is start-up,
-    which uses one core.
+    """Today's `gspo-mega train` by name, each in a copy of the working folder; its ranks and servers are forked. Two run
+    at a time, because each waits for its server and its ranks in turn.
     """
     root, processes = tmp_path_factory.mktemp("now"), []
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    has_server = importlib.util.find_spec("sglang") is not None
+    start = forking() if has_server else ["-m", "gspo_mega"]
 
     def train(name: str) -> Ended:
         place = root / name.replace(" ", "-")
         shutil.copytree(then, place, symlinks=True)
-        command = [sys.executable, "-m", "gspo_mega", "train", *COMMANDS[name]]
+        command = [sys.executable, *start, "train", *COMMANDS[name]]
         with (place / "out").open("w") as out:
             process = subprocess.Popen(command, cwd=place, env=environment, stdout=out, stderr=subprocess.STDOUT)
             processes.append(process)
@@ -103,7 +109,6 @@ def ended(then, tmp_path_factory):
         return Ended(place / "runs" / run, (place / "out").read_text(), code)
 
     pool = ThreadPoolExecutor(max_workers=2)
-    has_server = importlib.util.find_spec("sglang") is not None
     without_server = ("ppo continued", "gspo replayed", "ahead replayed")
     futures: dict[str, Future[Ended]] = {
         name: pool.submit(train, name) for name in COMMANDS if has_server or name in without_server
