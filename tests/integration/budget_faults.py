@@ -1,4 +1,4 @@
-"""A rank of `gspo-mega mismatch` that goes through several faults in one start: `python budget_faults.py ARGUMENTS...`.
+"""A rank of `gspo-mega mismatch` that goes through several faults in one start, in a fork (`forked_workers.py`).
 
 Each scenario samples and scores anew with one fault in it, and leaves what was scored in a folder of its name.
 """
@@ -6,7 +6,6 @@ Each scenario samples and scores anew with one fault in it, and leaves what was 
 from __future__ import annotations
 
 import contextlib
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -196,9 +195,9 @@ def run_all(context):
     return {"scenarios": len(SCENARIOS)}
 
 
-if __name__ == "__main__":
-    import gspo_mega.engine  # noqa: F401  the CPU backend comes first
+def main(words: list[str]) -> None:
+    """A rank, in a fork (`forked_workers.py`). Does not return."""
     from gspo_mega.train import worker
 
     worker.ENTRY_POINTS["budget"] = ("budget_faults", "run_all")
-    worker.main(sys.argv[1:])
+    worker.main(words)

@@ -5,12 +5,12 @@ transformers computes for them, and injected faults are named.
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from budget_faults import OF_BATCH, OF_PACKING, SCENARIOS, perturbed_folder
+from forks import forked_ranks, forked_servers
 from router_ties import TIE, margins
 from run_support import Command, small_overrides
 
@@ -61,8 +61,12 @@ def found(tmp_path_factory, quickstart_files, folders):
             for p in sides["trainer"]
         ],
     }
-    rank = [sys.executable, str(Path(__file__).with_name("budget_faults.py"))]
-    assert launch(conduct.load({}), "budget", lambda line: None, worker_command=rank, work=work) == 0
+    rank = forked_ranks().command("budget_faults")
+    server = forked_servers().command("forked_serve")
+    launched = launch(
+        conduct.load({}), "budget", lambda line: None, worker_command=rank, serve_command=server, work=work
+    )
+    assert launched == 0
     attempt = conduct.folder.latest_attempt()
     assert attempt is not None
 
@@ -166,7 +170,7 @@ def test_the_command(tmp_path, quickstart_files):
     given = overrides(quickstart_files, tmp_path, "budget.num_prompts=8", "budget.causes=[trainer packing]")
     file = tmp_path / "budget.json"
     config = Path(__file__).parents[2] / CONFIG
-    command = Command(tmp_path, "mismatch", str(config), "--quick", "--json", str(file), *given)
+    command = Command(tmp_path, "mismatch", str(config), "--quick", "--json", str(file), *given, forked=True)
     try:
         assert command.finish() == 0, command.out + command.err
     finally:
