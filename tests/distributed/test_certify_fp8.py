@@ -21,7 +21,7 @@ SAMPLE = {
         "certify_fp8_moe",
         SMALL,
         "PP2",
-        ["PP2xVPP2", "TP2+SPxEP2", "EP2 distributed optimizer", "CP2", "DP2 uneven shards"],
+        ["PP2xVPP2", "TP2+SPxEP2", "EP2 distributed optimizer", "CP2"],
     ),
     "mxfp8": ("certify_fp8", "certify_fp8_dense", ["fp8.recipe=mxfp8"], "dense PP2", ["dense TP2+SP"]),
     "tensorwise": ("certify_fp8", "certify_fp8_dense", ["fp8.recipe=tensorwise"], "dense PP2", ["dense TP2+SP"]),

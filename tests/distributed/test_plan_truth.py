@@ -21,7 +21,7 @@ from gspo_mega.verify.certify.cases import case_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 # What does not change the state: one of each would be enough, and each costs ranks' time.
-SAME_STATE = ("recompute.", "batch.", "moe.", "rollout.")
+SAME_STATE = ("recompute.", "batch.", "moe.", "rollout.", "engine.", "parallel.expert_dispatcher")
 
 
 def cases():
