@@ -33,7 +33,8 @@ def command(tmp_path, quickstart_files):
     started: list[Command] = []
 
     def start(name: str, *more: str) -> Command:
-        started.append(Command(tmp_path, name, str(REPOSITORY / "configs/quickstart.yaml"), *overrides, *more))
+        words = (str(REPOSITORY / "configs/quickstart.yaml"), *overrides, *more)
+        started.append(Command(tmp_path, name, *words, tried_in_fork=True))
         return started[-1]
 
     yield start

@@ -47,9 +47,8 @@ def run(tmp_path, quickstart_files):
             )
             small = small_overrides(quickstart_files, Path("runs"), name)  # relative to where the command runs
             # Few requests at a time: a rollout takes seconds and can be met in its midst.
-            command = Command(
-                tmp_path, "train", CONFIG, *small, reward, "rollout.max_concurrent_requests=2", *overrides
-            )
+            words = (CONFIG, *small, reward, "rollout.max_concurrent_requests=2", *overrides)
+            command = Command(tmp_path, "train", *words, tried_in_fork=True)
             started.append(command)
             return command
 
@@ -58,7 +57,8 @@ def run(tmp_path, quickstart_files):
             """`gspo-mega train RUN`, in another working directory than the run's start."""
             elsewhere = tmp_path / "elsewhere"
             elsewhere.mkdir(exist_ok=True)
-            command = Command(elsewhere, "train", str(Path("..") / cls.folder.path.relative_to(tmp_path)), *options)
+            folder = str(Path("..") / cls.folder.path.relative_to(tmp_path))
+            command = Command(elsewhere, "train", folder, *options, tried_in_fork=True)
             started.append(command)
             return command
 
