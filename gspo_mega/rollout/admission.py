@@ -110,7 +110,7 @@ class Admission:
 
     def admit(self, staleness: int = 0) -> int:
         """Admit a group and return its number. Call it only while `may_admit`. `staleness` is by how many versions the
-        samples of the group that exist already lag behind the step last asked for.
+        samples that the group already has lag behind the step last asked for.
         """
         number = self.next_number
         self._done.difference_update(range(self._next, number))

@@ -35,12 +35,12 @@ class Collector:
     `driver` runs an episode, and `score` fills its reward fields in place. Both are called on the pool's thread, so
     they must not block. Anything that they raise ends the batch, and `take` raises it. An episode or a reward that only
     failed is recorded. If more of a batch fail than `episodes.max_failed_fraction` or `reward.max_failed_fraction`
-    allows, EpisodeError or RewardError is raised as soon as that is certain. A batch without any group of two rewards
-    raises RewardError. A group with fewer rewards than its advantages need (two, or
-    one with a critic or a batch baseline) is left out of the batch.
+    allows, EpisodeError or RewardError is raised as soon as that is certain. A group with fewer rewards than its
+    advantages need (two, or one with a critic or a batch baseline) is left out of the batch; a batch without any other
+    group raises RewardError.
 
-    With `rollout.max_staleness` > 0 sampling goes on for the next batches after one was taken. An error ends it, and is
-    raised by the `take` that waits, or else by the next one. The batch after that begins anew from `position`.
+    With `rollout.max_staleness` > 0 sampling continues for the next batches after one was taken. An error ends it; the
+    `take` that waits raises it, or else the next one. The batch after that starts again from `position`.
 
     Attributes:
         position: where a run would continue, which is after the last batch that was taken.

@@ -1,8 +1,8 @@
-"""Servers that serve an evaluation while training goes on: taken from the pool, and held at one weight version.
+"""Servers that serve an evaluation while training continues: taken from the pool, and held at one weight version.
 
 They get only requests of the evaluation. Training, publishes and the balance between servers leave them out until they
-are given back. They are then behind, like a server that came back, and the trainer publishes the committed weights to
-them again.
+are given back. They then have old weights, like a restarted server, and the trainer publishes the committed ones to
+them.
 """
 
 from __future__ import annotations

@@ -464,8 +464,8 @@ class Roster:
 
 
 class ReadyDeadline:
-    """When servers must be ready: `seconds` from now. The time begins anew at each progress of a copy that servers wait
-    for, its end included. Nothing else that servers do counts as progress.
+    """When servers must be ready: `seconds` from now. Each time that the copy of the model that servers wait for
+    advances or is complete, the time starts again. Nothing else that servers do counts as progress.
     """
 
     def __init__(self, seconds: float) -> None:

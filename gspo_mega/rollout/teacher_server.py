@@ -1,11 +1,11 @@
-"""Teachers on SGLang servers: of the user (`teacher.url`), or the run's own, which hold the policy (`teacher.policy`).
-Each scores the tokens of an episode once, when its reward is
-known, and what it said is recorded with the episode (`base/served_scores.py`). So a run that is killed and continued,
-or one that trains on a recording, does not ask again.
+"""Teachers on SGLang servers: the user's (`teacher.url`), or the run's own, which hold the policy (`teacher.policy`).
+
+A teacher scores the tokens of an episode once, when the episode's reward is known, and its answer is recorded with the
+episode (`base/served_scores.py`). So a continued run, or one that trains on a recording, does not ask again.
 
 A server that cannot be reached, is slow or is overloaded is asked again until `rollout.no_server_deadline_seconds`
 have passed without an answer; one that refuses a request or answers nonsense, `rollout.max_attempts` times. Then the
-run stops with an error, and the same command continues it. No episode is left out for its teacher.
+run stops with an error, and the same command continues it. No episode is dropped because its teacher failed.
 
 Before the first score each server's tokenizer is compared with the policy's (`tokenizer_problem`): what it makes of
 each id of the vocabulary, and how it splits some texts.
@@ -124,7 +124,7 @@ class PolicyServers:
             await self._pool.release(server, failure, len(token_ids))
 
     async def close(self) -> None:
-        """Nothing of theirs is open."""
+        """Do nothing: the pool closes the run's own servers."""
 
     def shown(self, error: Exception) -> str:
         return str(error)

@@ -88,9 +88,7 @@ class AdapterPublisher(Publisher):
         self._proof = self.versions.folder / _PROOF
 
     def _prepare(self, weight_version: int, chosen: frozenset[str] | None) -> PublishContent:
-        """Write the version's folder, and return what servers hold besides it: the frozen weights, which are read
-        once.
-        """
+        """Write the version's folder. Return the frozen weights, which servers hold in addition; they are read once."""
         path = self.versions.path(weight_version)
         export_adapters(path, self._lora, self._spec, self._groups, self._chunks, self._source_folder, served=True)
         if self._base is None:

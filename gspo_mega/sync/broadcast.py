@@ -1,15 +1,15 @@
 """Rank 0's side of sending tensors through process groups that the servers join: method `distributed`.
 
-`GroupSender` decides which rank sends when. Ranks that own tensors send them themselves (`broadcast_group.py`), up to
-`publish.max_senders` of them, to which the others bring theirs. Rank 0 makes the requests to the servers. A server
+`GroupSender` decides which rank sends when. At most `publish.max_senders` of the ranks that own tensors send
+(`broadcast_group.py`); the others hand their tensors to them. Rank 0 makes the requests to the servers. A server
 receives one bucket at a time and blocks until it has it, so ranks take turns: the bucket that is ready first goes
 first. While it is sent, this rank and others gather their next ones.
 
 `ServerGroups` decides which servers share a group with a sending rank, and keeps the groups from one publish to the
 next. By default all servers share one group, so the bytes that leave a rank do not grow with the number of servers.
 Every sending rank has its own groups, because only the first rank of a group sends in it. A server that refuses, hangs
-or dies in a broadcast breaks it for all. Each of them then gets that bucket through a group of its own, which shows
-who failed, and the others share a new group for the rest.
+or dies in a broadcast breaks it for all. Each server then gets that bucket through a group of its own, which shows
+which one failed, and the servers that did not fail share a new group for the rest.
 
 `ServerGroup` is one group: the servers and the sender join it through a store of rank 0.
 """

@@ -1,9 +1,8 @@
 """The sending rank's side of method `distributed`, in its own process.
 
-`Sender` is what rank 0 asks of a rank that sends, and `OwnTensors` does it: it has a bucket of tensors ready, and this
-rank's side of the groups. Rank 0 decides which bucket goes when and to whom (`broadcast.py`); `remote_sender.py`
-carries its orders to another process. A bucket has consecutive tensors, which travel as their bytes one after the
-other.
+`Sender` is the protocol by which rank 0 orders a rank to send, and `OwnTensors` implements it: it holds the next bucket
+of tensors and this rank's side of the groups. Rank 0 decides when a bucket is sent and to whom (`broadcast.py`);
+`remote_sender.py` carries its orders to another process. A bucket is the bytes of consecutive tensors.
 
 `BroadcastGroup` is this rank's side of one group with servers. A broadcast may never end: NCCL's first broadcast
 connects the group and returns only when every server has entered it, and a server that refused or died never does. A

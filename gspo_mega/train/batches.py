@@ -153,7 +153,7 @@ def fill_token_rewards(episodes: Sequence[Episode], rewards: Sequence[float], re
     is not known yet. `rewards`: the total of each episode.
 
     A row is a path to one of the episode's ends. The last token of each turn that the row trains gets that turn's
-    reward, and the last token of the row also gets what is left of the total besides the rewards of turns. With
+    reward, and the last token of the row also gets the total less the rewards of all turns. With
     `reward.permute_in_batch` the totals are those of other episodes, and the turns have no rewards of their own.
     """
     for episode, total in zip(episodes, rewards, strict=True):
@@ -181,7 +181,7 @@ def fill_turn_advantages(
     """Set `token_advantages` of every row of the scored `episodes`, and `advantage` to their mean over the row's own
     tokens, or to 0 if the row has none. `rewards`: the total of each episode.
 
-    What is left of the total besides the rewards of turns belongs to the last turn of every branch. With
+    The total less the rewards of all turns belongs to the last turn of every branch. With
     `reward.permute_in_batch` the totals are those of other episodes, and the turns have no rewards of their own.
     """
     own_rewards: list[float] = []

@@ -1,7 +1,7 @@
 """The mismatch in a step's metrics: as a whole, by response length and by sign of the advantage; and its warnings.
 
-`gap_metrics` and `gap_warnings` are about d = trainer - server, measured before any update of the step. There the two
-engines are the only difference, and also the weights that sampled if rollouts are stale. `correction_metrics` and the
+`gap_metrics` and `gap_warnings` are about d = trainer - server, measured before any update of the step, when only the
+engines differ (and, for stale rollouts, the weights). `correction_metrics` and the
 functions after it say whether the mismatch correction acts: a bound that is never reached corrects nothing, so a run
 shows how far from acting it is, and tells the user if it never acts. `gspo_mega.algorithm` has the statistics.
 """

@@ -1,5 +1,5 @@
-"""Which recorded episodes a run may use instead of sampling new ones: those that the same things made, about the
-prompts that are due.
+"""Which recorded episodes a run may use instead of sampling new ones: those of prompts that are due, made by the same
+weights, rewards, code and settings.
 
 `ReusableRecords` says why a record cannot be used, moves its file aside and tells the user; `sources.py` decides when
 records are asked for. `made_by` and the functions after it compute the fingerprints of everything that determines a

@@ -4,9 +4,8 @@ Rank 0 only.
 `Rollouts` starts these parts, connects them and closes them; each part is in its own package. `episode_driver` chooses
 what runs the episodes of a configuration: its function, workers, chat template and limits.
 
-At the end are the protocols of the sources of rollout batches, which `sources.py` implements. The calls of a run go one
-way: the loop calls `JournalledSource.take`, which asks the source that it wraps for the groups that are not in the
-journal.
+At the end are the protocols of the sources of rollout batches, which `sources.py` implements. The loop calls
+`JournalledSource.take`, which asks the source that it wraps for the groups that are not in the journal.
 """
 
 from __future__ import annotations
