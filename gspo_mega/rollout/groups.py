@@ -135,7 +135,8 @@ class SampledGroups:
 
     async def _run_episode(self, group: Group, index: int, name: str) -> Episode:
         """Run one episode to its end and return it. If the infrastructure lost it before anything was sampled, it is
-        drawn again under another id, and so with another seed. The last of `rollout.max_attempts` is a failed episode.
+        drawn again under another id, and so with another seed. After `rollout.max_attempts` the last failed one is
+        returned.
         """
         prefix = f"{name}-g{group.group_id:05d}"
         attempt = 0

@@ -270,8 +270,8 @@ class PublishedChanges:
         self._copy.version, self._base = self._version, None
 
     def record(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the record of a tensor, local and whole as servers load it, and keep it as what was sent last. None
-        if it has not changed.
+        """Return the record of a tensor's changes, or None if it has not changed, and keep the tensor as what was sent
+        last. `tensor` is local, and whole as servers load it.
         """
         assert self._base is not None, "a full publish has no records"
         found, changed = make_record(name, self._copy.get(name, tensor), tensor, self._base, self._version)

@@ -45,7 +45,7 @@ class Hashes(Protocol):
     """What is hashed of one publish, on one rank."""
 
     def add(self, name: str, tensor: torch.Tensor) -> str | None:
-        """Hash a tensor, whole as it is sent and local, if it is verified. Tensors come in the order of the table.
+        """Hash a tensor if it is verified. It is local, and whole as it is sent; call this in the order of the table.
         Returns its SHA-256 (hexadecimal), or None if the tensor has no hash of its own.
         """
         ...

@@ -365,8 +365,8 @@ class Publisher:
         return ShardCheck(self._policy, self._form.gathered, names)
 
     def _to_send(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return what this rank sends: what it owns, and what owners that do not send bring to it. The first send is
-        hashed and checked on the way. Collective.
+        """Yield the tensors that this rank sends: its own, and those that owners that do not send hand over. The first
+        send is hashed and checked on the way. Collective.
         """
         hashes, check = self._unhashed or (None, None)
         seen = None if hashes is None else hashes.add
@@ -389,8 +389,8 @@ class Publisher:
             content.expected = self._hashed.hashes
 
     def _collect_sent(self, content: PublishContent) -> str | None:
-        """Fill in the hashes of the first send, or return what a rank found wrong with what it brought to a sender.
-        Collective.
+        """Fill in the hashes of the first send. Returns what a rank found wrong with the tensors that it handed to a
+        sender, or None. Collective.
         """
         assert self._unhashed is not None, "a send is collected once"
         (hashes, _), self._unhashed = self._unhashed, None

@@ -164,8 +164,8 @@ class HeldWeights:
         return self._memory[offset : offset + size].view(dtype).view(shape)
 
     def read_folder(self, folder: Path) -> bool:
-        """Hold what a published folder has: all weights, or what changed. Returns False for a folder that no publish
-        wrote, and holds no version then.
+        """Read a published folder, of all weights or of changes, into the copy. Returns False for a folder that no
+        publish wrote; the copy then has no version.
 
         Records are all read and checked before the first is applied. Raises PublishError, and holds no version any
         more, if the folder cannot be read, or is not the change of the version that is held.
@@ -349,7 +349,7 @@ def use_in_model_updater(module: types.ModuleType) -> None:
 
 
 def use_in_scheduler_updater(module: types.ModuleType) -> None:
-    """Replace what ends a weight update on one rank: what changed is loaded there, when all of it has come."""
+    """Replace the method that ends a weight update on one rank: when all changes have arrived, it loads them."""
     manager = module.SchedulerWeightUpdaterManager
     end = manager.end_weight_update
 
