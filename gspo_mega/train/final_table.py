@@ -60,9 +60,9 @@ def accuracy_text(value: list[float] | None) -> str:
     return "not measured" if value is None else f"{value[0]:.3f} +- {value[1]:.3f}"
 
 
-def run_table(session: RankSession) -> tuple[str, dict[str, Any]]:
-    """The final table as text for people, and the same numbers as a JSON object, over all attempts of the run. Rank
-    0.
+def run_table(session: RankSession, saving_seconds: float = 0.0) -> tuple[str, dict[str, Any]]:
+    """The final table as text for people, and the same numbers as a JSON object, over all attempts of the run.
+    `saving_seconds`: what the checkpoint and the export after the last step took. Rank 0.
     """
     summary, state = session.state.summary, session.state
     totals = summary.get("totals", {})
@@ -86,8 +86,10 @@ def run_table(session: RankSession) -> tuple[str, dict[str, Any]]:
     ]
     for phase in PHASES:
         spent = totals.get(f"time/{phase}_seconds", 0.0)
-        if spent:
+        if spent >= 0.05:  # less reads as 0.0 s
             rows.append([f"  {phase}", f"{spent:.1f} s  {spent / seconds:4.0%}"])
+    if saving_seconds:
+        rows.append(["saving after the last step", f"{saving_seconds:.1f} s"])
     rows += [
         ["clip fraction, mean", f"{mean('policy/clip_fraction'):.3f}"],
         ["mismatch k3 (KL per token), mean", f"{mean('mismatch/k3'):.1e} nats"],
@@ -124,6 +126,7 @@ def run_table(session: RankSession) -> tuple[str, dict[str, Any]]:
         "accuracy_after": after,
         "tokens_per_second": tokens_per_second,
         "seconds": seconds,
+        "saving_seconds": saving_seconds,
         "clip_fraction": mean("policy/clip_fraction"),
         "first_clip_fraction_negative": first["negative"],
         "first_clip_fraction_positive": first["positive"],

@@ -275,7 +275,9 @@ def finish(session: RankSession) -> dict[str, Any] | None:
         return None
     if notice := correction_notice(session.config.mismatch, session.state.summary, at_end=True):
         session.say(notice)
-    table, result = run_table(session)
+    # Since the last step ended: no step has the time of the checkpoint and the export that follow it.
+    after = session.phases.timer.finish_step()
+    table, result = run_table(session, after.get("time/checkpoint_seconds", 0.0))
     session.say(table)
     return result
 

@@ -112,6 +112,8 @@ def test_the_console_has_a_line_a_step_and_the_final_table(whole_run, lines):
     for phase in ("rollout", "old_log_probs", "train", "publish", "eval", "checkpoint"):
         assert re.search(rf"^  {phase} +[\d.]+ s +\d+%$", table, re.M), phase
     result = read_json(run.latest_attempt().result_file)
+    assert re.search(rf"^saving after the last step +{result['saving_seconds']:.1f} s$", table, re.M)
+    assert result["saving_seconds"] > 0.05, "the last checkpoint and the export"
     assert (result["step"], result["weight_version"]) == (NUM_STEPS, NUM_STEPS)
     assert result["seconds"] == pytest.approx(seconds)
 

@@ -299,16 +299,19 @@ def test_the_final_table_has_means_over_the_steps_that_have_them(tmp_path):
         "totals": {
             "time/step_seconds": 10.0,
             "time/train_seconds": 3.0,
+            "time/checkpoint_seconds": 0.04,
             "num_tokens": 175,
             "policy/clip_fraction": 0.6,
             "policy/clip_fraction/count": 2,
             "mismatch/abs_log_ratio_max": 0.5,
         },
     }
-    text, result = run_table(session)
+    text, result = run_table(session, saving_seconds=2.25)
     assert "\n  1.000  a question\n           -> its answer\n" in text
     lines = [line.split() for line in text.splitlines()]
     assert ["change", "+0.100", "+-", "0.050"] in lines
     assert ["train", "3.0", "s", "30%"] in lines and ["time", "in", "steps", "10.0", "s"] in lines
+    assert ["saving", "after", "the", "last", "step", "2.2", "s"] in lines and result["saving_seconds"] == 2.25
+    assert not any(line[:1] == ["checkpoint"] for line in lines), "0.04 s is not shown as 0.0 s"
     assert result["clip_fraction"] == pytest.approx(0.3) and result["tokens_per_second"] == 17.5
     assert (result["mismatch_k3"], result["step"], result["weight_version"]) == (0.0, 5, 3)
