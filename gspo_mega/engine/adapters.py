@@ -31,7 +31,8 @@ from torch.nn import functional
 
 from gspo_mega.config.schema import Lora
 from gspo_mega.engine.process_groups import ParallelGroups, RankGroup
-from gspo_mega.models.low_rank import adapted, adapter_tensors, half_parameter
+from gspo_mega.models import delta_net
+from gspo_mega.models.low_rank import adapted, adapter_tensors, half_parameter, is_of_linear_layer
 from gspo_mega.models.spec import ModelSpec
 from gspo_mega.models.tensors import TensorEntry, parameter_blocks
 
@@ -78,6 +79,9 @@ class Adapter(nn.Module):
         like = dict(dtype=base.dtype, device=base.device)
         self.roles = tuple(entry.role for entry in entries)
         self.fuses_gate = any(role in ("gate", "up") for role in self.roles)
+        self.sections: dict[str, int] = {}  # rows of this rank, of each of what a delta net's projection makes
+        if spec.delta is not None and entries[0].role in delta_net.ROLES:
+            self.sections = delta_net.section_rows(spec.delta, self.group.size)
         self.a = nn.ParameterDict({role: nn.Parameter(torch.zeros(rank, columns, **like)) for role in self.roles})
         self.b = nn.Parameter(torch.zeros(rows, rank, **like))
         # Which rows of `b` are multiplied with which A; None: all rows, because the layer is one matrix.
@@ -326,7 +330,7 @@ def _linears(chunk: PolicyModel, spec: ModelSpec, groups: ParallelGroups) -> Ite
         start = f"decoder.layers.{layer.layer_number - 1}."
         for name, module in layer.named_modules():
             before, _, last = name.rpartition(".")
-            if not last.startswith("linear_"):
+            if not is_of_linear_layer(f"{start}{name}.weight"):
                 continue
             if _is_grouped(module):
                 experts = range(num_local)
@@ -366,10 +370,28 @@ def sharded_adapters(chunk: PolicyModel, groups: ParallelGroups) -> dict[str, Sh
             sharded: Any = _sharded(adapter, half, f"{ADAPTERS}.{name}", groups, axis)
             if axis == 0 and adapter.fuses_gate:
                 sharded = apply_swiglu_sharded_factory(sharded, ())
+            elif axis == 0 and adapter.sections:
+                sharded = _in_sections(sharded, adapter.sections, adapter.group)
             found[f"{ADAPTERS}.{place}." + next(key for key, own in adapter.named_parameters() if own is half)] = (
                 sharded
             )
     return found
+
+
+def _in_sections(whole: ShardedTensor, sections: dict[str, int], group: RankGroup) -> ShardedTensorFactory:
+    """`whole` [rows, rank] as a tensor for each section of its rows, which every rank of `group` has a part of. So a
+    layout of another tensor-parallel size finds its rows.
+    """
+
+    def build(key: str, rows: torch.Tensor, replica_id: Any, _flattened: slice | None) -> list[ShardedTensor]:
+        parts = zip(sections, rows.split(list(sections.values())))
+        place = (0, group.rank, group.size)
+        return [ShardedTensor.from_rank_offsets(f"{key}.{name}", p, place, replica_id=replica_id) for name, p in parts]
+
+    def merge(parts: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(parts)
+
+    return ShardedTensorFactory(whole.key, whole.data, build, merge, whole.replica_id)
 
 
 def load_trained(chunk: PolicyModel, state: dict[str, Any]) -> None:

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from gspo_mega.models.hf_fields import ConfigReader
     from gspo_mega.models.tensors import TensorEntry
 
-ROLES = ("delta_qkvz", "delta_ba", "delta_qkv", "delta_z", "delta_b", "delta_a", "delta_conv")
+# The roles of the tensors that `in_proj` fuses, and of all that lie in sections.
+PROJECTIONS = ("delta_qkvz", "delta_ba", "delta_qkv", "delta_z", "delta_b", "delta_a")
+ROLES = (*PROJECTIONS, "delta_conv")
 _DELTA, _FULL = "linear_attention", "full_attention"
 
 
@@ -101,6 +103,18 @@ def fused_rows(delta: DeltaNet, role: str) -> int:
     return convolved if role == "delta_conv" else convolved + delta.values + 2 * delta.value_heads
 
 
+def _head_rows(delta: DeltaNet) -> dict[str, int]:
+    """The rows of one key head in each section of Megatron's fused projection, in its order."""
+    values = delta.value_heads // delta.key_heads
+    key, value = delta.key_dim, values * delta.value_dim
+    return dict(q=key, k=key, v=value, z=value, b=values, a=values)
+
+
+def section_rows(delta: DeltaNet, parts: int) -> dict[str, int]:
+    """The rows of each section of the fused projection on one of `parts` tensor ranks, in its order."""
+    return {name: delta.key_heads // parts * rows for name, rows in _head_rows(delta).items()}
+
+
 def rank_rows(delta: DeltaNet, role: str, parts: int, rank: int) -> Iterator[tuple[int, int, int]]:
     """(start in the tensor, start in the rank's parameter, number of rows) of what rank `rank` of `parts` holds.
 
@@ -109,10 +123,7 @@ def rank_rows(delta: DeltaNet, role: str, parts: int, rank: int) -> Iterator[tup
     heads.
     """
     heads = delta.key_heads // parts
-    values = delta.value_heads // delta.key_heads  # of a key head
-    key, value = delta.key_dim, values * delta.value_dim
-    # The rows of one key head in each section, in the order of Megatron's parameter.
-    of_head = dict(q=key, k=key, v=value, z=value, b=values, a=values)
+    of_head = _head_rows(delta)
     local, place = {}, 0
     for name, rows in of_head.items():
         local[name] = place

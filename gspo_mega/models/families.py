@@ -56,8 +56,8 @@ class Stack:
     """A tensor `name` of all experts of a layer: [experts, columns, rows] with every expert's matrix transposed, or
     [experts, rows] for biases. An expert's tensor is every `step`-th of these rows, starting with `first`.
 
-    `transposed` false: [experts, rows, columns], in which `step` tensors of an expert follow each other; this one is
-    the `first`, counted from 0.
+    `transposed` false: [experts, rows, columns], in which `step` tensors of an expert follow each other, and this one
+    is the `first`, counted from 0.
     """
 
     name: str
@@ -99,8 +99,8 @@ class Family:
     layers have a gated delta net in place of attention, attention multiplies its output by a gate, and norms multiply
     by 1 + weight (`delta_net.py`). `text_part`: the text part of a vision-language model, which config.json describes
     under `text_config`. `carried`: the beginnings of names of tensors that a checkpoint may have besides,
-    such as layers for multi-token prediction under other names, or a vision tower. `may_stack`: a folder may have
-    its experts in stacks (`in_stack`), as Qwen3.5 is published, or one by one, as transformers writes them.
+    such as layers for multi-token prediction under names of their own, or a vision tower. `may_stack`: a folder may
+    have its experts in stacks (`in_stack`), as Qwen3.5 is published, or one by one, as transformers writes them.
 
     `windows`: which layers have the sliding window of config.json if it lists none: every one, which only the key
     `sliding_window` decides (Mistral), every other (gpt-oss), or three of four (OLMo-3), whose positions are never

@@ -124,7 +124,7 @@ def read_model_spec(
 
 
 def _tensor_names(folder: Path) -> set[str]:
-    """The names of the tensors in a folder; none of files that are missing or damaged, which their reader reports."""
+    """The names of the tensors in a folder; none if files are missing or damaged, which whoever reads them says."""
     try:
         if (index := folder / "model.safetensors.index.json").is_file():
             return set(read_json_file(index)["weight_map"])

@@ -36,9 +36,14 @@ def targets_of(spec: ModelSpec) -> tuple[str, ...]:
     return tuple(dict.fromkeys(module_of(entry) for entry in hf_tensors(spec) if _is_linear(entry)))
 
 
+def is_of_linear_layer(parameter: str) -> bool:
+    """Whether a parameter of this canonical name is of one of Megatron's linear layers, which may have adapters."""
+    layer = parameter.rpartition(".")[0].rpartition(".")[2]
+    return layer.startswith("linear_") or parameter.endswith(_OF_DELTA_NETS)
+
+
 def _is_linear(entry: TensorEntry) -> bool:
-    is_layer = ".linear_" in entry.parameter or entry.parameter.endswith(_OF_DELTA_NETS)
-    return entry.stage == "layer" and is_layer and len(entry.shape) == 2
+    return entry.stage == "layer" and is_of_linear_layer(entry.parameter) and len(entry.shape) == 2
 
 
 def adapted(spec: ModelSpec, targets: Sequence[str]) -> dict[str, list[TensorEntry]]:
@@ -86,6 +91,7 @@ def adapter_tensors(spec: ModelSpec, rank: int, targets: Sequence[str]) -> list[
                 parameter=half_parameter(entry.parameter, "A", entry.role),
                 role="whole",
                 sharding="columns" if entry.sharding == "columns" else "replicated",
+                stack=None,
             )
             b = replace(
                 entry,
@@ -93,6 +99,7 @@ def adapter_tensors(spec: ModelSpec, rank: int, targets: Sequence[str]) -> list[
                 shape=(rows, rank),
                 parameter=half_parameter(entry.parameter, "B"),
                 sharding="rows" if entry.sharding == "rows" else "replicated",
+                stack=None,
             )
             found += [a, b]
     return found

@@ -6,6 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
+from family_models import make_family_folder
 from layout_models import make_folder
 
 from gspo_mega.base.errors import CheckpointError
@@ -75,6 +76,16 @@ def test_a_run_continues_to_the_bit_and_in_another_layout(rank_pools, folder, tm
         **{**common, "lora": {**LORA, "rank": 2}},
     )[0]
     assert "holds the model" in text and "'rank': 4" in text and "'rank': 2" in text
+
+
+def test_adapters_of_a_delta_nets_projections_are_found_in_another_layout(rank_pools, tmp_path):
+    """Megatron fuses them by sections, of which each tensor rank has a part."""
+    folder = make_family_folder(tmp_path / "delta", "qwen3_5")
+    common = dict(folder=str(folder), lora=LORA | dict(targets=("in_proj_qkv", "in_proj_b", "in_proj_a", "out_proj")))
+    ranks, steps = rank_pools(2), ["start", "train", "save"]
+    saved = ranks.run("checkpoint_jobs:run", run_dir=str(tmp_path), parallel=dict(tensor=2), plan=steps, **common)[0]
+    found = ranks.run("checkpoint_jobs:run", run_dir=str(tmp_path), parallel={}, plan=["start", "load"], **common)[0]
+    assert_same(found, saved)
 
 
 def assert_same(got, want):

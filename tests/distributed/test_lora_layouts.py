@@ -14,6 +14,7 @@ LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 DENSE = dict(world=4, tensor=2, pipeline=2)
 EXPERTS = dict(world=4, context=2, expert=2, distributed=True)
 COPIED = dict(world=2, tensor=2, expert=2)
+CONTEXT = dict(world=2, context=2)
 
 
 def test_adapters_equal_those_of_one_rank(rank_pools, tmp_path):
@@ -26,6 +27,10 @@ def test_adapters_of_experts_equal_those_of_one_rank(rank_pools, tmp_path):
 
 def test_adapters_of_latent_attention_equal_those_of_one_rank(rank_pools, tmp_path):
     compare(rank_pools, make_family_folder(tmp_path / "latent", "deepseek_v3"), COPIED, targets=LATENT)
+
+
+def test_adapters_beside_gated_delta_nets_equal_those_of_one_rank(rank_pools, tmp_path):
+    compare(rank_pools, make_family_folder(tmp_path / "delta", "qwen3_5"), dict(world=2, tensor=2), CONTEXT)
 
 
 def compare(rank_pools, folder, *layouts, targets=()):

@@ -26,6 +26,7 @@ MODELS = {
     "glm4_moe_lite": ((), (CUT, STAGES)),
     "minimax_m2": ((), (CUT, STAGES)),
     "olmo3": ((), (dict(tensor=2), STAGES)),
+    "qwen3_5_moe-stacked": ((), (CUT, STAGES)),
 }
 LORA = dict(rank=4, alpha=6.0, targets=TARGETS)
 EXPERTS = "base_model.model.model.layers.0.mlp.experts"

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from published_qwen3_5 import SIZES, qwen3_5, text_model
 
 from gspo_mega.base.errors import PlanError
 from gspo_mega.models.huggingface import read_model_spec
@@ -85,7 +86,16 @@ def test_the_report_says_what_the_model_is(load):
             "parallel.context: 8 does not divide the 4 key heads of gated delta nets on a tensor rank",
         ),
         ("cpu", ["server.quantization=fp8"], "server.quantization: fp8 with qwen3_next"),
-        ("cpu", ["lora={rank: 4, alpha: 8}"], "lora: set with qwen3_next: adapters beside gated delta nets"),
+        (
+            "cpu",
+            ["lora={rank: 4, alpha: 8}", "publish.lora=adapter"],
+            "publish.lora: adapter, and the model (qwen3_next) has gated delta nets",
+        ),
+        (
+            "cpu",
+            ["lora={rank: 4, alpha: 8, targets: [conv1d]}"],
+            "no linear layer 'conv1d'; valid: in_proj_qkvz, in_proj_ba, out_proj, gate_proj,",
+        ),
         ("cpu", ["publish.verify_all_every=3"], "publish.verify_all_every: 3: servers also hold 1 + the weight"),
         ("cpu", ["engine.batch_invariant=true"], "engine.batch_invariant: true, and the model is qwen3_next"),
     ],
@@ -94,6 +104,32 @@ def test_what_cannot_be_is_named(load, device, overrides, text):
     with pytest.raises(PlanError) as refused:
         plan_run(load(*overrides), device, SMALL)
     assert text in str(refused.value)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_published_size_is_planned(load, tmp_path, size):
+    """As a text model with servers, and as published, on recorded rollouts: a rank holds the same weights."""
+    layout = "parallel={tensor: 8, expert: 8}" if "-A" in size else "parallel={tensor: 8}"
+    file, states = tmp_path / "shape.json", []
+    for raw, more in ((text_model(qwen3_5(size)), ""), (qwen3_5(size), ", from_rollouts: /recorded")):
+        file.write_text(json.dumps(raw))
+        plan = plan_run(load(*PLAIN, "cluster.ranks_per_node=8", layout, f"train={{num_steps: 1{more}}}"), "gpu", file)
+        figures = estimate(plan)
+        assert "gated delta nets in" in render_report(plan, figures)
+        states.append(figures.states)
+        file.unlink()
+    assert states[0] == states[1]
+
+
+def test_servers_of_qwen3_5_have_adapters_except_on_what_delta_nets_are_projected_from(load):
+    shape, said = SHAPES / "certify_qwen3_5.json", "publish.lora: adapter, and the model (qwen3_5) has adapters on"
+    own = "publish.lora=adapter", "lora={rank: 4, alpha: 8}"
+    plan_run(load(*own, "lora.targets=[q_proj, o_proj, gate_proj, down_proj, out_proj]"), "cpu", shape)
+    for targets, named in (("", "in_proj_qkv, in_proj_z, in_proj_b, in_proj_a"), ("out_proj, in_proj_z", "in_proj_z")):
+        with pytest.raises(PlanError) as refused:
+            plan_run(load(*own, f"lora.targets=[{targets}]"), "cpu", shape)
+        assert f"{said} {named}: SGLang has none" in str(refused.value)
+    plan_run(load("lora={rank: 4, alpha: 8}"), "cpu", shape)  # merged weights are sent
 
 
 def test_tensor_ranks_divide_the_key_heads(load, tmp_path):
