@@ -19,7 +19,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "integration"), str(ROOT / "test
 
 from family_runs import FAMILIES, train
 
-SHOWN = ("reward/mean", "optimizer/grad_norm", "mismatch/k3", "rollout/truncated_fraction")
+SHOWN = (
+    "reward/mean",
+    "optimizer/grad_norm",
+    "mismatch/k3",
+    "mismatch/abs_log_ratio_max",
+    "rollout/truncated_fraction",
+)
 
 
 def main() -> int:
