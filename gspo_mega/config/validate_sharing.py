@@ -29,11 +29,6 @@ def validate_sharing(config: Config) -> Iterator[Violation]:
             f"{batch.num_mini_batches} {sharing}, which deals whole groups to mini-batches, and a step has"
             f" {batch.prompts_per_step}; at most {batch.prompts_per_step}, {off}",
         )
-    if config.parallel.context > 1:
-        yield Violation(
-            "parallel.context",
-            f"{config.parallel.context} {sharing}: shared tokens are not cut over context ranks yet; valid: 1, {off}",
-        )
     if config.precision == "fp8":
         yield Violation(
             "precision", f"fp8 {sharing}: only plain layers attend over shared prefixes; valid: fp32, bf16, {off}"

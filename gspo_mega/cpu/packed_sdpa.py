@@ -16,7 +16,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
 from gspo_mega.algorithm.terms import local_positions
-from gspo_mega.cpu.forest_attention import forest_attend, forest_of
+from gspo_mega.cpu.forest_attention import ForestNodes, flex_forest_attend, forest_attend, forest_of
 
 
 @dataclass
@@ -110,19 +110,24 @@ def attend(
     parallelism each rank holds the two chunks of every sequence that `local_positions` names; keys and values are
     gathered over the context group; None is a group of one rank. `softmax_scale`: 1 / sqrt(d) if None. `sinks` [heads]:
     the score of one more term of each head's softmax, which has no value. `window`: a token attends to this many of the
-    last tokens, itself included; to all if None. Rows that share prefixes (`forest_attention.py`) have neither sinks
-    nor windows, on one context rank. Collective over the context group if its size is above 1.
+    last tokens, itself included; to all if None. Rows that share prefixes (`forest_attention.py`) are one sequence of
+    all computed tokens. Collective over the context group if its size is above 1.
     """
     cp_size, cp_rank = (1, 0) if context_group is None else (context_group.size(), context_group.rank())
-    if (forest := forest_of(params)) is not None:
-        assert cp_size == 1 and sinks is None and window is None, "config/validate_sharing.py refuses these"
-        return forest_attend(query, key, value, forest, softmax_scale)
-    layout = padded_layout(params, cp_size, cp_rank)
     if cp_size > 1:
         key, value = (
             gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=context_group)
             for x in (key, value)
         )
+    if (forest := forest_of(params)) is not None:
+        if cp_size > 1:
+            key, value = (_in_order(x, cp_size) for x in (key, value))
+        if query.is_cuda:
+            return flex_forest_attend(query, key, value, forest, softmax_scale, sinks, window)
+        if window is not None:
+            return _attend_to_windows(query, key, value, forest, softmax_scale, sinks, window)
+        return forest_attend(query, key, value, forest, softmax_scale, sinks)
+    layout = padded_layout(params, cp_size, cp_rank)
     value_dim = value.size(-1)
     q = query[layout.query_rows].transpose(1, 2)  # [S, heads, Lq, d]
     k, v = (x[layout.key_rows].transpose(1, 2) for x in (key, value))
@@ -140,6 +145,40 @@ def attend(
     )
     out = out.transpose(1, 2).flatten(0, 1)[layout.packed][..., :value_dim]
     return out.flatten(1)
+
+
+def _in_order(gathered: torch.Tensor, size: int) -> torch.Tensor:
+    """The rows of one sequence, from those of all `size` context ranks one after the other."""
+    rows = torch.cat([local_positions(len(gathered), size, rank) for rank in range(size)])
+    return gathered[rows.argsort().to(gathered.device)]
+
+
+def _attend_to_windows(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    nodes: ForestNodes,
+    softmax_scale: float | None,
+    sinks: torch.Tensor | None,
+    window: int,
+) -> torch.Tensor:
+    """`attend` to the last `window` tokens of each token's path. key [C, kv_heads, d], value [C, kv_heads, v]."""
+    value_dim, scale = value.size(-1), 1 / math.sqrt(query.size(-1)) if softmax_scale is None else softmax_scale
+    parts = nodes.windows(window)
+    rows = torch.cat([keys for keys, _ in parts]).to(key.device)
+    all_keys, all_values = (x.index_select(0, rows).split([len(keys) for keys, _ in parts]) for x in (key, value))
+    outs = []
+    for q, k, v, (_, mask) in zip(query.split([len(mask) for _, mask in parts]), all_keys, all_values, parts):
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        mask = mask.to(q.device)
+        if sinks is not None:
+            q, k, v = with_sinks(q, k, v, sinks / scale)
+            mask = F.pad(mask, (0, 1), value=True)
+        if value_dim < q.size(-1):
+            v = F.pad(v, (0, q.size(-1) - value_dim))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+        outs.append(out[0].transpose(0, 1)[..., :value_dim])
+    return torch.cat(outs).flatten(1)
 
 
 def with_sinks(

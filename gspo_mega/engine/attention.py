@@ -27,6 +27,7 @@ from megatron.core.transformer.utils import (
     make_sharded_tensors_for_checkpoint,
 )
 
+from gspo_mega.cpu.forest_attention import forest_of
 from gspo_mega.cpu.packed_sdpa import attend
 from gspo_mega.engine.process_groups import tensor_group
 
@@ -136,6 +137,9 @@ class OutputNormLayer(TransformerLayer):
     def forward(self, *args: Any, rotary_pos_emb: Any = None, **kwargs: Any) -> Any:
         if self.own_positions is not None:
             rotary_pos_emb = self.own_positions(len(rotary_pos_emb), packed_seq=True)
+            params = kwargs.get("packed_seq_params")
+            if (forest := None if params is None else forest_of(params)) is not None:
+                rotary_pos_emb = rotary_pos_emb.index_select(0, forest.depths)
         return super().forward(*args, rotary_pos_emb=rotary_pos_emb, **kwargs)
 
 

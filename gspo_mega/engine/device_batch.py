@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from gspo_mega.algorithm.terms import local_rows
+from gspo_mega.algorithm.terms import local_positions, local_rows
 from gspo_mega.base.records import MicroBatch
 from gspo_mega.base.sampling_masks import SamplingMasks
 from gspo_mega.cpu.forest_attention import ForestNodes, set_forest
@@ -27,8 +27,8 @@ from gspo_mega.engine.process_groups import ParallelGroups, RankGroup, device
 class DeviceBatch:
     """The input of one forward pass on one rank, local to the rank's part of the context group.
 
-    `token_ids`, `position_ids` [1, t] int64 with t = T / context size, or t = C if rows share prefixes; `packed`:
-    Megatron's packed-sequence parameters, which then carry the forest.
+    `token_ids`, `position_ids` [1, t] int64 with t = T / context size, or C / context size if rows share prefixes;
+    `packed`: Megatron's packed-sequence parameters, which then carry the forest.
     For the N active response tokens that this rank holds: `rows` [N] int64 (the position in t that predicts the token;
     the last token of a shared prefix predicts one of each row),
     `labels` [N] int64, `sequence_ids` [N] int64 in [0, S), `rollout_log_probs` [N] float32 nats, `token_advantages` [N]
@@ -57,12 +57,36 @@ class DeviceBatch:
 
 
 def held_rows(micro_batch: MicroBatch, groups: ParallelGroups) -> tuple[torch.Tensor, torch.Tensor]:
-    """The positions of the pack that this context rank holds, [t] int64, and the places among them of the N active
-    response tokens, [N] int64; both on the host.
+    """The positions of the pack's rows that this context rank holds, [t] int64, and the places among them of the N
+    active response tokens, [N] int64; both on the host. Of rows that share prefixes these are all positions that are
+    computed on the rank, in the order of the rows.
     """
-    cu_seqlens = torch.from_numpy(micro_batch.cu_seqlens)
-    held = local_rows(cu_seqlens, groups.context.size, groups.context.rank)
+    if micro_batch.computed_at is not None:
+        held = torch.nonzero(_places_of_rows(micro_batch, groups) >= 0).flatten()
+    else:
+        held = local_rows(torch.from_numpy(micro_batch.cu_seqlens), groups.context.size, groups.context.rank)
     return held, torch.nonzero(torch.from_numpy(micro_batch.loss_mask)[held] > 0).flatten()
+
+
+def computed_rows(micro_batch: MicroBatch, groups: ParallelGroups) -> torch.Tensor:
+    """The positions of the pack's rows that stand for those that this context rank computes, in their order: [t] int64,
+    on the host. Rows that share prefixes are cut as one sequence of all computed positions.
+    """
+    size, rank = groups.context.size, groups.context.rank
+    if micro_batch.computed_at is None:
+        return local_rows(torch.from_numpy(micro_batch.cu_seqlens), size, rank)
+    return torch.from_numpy(micro_batch.first_rows())[local_positions(micro_batch.num_computed, size, rank)]
+
+
+def _places_of_rows(micro_batch: MicroBatch, groups: ParallelGroups) -> torch.Tensor:
+    """Where this context rank computes each position of rows that share prefixes: [T] int64 of its own positions, -1
+    where another rank does.
+    """
+    own = local_positions(micro_batch.num_computed, groups.context.size, groups.context.rank)
+    places = torch.full((micro_batch.num_computed,), -1)
+    places[own] = torch.arange(len(own))
+    assert micro_batch.computed_at is not None
+    return places[torch.from_numpy(micro_batch.computed_at)]
 
 
 def _ends(micro_batch: MicroBatch, held: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,7 +104,7 @@ def _ends(micro_batch: MicroBatch, held: torch.Tensor) -> tuple[torch.Tensor, to
 def to_device(micro_batch: MicroBatch, groups: ParallelGroups) -> DeviceBatch:
     """Slice `micro_batch` for this context rank and copy it to this rank's device.
 
-    Raises ValueError for rows that share prefixes on several context ranks or on a GPU, which the plan refuses.
+    Raises ValueError for rows that share prefixes on a GPU, which the plan refuses.
     """
     cu_seqlens = torch.from_numpy(micro_batch.cu_seqlens)
     held, rows = held_rows(micro_batch, groups)
@@ -89,11 +113,11 @@ def to_device(micro_batch: MicroBatch, groups: ParallelGroups) -> DeviceBatch:
     longest = int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
     target = device()
     if micro_batch.computed_at is not None:
-        if groups.context.size > 1 or target.type != "cpu":
-            raise ValueError("rows that share prefixes are computed on CPUs, on one context rank")
-        computed_at = torch.from_numpy(micro_batch.computed_at)
-        rows, end_rows = computed_at[active], computed_at[held[end_rows]]
-        held = torch.from_numpy(micro_batch.first_rows())  # what rows share is the same in all of them
+        if target.type != "cpu":
+            raise ValueError("rows that share prefixes have not been computed on a GPU yet; the plan refuses it")
+        places = _places_of_rows(micro_batch, groups)
+        rows, end_rows = places[active], places[held[end_rows]]
+        held = computed_rows(micro_batch, groups)  # what rows share is the same in all of them
         cu_seqlens = torch.tensor([0, micro_batch.num_computed], dtype=cu_seqlens.dtype)
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -116,12 +140,16 @@ def to_device(micro_batch: MicroBatch, groups: ParallelGroups) -> DeviceBatch:
         max_seqlen_kv=longest,
     )
     if micro_batch.node_starts is not None and micro_batch.node_ends is not None:
-        starts, ends, counts = (
+        counts, first = micro_batch.row_counts(), torch.from_numpy(micro_batch.first_rows())
+        own = local_positions(micro_batch.num_computed, groups.context.size, groups.context.rank)
+        nodes = ForestNodes(
             micro_batch.node_starts.tolist(),
             micro_batch.node_ends.tolist(),
-            micro_batch.row_counts(),
+            move(micro_batch.position_ids, first),
+            move(counts, own),
+            int(counts.sum()),
         )
-        set_forest(packed, ForestNodes(starts, ends, positions, move(counts), int(counts.sum())))
+        set_forest(packed, nodes.for_rank(groups.context.size, groups.context.rank))
     return DeviceBatch(
         token_ids=move(micro_batch.token_ids, held)[None],
         position_ids=positions[None],

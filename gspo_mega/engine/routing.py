@@ -28,11 +28,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
-from gspo_mega.algorithm.terms import local_rows
 from gspo_mega.base.errors import NumericsError
 from gspo_mega.base.records import MicroBatch
 from gspo_mega.config.schema import Moe
 from gspo_mega.cpu.forest_attention import forest_of
+from gspo_mega.engine.device_batch import computed_rows
 from gspo_mega.engine.precision import clear_router_losses, router_losses, router_losses_know_their_parts
 from gspo_mega.engine.process_groups import ParallelGroups, device
 from gspo_mega.models.spec import MoeSpec
@@ -85,10 +85,7 @@ class Routers:
         """Positions of the pack's rows that this rank's routers see, in their order: [t] int64, on the host. The first
         of the rows that share a position stands for all of them.
         """
-        if micro_batch.computed_at is not None:
-            return self._own(torch.from_numpy(micro_batch.first_rows()))
-        cu_seqlens = torch.from_numpy(micro_batch.cu_seqlens)
-        return self._own(local_rows(cu_seqlens, self._groups.context.size, self._groups.context.rank))
+        return self._own(computed_rows(micro_batch, self._groups))
 
     def _own(self, held: torch.Tensor) -> torch.Tensor:
         """This tensor rank's part of the context rank's positions."""

@@ -86,10 +86,10 @@ def positions_from_zero_in_each_node() -> None:
 
     nodes = device_batch.ForestNodes
 
-    def from_zero(starts, ends, depths):
+    def from_zero(starts, ends, depths, *counts):
         for start, stop in itertools.pairwise(starts):
             depths[start:stop] -= depths[start].clone()
-        return nodes(starts, ends, depths)
+        return nodes(starts, ends, depths, *counts)
 
     device_batch.ForestNodes = from_zero
 
@@ -100,9 +100,9 @@ def responses_see_their_siblings() -> None:
 
     attend = packed_sdpa.forest_attend
 
-    def over_siblings(query, key, value, nodes, scale):
+    def over_siblings(query, key, value, nodes, scale, sinks):
         last = [max(end for start, end in zip(nodes.starts, nodes.ends) if start <= own) for own in nodes.starts[:-1]]
-        return attend(query, key, value, type(nodes)(nodes.starts, last, nodes.depths), scale)
+        return attend(query, key, value, type(nodes)(nodes.starts, last, nodes.depths), scale, sinks)
 
     packed_sdpa.forest_attend = over_siblings
 

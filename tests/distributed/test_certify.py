@@ -40,10 +40,10 @@ SAMPLE = {
         "shared prompts TP2+SPxEP2",
     ],
     "episodes": ["CP2", "DP2 uneven shards", "GSPO with advantages of turns", "shared full TP2+SP"],
-    "families": ["gpt_oss TP2+SPxEP2", "qwen2 TP2"],
+    "families": ["gpt_oss TP2+SPxEP2", "qwen2 TP2", "gpt_oss shared prompts CP2xEP2"],
     "balanced": ["TP2+SPxEP2"],
     "masks": ["TP2+SP", "CP2", "PP2xVPP2"],
-    "shared": ["one rank", "TP2+SPxPP2", "recompute full"],
+    "shared": ["one rank", "TP2+SPxPP2", "CP2", "recompute full"],
     "shared_balanced": ["TP2+SPxEP2"],
     "distill": ["TP2+SPxEP2"],
     "mla": [

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from gspo_mega.algorithm.diagnostics import POLICY_SUMS
 from gspo_mega.algorithm.objective import ObjectiveSettings
-from gspo_mega.algorithm.terms import LOG_S, local_rows
+from gspo_mega.algorithm.terms import LOG_S
 from gspo_mega.base.episodes import RolloutBatch
 from gspo_mega.base.records import MicroBatch
 from gspo_mega.checkpoint.adapters import AdapterTensors
@@ -28,6 +28,7 @@ from gspo_mega.config.derived import leaves_out_by_covariance
 from gspo_mega.config.schema import Config
 from gspo_mega.data.packing import ExpertRoutes, RankPlan, response_values
 from gspo_mega.engine.critic import CriticEngine
+from gspo_mega.engine.device_batch import held_rows
 from gspo_mega.engine.losses import TeacherScores
 from gspo_mega.engine.optimizer import StepResult
 from gspo_mega.engine.policy import OldState, PassReport, PolicyEngine
@@ -337,11 +338,9 @@ def gather_tokens(
     groups = engine.groups
     if groups.reports:
         for micro_batch, part in zip(micro_batches, values, strict=True):
-            held = local_rows(
-                torch.from_numpy(micro_batch.cu_seqlens), groups.context.size, groups.context.rank
-            ).numpy()
+            held, active = held_rows(micro_batch, groups)
             spread = np.zeros(micro_batch.num_tokens)
-            spread[held[micro_batch.loss_mask[held] > 0]] = part.double().cpu().numpy()
+            spread[held[active].numpy()] = part.double().cpu().numpy()
             for row, tokens in response_values(micro_batch, spread).items():
                 whole[starts[row] : starts[row + 1]] += torch.from_numpy(tokens)
     dist.all_reduce(whole, group=groups.host.group)

@@ -17,7 +17,6 @@ ON = "batch.share_prefixes=prompts"
             "batch.num_mini_batches: 5 with `batch.share_prefixes: prompts`, which deals whole groups to mini-batches,"
             " and a step has 4; at most 4, or `share_prefixes: off`",
         ),
-        (["parallel.context=2"], "parallel.context: 2 with `batch.share_prefixes: prompts`: shared tokens are not cut"),
         (["precision=fp8"], "precision: fp8 with `batch.share_prefixes: prompts`: only plain layers"),
         (
             ["precision=bf16", "engine.transformer_engine=true"],
@@ -41,6 +40,7 @@ def test_what_contradicts_it_is_refused(write, overrides, said):
         [],
         ["precision=bf16"],
         ["parallel.tensor=2", "cluster.ranks_per_node=2"],
+        ["parallel.context=2", "cluster.ranks_per_node=2"],
         ["moe.load_balancing=aux_loss", "moe.load_balancing_coefficient=0.01", "moe.z_loss_coefficient=0.1"],
     ],
 )

@@ -7,10 +7,11 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from megatron.core.packed_seq_params import PackedSeqParams
 
-from gspo_mega.cpu.forest_attention import ForestNodes, forest_attend, set_forest
-from gspo_mega.data.forest import lay_out
+from gspo_mega.algorithm.terms import local_positions
+from gspo_mega.cpu import packed_sdpa
+from gspo_mega.cpu.forest_attention import ForestNodes, flex_forest_attend, forest_attend
+from gspo_mega.data.forest import lay_out, num_computed
 
 # Rows in tree order: sizes, and how much of the row before is shared, in parts of the most that can be.
 TREES = st.lists(st.tuples(st.integers(0, 9), st.sampled_from([0, 0.25, 0.5, 0.75, 1])), min_size=1, max_size=8)
@@ -22,15 +23,20 @@ def shared_tokens(rows: list[tuple[int, float]]) -> tuple[list[int], list[int]]:
     return sizes, [int(part * limit) for (_, part), limit in zip(rows, most)]
 
 
-def by_rows(query, key, value, places, scale):
+def by_rows(query, key, value, places, scale, sinks=None, window=None):
     """The oracle: softmax over each row's own tokens, written out; one output [heads, v] per row position."""
     outs = []
     for place in places:
         q, k, v = (x[place].transpose(0, 1) for x in (query, key, value))
         k, v = (x.repeat_interleave(q.size(0) // k.size(0), 0) for x in (k, v))
         scores = q @ k.transpose(1, 2) * scale
-        future = torch.ones(len(place), len(place), dtype=torch.bool).triu(1)
-        outs.append((scores.masked_fill(future, -torch.inf).softmax(-1) @ v).transpose(0, 1))
+        hidden = torch.ones(len(place), len(place), dtype=torch.bool).triu(1)
+        if window is not None:
+            hidden = hidden | torch.ones(len(place), len(place), dtype=torch.bool).tril(-window)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(place), 1)], dim=-1)
+        outs.append((scores.softmax(-1)[..., : len(place)] @ v).transpose(0, 1))
     return torch.cat(outs)
 
 
@@ -64,6 +70,75 @@ def test_every_path_attends_as_if_it_stood_alone(rows, kv_heads, value_dim, seed
         assert torch.allclose(one, other, rtol=0, atol=1e-11)
 
 
+@given(
+    rows=TREES,
+    kv_heads=st.sampled_from([2, 4]),
+    window=st.sampled_from([None, 1, 2, 3, 5, 40]),
+    has_sinks=st.booleans(),
+    ranks=st.sampled_from([1, 2, 3]),
+    seed=st.integers(0, 99),
+)
+@example(rows=[(6, 0), (9, 1), (8, 0.75)], kv_heads=2, window=3, has_sinks=True, ranks=1, seed=0)
+@example(rows=[(9, 0), (9, 0.5), (9, 0.5), (7, 1)], kv_heads=2, window=None, has_sinks=True, ranks=2, seed=1)
+@settings(max_examples=40, deadline=None)
+def test_windows_and_sinks_are_of_each_path_on_every_context_rank(rows, kv_heads, window, has_sinks, ranks, seed):
+    """The ranks' parts, each with its own queries and all keys, are the rows' attention, and their gradients add up."""
+    sizes, shared = shared_tokens(rows)
+    if not sum(sizes):
+        return
+    sizes[-1] += -num_computed(sizes, shared) % (2 * ranks)
+    forest = lay_out(sizes, shared)
+    count, generator = int(forest.node_starts[-1]), torch.Generator().manual_seed(seed)
+    query, key, value = inputs = [
+        torch.randn(count, heads, 8, generator=generator, dtype=torch.float64, requires_grad=True)
+        for heads in (4, kv_heads, kv_heads)
+    ]
+    sinks = None
+    if has_sinks:
+        sinks = torch.randn(4, generator=generator, dtype=torch.float64, requires_grad=True)
+        inputs.append(sinks)
+    whole = ForestNodes(forest.node_starts.tolist(), forest.node_ends.tolist(), torch.zeros(count, dtype=torch.int64))
+    out = torch.zeros(count, 32, dtype=torch.float64)
+    for rank in range(ranks):
+        own, nodes = local_positions(count, ranks, rank), whole.for_rank(ranks, rank)
+        if window is None:
+            part = forest_attend(query[own], key, value, nodes, 0.3, sinks)
+        else:
+            part = packed_sdpa._attend_to_windows(query[own], key, value, nodes, 0.3, sinks, window)
+        out = out.index_copy(0, own, part)
+    computed_at = torch.from_numpy(forest.computed_at)
+    out = out[computed_at]
+    wanted = by_rows(query, key, value, computed_at.split(sizes), 0.3, sinks, window).flatten(1)
+    assert torch.allclose(out, wanted, rtol=0, atol=1e-12)
+    weights = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+    ours, theirs = (torch.autograd.grad((found * weights).sum(), inputs) for found in (out, wanted))
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_flex_attention_sees_each_path(window, has_sinks, ranks):
+    """On a CPU it has no backward pass, and is not compiled: this is its mask, and its sinks."""
+    sizes, shared = [9, 9, 11, 7, 5], [0, 4, 7, 2, 0]
+    sizes[-1] += -num_computed(sizes, shared) % (2 * ranks)
+    forest = lay_out(sizes, shared)
+    count, generator = int(forest.node_starts[-1]), torch.Generator().manual_seed(3)
+    query, key, value = (torch.randn(count, heads, 8, generator=generator) for heads in (4, 2, 2))
+    sinks = torch.randn(4, generator=generator) if has_sinks else None
+    computed_at, depths = torch.from_numpy(forest.computed_at), torch.zeros(count, dtype=torch.int64)
+    depths[computed_at] = torch.cat([torch.arange(size) for size in sizes])
+    whole = ForestNodes(forest.node_starts.tolist(), forest.node_ends.tolist(), depths)
+    out = torch.zeros(count, 32)
+    for rank in range(ranks):
+        own = local_positions(count, ranks, rank)
+        out[own] = flex_forest_attend(query[own], key, value, whole.for_rank(ranks, rank), 0.3, sinks, window)
+    inputs = [None if x is None else x.double() for x in (query, key, value, sinks)]
+    wanted = by_rows(*inputs[:3], computed_at.split(sizes), 0.3, inputs[3], window).flatten(1)
+    assert float((out[computed_at] - wanted).abs().max()) < 2e-6
+
+
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 3e-6), (torch.bfloat16, 3e-2)])
 def test_in_lower_precision_it_stays_near_the_rows(dtype, bound):
     sizes, shared = [300, 280, 290, 64], [0, 256, 256, 0]
@@ -89,12 +164,3 @@ def test_no_score_of_tokens_on_different_paths_is_computed():
         (6, 19, 0, 6, False),
     ]
     assert np.array_equal(forest.node_starts, [0, 6, 10, 13, 19]) and np.array_equal(forest.node_ends, [19, 10, 13, 19])
-
-
-def test_a_delta_net_refuses_a_forest_whose_state_it_would_not_fork():
-    from gspo_mega.engine.delta_net import PackedDeltaNet
-
-    params = PackedSeqParams(qkv_format="thd")
-    set_forest(params, ForestNodes([0, 2, 3], [3, 3], torch.arange(3)))
-    with pytest.raises(ValueError, match="not forked where rows part"):
-        PackedDeltaNet.forward(None, torch.zeros(3, 1, 8), packed_seq_params=params)  # pyright: ignore[reportArgumentType]
