@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import re
 import typing
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -78,7 +79,7 @@ def explain(error: ErrorDetails) -> str:
         meaning = f" ({field.description})" if field is not None and field.description else ""
         return f"missing; it has no default{meaning}"
     if kind in _TYPES:
-        return f"is {_written(value)}; must be {_TYPES[kind]}{_hint(kind, value)}"
+        return f"is {_written(value)}; must be {_TYPES[kind]}{_hint(kind, value, tuple(location))}"
     if kind == "literal_error":
         return f"is {_written(value)}; valid: {context['expected']}{_did_you_mean(value, context['expected'])}"
     if kind in _BOUNDS:
@@ -175,16 +176,22 @@ def _written(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _hint(kind: str, value: Any) -> str:
+def _hint(kind: str, value: Any, location: KeyPath | None = None) -> str:
     """Return how to write the value that was probably meant, or an empty text."""
     if isinstance(value, float) and value.is_integer() and kind.startswith("int"):
         return f"; write {int(value)}"
     if isinstance(value, str):
         if kind.startswith("bool") and value.lower() in ("yes", "no", "on", "off"):
             return f"; write {'true' if value.lower() in ('yes', 'on') else 'false'}"
+        if kind.startswith("bool") and value.lower() in ("true", "false"):
+            return f"; write {value.lower()}, without quotes"
+        if kind.startswith(("int", "float")) and re.fullmatch(r"[-+]?\d+(\.\d+)?([eE][-+]?\d+)?", value):
+            return f"; write {value}, without quotes"
         bare = value.replace("_", "").replace(",", "")
         if kind.startswith(("int", "float")) and bare != value and bare.isdecimal():
             return f"; write {bare}"
+    if kind == "model_type" and location is not None and location[:2] == ("reward", "functions"):
+        return f"; write {{function: {value}}}"
     if kind == "string_type" and isinstance(value, (int, float, bool)):
         return f'; quote it: "{_written(value)}"'
     return ""

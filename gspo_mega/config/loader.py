@@ -137,7 +137,7 @@ def _read(path: Path) -> str:
         raise ConfigError(f"{path}: {error.strerror}; name a YAML file") from None
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
-        raise ConfigError(f"{path}:{line}: not UTF-8 text") from None
+        raise ConfigError(f"{path}:{line}: not UTF-8 text; save the file as UTF-8") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
 

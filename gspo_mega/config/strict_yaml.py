@@ -143,8 +143,24 @@ def _explain_syntax(error: yaml.MarkedYAMLError, text: str) -> str:
         return "a tab where YAML requires spaces; indent with spaces"
     if error.context == "expected a single document in the stream":
         return "a second document starts here; one configuration per file (remove `---`)"
+    if error.context == "while parsing a block mapping" or error.problem == "mapping values are not allowed here":
+        before = (
+            next((n for n in range(mark.line - 1, -1, -1) if _is_text(text.splitlines()[n])), None) if mark else None
+        )
+        if before is not None and re.match(r"\s*[A-Za-z_]\w*:[^\s:/]", text.splitlines()[before]):
+            return f"line {before + 1} has no space after its colon; write key: value"
+        if mark and any("\u00a0" in one for one in text.splitlines()[before or 0 : mark.line + 1]):
+            return "a no-break space (U+00A0) here or in the line above; YAML takes ordinary spaces"
+        return (
+            "indented differently from the lines of its section; the keys of a section begin in the same column, deeper"
+            " than the section's own name"
+        )
     problem = error.problem or "cannot be read"
     return f"not YAML: {error.context}, {problem}" if error.context else f"not YAML: {problem}"
+
+
+def _is_text(line: str) -> bool:
+    return bool(line.strip()) and not line.lstrip().startswith("#")
 
 
 def _reader_reason(error: yaml.YAMLError) -> str:

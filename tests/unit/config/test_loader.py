@@ -81,6 +81,16 @@ def test_all_problems_are_reported_at_once_in_the_order_of_the_file(write):
         ("run: {name: a/b}\n", "run.name: is 'a/b'; valid: letters"),
         ("run:\n", "run: is empty (null); must be a section"),
         ("run: {name: ''}\n", "run.name: is empty; must be some text"),
+        ("run: {name: a, seed: '7'}\n", "run.seed: is '7'; must be a whole number; write 7, without quotes"),
+        ("server: {attention_data: '1e0'}\n", "server.attention_data: is '1e0'; must be a whole number"),
+        (
+            "data: {chat_template: 'True'}\n",
+            "data.chat_template: is 'True'; must be true or false; write true, without",
+        ),
+        (
+            "reward: {functions: [math]}\n",
+            "reward.functions.0: is 'math'; must be a section: keys with values, indented",
+        ),
         ("run: {name: a, seed: true}\n", "run.seed: is true; must be a whole number"),
         ("run: {name: a, seed: 3000000000}\n", "run.seed: is 3000000000; must be < 2147483648"),
         ("data: {reasoning_gym: {tasks: []}}\n", "data.reasoning_gym.tasks: is empty; must hold at least one entry"),
@@ -106,7 +116,7 @@ def test_a_file_that_cannot_be_read(tmp_path, write):
     assert "no such file" in refused(tmp_path / "none" / "x.yaml")[0]
     latin = tmp_path / "latin.yaml"
     latin.write_bytes("a: 1\nb: é\n".encode("latin-1"))
-    assert refused(latin) == [f"{latin}:2: not UTF-8 text"]
+    assert refused(latin) == [f"{latin}:2: not UTF-8 text; save the file as UTF-8"]
     long = tmp_path / ("a" * 300)
     assert refused(long) == [f"{long}: cannot be read: File name too long"]
 

@@ -214,3 +214,18 @@ def parse_or_none(text):
         return parse(text)
     except TypeError:  # there is no other composer
         return None
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "said"),
+    [
+        ("a:\n  lr:1e-4\n  b: 2\n", 3, "line 2 has no space after its colon; write key: value"),
+        ("a:\n    lr: 1\n  b: 2\n", 3, "indented differently from the lines of its section"),
+        ("a:\n  lr: 1\n    b: 2\n", 3, "indented differently from the lines of its section"),
+        ("a:\n\u00a0 lr: 1\n  b: 2\n", 3, "a no-break space (U+00A0) here or in the line above"),
+    ],
+)
+def test_a_slip_of_the_form_is_told_in_words_without_the_parsers_terms(text, line, said):
+    (problem,) = parse(text).problems
+    assert problem.position is not None and problem.position.line == line
+    assert problem.text.startswith(said) and "mapping" not in problem.text
