@@ -58,7 +58,7 @@ class LiveRuns:
             "publish": {"keep_last": 10},
         }
         self.config_file.write_text(json.dumps(config))
-        self.serve = Serve(self.config_file, root / "server" / "run")
+        self.serve = Serve(self.config_file, root / "server" / "run", forked=True)
         try:
             self.serve.wait_for("ready")
         except BaseException:

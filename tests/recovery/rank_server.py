@@ -32,7 +32,8 @@ def serve() -> None:
 
     warnings.filterwarnings("ignore")
     with uncollected():
-        for module in ("gspo_mega.engine", "gspo_mega.train.loop", "gspo_mega.train.worker", "transformers"):
+        tokenizers = "transformers.models.auto.tokenization_auto"
+        for module in ("gspo_mega.engine", "gspo_mega.train.loop", "gspo_mega.train.worker", tokenizers):
             importlib.import_module(module)
     protocol = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # a rank's own output must not mix with the answers
