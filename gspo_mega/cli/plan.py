@@ -89,11 +89,12 @@ def run(args: argparse.Namespace) -> int:
         print(render_search(search_layouts(loaded.config, spec, *parse_grid(args.search))))
         return 0
     plan = plan_run(loaded, args.device, args.model)
+    read: list[str] = []
     plan = replace(
         plan,
         notices=(
             *plan.notices,
-            *_input_notices(loaded, args.command, is_elsewhere=args.model is not None),
+            *_input_notices(loaded, args.command, is_elsewhere=args.model is not None, read=read),
             *_weights_read(loaded, args),
         ),
     )
@@ -102,6 +103,8 @@ def run(args: argparse.Namespace) -> int:
         print(plan_json(plan, figures) if args.json else plan_shell(plan, figures))
     else:
         print(render_report(plan, figures))
+        for number, line in enumerate(read):
+            print(f"{'read' if number == 0 else '':<8} {line}")
         for number, line in enumerate(fewer_nodes_lines(loaded, args.device)):
             print(f"{'' if number else 'nodes':<8} {line}")
         if args.resolved:
@@ -133,10 +136,15 @@ def _weights_read(loaded: LoadedConfig, args: argparse.Namespace) -> list[str]:
 
 
 def _input_notices(
-    loaded: LoadedConfig, command: Literal["train", "sft", "eval", "certify", "budget"] | None, *, is_elsewhere: bool
+    loaded: LoadedConfig,
+    command: Literal["train", "sft", "eval", "certify", "budget"] | None,
+    *,
+    is_elsewhere: bool,
+    read: list[str] | None = None,
 ) -> list[str]:
     """Notices on data and rewards; none without a named command, because the checks take a moment. `is_elsewhere`: the
-    plan is for another model than model.path, which may not be on this machine.
+    plan is for another model than model.path, which may not be on this machine. `read`: a list for lines that say what
+    was read.
     """
     if command is None:
         return []
@@ -147,4 +155,4 @@ def _input_notices(
             *check_inputs(loaded, command),
             "--model: the tokenizer and the weights of model.path were not checked",
         ]
-    return check_all_inputs(loaded, command)
+    return check_all_inputs(loaded, command, read)

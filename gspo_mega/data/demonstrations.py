@@ -121,7 +121,7 @@ class DemonstrationSource(RowSource[Demonstration]):
     def _num_surveyed(self) -> int:
         return super()._num_surveyed() if self._conversation is None else NUM_CONVERSATIONS_SURVEYED
 
-    def _limits(self) -> str:
+    def limits(self) -> str:
         several = "" if self._conversation is None else ", episodes.max_turns, episodes.max_tokens"
         return (
             f"data.max_prompt_tokens: {self._data.max_prompt_tokens}, rollout.max_new_tokens:"

@@ -121,7 +121,7 @@ class RowSource(ABC, Generic[Item]):
         """The item of a row without a problem, or None if it is too long."""
 
     @abstractmethod
-    def _limits(self) -> str:
+    def limits(self) -> str:
         """The limits that "too long" refers to, for a message."""
 
     def _num_surveyed(self) -> int:
@@ -202,11 +202,11 @@ class RowSource(ABC, Generic[Item]):
             raise DataError(
                 f"{self.path}: none of its {len(self)} rows can be used: {self.num_unreadable} have answers that cannot"
                 f" be read, such as {self._file.line(self._unreadable[0][0])}: {self._unreadable[0][1]}; the others are"
-                f" too long ({self._limits()})"
+                f" too long ({self.limits()})"
             )
         if not any_fits:
             raise DataError(
-                f"{self.path}: every one of its {len(self)} rows is too long ({self._limits()}); raise the limit, or"
+                f"{self.path}: every one of its {len(self)} rows is too long ({self.limits()}); raise the limit, or"
                 " shorten them"
             )
 
@@ -277,7 +277,7 @@ class PromptSource(RowSource[Prompt]):
         )
         return made if self._fits(made) else None
 
-    def _limits(self) -> str:
+    def limits(self) -> str:
         return f"data.max_prompt_tokens: {self._data.max_prompt_tokens}"
 
 

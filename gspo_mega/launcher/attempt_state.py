@@ -3,6 +3,8 @@
 `StateKeeper` writes attempts/NNNN/state.json with a heartbeat, for readers who see only the folder; `read_state` reads
 it, as `gspo-mega status` does. (The progress of the ranks is in console.log and metrics.jsonl.)
 
+`closing_line` says of a stopped attempt what is saved and how to continue.
+
 `describe_failure` then names the one cause of a failed attempt: one failure breaks the collectives of every rank, so it
 chooses among all error records, logs and exit codes. It only reads files.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shlex
 import socket
 import threading
 import time
@@ -22,6 +25,7 @@ from typing import Any, Literal, get_args
 
 from gspo_mega.base.errors import GspoMegaError, RankError, RolloutError
 from gspo_mega.base.run_folder import Attempt, DamagedFileError, atomic_write_json, read_json
+from gspo_mega.base.untrusted import read_text
 from gspo_mega.launcher.children import Child
 
 logger = logging.getLogger(__name__)
@@ -152,6 +156,30 @@ _KILLED = (
     "Illegal instruction",
     "Floating point exception",
 )
+
+
+def closing_line(attempt: Attempt, how: str = "Stopped in order") -> str:
+    """The last line of an attempt that was stopped: after which step, what is saved, and how to go on."""
+    folder = attempt.run_folder
+    command = read_text(attempt.command_file).strip() if attempt.command_file.exists() else "train"
+    try:
+        result = read_json(attempt.result_file)
+    except (OSError, DamagedFileError):
+        result = {}
+    if not isinstance(result, dict):
+        result = {}
+    after = (f" after step {result['step']}" if "step" in result else "") + (
+        f" ({result['stopped']})" if "stopped" in result else ""
+    )
+    if command not in ("train", "sft"):
+        return f"{how}{after}. Nothing is saved; the same command begins again."
+    try:
+        saved = f"checkpoint {read_text(folder.latest_checkpoint_file).strip()} in {folder.path}"
+    except OSError:
+        saved = f"no checkpoint yet; what was sampled is in {folder.path} and is not sampled again"
+    due = result.get("to_measure")
+    more = f", which first measures the weights of step {', '.join(map(str, due))}" if due else ""
+    return f"{how}{after}. Saved: {saved}. To continue: gspo-mega {command} {shlex.quote(str(folder.path))}{more}"
 
 
 def describe_failure(failed: Sequence[Child], attempt: Attempt) -> RankError:

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from gspo_mega.agents.demonstrated import demonstration_encoder
 from gspo_mega.base import errors
 from gspo_mega.base.errors import GspoMegaError
+from gspo_mega.base.records import Prompt
 from gspo_mega.config import Config, load_config
 from gspo_mega.config.derived import critic_of, is_one_turn, penalises_kl, teachers
 from gspo_mega.config.prompt_sources import eval_sets, names_prompts, sources_of
@@ -44,6 +45,8 @@ from gspo_mega.train.rollouts import episode_driver
 # All files together are read for this many seconds, and of each file at least this many rows.
 READING_SECONDS = 8.0
 FEWEST_ROWS = 1_000
+# Of a long text, this many characters of its beginning and its end are shown.
+_HEAD, _TAIL = 200, 100
 
 
 @dataclass
@@ -54,7 +57,8 @@ class Trial:
     the run's tools. `keeps_weights`: the run goes on from a checkpoint, so the weights of model.path are not read.
     `problems`: each a dict of "key", "kind" (the name of a class of `base/errors.py`) and "text". `tokenizer`: None if
     it cannot be loaded; `can_encode`: whether it can encode prompts; `end_token_ids`: the tokens that end a response.
-    `sources`: the files of prompts that could be read.
+    `sources`: the files of prompts that could be read. `read`: lines that say what was read, for a person who wants to
+    see that it is what was meant.
     """
 
     config: Config
@@ -63,6 +67,7 @@ class Trial:
     keeps_weights: bool = False
     problems: list[dict[str, str]] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
+    read: list[str] = field(default_factory=list)
     tokenizer: Any = None
     can_encode: bool = False
     end_token_ids: tuple[int, ...] = ()
@@ -93,6 +98,38 @@ class Trial:
             self.notices.append(
                 f"{source.path}: its first {len(source)} rows were checked; the run checks the others when it starts"
             )
+
+    def describe(self, what: str, source: RowSource[Any], num_used: int | None = None) -> None:
+        """Add to `read` how many rows of a file there are and are left out, and its first prompt as the model sees it.
+        `num_used`: how many are used, if not all.
+        """
+        rows = f"{len(source)} row{'s' * (len(source) != 1)}" + (
+            "" if source.is_whole else " and more, which were not read yet"
+        )
+        if source.num_overlong:
+            examined = "" if source.num_examined == len(source) else f" of the first {source.num_examined}"
+            rows += f", {source.num_overlong}{examined} left out as too long ({source.limits()})"
+        if source.num_unreadable:
+            rows += f", {source.num_unreadable} left out for their answers"
+        if num_used is not None:
+            rows += f", {num_used} used"
+        self.read.append(f"{what} {source.path}: {rows}")
+        first = next(iter(source.items(1)), None)
+        if isinstance(first, Prompt):
+            through = " (through the chat template)" if first.messages else ""
+            self.read.append(f"  first prompt{through}, {len(first.token_ids)} tokens: {_shown(first.text)}")
+            answer = first.answer if isinstance(first.answer, str) else json.dumps(first.answer, ensure_ascii=False)
+            self.read.append(f"  its answer: {_shown(answer)}" + _metadata_text(first.metadata))
+
+
+def _shown(text: str) -> str:
+    """A text in one line, without its middle if it is long: how it ends matters as much as how it begins."""
+    short = text if len(text) <= _HEAD + _TAIL else f"{text[:_HEAD]} ... {text[-_TAIL:]}"
+    return json.dumps(short, ensure_ascii=False)
+
+
+def _metadata_text(metadata: dict[str, Any]) -> str:
+    return f"; metadata: {', '.join(metadata)}" if metadata else ""
 
 
 def _kind_of(error: GspoMegaError) -> str:
@@ -146,7 +183,9 @@ def _episodes(trial: Trial) -> None:
 def _held_out(trial: Trial) -> None:
     for one in eval_sets(trial.config.eval, trial.config.data) if trial.can_encode else ():
         with trial.at(f"{one.place}.path"):
-            trial.note_rows(LoadedSet(one, trial.config.reward, trial.tokenizer, trial.enough()).source)
+            read = LoadedSet(one, trial.config.reward, trial.tokenizer, trial.enough())
+            trial.note_rows(read.source)
+            trial.describe("held-out", read.source, len(read.prompts))
 
 
 def _prompts(trial: Trial) -> None:
@@ -169,6 +208,7 @@ def _prompts(trial: Trial) -> None:
                 fits=fits_teacher(teachers(config.teacher) if trial.command == "train" else (), source.name, encoder),
             )
             trial.note_rows(read)
+            trial.describe("data", read)
             trial.sources.append(read)
 
 
@@ -296,7 +336,7 @@ CHECKS: tuple[Check, ...] = (
 
 
 def run_checks(trial: Trial) -> dict[str, Any]:
-    """Run all checks of the trial's command. Returns {"problems": ..., "notices": ...}."""
+    """Run all checks of the trial's command. Returns {"problems": ..., "notices": ..., "read": ...}."""
     config = trial.config
     num_files = len(eval_sets(config.eval, config.data)) + (
         len(sources_of(config.data)) if names_prompts(config.data) else 0
@@ -305,7 +345,7 @@ def run_checks(trial: Trial) -> dict[str, Any]:
     for check in CHECKS:
         if trial.command in check.commands:
             check.run(trial)
-    return {"problems": trial.problems, "notices": trial.notices}
+    return {"problems": trial.problems, "notices": trial.notices, "read": trial.read}
 
 
 def read_weights(trial: Trial) -> dict[str, Any]:

@@ -68,12 +68,15 @@ def check_inputs(loaded: LoadedConfig, command: Command) -> list[str]:
     return [*notices, *left_out]
 
 
-def check_all_inputs(loaded: LoadedConfig, command: Command) -> list[str]:
-    """As `check_inputs`; then a process reads all that the ranks read. Raises also ModelError."""
+def check_all_inputs(loaded: LoadedConfig, command: Command, read: list[str] | None = None) -> list[str]:
+    """As `check_inputs`; then a process reads all that the ranks read. `read`: a list to which this appends lines that
+    say what was read: rows, first prompts, and what each reward function gives for the first row. Raises also
+    ModelError.
+    """
     notices, tools, _ = _check_without_tokenizer(loaded, command)
     if command == "certify":
         return notices
-    return [*notices, *_try_all(loaded, command, tools, replays=is_replay(loaded, command))]
+    return [*notices, *_try_all(loaded, command, tools, replays=is_replay(loaded, command), read=read)]
 
 
 def check_before_job(
@@ -132,13 +135,25 @@ def _check_without_tokenizer(
     return notices, tools, left_out
 
 
-def _try_all(loaded: LoadedConfig, command: Command, tools: Sequence[dict[str, Any]], *, replays: bool) -> list[str]:
+def _try_all(
+    loaded: LoadedConfig,
+    command: Command,
+    tools: Sequence[dict[str, Any]],
+    *,
+    replays: bool,
+    read: list[str] | None = None,
+) -> list[str]:
     """Try the rewards, and have a process read what the ranks read; a replay only reads what it needs. Returns
     notices.
     """
     if replays:
-        return try_inputs(loaded, "replay", tools)
-    return [*try_rewards(loaded, command), *try_inputs(loaded, command, tools)]
+        return try_inputs(loaded, "replay", tools, read)
+    scores: list[str] | None = None if read is None else []
+    notices = try_rewards(loaded, command, scores)
+    notices += try_inputs(loaded, command, tools, read)
+    if read is not None:
+        read += scores or []
+    return notices
 
 
 def check_run_folder(loaded: LoadedConfig) -> None:
@@ -169,7 +184,11 @@ def check_users_functions(loaded: LoadedConfig) -> list[dict[str, Any]]:
             f"{loaded.where('alerts.command')}: alerts.command: there is no program {command[0]!r} here; give a path,"
             " or a name that PATH finds"
         )
-    check_reward(config.reward, source_rewards(config.eval, config.data))
+    try:
+        check_reward(config.reward, source_rewards(config.eval, config.data))
+    except RewardError as error:
+        key = _key_in(config, str(error))
+        raise RewardError(f"{loaded.where(key)}: {key}: {error}") from None
     episode = config.rollout.episode
     if episode.function == "foreign" and (problem := program_problem(episode.options["command"])) is not None:
         raise EpisodeError(f"{loaded.where('rollout.episode')}: rollout.episode.options.command: {problem}")
@@ -296,9 +315,11 @@ def _files(loaded: LoadedConfig, command: str) -> Iterator[tuple[str, str, Calla
         yield f"{one.place}.path", one.path, prompts(one.reward, left_out, one), left_out
 
 
-def try_rewards(loaded: LoadedConfig, command: str) -> list[str]:
+def try_rewards(loaded: LoadedConfig, command: str, scores: list[str] | None = None) -> list[str]:
     """Call each of the users' functions with which `command` scores, on the first row of a file, with an empty response
     and with the row's answer. Returns notices: what could not be tried, and what took longer than a scoring may.
+    `scores`: a list to which this appends a line with the rewards that each gave; built-in functions are called for it,
+    too.
 
     A prompt is given as the file has it, because rendering it needs the tokenizer. Rows that cannot be read are not
     tried; the check of the data refuses them. Do not call this inside an event loop. Raises RewardError, with the key,
@@ -318,14 +339,18 @@ def try_rewards(loaded: LoadedConfig, command: str) -> list[str]:
             f"rewards {', '.join(asked)} are services, judges or reward models: they are not tried before a run"
         )
     own = sorted(names - services.keys() - BUILTINS.keys())
+    built_in = sorted(names & BUILTINS.keys()) if scores is not None else []
     if own and not config.reward.try_first:
         notices.append(f"rewards {', '.join(own)} are not tried before a run (reward.try_first: false)")
-    elif own:
-        notices += asyncio.run(_try_own_rewards(loaded, samples))
+        own = []
+    if own or built_in:
+        notices += asyncio.run(_try_own_rewards(loaded, samples, frozenset(own + built_in), scores))
     return notices
 
 
-async def _try_own_rewards(loaded: LoadedConfig, samples: list[_Sample]) -> list[str]:
+async def _try_own_rewards(
+    loaded: LoadedConfig, samples: list[_Sample], tried: frozenset[str], scores: list[str] | None
+) -> list[str]:
     config = loaded.config
     setup, _, entries, of_source = table_of(config.reward, source_rewards(config.eval, config.data))
     process = await scoring_process(setup, config.reward)
@@ -334,20 +359,29 @@ async def _try_own_rewards(loaded: LoadedConfig, samples: list[_Sample]) -> list
         for sample in samples:
             for entry in of_source.get(sample.source, entries):
                 asked = setup["functions"].get(entry.label)
-                if asked is None or asked["function"] in BUILTINS or entry.label in done:
+                if asked is None or asked["function"] not in tried or entry.label in done:
                     continue
                 done.add(entry.label)
                 key = _key_of(config, sample.source, asked["function"])
                 where = f"{loaded.where(key)}: {key}: {asked['function']}"
+                given = []
                 for what, response in sample.responses():
-                    seconds = await _call(
-                        process, config.reward, entry.label, sample, response, f"{where}: tried on {what}"
-                    )
+                    try:
+                        seconds, value = await _call(
+                            process, config.reward, entry.label, sample, response, f"{where}: tried on {what}"
+                        )
+                    except RewardError:
+                        if asked["function"] not in BUILTINS:
+                            raise
+                        continue  # the check of the data says what a built-in function cannot read
+                    given.append(f"{value:g} for {what}")
                     if seconds > config.reward.deadline_seconds:
                         notices.append(
                             f"{where}: its call on {what} took {seconds:.1f} s, and reward.deadline_seconds is"
                             f" {config.reward.deadline_seconds:g}: a scoring that takes so long fails"
                         )
+                if scores is not None and given:
+                    scores.append(f"reward {asked['function']} on row 1 of {sample.path}: {', '.join(given)}")
     finally:
         await process.end()
     return notices
@@ -355,8 +389,8 @@ async def _try_own_rewards(loaded: LoadedConfig, samples: list[_Sample]) -> list
 
 async def _call(
     process: GuardedProcess, reward: Reward, label: str, sample: _Sample, response: str, what: str
-) -> float:
-    """Call one function once. Returns the seconds that it took. Raises RewardError if it gives no reward."""
+) -> tuple[float, float]:
+    """Call one function once. Returns (the seconds that it took, the reward). Raises RewardError if it gives none."""
     row = f"row 1 of {sample.path}"
     began = time.monotonic()
     process.send(
@@ -383,7 +417,7 @@ async def _call(
         raise RewardError(f"{what} ({row}): its process ended ({await process.exit_text()}).{hint}")
     if "failure" in reply:
         raise RewardError(f"{what} ({row}): {reply['why']}.{hint}")
-    return time.monotonic() - began
+    return time.monotonic() - began, float(reply["value"])
 
 
 @dataclass(frozen=True)
@@ -437,6 +471,16 @@ def _text_of(prompt: Any) -> str:
         said = [message.get("content") for message in prompt if isinstance(message, dict)]
         return "\n".join(one for one in said if isinstance(one, str))
     return str(prompt)
+
+
+def _key_in(config: Config, text: str) -> str:
+    """The key of the reward function that an error's text begins with, `reward 'NAME': ...`; else `reward`."""
+    of_sources = source_rewards(config.eval, config.data)
+    own = [(source, entry.function) for source, reward in of_sources.items() for entry in reward]
+    for source, function in [*own, *(("", entry.function) for entry in config.reward.functions)]:
+        if text.startswith(f"reward {function!r}:"):
+            return _key_of(config, source, function)
+    return "reward"
 
 
 def _key_of(config: Config, source: str, function: str) -> str:

@@ -30,7 +30,7 @@ from gspo_mega.config.derived import command_name
 from gspo_mega.config.schema import ModelReward
 from gspo_mega.launcher import server_python
 from gspo_mega.launcher.alerts import AlertSender
-from gspo_mega.launcher.attempt_state import StateKeeper, describe_failure
+from gspo_mega.launcher.attempt_state import StateKeeper, closing_line, describe_failure
 from gspo_mega.launcher.children import (
     Child,
     ChildSpec,
@@ -60,7 +60,8 @@ from gspo_mega.launcher.prepare import (
 from gspo_mega.launcher.restarts import Restarts
 from gspo_mega.launcher.watchdog import RankWatchdog, ServerFailures, StacksOnSignal
 from gspo_mega.plan import plan_run, refuse_what_does_not_fit, render_report
-from gspo_mega.plan.estimate import MARGIN, estimate
+from gspo_mega.plan.estimate import MARGIN, Estimate, estimate
+from gspo_mega.plan.resolve import Plan
 from gspo_mega.plan.servers import reward_servers
 from gspo_mega.plan.watchdog_bounds import Patience, patience
 from gspo_mega.rollout.registration import Registration
@@ -85,8 +86,9 @@ def dry_run(
     """Check what a start of `command` checks and start nothing. `in_job`: the start would be on a Slurm job's nodes, as
     it always is for several, so this machine's GPUs do not count.
 
-    Shows the plan, notices, and what a start would do. Returns 0, or raises what `launch` would. Not checked are what
-    only a start can: whether another process holds the run's folder, whether the checkpoint is whole, the job's nodes.
+    Shows the plan, notices, what was read, and what a start would do; of what is refused only the reason. Returns 0, or
+    raises what `launch` would. Not checked are what only a start can: whether another process holds the run's folder,
+    whether the checkpoint is whole, the job's nodes.
     """
     config = loaded.config
     is_here = not in_job and (config.cluster.num_nodes, config.cluster.num_rollout_nodes, config.server.num_nodes) == (
@@ -103,18 +105,31 @@ def dry_run(
         share_gpus(others, cluster.ranks_per_node, servers.num_servers, servers.tensor, cluster.colocated)
         server_python.serve_command(loaded)
     figures = estimate(plan, loaded.where)
-    say(render_report(plan, figures))
-    refuse_what_does_not_fit(plan, figures, loaded.where)
+    _refuse_what_does_not_fit(loaded, plan, figures, say)
     check_run_folder(loaded)
     folder = RunFolder(Path(config.run.dir) / config.run.name)
     check_same_run(folder, loaded, command)
-    for notice in check_all_inputs(loaded, command):
+    read: list[str] = []
+    notices = check_all_inputs(loaded, command, read)
+    say(render_report(plan, figures))
+    for notice in notices:
         say(f"notice   {notice}")
+    for number, line in enumerate(read):
+        say(f"{'read' if number == 0 else '':<8} {line}")
     start = "would start"
     if folder.latest_checkpoint_file.exists():
         start = "would continue from its last whole checkpoint"
     say(f"\ndry run  {folder.path} {start}; nothing was started")
     return 0
+
+
+def _refuse_what_does_not_fit(loaded: LoadedConfig, plan: Plan, figures: Estimate, say: Callable[[str], None]) -> None:
+    """Raise PlanError for what does not fit, after the lines of the plan that show it."""
+    try:
+        refuse_what_does_not_fit(plan, figures, loaded.where)
+    except PlanError:
+        say(render_report(plan, figures, only=("model", "ranks", "server", "state", "memory")))
+        raise
 
 
 def launch(
@@ -169,14 +184,16 @@ def launch(
     if gpus and num_servers and not serve_command:
         server_python.check_same_software(loaded, serve[0], serve_variables)
     figures = estimate(plan, loaded.where)
-    say(render_report(plan, figures))
     if command in ("train", "sft"):
-        refuse_what_does_not_fit(plan, figures, loaded.where)
+        _refuse_what_does_not_fit(loaded, plan, figures, say)
+    notices = []
     if command in ("train", "sft", "eval") and worker_command is WORKER_COMMAND:
         # Only the product's own ranks read these inputs.
         check_run_folder(loaded)
-        for notice in check_what_is_read(loaded, command, tools, replays=replays):
-            say(f"notice   {notice}")
+        notices = check_what_is_read(loaded, command, tools, replays=replays)
+    say(render_report(plan, figures))
+    for notice in notices:
+        say(f"notice   {notice}")
     folder = RunFolder(Path(config.run.dir) / config.run.name)
 
     def run_attempt(attempt: Attempt, signals: list[int], lease: Lease) -> int:
@@ -336,7 +353,8 @@ class Supervisor:
             if all(child.exit_code is not None for child in ranks):
                 stopped = any(child.exit_code == EXIT_STOPPED for child in ranks)
                 if stopped:
-                    self._say("Stopped in order. The same command continues the run.")
+                    self._console.pump()  # what the ranks said last
+                    self._say(closing_line(self._attempt))
                 return self._stop_code() if stopped else 0
             if watchdog is not None and (stuck := watchdog.check()) is not None:
                 logger.error("%s", stuck)
@@ -384,13 +402,11 @@ class Supervisor:
             )
         self._request_stop(name)
         if sum(number in _INSISTING_SIGNALS for number in self._signals) > 1:
-            self._say("Ended at once. The same command continues the run from its last checkpoint.")
+            self._say(closing_line(self._attempt, "Ended at once"))
             return True
         if time.monotonic() > self._stop_deadline:
-            self._say(
-                f"The ranks did not stop within {self._stop_grace_seconds:.0f} s: ended."
-                " The same command continues the run from its last checkpoint."
-            )
+            seconds = f"{self._stop_grace_seconds:.0f} s"
+            self._say(closing_line(self._attempt, f"The ranks did not stop within {seconds}: ended"))
             return True
         return False
 

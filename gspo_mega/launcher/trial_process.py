@@ -27,10 +27,12 @@ _COMMAND = (sys.executable, "-m", "gspo_mega.launcher.trial_process")
 _NEEDED = ("torch", "transformers", "safetensors")
 
 
-def try_inputs(loaded: LoadedConfig, command: str, tools: Sequence[dict[str, Any]] = ()) -> list[str]:
+def try_inputs(
+    loaded: LoadedConfig, command: str, tools: Sequence[dict[str, Any]] = (), read: list[str] | None = None
+) -> list[str]:
     """Have a process read what the ranks of `command` read, to find what they would refuse. `tools`: schemas of the
-    run's tools. Returns notices. If there are problems, raises the first one's class of error, with the text of all
-    problems and the places of their keys.
+    run's tools. `read`: a list to which this appends lines that say what was read. Returns notices. If there are
+    problems, raises the first one's class of error, with the text of all problems and the places of their keys.
     """
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
@@ -49,7 +51,10 @@ def try_inputs(loaded: LoadedConfig, command: str, tools: Sequence[dict[str, Any
             f"the inputs were not read within {DEADLINE_SECONDS:g} s; the run reads them when it starts, and then says"
             " what is wrong with them"
         ]
-    return _notices_or_error(loaded, answer)
+    notices = _notices_or_error(loaded, answer)
+    if read is not None:
+        read += answer["read"]
+    return notices
 
 
 def read_weights(loaded: LoadedConfig, command: str | None) -> list[str]:

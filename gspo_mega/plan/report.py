@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import shlex
+from collections.abc import Collection
 from dataclasses import asdict
 from typing import Any
 
@@ -39,9 +40,9 @@ _MOST_RANKS_SHOWN = 16
 _WORTH_SHARING = 0.1
 
 
-def render_report(plan: Plan, figures: Estimate | None = None) -> str:
+def render_report(plan: Plan, figures: Estimate | None = None, only: Collection[str] | None = None) -> str:
     """Return the report that `gspo-mega plan` prints, without a newline at its end. `figures`: the plan's; made here if
-    absent.
+    absent. `only`: the titles to show; all by default.
     """
     figures = figures or estimate(plan)
     disk = disk_use(plan.config, plan.spec, figures.counts.total, figures.checkpoint_bytes)
@@ -75,6 +76,7 @@ def render_report(plan: Plan, figures: Estimate | None = None) -> str:
     return "\n".join(
         f"{title if index == 0 else '':<8} {line}".rstrip()
         for title, lines in sections.items()
+        if only is None or title in only
         for index, line in enumerate(lines)
     )
 

@@ -78,6 +78,9 @@ def load_function(name: str, options: dict[str, Any]) -> RewardFunction:
         function = BUILTINS[name]
     else:
         near = difflib.get_close_matches(name, BUILTINS, n=1)
+        module, _, last = name.rpartition(".")
+        if not near and module:  # a file, or a function written with a dot
+            near = [f"{module.removeprefix('./').replace('/', '.')}:{'FUNCTION' if last == 'py' else last}"]
         guess = f"did you mean {near[0]!r}? " if near else ""
         raise RewardError(f"reward {name!r}: {guess}valid: {', '.join(BUILTINS)}, or package.module:function")
     _check_call(name, function, options)
@@ -89,6 +92,8 @@ def load_function(name: str, options: dict[str, Any]) -> RewardFunction:
 def _check_call(name: str, function: RewardFunction, options: dict[str, Any]) -> None:
     if inspect.iscoroutinefunction(function):
         raise RewardError(f"reward {name!r}: it is an async function; a plain one is expected")
+    if inspect.isclass(function):
+        raise RewardError(f"reward {name!r}: it is a class; name a function, or an object of the class with __call__")
     own: dict[str, Any] = {"prompt": "", "response": "", "answer": None, "metadata": {}}
     try:
         own |= dict.fromkeys(measured_by(function), 0)
@@ -104,8 +109,28 @@ def _check_call(name: str, function: RewardFunction, options: dict[str, Any]) ->
     except TypeError as error:
         raise RewardError(
             f"reward {name!r}: cannot be called with prompt, response, answer,"
-            f" metadata{''.join(f', {key}' for key in options)} as keywords: {error}"
+            f" metadata{''.join(f', {key}' for key in options)} as keywords: {error}{_adapter_hint(function)}"
         ) from error
+
+
+# What reward functions of other libraries take -> the library, and how to call such a function from one of this form.
+_FOREIGN_ARGUMENTS = {
+    "solution_str": ("verl's", "(..., solution_str=response, ground_truth=answer)"),
+    "completions": ("TRL's", "(prompts=[prompt], completions=[response], ...)[0]"),
+    "sample": ("slime's", "(args, sample), which is async"),
+}
+
+
+def _adapter_hint(function: RewardFunction) -> str:
+    """How to use a function whose arguments are those of another library, or an empty text."""
+    taken = inspect.signature(function).parameters
+    for argument, (whose, call) in _FOREIGN_ARGUMENTS.items():
+        if argument in taken:
+            return (
+                f". Its arguments are {whose}: name a function score(*, prompt, response, answer, metadata) that calls"
+                f" {getattr(function, '__name__', 'it')}{call} (docs/rewards.md)"
+            )
+    return ""
 
 
 def measured_by(function: RewardFunction) -> tuple[str, ...]:

@@ -52,8 +52,9 @@ from gspo_mega.train.session import RankSession, reference_path
 def run_train(context: WorkerContext) -> dict[str, Any] | None:
     """Train as the configuration says, from the latest checkpoint of the run or from `model.path`.
 
-    Returns rank 0's result, None on other ranks: {"stopped": reason, "step": step} if a stop was requested, else the
-    final numbers. Collective.
+    Returns rank 0's result, None on other ranks: the final numbers, or if a stop was requested {"stopped": reason,
+    "step": step, "to_measure": steps whose weights are yet to be evaluated}, of which the launcher makes the closing
+    line. Collective.
     """
     config = train_config(context.config)
     num_steps = config.train.num_steps
@@ -84,9 +85,7 @@ def run_train(context: WorkerContext) -> dict[str, Any] | None:
         session.saving.poll(wait=True)
         if stop is not None:
             steps = session.async_evaluations.steps_due if session.async_evaluations is not None else []
-            more = f", and measures the weights of step {', '.join(map(str, steps))}" if steps else ""
-            session.say(f"stopped after step {state.step} ({stop}); the same command continues{more}")
-            return {"stopped": stop, "step": state.step}
+            return {"stopped": stop, "step": state.step, "to_measure": list(steps)}
         session.saving.export()
         return finish(session)
 
@@ -306,7 +305,6 @@ def run_rollouts(session: RankSession, num_steps: int) -> dict[str, Any] | None:
             state.step += 1
             StepReport(session, batch, 0).write()
     if stop is not None:
-        session.say(f"stopped after step {state.step} ({stop}); the same command continues")
         return {"stopped": stop, "step": state.step}
     session.say(f"rollouts of {state.step} steps are in {session.run_folder.journal_dir}")
     return {"step": state.step, "journal": str(session.run_folder.journal_dir)}

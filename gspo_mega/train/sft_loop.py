@@ -56,7 +56,6 @@ def run_sft(context: WorkerContext) -> dict[str, Any] | None:
                 verdict = _step(session, demonstrations)
         if verdict == "stopped":
             _checkpoint(session, demonstrations)
-            session.say(f"stopped after step {state.step}; the same command continues")
             return {"stopped": "on request", "step": state.step}
         _checkpoint(session, demonstrations)
         session.saving.export()

@@ -134,7 +134,10 @@ def test_a_run_that_loses_a_rank_a_server_and_its_user_trains_on_what_it_would_h
     command.wait_for("the rollout of step 4", lambda: len(run.scores) > num_scored)
     command.process.send_signal(signal.SIGINT)
     assert command.finish() == 130
-    assert "Stopped in order" in command.out and "stopped after step 3 (SIGINT)" in command.out and command.err == ""
+    closing = (
+        f"Stopped in order after step 3 (SIGINT). Saved: checkpoint step_00000003 in {run.folder.path}. To continue:"
+    )
+    assert command.out.splitlines()[-1] == f"{closing} gspo-mega train {run.folder.path}" and command.err == ""
     assert command.left_running(run.folder.path) == []
     assert run.folder.latest_checkpoint_file.read_text().strip() == "step_00000003"
     assert Counter(note["prompt"] for note in run.scores.new()[:16]) == dict.fromkeys(

@@ -33,7 +33,7 @@ from gspo_mega.base.run_folder import EXIT_STOPPED, Attempt, RunFolder, atomic_w
 from gspo_mega.base.versions import compare_records
 from gspo_mega.config import Config, LoadedConfig, render_config
 from gspo_mega.launcher.alerts import AlertSender
-from gspo_mega.launcher.attempt_state import StateKeeper, describe_failure, one_line
+from gspo_mega.launcher.attempt_state import StateKeeper, closing_line, describe_failure, one_line
 from gspo_mega.launcher.children import Child, ChildSpec, ConsoleTail, ProcessFamily, collect_signals, log_to
 from gspo_mega.launcher.lease import hold
 from gspo_mega.launcher.prepare import free_port, new_attempt, versions_text
@@ -356,6 +356,8 @@ class SlurmJob:
         if self.stop.queues_again and self.stop.still_runs():
             return self.stop.queue_again()
         self._state.tell("finished" if code == 0 else "stopped")
+        if code != 0 and self._attempt.result_file.exists():
+            self._say(closing_line(self._attempt))
         return code
 
     def _until_over(self, ranks: Child, fleets: Sequence[StepServers], starts: Starts) -> int:

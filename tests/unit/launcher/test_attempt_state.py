@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 
 from gspo_mega.base.errors import ConfigError
-from gspo_mega.base.run_folder import RunFolder, atomic_write_json
+from gspo_mega.base.run_folder import RunFolder, atomic_write_json, atomic_write_text
 from gspo_mega.cli.main import main
 from gspo_mega.cli.status import describe_run, shown_pairs
 from gspo_mega.launcher import attempt_state as state_module
-from gspo_mega.launcher.attempt_state import StateKeeper, read_state
+from gspo_mega.launcher.attempt_state import StateKeeper, closing_line, read_state
 from gspo_mega.rollout.registration import Registration
 from gspo_mega.rollout.server.reward_server import make_reward_folder
 
@@ -35,6 +35,28 @@ def test_a_run_that_ends_says_how(folder):
     with pytest.raises(RuntimeError), StateKeeper(attempt):
         raise RuntimeError("rank 1 failed")
     assert (read_state(attempt).state, read_state(attempt).error) == ("failed", "rank 1 failed")
+
+
+def test_a_stopped_attempt_closes_with_one_line(folder):
+    attempt = folder.new_attempt()
+    atomic_write_text(attempt.command_file, "train\n")
+    atomic_write_json(attempt.result_file, {"stopped": "SIGINT", "step": 0, "to_measure": []})
+    again = f"To continue: gspo-mega train {folder.path}"
+    nothing = f"no checkpoint yet; what was sampled is in {folder.path} and is not sampled again"
+    assert closing_line(attempt) == f"Stopped in order after step 0 (SIGINT). Saved: {nothing}. {again}"
+
+    atomic_write_json(attempt.result_file, {"stopped": "SIGTERM", "step": 6, "to_measure": [4, 6]})
+    folder.latest_checkpoint_file.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write_text(folder.latest_checkpoint_file, "step_00000006\n")
+    saved = f"Saved: checkpoint step_00000006 in {folder.path}. {again}"
+    assert closing_line(attempt) == (
+        f"Stopped in order after step 6 (SIGTERM). {saved}, which first measures the weights of step 4, 6"
+    )
+    attempt.result_file.unlink()
+    assert closing_line(attempt, "Ended at once") == f"Ended at once. {saved}"
+
+    atomic_write_text(attempt.command_file, "eval\n")
+    assert closing_line(attempt) == "Stopped in order. Nothing is saved; the same command begins again."
 
 
 def test_it_beats_while_it_runs_and_is_missed_when_it_does_not(folder, monkeypatch):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -84,6 +85,18 @@ def inputs(made, tmp_path) -> Inputs:
 def tried(inputs: Inputs, *overrides: str, command: str = "train", **more: Any) -> dict[str, Any]:
     loaded = load_config(CONFIG, inputs.words(*overrides), command)
     return run_checks(Trial(loaded.config, command, **more))
+
+
+def test_it_says_what_was_read(inputs):
+    long = {"prompt": "1" * 90, "answer": "1"}
+    inputs.rows({"prompt": "12+30=", "answer": "42", "level": 3}, long)
+    data, heldout = inputs.data / "train.jsonl", inputs.data / "heldout.jsonl"
+    read = tried(inputs, "eval.num_prompts=4")["read"]
+    limit = load_config(CONFIG, inputs.words(), "train").config.data.max_prompt_tokens
+    place = read.index(f"data {data}: 2 rows, 1 left out as too long (data.max_prompt_tokens: {limit})")
+    assert re.fullmatch(r'  first prompt, \d+ tokens: "12\+30="', read[place + 1])
+    assert read[place + 2] == '  its answer: "42"; metadata: level'
+    assert any(re.fullmatch(rf"held-out {heldout}: \d+ rows, 4 used", line) for line in read)
 
 
 # --- faults: what is done to the inputs, what is asked for, and the key and words of the refusal -----------------------
@@ -289,7 +302,8 @@ CALCULATOR = {
 def test_nothing_is_refused_in_what_runs(inputs, command):
     words = () if command != "sft" else (SFT,)
     inputs.rows(*[{"prompt": "1+1=", "response": "2"} if command == "sft" else {"prompt": "1+1=", "answer": "2"}] * 3)
-    assert tried(inputs, *words, command=command) == {"problems": [], "notices": []}
+    found = tried(inputs, *words, command=command)
+    assert (found["problems"], found["notices"]) == ([], [])
 
 
 def test_demonstrations_are_tried_as_the_cold_start_reads_them(inputs):

@@ -9,7 +9,7 @@ from run_configs import smallest_yaml
 from gspo_mega.base.errors import RewardError
 from gspo_mega.cli.main import main
 from gspo_mega.config import load_config
-from gspo_mega.launcher.inputs import try_rewards
+from gspo_mega.launcher.inputs import check_users_functions, try_rewards
 
 FUNCTIONS = """
 import os, sys, time
@@ -78,9 +78,57 @@ def test_one_that_cannot_score_is_refused_with_the_key_and_the_users_line(load, 
         try_rewards(loaded, "train")
     assert f"reward.functions.0: trial_rewards:{name}: tried on" in str(caught.value)
     assert "reward.try_first: false" in str(caught.value)
-    for command in (["plan", "--command", "train"], ["train"]):
+    for command in (["plan", "--command", "train"], ["train"], ["train", "--dry-run"]):
         assert main([command[0], str(loaded.path), f"reward=trial_rewards:{name}", *command[1:]]) == 2
-        assert f"trial_rewards:{name}: tried on" in capsys.readouterr().err
+        shown = capsys.readouterr()
+        assert f"trial_rewards:{name}: tried on" in shown.err and shown.out == "", "no plan of what is refused"
+
+
+def test_what_each_function_gives_for_the_first_row_is_told_to_who_asks(load):
+    scores = []
+    assert (
+        try_rewards(load("reward.functions=[{function: 'trial_rewards:level'}, {function: gsm8k}]"), "train", scores)
+        == []
+    )
+    own, built_in = scores
+    level = "2 for an empty response, 2 for the row's answer as the response"
+    assert own.startswith("reward trial_rewards:level on row 1 of /") and own.endswith(f"train.jsonl: {level}")
+    assert built_in.startswith("reward gsm8k on row 1 of ") and ": 0 for an empty response, " in built_in
+
+
+FOREIGN = """
+async def waits(**_): return 1.0
+def compute_score(data_source, solution_str, ground_truth, extra_info=None): return 1.0
+def accuracy(completions, **_): return [1.0]
+class Scorer:
+    def __call__(self, **_): return 1.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("foreign:waits", "it is an async function"),
+        (
+            "foreign:compute_score",
+            "Its arguments are verl's: name a function score(*, prompt, response, answer, metadata)",
+        ),
+        (
+            "foreign:accuracy",
+            "that calls accuracy(prompts=[prompt], completions=[response], ...)[0]",
+        ),
+        ("foreign:Scorer", "it is a class; name a function, or an object of the class"),
+        ("foreign.py", "did you mean 'foreign:FUNCTION'?"),
+        ("foreign.waits", "did you mean 'foreign:waits'?"),
+    ],
+)
+def test_one_of_another_form_is_refused_with_its_key_and_what_to_write(load, name, said):
+    loaded = load(f"reward={name}")
+    (loaded.path.parent / "foreign.py").write_text(FOREIGN)
+    with pytest.raises(RewardError) as caught:
+        check_users_functions(loaded)
+    place = f"override 'reward={name}': reward.functions.0: reward {name!r}: "
+    assert str(caught.value).startswith(place) and said in str(caught.value)
 
 
 def test_a_library_that_raised_is_named_with_the_users_line(load):
