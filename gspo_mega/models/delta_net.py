@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     from gspo_mega.models.hf_fields import ConfigReader
     from gspo_mega.models.tensors import TensorEntry
 
-# The roles of the tensors that `in_proj` fuses, and of all that lie in sections.
-PROJECTIONS = ("delta_qkvz", "delta_ba", "delta_qkv", "delta_z", "delta_b", "delta_a")
-ROLES = (*PROJECTIONS, "delta_conv")
+ROLES = ("delta_qkvz", "delta_ba", "delta_qkv", "delta_z", "delta_b", "delta_a", "delta_conv")
 _DELTA, _FULL = "linear_attention", "full_attention"
 
 

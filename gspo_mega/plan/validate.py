@@ -37,7 +37,7 @@ from gspo_mega.plan.layout import (
     undivided_sizes,
 )
 from gspo_mega.plan.timing import StepTime
-from gspo_mega.plan.validate_delta import adapters_not_served, validate_delta_nets
+from gspo_mega.plan.validate_delta import ADAPTERS_NOT_SERVED, validate_delta_nets
 from gspo_mega.plan.validate_precision import (
     validate_batch_invariance,
     validate_fusions,
@@ -456,7 +456,7 @@ def _not_served(spec: ModelSpec, found: dict[str, list[TensorEntry]]) -> str:
     if FAMILIES[spec.family].norms_outputs:
         return "norms of outputs: no server with adapters has been compared with the trainer"
     if spec.delta is not None:
-        return adapters_not_served(spec, found)
+        return ADAPTERS_NOT_SERVED
     if spec.moe is not None and spec.family not in _SERVED_WITH_EXPERTS:
         served = ", ".join(_SERVED_WITH_EXPERTS)
         return f"experts: servers with adapters were compared with the trainer for {served} and models without experts"

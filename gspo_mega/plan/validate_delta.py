@@ -4,40 +4,21 @@ what has not been tried. Each text says which.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 
 from gspo_mega.base.errors import Violation
 from gspo_mega.config.precision import has_transformer_engine_layers, publishes
 from gspo_mega.config.schema import Config
-from gspo_mega.models.delta_net import PROJECTIONS, attention_interval
+from gspo_mega.models.delta_net import attention_interval
 from gspo_mega.models.families import FAMILIES
-from gspo_mega.models.low_rank import module_of
 from gspo_mega.models.spec import ModelSpec
-from gspo_mega.models.tensors import TensorEntry
 from gspo_mega.plan.gpus import Device, is_on_gpu
 
-# The family with gated delta nets whose servers with adapters were compared with the trainer.
-_SERVED_WITH_ADAPTERS = "qwen3_5"
-
-
-def adapters_not_served(spec: ModelSpec, found: Mapping[str, Sequence[TensorEntry]]) -> str:
-    """Return why servers of a model with gated delta nets cannot be sent these adapters, which are listed by parameter;
-    empty if they can.
-    """
-    if spec.family != _SERVED_WITH_ADAPTERS:
-        return (
-            "gated delta nets: servers with adapters were compared with the trainer for Qwen3.5 without experts only,"
-            " and SGLang's class for Qwen3-Next does not know the width of its gated attention"
-        )
-    inputs = dict.fromkeys(
-        module_of(entry) for entries in found.values() for entry in entries if entry.role in PROJECTIONS
-    )
-    if inputs:
-        return (
-            f"adapters on {', '.join(inputs)}: SGLang has none for the input projections of gated delta nets under"
-            " the names that checkpoints have; the other layers' adapters can be sent"
-        )
-    return ""
+# Why servers cannot be sent adapters. tests/unit/models/test_not_computed.py asks whether it is still true.
+ADAPTERS_NOT_SERVED = (
+    "gated delta nets: SGLang's classes do not say how wide their layers are with adapters (get_hidden_dim), and what"
+    " it takes instead does not know out_proj and the gates in q_proj"
+)
 
 
 def validate_delta_nets(config: Config, spec: ModelSpec, device: Device | None) -> Iterator[Violation]:

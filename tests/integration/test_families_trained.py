@@ -6,6 +6,7 @@ import importlib.util
 
 import pytest
 from family_runs import train
+from safetensors.torch import load_file
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
 
@@ -13,3 +14,17 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reas
 @pytest.mark.parametrize("variant", ["llama2", "deepseek_v3", "gpt_oss"])
 def test_two_steps_of_a_family(tmp_path, variant):
     train(tmp_path, variant, forked=True)
+
+
+def test_two_steps_of_stacked_experts_through_the_servers_routes(tmp_path):
+    """Delta nets, and experts that lie in stacks in the folder, in what servers are sent and in the run's `hf`."""
+    routes = "rollout.return_routed_experts=true", "moe.routing_replay=R3"
+    lines = train(tmp_path, "qwen3_5_moe-stacked", *routes, forked=True)
+    # Weights are random and routers close to a tie, but the trainer goes through the servers' experts.
+    assert max(line["mismatch/abs_log_ratio_max"] for line in lines) < 1e-5, lines
+    (exported,) = (tmp_path / "runs").rglob("hf")
+    shapes = [
+        {name: tensor.shape for name, tensor in load_file(folder / "model.safetensors").items()}
+        for folder in (tmp_path / "model", exported)
+    ]
+    assert shapes[0] == shapes[1] and "model.layers.0.mlp.experts.gate_up_proj" in shapes[1]

@@ -12,6 +12,7 @@ import pytest
 
 from gspo_mega.base.errors import ModelError
 from gspo_mega.models.huggingface import _NOT_COMPUTED, spec_from_config
+from gspo_mega.plan.validate_delta import ADAPTERS_NOT_SERVED
 
 
 def has_one_width_of_heads() -> bool:
@@ -78,6 +79,23 @@ def test_the_questions_can_be_answered_with_no(monkeypatch):
     monkeypatch.setattr(Attention, "forward", lambda self, hidden_states, position_ids: None)
     assert not scales_no_query_by_its_position()
     assert not sglang_lacks("MistralForCausalLM")
+
+
+@pytest.mark.parametrize("file", ["qwen3_5_text.py", "qwen3_next.py"])
+def test_sglangs_classes_with_delta_nets_do_not_know_the_widths_of_their_adapters(file):
+    package = importlib.util.find_spec("sglang")
+    if package is None or package.origin is None:
+        pytest.skip("sglang is not installed")
+    sglang = Path(package.origin).parent / "srt"
+    assert "def get_hidden_dim(" not in (sglang / "models" / file).read_text(), (
+        f"{file}: {ADAPTERS_NOT_SERVED}: no longer"
+    )
+    # The one class that has it is the body inside, which the server's LoRA manager does not ask.
+    assert "def get_hidden_dim(" in (sglang / "models" / "qwen3_5.py").read_text()
+    instead = (
+        (sglang / "lora" / "utils.py").read_text().partition("def get_default_hidden_dim(")[2].partition("\ndef ")[0]
+    )
+    assert instead and '== "out_proj"' not in instead and "output_gate" not in instead
 
 
 @pytest.mark.parametrize("family", ["Gemma4", "Mistral3", "KimiK25"])
