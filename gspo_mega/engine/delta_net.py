@@ -8,6 +8,9 @@ without a GPU. `complete_delta_spec` puts the parts into a layer spec.
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +25,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from gspo_mega.algorithm.terms import local_rows
-from gspo_mega.cpu.forest_attention import forest_of
+from gspo_mega.cpu.forest_attention import ForestNodes, forest_of
 from gspo_mega.models.spec import ModelSpec
 
 # The functions of flash-linear-attention, or what stands in for them: names that Megatron's module may lack.
@@ -92,8 +95,7 @@ class PackedDeltaNet(GatedDeltaNet):
         """
         if packed_seq_params is None:
             raise ValueError("PackedDeltaNet takes packed sequences only; packed_seq_params is None")
-        if forest_of(packed_seq_params) is not None:
-            raise ValueError("the state of a gated delta net is not forked where rows part; the plan refuses it")
+        forks = _forks_of(packed_seq_params, self.conv_kernel_dim)
         bounds = packed_seq_params.cu_seqlens_q
         group = self.pg_collection.cp
         parts, rank = group.size(), group.rank()
@@ -116,20 +118,27 @@ class PackedDeltaNet(GatedDeltaNet):
         )
 
         filters = torch.cat([_own(part, parts, rank) for part in self.conv1d.weight.split(sections[:3])])
-        mixed, _ = _KERNELS.causal_conv1d(x=mixed, weight=filters.squeeze(1), activation="silu", cu_seqlens=bounds)
+        convolve = functools.partial(_KERNELS.causal_conv1d, weight=filters.squeeze(1), activation="silu")
+        if forks is None:
+            mixed, _ = convolve(x=mixed, cu_seqlens=bounds)
+        else:
+            mixed = forks.convolve(mixed, convolve)
         query, key, value = mixed.split([keys // parts, keys // parts, values // parts], dim=-1)
         query, key = (x.unflatten(-1, (-1, key_dim)) for x in (query, key))
         shared = own.num_value_heads // own.num_key_heads
         query, key = (_KERNELS.l2norm(x.contiguous()).repeat_interleave(shared, dim=2) for x in (query, key))
         a_log, dt_bias = (_own(parameter, parts, rank) for parameter in (self.A_log, self.dt_bias))
-        out, _ = _KERNELS.chunk_gated_delta_rule(
+        inputs = (
             query,
             key,
             value.unflatten(-1, (-1, value_dim)).contiguous(),
-            g=-a_log.float().exp() * F.softplus(alpha.float() + dt_bias.float()),
-            beta=beta.sigmoid().contiguous(),
-            cu_seqlens=bounds,
+            -a_log.float().exp() * F.softplus(alpha.float() + dt_bias.float()),
+            beta.sigmoid().contiguous(),
         )
+        if forks is None:
+            out, _ = _KERNELS.chunk_gated_delta_rule(*inputs, cu_seqlens=bounds)
+        else:
+            out = forks.scan(inputs, _KERNELS.chunk_gated_delta_rule)
         normed = self._apply_gated_norm(out, gate.unflatten(-1, (-1, value_dim)).contiguous())
         normed = normed.reshape(-1, 1, values // parts)
         if order is not None:
@@ -137,6 +146,85 @@ class PackedDeltaNet(GatedDeltaNet):
             back[order] = torch.arange(len(order), device=order.device)
             normed = _all_to_all_hp2cp(normed[back], group)
         return self.out_proj(normed)
+
+
+class DeltaForks:
+    """Where the states of a gated delta net are forked, in a pack of C computed tokens whose rows share prefixes.
+
+    Every node of the forest is a sequence. It begins with the state after its parent, so nodes are computed level by
+    level, all of a level together: with shared prompts there are two levels. The convolution also sees the last tokens
+    of a node's path. `width`: tokens that the convolution sees, the token itself included.
+    """
+
+    def __init__(self, nodes: ForestNodes, width: int, target: torch.device) -> None:
+        spans = [torch.arange(start, stop) for start, stop in itertools.pairwise(nodes.starts)]
+        before = list(nodes.paths(width - 1))
+        seen = [torch.cat(parts) for parts in zip(before, spans, strict=True)]
+        self._seen, self._seen_bounds = torch.cat(seen).to(target), _bounds_of(seen, target)
+        is_own = [torch.arange(len(rows)) >= len(path) for rows, path in zip(seen, before, strict=True)]
+        self._own = torch.nonzero(torch.cat(is_own)).flatten().to(target)
+
+        parents = nodes.parents()
+        levels: list[list[int]] = []
+        level_of: list[int] = []
+        for node, parent in enumerate(parents):
+            level_of.append(0 if parent < 0 else level_of[parent] + 1)
+            if level_of[node] == len(levels):
+                levels.append([])
+            levels[level_of[node]].append(node)
+        place = {node: k for level in levels for k, node in enumerate(level)}
+        # Of each level: its tokens, the bounds of its nodes, and the places of their parents in the level before.
+        self._levels = [
+            (
+                torch.cat([spans[node] for node in level]).to(target),
+                _bounds_of([spans[node] for node in level], target),
+                torch.tensor([place[parents[node]] for node in level if parents[node] >= 0], device=target),
+            )
+            for level in levels
+        ]
+        self._back = torch.cat([rows for rows, _, _ in self._levels]).argsort()
+
+    def convolve(self, x: torch.Tensor, function: Callable[..., Any]) -> torch.Tensor:
+        """The convolution of x [1, C, channels] over each token's own path, by fla's `function`."""
+        out, _ = function(x=x[:, self._seen], cu_seqlens=self._seen_bounds)
+        return out[:, self._own]
+
+    def scan(self, inputs: Sequence[torch.Tensor], function: Callable[..., Any]) -> torch.Tensor:
+        """The rule over each token's own path, by fla's `function`: from q, k, v, g and beta, [1, C, ...] each, the
+        outputs in the form of v.
+        """
+        outputs, states = [], None
+        for rows, bounds, parents in self._levels:
+            out, states = function(
+                *(x[:, rows] for x in inputs),
+                initial_state=None if states is None else states[parents],
+                output_final_state=True,
+                cu_seqlens=bounds,
+            )
+            outputs.append(out)
+        return torch.cat(outputs, dim=1)[:, self._back]
+
+
+def _forks_of(params: PackedSeqParams, width: int) -> DeltaForks | None:
+    """The forks of a pack, made once for all layers; None if its rows share nothing."""
+    holder: Any = params  # keeps them in an attribute that Megatron's class does not declare
+    if (forest := forest_of(params)) is not None and getattr(holder, "delta_forks", None) is None:
+        holder.delta_forks = DeltaForks(forest, width, forest.depths.device)
+    return getattr(holder, "delta_forks", None)
+
+
+def _bounds_of(parts: Sequence[torch.Tensor], target: torch.device) -> torch.Tensor:
+    """The offsets of parts that are put one after the other, [parts + 1] int32."""
+    return F.pad(torch.tensor([len(part) for part in parts]).cumsum(0), (1, 0)).to(target, torch.int32)
+
+
+class WholeRowsDeltaNet(GatedDeltaNet):
+    """Megatron's own layer for packed sequences (0.19), which does not fork its states."""
+
+    def forward(self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **kwargs: Any) -> Any:
+        if packed_seq_params is not None and forest_of(packed_seq_params) is not None:
+            raise ValueError("this layer's state is not forked where rows part; the plan refuses it")
+        return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
 
 
 def _own(parameter: torch.Tensor, parts: int, rank: int) -> torch.Tensor:
@@ -177,7 +265,7 @@ def complete_delta_spec(layer: ModuleSpec, norm: type, linears: tuple[type, type
     column, row = linears or (ColumnParallelLinear, RowParallelLinear)
     parts.input_layernorm = norm
     parts.self_attention = ModuleSpec(
-        module=GatedDeltaNet if HAS_PACKED_LAYER else PackedDeltaNet,
+        module=WholeRowsDeltaNet if HAS_PACKED_LAYER else PackedDeltaNet,
         submodules=GatedDeltaNetSubmodules(
             in_proj=column, out_norm=ModuleSpec(module=_PlainNorm, params=dict(norm=norm)), out_proj=row
         ),

@@ -11,6 +11,7 @@ torch.
 
 from __future__ import annotations
 
+import importlib.metadata
 import math
 from collections.abc import Callable, Iterator
 
@@ -504,21 +505,25 @@ def validate_sharing(config: Config, spec: ModelSpec, device: Device | None) -> 
     if is_on_gpu(config.cluster, device):
         yield Violation(
             "batch.share_prefixes",
-            f"{mode} on GPUs: the attention that computes shared prefixes once runs on CPUs only",
+            f"{mode} on GPUs: their attention over shared prefixes, FlexAttention, has not run on a GPU yet; it runs on"
+            " CPUs only",
             "off",
         )
-    lacking = {
-        "sinks": spec.sinks,
-        "sliding windows": spec.window is not None,
-        "gated delta nets": spec.delta is not None,
-    }
-    if names := [name for name, is_there in lacking.items() if is_there]:
+    if spec.delta is not None and (release := _megatron_release()) >= (0, 19):
         yield Violation(
             "batch.share_prefixes",
-            f"{mode}, and the model ({spec.family}) has {' and '.join(names)}, which have not been compared with whole"
-            " rows",
+            f"{mode}, and the model ({spec.family}) has gated delta nets, whose state Megatron-Core"
+            f" {'.'.join(map(str, release))}'s own layer does not fork where rows part; with 0.16 this package's does",
             "off",
         )
+
+
+def _megatron_release() -> tuple[int, ...]:
+    """The first two numbers of the installed release of Megatron-Core; none where it is not installed."""
+    try:
+        return tuple(int(part) for part in importlib.metadata.version("megatron-core").split(".")[:2])
+    except importlib.metadata.PackageNotFoundError:
+        return ()
 
 
 def _validate_lengths(config: Config, spec: ModelSpec, sizes: Sizes) -> Iterator[Violation]:
