@@ -71,6 +71,7 @@ def train(source: Path, folder: Path, mode: str, num_steps: int, overrides: list
         "train.num_steps": num_steps,
         "batch.num_mini_batches": 1,
         "batch.share_prefixes": mode,
+        "diagnostics.token_mismatch": "true",
         "journal.keep_last": num_steps,
         "checkpoint.every_steps": num_steps,
         "eval": "null",
