@@ -213,8 +213,13 @@ class Job:
 
     @property
     def mean_train(self) -> float:
+        return self.train_seconds(self.mean_tokens)
+
+    @property
+    def mean_tokens(self) -> float:
+        """Mean number of tokens of a batch's rows."""
         mean, _ = self.lengths.moments()
-        return self.train_seconds(self.sequences * (self.prompt_tokens + mean))
+        return self.sequences * (self.prompt_tokens + mean)
 
     def scaled(self, decode: float = 1.0, train: float = 1.0) -> Job:
         """Return the job with the servers' seconds multiplied by `decode` and the trainer's by `train`."""

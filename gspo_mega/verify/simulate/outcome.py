@@ -39,11 +39,14 @@ _SIMULATED = 30
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """Mean seconds per step of a run that does not sample ahead."""
+    """Mean seconds per step of a run that does not sample ahead. `shared_fraction`: the share of its rows' positions
+    that it did not compute (`batch.share_prefixes`).
+    """
 
     rollout: float
     training: float
     publish: float
+    shared_fraction: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -84,12 +87,16 @@ def read_measured(path: Path) -> MeasuredStep:
     rollout, publish = mean("time/rollout_seconds"), mean("time/publish_seconds")
     # Saves and evaluations do not count as training.
     rest = mean("time/checkpoint_seconds") + mean("time/eval_seconds")
-    return MeasuredStep(rollout, max(1e-9, mean("time/step_seconds") - rollout - publish - rest), publish)
+    training = max(1e-9, mean("time/step_seconds") - rollout - publish - rest)
+    return MeasuredStep(rollout, training, publish, mean("speed/shared_prefix_fraction"))
 
 
 def fit(job: Job, measured: MeasuredStep, seed: int = 1) -> tuple[Job, Fit]:
-    """Return the job with its servers and its trainer as fast as measured, and the factors."""
-    alone = replace(job, max_staleness=0, publish=0.0, save_every=0, shared=False)
+    """Return the job with its servers and its trainer as fast as measured, and the factors. The trainer is as fast per
+    position that it computes: the job may share more or fewer than the run that was measured.
+    """
+    shared_tokens = measured.shared_fraction * job.mean_tokens
+    alone = replace(job, max_staleness=0, publish=0.0, save_every=0, shared=False, shared_tokens=shared_tokens)
     record = RunEvents(alone, seed).run(num_steps=_SIMULATED)
     found = Fit(
         decode=measured.rollout * _SIMULATED / record.waiting, train=measured.training * _SIMULATED / record.training

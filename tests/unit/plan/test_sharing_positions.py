@@ -18,6 +18,7 @@ from gspo_mega.plan.state import ModelShares
 from gspo_mega.plan.timing import hand_out, train_time
 from gspo_mega.train.batches import assemble, fill_advantages
 from gspo_mega.verify.simulate.job import constant, job_of
+from gspo_mega.verify.simulate.outcome import MeasuredStep, fit
 
 # Planned lengths are half the most: prompts of 4 tokens, responses of 3.
 LENGTHS = ("data.max_prompt_tokens=8", "rollout.max_new_tokens=6", "precision=fp32")
@@ -186,3 +187,11 @@ def test_a_simulated_step_trains_what_is_computed(load, shape):
     # Two more sampled tokens are computed, whatever is shared.
     assert on.train_seconds(step.rows.tokens + 2) - on.mean_train == pytest.approx(2 * on.train_token)
     assert on.mean_train <= off.mean_train
+
+    # A run without sharing that took 2 s to train: with it, the part that is computed takes as long per position.
+    fitted, factors = fit(on, MeasuredStep(rollout=1.0, training=2.0, publish=0.0))
+    assert fitted.train_seconds(step.rows.tokens + step.rows.tokens - computed) == pytest.approx(2.0, rel=1e-6)
+    assert fitted.mean_train == pytest.approx(on.mean_train * factors.train)
+    assert fitted.mean_train < 2.0
+    same, _ = fit(on, MeasuredStep(1.0, 2.0, 0.0, step.shared_fraction))
+    assert same.mean_train == pytest.approx(2.0, rel=1e-6)
