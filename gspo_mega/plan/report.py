@@ -244,8 +244,8 @@ def _sharing(plan: Plan) -> list[str]:
     return [
         f"share_prefixes {batch.share_prefixes}: a pack computes {what} once{more}",
         f"  {_saving(step_positions(config, plan.layout), plan.spec)}",
-        f"  a pack has at most {batch.micro_batch_tokens} computed positions, which bounds its layers' memory; its head has"
-        " a state for each trained token" + (", also for those that are computed once" if more else ""),
+        f"  a pack has at most {batch.micro_batch_tokens} computed positions, which bounds its layers' memory; its head"
+        " has a state for each trained token" + (", also for those that are computed once" if more else ""),
     ]
 
 
