@@ -2,13 +2,15 @@
 
     python tests/benchmarks/shared_prefixes.py
     python tests/benchmarks/shared_prefixes.py --branches 2 3 4
+    python tests/benchmarks/shared_prefixes.py --run RUN --steps 1 60
 
 For each size of groups and prompts, one rank runs the old pass and the forward and backward pass of a mini-batch of two
 groups, in turns with whole rows and with `batch.share_prefixes: prompts`, and the fewest seconds of processor time of
 each count: other processes then matter little. The ideal is every prompt computed once, with attention to its own rows
 only. With `--branches` the rows are those of episodes with a tool, as long as the calculator's: a mini-batch of eight
 groups of eight episodes, each with so many branches, which part after two turns. `prompts` and `full` are compared with
-whole rows, and the ideal is that of `full`. FLOPs are counted from the packs: 6 per parameter of the layers and token, and 12 x heads x head size per layer
+whole rows, and the ideal is that of `full`; so with `--run`, whose rows are those of steps (from 0) of a run's journal and
+whose model the run began with. FLOPs are counted from the packs: 6 per parameter of the layers and token, and 12 x heads x head size per layer
 for each pair of tokens that attend, three quarters of which are backward passes. Memory is the peak above what the process
 holds between passes.
 """
@@ -38,12 +40,16 @@ from run_configs import make_config
 from gspo_mega.algorithm.terms import objective_settings
 from gspo_mega.base.episodes import Group, RolloutBatch, one_turn_row
 from gspo_mega.base.records import MicroBatch, Prompt
+from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.checkpoint.hf_import import import_huggingface
+from gspo_mega.config import load_config
 from gspo_mega.config.schema import Config
+from gspo_mega.data.journal.journal import Journal
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.models.spec import ModelSpec
+from gspo_mega.models.tensors import layer_flops
 from gspo_mega.plan import resolve_layout
 from gspo_mega.train.batches import MiniBatch, assemble, fill_advantages
 from gspo_mega.verify.certify.program import make_random_folder
@@ -138,15 +144,12 @@ def branched_batch(num_branches: int) -> RolloutBatch:
 
 def flops(spec: ModelSpec, packs: list[MicroBatch]) -> float:
     """What the layers compute in a forward and a backward pass of these packs, recomputation left out."""
-    per_layer = spec.hidden_size * (
-        2 * spec.num_heads * spec.head_dim + 2 * spec.num_kv_heads * spec.head_dim + 3 * spec.intermediate_size
-    )
     tokens = sum(pack.num_computed for pack in packs)
     pairs = 0
     for pack in packs:
         depths = pack.position_ids[pack.first_rows()] + 1  # a token attends to itself and all before it
         pairs += int(depths.sum())
-    return spec.num_layers * (6.0 * per_layer * tokens + 12.0 * spec.num_heads * spec.head_dim * pairs)
+    return 3 * layer_flops(spec, tokens, pairs)
 
 
 class Peak:
@@ -232,16 +235,26 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--prompts", type=int, nargs="*", default=[64, 512, 4096])
     parser.add_argument("--branches", type=int, nargs="*", default=[])
+    parser.add_argument("--run")
+    parser.add_argument("--steps", type=int, nargs="*", default=[0])
     parser.add_argument("--groups", type=int, nargs="*", default=[8, 16])
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with tempfile.TemporaryDirectory() as folder:
+        columns = "tokens, rows | tokens, shared | ideal | reached | s, rows | s, shared | ratio | of the ideal |"
+        columns += " MiB, rows | MiB, shared |"
+        if arguments.run:
+            run = RunFolder(arguments.run)
+            bench = Bench(load_config(run.config_file).config.model.path, arguments.repeats)
+            print(f"| step | mode | {columns}\n|{'---|' * 12}")
+            for step in arguments.steps:
+                batch = Journal(run.journal_dir).read(step).batch.scored()
+                bench.measure(f"{step}", batch, TASK, EPISODE_BUDGET, ("prompts", "full"))
+            return
         shape = Path(folder) / "shape.json"
         shape.write_text(json.dumps(SHAPE))
         bench = Bench(str(make_random_folder(shape, Path(folder) / "model", 0)), arguments.repeats)
-        columns = "tokens, rows | tokens, shared | ideal | reached | s, rows | s, shared | ratio | of the ideal |"
-        columns += " MiB, rows | MiB, shared |"
         if arguments.branches:
             print(f"| branches | mode | {columns}\n|{'---|' * 12}")
             for number in arguments.branches:
