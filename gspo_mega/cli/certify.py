@@ -2,6 +2,7 @@
 
     gspo-mega certify configs/certify_dense.yaml     many layouts of a small model, on this machine
     gspo-mega certify my_run.yaml                    the layout of that file, against one rank
+    gspo-mega certify configs/certify_continue.yaml  runs that stop in one layout and go on in another
     gspo-mega certify my_run.yaml certify.reference.ranks=8 certify.reference.set='{parallel.tensor: 8}'
 
 Compares log-probs per token, the loss, every tensor of the gradient, and the weights after three optimizer steps. A

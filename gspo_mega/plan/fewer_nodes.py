@@ -1,8 +1,8 @@
 """Layouts of a run on fewer nodes than it asks for (`train.on_lost_node: shrink`).
 
 What is learned from a step stays: batch, algorithm and precision. The sizes of the model's parts stay if they divide
-the ranks that are left, so that only the data-parallel size is smaller; otherwise the layouts are searched. Expert
-parallelism stays above 1, or at 1, because a checkpoint can be read in no other layout.
+the ranks that are left, so that only the data-parallel size is smaller; otherwise the layouts are searched. Without the
+distributed optimizer, expert parallelism stays above 1, or at 1: its state can be read in no other layout.
 """
 
 from __future__ import annotations
@@ -82,12 +82,20 @@ def _on(loaded: LoadedConfig, number: int, device: Device | None) -> LoadedConfi
 
 
 def _with_nodes(config: Config, number: int) -> Config:
-    """Return the configuration with `number` trainer nodes. Servers on these nodes become fewer with them."""
-    cluster, server = config.cluster, config.server
+    """Return the configuration with `number` trainer nodes, for one start, in which nothing shrinks further. Servers on
+    these nodes become fewer with them.
+    """
+    cluster, server, train = config.cluster, config.server, config.train
     if cluster.num_rollout_nodes == 0:
         fewer = max(1, server.num_servers * number // cluster.num_nodes)
         server = server.model_copy(update={"num_servers": fewer})
-    return config.model_copy(update={"cluster": cluster.model_copy(update={"num_nodes": number}), "server": server})
+    return config.model_copy(
+        update={
+            "cluster": cluster.model_copy(update={"num_nodes": number}),
+            "server": server,
+            "train": None if train is None else train.model_copy(update={"on_lost_node": "wait"}),
+        }
+    )
 
 
 def _check(loaded: LoadedConfig, device: Device | None) -> None:

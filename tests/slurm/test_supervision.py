@@ -270,7 +270,6 @@ def test_a_run_that_lost_a_node_goes_on_with_fewer_and_again_with_more(submit_st
         LONG,
         "train.on_lost_node=shrink",
         "cluster.ranks_per_node=2",
-        "parallel.expert=1",  # one rank has all experts, and a checkpoint of parallel.expert 2 cannot be read there
         GSPO_SBATCH=f"--exclusive --mem=16000 --time=30 --exclude=node[4-{many}]",
         STAND_IN="hold 3",
     )

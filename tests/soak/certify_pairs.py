@@ -33,7 +33,7 @@ PARTS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     ),
     "critic": (
         "ppo",
-        ("TP2+SPxEP2", "CP2xEP2 distributed overlapped", "PP2xTP2+SPxEP2", "TP2+SP dense", "TP2 dense"),
+        ("TP2+SPxEP2", "CP2", "PP2xTP2+SPxEP2", "TP2+SP dense", "TP2 dense"),
         ("optimizer={lr: 3e-4, weight_decay: 0.1, schedule: linear, min_lr: 1e-5}",),
     ),
     # Replayed experts belong to the weights that sampled: one step before the stop and one after it.

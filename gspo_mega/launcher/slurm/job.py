@@ -82,9 +82,10 @@ def launch_slurm(loaded: LoadedConfig, command: Literal["train", "sft"], say: Ca
         .with_preflight_seconds(loaded.config.cluster.preflight_seconds)
     )
     device = "gpu" if site.gpus_per_node else "cpu"
-    whole, missing = loaded, 0
+    whole, missing, answers = loaded, 0, Answers(say)
     if shrinks(loaded.config):
-        nodes = free_trainer_nodes(os.environ, loaded.config.cluster.num_rollout_nodes)
+        rollouts = job_size(whole, site, command).num_rollout_nodes
+        nodes = answers.demand(lambda: free_trainer_nodes(os.environ, rollouts))
         loaded, missing = fit_to_nodes(whole, nodes, device), nodes_to_grow(whole, nodes, device)
     size = job_size(loaded, site, command)
     plan = plan_run(loaded, device)
@@ -94,7 +95,6 @@ def launch_slurm(loaded: LoadedConfig, command: Literal["train", "sft"], say: Ca
     if loaded is not whole:
         wanted, used = whole.config.cluster.num_nodes, loaded.config.cluster.num_nodes
         say(f"warning  {used} of {wanted} trainer nodes (train.on_lost_node: shrink): {layout_name(plan.layout)}")
-    answers = Answers(say)
     allocation = answers.demand(lambda: read_allocation(os.environ, size.num_trainer_nodes, size.num_rollout_nodes))
     network.set_no_proxy(name for node in allocation.nodes for name in (node.name, node.address))
     _check_time(allocation.job_id, site, answers)

@@ -99,12 +99,12 @@ def read_allocation(environment: Mapping[str, str], num_trainer_nodes: int, num_
 def free_trainer_nodes(environment: Mapping[str, str], num_rollout_nodes: int) -> int:
     """The nodes of this job that ranks may have: all but those of the servers. Raises PlanError outside a job."""
     het = "_HET_GROUP_0" if int(environment.get("SLURM_HET_SIZE", "1")) > 1 else ""
-    number = environment.get(f"SLURM_JOB_NUM_NODES{het}")
-    if number is None:
+    nodes = environment.get(f"SLURM_JOB_NODELIST{het}")
+    if nodes is None:
         raise PlanError(
-            "SLURM_JOB_NUM_NODES is not set: this is not a Slurm job; submit one: launch/slurm/train.sbatch"
+            "SLURM_JOB_NODELIST is not set: this is no Slurm job. Submit one with launch/slurm/train.sbatch"
         )
-    return int(number) - (0 if het else num_rollout_nodes)
+    return len(_host_names(nodes)) - (0 if het else num_rollout_nodes)
 
 
 def could_start(options: Sequence[str], environment: Mapping[str, str]) -> bool:

@@ -220,6 +220,9 @@ def _with_source(loaded: LoadedConfig, overrides: Sequence[str], case: Case, by_
     if source.model != case.model:
         return replace(case, refusal=f"{source.name}, which it continues, is of another model, {source.model}")
     before, now = (case_config(loaded.path, one.spec, overrides).config for one in (source, case))
+    if before.moe.routing_replay == "R3" and before.precision != "fp8" and before.certify.num_steps > 1:
+        why = "replays the experts that its first weights chose, so it takes one step; set certify.num_steps to 1"
+        return replace(case, refusal=f"{source.name}, which it continues, {why}")
     if problems := continuation_problems(before, now):
         return replace(case, refusal=f"a run of {source.name} cannot be continued: {'; '.join(problems)}")
     return case

@@ -231,10 +231,10 @@ def _compare(
         atomic_write_json(reference.rounding_file(config.precision), result)
         result["outside"] = []
     else:
-        rounding: dict[str, Any] | None = read_json(reference.rounding_file(config.precision))
+        rounding: dict[str, Any] | None = read_json((begun or reference).rounding_file(config.precision))
         tolerance = widened(tolerance_of(config, case), rounding, config.certify.rounding_factor)
         result["outside"] = outside(result, tolerance, case.exact)
-    if config.certify.edges:
+    if config.certify.edges and begun is None:
         _load(engine, config)
         tie_routers(engine)
         result["edges"] = comparison.flips_on_edges(

@@ -74,7 +74,8 @@ def test_the_same_layout_loses_nothing_of_the_state(run):
 
 
 def test_every_reason_is_named_and_there_is_no_command(run):
-    found = plan_continuation(run(), ["parallel.expert=1", "batch.group_size=6", "optimizer.lr=1.0"], "cpu")
+    folder = run("optimizer.distributed=false")
+    found = plan_continuation(folder, ["parallel.expert=1", "batch.group_size=6", "optimizer.lr=1.0"], "cpu")
     assert [problem.partition(":")[0] for problem in found.problems] == [
         *("parallel.expert", "batch.group_size", "optimizer.lr")
     ]

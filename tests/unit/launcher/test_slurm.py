@@ -330,9 +330,11 @@ def test_a_job_that_shrinks_may_start_with_fewer_trainers():
     assert options[-4:] == ["--nodes=3-5", "--cpus-per-task=8", "--no-kill", "--gres=gpu:8"]
     het = sbatch_options("run", size, site(), ["--partition=small"], fewest_trainers=2)
     assert [word for word in het if word.startswith("--nodes")] == ["--nodes=2-4", "--nodes=1"]
-    assert calls.free_trainer_nodes({"SLURM_JOB_NUM_NODES": "4"}, 1) == 3
-    het_job = {"SLURM_HET_SIZE": "2", "SLURM_JOB_NUM_NODES_HET_GROUP_0": "3", "SLURM_JOB_NUM_NODES": "9"}
-    assert calls.free_trainer_nodes(het_job, 1) == 3
+    assert calls.free_trainer_nodes({"SLURM_JOB_NODELIST": "n[1-4]"}, 1) == 3
+    lists = {"SLURM_JOB_NODELIST_HET_GROUP_0": "n[1-3]", "SLURM_JOB_NODELIST_HET_GROUP_1": "n[4-9]"}
+    assert calls.free_trainer_nodes({"SLURM_HET_SIZE": "2", **lists}, 6) == 3
+    with pytest.raises(PlanError, match="this is no Slurm job"):
+        calls.free_trainer_nodes({}, 1)
 
 
 @pytest.mark.parametrize(("wait", "starts"), [(timedelta(0), True), (timedelta(hours=1), False), (None, False)])

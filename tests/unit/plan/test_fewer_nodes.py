@@ -3,7 +3,7 @@
 import pytest
 
 from gspo_mega.base.errors import ConfigError, PlanError
-from gspo_mega.config import load_config
+from gspo_mega.config import load_config, render_config
 from gspo_mega.plan.fewer_nodes import fewer_nodes_lines, fit_to_nodes, nodes_to_grow
 
 SHRINK = ("train.on_lost_node=shrink", "train.min_nodes=1")
@@ -19,13 +19,28 @@ def small(*overrides):
     return load("quickstart", "model.path=configs/models/quickstart_moe.json", *sizes, *overrides)
 
 
+# Without the distributed optimizer, whose state can be read with any expert-parallel size.
+FOUR_OF_ONE_RANK = (
+    "parallel={tensor: 1, expert: 4}",
+    "cluster={num_nodes: 4, ranks_per_node: 1}",
+    "optimizer.distributed=false",
+)
+
+
 def test_the_data_parallel_size_becomes_smaller_and_nothing_else():
     whole = small()
     found = fit_to_nodes(whole, 3, "cpu")
     before, now = whole.config, found.config
     assert now.cluster.num_nodes == 3
-    assert now.model_copy(update={"cluster": before.cluster, "server": before.server}) == before
+    assert now.model_copy(update={name: getattr(before, name) for name in ("cluster", "server", "train")}) == before
+    assert now.train == before.train.model_copy(update={"on_lost_node": "wait"})
     assert fit_to_nodes(whole, 4, "cpu") is whole and fit_to_nodes(whole, 9, "cpu") is whole
+
+
+def test_ranks_can_read_the_configuration_of_the_fewest_nodes(tmp_path):
+    found = fit_to_nodes(small(), 1, "cpu").config
+    (tmp_path / "attempt.yaml").write_text(render_config(found))
+    assert load_config(tmp_path / "attempt.yaml", (), "train").config == found
 
 
 def test_servers_on_the_ranks_nodes_become_fewer_with_them_others_stay():
@@ -46,9 +61,10 @@ def test_a_layout_that_does_not_divide_the_ranks_is_searched_with_the_same_batch
 
 
 def test_expert_parallelism_is_kept_because_the_checkpoint_has_it():
-    whole = small("parallel={tensor: 1, expert: 4}", "cluster={num_nodes: 4, ranks_per_node: 1}")
-    assert fit_to_nodes(whole, 3, "cpu").config.cluster.num_nodes == 2  # 4 experts' groups divide neither 3 nor 2 ...
-    assert fit_to_nodes(whole, 3, "cpu").config.parallel.expert == 2  # ... but 2 of them do
+    whole = small(*FOUR_OF_ONE_RANK)
+    found = fit_to_nodes(whole, 3, "cpu").config
+    # No size above 1 divides both 3 ranks and 8 experts; 2 ranks and 8 experts are divided by 2.
+    assert (found.cluster.num_nodes, found.parallel.expert) == (2, 2)
     with pytest.raises(PlanError, match="train.min_nodes: no layout on 1 nodes:\non 1: .*parallel.expert"):
         fit_to_nodes(whole, 1, "cpu")
 
@@ -59,7 +75,7 @@ def test_fewer_than_the_least_are_not_enough():
 
 
 def test_how_many_more_nodes_would_be_used():
-    whole = small("parallel={tensor: 1, expert: 4}", "cluster={num_nodes: 4, ranks_per_node: 1}")
+    whole = small(*FOUR_OF_ONE_RANK)
     assert nodes_to_grow(whole, 4, "cpu") == 0
     assert nodes_to_grow(whole, 3, "cpu") == 1
     assert nodes_to_grow(whole, 2, "cpu") == 2, "three nodes have no larger layout than two"

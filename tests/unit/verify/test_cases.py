@@ -205,6 +205,13 @@ def test_what_cannot_be_continued_is_named(cases, text):
         resolve_cases(*load(DENSE, f"certify.cases={cases}"), "cpu")
 
 
+def test_replayed_experts_are_continued_after_one_step_only():
+    replay = "moe.routing_replay: R3, rollout.return_routed_experts: true"
+    cases = f"certify.cases=[{{name: a, set: {{{replay}}}}}, {{name: b, set: {{{replay}}}, continued_from: a}}]"
+    assert "set certify.num_steps to 1" in resolve_cases(*load(MOE, cases), "cpu")[1][1].refusal
+    assert resolve_cases(*load(MOE, cases, "certify.num_steps=1"), "cpu")[1][1].refusal is None
+
+
 def test_another_model_is_not_continued():
     other = "{name: b, continued_from: a, set: {model.path: configs/models/certify_dense_tied.json}}"
     _, cases = resolve_cases(*load(DENSE, f"certify.cases=[{{name: a}}, {other}]"), "cpu")
