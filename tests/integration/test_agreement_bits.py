@@ -54,7 +54,7 @@ def test_log_probs_are_equal_to_the_last_bit(precision, ranks, dense_model, tmp_
     try:
         server.serve.wait_for("ready")
         assert f"'attention_backend': '{INVARIANT_ATTENTION_BACKEND}'" in server.serve.log()
-        side = Side(ranks, server, {}, tmp_path / "weights")
+        side = Side(ranks, server, {}, tmp_path / "weights", prompts_per_step=40)
         try:
             side.learn(LEARNT_STEPS)
             side.publish("disk")

@@ -28,14 +28,15 @@ LEARNT_STEPS = 6
 class Side:
     """The trainer's two ranks before one server. Every publish and every rollout batch gets the next number."""
 
-    def __init__(self, ranks: RankPool, server, parallel: dict, weights_dir: Path) -> None:
+    def __init__(self, ranks: RankPool, server, parallel: dict, weights_dir: Path, **batch: int) -> None:
+        """`batch`: keys of the section that are other than in `BATCH`."""
         self.ranks, self.weights_dir = ranks, weights_dir
         self.version = self.step = 0
         self._run(
             "open_trainer",
             config_path=str(server.config_path),
             attempt=str(server.attempt.path),
-            batch=BATCH,
+            batch=BATCH | batch,
             parallel={"expert_tensor": 1, **parallel},
             weights_dir=str(weights_dir),
         )

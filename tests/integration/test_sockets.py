@@ -75,7 +75,7 @@ def test_a_server_and_its_clients_on_ipv6(dense_model, tmp_path):
 
     path = run_config(tmp_path, dense_model, server={"host": "::1", "start_deadline_seconds": 1200.0})
     config = load_config(path).config
-    serve = Serve(path, tmp_path / "run")
+    serve = Serve(path, tmp_path / "run", forked=True)
     try:
         serve.wait_for("ready")
         assert serve.registration().address.startswith("http://[::1]:")
