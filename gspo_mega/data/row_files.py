@@ -55,17 +55,55 @@ def open_rows(path: str | Path, check: Callable[[Row], str | None], enough: Enou
     """Open and check the rows of `path`. `check(row)` says in words what is wrong with a row, or None. `enough(n)`:
     whether n rows suffice; the file ends there then, and `is_whole` is false. Raises DataError as `JsonlFile`.
     """
+    _refuse_other_forms(Path(path))
     return TableFile(path, check, enough) if is_table(Path(path)) else JsonlFile(path, check, enough)
 
 
 def check_first_rows(path: str | Path, check: Callable[[Row], str | None], num_rows: int) -> None:
     """Check the file and its first `num_rows` rows as `open_rows` does, without reading further. Raises DataError."""
+    _refuse_other_forms(Path(path))
     (check_first_table_rows if is_table(Path(path)) else check_first_lines)(path, check, num_rows)
 
 
 def is_table(path: Path) -> bool:
     """Whether a path is read as a table: a Parquet file by its name, or a folder."""
     return path.suffix == PARQUET_SUFFIX or path.is_dir()
+
+
+# How files begin that are neither JSONL nor Parquet under the name of one, and what they are.
+_OTHER_BEGINNINGS = {
+    b"\x1f\x8b": "compressed with gzip; decompress it (gunzip)",
+    b"\x28\xb5\x2f\xfd": "compressed with zstd; decompress it (unzstd)",
+    b"PK\x03\x04": "a zip archive or a spreadsheet; unpack it, or export its rows",
+    b"PAR1": "a Parquet file; its name has to end in .parquet",
+    b"ARROW1": "an Arrow file; write it with `datasets`' save_to_disk, or as Parquet",
+    b"\xff\xfe": "UTF-16 text; save it as UTF-8",
+    b"\xfe\xff": "UTF-16 text; save it as UTF-8",
+}
+_DELIMITERS = {".csv": ",", ".tsv": "\\t"}
+
+
+def _refuse_other_forms(path: Path) -> None:
+    """Raise DataError for a file of a form that is not read, and say what would make rows of it."""
+    if path.suffix == PARQUET_SUFFIX or not path.is_file():
+        return
+    with open_regular(path) as file:
+        beginning = file.read(4096).lstrip(b"\xef\xbb\xbf \r\n\t")
+    for start, what in _OTHER_BEGINNINGS.items():
+        if beginning.startswith(start):
+            raise DataError(f"{path}: {what}")
+    jsonl = path.with_suffix(".jsonl").name
+    if path.suffix.lower() in _DELIMITERS and not beginning.startswith(b"{"):
+        table = f"csv.DictReader(sys.stdin, delimiter='{_DELIMITERS[path.suffix.lower()]}')"
+        raise DataError(
+            f"{path}: a table of text; expected is one JSON object per line, or Parquet. This writes it: python -c"
+            f' "import csv, json, sys; [print(json.dumps(row)) for row in {table}]" < {path.name} > {jsonl}'
+        )
+    if path.suffix.lower() == ".json" and beginning.startswith(b"["):
+        raise DataError(
+            f"{path}: a JSON array; expected is one JSON object per line. This writes it: python -c"
+            f' "import json, sys; [print(json.dumps(row)) for row in json.load(sys.stdin)]" < {path.name} > {jsonl}'
+        )
 
 
 class TableFile:

@@ -168,9 +168,8 @@ def closing_line(attempt: Attempt, how: str = "Stopped in order") -> str:
         result = {}
     if not isinstance(result, dict):
         result = {}
-    after = (f" after step {result['step']}" if "step" in result else "") + (
-        f" ({result['stopped']})" if "stopped" in result else ""
-    )
+    reason = result.get("stopped") or attempt.stop_reason()
+    after = (f" after step {result['step']}" if "step" in result else "") + (f" ({reason})" if reason else "")
     if command not in ("train", "sft"):
         return f"{how}{after}. Nothing is saved; the same command begins again."
     try:

@@ -212,7 +212,7 @@ def test_a_second_signal_ends_at_once(start):
     run.process.send_signal(signal.SIGINT)
     seconds, code, out, _ = seconds_to_finish(run)
     assert code == 130
-    assert out.splitlines()[-1].startswith("Ended at once. Saved: no checkpoint yet; ")
+    assert out.splitlines()[-1].startswith("Ended at once (SIGINT). Saved: no checkpoint yet; ")
     assert seconds < DEADLINE_SECONDS
     assert run.left_running() == []
 

@@ -8,6 +8,8 @@ import hashlib
 import importlib
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -207,3 +209,43 @@ def test_without_pyarrow_the_error_says_what_to_install(tmp_path, monkeypatch):
     )
     with pytest.raises(DataError, match=r"pyarrow, which is not installed .*pip install 'gspo_mega\[parquet\]'.*JSONL"):
         open_rows(path, no_check)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.csv", b"prompt,answer\nhello,3\n", "a table of text; expected is one JSON object per line, or Parquet"),
+        ("a.tsv", b"prompt\tanswer\nhello\t3\n", "delimiter='\\t'"),
+        ("a.json", b'[\n {"prompt": "a"}\n]', "a JSON array; expected is one JSON object per line. This writes it: "),
+        ("a.jsonl.gz", b"\x1f\x8b\x08\x00abc", "compressed with gzip; decompress it"),
+        ("a.xlsx", b"PK\x03\x04abc", "a zip archive or a spreadsheet"),
+        ("a.jsonl", b"PAR1abc", "a Parquet file; its name has to end in .parquet"),
+        ("b.jsonl", '{"prompt": "a"}\n'.encode("utf-16"), "UTF-16 text; save it as UTF-8"),
+    ],
+)
+def test_a_file_of_another_form_is_named_in_one_line(tmp_path, name, content, said):
+    path = tmp_path / name
+    path.write_bytes(content)
+    for read in (lambda: open_rows(path, lambda row: None), lambda: check_first_rows(path, lambda row: None, 5)):
+        with pytest.raises(DataError) as caught:
+            read()
+        text = str(caught.value)
+        assert text.startswith(f"{path}: ") and said in text and len(text.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.csv", "prompt,answer\nhello,3\n"),
+        ("a.tsv", "prompt\tanswer\nhello\t3\n"),
+        ("a.json", '[{"prompt": "hello", "answer": "3"}]'),
+    ],
+)
+def test_the_command_that_a_refusal_shows_makes_rows_that_are_read(tmp_path, name, content):
+    path = tmp_path / name
+    path.write_text(content)
+    with pytest.raises(DataError) as caught:
+        open_rows(path, lambda row: None)
+    command = str(caught.value).partition("This writes it: python")[2]
+    subprocess.run(sys.executable + command, shell=True, cwd=tmp_path, check=True)
+    assert open_rows(tmp_path / "a.jsonl", lambda row: None)[0] == {"prompt": "hello", "answer": "3"}
