@@ -118,14 +118,18 @@ class Trial:
         if isinstance(first, Prompt):
             through = " (through the chat template)" if first.messages else ""
             self.read.append(f"  first prompt{through}, {len(first.token_ids)} tokens: {_shown(first.text)}")
-            answer = first.answer if isinstance(first.answer, str) else json.dumps(first.answer, ensure_ascii=False)
-            self.read.append(f"  its answer: {_shown(answer)}" + _metadata_text(first.metadata))
+            if first.answer is not None:
+                text = _shown(first.answer) if isinstance(first.answer, str) else _short(json.dumps(first.answer))
+                self.read.append(f"  its answer: {text}" + _metadata_text(first.metadata))
 
 
 def _shown(text: str) -> str:
     """A text in one line, without its middle if it is long: how it ends matters as much as how it begins."""
-    short = text if len(text) <= _HEAD + _TAIL else f"{text[:_HEAD]} ... {text[-_TAIL:]}"
-    return json.dumps(short, ensure_ascii=False)
+    return json.dumps(_short(text), ensure_ascii=False)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _HEAD + _TAIL else f"{text[:_HEAD]} ... {text[-_TAIL:]}"
 
 
 def _metadata_text(metadata: dict[str, Any]) -> str:

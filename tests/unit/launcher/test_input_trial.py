@@ -24,7 +24,7 @@ from gspo_mega.base.run_folder import DamagedFileError
 from gspo_mega.cli.main import main
 from gspo_mega.config import load_config
 from gspo_mega.launcher import input_trial, local, trial_process
-from gspo_mega.launcher.input_trial import CHECKS, Trial, read_weights, run_checks
+from gspo_mega.launcher.input_trial import CHECKS, Trial, _shown, read_weights, run_checks
 
 ROOT = Path(__file__).parents[3]
 CONFIG = ROOT / "configs" / "quickstart.yaml"
@@ -97,6 +97,11 @@ def test_it_says_what_was_read(inputs):
     assert re.fullmatch(r'  first prompt, \d+ tokens: "12\+30="', read[place + 1])
     assert read[place + 2] == '  its answer: "42"; metadata: level'
     assert any(re.fullmatch(rf"held-out {heldout}: \d+ rows, 4 used", line) for line in read)
+
+
+def test_a_long_text_is_shown_by_its_beginning_and_its_end():
+    assert _shown("a" * 300) == json.dumps("a" * 300)
+    assert _shown("a" * 200 + "b" * 500 + "c" * 100) == json.dumps("a" * 200 + " ... " + "c" * 100)
 
 
 # --- faults: what is done to the inputs, what is asked for, and the key and words of the refusal -----------------------
