@@ -383,15 +383,17 @@ def _in_sections(whole: ShardedTensor, sections: dict[str, int], group: RankGrou
     layout of another tensor-parallel size finds its rows.
     """
 
-    def build(key: str, rows: torch.Tensor, replica_id: Any, _flattened: slice | None) -> list[ShardedTensor]:
+    data: Any = whole.data  # Megatron declares it as optional, and lists of parts as dictionaries
+
+    def build(key: str, rows: torch.Tensor, replica_id: Any, _flattened: slice | None) -> Any:
         parts = zip(sections, rows.split(list(sections.values())))
         place = (0, group.rank, group.size)
         return [ShardedTensor.from_rank_offsets(f"{key}.{name}", p, place, replica_id=replica_id) for name, p in parts]
 
-    def merge(parts: list[torch.Tensor]) -> torch.Tensor:
+    def merge(parts: Any) -> torch.Tensor:
         return torch.cat(parts)
 
-    return ShardedTensorFactory(whole.key, whole.data, build, merge, whole.replica_id)
+    return ShardedTensorFactory(whole.key, data, build, merge, whole.replica_id)
 
 
 def load_trained(chunk: PolicyModel, state: dict[str, Any]) -> None:
