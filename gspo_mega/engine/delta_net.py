@@ -95,11 +95,11 @@ class PackedDeltaNet(GatedDeltaNet):
         """
         if packed_seq_params is None:
             raise ValueError("PackedDeltaNet takes packed sequences only; packed_seq_params is None")
-        forks = _forks_of(packed_seq_params, self.conv_kernel_dim)
+        own: Any = self  # Megatron declares these sizes as optional
+        forks = _forks_of(packed_seq_params, own.conv_kernel_dim)
         bounds = packed_seq_params.cu_seqlens_q
         group = self.pg_collection.cp
         parts, rank = group.size(), group.rank()
-        own: Any = self  # Megatron declares these sizes as optional
         key_dim, value_dim = own.key_head_dim, own.value_head_dim
         keys, values = own.qk_dim // own.tp_size, own.v_dim // own.tp_size
         heads = own.num_value_heads // own.tp_size

@@ -78,13 +78,11 @@ def stop_run(folder: RunFolder, engine: PolicyEngine, critic: CriticEngine | Non
         atomic_write_json(_saved_file(folder), {"state": asdict(state), "digests": saved})
 
 
-def continue_run(
-    folder: RunFolder, engine: PolicyEngine, critic: CriticEngine | None, config: Config
-) -> CaseDifference:
+def continue_run(folder: RunFolder, engine: PolicyEngine, critic: CriticEngine | None) -> CaseDifference:
     """Fill the engine and the critic from the stopped run. Returns, on rank 0, how many of the saved things were read
     otherwise, and one of them. Collective. Raises CheckpointError as `restore` does, and without a checkpoint.
     """
-    state, checkpoint = restore(folder, engine, config, lambda line: None, critic)
+    state, checkpoint = restore(folder, engine, lambda line: None, critic)
     if checkpoint is None:
         raise CheckpointError(f"{folder.path}: the case that was to stop there left no checkpoint")
     found, carried = _digests(engine, critic), CaseDifference()

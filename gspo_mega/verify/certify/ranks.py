@@ -106,7 +106,7 @@ def run_case(
             _load(engine, config)
         else:
             source = stopped_folder(context.run_dir, case.continued_from)
-            carried = continue_run(source, engine, critic, engine.config)
+            carried = continue_run(source, engine, critic)
         draws = None if is_reference else reference.draws()
         batch = recorded_batch(config, spec.vocab_size, draws)
         measurement = Measurement(engine, config, layout, batch, case.packing, load_teachers(config, groups))
