@@ -221,10 +221,11 @@ def _bounds_of(parts: Sequence[torch.Tensor], target: torch.device) -> torch.Ten
 class WholeRowsDeltaNet(GatedDeltaNet):
     """Megatron's own layer for packed sequences (0.19), which does not fork its states."""
 
-    def forward(self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **kwargs: Any) -> Any:
-        if packed_seq_params is not None and forest_of(packed_seq_params) is not None:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        params = kwargs.get("packed_seq_params")
+        if params is not None and forest_of(params) is not None:
             raise ValueError("this layer's state is not forked where rows part; the plan refuses it")
-        return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+        return super().forward(*args, **kwargs)
 
 
 def _own(parameter: torch.Tensor, parts: int, rank: int) -> torch.Tensor:

@@ -47,10 +47,10 @@ def test_every_label_is_on_the_rank_that_computes_the_token_before_it(mode, rank
         held, active = held_rows(pack, groups)
         at = held[active].numpy()
         # The head reads the state after this token, at this depth, for this label.
-        assert np.array_equal(batch.token_ids[0, batch.rows], pack.token_ids[at])
-        assert np.array_equal(batch.position_ids[0, batch.rows], pack.position_ids[at])
-        assert np.array_equal(batch.labels, pack.token_ids[at + 1])
-        assert np.array_equal(batch.rollout_log_probs, -pack.token_ids[at + 1])
+        assert np.array_equal(batch.token_ids[0, batch.rows].numpy(), pack.token_ids[at])
+        assert np.array_equal(batch.position_ids[0, batch.rows].numpy(), pack.position_ids[at])
+        assert np.array_equal(batch.labels.numpy(), pack.token_ids[at + 1])
+        assert np.array_equal(batch.rollout_log_probs.numpy(), -pack.token_ids[at + 1])
         assert batch.sequence_ids.tolist() == sorted(batch.sequence_ids.tolist())
         labels += at.tolist()
         ends += zip(batch.end_sequences.tolist(), batch.token_ids[0, batch.end_rows].tolist())
@@ -61,7 +61,7 @@ def test_every_label_is_on_the_rank_that_computes_the_token_before_it(mode, rank
         assert forest.num_row_tokens == sum(8 if k == 0 else n for k, n in enumerate((8, 6, 11, 5, 4)))
         weights += forest.num_rows.tolist()
         routers = Routers([], None, groups, sequence_parallel=False, recompute=False)
-        assert np.array_equal(pack.token_ids[routers.rows(pack)], batch.token_ids[0])
+        assert np.array_equal(pack.token_ids[routers.rows(pack).numpy()], batch.token_ids[0].numpy())
     assert sorted(labels) == np.flatnonzero(pack.loss_mask).tolist()
     last = {row: ROWS[i]["response_token_ids"] for row, i in enumerate(pack.trajectory_index.tolist())}
     assert dict(ends) == {row: response[-1] for row, response in last.items() if response[-1] != 23}
