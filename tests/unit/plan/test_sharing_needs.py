@@ -21,6 +21,13 @@ def test_models_that_were_compared_are_allowed(load, model, monkeypatch):
     plan_run(load(ON, "precision=fp32"), "cpu", f"configs/models/certify_{model}.json")
 
 
+def test_gated_delta_nets_on_tensor_and_context_ranks_are_refused(load, monkeypatch):
+    monkeypatch.setattr("importlib.metadata.version", {"megatron-core": "0.16.1"}.__getitem__)
+    layout = ("parallel.tensor=2", "parallel.context=2", "cluster.ranks_per_node=4")
+    with pytest.raises(PlanError, match="on several tensor and several context ranks, where its certificate does not"):
+        plan_run(load(ON, "precision=fp32", *layout), "cpu", "configs/models/certify_qwen3_5.json")
+
+
 @pytest.mark.parametrize("model", ["qwen3_next", "qwen3_5"])
 def test_megatrons_own_delta_nets_are_refused(load, model, monkeypatch):
     monkeypatch.setattr("importlib.metadata.version", {"megatron-core": "0.19.2"}.__getitem__)
