@@ -4,9 +4,9 @@
 
 RUN is a run with a journal; N of its steps are trained again in FOLDER, once for each mode, with one mini-batch a step, so
 that all train on the same rows. For each step it prints what differs from whole rows: the largest difference of a token's
-log-prob, the objective's, and the gradient norm's as a share of it. The first step begins with equal weights and must
-agree within the tolerances of certificates. Later ones begin with what AdamW made of rounding; they must agree within
-`LATER` of these. It also prints processor-independent times: seconds of the old pass and of training, all steps.
+log-prob beyond the step of the float16 in which gaps are recorded, the objective's, and the gradient norm's as a share
+of it. The first step begins with equal weights and must agree within the tolerances of certificates. Later ones begin
+with what AdamW made of rounding; they must agree within `LATER` of these. It also prints processor-independent times: seconds of the old pass and of training, all steps.
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ def steps_of(run: RunFolder) -> list[tuple[dict[str, float], np.ndarray]]:
 def differences(one: tuple[dict[str, float], np.ndarray], other: tuple[dict[str, float], np.ndarray]) -> np.ndarray:
     (whole, gaps), (shared, own_gaps) = one, other
     assert np.isfinite(gaps).all() and gaps.size > 0, "diagnostics.token_mismatch records them"
-    log_prob = float(np.abs(gaps - own_gaps).max())
+    # The record has them as float16: what is nearer than its step there is the same number to it.
+    step = np.spacing(np.maximum(np.abs(gaps), np.abs(own_gaps)).astype(np.float16)).astype(np.float64)
+    log_prob = float(np.maximum(np.abs(gaps - own_gaps) - step, 0.0).max())
     objective = abs(whole["policy/objective"] - shared["policy/objective"])
     norm = abs(1 - shared["optimizer/grad_norm"] / whole["optimizer/grad_norm"])
     assert math.isfinite(norm)
