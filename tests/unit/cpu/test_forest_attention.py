@@ -134,8 +134,8 @@ def test_flex_attention_sees_each_path(window, has_sinks, ranks):
     for rank in range(ranks):
         own = local_positions(count, ranks, rank)
         out[own] = flex_forest_attend(query[own], key, value, whole.for_rank(ranks, rank), 0.3, sinks, window)
-    inputs = [None if x is None else x.double() for x in (query, key, value, sinks)]
-    wanted = by_rows(*inputs[:3], computed_at.split(sizes), 0.3, inputs[3], window).flatten(1)
+    wide = (query.double(), key.double(), value.double())
+    wanted = by_rows(*wide, computed_at.split(sizes), 0.3, None if sinks is None else sinks.double(), window).flatten(1)
     assert float((out[computed_at] - wanted).abs().max()) < 2e-6
 
 

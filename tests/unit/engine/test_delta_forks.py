@@ -34,7 +34,7 @@ def recurrence(q, k, v, g, beta):
 def convolution(x, weight):
     """Of one row: silu of the sum over its last WIDTH inputs, written out."""
     padded = torch.cat([x.new_zeros(WIDTH - 1, x.size(1)), x])
-    return F.silu(sum(padded[k : k + len(x)] * weight[:, k] for k in range(WIDTH)))
+    return F.silu(torch.stack([padded[k : k + len(x)] * weight[:, k] for k in range(WIDTH)]).sum(0))
 
 
 @given(rows=TREES, ranks=st.sampled_from([1, 2]), seed=st.integers(0, 99))
