@@ -108,6 +108,7 @@ TABLE: dict[str, dict[str, tuple[int, str] | tuple[int, str, str]]] = {
         ),
     },
     "data/row_files.py": {
+        "_refuse_other_forms": (3, PLAN),
         "TableFile.__init__": (2, TRIED),
         "TableFile.__getitem__": (1, RUN, _DISK),
         "check_first_table_rows": (2, PLAN),
@@ -282,7 +283,7 @@ TABLE: dict[str, dict[str, tuple[int, str] | tuple[int, str, str]]] = {
         "token_ids": (1, RUN, "an example without a token is seen when it is encoded"),
         "fit": (1, TOOL),
     },
-    "rewards/functions.py": {"load_function": (1, FUNCTIONS), "_check_call": (4, FUNCTIONS)},
+    "rewards/functions.py": {"load_function": (1, FUNCTIONS), "_check_call": (5, FUNCTIONS)},
     "rewards/json_responses.py": {"check_json_schema": (2, FUNCTIONS), "_validator": (4, FUNCTIONS)},
     "rewards/services.py": {"check_judge": (2, FUNCTIONS)},
     "rewards/latex.py": {"package": (1, FUNCTIONS)},
