@@ -2,17 +2,17 @@
 # Every case of the shipped matrices: each layout, packing and precision against one rank. About half an hour on two idle cores; samples of
 # them are in tests/distributed/test_certify.py and test_certify_fp8.py.
 #
-#   tests/soak/certify_matrices.sh [dense shared moe mla families balanced shared_balanced delta lora ppo te_bf16 fp8 objectives]
+#   tests/soak/certify_matrices.sh [dense shared moe mla families balanced shared_balanced delta episodes masks lora ppo distill teachers te_bf16 fp8 objectives]
 #
 # fp8 runs with every recipe of scales, objectives with every algorithm that has a range of its own.
 #
 # Runs all of them and ends with 0 when every case holds; otherwise with 1, after naming the matrices that have one that
-# does not. gspo_mega/certify/RESULTS.md has the tables of one such run.
+# does not. gspo_mega/verify/certify/RESULTS.md has the tables of one such run.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 models=("$@")
-((${#models[@]})) || models=(dense shared moe mla families balanced shared_balanced delta lora ppo distill teachers te_bf16 fp8 objectives)
+((${#models[@]})) || models=(dense shared moe mla families balanced shared_balanced delta episodes masks lora ppo distill teachers te_bf16 fp8 objectives)
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 export OMP_NUM_THREADS=1
