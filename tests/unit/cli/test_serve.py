@@ -84,8 +84,8 @@ def test_each_node_of_a_server_over_several_has_its_part(served, tmp_path, monke
     parts = []
 
     class Part:
-        def __init__(self, config, attempt, index, part):
-            parts.append((attempt.number, index, part, config.server.host))
+        def __init__(self, server, attempt, index, part):
+            parts.append((attempt.number, index, part, server.host))
 
         def run(self):
             return 0
