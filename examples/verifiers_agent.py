@@ -1,10 +1,17 @@
-"""An environment of the package verifiers as an agent (docs/agents.md): one process for each episode."""
+"""An environment of the package verifiers as an agent (docs/agents.md): one process for each episode.
+
+gspo_mega starts it, with its task and its model in environment variables. Without these it says so.
+"""
 
 import asyncio
 import json
 import os
 import sys
 from pathlib import Path
+
+if "GSPO_MEGA_TASK_FILE" not in os.environ:
+    print("gspo_mega starts this program for each episode: see docs/agents.md. It needs the package verifiers.")
+    sys.exit(0)
 
 import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]  # in an environment of its own
 
