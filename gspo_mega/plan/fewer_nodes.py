@@ -1,8 +1,8 @@
 """Layouts of a run on fewer nodes than it asks for (`train.on_lost_node: shrink`).
 
 What is learned from a step stays: batch, algorithm and precision. The sizes of the model's parts stay if they divide
-the ranks that are left, so that only the data-parallel size is smaller; otherwise the layouts are searched. Without the
-distributed optimizer, expert parallelism stays above 1, or at 1: its state can be read in no other layout.
+the ranks that are left, so that only the data-parallel size is smaller; otherwise the layouts are searched. Expert
+parallelism stays above 1, or at 1, because the optimizer's state can be read in no other layout.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ def test_another_model_is_refused_before_anything_is_loaded(rank_pools, models, 
 
 def test_expert_parallel_optimizer_state_is_refused_without_expert_parallel(rank_pools, models, tmp_path):
     pool = rank_pools(2)
-    common = dict(run_dir=str(tmp_path), folder=str(models[True][0]), optimizer=dict(lr=1e-3, distributed=False))
+    common = dict(run_dir=str(tmp_path), folder=str(models[True][0]), optimizer=dict(lr=1e-3))
     pool.run("checkpoint_jobs:run", parallel=dict(expert=2), plan=["start", "train", "save"], **common)
     texts = pool.run("checkpoint_jobs:refused", parallel={}, plan=["start", "load"], **common)
     assert all("parallel.expert 2" in t and "parallel.expert 1" in t for t in texts)
