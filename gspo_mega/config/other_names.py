@@ -237,7 +237,7 @@ def answer(path: Sequence[str], own: Collection[str] = ()) -> str | None:
     to have it.
 
     `path`: the key's parts. The entry that ends with the most of them counts, so `rollout.n` is
-    `actor_rollout_ref.rollout.n`. The last part alone does not suffice if it is in `own`, the names of keys here.
+    `actor_rollout_ref.rollout.n`. Its last part is not enough if it is in `own`, the names of keys here.
     """
     written = [part.replace("-", "_").lower() for part in path]
     best, found = 0, list[tuple[str, str, str]]()

@@ -1,6 +1,6 @@
 """The tables of the catalogue by area: what a name's last part means, with its unit and reduction.
 
-`catalogue.py` puts them together with the names that stand alone: here are those of which several areas or several
+`catalogue.py` adds the names that belong to no table. Here are those of which several areas or several
 parts of a batch have the same. First come the entry itself and the bins of response lengths. Needs no torch.
 """
 

@@ -27,8 +27,8 @@ from gspo_mega.train.session import load_reference
 from gspo_mega.verify.certify.steps import complete_gradients
 
 
-def attempt(config: str, gradient_alone: bool = False) -> dict:
-    """One step of training as the loop makes it, the plan's checks left out. `gradient_alone`: it ends with the
+def attempt(config: str, only_gradient: bool = False) -> dict:
+    """One step of training as the loop makes it, the plan's checks left out. `only_gradient`: it ends with the
     gradient of the first mini-batch.
 
     `error`: None, or the last line of a traceback; `place`: file and line where it was raised; `phase`: what was under
@@ -36,7 +36,7 @@ def attempt(config: str, gradient_alone: bool = False) -> dict:
     """
     phase = ["groups"]
     try:
-        gradient = _train(Config.model_validate_json(config), phase, gradient_alone)
+        gradient = _train(Config.model_validate_json(config), phase, only_gradient)
         return dict(error=None, place="", phase="", gradient=gradient)
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
@@ -54,7 +54,7 @@ def tidy() -> None:
     gc.collect()
 
 
-def _train(config: Config, phase: list[str], gradient_alone: bool) -> dict[str, np.ndarray]:
+def _train(config: Config, phase: list[str], only_gradient: bool) -> dict[str, np.ndarray]:
     parallel = config.parallel
     groups = create_groups(
         tensor=parallel.tensor,
@@ -85,7 +85,7 @@ def _train(config: Config, phase: list[str], gradient_alone: bool) -> dict[str, 
     if (routes := ExpertRoutes.of(batch.trajectories, spec, config.moe.routing_replay == "R3")) is not None:
         routes.attach([pack for mini_batch in mine for pack in mini_batch.micro_batches])
     phase[0] = "train"
-    if gradient_alone:
+    if only_gradient:
         mine = mine[:1]
     old = [engine.old_pass(m.micro_batches) if needs_old_log_prob_pass(config) else None for m in mine]
     frozen = [reference.log_probs(m.micro_batches) if reference is not None else None for m in mine]
@@ -94,7 +94,7 @@ def _train(config: Config, phase: list[str], gradient_alone: bool) -> dict[str, 
     complete_gradients(engine)
     tensors = PolicyTensors(spec, groups, engine.chunks, values=lambda parameter: parameter.main_grad)
     gradient = {name: value.numpy().copy() for name, value in tensors.stream(torch.float32)}
-    if gradient_alone:
+    if only_gradient:
         return gradient if groups.world.rank == 0 else {}
     for mini_batch, before, theirs in zip(mine, old, frozen, strict=True):
         result, _ = engine.train_mini_batch(mini_batch.micro_batches, settings, mini_batch.denominator, before, theirs)

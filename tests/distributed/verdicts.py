@@ -53,14 +53,14 @@ class Engine:
         self._patience = patience_seconds
         self._pools: dict[int, RankPool] = {}
 
-    def tries(self, config: Config, ranks: int, gradient_alone: bool = False) -> Outcome:
+    def tries(self, config: Config, ranks: int, only_gradient: bool = False) -> Outcome:
         """Once more where a rank's process died: another process may have taken the port that its pool was to meet
         at.
         """
-        outcome = self._tries(config, ranks, gradient_alone)
-        return self._tries(config, ranks, gradient_alone) if DIED in outcome.text else outcome
+        outcome = self._tries(config, ranks, only_gradient)
+        return self._tries(config, ranks, only_gradient) if DIED in outcome.text else outcome
 
-    def _tries(self, config: Config, ranks: int, gradient_alone: bool) -> Outcome:
+    def _tries(self, config: Config, ranks: int, only_gradient: bool) -> Outcome:
         pool = self._pools.get(ranks)
         if pool is None or pool.num_jobs >= JOBS_A_POOL:
             self._end(ranks)
@@ -68,9 +68,7 @@ class Engine:
         pool.num_jobs += 2
         for pipe in pool._pipes:
             with suppress(BrokenPipeError):
-                pipe.send(
-                    ("verdict_jobs:attempt", dict(config=config.model_dump_json(), gradient_alone=gradient_alone))
-                )
+                pipe.send(("verdict_jobs:attempt", dict(config=config.model_dump_json(), only_gradient=only_gradient)))
         answers = self._collect(pool)
         errors = [answer for answer in answers if answer is None or answer["error"]]
         if not errors:
@@ -185,10 +183,10 @@ def verdicts(cases: Iterator[Case], folder: Path, engine: Engine) -> Iterator[Ve
         outcome, wrong = engine.tries(config, case.ranks), None
         if outcome.runs and case.ranks > 1:
             exact, alone = _comparable(config)
-            there = outcome if exact == config else engine.tries(exact, case.ranks, gradient_alone=True)
+            there = outcome if exact == config else engine.tries(exact, case.ranks, only_gradient=True)
             key = alone.model_dump_json()
             if key not in single:
-                single[key] = engine.tries(alone, 1, gradient_alone=True).gradient
+                single[key] = engine.tries(alone, 1, only_gradient=True).gradient
             wrong = _difference(there.gradient, single[key])
         lines = refusal.splitlines() if refusal else []
         reasons = [next((why for text, why in DELIBERATE if re.search(text, line)), None) for line in lines]

@@ -146,7 +146,7 @@ _FLUSH_SECONDS = 60.0
 
 def sample_tokens(rollouts: Rollouts, config: Config, on_wait: Callable[[], None]) -> FixedTokens:
     """Sample the tokens from the run's own data at the run's temperature, from all tokens, and compute
-    advantages from the rewards as the run does. `on_wait` is called meanwhile; an exception from it ends the wait.
+    advantages from the rewards as the run does. `on_wait` is called while ranks work; an exception from it ends this.
     """
     prompts = [rollouts.prompts.next() for _ in range(config.budget.num_prompts)]
     groups = rollouts.collector.sample(

@@ -52,7 +52,7 @@ async def test_a_turn_is_sampled_behind_exactly_what_was_sampled_before(tmp_path
 
 @in_loop
 async def test_what_caches_had_is_counted_of_prompts_and_of_histories(tmp_path):
-    """The second turn is asked for twice, once from the prompt alone; a server that does not say it counts nowhere."""
+    """The second turn is requested twice, once with only the prompt as history; a server that does not say it counts nowhere."""
     said = (Said("It is", num_cached_tokens=2), Said("4", num_cached_tokens=9), Said("It", num_cached_tokens=5), "Oh")
     side = side_of(tmp_path, families.QUICKSTART, *said, tools=())
     first = await side.session.turn([USER])
