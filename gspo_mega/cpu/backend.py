@@ -16,15 +16,19 @@ import functools
 import logging
 import os
 import sys
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch.utils._device import _device_constructors
 
 from gspo_mega.cpu import delta_rule, products, te_layers, te_loading
 
 _CPU = torch.device("cpu")
+_PlainGloo: Any = dist.ProcessGroupGloo
+_GLOO_TIMEOUT = timedelta(minutes=30)  # torch's
 _FACTORIES = (
     "arange",
     "empty",
@@ -209,6 +213,35 @@ def _gather_as_bytes() -> None:
     setattr(group_class, name, gather)
 
 
+class _OneDevice(type(dist.ProcessGroupGloo)):
+    """Makes gloo groups that share this process's device, and with it one thread for sockets."""
+
+    _device: tuple[int, Any] | None = None
+
+    def __call__(cls, store, rank: int, size: int, *options, timeout: timedelta = _GLOO_TIMEOUT):
+        if not options:
+            if _OneDevice._device is None or _OneDevice._device[0] != os.getpid():  # threads do not survive a fork
+                _OneDevice._device = os.getpid(), _PlainGloo.create_default_device()
+            shared = _PlainGloo._Options()
+            shared._devices, shared._timeout = [_OneDevice._device[1]], timeout
+            options = (shared,)
+        return _PlainGloo(store, rank, size, *options)
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, _PlainGloo)
+
+
+def _share_gloo_threads() -> None:
+    """Give all gloo groups of a process one thread for their sockets. By default each group has its own, which wakes a
+    hundred times a second as long as the group lives, and Megatron makes dozens.
+    """
+
+    class ProcessGroupGloo(_PlainGloo, metaclass=_OneDevice):
+        """Stands in for torch's name of the class; what it makes are plain groups."""
+
+    vars(c10d)["ProcessGroupGloo"] = ProcessGroupGloo
+
+
 _installed = False
 
 
@@ -222,6 +255,7 @@ def install() -> None:
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     _stand_in_for_cuda()
     _gather_as_bytes()
+    _share_gloo_threads()
     if te_loading.is_requested():
         te_loading.load_transformer_engine()
     _complete_megatron()

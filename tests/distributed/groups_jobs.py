@@ -15,11 +15,13 @@ from gspo_mega.engine.process_groups import create_groups, destroy_groups
 
 
 def threads_after(folder: str, layouts: list[dict]) -> dict:
-    """This rank's number of threads before any layout, in the first one, and after each; and its groups at the end."""
+    """This rank's number of threads before any layout, in the first one, and after each; those of gloo's sockets in the
+    first one; and its groups at the end.
+    """
     gc.collect()
     counts = dict(before=_threads(), after=[])
     groups = create_groups(**{k: v for k, v in layouts[0].items() if k != "optimizer"})
-    counts["within"] = _threads()
+    counts["within"], counts["of_sockets"] = _threads(), _threads("gloo_tcp_loop")
     destroy_groups()
     del groups
     for layout in layouts:
@@ -34,8 +36,9 @@ def threads_after(folder: str, layouts: list[dict]) -> dict:
     return counts
 
 
-def _threads() -> int:
-    return len(os.listdir("/proc/self/task"))
+def _threads(name: str | None = None) -> int:
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    return len(names) if name is None else names.count(name)
 
 
 def die_by_a_signal(marks: str, times: int) -> str:

@@ -1,5 +1,5 @@
-"""A layout that is gone leaves nothing behind: no process group, and none of its threads, each of which would wake a
-hundred times a second.
+"""A layout that is gone leaves no process group and no thread behind, and the groups of one that is there share the
+thread that wakes a hundred times a second.
 """
 
 import pytest
@@ -19,6 +19,7 @@ def test_threads_end_with_their_layout(rank_pools, tmp_path):
     for counts in rank_pools(2).run("groups_jobs:threads_after", folder=str(folder), layouts=LAYOUTS):
         assert counts["within"] > counts["before"] + 30  # the groups of a layout do have threads
         assert counts["after"] == [counts["before"]] * (len(LAYOUTS) + 1)
+        assert counts["of_sockets"] == 1
         assert counts["groups"] == 1
 
 
