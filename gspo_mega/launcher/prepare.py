@@ -51,6 +51,7 @@ PACKAGES = (
 _GIT_SECONDS = 30.0
 # Below the kernel's range for outgoing connections, and outside the servers' range.
 _PORTS = range(14_000, 20_000)
+_CHOSEN: list[socket.socket] = []  # what keeps the ports that this process chose
 _ABSENT: Any = object()
 _EXPERT_RULE = (
     "{here} here, {saved} in the run: optimizer state cannot move between 1 and more (Megatron separates expert"
@@ -378,14 +379,21 @@ def task_of_step(environment: Mapping[str, str] | None = None) -> int | None:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port of `host` that is free now. Raises PlanError if there is none."""
+    """A port of `host` that is free, and that no other process can choose in this way before this one ends.
+
+    It stays bound, without listening and with SO_REUSEADDR, so that a process that sets this option too, as servers
+    do, can listen on it seconds later. Raises PlanError if there is none.
+    """
     candidates = random.Random(os.urandom(8)).sample(_PORTS, len(_PORTS))
     for port in candidates:
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            try:
-                probe.bind((host, port))
-            except OSError:
-                continue
+        chosen = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        try:
+            chosen.bind((host, port))
+        except OSError:
+            chosen.close()
+            continue
+        chosen.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _CHOSEN.append(chosen)
         return port
     raise PlanError(f"no free port of {host} between {_PORTS.start} and {_PORTS.stop}")
 

@@ -19,14 +19,18 @@ def test_the_port_is_free_and_not_one_for_outgoing_connections():
     port = free_port()
     low = int(open("/proc/sys/net/ipv4/ip_local_port_range").read().split()[0])
     assert port < low
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", port))
 
 
-def test_a_port_of_an_ipv6_address():
-    port = free_port("::1")
-    with socket.socket(socket.AF_INET6) as listener:
-        listener.bind(("::1", port))
+@pytest.mark.parametrize(("host", "family"), [("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6)])
+def test_a_port_is_kept_for_who_listens_on_it(host, family):
+    port = free_port(host)
+    with socket.socket(family) as other, pytest.raises(OSError, match="in use"):
+        other.bind((host, port))  # as another run that looks for a port
+    with (
+        socket.create_server((host, port), family=family) as listener,  # as rank 0
+        socket.create_connection((host, port), timeout=5),
+    ):
+        listener.accept()[0].close()
 
 
 def test_gpus_are_those_named_or_those_there(tmp_path):
