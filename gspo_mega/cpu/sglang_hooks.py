@@ -28,6 +28,7 @@ ATTENTION_BACKEND = "cpu_batched"
 """Name under which the batched attention is registered with SGLang."""
 INVARIANT_ATTENTION_BACKEND = "cpu_batch_invariant"
 """Name of the attention of `engine.batch_invariant`."""
+_CONTROLLER_SLEEP_MS = 100  # after so long without a request its watchdog is fed
 _LENT = ("torchvision", "torchvision.transforms", "torchvision.transforms.functional")
 
 
@@ -333,6 +334,20 @@ def _scatter_by_sums(module: types.ModuleType) -> None:
     group.reduce_scatterv = group._deterministic_reduce_scatterv
 
 
+def _wait_for_requests(module: types.ModuleType) -> None:
+    """Let the controller of data-parallel schedulers sleep until a request arrives. By itself it keeps a core busy,
+    also with `sleep_on_idle`.
+    """
+    receive = module.sock_recv
+
+    def wait_and_receive(socket, *arguments, flags: int = 0):
+        if flags & module.zmq.NOBLOCK:
+            socket.poll(_CONTROLLER_SLEEP_MS)
+        return receive(socket, *arguments, flags=flags)
+
+    vars(module)["sock_recv"] = wait_and_receive
+
+
 class _ForkingMultiprocessing:
     """Stands in for `multiprocessing` in SGLang's engine: processes are forked instead of spawned."""
 
@@ -409,6 +424,7 @@ def activate() -> bool:
                 "sglang.srt.lora.backend.torch_backend": _plain_adapters,
                 "sglang.srt.distributed.parallel_state": _scatter_by_sums,
                 "sglang.srt.entrypoints.engine": _fork_children,
+                "sglang.srt.managers.data_parallel_controller": _wait_for_requests,
                 "sglang.srt.models.deepseek_common.attention_backend_handler": _attend_to_latents,
             },
         ),

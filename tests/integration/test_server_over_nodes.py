@@ -39,7 +39,8 @@ def generate(server: Serve) -> list[tuple[float, int]]:
     request = urllib.request.Request(f"{seen.address}/generate", json.dumps(body).encode())
     request.add_header("Authorization", f"Bearer {read_secret(server.attempt.api_key_file)}")
     request.add_header("Content-Type", "application/json")
-    with urllib.request.urlopen(request, timeout=120) as answer:
+    directly = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the tests' proxy is a dead one
+    with directly.open(request, timeout=120) as answer:
         return [(entry[0], entry[1]) for entry in json.load(answer)["meta_info"]["output_token_logprobs"]]
 
 
