@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -149,9 +150,9 @@ def test_a_server_that_joined_is_asked_to_leave(dense_server, neighbour):
         turns, counts = [], sampler.counts
 
         async def sample_on(worker):
-            index = 0
+            index, params = 0, replace(PARAMS, max_new_tokens=32 + 3 * worker)  # so that they do not all end at once
             while neighbour.registration().state != "stopped":
-                turns.append(await sampler.sample("p", PROMPT, PARAMS, f"w{worker}-{index}"))
+                turns.append(await sampler.sample("p", PROMPT, params, f"w{worker}-{index}"))
                 index += 1
 
         async def sample_all():
