@@ -385,12 +385,6 @@ def validate_lora(config: Config) -> Iterator[Violation]:
             f"{lora.dropout:g} with parallel.tensor {config.parallel.tensor}: tensor ranks would drop different inputs"
             " of one adapter; valid then: 0",
         )
-    if config.cluster.colocated:
-        yield Violation(
-            "cluster.colocated",
-            "true with `lora`: ranks move only the trained weights off a GPU, and the frozen ones would stay there;"
-            " valid then: false",
-        )
     if config.moe.expert_bias_update_rate > 0:
         yield Violation(
             "moe.expert_bias_update_rate",
@@ -430,6 +424,12 @@ def _validate_published_adapters(config: Config) -> Iterator[Violation]:
     if config.server.speculative is not None:
         yield Violation(
             "server.speculative", f"set {said}: the draft would propose tokens of a policy without them; leave it out"
+        )
+    if config.cluster.colocated:
+        yield Violation(
+            "cluster.colocated",
+            f"true {said}: whether adapters that a server holds survive giving its GPU away was not tried; valid then:"
+            " false, or `publish.lora: merged`",
         )
     if config.server.attention_data > 1:
         yield Violation(

@@ -8,6 +8,7 @@ from layout_models import make_folder
 CASES = {
     "fp32-not-distributed": (1, False, {}, dict(optimizer=dict(lr=1e-3, distributed=False))),
     "bf16-overlap": (2, False, {}, dict(precision="bf16", optimizer=dict(lr=1e-3, overlap=True))),
+    "adapters-bf16": (1, False, {}, dict(precision="bf16", optimizer=dict(lr=1e-2), lora=dict(rank=4, alpha=8))),
     "EP2-bf16": (2, True, dict(expert=2, expert_tensor=1), dict(precision="bf16", optimizer=dict(lr=1e-3))),
 }
 

@@ -20,7 +20,6 @@ LORA = "lora={rank: 4, alpha: 8}"
             ["lora.dropout=0.1", "parallel.tensor=2"],
             "lora.dropout: 0.1 with parallel.tensor 2: tensor ranks would drop different inputs of one adapter",
         ),
-        (["cluster.colocated=true"], "ranks move only the trained weights off a GPU"),
         (
             ["moe.expert_bias_update_rate=0.001"],
             "it moves the model's own bias, which neither an adapter nor its checkpoint",
@@ -38,6 +37,7 @@ def test_what_contradicts_adapters_is_refused(write, overrides, said):
         (["lora=null"], "publish.lora: adapter without `lora`: there are no adapters to publish; valid then: merged"),
         (["publish.method=distributed"], "SGLang loads adapters from a folder; valid then: disk"),
         (["model.weights=elsewhere"], "servers hold the weights of model.path; leave it out"),
+        (["cluster.colocated=true"], "whether adapters that a server holds survive giving its GPU away was not tried"),
         (["train={num_steps: 1, rollouts_only: true}"], "with `train.rollouts_only`: nothing is trained or published"),
         (["server.quantization=fp8"], "adapters with quantized layers were not compared with the trainer's"),
         (["server.speculative={algorithm: ngram}"], "the draft would propose tokens of a policy without them"),

@@ -16,7 +16,15 @@ from gspo_mega.plan import estimate, plan_run, render_report
 ROOT = Path(__file__).parents[3]
 CONFIGS = ROOT / "configs"
 REAL = [path for path in sorted(CONFIGS.glob("*.yaml")) if "  gpu: " in path.read_text()]
-NAMES = {"qwen3_06b_1gpu", "qwen3_4b_1node", "qwen3_8b_2nodes", "llama3_70b_8nodes", "deepseek_v3_64nodes"} | {
+NAMES = {
+    "qwen3_06b_1gpu",
+    "qwen3_17b_1gpu",
+    "qwen3_4b_lora_1gpu",
+    "qwen3_4b_1node",
+    "qwen3_8b_2nodes",
+    "llama3_70b_8nodes",
+    "deepseek_v3_64nodes",
+} | {
     *(f"qwen3_235b_a22b_{nodes}nodes" for nodes in (8, 32, 128)),
     *(f"qwen3_30b_a3b_{nodes}nodes{precision}" for nodes in (4, 8) for precision in ("", "_fp8")),
 }
