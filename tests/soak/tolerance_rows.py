@@ -109,9 +109,11 @@ def trained_steps(steps: Sequence[Mapping[str, float]]) -> list[Mapping[str, flo
     return [line for line in steps if line.get("reward/mean") is not None]
 
 
-def measured(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def measured(
+    steps: Sequence[Mapping[str, float]], window: int = WINDOW, num_mini_batches: int = NUM_MINI_BATCHES
+) -> dict[str, float]:
     """The columns that come from a run's metrics.jsonl: its lines in order of steps. A null counts as NaN. Of no step
-    at all, every column is NaN.
+    at all, every column is NaN. `window`: steps of a mean.
     """
     lines = trained_steps(steps)
 
@@ -121,27 +123,27 @@ def measured(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
     def by_sign(sign: str) -> dict[str, float]:
         """A mini-batch without that sign has no clip fraction, and counts as left what is nothing."""
-        names = [f"policy/mini_batch/{m}/clip_fraction_{sign}" for m in range(NUM_MINI_BATCHES)]
+        names = [f"policy/mini_batch/{m}/clip_fraction_{sign}" for m in range(num_mini_batches)]
         having = [[line for line in lines if name in line] for name in names]
         clipped = (fmean(values(name, found)) for name, found in zip(names, having, strict=True))
         left = fmean(values(f"policy/mini_batch/0/{sign}_mass_left", having[0]))
         return {f"clip_{sign}_{m}": value for m, value in enumerate(clipped)} | {f"{sign}_left": left}
 
     rewards = values("reward/mean")
-    windows = [fmean(rewards[end - WINDOW : end]) for end in range(WINDOW, len(rewards) + 1)] or [fmean(rewards)]
+    windows = [fmean(rewards[end - window : end]) for end in range(window, len(rewards) + 1)] or [fmean(rewards)]
     return {
         "reward_best": max(windows),
         "reward_last": windows[-1],
         "k3_first": values("mismatch/k3")[0],
         "k3": fmean(values("mismatch/k3")),
-        "k3_last": fmean(values("mismatch/k3")[-WINDOW:]),
+        "k3_last": fmean(values("mismatch/k3")[-window:]),
         "abs_log_ratio_max": max(values("mismatch/abs_log_ratio_max")),
         "log_s_mismatch_sd": _log_s_sd(lines[0]) if lines else math.nan,
         "clip": fmean(values("policy/clip_fraction")),
         **by_sign("positive"),
         **by_sign("negative"),
         "kept": fmean(values("policy/kept_fraction")),
-        "entropy_last": fmean(values("policy/entropy")[-WINDOW:]),
+        "entropy_last": fmean(values("policy/entropy")[-window:]),
     }
 
 
