@@ -1,8 +1,9 @@
 """Gated delta nets, attention with gates, and their norms, as parts of Megatron's layers (Qwen3-Next, Qwen3.5).
 
 Megatron-Core has the layer. Since 0.19 it takes packed sequences and context parallelism; `PackedDeltaNet` adds both to
-that of 0.16. Both call three functions of flash-linear-attention, for which `cpu/delta_rule.py` stands in on a machine
-without a GPU. `complete_delta_spec` puts the parts into a layer spec.
+that of 0.16, and to both the states of rows that share prefixes. All call three functions of flash-linear-attention,
+for which `cpu/delta_rule.py` stands in on a machine without a GPU. `complete_delta_spec` puts the parts into a layer
+spec.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ class GatedAttention(SelfAttention):
 
 
 class PackedDeltaNet(GatedDeltaNet):
-    """The layer of Megatron-Core 0.16 for packed sequences, with context parallelism.
+    """Megatron's layer for packed sequences, with context parallelism; Megatron's own forward pass where it has that
+    (0.19) and no rows share prefixes, because it keeps its states to itself.
 
     Each rank of the context group has a part of every sequence. Before the convolution, ranks exchange positions for
     heads: each then has whole sequences of a part of the heads. Afterwards they exchange back. A key head stays with
@@ -95,6 +97,8 @@ class PackedDeltaNet(GatedDeltaNet):
         """
         if packed_seq_params is None:
             raise ValueError("PackedDeltaNet takes packed sequences only; packed_seq_params is None")
+        if HAS_PACKED_LAYER and forest_of(packed_seq_params) is None:
+            return super().forward(hidden_states, attention_mask, packed_seq_params=packed_seq_params, **unused)
         own: Any = self  # Megatron declares these sizes as optional
         forks = _forks_of(packed_seq_params, own.conv_kernel_dim)
         bounds = packed_seq_params.cu_seqlens_q
@@ -218,16 +222,6 @@ def _bounds_of(parts: Sequence[torch.Tensor], target: torch.device) -> torch.Ten
     return F.pad(torch.tensor([len(part) for part in parts]).cumsum(0), (1, 0)).to(target, torch.int32)
 
 
-class WholeRowsDeltaNet(GatedDeltaNet):
-    """Megatron's own layer for packed sequences (0.19), which does not fork its states."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        params = kwargs.get("packed_seq_params")
-        if params is not None and forest_of(params) is not None:
-            raise ValueError("this layer's state is not forked where rows part; the plan refuses it")
-        return super().forward(*args, **kwargs)
-
-
 def _own(parameter: torch.Tensor, parts: int, rank: int) -> torch.Tensor:
     """This context rank's part of a parameter that is cut by heads."""
     return parameter if parts == 1 else parameter.chunk(parts)[rank]
@@ -266,7 +260,7 @@ def complete_delta_spec(layer: ModuleSpec, norm: type, linears: tuple[type, type
     column, row = linears or (ColumnParallelLinear, RowParallelLinear)
     parts.input_layernorm = norm
     parts.self_attention = ModuleSpec(
-        module=WholeRowsDeltaNet if HAS_PACKED_LAYER else PackedDeltaNet,
+        module=PackedDeltaNet,
         submodules=GatedDeltaNetSubmodules(
             in_proj=column, out_norm=ModuleSpec(module=_PlainNorm, params=dict(norm=norm)), out_proj=row
         ),

@@ -11,7 +11,6 @@ torch.
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 from collections.abc import Callable, Iterator
 
@@ -509,21 +508,6 @@ def validate_sharing(config: Config, spec: ModelSpec, device: Device | None) -> 
             " CPUs only",
             "off",
         )
-    if spec.delta is not None and (release := _megatron_release()) >= (0, 19):
-        yield Violation(
-            "batch.share_prefixes",
-            f"{mode}, and the model ({spec.family}) has gated delta nets, whose state Megatron-Core"
-            f" {'.'.join(map(str, release))}'s own layer does not fork where rows part; with 0.16 this package's does",
-            "off",
-        )
-
-
-def _megatron_release() -> tuple[int, ...]:
-    """The first two numbers of the installed release of Megatron-Core; none where it is not installed."""
-    try:
-        return tuple(int(part) for part in importlib.metadata.version("megatron-core").split(".")[:2])
-    except importlib.metadata.PackageNotFoundError:
-        return ()
 
 
 def _validate_lengths(config: Config, spec: ModelSpec, sizes: Sizes) -> Iterator[Violation]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from gspo_mega.config import load_config
+from gspo_mega.config.precision import megatron_folder
 from gspo_mega.verify.certify.program import certify
 
 TP2SP = "{name: TP2+SP, ranks: 2, set: {parallel.tensor: 2}}"
@@ -92,6 +95,21 @@ def test_a_sample_of_the_matrix_holds(model, tmp_path, forked_workers):
         return
     flips = [(int(clip), int(route)) for clip, route in re.findall(r"0, 0 +(\d+), (\d+) +pass", shown)]
     assert max(clip for clip, _ in flips) > 0 and max(route for _, route in flips) > (-1 if no_experts else 0)
+
+
+def test_the_gpus_megatron_forks_the_states_of_delta_nets(tmp_path):
+    """Its layer takes packs by itself and keeps its states: here it computes the whole rows of the reference."""
+    config, name = "configs/certify_delta.yaml", "shared prompts CP2xEP2 recomputed"
+    cases = {case.name: case.model_dump() for case in load_config(config, (), "certify").config.certify.cases}
+    given = [f"run.dir={tmp_path}", f"certify.cases={json.dumps([cases[name]])}", "certify.num_steps=1", *SMALL]
+    path = os.pathsep.join([str(Path(__file__).parents[2]), str(megatron_folder())])
+    command = [sys.executable, "-m", "gspo_mega", "certify", config, *given]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=600, env=os.environ | {"PYTHONPATH": path}, check=False
+    )
+    assert done.returncode == 0 and "\n1 of 1 cases hold" in done.stdout, done.stdout + done.stderr
+    logs = "".join(log.read_text() for log in tmp_path.rglob("*.log"))
+    assert "Megatron-Core 0.19.2" in logs
 
 
 # What each layout of the sample asks of a checkpoint: from shards of the optimizer to none of the layers, halves of

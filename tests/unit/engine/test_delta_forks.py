@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from megatron.core.packed_seq_params import PackedSeqParams
 
 from gspo_mega.cpu.delta_rule import causal_conv1d, chunk_gated_delta_rule
-from gspo_mega.cpu.forest_attention import ForestNodes, set_forest
+from gspo_mega.cpu.forest_attention import ForestNodes
 from gspo_mega.data.forest import lay_out, num_computed
-from gspo_mega.engine.delta_net import DeltaForks, WholeRowsDeltaNet
+from gspo_mega.engine.delta_net import DeltaForks
 
 WIDTH = 4
 TREES = st.lists(st.tuples(st.integers(0, 9), st.sampled_from([0, 0.25, 0.5, 0.75, 1])), min_size=1, max_size=6)
@@ -69,14 +65,6 @@ def test_every_path_has_its_own_state(rows, ranks, seed):
     out = forks.scan(inputs, chunk_gated_delta_rule)
     wanted = torch.cat([recurrence(*(one[0, place] for one in inputs)) for place in computed_at.split(sizes)])
     compare(out[0, computed_at], wanted, inputs, made)
-
-
-def test_megatrons_own_layer_refuses_a_forest():
-    params = PackedSeqParams(qkv_format="thd")
-    set_forest(params, ForestNodes([0, 2, 3], [3, 3], torch.arange(3)))
-    layer: Any = None
-    with pytest.raises(ValueError, match="not forked where rows part"):
-        WholeRowsDeltaNet.forward(layer, torch.zeros(3, 1, 8), packed_seq_params=params)
 
 
 def compare(out, wanted, inputs, made):
