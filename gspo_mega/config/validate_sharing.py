@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gspo_mega.base.errors import Violation
-from gspo_mega.config.derived import critic_of, is_one_turn
+from gspo_mega.config.derived import is_one_turn
 from gspo_mega.config.schema import Config
 
 
@@ -29,15 +29,6 @@ def validate_sharing(config: Config) -> Iterator[Violation]:
             f"{batch.num_mini_batches} {sharing}, which deals whole groups to mini-batches, and a step has"
             f" {batch.prompts_per_step}; at most {batch.prompts_per_step}, {off}",
         )
-    if config.precision == "fp8":
-        yield Violation(
-            "precision", f"fp8 {sharing}: only plain layers attend over shared prefixes; valid: fp32, bf16, {off}"
-        )
-    if config.engine.transformer_engine:
-        yield Violation(
-            "engine.transformer_engine",
-            f"true {sharing}: only plain layers attend over shared prefixes; valid: false, {off}",
-        )
     if config.engine.batch_invariant:
         yield Violation(
             "engine.batch_invariant",
@@ -47,10 +38,4 @@ def validate_sharing(config: Config) -> Iterator[Violation]:
         yield Violation(
             "lora.dropout",
             f"{config.lora.dropout:g} {sharing}: rows would share the inputs that are left out; valid: 0, {off}",
-        )
-    critic = critic_of(config.algorithm, config.critic)
-    if critic is not None and critic.precision == "fp8":
-        yield Violation(
-            "critic.precision",
-            f"fp8 {sharing}: only plain layers attend over shared prefixes; valid: fp32, bf16, {off}",
         )

@@ -82,10 +82,6 @@ class PolicyModel(GPTModel):
         prepared = super()._preprocess(*args, packed_seq_params=cast(Any, packed_seq_params), **kwargs)
         forest = None if packed_seq_params is None else forest_of(packed_seq_params)
         decoder_input, rotary, *rest = prepared
-        if forest is not None and uses_transformer_engine(self.config):
-            raise ValueError(
-                "Transformer Engine's attention does not see that rows share prefixes; the plan refuses it"
-            )
         if forest is None or rotary is None:  # latent attention has an embedding in each layer
             return prepared
         return decoder_input, rotary.index_select(0, forest.depths), *rest

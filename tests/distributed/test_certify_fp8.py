@@ -21,12 +21,18 @@ SAMPLE = {
         "certify_fp8_moe",
         SMALL,
         "PP2",
-        ["PP2xVPP2", "TP2+SPxEP2", "EP2 distributed optimizer", "CP2"],
+        ["PP2xVPP2", "TP2+SPxEP2", "EP2 distributed optimizer", "CP2", "shared prompts EP2"],
     ),
     "mxfp8": ("certify_fp8", "certify_fp8_dense", ["fp8.recipe=mxfp8"], "dense PP2", ["dense TP2+SP"]),
-    "tensorwise": ("certify_fp8", "certify_fp8_dense", ["fp8.recipe=tensorwise"], "dense PP2", ["dense TP2+SP"]),
+    "tensorwise": (
+        "certify_fp8",
+        "certify_fp8_dense",
+        ["fp8.recipe=tensorwise"],
+        "dense PP2",
+        ["dense TP2+SP", "dense shared prompts TP2+SP"],
+    ),
     "delayed": ("certify_fp8", "certify_fp8_dense", ["fp8.recipe=delayed"], "dense PP2", ["dense TP2"]),
-    "te_bf16": ("certify_te_bf16", "certify_moe", SMALL, "PP2", ["TP2+SPxEP2"]),
+    "te_bf16": ("certify_te_bf16", "certify_moe", SMALL, "PP2", ["TP2+SPxEP2", "shared prompts TP2+SPxEP2"]),
 }
 
 

@@ -17,17 +17,11 @@ ON = "batch.share_prefixes=prompts"
             "batch.num_mini_batches: 5 with `batch.share_prefixes: prompts`, which deals whole groups to mini-batches,"
             " and a step has 4; at most 4, or `share_prefixes: off`",
         ),
-        (["precision=fp8"], "precision: fp8 with `batch.share_prefixes: prompts`: only plain layers"),
-        (
-            ["precision=bf16", "engine.transformer_engine=true"],
-            "engine.transformer_engine: true with `batch.share_prefixes: prompts`: only plain layers",
-        ),
         (["engine.batch_invariant=true"], "engine.batch_invariant: true with `batch.share_prefixes: prompts`"),
         (
             ["lora={rank: 4, alpha: 8, dropout: 0.1}"],
             "lora.dropout: 0.1 with `batch.share_prefixes: prompts`: rows would",
         ),
-        (["algorithm=ppo", "critic.precision=fp8"], "critic.precision: fp8 with `batch.share_prefixes: prompts`: only"),
     ],
 )
 def test_what_contradicts_it_is_refused(write, overrides, said):
@@ -39,6 +33,8 @@ def test_what_contradicts_it_is_refused(write, overrides, said):
     [
         [],
         ["precision=bf16"],
+        ["precision=bf16", "engine.transformer_engine=true"],
+        ["precision=fp8"],
         ["parallel.tensor=2", "cluster.ranks_per_node=2"],
         ["parallel.context=2", "cluster.ranks_per_node=2"],
         ["moe.load_balancing=aux_loss", "moe.load_balancing_coefficient=0.01", "moe.z_loss_coefficient=0.1"],
