@@ -4,6 +4,7 @@
 kernels. `complete_megatron` answers the few questions of Megatron-Core whose answers are data: how many tokens an
 expert gets, and which shapes pipeline stages send each other. A kernel that is not here raises NotImplementedError with
 its name. What a compiled function (`torch.compile`) allocates inside is not counted: its kernel keeps it in registers.
+FlexAttention has torch's own shapes, and here its FLOPs.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ from gspo_mega.cpu.te_quantized import build, empty_buffers
 
 # The backward pass of attention has five products of the size of the forward pass's two.
 _ATTENTION_BACKWARD = 2.5
+# FlexAttention's backward pass has the scores and their gradients once for queries and once for keys: seven products.
+_FLEX_BACKWARD = 3.5
+FLEX_ATTENTION = "FlexAttention"
+"""The kind of product that an account gets of it."""
 _CUDNN_ATTENTION = 1  # NVTE_F16_arbitrary_seqlen
 
 
@@ -426,6 +431,22 @@ def fused_attn_bwd(*args: Any) -> list[Any]:
     gradients = [torch.empty_like(one, memory_format=torch.contiguous_format) for one in (q, k, v)]
     del workspace
     return [*gradients, None, None]
+
+
+def flex_attention_flops(operator: str, args: Sequence[Any]) -> float:
+    """FLOPs of torch's operator `flex_attention` or `flex_attention_backward` with these arguments: two products, or
+    seven, over all blocks that have anything to compute. Raises NotImplementedError for another operator.
+    """
+    if operator not in ("flex_attention", "flex_attention_backward"):
+        raise NotImplementedError(operator)
+    is_forward = operator == "flex_attention"
+    query, _, value, mask = *args[:3], args[4 if is_forward else 9]
+    counts = [_account.known(mask[place]) for place in (2, 4)]  # of blocks with and without a mask
+    if any(count is None for count in counts):
+        raise NotImplementedError(f"{operator} over blocks whose numbers only the device knows")
+    with _disable_current_modes():
+        pairs = sum(int(count.sum()) for count in counts if count is not None) * mask[-3] * mask[-2]
+    return 2.0 * pairs * query.size(1) * (query.size(-1) + value.size(-1)) * (1 if is_forward else _FLEX_BACKWARD)
 
 
 def thd_read_half_tensor(tensor: torch.Tensor, cu_seqlens: Any, half: int) -> torch.Tensor:

@@ -7,12 +7,11 @@ one query are merged by their logsumexps, as ring attention does (arXiv:2310.018
 share a path is computed, and no mask is in memory. A sliding window leaves a token few keys, the last ones of its path;
 `ForestNodes.windows` names them, and `packed_sdpa.py` attends to them with masks of a window's size.
 
-Context ranks hold parts of the pack's queries, and all keys.
+Context ranks hold parts of the pack's queries, and all keys. This is for CPUs; GPUs have `engine/flex_attention.py`.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -22,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch.autograd.function import once_differentiable
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 
 @dataclass(frozen=True)
@@ -40,9 +38,9 @@ class ForestNodes:
     num_rows: torch.Tensor | None = None
     num_row_tokens: int = 0
     held: tuple[slice, ...] | None = None
-    # What all layers share, by window.
+    # What all layers share, by window; `masks` is for `engine/flex_attention.py`.
     _windows: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=dict, compare=False)
-    _masks: dict[int | None, BlockMask] = field(default_factory=dict, compare=False)
+    masks: dict[int | None, Any] = field(default_factory=dict, compare=False)
 
     def for_rank(self, size: int, rank: int) -> ForestNodes:
         """The same forest for context rank `rank` of `size`, which holds the positions of `terms.local_positions` of a
@@ -57,7 +55,7 @@ class ForestNodes:
             starts += cuts
             ends += [end] * len(cuts)
         held = tuple(slice(k * length, (k + 1) * length) for k in (rank, 2 * size - 1 - rank))
-        return replace(self, starts=[*starts, self.starts[-1]], ends=ends, held=held, _windows={}, _masks={})
+        return replace(self, starts=[*starts, self.starts[-1]], ends=ends, held=held, _windows={}, masks={})
 
     def blocks(self) -> Iterator[tuple[slice, slice, bool]]:
         """(queries, keys, whether it is causal) of every block with queries of this rank; the first block of each query
@@ -236,58 +234,3 @@ class _ForestAttention(torch.autograd.Function):
             products = (grad_out * out).sum(dim=-1, dtype=log_sums.dtype).t()
             grad_sinks = -((sinks.to(log_sums.dtype)[:, None] - log_sums).exp() * products).sum(dim=1).to(sinks.dtype)
         return *(grad.to(query.dtype) for grad in grads), grad_sinks, None, None
-
-
-# --- FlexAttention ---------------------------------------------------------------------------------------------
-
-
-def flex_forest_attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    nodes: ForestNodes,
-    softmax_scale: float | None = None,
-    sinks: torch.Tensor | None = None,
-    window: int | None = None,
-) -> torch.Tensor:
-    """`forest_attend`, or with `window` attention to that many last tokens of each path, by torch's FlexAttention.
-
-    It is meant for GPUs, where it is compiled, and has not run on one: the plan refuses them. Not compiled it runs
-    anywhere, with all scores in memory, and has no backward pass on a CPU.
-    """
-    if window not in nodes._masks:
-        nodes._masks[window] = block_mask(nodes, window, query.device)
-    attend: Any = _compiled() if query.is_cuda else flex_attention
-    out, more = attend(
-        *(x.transpose(0, 1)[None] for x in (query, key, value)),
-        block_mask=nodes._masks[window],
-        scale=softmax_scale,
-        enable_gqa=query.size(1) > key.size(1),
-        return_aux=AuxRequest(lse=True),
-    )
-    if sinks is not None:  # one more term in the sum of each query, which has no value
-        out = out * torch.sigmoid(more.lse - sinks.to(more.lse.dtype)[:, None])[..., None].to(out.dtype)
-    return out[0].transpose(0, 1).flatten(1)
-
-
-@functools.cache
-def _compiled() -> Any:
-    return torch.compile(flex_attention, dynamic=True)
-
-
-def block_mask(nodes: ForestNodes, window: int | None, target: torch.device) -> BlockMask:
-    """Which positions of the pack each of this rank's tokens attends to. A token's path are those before it whose
-    node's last descendant comes after it.
-    """
-    starts, ends = torch.tensor(nodes.starts), torch.tensor(nodes.ends)
-    last = ends.repeat_interleave(starts.diff()).to(target)
-    held = nodes.held or (slice(0, nodes.starts[-1]),)
-    own = torch.cat([torch.arange(part.start, part.stop) for part in held]).to(target)
-    depths = nodes.depths.to(target)
-
-    def sees(_batch: torch.Tensor, _head: torch.Tensor, row: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-        position = own[row]
-        on_path = (place <= position) & (position < last[place])
-        return on_path if window is None else on_path & (depths[position] - depths[place] < window)
-
-    return create_block_mask(sees, None, None, len(own), nodes.starts[-1], device=str(target))

@@ -16,7 +16,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
 from gspo_mega.algorithm.terms import local_positions
-from gspo_mega.cpu.forest_attention import ForestNodes, flex_forest_attend, forest_attend, forest_of
+from gspo_mega.cpu.forest_attention import ForestNodes, forest_attend, forest_of
 
 
 @dataclass
@@ -111,22 +111,15 @@ def attend(
     gathered over the context group; None is a group of one rank. `softmax_scale`: 1 / sqrt(d) if None. `sinks` [heads]:
     the score of one more term of each head's softmax, which has no value. `window`: a token attends to this many of the
     last tokens, itself included; to all if None. Rows that share prefixes (`forest_attention.py`) are one sequence of
-    all computed tokens. Collective over the context group if its size is above 1.
+    all computed tokens, on a CPU. Collective over the context group if its size is above 1.
     """
     cp_size, cp_rank = (1, 0) if context_group is None else (context_group.size(), context_group.rank())
-    if cp_size > 1:
-        key, value = (
-            gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=context_group)
-            for x in (key, value)
-        )
     if (forest := forest_of(params)) is not None:
-        if cp_size > 1:
-            key, value = (_in_order(x, cp_size) for x in (key, value))
-        if query.is_cuda:
-            return flex_forest_attend(query, key, value, forest, softmax_scale, sinks, window)
+        key, value = (of_whole_pack(x, context_group) for x in (key, value))
         if window is not None:
             return _attend_to_windows(query, key, value, forest, softmax_scale, sinks, window)
         return forest_attend(query, key, value, forest, softmax_scale, sinks)
+    key, value = (_gathered(x, context_group) for x in (key, value))
     layout = padded_layout(params, cp_size, cp_rank)
     value_dim = value.size(-1)
     q = query[layout.query_rows].transpose(1, 2)  # [S, heads, Lq, d]
@@ -147,8 +140,20 @@ def attend(
     return out.flatten(1)
 
 
-def _in_order(gathered: torch.Tensor, size: int) -> torch.Tensor:
-    """The rows of one sequence, from those of all `size` context ranks one after the other."""
+def _gathered(x: torch.Tensor, context_group: dist.ProcessGroup | None) -> torch.Tensor:
+    """The rows of all context ranks, rank after rank."""
+    if context_group is None or context_group.size() == 1:
+        return x
+    return gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=context_group)
+
+
+def of_whole_pack(x: torch.Tensor, context_group: dist.ProcessGroup | None) -> torch.Tensor:
+    """x [C, ...] of a pack that is one sequence, from this context rank's part [t, ...]. Collective over the context
+    group if its size is above 1.
+    """
+    gathered, size = _gathered(x, context_group), 1 if context_group is None else context_group.size()
+    if size == 1:
+        return gathered
     rows = torch.cat([local_positions(len(gathered), size, rank) for rank in range(size)])
     return gathered[rows.argsort().to(gathered.device)]
 

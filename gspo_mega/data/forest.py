@@ -9,7 +9,8 @@ Sharing changes what is computed, not what is trained: the arrays of a pack stil
 every row (`base/records.py`), and each row's log-probs, masks and advantages are its own. Who knows of it:
 `packing.py` plans and builds packs, `engine/device_batch.py` gives the model the computed tokens and the head one
 (state, label) pair for each trained token, `engine/model.py` takes rotary positions by depth, and
-`cpu/forest_attention.py` attends over ancestors.
+`engine/attention.py` attends over ancestors, on a CPU by `cpu/forest_attention.py`, on a GPU by
+`engine/flex_attention.py`.
 """
 
 from __future__ import annotations

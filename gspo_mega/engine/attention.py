@@ -2,12 +2,14 @@
 
 `PackedAttention` and `TorchNorm` replace `TEDotProductAttention` and `TENorm`, which half precision on a GPU uses. They
 take the same packed (`thd`) input and context-parallel layout, so all code above them is the same. `HeadsNorm` is a
-norm of queries and keys that neither has.
+norm of queries and keys that neither has. Packs whose rows share prefixes are beyond Transformer Engine's kernels, so
+its core attention leaves them to `attend` (`forest_dot_product_attention`), which chooses by device.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -27,11 +29,14 @@ from megatron.core.transformer.utils import (
     make_sharded_tensors_for_checkpoint,
 )
 
+from gspo_mega.cpu import packed_sdpa
 from gspo_mega.cpu.forest_attention import forest_of
-from gspo_mega.cpu.packed_sdpa import attend
+from gspo_mega.engine.flex_attention import flex_attend
 from gspo_mega.engine.process_groups import tensor_group
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+    from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.process_groups_config import ProcessGroupCollection
 
 
@@ -164,6 +169,57 @@ def norm_all_heads(attention: Any, num_heads: int, num_kv_heads: int) -> None:
     """Put norms over all heads into the submodules of a layer's attention, in place."""
     attention.q_layernorm = ModuleSpec(module=HeadsNorm, params=dict(num_heads=num_heads))
     attention.k_layernorm = ModuleSpec(module=HeadsNorm, params=dict(num_heads=num_kv_heads))
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    params: PackedSeqParams,
+    context_group: dist.ProcessGroup | None,
+    softmax_scale: float | None,
+    sinks: torch.Tensor | None = None,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Compute `packed_sdpa.attend`; on a GPU FlexAttention takes packs whose rows share prefixes."""
+    forest = forest_of(params)
+    if forest is None or not query.is_cuda:
+        return packed_sdpa.attend(query, key, value, params, context_group, softmax_scale, sinks, window)
+    key, value = (packed_sdpa.of_whole_pack(x, context_group) for x in (key, value))
+    return flex_attend(query, key, value, forest, softmax_scale, sinks, window)
+
+
+@functools.cache
+def forest_dot_product_attention() -> type:
+    """Transformer Engine's core attention, of which packs whose rows share prefixes go to `attend`."""
+    # This module imports Transformer Engine; `require_precision` has checked that it is installed.
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    class ForestDotProductAttention(TEDotProductAttention):
+        def forward(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            attn_mask_type=None,
+            attention_bias=None,
+            packed_seq_params=None,
+            **more,
+        ):
+            shares = packed_seq_params is not None and forest_of(packed_seq_params) is not None
+            if not (shares and query.is_cuda):  # on a CPU this package's kernels stand behind the module
+                return super().forward(
+                    query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params, **more
+                )
+            own: Any = self
+            left = -1 if own.window_size is None else own.window_size[0]
+            window = left + 1 if left >= 0 else None
+            return attend(
+                query, key, value, packed_seq_params, own.cp_group, own.softmax_scale, own.softmax_offset, window
+            )
+
+    return ForestDotProductAttention
 
 
 class PackedAttention(MegatronModule):

@@ -102,10 +102,7 @@ def _ends(micro_batch: MicroBatch, held: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def to_device(micro_batch: MicroBatch, groups: ParallelGroups) -> DeviceBatch:
-    """Slice `micro_batch` for this context rank and copy it to this rank's device.
-
-    Raises ValueError for rows that share prefixes on a GPU, which the plan refuses.
-    """
+    """Slice `micro_batch` for this context rank and copy it to this rank's device."""
     cu_seqlens = torch.from_numpy(micro_batch.cu_seqlens)
     held, rows = held_rows(micro_batch, groups)
     active = held[rows]
@@ -113,8 +110,6 @@ def to_device(micro_batch: MicroBatch, groups: ParallelGroups) -> DeviceBatch:
     longest = int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
     target = device()
     if micro_batch.computed_at is not None:
-        if target.type != "cpu":
-            raise ValueError("rows that share prefixes have not been computed on a GPU yet; the plan refuses it")
         places = _places_of_rows(micro_batch, groups)
         rows, end_rows = places[active], places[held[end_rows]]
         held = computed_rows(micro_batch, groups)  # what rows share is the same in all of them

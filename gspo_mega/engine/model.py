@@ -38,7 +38,13 @@ from gspo_mega.config.schema import Config, Moe, Parallel
 from gspo_mega.cpu.backend import is_cpu_backend
 from gspo_mega.cpu.forest_attention import ForestNodes, forest_of
 from gspo_mega.engine.adapters import Adapter
-from gspo_mega.engine.attention import PackedAttention, TorchNorm, norm_all_heads, norm_outputs
+from gspo_mega.engine.attention import (
+    PackedAttention,
+    TorchNorm,
+    forest_dot_product_attention,
+    norm_all_heads,
+    norm_outputs,
+)
 from gspo_mega.engine.delta_net import GatedAttention, complete_delta_spec, delta_settings
 from gspo_mega.engine.invariant_layers import ACTIVATION, is_batch_invariant, use_invariant_parts
 from gspo_mega.engine.precision import (
@@ -338,6 +344,7 @@ def _transformer_engine_layer(
         qk_layernorm=megatron_config.qk_layernorm,
         multi_latent_attention=spec.latent is not None,
     )
+    _submodules(_submodules(layer).self_attention).core_attention = forest_dot_product_attention()
     if spec.latent is not None:
         complete_latent_spec(_submodules(layer).self_attention)
     if spec.output_gate:

@@ -238,7 +238,8 @@ def _sharing(plan: Plan) -> list[str]:
         refused = [*rules_between_keys(could), *validate_sharing(could, plan.spec, plan.device)]
         if step.shared_fraction < _WORTH_SHARING or refused:
             return []
-        return [f"share_prefixes off: on CPUs, with `prompts`, {_saving(step, plan.spec)}"]
+        untried = ", which has not yet run on a GPU," if is_on_gpu(config.cluster, plan.device) else ","
+        return [f"share_prefixes off: with `prompts`{untried} {_saving(step, plan.spec)}"]
     what = "the prompt of a group" if batch.share_prefixes == "prompts" else "what rows have in common"
     more = "; what else rows share is not known before a run" if batch.share_prefixes == "full" else ""
     return [

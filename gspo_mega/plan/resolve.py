@@ -141,6 +141,11 @@ def _notices(config: Config, spec: ModelSpec, layout: Layout, device: Device | N
             f" products are summed in fp32: {config.precision}'s numbers, not its speed or memory, and not a GPU's"
             " order of summation"
         )
+    if config.batch.share_prefixes != "off" and is_on_gpu(config.cluster, device):
+        yield (
+            f"batch.share_prefixes {config.batch.share_prefixes} on GPUs: attention over shared prefixes"
+            " (FlexAttention) was traced, and compared with loops on CPUs; it has not yet run on a GPU"
+        )
     if device is None and gathers_unevenly(config.parallel, spec):
         yield (
             "expert_tensor > 1 with the alltoall dispatcher runs on GPUs only; without them use `expert_dispatcher:"

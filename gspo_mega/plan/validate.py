@@ -501,11 +501,11 @@ def validate_sharing(config: Config, spec: ModelSpec, device: Device | None) -> 
     mode = config.batch.share_prefixes
     if mode == "off":
         return
-    if is_on_gpu(config.cluster, device):
+    if spec.delta is not None and is_on_gpu(config.cluster, device):
         yield Violation(
             "batch.share_prefixes",
-            f"{mode} on GPUs: their attention over shared prefixes, FlexAttention, has not run on a GPU yet; it runs on"
-            " CPUs only",
+            f"{mode} on GPUs, and the model ({spec.family}) has gated delta nets: their kernels, which would fork"
+            " states where rows part, can be neither traced nor run without a GPU; it runs on CPUs only",
             "off",
         )
 

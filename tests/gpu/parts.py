@@ -50,7 +50,7 @@ PARTS = {
         "memory of each phase against what the trace predicted",
         "traced.py",
         180,
-        ("--cases", "dense,experts"),
+        ("--cases", "dense,shared,experts"),
         dry=("--cases", "tiny"),
     ),
     "traced_fp8": Part(
@@ -90,6 +90,12 @@ PARTS = {
         "training.py",
         300,
         dry=(*_SHORT, "--steps", "6", "--rate", "3e-4"),
+    ),
+    "shared": Part(
+        "packs that share prompts against whole rows: FlexAttention",
+        "shared.py",
+        480,
+        dry=("--shapes", "tiny-dense", "--prompt", "32", "--response", "16", "--times", "1"),
     ),
     "products": Part("Transformer Engine's linear layer, every recipe against bf16", "products.py", 120),
     "head": Part(

@@ -47,6 +47,11 @@ _ONE_RANK = (
 # Configuration, layers (None: all), and overrides. Each fits on a GPU of 80 GB; `tiny` is for a CPU.
 CASES: dict[str, tuple[str, int | None, tuple[str, ...]]] = {
     "dense": ("qwen3_06b_1gpu", None, ("cluster.colocated=false", "cluster.gpus_per_node=2")),
+    "shared": (
+        "qwen3_06b_1gpu",
+        None,
+        ("cluster.colocated=false", "cluster.gpus_per_node=2", "batch.share_prefixes=prompts"),
+    ),
     "experts": ("qwen3_30b_a3b_4nodes", 4, _ONE_RANK),
     "fp8": ("qwen3_30b_a3b_4nodes_fp8", 4, _ONE_RANK),
     "tiny": (
@@ -156,7 +161,7 @@ def judge(rows: Rows) -> list[str]:
 
 
 def main() -> None:
-    args = arguments(__doc__, cases="dense,experts,fp8,adapters", predict=0)
+    args = arguments(__doc__, cases="dense,shared,experts,fp8,adapters", predict=0)
     if args.predict:
         found = {case: predict(case) for case in args.cases.split(",")}
         PREDICTED.write_text(json.dumps(found, indent=1) + "\n")

@@ -366,7 +366,7 @@ class Batch(Section):
         description=(
             "What a packed forward pass computes once for several rows: `off`, nothing; `prompts`, the prompt of a"
             " group's rows; `full`, all first tokens that rows have in common, as branches of an episode do. `prompts`"
-            " and `full` deal whole groups to mini-batches, and need ranks on CPUs."
+            " and `full` deal whole groups to mini-batches. They have not run on a GPU."
         ),
     )
 

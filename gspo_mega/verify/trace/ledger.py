@@ -22,11 +22,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
+from gspo_mega.cpu.fake_kernels import FLEX_ATTENTION, flex_attention_flops
 from gspo_mega.plan.state import pinned_bytes
 
 _BLOCK = 512
@@ -120,6 +122,8 @@ class Phase:
 
 class Ledger(TorchDispatchMode):
     """Sees every operation of this process. Enter it inside of `fake_tensors()`."""
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -234,6 +238,8 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if isinstance(func, HigherOrderOperator):
+            return self._run_kernel(func, args, kwargs)
         name = func._schema.name
         if name.startswith("c10d::"):
             self._note_collective(name.removeprefix("c10d::"), args)
@@ -263,6 +269,16 @@ class Ledger(TorchDispatchMode):
         self._follow(name, func, args, kwargs, tensors, out)
         for one in tree_iter(out):
             self._see(one, bool(pins))
+        return out
+
+    def _run_kernel(self, operator: HigherOrderOperator, args: Any, kwargs: dict[str, Any]) -> Any:
+        """An operator that torch.compile makes one kernel of; what it returns stays for the backward pass."""
+        self.flops(FLEX_ATTENTION, flex_attention_flops(operator.name(), args))
+        with self.inside_kernel():
+            out = operator(*args, **kwargs)
+        inside, self._inside = self._inside, 0
+        self.made(out)
+        self._inside = inside
         return out
 
     def _as_places(self, index: torch.Tensor | None, name: str) -> torch.Tensor | None:

@@ -18,21 +18,16 @@ PROMPT_TOKENS = 8
 
 def full_pack(config: Config, layout: Layout, spec: ModelSpec) -> MicroBatch:
     """Return a full pack: as many sequences of the longest length as it takes, and a shorter one for the rest. All but
-    the first few tokens of each are response.
+    the first few tokens of each are response. If packs share prefixes, the sequences are those of groups with the
+    longest prompt, whose responses are shorter only if a pack would not hold two of them.
     """
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    tokens = config.batch.micro_batch_tokens
-    longest = min(longest, tokens)
-    lengths = [longest] * (tokens // longest)
-    if tokens % longest > 2 * PROMPT_TOKENS * layout.sequence_multiple_tokens:
-        lengths.append(tokens % longest)
     moe = spec.moe
     rng = np.random.default_rng(0)
     rows = []
-    for length in lengths:
-        active = length - PROMPT_TOKENS
+    for prompt, active in _lengths(config, layout):
+        prompt_ids = rng.integers(0, spec.vocab_size, prompt) if prompt else rows[-1]["prompt_token_ids"]
         row: dict[str, Any] = dict(
-            prompt_token_ids=rng.integers(0, spec.vocab_size, PROMPT_TOKENS),
+            prompt_token_ids=prompt_ids,
             response_token_ids=rng.integers(0, spec.vocab_size, active),
             response_mask=np.ones(active),
             rollout_log_probs=np.full(active, -1.0),
@@ -68,6 +63,7 @@ def full_pack(config: Config, layout: Layout, spec: ModelSpec) -> MicroBatch:
         ),
         layout.pack_multiple_tokens,
         by_token,
+        share_prefixes=config.batch.share_prefixes,
         num_top=num_top,
     )
     if moe is not None and config.moe.routing_replay == "R3":
@@ -76,3 +72,20 @@ def full_pack(config: Config, layout: Layout, spec: ModelSpec) -> MicroBatch:
         held = [index for index in range(spec.num_layers) if spec.has_experts(index)]
         pack.routed_layers = np.asarray(held)
     return pack
+
+
+def _lengths(config: Config, layout: Layout) -> list[tuple[int, int]]:
+    """The tokens of prompt and response of each sequence; no prompt for one that has that of the sequence before."""
+    tokens, prompt = config.batch.micro_batch_tokens, PROMPT_TOKENS
+    least = 2 * PROMPT_TOKENS * layout.sequence_multiple_tokens
+    longest = min(config.data.max_prompt_tokens + config.rollout.max_new_tokens, tokens)
+    if config.batch.share_prefixes == "off":
+        whole, left = [(prompt, longest - prompt)] * (tokens // longest), tokens % longest
+    else:
+        left = tokens // layout.pack_multiple_tokens * layout.pack_multiple_tokens
+        prompt, whole = config.data.max_prompt_tokens, []
+        response = min(config.rollout.max_new_tokens, (left - prompt) // min(2, config.batch.group_size))
+        while (number := min(config.batch.group_size, (left - prompt) // response)) > 0:
+            whole += [(prompt, response), *[(0, response)] * (number - 1)]
+            left -= prompt + number * response
+    return whole + [(PROMPT_TOKENS, left - PROMPT_TOKENS)] * (left > least)

@@ -108,7 +108,7 @@ class _Trace:
 
     def _expect(self, pack: MicroBatch) -> None:
         layout, moe = self.layout, self.spec.moe
-        local = pack.num_tokens // layout.context
+        local = pack.num_computed // layout.context
         split = layout.tensor if layout.sequence_parallel else 1
         copies = local // split * moe.experts_per_token if moe is not None else 0
         fake_kernels.expect(
@@ -290,7 +290,9 @@ class _Trace:
             "rank": self.request.rank,
             "coordinates": dataclasses.asdict(self.layout.coordinates(self.request.rank)),
             "versions": fake_kernels.versions(),
-            "pack_tokens": pack.num_tokens,
+            "pack_tokens": pack.num_computed,
+            "trained_tokens": int(np.count_nonzero(pack.loss_mask)),
+            "attended_length": 2 * float(pack.position_ids[pack.first_rows()].mean()) + 1,
             "packs": self.request.packs,
             "imbalance": self.request.imbalance if self.layout.expert > 1 else 1.0,
             "phases": [_phase(phase) for phase in self.ledger.phases],

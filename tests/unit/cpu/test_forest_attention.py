@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gspo_mega.algorithm.terms import local_positions
 from gspo_mega.cpu import packed_sdpa
-from gspo_mega.cpu.forest_attention import ForestNodes, flex_forest_attend, forest_attend
+from gspo_mega.cpu.forest_attention import ForestNodes, forest_attend
 from gspo_mega.data.forest import lay_out, num_computed
 
 # Rows in tree order: sizes, and how much of the row before is shared, in parts of the most that can be.
@@ -114,29 +114,6 @@ def test_windows_and_sinks_are_of_each_path_on_every_context_rank(rows, kv_heads
     ours, theirs = (torch.autograd.grad((found * weights).sum(), inputs) for found in (out, wanted))
     for one, other in zip(ours, theirs, strict=True):
         assert torch.allclose(one, other, rtol=0, atol=1e-11)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("has_sinks", [False, True])
-def test_flex_attention_sees_each_path(window, has_sinks, ranks):
-    """On a CPU it has no backward pass, and is not compiled: this is its mask, and its sinks."""
-    sizes, shared = [9, 9, 11, 7, 5], [0, 4, 7, 2, 0]
-    sizes[-1] += -num_computed(sizes, shared) % (2 * ranks)
-    forest = lay_out(sizes, shared)
-    count, generator = int(forest.node_starts[-1]), torch.Generator().manual_seed(3)
-    query, key, value = (torch.randn(count, heads, 8, generator=generator) for heads in (4, 2, 2))
-    sinks = torch.randn(4, generator=generator) if has_sinks else None
-    computed_at, depths = torch.from_numpy(forest.computed_at), torch.zeros(count, dtype=torch.int64)
-    depths[computed_at] = torch.cat([torch.arange(size) for size in sizes])
-    whole = ForestNodes(forest.node_starts.tolist(), forest.node_ends.tolist(), depths)
-    out = torch.zeros(count, 32)
-    for rank in range(ranks):
-        own = local_positions(count, ranks, rank)
-        out[own] = flex_forest_attend(query[own], key, value, whole.for_rank(ranks, rank), 0.3, sinks, window)
-    wide = (query.double(), key.double(), value.double())
-    wanted = by_rows(*wide, computed_at.split(sizes), 0.3, None if sinks is None else sinks.double(), window).flatten(1)
-    assert float((out[computed_at] - wanted).abs().max()) < 2e-6
 
 
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 3e-6), (torch.bfloat16, 3e-2)])

@@ -283,6 +283,21 @@ def test_a_teacher_is_traced_with_its_pass_and_chunks_of_its_logits(capsys):
     assert flops["second training"] > sum(plain["second training"]["flops"].values()), "both heads once more"
 
 
+def test_flex_attention_is_traced_with_the_blocks_that_it_computes(capsys):
+    """Of 8192 positions: a prompt of 512 and three responses of 2048, and a row of 1536 for the rest. In blocks of 128 these are
+    10 + 3 (16 x 4 + 136) + 78 = 688; two products forward and seven backward, of 16 heads of 128.
+    """
+    compared, phases = small(capsys, "batch.share_prefixes=prompts", "recompute.granularity=none")
+    flops = {name: phase["flops"].get("FlexAttention") for name, phase in phases.items()}
+    forward = 2 * 688 * 128**2 * 16 * 2 * 128
+    assert flops["second old pass"] == forward and flops["second training"] == forward * 4.5
+    assert any("core_attention" in name for name in phases["second old pass"]["flops_by_module"])
+    assert "attention" not in phases["second training"]["flops"], "Transformer Engine's is left out"
+    assert [what for what, one in compared.items() if not one["agrees"]] == []
+    waits = [where for phase in phases.values() for where in phase["waits"]]
+    assert not any("flex_attention" in where for where in waits)
+
+
 def test_a_save_makes_no_fp32_copies_of_all_small_moments(capsys):
     """They would be 2 GiB here. It holds what ranks exchange at a time, twice."""
     arguments = ["--layers", "9", "--packs", "1", "--rank", "0", "--json"]
