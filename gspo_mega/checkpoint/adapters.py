@@ -291,7 +291,8 @@ def stacks(spec: ModelSpec, targets: Sequence[str]) -> list[AdapterStack]:
     for layer, parameters in layers.items():
         for parameter, experts in parameters.items():
             inner = ".base_layer" if parameter == _GATE_UP and _DOWN in parameters else ""
-            path = f"{PREFIX}model.layers.{layer}.mlp.experts{inner}"
+            above = experts[0][0].name.partition("layers.")[0]
+            path = f"{PREFIX}{above}layers.{layer}.mlp.experts{inner}"
             found.append(AdapterStack(path, parameter, tuple(experts[expert] for expert in range(len(experts)))))
     return found
 

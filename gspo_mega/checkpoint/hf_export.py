@@ -290,12 +290,11 @@ def copy_description(
     for file in description_files(source):
         atomic_io.copy_file(file, target / file.name, at="publish.copy")
     config = read_json_file(source / "config.json")
-    # Both spellings are in use.
-    for key in ("dtype", "torch_dtype"):
-        if key in config:
-            config[key] = dtype_name
-    if not config.keys() & {"dtype", "torch_dtype"}:
-        config["torch_dtype"] = dtype_name
+    # Both spellings are in use, and a vision-language class may name the dtype for its text part only.
+    text = config.get("text_config")
+    named = [(part, key) for part in (config, text) for key in ("dtype", "torch_dtype") if part and key in part]
+    for part, key in named or [(config, "torch_dtype")]:
+        part[key] = dtype_name
     if config.get("num_nextn_predict_layers"):
         config["num_nextn_predict_layers"] = 0
     config.pop(QUANTIZATION_KEY, None)

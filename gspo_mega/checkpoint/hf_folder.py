@@ -198,10 +198,9 @@ def _part_of_expert(own: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
     """Return the tensor [entry.shape] as a view of what its stack has for its expert."""
     stack, rows = entry.stack, entry.shape[0]
     assert stack is not None
-    if not stack.transposed:
-        return own[stack.first * rows : (stack.first + 1) * rows]
-    part = own[..., stack.first :: stack.step]
-    return part.t() if len(entry.shape) == 2 else part
+    if stack.transposed and len(entry.shape) == 2:
+        own = own.t()
+    return own[stack.first :: stack.step] if stack.in_turn else own[stack.first * rows : (stack.first + 1) * rows]
 
 
 def stacked(

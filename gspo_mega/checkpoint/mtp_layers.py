@@ -95,8 +95,9 @@ def carried_config(spec: ModelSpec, raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def carried_modules(spec: ModelSpec) -> tuple[str, ...]:
-    """Return the layers' names as `modules_to_not_convert` has them."""
-    return tuple(f"model.layers.{spec.num_layers + place}" for place in range(spec.num_ignored_layers))
+    """Return the layers' names, and the beginnings of others', as `modules_to_not_convert` has them."""
+    layers = tuple(f"model.layers.{spec.num_layers + place}" for place in range(spec.num_ignored_layers))
+    return layers + tuple(beginning.rstrip(".") for beginning in FAMILIES[spec.family].carried)
 
 
 def is_carried(entry: TensorEntry) -> bool:

@@ -36,6 +36,7 @@ from gspo_mega.base.errors import CheckpointError
 from gspo_mega.base.run_folder import atomic_write_json
 from gspo_mega.base.untrusted import open_regular
 from gspo_mega.checkpoint.safe_pickle import FORMAT, read_index
+from gspo_mega.models.families import FAMILIES
 from gspo_mega.models.spec import ModelSpec
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -64,10 +65,11 @@ class StoredPlace:
 
 def stored_place(spec: ModelSpec, parameter: str) -> StoredPlace:
     """Return the place of a parameter with a canonical name (`decoder.layers.3.mlp.experts.5.linear_fc1.weight`)."""
-    if spec.delta is not None:
+    if spec.delta is not None or FAMILIES[spec.family].text_part:
+        kept = "the projections of a gated delta net in parts" if spec.delta is not None else "no vision tower"
         raise CheckpointError(
-            f"{spec.family}: Megatron's files keep the projections of a gated delta net in parts, and a conversion to"
-            " or from them has not been written; a run's own checkpoints and its `hf` are not affected"
+            f"{spec.family}: Megatron's files keep {kept}, and a conversion to or from them has not been written; a"
+            " run's own checkpoints and its `hf` are not affected"
         )
     in_layer = _LAYER.fullmatch(parameter)
     if in_layer is None:

@@ -54,16 +54,17 @@ class TensorRule:
 @dataclass(frozen=True)
 class Stack:
     """A tensor `name` of all experts of a layer: [experts, columns, rows] with every expert's matrix transposed, or
-    [experts, rows] for biases. An expert's tensor is every `step`-th of these rows, starting with `first`.
+    [experts, rows] for biases; `transposed` false: [experts, rows, columns].
 
-    `transposed` false: [experts, rows, columns], in which `step` tensors of an expert follow each other, and this one
-    is the `first`, counted from 0.
+    An expert's tensor is every `step`-th of these rows, starting with `first`. `in_turn` false: `step` tensors of an
+    expert follow each other, and this one is the `first`, counted from 0.
     """
 
     name: str
     first: int = 0
     step: int = 1
     transposed: bool = True
+    in_turn: bool = True
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,8 @@ class Family:
     by 1 + weight (`delta_net.py`). `text_part`: the text part of a vision-language model, which config.json describes
     under `text_config`. `carried`: the beginnings of names of tensors that a checkpoint may have besides,
     such as layers for multi-token prediction under names of their own, or a vision tower. `may_stack`: a folder may
-    have its experts in stacks (`in_stack`), as Qwen3.5 is published, or one by one, as transformers writes them.
+    have its experts in stacks (`in_stack`), as Qwen3.5 and Qwen3-VL are published, or one by one; whether the matrices
+    in stacks are transposed.
 
     `windows`: which layers have the sliding window of config.json if it lists none: every one, which only the key
     `sliding_window` decides (Mistral), every other (gpt-oss), or three of four (OLMo-3), whose positions are never
@@ -125,7 +127,7 @@ class Family:
     delta_net: bool = False
     text_part: bool = False
     carried: tuple[str, ...] = ()
-    may_stack: bool = False
+    may_stack: Literal["plain", "transposed"] | None = None
     windows: Literal["every layer", "every other", "three of four"] | None = None
     serves_windows: bool = True
     served: Mapping[str, Any] = field(default_factory=dict)
@@ -159,17 +161,17 @@ def full_positions(config: Mapping[str, Any]) -> dict[str, Any]:
     return dict((config.get("rope_parameters") or {}).get("full_attention") or {})
 
 
-# Where a stack of Qwen3.5's experts has the tensor of one: its name, and its place among those of the expert.
+# Where a stack of Qwen's experts has the tensor of one: its name, and its place among those of the expert.
 _PLACES_IN_STACKS = {"gate": ("gate_up_proj", 0, 2), "up": ("gate_up_proj", 1, 2), "whole": ("down_proj", 0, 1)}
 
 
-def in_stack(rule: TensorRule) -> TensorRule:
+def in_stack(rule: TensorRule, transposed: bool) -> TensorRule:
     """A row of an expert in a folder of a family that `may_stack`, if it has stacks; any other row as it is."""
     block, expert, _ = rule.name.partition(".{expert}.")
     if not expert:
         return rule
     name, first, step = _PLACES_IN_STACKS[rule.role]
-    return replace(rule, stack=Stack(f"{block}.{name}", first, step, transposed=False))
+    return replace(rule, stack=Stack(f"{block}.{name}", first, step, transposed, in_turn=False))
 
 
 def has_stacks(names: Iterable[str], carried: tuple[str, ...]) -> bool:
@@ -443,12 +445,15 @@ _DELTA_FAMILY: dict[str, Any] = dict(
 )
 
 
-def _text_part(own: Family, architecture: str) -> Family:
-    """The text part of a vision-language model, with the tensors of a family under `model.language_model.`."""
+TEXT_PART, VISION_TOWER = "model.language_model.", "model.visual."
+
+
+def _text_part(own: Family, architecture: str, **others: Any) -> Family:
+    """The text part of a vision-language model, with the tensors of a family under `model.language_model.`. `others`:
+    what else differs from that family.
+    """
     tensors = tuple(
-        replace(row, name=row.name.replace("model.", "model.language_model.", 1))
-        if row.name.startswith("model.")
-        else row
+        replace(row, name=row.name.replace("model.", TEXT_PART, 1)) if row.name.startswith("model.") else row
         for row in own.tensors
     )
     return replace(
@@ -456,7 +461,8 @@ def _text_part(own: Family, architecture: str) -> Family:
         architecture=architecture,
         tensors=tensors,
         text_part=True,
-        carried=(*own.carried, "model.visual."),
+        carried=(*own.carried, VISION_TOWER),
+        **others,
     )
 
 
@@ -621,11 +627,19 @@ FAMILIES: dict[str, Family] = {
         _decoder(*_GATED_ATTENTION, *_QWEN3_5_DELTA, _router("mlp"), *_GATED_SHARED_EXPERT, *_experts("mlp")),
         experts=replace(_QWEN_KEYS, norm_topk_prob=True, gated_shared="shared_expert_intermediate_size"),
         understood=frozenset({"shared_expert_intermediate_size"}),
-        may_stack=True,
+        may_stack="plain",
         **_DELTA_FAMILY,
     ),
 }
 FAMILIES |= {
     "qwen3_5_vl": _text_part(FAMILIES["qwen3_5"], "Qwen3_5ForConditionalGeneration"),
     "qwen3_5_moe_vl": _text_part(FAMILIES["qwen3_5_moe"], "Qwen3_5MoeForConditionalGeneration"),
+    "qwen3_vl": _text_part(FAMILIES["qwen3"], "Qwen3VLForConditionalGeneration"),
+    "qwen3_vl_moe": _text_part(
+        FAMILIES["qwen3_moe"],
+        "Qwen3VLMoeForConditionalGeneration",
+        experts=replace(_QWEN_KEYS, norm_topk_prob=True),
+        may_stack="transposed",
+        own_head=False,
+    ),
 }

@@ -146,6 +146,17 @@ def read_rope(reader: ConfigReader, family: Family) -> tuple[float, RopeScaling 
     )
 
 
+def unsectioned_positions(text: dict[str, Any]) -> dict[str, Any]:
+    """The keys that give SGLang the rotary positions of a config.json without `mrope_section`, which divides a head's
+    elements among an image's time, height and width. Empty if they have no sections.
+    """
+    rope = text.get("rope_parameters") or text.get("rope_scaling")
+    if not isinstance(rope, dict) or "mrope_section" not in rope:
+        return {}
+    kept = {key: rope.get(key, text.get(key)) for key in ("rope_theta", "partial_rotary_factor")}
+    return {"rope_parameters": None} | {key: value for key, value in kept.items() if value is not None}
+
+
 def _share(reader: ConfigReader, family: Family, given: dict[str, Any]) -> float:
     """`partial_rotary_factor`, from the places that name it. As in transformers, a value among the rotary parameters
     counts, and not the one at the top level, where transformers also writes its default.

@@ -120,18 +120,44 @@ def read_model_spec(
     where = str(folder / "config.json")
     spec = spec_from_config(renamed(raw, where), where=where, generation=generation)
     family = FAMILIES[spec.family]
-    return replace(spec, stacks_experts=family.may_stack and has_stacks(_tensor_names(folder), family.carried))
+    may_stack = family.may_stack is not None
+    return replace(spec, stacks_experts=may_stack and has_stacks(_tensor_names(folder), family.carried))
 
 
 def _tensor_names(folder: Path) -> set[str]:
     """The names of the tensors in a folder; none if files are missing or damaged, which whoever reads them says."""
     try:
-        if (index := folder / "model.safetensors.index.json").is_file():
+        if (index := folder / _INDEX).is_file():
             return set(read_json_file(index)["weight_map"])
-        with open_regular(folder / "model.safetensors") as file:
-            return set(parse_json(file.read(min(int.from_bytes(file.read(8), "little"), MOST_JSON_BYTES))))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return set(_header(folder / _SINGLE))
+    except _UNREADABLE:
         return set()
+
+
+def carried_bytes(folder: Path, beginning: str) -> tuple[int, int]:
+    """(number, bytes) of the tensors in a folder whose names begin so; zeros if files are missing or damaged."""
+    try:
+        names = read_json_file(folder / _INDEX)["weight_map"] if (folder / _INDEX).is_file() else {"": _SINGLE}
+        files = {file for name, file in names.items() if not name or name.startswith(beginning)}
+        held = [
+            value["data_offsets"]
+            for file in files
+            for name, value in _header(folder / file).items()
+            if name.startswith(beginning)
+        ]
+        return len(held), sum(end - start for start, end in held)
+    except _UNREADABLE:
+        return 0, 0
+
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+
+
+def _header(path: Path) -> dict[str, Any]:
+    """What a safetensors file says of its tensors, by name."""
+    with open_regular(path) as file:
+        return parse_json(file.read(min(int.from_bytes(file.read(8), "little"), MOST_JSON_BYTES)))
 
 
 def read_stored(folder: str | Path) -> BlockFp8 | None:
@@ -164,7 +190,7 @@ def read_end_tokens(folder: str | Path) -> tuple[int, ...]:
         raise ModelError(
             f"{folder}: no such folder; the one of a Hugging Face model or tokenizer is needed{missing_hint(folder)}"
         )
-    reader = ConfigReader(_text_values(_read_json(folder / "config.json") or {}))
+    reader = ConfigReader(text_values(_read_json(folder / "config.json") or {}))
     ids = _eos_token_ids(reader, _read_json(folder / "generation_config.json") or {}, reader.raw.get("vocab_size") or 0)
     if reader.problems:
         raise ModelError("\n".join(f"{folder}: {problem}" for problem in reader.problems))
@@ -198,7 +224,7 @@ def _spec_from_config(raw: dict[str, Any], where: str, generation: dict[str, Any
         )
     name = ARCHITECTURES[architectures[0]]
     family = FAMILIES[name]
-    reader = ConfigReader(_text_values(raw))
+    reader = ConfigReader(text_values(raw))
     _refuse_other_maths(reader, family)
 
     hidden_size = reader.size("hidden_size")
@@ -264,14 +290,15 @@ def _spec_from_config(raw: dict[str, Any], where: str, generation: dict[str, Any
     return spec
 
 
-def _text_values(raw: dict[str, Any]) -> dict[str, Any]:
+def text_values(raw: dict[str, Any]) -> dict[str, Any]:
     """What a config.json says of the text model: of a vision-language model its `text_config`, with the values that
     count for the whole from the top; of others all.
     """
     if not any(family.text_part and raw.get("architectures") == [family.architecture] for family in FAMILIES.values()):
         return raw
     text = raw["text_config"] if isinstance(raw.get("text_config"), dict) else {}
-    above = {key: raw[key] for key in ("dtype", "torch_dtype", "eos_token_id") if raw.get(key) is not None}
+    of_all = ("dtype", "torch_dtype", "eos_token_id", "quantization_config")
+    above = {key: raw[key] for key in of_all if raw.get(key) is not None}
     return text | above | {"tie_word_embeddings": raw.get("tie_word_embeddings", False)}
 
 
@@ -356,6 +383,12 @@ def _moe(reader: ConfigReader, keys: ExpertKeys) -> MoeSpec:
     normalises = keys.norm_topk_prob
     if normalises is None:
         normalises = reader.flag("norm_topk_prob", keys.normalises)
+    elif reader.raw.get("norm_topk_prob", normalises) is not normalises:
+        reader.problem(
+            "norm_topk_prob",
+            f"{reader.raw['norm_topk_prob']!r}: transformers does not read it here, and"
+            f" SGLang does; supported: {normalises}",
+        )
     return MoeSpec(
         num_experts=num_experts,
         experts_per_token=experts_per_token,

@@ -160,7 +160,8 @@ _last: tuple[ModelSpec, tuple[TensorEntry, ...]] | None = None
 def _entries(spec: ModelSpec, rules: Sequence[TensorRule]) -> Iterator[TensorEntry]:
     sizes = _sizes(spec)
     if spec.stacks_experts:
-        rules = [in_stack(rule) for rule in rules]
+        transposed = FAMILIES[spec.family].may_stack == "transposed"
+        rules = [in_stack(rule, transposed) for rule in rules]
     yield from (_entry(spec, sizes, rule) for rule in rules if rule.stage == "first")
     for layer in range(spec.num_layers):
         per_layer = [rule for rule in rules if rule.stage == "layer" and _is_in_layer(spec, rule, layer)]

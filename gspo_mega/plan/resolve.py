@@ -17,8 +17,8 @@ from gspo_mega.config.loader import LoadedConfig
 from gspo_mega.config.precision import has_transformer_engine_layers
 from gspo_mega.config.schema import Config
 from gspo_mega.models.end_tokens import planned_end_tokens
-from gspo_mega.models.families import FAMILIES
-from gspo_mega.models.huggingface import read_model_spec
+from gspo_mega.models.families import FAMILIES, VISION_TOWER
+from gspo_mega.models.huggingface import carried_bytes, read_model_spec
 from gspo_mega.models.spec import ModelSpec, shape_differences
 from gspo_mega.models.tensors import attention_crossover_tokens, padded_vocab_size
 from gspo_mega.models.value_models import read_critic_spec
@@ -92,11 +92,7 @@ def plan_run(loaded: LoadedConfig, device: Device | None = None, model: str | Pa
             f"num_nextn_predict_layers {spec.num_ignored_layers}: layers for multi-token prediction are neither loaded"
             " nor trained nor published; the run's `hf` keeps those of model.path as they are"
         )
-    if carried := FAMILIES[spec.family].carried:
-        notices.append(
-            f"tensors {', '.join(f'{start}*' for start in carried)} of {source}, if it has any, are neither loaded nor"
-            " trained nor published; the run's `hf` keeps them as they are"
-        )
+    notices += [_carried(source, beginning) for beginning in FAMILIES[spec.family].carried]
     on_gpu = is_on_gpu(config.cluster, device)
     return Plan(
         source,
@@ -107,6 +103,17 @@ def plan_run(loaded: LoadedConfig, device: Device | None = None, model: str | Pa
         describe_verification(config.publish.verify, config.server.tensor, on_gpu),
         describe_operations(config, spec, on_gpu),
         device,
+    )
+
+
+def _carried(source: Path, beginning: str) -> str:
+    """Say what happens to the tensors of `source` whose names begin so."""
+    number, size = carried_bytes(source, beginning)
+    what = "the vision tower" if beginning == VISION_TOWER else "layers for multi-token prediction"
+    held = f"{number} tensors, {size / 1e9:.3g} GB" if number else "if it has any"
+    return (
+        f"tensors {beginning}* of {source} ({what}; {held}) are neither loaded nor trained nor published, and no server"
+        " holds them; the run's `hf` keeps them as they are"
     )
 
 

@@ -37,7 +37,7 @@ from gspo_mega.plan.layout import (
     undivided_sizes,
 )
 from gspo_mega.plan.timing import StepTime
-from gspo_mega.plan.validate_delta import ADAPTERS_NOT_SERVED, validate_delta_nets
+from gspo_mega.plan.validate_delta import ADAPTERS_NOT_SERVED, validate_delta_nets, validate_text_part
 from gspo_mega.plan.validate_precision import (
     validate_batch_invariance,
     validate_fusions,
@@ -71,6 +71,7 @@ def validate_layout(config: Config, spec: ModelSpec, device: Device | None) -> l
         *validate_experts(config, spec, sizes, device),
         *validate_biased_layers(config, spec, device),
         *validate_delta_nets(config, spec, device),
+        *validate_text_part(config, spec),
         *validate_precision(config, spec, device),
         *validate_fusions(config, spec, device),
         *validate_batch_invariance(config.engine, config.cluster, spec, device),
@@ -457,6 +458,8 @@ def _not_served(spec: ModelSpec, found: dict[str, list[TensorEntry]]) -> str:
         return "norms of outputs: no server with adapters has been compared with the trainer"
     if spec.delta is not None:
         return ADAPTERS_NOT_SERVED
+    if FAMILIES[spec.family].text_part:
+        return "a vision tower: no server of such a class with adapters has been compared with the trainer"
     if spec.moe is not None and spec.family not in _SERVED_WITH_EXPERTS:
         served = ", ".join(_SERVED_WITH_EXPERTS)
         return f"experts: servers with adapters were compared with the trainer for {served} and models without experts"

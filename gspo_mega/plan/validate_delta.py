@@ -1,5 +1,5 @@
-"""What a model with gated delta nets (Qwen3-Next, Qwen3.5) cannot be used with: what Megatron or SGLang cannot do, and
-what has not been tried. Each text says which.
+"""What a model with gated delta nets (Qwen3-Next, Qwen3.5), or the text part of a vision-language class, cannot be used
+with: what Megatron or SGLang cannot do, and what has not been tried. Each text says which.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gspo_mega.base.errors import Violation
+from gspo_mega.config.derived import critic_of
 from gspo_mega.config.precision import has_transformer_engine_layers, publishes
 from gspo_mega.config.schema import Config
 from gspo_mega.models.delta_net import attention_interval
@@ -23,15 +24,6 @@ ADAPTERS_NOT_SERVED = (
 
 def validate_delta_nets(config: Config, spec: ModelSpec, device: Device | None) -> Iterator[Violation]:
     """Yield what this model or its layout does not have; nothing for a model without gated delta nets."""
-    replays = config.train is not None and config.train.from_rollouts is not None
-    has_servers = (publishes(config.train, config.sft) or config.eval is not None) and not replays
-    if FAMILIES[spec.family].text_part and has_servers:
-        yield Violation(
-            "model.path",
-            f"{FAMILIES[spec.family].architecture}: servers hold its vision tower too, which a publish neither sends"
-            " nor verifies",
-            "a model whose class is for text only (Qwen3_5ForCausalLM), or recorded rollouts (train.from_rollouts)",
-        )
     if spec.zero_centred_norms and config.publish.verify_all_every > 1:
         yield Violation(
             "publish.verify_all_every",
@@ -77,9 +69,34 @@ def validate_delta_nets(config: Config, spec: ModelSpec, device: Device | None) 
             " tried",
             "none",
         )
-    if attention_interval(spec.delta.layers) is None and has_servers:
+    if attention_interval(spec.delta.layers) is None and _has_servers(config):
         yield Violation(
             "model.path",
             "layer_types: SGLang can have attention only in every n-th layer (full_attention_interval)",
             "a model with attention in every n-th layer",
         )
+
+
+def validate_text_part(config: Config, spec: ModelSpec) -> Iterator[Violation]:
+    """Yield what has not been tried with the text part of a vision-language class; nothing for another model."""
+    if not FAMILIES[spec.family].text_part:
+        return
+    if config.server.quantization != "none" and _has_servers(config):
+        yield Violation(
+            "server.quantization",
+            f"{config.server.quantization} with {spec.family}: quantised servers of vision-language classes have not"
+            " been tried",
+            "none",
+        )
+    if critic_of(config.algorithm, config.critic) is not None:
+        yield Violation(
+            "algorithm",
+            f"{config.algorithm} with {spec.family}: a critic is saved as a classifier, and transformers has none of a"
+            " vision-language class",
+            "an algorithm without a critic, such as gspo",
+        )
+
+
+def _has_servers(config: Config) -> bool:
+    replays = config.train is not None and config.train.from_rollouts is not None
+    return (publishes(config.train, config.sft) or config.eval is not None) and not replays

@@ -25,7 +25,7 @@ from gspo_mega.algorithm.rounding import OnLoad, served_experts, served_linear
 from gspo_mega.checkpoint.hf_export import tensor_bytes
 from gspo_mega.models.block_fp8 import is_quantizable, is_quantized, scale_name
 from gspo_mega.models.delta_net import has_norm_around_zero
-from gspo_mega.models.families import FAMILIES
+from gspo_mega.models.families import FAMILIES, TEXT_PART
 from gspo_mega.models.spec import BlockFp8, ModelSpec
 from gspo_mega.models.tensors import TensorEntry, checkpoint_tensors, hf_tensors, stackings
 from gspo_mega.sync.servers import Fleet, ServerControl
@@ -49,9 +49,10 @@ _DIGITS = 16
 
 def server_tensor_name(spec: ModelSpec, entry: TensorEntry) -> str:
     """Return the name of the SGLang parameter that contains the tensor."""
-    if (stack := _STACK.search(entry.name)) is not None:
-        return f"{entry.name[: stack.start()]}.experts.{_STACKS[stack[1]]}_weight{stack[2]}"
-    owner, _, kind = entry.name.rpartition(".")  # model.layers.0.self_attn.q_proj, weight
+    name = f"model.{entry.name.removeprefix(TEXT_PART)}" if entry.name.startswith(TEXT_PART) else entry.name
+    if (stack := _STACK.search(name)) is not None:
+        return f"{name[: stack.start()]}.experts.{_STACKS[stack[1]]}_weight{stack[2]}"
+    owner, _, kind = name.rpartition(".")  # model.layers.0.self_attn.q_proj, weight
     if FAMILIES[spec.family].delta_net:
         # Its attention is a part of the layer itself there, and the projections of a delta net are two.
         owner = owner.replace(".self_attn.", ".")

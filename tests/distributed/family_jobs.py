@@ -213,6 +213,7 @@ _READ_AS = {
 
 
 def _in_turn(own: torch.Tensor, entry: tensors.TensorEntry) -> torch.Tensor:
+    own = own.t() if entry.stack.transposed else own
     return own[entry.stack.first :: entry.stack.step]
 
 

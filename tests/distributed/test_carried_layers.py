@@ -117,10 +117,12 @@ def test_an_export_of_ranks_has_them_to_the_bit(rank_pools, request, tmp_path, k
     assert found(source, tmp_path / "hf") == []
 
 
-def test_a_vision_tower_and_layers_under_other_names_are_carried_to_the_bit(rank_pools, tmp_path):
-    source = make_family_folder(tmp_path / "model", "qwen3_5_vl")
+@pytest.mark.parametrize("variant", ["qwen3_5_vl", "qwen3_vl_moe"])
+def test_a_vision_tower_and_layers_under_other_names_are_carried_to_the_bit(rank_pools, tmp_path, variant):
+    source = make_family_folder(tmp_path / "model", variant)
     drafts = torch.randn(8, 4, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
-    edit(source, lambda tensors: tensors.update({"mtp.fc.weight": drafts}))
+    if variant == "qwen3_5_vl":
+        edit(source, lambda tensors: tensors.update({"mtp.fc.weight": drafts}))
     why = rank_pools(2).run(
         "carried_jobs:export", folder=str(source), parallel=dict(pipeline=2), out=str(tmp_path / "hf")
     )

@@ -102,6 +102,8 @@ def test_bf16_comes_back_bit_for_bit(rank_pools, tmp_path, variant):
         ("qwen3_5_moe-stacked", "up before gate in a stack"),
         ("qwen3_5_moe-stacked", "gate and up in turn in a stack"),
         ("qwen3_5_moe-stacked", "permuted experts"),
+        ("qwen3_vl_moe", "up before gate in a stack"),
+        ("qwen3_vl_moe", "gate and up in turn in a stack"),
     ],
 )
 def test_a_wrong_conversion_that_round_trips_is_caught_by_the_logits(rank_pools, tmp_path, variant, fault):

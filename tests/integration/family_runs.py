@@ -27,6 +27,9 @@ FAMILIES = {
     "qwen3_5": ("Qwen2Tokenizer", "im"),
     "qwen3_5_moe": ("Qwen2Tokenizer", "im"),
     "qwen3_5_moe-stacked": ("Qwen2Tokenizer", "im"),
+    **dict.fromkeys(
+        ("qwen3_5_vl", "qwen3_5_moe_vl", "qwen3_5_moe_vl-stacked", "qwen3_vl", "qwen3_vl_moe"), ("Qwen2Tokenizer", "im")
+    ),
     "deepseek_v3-kimi": ("PreTrainedTokenizerFast", "im"),
     **{variant: proof.tokenizer for variant, proof in PROOFS.items()},
 }

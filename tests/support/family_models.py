@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from gspo_mega.models.families import FAMILIES
 
@@ -109,6 +109,12 @@ _DELTA = dict(
 )
 _DELTA_EXPERTS = dict(
     num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=40
+)
+# As published: the part of a head that positions turn, divided among time, height and width.
+_SECTIONS = dict(mrope_interleaved=True, mrope_section=[2, 1, 1])
+_DELTA_VL = _DELTA | dict(rope_parameters=_DELTA["rope_parameters"] | _SECTIONS)
+_QWEN3_VL = dict(
+    head_dim=16, rope_parameters=dict(rope_type="default", rope_theta=1e4) | _SECTIONS | dict(mrope_section=[4, 2, 2])
 )
 _VISION = dict(depth=1, hidden_size=16, intermediate_size=24, num_heads=2, num_position_embeddings=16, patch_size=4)
 _KEPT_IN_FP32 = "e_score_correction_bias"
@@ -215,9 +221,12 @@ VARIANTS |= {
     "qwen3_5_moe": ("qwen3_5_moe", _DELTA | _DELTA_EXPERTS),
     # As published: the experts of a layer in one tensor, which transformers reads and does not write.
     "qwen3_5_moe-stacked": ("qwen3_5_moe", _DELTA | _DELTA_EXPERTS),
-    "qwen3_5_vl": ("qwen3_5_vl", _DELTA),
-    "qwen3_5_moe_vl": ("qwen3_5_moe_vl", _DELTA | _DELTA_EXPERTS),
-    "qwen3_5_moe_vl-stacked": ("qwen3_5_moe_vl", _DELTA | _DELTA_EXPERTS),
+    "qwen3_5_vl": ("qwen3_5_vl", _DELTA_VL),
+    "qwen3_5_moe_vl": ("qwen3_5_moe_vl", _DELTA_VL | _DELTA_EXPERTS),
+    "qwen3_5_moe_vl-stacked": ("qwen3_5_moe_vl", _DELTA_VL | _DELTA_EXPERTS),
+    "qwen3_vl": ("qwen3_vl", _QWEN3_VL),
+    # As published: in stacks of transposed matrices, which transformers reads and does not write.
+    "qwen3_vl_moe": ("qwen3_vl_moe", _QWEN3_VL | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)),
 }
 
 
@@ -304,7 +313,11 @@ PROOFS: dict[str, Proof] = {
 
 
 # SGLang's file of a family whose class is of another name, or only derived from another's.
-SERVED_BY = {"mistral": ("LlamaForCausalLM", "llama.py"), "olmo3": ("Olmo2ForCausalLM", "olmo2.py")}
+SERVED_BY = {
+    "mistral": ("LlamaForCausalLM", "llama.py"),
+    "olmo3": ("Olmo2ForCausalLM", "olmo2.py"),
+    "qwen3_vl_moe": ("Qwen3VLForConditionalGeneration", "qwen3_vl.py"),
+}
 
 
 def proof_of(family: str) -> str | None:
@@ -362,6 +375,10 @@ def make_family_folder(
     model.save_pretrained(folder)
     if variant.endswith("-stacked"):  # the modules' own tensors, under their own names
         save_file(model.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
+    if FAMILIES[family].may_stack == "transposed":
+        held = load_file(folder / "model.safetensors")
+        held = {name: t.mT.contiguous() if ".mlp.experts." in name else t for name, t in held.items()}
+        save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
     if not (folder / "generation_config.json").is_file():
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2}))
     (folder / "tokenizer.json").write_text('{"stands for": "a tokenizer"}')

@@ -23,6 +23,7 @@ from gspo_mega.base.garbage import uncollected
 from gspo_mega.base.network import is_loopback
 from gspo_mega.base.untrusted import read_json_file
 from gspo_mega.cpu import sglang_hooks
+from gspo_mega.models.huggingface import text_values
 from gspo_mega.models.value_models import check_head
 from gspo_mega.rollout.registration import read_secret
 from gspo_mega.rollout.server.spec import (
@@ -144,7 +145,7 @@ def _version_of(package: str) -> str | None:
 
 def check_context(spec: ServerSpec, model_config: dict[str, Any]) -> None:
     """Raise ConfigError if the model has fewer positions than the configured context."""
-    limit = model_config.get("max_position_embeddings")
+    limit = text_values(model_config).get("max_position_embeddings")
     if limit is not None and spec.context_tokens > limit:
         raise ConfigError(
             f"server.context_tokens: {spec.context_tokens} tokens, but the model's positions end at {limit}"

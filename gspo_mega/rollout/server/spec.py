@@ -38,7 +38,8 @@ from gspo_mega.config.schema import Config, Precision, Server
 from gspo_mega.config.validate_servers import CONTEXT_SLACK, speculative_arguments, validate_server_options
 from gspo_mega.models.delta_net import read_by_sglang
 from gspo_mega.models.families import FAMILIES
-from gspo_mega.models.huggingface import read_model_spec
+from gspo_mega.models.hf_fields import unsectioned_positions
+from gspo_mega.models.huggingface import read_model_spec, text_values
 from gspo_mega.models.low_rank import targets_of
 from gspo_mega.rollout.registration import read_secret
 
@@ -352,17 +353,30 @@ def draft_architectures(spec: ServerSpec, draft_config: dict[str, Any]) -> list[
 def missing_values(model_config: dict[str, Any]) -> dict[str, str]:
     """Return the argument for ServerArgs that adds the values which SGLang reads and `model_config` does not have, or
     has otherwise than the place that counts.
+
+    Servers of a vision-language class hold its text part only (`language_model_only`): prompts have no images. Text
+    has the same position in all sections of `mrope_section`, which are left out, because for them SGLang keeps a table
+    among the weights.
     """
     names = model_config.get("architectures") or []
     families = [family for family in FAMILIES.values() if family.architecture in names]
-    missing = {
+    missing: dict[str, Any] = {
         key: value(model_config) if callable(value) else value
         for family in families
         for key, value in family.served.items()
         if key not in model_config
     }
+    text, has_tower = text_values(model_config), any(family.text_part for family in families)
+    of_text: dict[str, Any] = {}
     if any(family.delta_net for family in families):
-        missing |= {key: value for key, value in read_by_sglang(model_config).items() if model_config.get(key) != value}
+        of_text = {key: value for key, value in read_by_sglang(text).items() if text.get(key) != value}
+    if (positions := unsectioned_positions(text)) and families:
+        of_text |= positions
+        missing["language_model_only"] = True  # without it SGLang asks for a position in each section
+    if has_tower:  # SGLang's Qwen3-VL without experts looks for the text part's values at the top
+        missing |= positions | {"language_model_only": True} | ({"text_config": of_text} if of_text else {})
+    else:
+        missing |= of_text
     return {"json_model_override_args": json.dumps(missing)} if missing else {}
 
 

@@ -181,7 +181,7 @@ QWEN = dict(
     ),
     eos_token_id=1,
 )
-LAYER = "model.language_model.layers.0.mlp.experts"
+LAYER, SERVED = "model.language_model.layers.0.mlp.experts", "model.layers.0.mlp.experts"
 DRAFT = "mtp.layers.0.mlp.experts.0.gate_proj.weight"
 
 
@@ -215,7 +215,33 @@ def test_qwens_stacks_have_gate_and_up_one_after_the_other(tmp_path):
     for name, tensor in found.items():
         expected.add(name, tensor)
     for theirs, ours in (("w13_weight", both), ("w2_weight", down)):  # a server has what was sent
-        assert expected.checksums()[f"{LAYER}.{theirs}"] == hashlib.sha256(ours.numpy().tobytes()).hexdigest()[:16]
+        assert expected.checksums()[f"{SERVED}.{theirs}"] == hashlib.sha256(ours.numpy().tobytes()).hexdigest()[:16]
+
+
+def test_stacks_of_qwen3_vl_have_gate_and_up_one_after_the_other_in_transposed_matrices(tmp_path):
+    text = QWEN["text_config"] | dict(intermediate_size=12, shared_expert_intermediate_size=None, layer_types=None)
+    raw = QWEN | dict(architectures=["Qwen3VLMoeForConditionalGeneration"], text_config=text)
+    spec = replace(spec_from_config(raw), stacks_experts=True)
+    generator = torch.Generator().manual_seed(9)
+    tensors = {e.name: torch.randn(e.shape, generator=generator) for e in checkpoint_tensors(spec)}
+    both, down = tensors[f"{LAYER}.gate_up_proj"], tensors[f"{LAYER}.down_proj"]
+    assert both.shape == (3, 8, 12) and down.shape == (3, 6, 8)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert read_model_spec(tmp_path).stacks_experts
+    with open_folder(tmp_path, spec) as folder:
+        assert torch.equal(folder.read(f"{LAYER}.1.gate_proj.weight"), both[1, :, :6].T)
+        assert torch.equal(folder.read(f"{LAYER}.2.up_proj.weight", 0, 2, 3), both[2, :, 8:11].T)
+        assert torch.equal(folder.read(f"{LAYER}.1.down_proj.weight", 1, 3, 2), down[1, 3:5].T)
+        parts = ((entry, folder.read(entry.name)) for entry in hf_tensors(spec))
+        found = {entry.name: tensor for entry, tensor in stacked(spec, parts)}
+    assert found.keys() == tensors.keys() and all(torch.equal(found[name], tensors[name]) for name in found)
+    expected = ExpectedChecksums(spec)
+    for name, tensor in found.items():
+        expected.add(name, tensor)
+    for theirs, ours in (("w13_weight", both), ("w2_weight", down)):  # SGLang transposes them while it loads them
+        weight = ours.transpose(1, 2).contiguous()
+        assert expected.checksums()[f"{SERVED}.{theirs}"] == hashlib.sha256(weight.numpy().tobytes()).hexdigest()[:16]
 
 
 def test_whether_experts_are_stacked_is_read_from_an_index_too(tmp_path):

@@ -58,6 +58,15 @@ def test_configuration_tokenizer_and_licence_are_copied_and_no_weights_and_no_co
     )
 
 
+def test_a_vision_language_class_names_the_dtype_of_the_copy_where_the_source_named_its_own(folder, tmp_path):
+    """As published: for the text part only. Otherwise the copy's weights would be read as bfloat16."""
+    text = {k: v for k, v in json.loads(SHAPE.read_text()).items() if k not in ("architectures", "torch_dtype")}
+    raw = {"architectures": ["Qwen3VLForConditionalGeneration"], "text_config": text | {"dtype": "bfloat16"}}
+    (folder / "config.json").write_text(json.dumps(raw))
+    assert read_model_spec(folder).torch_dtype == "bfloat16"
+    assert read_model_spec(copied(folder, tmp_path)).torch_dtype == "float32"
+
+
 def test_a_link_out_of_the_folder_is_refused_by_name_before_anything_runs(folder, tmp_path):
     secret = tmp_path / "id_rsa"
     secret.write_text("private")

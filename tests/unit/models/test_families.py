@@ -91,7 +91,7 @@ OWN_KEYS = {
 _DELTA = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=6)
 _EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=24)
 OWN_KEYS |= {"qwen3_next": _DELTA | _EXPERTS, "qwen3_5": _DELTA, "qwen3_5_moe": _DELTA | _EXPERTS}
-OWN_KEYS |= {"qwen3_5_vl": _DELTA, "qwen3_5_moe_vl": _DELTA | _EXPERTS}
+OWN_KEYS |= {"qwen3_5_vl": _DELTA, "qwen3_5_moe_vl": _DELTA | _EXPERTS, "qwen3_vl_moe": OWN_KEYS["qwen3_moe"]}
 _VISION = dict(depth=1, hidden_size=16, intermediate_size=24, num_heads=2, num_position_embeddings=16, patch_size=4)
 
 
@@ -103,6 +103,7 @@ def test_names_and_shapes_are_those_that_hugging_face_saves(family, tied, tmp_pa
     import transformers
     from family_models import proof_of, variant_config
     from safetensors import safe_open
+    from safetensors.torch import load_file, save_file
 
     model_class = getattr(transformers, FAMILIES[family].architecture)
     if (proof := proof_of(family)) is None:
@@ -113,6 +114,12 @@ def test_names_and_shapes_are_those_that_hugging_face_saves(family, tied, tmp_pa
     else:
         config = variant_config(proof, tie_word_embeddings=tied)
     model_class(config).to(torch.float32).save_pretrained(tmp_path)
+    if FAMILIES[family].may_stack == "transposed":  # as published, which transformers reads and does not write
+        tensors = load_file(tmp_path / "model.safetensors")
+        published = {name: t.mT.contiguous() if ".mlp.experts." in name else t for name, t in tensors.items()}
+        save_file(published, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        read = model_class.from_pretrained(tmp_path).state_dict()
+        assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  not a mapping
     spec = read_model_spec(tmp_path)

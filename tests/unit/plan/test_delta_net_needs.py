@@ -23,6 +23,7 @@ from gspo_mega.plan.memory import server_memory
 
 SHAPES = Path(__file__).parents[3] / "configs" / "models"
 SMALL, LARGE = SHAPES / "certify_qwen3_next.json", SHAPES / "qwen3_next_80b.json"
+WIDE = dict(intermediate_size=64, moe_intermediate_size=32)
 PLAIN = ("precision=bf16", "engine.transformer_engine=false")
 
 
@@ -108,12 +109,12 @@ def test_what_cannot_be_is_named(load, device, overrides, text):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_every_published_size_is_planned(load, tmp_path, size):
-    """As a text model with servers, and as published, on recorded rollouts: a rank holds the same weights."""
+    """As a text model, and as published: a rank holds the same weights."""
     layout = "parallel={tensor: 8, expert: 8}" if "-A" in size else "parallel={tensor: 8}"
     file, states = tmp_path / "shape.json", []
-    for raw, more in ((text_model(qwen3_5(size)), ""), (qwen3_5(size), ", from_rollouts: /recorded")):
+    for raw in (text_model(qwen3_5(size)), qwen3_5(size)):
         file.write_text(json.dumps(raw))
-        plan = plan_run(load(*PLAIN, "cluster.ranks_per_node=8", layout, f"train={{num_steps: 1{more}}}"), "gpu", file)
+        plan = plan_run(load(*PLAIN, "cluster.ranks_per_node=8", layout, "train.num_steps=1"), "gpu", file)
         figures = estimate(plan)
         assert "gated delta nets in" in render_report(plan, figures)
         states.append(figures.states)
@@ -145,13 +146,36 @@ def test_irregular_layers_are_refused_because_sglang_cannot_serve_them(load, tmp
         plan_run(load("train.num_steps=1"), "cpu", file)
 
 
-def test_servers_of_a_vision_language_class_are_refused(load, tmp_path):
-    """A run on recorded rollouts has none, and says what it does not train."""
+@pytest.mark.parametrize("variant", ["qwen3_5_vl", "qwen3_vl_moe"])
+def test_a_plan_names_the_vision_tower_and_its_bytes(load, tmp_path, variant):
+    from family_models import make_family_folder
+    from safetensors.torch import load_file
+
+    folder = make_family_folder(tmp_path / "model", variant, **WIDE)
+    tower = [t for name, t in load_file(folder / "model.safetensors").items() if name.startswith("model.visual.")]
+    held = sum(t.numel() * t.element_size() for t in tower)
+    plan = plan_run(load("train.num_steps=1"), "cpu", folder)
+    said = f"(the vision tower; {len(tower)} tensors, {held / 1e9:.3g} GB) are neither loaded nor trained nor published"
+    assert [said in notice for notice in plan.notices if "model.visual.*" in notice] == [True] and held > 10_000
+    (folder / "model.safetensors").unlink()
+    plan = plan_run(load("train.num_steps=1"), "cpu", folder)
+    assert any("model.visual.*" in notice and "if it has any" in notice for notice in plan.notices)
+
+
+def test_what_servers_of_a_vision_language_class_cannot_be(load, tmp_path):
+    from family_models import variant_config
+
     file = tmp_path / "shape.json"
-    text = json.loads((SHAPES / "certify_qwen3_5.json").read_text())
-    raw = dict(architectures=["Qwen3_5ForConditionalGeneration"], text_config=text, tie_word_embeddings=True)
+    raw = variant_config("qwen3_vl", intermediate_size=64).to_dict() | {
+        "architectures": ["Qwen3VLForConditionalGeneration"]
+    }
     file.write_text(json.dumps(raw))
-    plan = plan_run(load("train={num_steps: 1, from_rollouts: /recorded}"), "cpu", file)
-    assert any("model.visual.*" in notice for notice in plan.notices)
-    with pytest.raises(PlanError, match="model.path: Qwen3_5ForConditionalGeneration: servers hold its vision tower"):
-        plan_run(load("train.num_steps=1"), "cpu", file)
+    with pytest.raises(
+        PlanError, match="server.quantization: int8 with qwen3_vl: quantised servers of vision-language"
+    ):
+        plan_run(load("train.num_steps=1", "server.quantization=int8"), "cpu", file)
+    plan_run(load("train={num_steps: 1, from_rollouts: /recorded}", "server.quantization=int8"), "cpu", file)
+    with pytest.raises(PlanError, match="algorithm: ppo with qwen3_vl: a critic is saved as a classifier"):
+        plan_run(load("train={num_steps: 1, from_rollouts: /recorded}", "algorithm=ppo"), "cpu", file)
+    with pytest.raises(PlanError, match="publish.lora: adapter, and the model .qwen3_vl. has a vision tower"):
+        plan_run(load("train.num_steps=1", "lora={rank: 4, alpha: 8}", "publish.lora=adapter"), "cpu", file)

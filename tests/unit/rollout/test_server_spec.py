@@ -303,6 +303,28 @@ def test_sglang_is_told_which_layers_have_attention_and_the_rotary_base():
     assert missing_values(config | found) == {}
 
 
+def test_servers_of_a_vision_language_class_hold_its_text_part_and_plain_positions():
+    """transformers 4 wrote sections beside the base, 5 writes them together; SGLang may read either level."""
+    sections = {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"}
+    for text in (
+        {"rope_theta": 5e6, "rope_scaling": sections},
+        {"rope_parameters": sections | {"rope_theta": 5e6}},
+    ):
+        config = {"architectures": ["Qwen3VLForConditionalGeneration"], "text_config": text}
+        plain = {"rope_parameters": None, "rope_theta": 5e6}
+        told = json.loads(missing_values(config)["json_model_override_args"])
+        assert told == plain | {"language_model_only": True, "text_config": plain}
+    text |= {"layer_types": ["linear_attention"] * 3 + ["full_attention"]}
+    text["rope_parameters"]["partial_rotary_factor"] = 0.25
+    plain |= {"partial_rotary_factor": 0.25}
+    config = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "text_config": text}
+    told = json.loads(missing_values(config)["json_model_override_args"])
+    assert told == plain | {"language_model_only": True, "text_config": plain | {"full_attention_interval": 4}}
+    # A text model that kept the sections of the class that it comes from.
+    told = json.loads(missing_values(text | {"architectures": ["Qwen3_5MoeForCausalLM"]})["json_model_override_args"])
+    assert told == plain | {"full_attention_interval": 4, "language_model_only": True}
+
+
 def test_the_gpu_of_a_server_is_asked_whether_it_keeps_what_is_published(tmp_path):
     """`cluster.gpu` may be absent, or another; what counts is the GPU that is there."""
     blocks = spec_of(tmp_path, quantization="fp8_block")

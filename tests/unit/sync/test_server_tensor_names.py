@@ -80,8 +80,9 @@ _DELTA = dict(
     norm_topk_prob=False,
 )
 _DENSE_DELTA = _DELTA | dict(shared_expert_intermediate_size=None)
-OWN |= {"qwen3_next": _DELTA, "qwen3_5": _DENSE_DELTA, "qwen3_5_moe": _DELTA | dict(num_experts_per_tok=2)}
+OWN |= {"qwen3_next": _DELTA, "qwen3_5": _DENSE_DELTA, "qwen3_5_moe": _DELTA | dict(norm_topk_prob=True)}
 OWN |= {f"{family}_vl": dict(text_config=SIZES | OWN[family]) for family in ("qwen3_5", "qwen3_5_moe")}
+OWN |= {family: dict(text_config=SIZES) for family in ("qwen3_vl", "qwen3_vl_moe")}
 DELTA = {"input_layernorm.weight", "post_attention_layernorm.weight"} | {
     f"linear_attn.{name}"
     for name in ("in_proj_qkvz.weight", "in_proj_ba.weight", "conv1d.weight", "dt_bias", "A_log", "norm.weight")
@@ -115,14 +116,14 @@ IN_A_LAYER = {
     "qwen3_next": DELTA | EXPERTS | SHARED,
     "qwen3_5": DELTA | DENSE,
     "qwen3_5_moe": DELTA | EXPERTS | SHARED,
+    "qwen3_5_vl": DELTA | DENSE,
+    "qwen3_5_moe_vl": DELTA | EXPERTS | SHARED,
+    "qwen3_vl": ATTENTION | DENSE | NORMS,
+    "qwen3_vl_moe": ATTENTION | NORMS | EXPERTS,
     "mixtral": (
         ATTENTION | {f"block_sparse_moe.{name}" for name in ("gate.weight", "experts.w13_weight", "experts.w2_weight")}
     ),
 }
-
-
-# Nothing is published to the servers of a model whose text is a part of it.
-PUBLISHED = [name for name, family in FAMILIES.items() if not family.text_part]
 
 
 def test_attention_beside_delta_nets_is_a_part_of_the_layer_itself():
@@ -154,7 +155,7 @@ def test_one_more_than_the_weight_of_a_norm_is_expected_too():
     }
 
 
-@pytest.mark.parametrize("family", PUBLISHED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_names_are_those_of_the_servers_parameters(family):
     from family_models import PROOFS, proof_of, variant_config
 
