@@ -376,15 +376,18 @@ def make_family_folder(
     if variant.endswith("-stacked"):  # the modules' own tensors, under their own names
         save_file(model.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
     if FAMILIES[family].may_stack == "transposed":
-        held = load_file(folder / "model.safetensors")
-        held = {name: t.mT.contiguous() if ".mlp.experts." in name else t for name, t in held.items()}
-        save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+        _transpose_stacks(folder / "model.safetensors")
     if not (folder / "generation_config.json").is_file():
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2}))
     (folder / "tokenizer.json").write_text('{"stands for": "a tokenizer"}')
     with torch.no_grad():
         np.save(folder / "logits.npy", model.float().eval()(torch.from_numpy(token_ids())[None]).logits[0].numpy())
     return folder
+
+
+def _transpose_stacks(file: Path) -> None:
+    held = {name: t.mT.contiguous() if ".mlp.experts." in name else t for name, t in load_file(file).items()}
+    save_file(held, file, metadata={"format": "pt"})
 
 
 def save_gradients(folder: Path, variant: str) -> None:
@@ -395,6 +398,8 @@ def save_gradients(folder: Path, variant: str) -> None:
     log_probs.gather(1, ids[1:, None]).sum().backward()
     with torch.no_grad():  # as transformers saves weights: under the names of checkpoints, expert by expert
         for parameter in model.parameters():
-            parameter.copy_(parameter.grad)
+            parameter.copy_(0 if parameter.grad is None else parameter.grad)  # text has none in a vision tower
     model.save_pretrained(folder / "gradients")
+    if FAMILIES[VARIANTS[variant][0]].may_stack == "transposed":
+        _transpose_stacks(folder / "gradients" / "model.safetensors")
     (folder / "gradients" / "model.safetensors").rename(folder / "gradients.safetensors")
