@@ -31,7 +31,9 @@ from gspo_mega.train.context import KeyValueStore
 _ARRAY = "__array__"
 _ALIGNED = 64
 CHUNK_BYTES = 4 * 2**20
-POLL_SECONDS = 0.01
+# Ranks ask whether a message is there after at most this share of the time that they have waited for it.
+_LATE_SHARE = 0.05
+_LEAST_POLL_SECONDS, POLL_SECONDS = 0.0005, 0.01
 HEARTBEAT_SECONDS = 1.0
 
 
@@ -266,9 +268,10 @@ class Exchange:
         return decode(receive(TreePlace.of(self._host.rank, receivers, 0), self._host))
 
     def _await(self, key: str) -> None:
-        seen, since = "", time.monotonic()
+        begun = time.monotonic()
+        seen, since = "", begun
         while not self._store.check([key]):
-            time.sleep(POLL_SECONDS)
+            time.sleep(min(max((time.monotonic() - begun) * _LATE_SHARE, _LEAST_POLL_SECONDS), POLL_SECONDS))
             if time.monotonic() - since > self._silence_seconds / 4:
                 beat = self._store.get("heartbeat").decode() if self._store.check(["heartbeat"]) else ""
                 if beat != seen:
