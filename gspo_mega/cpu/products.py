@@ -45,7 +45,13 @@ def _vendor() -> str:
 
 
 def _is_onednns(*tensors: torch.Tensor) -> bool:
-    return uses_onednn() and all(t.dtype == torch.float32 and t.device.type == "cpu" for t in tensors)
+    return uses_onednn() and all(t.dtype == torch.float32 and t.is_cpu for t in tensors)
+
+
+@functools.cache
+def _operation() -> Callable[..., torch.Tensor]:
+    """Return the operation itself. `torch.ops` would look its overload up anew for each product."""
+    return torch.ops.mkldnn._linear_pointwise.default
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -58,7 +64,7 @@ def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     by_rows, by_columns = of_column == 1 and of_row >= weight.size(1), of_row == 1 and of_column >= weight.size(0)
     if not by_rows and not by_columns:
         weight = weight.clone(memory_format=torch.contiguous_format)
-    return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    return _operation()(x, weight, None, "none", [], "")
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

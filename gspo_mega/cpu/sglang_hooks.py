@@ -3,8 +3,8 @@
 `activate()` must run before `sglang` is imported, in every process of a server. `rollout/server/entry.py` calls it at
 import, so spawned children call it too. It works only through import hooks, each of which changes one module of SGLang
 around its import. Nothing of SGLang is edited on disk, and with a usable GPU `activate()` does nothing. The batched
-attention is in `sglang_attention.py`, layers and sampling in `sglang_layers.py`, adapters in `sglang_adapters.py`, and
-quantized layers in `sglang_quantization.py`.
+attention is in `sglang_attention.py`, layers and sampling in `sglang_layers.py`, adapters in `sglang_adapters.py`,
+quantized layers in `sglang_quantization.py`, and results of a decode step in `sglang_results.py`.
 
 Sinks of gpt-oss are kept in the server's dtype and used with this package's attention. Adapters (LoRA): SGLang's
 backend `torch_native` computes them with plain PyTorch, but its host buffers are page-locked, and adapters of experts
@@ -29,6 +29,8 @@ ATTENTION_BACKEND = "cpu_batched"
 INVARIANT_ATTENTION_BACKEND = "cpu_batch_invariant"
 """Name of the attention of `engine.batch_invariant`."""
 _CONTROLLER_SLEEP_MS = 100  # after so long without a request its watchdog is fed
+FORGETS_ANSWERS = "GSPO_MEGA_FORGETS_ANSWERS"
+"""The environment variable that is set in a server whose answers nobody continues."""
 _LENT = ("torchvision", "torchvision.transforms", "torchvision.transforms.functional")
 
 
@@ -311,10 +313,14 @@ def _plain_experts(module: types.ModuleType) -> None:
 
 
 def _plain_sampling(module: types.ModuleType) -> None:
-    """Sample with one random number for each request; with the batch-invariant attention, log-probs by log-softmax."""
-    from gspo_mega.cpu.sglang_layers import log_softmax_of, sampling_plain
+    """Sample with one random number for each request, and make only the log-probs that are returned; with the
+    batch-invariant attention, log-probs by log-softmax.
+    """
+    from gspo_mega.cpu.sglang_layers import log_softmax_of, sampler_plain, sampling_plain
 
     vars(module)["sampling_from_probs_torch"] = sampling_plain(module.sampling_from_probs_torch)
+    own_log_probs = not module.SGLANG_RETURN_ORIGINAL_LOGPROB
+    module.Sampler.forward = sampler_plain(module.Sampler.forward, own_log_probs)
     module.Sampler.__init__ = log_softmax_of(module.Sampler.__init__, INVARIANT_ATTENTION_BACKEND)
 
 
@@ -324,6 +330,16 @@ def _invariant_head(module: types.ModuleType) -> None:
 
     processor = module.LogitsProcessor
     processor._compute_lm_head = head_of(processor._compute_lm_head)
+
+
+def _plain_results(module: types.ModuleType) -> None:
+    """Handle the tokens of a decode step with few operations where its requests are plain."""
+    from gspo_mega.cpu.sglang_results import decode_results_of
+
+    processor = module.SchedulerBatchResultProcessor
+    processor.process_batch_result_decode = decode_results_of(
+        processor.process_batch_result_decode, forgets=lambda: FORGETS_ANSWERS in os.environ
+    )
 
 
 def _scatter_by_sums(module: types.ModuleType) -> None:
@@ -419,6 +435,7 @@ def activate() -> bool:
                 "sglang.srt.layers.moe.fused_moe_native": _plain_experts,
                 "sglang.srt.layers.sampler": _plain_sampling,
                 "sglang.srt.layers.logits_processor": _invariant_head,
+                "sglang.srt.managers.scheduler_components.batch_result_processor": _plain_results,
                 "sglang.srt.lora.layers": _adapters_of_layers,
                 "sglang.srt.lora.backend.base_backend": _adapters_of_tokens,
                 "sglang.srt.lora.backend.torch_backend": _plain_adapters,

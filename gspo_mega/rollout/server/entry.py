@@ -69,6 +69,8 @@ def use_private_rendezvous(spec: ServerSpec) -> None:
 def server_arguments(spec: ServerSpec):
     """Return SGLang's ServerArgs for `spec`. Raises ConfigError for an option that SGLang does not have or refuses."""
     os.environ.update(memory_saver_variables(spec))
+    if spec.forgets_answers:
+        os.environ[sglang_hooks.FORGETS_ANSWERS] = "1"
     model_config = read_model_config(spec.model_path)
     check_context(spec, model_config)
     check_checkpoint(spec, model_config)
@@ -83,6 +85,8 @@ def server_arguments(spec: ServerSpec):
     if sglang_hooks.activate() and not spec.options.get("enable_torch_compile"):
         # SGLang decorates functions with torch.compile, which imports a compiler in each process and never uses it.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    if sglang_hooks.activate():  # its copies of a step's inputs are for CUDA graphs
+        os.environ.setdefault("SGLANG_EAGER_INPUT_NO_COPY", "true")
     # The inputs that a gated delta net remembers for its convolution, which SGLang keeps in bf16 otherwise.
     os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", spec.dtype)
     if sglang_hooks.activate() and spec.tensor > 1:

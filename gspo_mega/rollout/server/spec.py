@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_mega.base.errors import ConfigError, RankError
-from gspo_mega.config.derived import episode_lengths, taught_tokens
+from gspo_mega.config.derived import episode_lengths, is_one_turn, taught_tokens
 from gspo_mega.config.precision import (
     BLACKWELL,
     SERVER_DTYPES,
@@ -61,6 +61,7 @@ class ServerSpec:
         holds_weights: it keeps a copy of what it was sent, to which a delta publish applies.
         releases_memory: it frees its GPU while the ranks train.
         classifies: its model scores texts, and generates nothing.
+        forgets_answers: nobody continues a whole answer, so it does not stay in the prefix cache.
         batch_invariant: it computes a row as the trainer does with `engine.batch_invariant`.
         adapter_rank, adapter_targets: of the adapters that it is sent; a rank of 0 means none.
         speculative: SGLang's arguments for speculative decoding.
@@ -95,6 +96,7 @@ class ServerSpec:
     expert_dispatcher: str = "none"
     attention_data: int = 1
     classifies: bool = False
+    forgets_answers: bool = False
     batch_invariant: bool = False
     adapter_rank: int = 0
     adapter_targets: list[str] = field(default_factory=list)
@@ -169,6 +171,7 @@ def spec_from_config(
         attention_data=server.attention_data,
         speculative=speculative_arguments(config.server, config.model),
         rendezvous=rendezvous,
+        forgets_answers=is_one_turn(rollout),
         batch_invariant=config.engine.batch_invariant,
         options=dict(server.options),
         **adapters,

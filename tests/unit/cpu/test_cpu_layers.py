@@ -1,4 +1,4 @@
-"""What the CPU server computes in fewer operations: sampling, rotary positions, experts."""
+"""What the CPU server computes in fewer operations: sampling, queries and keys, experts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ import types
 import pytest
 import torch
 
-from gspo_mega.cpu.sglang_layers import add_gated, experts_forward_plain, gated, rotate, rotation_of, sample
+from gspo_mega.cpu.sglang_layers import (
+    _heads,
+    add_gated,
+    experts_forward_plain,
+    gated,
+    rotate,
+    rotation_of,
+    sample,
+)
 
 
 def test_samples_have_the_distribution():
@@ -51,6 +59,32 @@ def test_rotary_positions_are_those_of_the_halves():
     one, two = x.chunk(2, -1)
     expected = torch.cat((one * cos - two * sin, two * cos + one * sin), -1)
     torch.testing.assert_close(rotate(x, rotation_of(cache, positions)), expected, rtol=0, atol=1e-6)
+
+
+def test_queries_and_keys_together_have_the_bits_of_each_alone():
+    torch.manual_seed(0)
+    tokens, heads, kv_heads, dim, eps = 5, 4, 2, 8, 1e-3
+    named = types.SimpleNamespace
+    attention = named(
+        head_dim=dim,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        qkv_proj=named(weight=torch.randn((heads + 2 * kv_heads) * dim, 16), bias=torch.randn(64)),
+        q_norm=named(weight=torch.randn(dim), variance_epsilon=eps),
+        k_norm=named(weight=torch.randn(dim), variance_epsilon=eps),
+    )
+    hidden, rotation = torch.randn(tokens, 16), rotation_of(torch.randn(20, dim), torch.tensor([3, 0, 7, 19, 2]))
+    parts = torch.nn.functional.linear(hidden, attention.qkv_proj.weight, attention.qkv_proj.bias)
+    query, key, value = parts.view(tokens, -1, dim).split((heads, kv_heads, kv_heads), dim=1)
+    normed = [
+        torch.nn.functional.rms_norm(part, (dim,), norm.weight, eps)
+        for part, norm in ((query, attention.q_norm), (key, attention.k_norm))
+    ]
+    expected = (*(rotate(part, rotation) for part in normed), value)
+    found = _heads(attention, hidden, rotation)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+    assert found[0].is_contiguous()
 
 
 def test_experts_are_those_of_the_router():

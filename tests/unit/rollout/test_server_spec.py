@@ -419,6 +419,12 @@ def test_a_server_that_cannot_free_its_gpu_is_refused_before_it_starts(tmp_path)
         check_memory_saver(spec, on_cpu=False, is_installed=False)
 
 
+def test_a_server_forgets_answers_of_one_turn_only(tmp_path):
+    assert spec_of(tmp_path).forgets_answers
+    several_turns = {"episode": {"function": "my_package.episodes:play"}}
+    assert not spec_of(tmp_path, rollout=several_turns, context_tokens=40).forgets_answers
+
+
 def test_batch_invariant_operations_are_a_cpus(tmp_path):
     asked = replace(spec_of(tmp_path), batch_invariant=True)
     check_batch_invariant(asked, on_cpu=True)
