@@ -4,7 +4,8 @@
 import, so spawned children call it too. It works only through import hooks, each of which changes one module of SGLang
 around its import. Nothing of SGLang is edited on disk, and with a usable GPU `activate()` does nothing. The batched
 attention is in `sglang_attention.py`, layers and sampling in `sglang_layers.py`, adapters in `sglang_adapters.py`,
-quantized layers in `sglang_quantization.py`, and results of a decode step in `sglang_results.py`.
+quantized layers in `sglang_quantization.py`, results of a decode step in `sglang_results.py`, and the way of a request
+in `sglang_requests.py`.
 
 Sinks of gpt-oss are kept in the server's dtype and used with this package's attention. Adapters (LoRA): SGLang's
 backend `torch_native` computes them with plain PyTorch, but its host buffers are page-locked, and adapters of experts
@@ -342,6 +343,13 @@ def _plain_results(module: types.ModuleType) -> None:
     )
 
 
+def _short_way(module: types.ModuleType) -> None:
+    """Pass generate requests by FastAPI."""
+    from gspo_mega.cpu.sglang_requests import open_lane
+
+    open_lane(module)
+
+
 def _scatter_by_sums(module: types.ModuleType) -> None:
     """Reduce-scatter unequal parts, for data-parallel attention, in SGLang's own way without NCCL: sum all and keep a
     part.
@@ -436,6 +444,7 @@ def activate() -> bool:
                 "sglang.srt.layers.sampler": _plain_sampling,
                 "sglang.srt.layers.logits_processor": _invariant_head,
                 "sglang.srt.managers.scheduler_components.batch_result_processor": _plain_results,
+                "sglang.srt.entrypoints.http_server": _short_way,
                 "sglang.srt.lora.layers": _adapters_of_layers,
                 "sglang.srt.lora.backend.base_backend": _adapters_of_tokens,
                 "sglang.srt.lora.backend.torch_backend": _plain_adapters,
