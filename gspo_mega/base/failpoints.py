@@ -1,9 +1,8 @@
 """Named moments of a run at which a test can kill the process or make a file operation fail.
 
 Reaching a point does nothing unless `arm` was called. There is a point before and after every file operation of a save,
-the rollout journal and a publish through the disk; `atomic_io.py` reaches these. The moments of a step between them are
-points too; `train/phases.py` reaches most of those. `POINTS` is the list. Standard library
-only.
+the rollout journal, a publish through the disk and a copy in memory; `atomic_io.py` reaches these. The moments of a
+step between them are points too; `train/phases.py` reaches most of those. `POINTS` is the list. Standard library only.
 """
 
 from __future__ import annotations
@@ -65,6 +64,9 @@ OPERATIONS = {
     "publish.commit.write": "writing the new version beside current.json",
     "publish.commit.rename": "renaming that to current.json",
     "publish.prune": "removing a version that is not kept",
+    "copy.begin": "taking over an older copy's memory, or new memory, for the copy of a step",
+    "copy.commit": "giving a whole copy in memory its name",
+    "copy.drop": "removing a copy in memory that is not gone on from",
 }
 
 MOMENTS = {
@@ -80,6 +82,9 @@ MOMENTS = {
     "publish.committed": "the version is committed, no server serves it yet",
     "step.published": "the step's weights are with the servers, its metrics are not written",
     "step.written": "the step's metrics are written, its checkpoint is not",
+    "copy.captured": "a rank's state is in its own machine's memory, nothing of it at the neighbour",
+    "copy.arrived": "the neighbour's state is here, its checksum is not compared",
+    "copy.chosen": "the ranks agree from which copies they go on, nothing is loaded",
 }
 
 POINTS: dict[str, str] = {

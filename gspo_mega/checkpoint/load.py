@@ -133,7 +133,8 @@ def _rng_tracker() -> CudaRNGStatesTracker:
     return tracker
 
 
-def _restore_rng(state: dict[str, torch.Tensor]) -> None:
+def restore_random_state(state: dict[str, torch.Tensor]) -> None:
+    """Continue this rank's random streams from `random_state`."""
     _rng_tracker().set_states({n.partition("/")[2]: v for n, v in state.items() if n.startswith("tracker/")})
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
@@ -248,7 +249,7 @@ def load_checkpoint(
     problems: list[str] = []
     try:
         if saved == here:
-            _restore_rng(load_file(folder / rank_file("rng", world.rank)))
+            restore_random_state(load_file(folder / rank_file("rng", world.rank)))
     except (OSError, SafetensorError, KeyError, RuntimeError, ValueError) as error:
         problems.append(f"rank {world.rank}: {first_cause(error)}")
     raise_together(problems, host, CheckpointError, f"{folder} cannot be read")

@@ -25,6 +25,7 @@ from typing import Any, Literal
 from gspo_mega.base import network
 from gspo_mega.base.errors import GspoMegaError, PlanError, RankError, StuckError
 from gspo_mega.base.run_folder import EXIT_STOPPED, Attempt, DamagedFileError, RunFolder, atomic_write_json, read_json
+from gspo_mega.checkpoint.memory_files import copies_removed
 from gspo_mega.config import LoadedConfig
 from gspo_mega.config.derived import command_name
 from gspo_mega.config.schema import ModelReward
@@ -215,8 +216,13 @@ def launch(
             stack_requests,
         ).run()
 
-    with hold(folder, say) as lease, stop_signals() as signals, stack_signals() as stack_requests:
-        restarts = Restarts.begin(folder, Restarts.allowed(command, config.train))
+    with (
+        hold(folder, say) as lease,
+        stop_signals() as signals,
+        stack_signals() as stack_requests,
+        copies_removed(folder.path),
+    ):
+        restarts = Restarts.begin(folder, Restarts.allowed(command, config.train), config.checkpoint.peer_copies > 0)
         while True:
             attempt = new_attempt(folder, loaded, command, say)
             alerts = AlertSender(config, attempt, say)

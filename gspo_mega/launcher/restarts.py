@@ -106,9 +106,14 @@ class Restarts:
     no further than the one before it.
     """
 
-    def __init__(self, max_restarts: int, furthest: Furthest, restarted_at: Sequence[float] = ()) -> None:
-        """`furthest`: how far the run had come when the current attempt began."""
+    def __init__(
+        self, max_restarts: int, furthest: Furthest, restarted_at: Sequence[float] = (), has_copies: bool = False
+    ) -> None:
+        """`furthest`: how far the run had come when the current attempt began. `has_copies`: ranks keep copies of their
+        state in memory.
+        """
         self._max_restarts, self._furthest, self._restarted_at = max_restarts, furthest, list(restarted_at)
+        self._has_copies = has_copies
 
     @staticmethod
     def allowed(command: str, train: Train | None) -> int:
@@ -116,17 +121,17 @@ class Restarts:
         return train.max_restarts if command == "train" and train is not None else 0
 
     @classmethod
-    def begin(cls, folder: RunFolder, max_restarts: int) -> Restarts:
+    def begin(cls, folder: RunFolder, max_restarts: int, has_copies: bool = False) -> Restarts:
         """The budget of a run that a person started. Call it before the attempt begins."""
-        return cls(max_restarts, furthest(folder))
+        return cls(max_restarts, furthest(folder), has_copies=has_copies)
 
     @classmethod
-    def carry_on(cls, folder: RunFolder, max_restarts: int) -> Restarts:
+    def carry_on(cls, folder: RunFolder, max_restarts: int, has_copies: bool = False) -> Restarts:
         """The budget of a run that restarts in another process. Call it before the attempt begins."""
         record = last_restart(folder)
         if record is None or not record.again:
-            return cls.begin(folder, max_restarts)
-        return cls(max_restarts, record.furthest, record.restarted_at)
+            return cls.begin(folder, max_restarts, has_copies)
+        return cls(max_restarts, record.furthest, record.restarted_at, has_copies)
 
     @property
     def count(self) -> int:
@@ -178,6 +183,8 @@ class Restarts:
             if furthest.saved
             else "from its start, without a checkpoint"
         )
+        if self._has_copies:
+            begin = f"from the ranks' copies in memory, or else {begin}"
         return Decision(
             True, f"started again {begin} (restart {self.count} of {self._max_restarts}, train.max_restarts)", cause
         )

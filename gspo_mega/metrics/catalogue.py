@@ -312,6 +312,22 @@ def _entries() -> list[Metric]:
             "how long training paused for the save that was committed last",
         ),
         Metric("time/checkpoint/write_seconds", "seconds", "value", "from that save's start to its commit"),
+        Metric(
+            "checkpoint/peer_bytes",
+            "bytes",
+            "value",
+            "the largest rank's copy in memory of the last step of which every rank's arrived at its neighbour"
+            " (`checkpoint.peer_copies`)",
+        ),
+        Metric(
+            "time/checkpoint/peer_pause_seconds", "seconds", "value", "how long training paused for that copy, at most"
+        ),
+        Metric(
+            "time/checkpoint/peer_seconds",
+            "seconds",
+            "value",
+            "from the step's end until the last rank's copy was compared by checksum at its neighbour",
+        ),
         *(Metric(f"eval/{name}", *held_out) for name, held_out in {**HELD_OUT, **ASYNC_EVALUATION}.items()),
         *(
             Metric(f"eval/set/<set>/{name}", unit, reduction, f"the same of one set: {what}")

@@ -24,6 +24,7 @@ from gspo_mega.plan.estimate import Estimate, estimate, signal_seconds
 from gspo_mega.plan.gpus import ASSUMPTIONS, SHA256_BYTES_PER_SECOND, is_on_gpu
 from gspo_mega.plan.layout import Layout, Sizes
 from gspo_mega.plan.memory import GIB
+from gspo_mega.plan.peer_copies import peer_copy_lines
 from gspo_mega.plan.resolve import Plan
 from gspo_mega.plan.sampling_masks import mask_cost, mask_lines
 from gspo_mega.plan.server_buffers import num_owners, num_senders
@@ -56,14 +57,7 @@ def render_report(plan: Plan, figures: Estimate | None = None, only: Collection[
         "state": _state(figures, "penalty" if penalises_kl(plan.config.algorithm, plan.config.critic) else "term"),
         "memory": _memory(figures),
         "time": _time(figures),
-        "save": (
-            [
-                f"checkpoint {figures.checkpoint_bytes / GIB:.3g} GiB, {figures.save_seconds:.0f} s at the bandwidth"
-                f" assumed; a stop takes up to {figures.stop_seconds:.0f} s"
-            ]
-            if figures.time
-            else []
-        ),
+        "save": [*_save(figures), *peer_copy_lines(figures.peer_copies, plan.config.cluster)],
         "stuck": _stuck(plan, figures),
         "hand-out": [
             *hand_out_lines(hand_out(plan.config, plan.spec, plan.layout)),
@@ -456,6 +450,15 @@ def _overlap(time: StepTime) -> str:
     )
 
 
+def _save(figures: Estimate) -> list[str]:
+    if figures.time is None:
+        return []
+    return [
+        f"checkpoint {figures.checkpoint_bytes / GIB:.3g} GiB, {figures.save_seconds:.0f} s at the bandwidth assumed; a"
+        f" stop takes up to {figures.stop_seconds:.0f} s"
+    ]
+
+
 def _stuck(plan: Plan, figures: Estimate) -> list[str]:
     bounds = patience(plan.config, figures)
     if bounds is None:
@@ -516,6 +519,7 @@ def plan_json(plan: Plan, figures: Estimate) -> str:
             "bytes": figures.checkpoint_bytes,
             "save_seconds": figures.save_seconds,
             "stop_seconds": figures.stop_seconds,
+            "peer_copies": asdict(figures.peer_copies) if figures.peer_copies is not None else None,
         },
         "hand_out": {
             "shards_bytes": handed_out.shards,

@@ -36,6 +36,7 @@ from gspo_mega.plan.layout import (
     stage_layers,
     undivided_sizes,
 )
+from gspo_mega.plan.peer_copies import validate_peer_copies
 from gspo_mega.plan.timing import StepTime
 from gspo_mega.plan.validate_delta import ADAPTERS_NOT_SERVED, validate_delta_nets, validate_text_part
 from gspo_mega.plan.validate_precision import (
@@ -77,6 +78,7 @@ def validate_layout(config: Config, spec: ModelSpec, device: Device | None) -> l
         *validate_batch_invariance(config.engine, config.cluster, spec, device),
         *validate_lora(config, spec),
         *validate_optimizer(config, device),
+        *validate_peer_copies(config),
         *_validate_batch(config.batch, config.sft, sizes),
         *validate_sharing(config, spec, device),
         *_validate_lengths(config, spec, sizes),

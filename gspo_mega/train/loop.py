@@ -60,7 +60,7 @@ def run_train(context: WorkerContext) -> dict[str, Any] | None:
     num_steps = config.train.num_steps
     with RankSession(context, num_optimizer_steps=policy_steps(config)) as session:
         state = session.state
-        if session.resumed_from is not None:
+        if session.resumed_from is not None and not session.is_from_copies:
             session.say(
                 f"resumed from {session.resumed_from.name}: step {state.step}, weight version {state.weight_version}"
             )
@@ -83,6 +83,7 @@ def run_train(context: WorkerContext) -> dict[str, Any] | None:
             stop = measure_end(session)
         session.saving.checkpoint()
         session.saving.poll(wait=True)
+        session.saving.end_copies()
         if stop is not None:
             steps = session.async_evaluations.steps_due if session.async_evaluations is not None else []
             return {"stopped": stop, "step": state.step, "to_measure": list(steps)}
@@ -141,6 +142,7 @@ def train_step(session: RankSession, num_steps: int) -> str | None:
     if session.snapshots is not None:
         session.snapshots.keep(state.weight_version)
     report.published = session.servers.publish(state.weight_version)
+    session.saving.finish_copy()
     with session.phase("report"):
         report.gather()
     measure_step(session, report, is_last=state.step == num_steps)
@@ -150,6 +152,7 @@ def train_step(session: RankSession, num_steps: int) -> str | None:
     if _is_due(config.checkpoint.export_every_steps, state.step):
         session.saving.export(session.run_folder.huggingface_step_dir(state.step))
     session.saving.poll()
+    session.saving.keep_copy()
     if _is_due(config.checkpoint.every_steps, state.step) and state.step < num_steps:
         session.saving.checkpoint()
     return None

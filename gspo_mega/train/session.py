@@ -18,6 +18,7 @@ from gspo_mega.base import progress
 from gspo_mega.base.errors import ModelError, NumericsError
 from gspo_mega.base.run_folder import Attempt
 from gspo_mega.checkpoint.hf_import import import_huggingface
+from gspo_mega.checkpoint.peer_copies import PeerCopies
 from gspo_mega.config.derived import critic_of, penalises_kl
 from gspo_mega.config.prompt_sources import HeldOutSet, eval_sets
 from gspo_mega.config.schema import Config, Kl, Model
@@ -57,7 +58,8 @@ class RankSession:
             training. `teachers`: what scores the policy's tokens, None without any. `critic`: the value
             model; None if the algorithm has none.
         snapshots: weights of earlier versions; None if `diagnostics.exact_staleness` has no effect.
-        state: the run's counters, from the latest checkpoint (`resumed_from`) or fresh.
+        state: the run's counters, from the latest checkpoint (`resumed_from`) or fresh. `is_from_copies`: they, and all
+            else, come from the ranks' copies in memory.
         gpus: moves GPU memory between ranks and servers if they share GPUs (`cluster.colocated`).
         profiling: writes the profiler's traces if `profile` asks for any.
         ranks, servers, saving, phases: what all ranks do together: follow rank 0, publish to servers, save the run, and
@@ -117,7 +119,12 @@ class RankSession:
             self.snapshots = Snapshots(self.engine, config.rollout.max_staleness + 1)
 
         # Where the run continues from, and what it needs to save and to publish.
-        self.state, self.resumed_from = restore(self.run_folder, self.engine, self.say, self.critic)
+        copies: PeerCopies | None = None
+        if trains_policy and not rollouts_only and config.checkpoint.peer_copies:
+            apart = config.cluster.ranks_per_node if config.cluster.num_nodes > 1 else 1
+            copies = PeerCopies(self.run_folder, self.engine, self.critic, apart)
+        self.state, self.resumed_from = restore(self.run_folder, self.engine, self.say, self.critic, copies)
+        self.is_from_copies = copies is not None and copies.restored_step is not None
         progress.beat()
         self.gpus: Gpus = OwnGpus()
         if config.cluster.colocated and recorded_dir is None:
@@ -145,6 +152,7 @@ class RankSession:
             self.phases,
             self.gpus,
             self.critic,
+            copies,
         )
         self.servers: ServerLink = NoServers(self.lead) if recorded_dir is not None else self._live_servers()
         if self.lead is not None:

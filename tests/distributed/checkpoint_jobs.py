@@ -6,6 +6,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -17,10 +18,11 @@ from gspo_mega.algorithm.objective import ObjectiveSettings
 from gspo_mega.base import failpoints
 from gspo_mega.base.errors import GspoMegaError
 from gspo_mega.base.run_folder import RunFolder
-from gspo_mega.checkpoint import optimizer_shards, save
+from gspo_mega.checkpoint import memory_files, optimizer_shards, save
 from gspo_mega.checkpoint.gather import PolicyTensors
 from gspo_mega.checkpoint.hf_import import import_huggingface
 from gspo_mega.checkpoint.load import TrainState, find_checkpoint, load_checkpoint
+from gspo_mega.checkpoint.peer_copies import PeerCopies
 from gspo_mega.checkpoint.save import Saver
 from gspo_mega.config.schema import Checkpoint
 from gspo_mega.engine import optimizer
@@ -108,13 +110,14 @@ def run(
     weights_from: str | None = None,
     checkpoint: dict | None = None,
     bucket_size: int | None = None,
+    machines: str | None = None,
     **sections,
 ) -> dict | None:
-    """Carry out `plan` ("start", "train", "save", "commit", "load", "fault ...") and return the whole weights on rank
-    0.
+    """Carry out `plan` ("start", "train", "save", "commit", "load", "copy", "go on from copies", "fault ...") and return
+    the whole weights on rank 0.
 
     "restart" makes a new engine, as a new process would, with weights that are not those of the run. `bucket_size`:
-    elements of an overlapped bucket.
+    elements of an overlapped bucket. `machines`: a folder in which every rank has a machine's memory of its own.
     """
     parallel = {"expert_tensor": 1, **parallel}
     config = layout_config(folder, parallel, **sections)
@@ -125,6 +128,10 @@ def run(
     reading, turns = contextlib.ExitStack(), []
     try:
         engine, state, warnings, lr, counts = None, TrainState(), [], 0.0, None
+        if machines is not None:
+            memory = Path(machines, f"machine_{groups.world.rank}")
+            memory.mkdir(parents=True, exist_ok=True)
+            reading.enter_context(mock.patch.object(memory_files, "ROOT", memory))
         for act in plan:
             if act == "start":
                 with small_buckets(bucket_size):
@@ -132,6 +139,7 @@ def run(
                 import_huggingface(weights_from or folder, spec, groups, engine.chunks)
                 engine.after_weights_loaded()
                 saver = Saver(run_folder, engine, Checkpoint(**(checkpoint or {})))
+                copies = PeerCopies(run_folder, engine) if machines is not None else None
             elif act == "train":
                 sequences = recorded_sequences(seed=state.step)
                 align = math.lcm(
@@ -147,6 +155,13 @@ def run(
                 state.prompts, state.weight_version = {"position": state.step}, state.step
                 saver.save(state)
                 saved_step = state.step
+            elif act == "copy":
+                state.prompts, state.weight_version = {"position": state.step}, state.step
+                warnings = [*warnings, *copies.keep(state)]
+            elif act == "go on from copies":
+                found, why = copies.restore(saved_step=0)
+                warnings, state = [*warnings, why], found or TrainState()
+                assert found is None or state.weight_version == state.step == copies.restored_step
             elif act == "save, copies counted":
                 counts = count_copies(saver, state)
             elif act == "save without room":
@@ -165,6 +180,8 @@ def run(
                 folder_found, warnings = find_checkpoint(run_folder, groups)
                 state = load_checkpoint(folder_found, engine)
                 assert state.prompts == {"position": state.step} and state.weight_version == state.step
+        if machines is not None:
+            warnings = [*warnings, *copies.finish()]
         weights = {
             name: value.clone().numpy()
             for name, value in PolicyTensors(spec, groups, engine.chunks).stream(torch.float32)
@@ -180,6 +197,7 @@ def run(
                 "step": state.step,
                 "warnings": warnings,
                 "copies": counts,
+                "figures": None if machines is None else copies.take_metrics(),
                 "turns": len(turns),
             }
         )

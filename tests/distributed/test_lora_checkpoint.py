@@ -10,6 +10,7 @@ from family_models import make_family_folder
 from layout_models import make_folder
 
 from gspo_mega.base.errors import CheckpointError
+from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.checkpoint.tensor_sources import MegatronSource
 
 LORA = dict(rank=4, alpha=8.0, targets=("q_proj", "v_proj", "up_proj", "down_proj"))
@@ -26,18 +27,13 @@ def test_a_run_continues_to_the_bit_and_in_another_layout(rank_pools, folder, tm
     straight = two.run(
         "checkpoint_jobs:run", run_dir=str(tmp_path / "a"), parallel={}, plan=["start", *["train"] * 3], **common
     )[0]
-    saved = ["start", "train", "save", "train", "train"]
-    assert_same(
-        two.run("checkpoint_jobs:run", run_dir=str(tmp_path / "b"), parallel={}, plan=saved, **common)[0], straight
-    )
-    resumed = two.run(
-        "checkpoint_jobs:run",
-        run_dir=str(tmp_path / "b"),
-        parallel={},
-        plan=["start", "load", "train", "train"],
-        **common,
-    )[0]
-    assert_same(resumed, straight)
+    RunFolder(tmp_path / "b").new_attempt()
+    again = dict(run_dir=str(tmp_path / "b"), parallel={}, machines=str(tmp_path / "machines"), **common)
+    saved = ["start", "train", "save", "copy", "train", "train"]
+    assert_same(two.run("checkpoint_jobs:run", plan=saved, **again)[0], straight)
+    for act in ("load", "go on from copies"):
+        resumed = two.run("checkpoint_jobs:run", plan=["start", act, "train", "train"], **again)[0]
+        assert_same(resumed, straight)
     size = sum(
         file.stat().st_size for file in (tmp_path / "b" / "checkpoints" / "step_00000001" / "megatron").iterdir()
     )

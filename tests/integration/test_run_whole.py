@@ -281,6 +281,10 @@ NOT_OF_A_PLAIN_RUN = {
     "rollout/cached_history_fraction",
     "lora/num_parameters",
     "lora/norm",
+    # Only with checkpoint.peer_copies: tests/recovery/test_recovery_copies.py.
+    "checkpoint/peer_bytes",
+    "time/checkpoint/peer_seconds",
+    "time/checkpoint/peer_pause_seconds",
     # Only with batch.share_prefixes: tests/recovery/test_recovery_shared.py.
     "speed/shared_prefix_fraction",
     "speed/num_repeated_prefixes",

@@ -9,12 +9,14 @@ from gspo_mega.base import failpoints
 from gspo_mega.metrics.writer import read_metrics
 
 # What a replayed run of one rank does not come to: publishing to servers (test_recovery_publish.py, and with live
-# servers), an index of several files, and a journal of another history or with routed experts
-# (test_recovery_journal.py).
+# servers), an index of several files, a journal of another history or with routed experts (test_recovery_journal.py), and
+# copies in memory, which take two ranks (test_recovery_copies.py).
 ELSEWHERE = {
     point
     for point in failpoints.POINTS
-    if point.startswith(("publish.commit.", "publish.prune.", "publish.index.", "journal.aside.", "journal.routes."))
+    if point.startswith(
+        ("publish.commit.", "publish.prune.", "publish.index.", "journal.aside.", "journal.routes.", "copy.")
+    )
     or point in ("rollout.admitted", "rollout.turn", "publish.paused", "publish.sent", "publish.committed")
 }
 # Points that only a run after another kill comes to.

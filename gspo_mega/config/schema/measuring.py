@@ -35,6 +35,16 @@ class Checkpoint(Section):
             " end, as hf."
         ),
     )
+    peer_copies: int = Field(
+        default=0,
+        ge=0,
+        le=1,
+        description=(
+            "1: after each step every rank's state is also copied to the host memory of its own machine and to a"
+            " neighbour's, and a restart goes on from there instead of from the last checkpoint; four times a rank's"
+            " state in host memory per rank."
+        ),
+    )
 
 
 class Journal(Section):

@@ -31,6 +31,7 @@ from gspo_mega.base import network
 from gspo_mega.base.errors import GspoMegaError, PlanError, RankError, StuckError
 from gspo_mega.base.run_folder import EXIT_STOPPED, Attempt, RunFolder, atomic_write_text
 from gspo_mega.base.versions import compare_records
+from gspo_mega.checkpoint.memory_files import copies_removed
 from gspo_mega.config import Config, LoadedConfig, render_config
 from gspo_mega.launcher.alerts import AlertSender
 from gspo_mega.launcher.attempt_state import StateKeeper, closing_line, describe_failure, one_line
@@ -100,7 +101,7 @@ def launch_slurm(loaded: LoadedConfig, command: Literal["train", "sft"], say: Ca
     _check_time(allocation.job_id, site, answers)
     say(report)
     folder = RunFolder(Path(loaded.config.run.dir) / loaded.config.run.name)
-    with hold(folder, say) as lease:
+    with hold(folder, say) as lease, copies_removed(folder.path):
         context = JobContext(
             allocation,
             site.signal_seconds,
@@ -152,7 +153,8 @@ class _Attempts:
         self._whole = whole
         self._context, self._folder, self._report = context, folder, report
         begin = Restarts.carry_on if context.allocation.num_restarts else Restarts.begin
-        self._restarts = begin(folder, Restarts.allowed(command, loaded.config.train))
+        allowed = Restarts.allowed(command, loaded.config.train)
+        self._restarts = begin(folder, allowed, loaded.config.checkpoint.peer_copies > 0)
         self._decision: Decision | None = None  # on the failure of the current attempt
 
     def run(self) -> int:

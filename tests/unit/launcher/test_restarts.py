@@ -147,3 +147,9 @@ def test_megabytes_without_a_line_are_no_metrics(tmp_path):
     file.write_text('{"step": 1}\n' + "x" * 5_000_000 + "\n")
     with pytest.raises(DamagedFileError, match="its last 4 MiB have no line of metrics"):
         last_line(file)
+
+
+def test_with_copies_in_memory_a_restart_is_not_said_to_be_from_the_checkpoint():
+    restarts = Restarts(2, Furthest(), has_copies=True)
+    decision = restarts.decide(RankError("x"), Furthest(saved=4), 0.0)
+    assert "started again from the ranks' copies in memory, or else from the checkpoint of step 4" in decision.why
