@@ -5,8 +5,10 @@ an undisturbed run does, to the bit. Copies that are lost are replaced by the ne
 from __future__ import annotations
 
 import pytest
+from live_support import BATCH, NUM_STEPS
 from recovery_support import KILLED, outcome
 from test_recovery_critic import PPO
+from test_recovery_live import check_steps
 
 from gspo_mega.base import failpoints
 from gspo_mega.checkpoint import memory_files
@@ -40,7 +42,7 @@ def undisturbed(ranks):
     assert all(0 < one["time/checkpoint/peer_pause_seconds"] < one["time/checkpoint/peer_seconds"] for one in lines[1:])
     assert 0 < lines[1]["checkpoint/peer_bytes"] < lines[2]["checkpoint/peer_bytes"], "then the policy has moments too"
     yield outcome(folder)
-    for run in ranks.runs.glob("copies*"):
+    for run in ranks.runs.glob("*copies*"):
         memory_files.remove_copies(run / "run")
 
 
@@ -106,3 +108,23 @@ def test_from_the_neighbour_and_without_both_from_the_last_checkpoint(ranks, und
         " goes on from the checkpoint step_00000002" in said
     )
     assert "resumed from step_00000002: step 2" in said
+
+
+def test_with_a_live_server_nothing_is_sampled_twice(live):
+    """Killed in the rollout of step 3, without any checkpoint: the step's first trajectory is in the journal."""
+    overrides = ("checkpoint.peer_copies=1", "checkpoint.every_steps=0")
+    before = len(live.scores.all())
+    codes = live.train("live-copies", f"point=rollout.trajectory,hit={2 * BATCH + 2}", *overrides, num_ranks=2)
+    assert codes[0] == KILLED, live.ranks.log("live-copies")
+    assert live.train("live-copies", "", *overrides, num_ranks=2) == [0, 0], live.ranks.log("live-copies")
+    said = live.ranks.console("live-copies")
+    assert "resumed from the ranks' copies in memory: step 2, weight version 2" in said
+    assert "step 3: 1 trajectories of the journal, in 1 groups, are taken over" in said
+    assert len(live.scores.all()) - before <= NUM_STEPS * BATCH + 2, "what was under way at the kill is scored again"
+    folder = live.ranks.folder("live-copies")
+    check_steps(live, "live-copies")
+    replayed = (f"train.from_rollouts={folder.path}", "checkpoint.every_steps=0")
+    assert live.train("live-copies-replay", "", *replayed, num_ranks=2) == [0, 0]
+    want, got = outcome(live.ranks.folder("live-copies-replay")), outcome(folder)
+    compared = [name for name in want.keys() | got.keys() if name.startswith(("checkpoint/megatron", "hf/", "journal"))]
+    assert [name for name in compared if want.get(name) != got.get(name)] == []
