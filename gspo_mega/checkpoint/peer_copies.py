@@ -259,8 +259,9 @@ class PeerCopies:
             self._models[CRITIC_FOLDER] = critic
         self._run, self._folder = run_folder.path, memory_files.copies_folder(run_folder.path)
         self._to, self._from = (self._rank + apart) % self._host.size, (self._rank - apart) % self._host.size
-        # A group of its own: its traffic passes in a thread, beside everything else.
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=COLLECTIVE_SECONDS))
+        # A group of its own: its traffic passes in a thread, beside everything else. (torch's annotation of it allows
+        # None and a number, too.)
+        self._group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=COLLECTIVE_SECONDS))
         starts = map(_token, run_folder.attempts()) if groups.is_lead else ()
         self._starts: list[str] = broadcast_json([one for one in starts if one], self._host)
         self._stamp = {"layout": layout_of(groups), "settings": settings_digest(engine.config)}

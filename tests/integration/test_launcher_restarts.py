@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from launcher_runs import Launched, write_config
 
+from gspo_mega.checkpoint import memory_files
 from gspo_mega.cli.status import shown_pairs
 
 KEEP = "import sys; open(sys.argv[1], 'a').write(sys.stdin.read())"
@@ -128,9 +129,14 @@ def test_not_again_from_where_it_failed_before(start):
     assert "the run came no further than the start before" in status(run)["last_restart"]["why"]
 
 
-def test_not_more_often_than_allowed(start):
-    run = start({"rank 0": "finish", "rank 1": "killed_further_each_time"}, train={"max_restarts": 1})
-    assert run.finish()[0] == 7
+def test_not_more_often_than_allowed(start, tmp_path):
+    copies = memory_files.copies_folder(tmp_path / "runs/demo")
+    memory_files.make_folder(copies)
+    sections = {"train": {"max_restarts": 1}, "checkpoint": {"peer_copies": 1}}
+    run = start({"rank 0": "finish", "rank 1": "killed_further_each_time"}, **sections)
+    code, out, _ = run.finish()
+    assert code == 7 and "started again from the ranks' copies in memory, or else from " in out
+    assert not copies.exists(), "what ranks left in memory goes with the run"
     assert len(run.folder.attempts()) == 2
     assert "1 restarts in 24 h (train.max_restarts)" in status(run)["last_restart"]["why"]
 
