@@ -9,14 +9,14 @@ from pathlib import Path
 
 from gspo_mega.base.errors import Violation
 from gspo_mega.config.schema import Cluster, Config
-from gspo_mega.plan.delta import HOST_LINK_BYTES_PER_SECOND
 from gspo_mega.plan.gpus import SHA256_BYTES_PER_SECOND
 from gspo_mega.plan.state import State, StateBytes
 
 # A rank's own copy and its neighbour's, each of the last step and of the one before it.
 HELD = 4
-# Gloo over TCP, one connection in each direction: a rule of thumb.
-_GLOO_BYTES_PER_SECOND = 1.5e9
+# Rules of thumb: a GPU's memory to host memory that is not page-locked, and gloo over TCP, one connection in each
+# direction.
+_TO_HOST_BYTES_PER_SECOND, _GLOO_BYTES_PER_SECOND = 5e9, 1.5e9
 _ROOT = Path("/dev/shm")
 
 
@@ -39,7 +39,7 @@ def peer_copy_cost(config: Config, ranks: Sequence[Sequence[tuple[State, StateBy
     if not config.checkpoint.peer_copies:
         return None
     own = max(sum(_copied_bytes(state, size) for state, size in models) for models in ranks)
-    pause = own / HOST_LINK_BYTES_PER_SECOND
+    pause = own / _TO_HOST_BYTES_PER_SECOND
     sending = own / _GLOO_BYTES_PER_SECOND + 2 * own / SHA256_BYTES_PER_SECOND
     return PeerCopyCost(own, HELD * own * config.cluster.ranks_per_node, pause, pause + sending)
 
@@ -76,7 +76,7 @@ def peer_copy_lines(cost: PeerCopyCost | None, cluster: Cluster) -> list[str]:
     whose = "on another node" if cluster.num_nodes > 1 else "on this machine, which its loss takes too"
     return [
         f"copies in memory (checkpoint.peer_copies): after each step {_gib(cost.rank_bytes)} per rank to its neighbour"
-        f" {whose}; training waits {cost.pause_seconds:.1f} s, the copy takes {cost.seconds:.1f} s at"
+        f" {whose}; training waits about {cost.pause_seconds:.1f} s, the copy takes {cost.seconds:.1f} s at"
         f" {_GLOO_BYTES_PER_SECOND / 1e9:g} GB/s; {_gib(cost.node_bytes)} of a node's /dev/shm"
     ]
 

@@ -23,8 +23,8 @@ def test_the_cost_by_hand(load, shape, monkeypatch):
     rank = figures.counts.total * (2 + 4 + 4 + 4)
     cost = figures.peer_copies
     assert (cost.rank_bytes, cost.node_bytes) == (rank, 2 * 4 * rank)
-    assert cost.pause_seconds == pytest.approx(rank / 20e9)
-    assert cost.seconds == pytest.approx(rank * (1 / 20e9 + 1 / 1.5e9 + 2 / 1.1e9))
+    assert cost.pause_seconds == pytest.approx(rank / 5e9)
+    assert cost.seconds == pytest.approx(rank * (1 / 5e9 + 1 / 1.5e9 + 2 / 1.1e9))
     without = load(TRAIN, "precision=bf16", "cluster.ranks_per_node=2", "optimizer.distributed=false")
     other = estimate(plan_run(without, "gpu", shape("dense")), without.where)
     assert figures.node_host_bytes - other.node_host_bytes == 8 * rank and other.peer_copies is None
