@@ -23,11 +23,10 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer import MegatronOptimizer
 
 from gspo_mega.base import failpoints
 from gspo_mega.base.run_folder import Attempt, RunFolder
@@ -51,6 +50,9 @@ from gspo_mega.config.schema import Config
 from gspo_mega.config.schema.section import may_change
 from gspo_mega.engine.critic import CriticEngine
 from gspo_mega.engine.policy import PolicyEngine
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer import MegatronOptimizer
 
 _FORMAT = 1
 _ALIGNED_BYTES, _SENT_BYTES = 64, 2**26
