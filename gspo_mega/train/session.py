@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import TypeVar
 
+import gspo_mega.engine  # noqa: F401  before the modules of `checkpoint`, which import Megatron
 from gspo_mega.base import progress
 from gspo_mega.base.errors import ModelError, NumericsError
 from gspo_mega.base.run_folder import Attempt
