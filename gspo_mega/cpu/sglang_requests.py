@@ -70,13 +70,16 @@ class GenerateLane:
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         if len(given) != 1 or any(name == b"content-encoding" for name, _ in scope["headers"]):
             return False
-        if self._authorization is None:
-            serving = self._server.get_serving()
-            is_plain = serving.api_key and not serving.admin_api_key
-            if not is_plain or self._server.envs.SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES.get():
-                return False
+        expected = self._authorization or self._find_authorization()
+        return expected is not None and secrets.compare_digest(given[0], expected)
+
+    def _find_authorization(self) -> bytes | None:
+        """Return what a request has to show, or None where the server has another rule than one key for all."""
+        serving = self._server.get_serving()
+        overrides = self._server.envs.SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES.get()
+        if serving.api_key and not serving.admin_api_key and not overrides:
             self._authorization = b"Bearer " + serving.api_key.encode()
-        return secrets.compare_digest(given[0], self._authorization)
+        return self._authorization
 
     def _request(self, body: bytes) -> Any:
         """Return SGLang's object for the body, or None if it is for FastAPI."""
