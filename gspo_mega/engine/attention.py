@@ -202,15 +202,15 @@ def forest_dot_product_attention() -> type:
             key,
             value,
             attention_mask,
-            attn_mask_type=None,
+            attn_mask_type,
             attention_bias=None,
             packed_seq_params=None,
-            **more,
+            num_splits=None,
         ):
-            shares = packed_seq_params is not None and forest_of(packed_seq_params) is not None
-            if not (shares and query.is_cuda):  # on a CPU this package's kernels stand behind the module
+            # On a CPU this package's kernels stand behind the module.
+            if packed_seq_params is None or forest_of(packed_seq_params) is None or not query.is_cuda:
                 return super().forward(
-                    query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params, **more
+                    query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params, num_splits
                 )
             own: Any = self
             left = -1 if own.window_size is None else own.window_size[0]

@@ -98,7 +98,8 @@ class PackedDeltaNet(GatedDeltaNet):
         if packed_seq_params is None:
             raise ValueError("PackedDeltaNet takes packed sequences only; packed_seq_params is None")
         if HAS_PACKED_LAYER and forest_of(packed_seq_params) is None:
-            return super().forward(hidden_states, attention_mask, packed_seq_params=packed_seq_params, **unused)
+            mask: Any = attention_mask
+            return super().forward(hidden_states, mask, packed_seq_params=packed_seq_params, **unused)
         own: Any = self  # Megatron declares these sizes as optional
         forks = _forks_of(packed_seq_params, own.conv_kernel_dim)
         bounds = packed_seq_params.cu_seqlens_q

@@ -63,13 +63,14 @@ def _compiled() -> Any:
 
 def block_mask(nodes: ForestNodes, window: int | None, target: torch.device) -> BlockMask:
     """What FlexAttention takes: which blocks it computes, and which keys of them each query attends to."""
-    own, last, depths = _positions(nodes)
+    places = _positions(nodes)
+    own, last, depths = (torch.from_numpy(x.astype(np.int32)).to(target) for x in places)
     some, whole = blocks_of(nodes, window)
     numbers = [torch.from_numpy(part) for blocks in (some & ~whole, whole) for part in _in_order(blocks)]
     mask = BlockMask.from_kv_blocks(
         *numbers,
         BLOCK_SIZE=BLOCK,
-        mask_mod=_sees(*(torch.from_numpy(x.astype(np.int32)).to(target) for x in (own, last, depths)), window),
+        mask_mod=_sees(own, last, depths, window),
         seq_lengths=(len(own), len(last)),
     )
     return mask.to(target)
@@ -81,6 +82,7 @@ def _sees(
     """Whether query `row` attends to position `place`: a token's path are those before it whose node's last descendant
     comes after it.
     """
+    limit = 0 if window is None else window
 
     def on_path(_batch: torch.Tensor, _head: torch.Tensor, row: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
         position = own[row]
@@ -88,7 +90,7 @@ def _sees(
 
     def in_window(_batch: torch.Tensor, _head: torch.Tensor, row: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
         position = own[row]
-        return (place <= position) & (position < last[place]) & (depths[position] - depths[place] < window)
+        return (place <= position) & (position < last[place]) & (depths[position] - depths[place] < limit)
 
     return on_path if window is None else in_window
 
