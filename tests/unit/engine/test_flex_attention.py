@@ -104,3 +104,30 @@ def test_it_is_attention_over_each_path_with_its_gradients(window, has_sinks, ra
     found, expected = (torch.autograd.grad((one * weights).sum(), inputs) for one in (out, wanted))
     for one, other in zip(found, expected, strict=True):
         assert torch.allclose(one, other, rtol=0, atol=1e-11)
+
+
+def test_other_packs_need_no_other_kernel(monkeypatch):
+    """Dynamo traces it for the first lengths and for all others, and again for a window. A GPU would wait for each kernel."""
+    from torch._dynamo.testing import CompileCounter
+
+    torch._dynamo.reset()
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")  # as on a GPU
+    counter = CompileCounter()
+    flex = importlib.import_module("torch.nn.attention.flex_attention").flex_attention
+    monkeypatch.setattr(ours, "flex_attention", torch.compile(flex, backend=counter, dynamic=True))
+    traced = []
+    for sizes, shared, window in (
+        ([300, 310], [0, 200], None),
+        ([500, 420, 510], [0, 400, 30], None),
+        ([700], [0], None),
+        ([300, 310], [0, 200], 20),
+        ([500, 420, 510], [0, 400, 30], 20),
+    ):
+        forest = lay_out(sizes, shared)
+        count = int(forest.node_starts[-1])
+        nodes = ForestNodes(forest.node_starts.tolist(), forest.node_ends.tolist(), torch.zeros(1))
+        query, key, value = (torch.randn(count, heads, 16) for heads in (4, 2, 2))
+        ours.flex_attend(query, key, value, nodes, 0.3, None, window)
+        traced.append(counter.frame_count)
+    torch._dynamo.reset()
+    assert 1 <= traced[0] <= traced[1] == traced[2] <= 2 and traced[2] < traced[3] == traced[4] <= 4
