@@ -155,6 +155,8 @@ def run(
                 state.prompts, state.weight_version = {"position": state.step}, state.step
                 saver.save(state)
                 saved_step = state.step
+            elif act == "draw":  # so that random states are not those of a new process
+                torch.rand(5)
             elif act == "copy":
                 state.prompts, state.weight_version = {"position": state.step}, state.step
                 warnings = [*warnings, *copies.keep(state)]

@@ -46,11 +46,11 @@ def test_a_lost_machine_is_replaced_from_its_neighbour_and_the_end_is_the_same(r
     common |= dict(folder=models[moe, 5], precision="bf16")
     pool, job = rank_pools(2), "checkpoint_jobs:run"
     # Training goes on beside the copy of step 2, and the state that it copies is that of step 2.
-    straight = pool.run(job, plan=["start", "train", "train", "train", "train"], **common)[0]
+    straight = pool.run(job, plan=["start", "draw", "train", "train", "train", "train"], **common)[0]
     machines = tmp_path / "machines"
-    copied = pool.run(job, plan=["start", "train", "copy", "train", "copy", "train"], machines=str(machines), **common)[
-        0
-    ]
+    copied = pool.run(
+        job, plan=["start", "draw", "train", "copy", "train", "copy", "train"], machines=str(machines), **common
+    )[0]
     assert copied["warnings"] == []
     figures = copied["figures"]
     assert 0 < figures["time/checkpoint/peer_pause_seconds"] <= figures["time/checkpoint/peer_seconds"]
