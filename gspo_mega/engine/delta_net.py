@@ -260,6 +260,9 @@ def complete_delta_spec(layer: ModuleSpec, norm: type, linears: tuple[type, type
     parts: Any = layer.submodules
     column, row = linears or (ColumnParallelLinear, RowParallelLinear)
     parts.input_layernorm = norm
+    # A checkpoint names it as in plain layers, where Megatron calls every such norm a part of attention.
+    fused = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    parts.sharded_state_dict_keys_map = {**(parts.sharded_state_dict_keys_map or {}), **fused}
     parts.self_attention = ModuleSpec(
         module=PackedDeltaNet,
         submodules=GatedDeltaNetSubmodules(

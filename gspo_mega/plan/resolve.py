@@ -153,6 +153,12 @@ def _notices(config: Config, spec: ModelSpec, layout: Layout, device: Device | N
             f"batch.share_prefixes {config.batch.share_prefixes} on GPUs: attention over shared prefixes"
             " (FlexAttention) was traced, and compared with loops on CPUs; it has not yet run on a GPU"
         )
+    has_engine = has_transformer_engine_layers(config.precision, config.engine, has_gpu=device != "cpu")
+    if spec.delta is not None and device != "cpu" and has_engine:
+        yield (
+            "gated delta nets with Transformer Engine's layers (engine.transformer_engine): compared with Megatron's"
+            " plain ones on CPUs, not yet run on a GPU"
+        )
     if device is None and gathers_unevenly(config.parallel, spec):
         yield (
             "expert_tensor > 1 with the alltoall dispatcher runs on GPUs only; without them use `expert_dispatcher:"

@@ -78,7 +78,7 @@ def validate_teacher_layout(config: Config, spec: ModelSpec, device: Device | No
     yield from validate_stages(own.parallel, own.recompute, spec, sizes)
     yield from validate_experts(own, spec, sizes, device)
     yield from validate_biased_layers(own, spec, device)
-    yield from validate_delta_nets(own, spec, device)
+    yield from validate_delta_nets(own, spec)
     yield from validate_sharing(own, spec, device)
     yield from validate_precision(own, spec, device)
     yield from validate_fusions(own, spec, device)

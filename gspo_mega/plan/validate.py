@@ -71,7 +71,7 @@ def validate_layout(config: Config, spec: ModelSpec, device: Device | None) -> l
         *validate_stages(config.parallel, config.recompute, spec, sizes),
         *validate_experts(config, spec, sizes, device),
         *validate_biased_layers(config, spec, device),
-        *validate_delta_nets(config, spec, device),
+        *validate_delta_nets(config, spec),
         *validate_text_part(config, spec),
         *validate_precision(config, spec, device),
         *validate_fusions(config, spec, device),

@@ -8,12 +8,11 @@ from collections.abc import Iterator
 
 from gspo_mega.base.errors import Violation
 from gspo_mega.config.derived import critic_of
-from gspo_mega.config.precision import has_transformer_engine_layers, publishes
+from gspo_mega.config.precision import publishes
 from gspo_mega.config.schema import Config
 from gspo_mega.models.delta_net import attention_interval
 from gspo_mega.models.families import FAMILIES
 from gspo_mega.models.spec import ModelSpec
-from gspo_mega.plan.gpus import Device, is_on_gpu
 
 # Why servers cannot be sent adapters. tests/unit/models/test_not_computed.py asks whether it is still true.
 ADAPTERS_NOT_SERVED = (
@@ -22,7 +21,7 @@ ADAPTERS_NOT_SERVED = (
 )
 
 
-def validate_delta_nets(config: Config, spec: ModelSpec, device: Device | None) -> Iterator[Violation]:
+def validate_delta_nets(config: Config, spec: ModelSpec) -> Iterator[Violation]:
     """Yield what this model or its layout does not have; nothing for a model without gated delta nets."""
     if spec.zero_centred_norms and config.publish.verify_all_every > 1:
         yield Violation(
@@ -51,16 +50,10 @@ def validate_delta_nets(config: Config, spec: ModelSpec, device: Device | None) 
         )
     if config.precision == "fp8":
         yield Violation(
-            "precision", f"fp8: {spec.family} has been tried with Megatron's plain layers only", "bf16, fp32"
-        )
-    elif has_transformer_engine_layers(
-        config.precision, config.engine, has_gpu=is_on_gpu(config.cluster, device) is not False
-    ):
-        chosen = "true" if config.engine.transformer_engine else "left out, which on a GPU means true"
-        yield Violation(
-            "engine.transformer_engine",
-            f"{chosen}: gated delta nets have been tried with Megatron's plain layers only",
-            "false",
+            "precision",
+            f"fp8: {spec.family}'s published FP8 folders leave betas and alphas plain, and Megatron fuses all"
+            " projections of a gated delta net, so that a part of a parameter would have blocks and a part none",
+            "bf16, fp32",
         )
     if config.server.quantization != "none":
         yield Violation(

@@ -67,6 +67,20 @@ def test_bf16_is_the_plain_layers_bf16(computed, kind):
     assert np.allclose(engine["grad_norms"], plain["grad_norms"], rtol=0.1)
 
 
+def test_bf16_of_delta_nets_is_that_of_the_plain_layers_also_on_tensor_ranks(rank_pools, tmp_path):
+    folder = str(make_family_folder(tmp_path / "delta", "qwen3_5"))
+
+    def compute(parallel: dict, **sections) -> dict:
+        job = dict(folder=folder, parallel=parallel, align=2, optimizer=dict(lr=1e-3, distributed=False)) | sections
+        return rank_pools(2 if parallel else 1, transformer_engine=True).run("layout_jobs:run_layout", **job)[0]
+
+    plain, engine = compute({}, precision="bf16"), compute({}, **BF16)
+    same_to_bf16(engine, plain)
+    assert per_token(engine, plain).max() > 1e-5, "the same to the bit would mean that one of them computed both"
+    # Against one rank, the decays' gradients carry more noise, with plain layers too.
+    same_to_bf16(compute(dict(tensor=2), **BF16), compute(dict(tensor=2), precision="bf16"))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_bf16_is_the_same_in_every_layout(computed, layout):
     kind, parallel = LAYOUTS[layout]

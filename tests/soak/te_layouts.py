@@ -56,7 +56,10 @@ PRECISIONS = {
     },
 }
 FAMILIES = ("qwen2", "qwen2-tied", "llama3", "mixtral", "deepseek_v3", "deepseek_v3-one-group", "deepseek_v3-yarn")
-FAMILIES += ("glm4_moe_lite",)
+FAMILIES += ("glm4_moe_lite", "qwen3_next", "qwen3_5", "qwen3_5_moe")
+# Heads and positions of a delta net, divided among ranks: against plain layers in the same layout, because bf16's noise
+# in the gradients of its decays is larger between layouts (6.5e-2 with plain layers).
+DELTA_LAYOUTS = {"TP2+SP": dict(tensor=2), "CP2": dict(context=2), "PP2": dict(pipeline=2)}
 # Sides that FP8 products can have.
 WIDE = dict(
     hidden_size=64, intermediate_size=64, q_lora_rank=32, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=32,
@@ -164,6 +167,14 @@ def _families(matrix: Matrix, root: Path) -> None:
             BOUNDS["bf16"],
             lambda f=folder: matrix.compute(1, f, {}, "plain", precision="bf16"),
             lambda f=folder: matrix.compute(1, f, {}, "bf16", **BF16),
+        )
+    for layout, parallel in DELTA_LAYOUTS.items():
+        folder = str(root / "qwen3_5")
+        matrix.compare(
+            f"qwen3_5 bf16 {layout}, plain layers",
+            BOUNDS["bf16"],
+            lambda f=folder, par=parallel: matrix.compute(2, f, par, "plain", precision="bf16"),
+            lambda f=folder, par=parallel: matrix.compute(2, f, par, "bf16", **BF16),
         )
     for family in ("deepseek_v3", "deepseek_v3-one-group"):
         base, own = family_models.VARIANTS[family]
