@@ -183,16 +183,16 @@ def _bounds(x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> list[int]:
 
 def install() -> None:
     """Hand these functions to Megatron-Core's layer, on a machine without a GPU. Needs Megatron on the path."""
+    hand_to_megatron(causal_conv1d=causal_conv1d, l2norm=l2norm, chunk_gated_delta_rule=chunk_gated_delta_rule)
+
+
+def hand_to_megatron(**functions: Any) -> None:
+    """Let Megatron-Core's layer call these functions, by the names that fla has for them."""
     layer: Any = importlib.import_module("megatron.core.ssm.gated_delta_net")
     # A package since 0.19, whose layer has copies of the names.
     parts = [importlib.import_module(f"{layer.__name__}.{part}") for part in ("common", "gdn") if _is_package(layer)]
     for module in (layer, *parts):
-        vars(module).update(
-            HAVE_FLA=True,
-            causal_conv1d=causal_conv1d,
-            l2norm=l2norm,
-            chunk_gated_delta_rule=chunk_gated_delta_rule,
-        )
+        vars(module).update(functions, HAVE_FLA=True)
 
 
 def _is_package(module: Any) -> bool:

@@ -26,7 +26,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gspo_mega.base.errors import ModelError
-from gspo_mega.cpu import te_extension, te_loading, te_rows
+from gspo_mega.cpu import fake_delta, te_extension, te_loading, te_rows
 from gspo_mega.cpu.te_extension import extension, torch_dtype
 from gspo_mega.cpu.te_quantized import build, empty_buffers
 
@@ -123,6 +123,7 @@ def versions() -> dict[str, str]:
 
 def complete_megatron() -> None:
     """Answer what Megatron-Core reads from the device. Call it once, after it is imported."""
+    fake_delta.install(_account)
     dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     dispatcher.MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _move_counts
     p2p: Any = importlib.import_module("megatron.core.pipeline_parallel.p2p_communication")

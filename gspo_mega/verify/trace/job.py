@@ -45,7 +45,7 @@ def trace_run(
     a model of so many layers. `packs`: of the mini-batch. `imbalance`: tokens of a rank's experts, in means.
 
     Raises ConfigError for a rank or number that the configuration does not have, and ModelError without the GPU's
-    Megatron-Core, for a model with gated delta nets, and by the operation's name for what else cannot be traced.
+    Megatron-Core, and by the operation's name for what cannot be traced.
     """
     if not (megatron_folder() / "megatron" / "core").is_dir():
         raise ModelError(f"trace: the GPU's Megatron-Core is not in {megatron_folder()}; {_SETS_UP} installs it")
@@ -55,11 +55,6 @@ def trace_run(
         if layers is not None:
             model = str(with_layers(Path(model or loaded.config.model.path), layers, folder))
         plan = plan_run(loaded, "gpu", model)
-        if plan.spec.delta is not None:
-            raise ModelError(
-                f"trace: {plan.spec.family}: gated delta nets need the kernels of flash-linear-attention, of which the"
-                " fake device knows no shapes; `gspo-mega plan` counts such a model"
-            )
         ranks = kinds_of_rank(plan.layout) if rank is None else [rank]
         if ranks[-1] >= plan.layout.world_size:
             raise ConfigError(f"--rank {rank}: the configuration has ranks 0 to {plan.layout.world_size - 1}")

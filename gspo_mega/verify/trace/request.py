@@ -38,9 +38,10 @@ def with_layers(model: Path, num_layers: int, folder: Path) -> Path:
     """
     source = model / "config.json" if model.is_dir() else model
     try:
-        shape: dict[str, Any] = json.loads(source.read_text(encoding="utf-8"))
+        raw: dict[str, Any] = json.loads(source.read_text(encoding="utf-8"))
+        shape = raw.get("text_config", raw)  # of a vision-language model
         whole = shape["num_hidden_layers"]
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ModelError(f"{source}: not a model's shape: {type(error).__name__}: {error}") from None
     for key, value in shape.items():
         if isinstance(value, list) and len(value) == whole:
@@ -50,5 +51,5 @@ def with_layers(model: Path, num_layers: int, folder: Path) -> Path:
             shape[key] = min(shape[key], max(0, num_layers - 1))
     shape["num_hidden_layers"] = num_layers
     written = folder / "config.json"
-    written.write_text(json.dumps(shape), encoding="utf-8")
+    written.write_text(json.dumps(raw), encoding="utf-8")
     return written

@@ -188,13 +188,6 @@ def test_without_the_wheel_the_command_says_what_installs_it(monkeypatch, tmp_pa
     )
 
 
-def test_a_model_with_gated_delta_nets_is_refused(capsys):
-    model = ["--model", str(ROOT / "configs/models/qwen3_next_80b.json"), "engine.transformer_engine=false"]
-    layout = ["cluster.ranks_per_node=8", "parallel={tensor: 2, expert: 8}", "precision=bf16"]
-    assert main(["trace", str(ROOT / "configs/quickstart.yaml"), *model, *layout]) == ModelError.exit_code
-    assert "trace: qwen3_next: gated delta nets need the kernels of flash-linear-attention" in capsys.readouterr().err
-
-
 # Configuration, further arguments, and the groups that must have been used.
 SAMPLES = {
     "experts": (
@@ -211,6 +204,11 @@ SAMPLES = {
         "llama3_70b_8nodes",
         ["--layers", "8", "--rank", "0", "parallel.virtual_pipeline=null"],
         {"pipeline", "tensor"},
+    ),
+    "delta nets": (
+        "qwen3_30b_a3b_4nodes",
+        ["--model", str(ROOT / "configs/models/qwen3_next_80b.json"), "--layers", "2", "--rank", "0"],
+        {"expert", "expert_data"},
     ),
 }
 
