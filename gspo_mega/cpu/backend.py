@@ -239,7 +239,8 @@ def _share_gloo_threads() -> None:
     class ProcessGroupGloo(_PlainGloo, metaclass=_OneDevice):
         """Stands in for torch's name of the class; what it makes are plain groups."""
 
-    vars(c10d)["ProcessGroupGloo"] = ProcessGroupGloo
+    module: Any = c10d
+    module.ProcessGroupGloo = ProcessGroupGloo
 
 
 _installed = False
