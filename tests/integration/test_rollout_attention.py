@@ -13,13 +13,15 @@ from servers import Serve, run_config, trust
 from tiny_models import EOS_TOKEN_ID
 
 from gspo_mega.config import load_config
-from gspo_mega.cpu.sglang_hooks import has_gpu
+from gspo_mega.cpu import sglang_hooks
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.rollout.client.completion import SamplingParams
 from gspo_mega.rollout.pool import ServerPool
 
+sglang_hooks.activate()  # as in a server, before the first import of SGLang
+
 pytestmark = pytest.mark.skipif(
-    has_gpu(), reason="the batched CPU attention is registered on machines without a GPU only"
+    sglang_hooks.has_gpu(), reason="the batched CPU attention is registered on machines without a GPU only"
 )
 
 NUM_SLOTS, CONTEXT, HEADS, KV_HEADS, DIM = 400, 64, 4, 2, 8
