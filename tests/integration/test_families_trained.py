@@ -17,14 +17,16 @@ def test_two_steps_of_a_family(tmp_path, variant):
 
 
 def test_two_steps_of_stacked_experts_through_the_servers_routes(tmp_path):
-    """Delta nets, and experts that lie in stacks in the folder, in what servers are sent and in the run's `hf`."""
+    """Delta nets, experts that lie in stacks in the folder, in what servers are sent and in the run's `hf`, and a vision
+    tower, which only the folder and the run's `hf` have.
+    """
     routes = "rollout.return_routed_experts=true", "moe.routing_replay=R3"
-    lines = train(tmp_path, "qwen3_5_moe-stacked", *routes, forked=True)
+    lines = train(tmp_path, "qwen3_5_moe_vl-stacked", *routes, forked=True)
     # Weights are random and routers close to a tie, but the trainer goes through the servers' experts.
     assert max(line["mismatch/abs_log_ratio_max"] for line in lines) < 1e-5, lines
     (exported,) = (tmp_path / "runs").rglob("hf")
-    shapes = [
-        {name: tensor.shape for name, tensor in load_file(folder / "model.safetensors").items()}
-        for folder in (tmp_path / "model", exported)
-    ]
-    assert shapes[0] == shapes[1] and "model.layers.0.mlp.experts.gate_up_proj" in shapes[1]
+    start, end = (load_file(folder / "model.safetensors") for folder in (tmp_path / "model", exported))
+    assert {name: tensor.shape for name, tensor in start.items()} == {name: t.shape for name, t in end.items()}
+    assert "model.language_model.layers.0.mlp.experts.gate_up_proj" in end
+    same = {name for name, tensor in start.items() if tensor.equal(end[name])}
+    assert same == {name for name in start if name.startswith("model.visual.")} != set()
