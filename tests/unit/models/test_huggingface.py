@@ -154,6 +154,16 @@ def test_what_would_change_the_maths_is_refused_by_name(raw, key):
     assert len(lines) == 1 and lines[0].startswith(f"m/config.json: {key}: ")
 
 
+def test_a_family_that_always_normalises_refuses_another_value_which_only_servers_would_read():
+    text = moe(architectures="absent", torch_dtype="absent", norm_topk_prob=False)
+    raw = {"architectures": ["Qwen3VLMoeForConditionalGeneration"], "text_config": text, "dtype": "bfloat16"}
+    said = "norm_topk_prob: False: transformers does not read it here, and SGLang does; supported: True"
+    with pytest.raises(ModelError, match=said):
+        spec_from_config(raw)
+    moe_spec = spec_from_config(raw | {"text_config": text | {"norm_topk_prob": True}}).moe
+    assert moe_spec is not None and moe_spec.norm_topk_prob
+
+
 def test_neutral_values_of_the_same_fields_are_accepted():
     neutral = dict(
         use_sliding_window=False,
