@@ -50,6 +50,8 @@ if [[ $task == arithmetic ]]; then reward=(reward=gsm8k) own+=(train.num_steps=2
 if $lora; then folder+=-lora own+=('lora={rank: 16, alpha: 32}' optimizer.lr=2e-4); fi
 [[ $seed == 1 ]] || folder+=-seed$seed
 if $control; then folder+=-control own+=(reward.permute_in_batch=true); fi
+# Without a GPU each prompt of a group is computed once (docs/shared_prefixes.md); more than half of the tokens are prompts'.
+[[ -e /dev/nvidia0 ]] || own+=(batch.share_prefixes=prompts)
 overrides=(${own[@]+"${own[@]}"} ${overrides[@]+"${overrides[@]}"})
 config=configs/smollm2_json.yaml
 
