@@ -46,12 +46,12 @@ done
 
 model=runs/models/smollm2
 folder=runs/smollm2-$task own=() reward=()
+# Without a GPU each prompt of a group is computed once (docs/shared_prefixes.md); more than half of the tokens are prompts'.
+[[ -e /dev/nvidia0 ]] || own+=(batch.share_prefixes=prompts)
 if [[ $task == arithmetic ]]; then reward=(reward=gsm8k) own+=(train.num_steps=20 eval.every_steps=10); fi
 if $lora; then folder+=-lora own+=('lora={rank: 16, alpha: 32}' optimizer.lr=2e-4); fi
 [[ $seed == 1 ]] || folder+=-seed$seed
 if $control; then folder+=-control own+=(reward.permute_in_batch=true); fi
-# Without a GPU each prompt of a group is computed once (docs/shared_prefixes.md); more than half of the tokens are prompts'.
-[[ -e /dev/nvidia0 ]] || own+=(batch.share_prefixes=prompts)
 overrides=(${own[@]+"${own[@]}"} ${overrides[@]+"${overrides[@]}"})
 config=configs/smollm2_json.yaml
 
@@ -76,10 +76,10 @@ say "3 of 5  Problems in $folder/data"
 run=(run.dir="$folder" run.seed="$seed" data.path="$folder/data/train.jsonl" eval.path="$folder/data/heldout.jsonl"
   ${reward[@]+"${reward[@]}"})
 say "4 of 5  GSPO: an SGLang server samples, two Megatron-Core ranks train, weights are published every step"
-if grep -q amx_bf16 /proc/cpuinfo; then
-  echo "quickstart: this processor multiplies bf16 itself; the training takes ten to twelve minutes on two idle cores"
+if grep -qE 'amx_bf16|avx512_bf16' /proc/cpuinfo; then
+  echo "quickstart: this processor multiplies bf16 itself; the training takes six to ten minutes on two idle cores"
 else
-  echo "quickstart: this processor has no bf16 products (AMX); a step takes several times as long, so allow an hour," \
+  echo "quickstart: this processor has no bf16 products (AMX, AVX-512); a step takes several times as long, so allow an hour," \
     "or try train.num_steps=3 first"
 fi
 code=0
