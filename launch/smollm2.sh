@@ -47,7 +47,7 @@ done
 model=runs/models/smollm2
 folder=runs/smollm2-$task own=() reward=()
 # Without a GPU each prompt of a group is computed once (docs/shared_prefixes.md); more than half of the tokens are prompts'.
-[[ -e /dev/nvidia0 ]] || own+=(batch.share_prefixes=prompts)
+compgen -G '/dev/nvidia[0-9]*' >/dev/null || own+=(batch.share_prefixes=prompts)
 if [[ $task == arithmetic ]]; then reward=(reward=gsm8k) own+=(train.num_steps=20 eval.every_steps=10); fi
 if $lora; then folder+=-lora own+=('lora={rank: 16, alpha: 32}' optimizer.lr=2e-4); fi
 [[ $seed == 1 ]] || folder+=-seed$seed

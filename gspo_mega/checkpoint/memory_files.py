@@ -50,13 +50,13 @@ def copies_folder(run: Path) -> Path:
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder of a run's copies, readable by this user alone. Raises OSError, also if somebody else owns it."""
+    """Make the folder of a run's copies, readable only by this user. Raises OSError, also if somebody else owns it."""
     for path in (folder.parent, folder):
         with suppress(FileExistsError), atomic_io.operation(None):
             path.mkdir(mode=0o700)
         found = path.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-            raise PermissionError(f"{path} is not a folder of this user alone")
+            raise PermissionError(f"{path} is not a folder that only this user can read")
 
 
 def held_copies(folder: Path) -> list[HeldCopy]:

@@ -200,7 +200,7 @@ class Layout:
 
     @torch.no_grad()
     def write(self, content: mmap.mmap) -> None:
-        """Copy the tensors, from whatever device, into the memory of a file of `num_bytes`."""
+        """Copy the tensors, which may be on any device, into the memory of a file of `num_bytes`."""
         content[: len(self._head)] = self._head
         memory = torch.frombuffer(content, dtype=torch.uint8)
         for name, tensor in self._tensors.items():
@@ -261,7 +261,7 @@ class PeerCopies:
             self._models[CRITIC_FOLDER] = critic
         self._run, self._folder = run_folder.path, memory_files.copies_folder(run_folder.path)
         self._to, self._from = (self._rank + apart) % self._host.size, (self._rank - apart) % self._host.size
-        # A group of its own: its traffic passes in a thread, beside everything else. (torch's annotation of it allows
+        # A group of its own: a thread uses it while other groups are in use. (torch's annotation of it allows
         # None and a number, too.)
         self._group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=COLLECTIVE_SECONDS))
         starts = map(_token, run_folder.attempts()) if groups.is_lead else ()

@@ -1,5 +1,5 @@
-"""A layout that is gone leaves no process group and no thread behind, and the groups of one that is there share the
-thread that wakes a hundred times a second.
+"""A layout that has ended leaves no process group and no thread, and the groups of a layout share the thread that wakes
+a hundred times a second.
 """
 
 import pytest

@@ -8,9 +8,11 @@ import json
 import os
 import signal
 import sys
+import time
 import urllib.request
 from pathlib import Path
 
+import psutil
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
@@ -62,10 +64,20 @@ def test_experts_and_requests_are_divided_over_its_ranks(tmp_path, moe_model):
         server.wait_for("ready")
         for _ in range(2):  # one for each group of the attention
             check_sampled(server, moe_model)
+        assert controller_seconds(server, 3.0) < 0.5, "between requests the controller waits"
         assert published(pools, config, server, tmp_path)["verified"] == [["server-0", 1]]
     finally:
         pools.close()
         server.stop()
+
+
+def controller_seconds(server: Serve, seconds: float) -> float:
+    """Processor time that the controller of the server's data-parallel schedulers takes in so many seconds."""
+    (pid,) = (pid for pid, command in server.processes().items() if "data_pa" in command)
+    controller = psutil.Process(pid)
+    before = sum(controller.cpu_times()[:2])
+    time.sleep(seconds)
+    return sum(controller.cpu_times()[:2]) - before
 
 
 def published(pools: RankPools, config: Path, head: Serve, folder: Path) -> dict:

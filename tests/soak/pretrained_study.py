@@ -27,7 +27,7 @@ ranks, one server, lr 1e-5. 8 steps of 8 prompts x 8 responses, 2 optimizer step
 the curve, since after 12 steps of twice as many responses every run solves .98 or more. `batch.share_prefixes: prompts`
 and SGLang's policy `lpm` in every arm: trainer and server compute what prompts begin with once. The problems are those of `make_short_task.py --seed 1` for all runs.
 
-**Seeds.** Three, in the order seed 1 of all arms, seed 2, seed 3, so that whatever is done is balanced. A seed changes
+**Seeds.** Three, in the order seed 1 of all arms, seed 2, seed 3, so that the arms stay balanced wherever the study stops. A seed changes
 the order of prompts and every random number of a run; SGLang's sampling is not reproducible. All runs start with the
 same weights, whose checksum the rows carry; the study refuses to mix two.
 

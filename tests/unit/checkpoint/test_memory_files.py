@@ -59,11 +59,11 @@ def test_too_little_memory_is_an_error_before_anything_is_copied(folder, monkeyp
 
 def test_a_folder_that_others_can_read_or_change_is_refused(folder):
     folder.chmod(0o750)
-    with pytest.raises(PermissionError, match="not a folder of this user alone"):
+    with pytest.raises(PermissionError, match="not a folder that only this user can read"):
         memory_files.make_folder(folder)
     folder.rmdir()
     folder.symlink_to(folder.parent)
-    with pytest.raises(PermissionError, match="not a folder of this user alone"):
+    with pytest.raises(PermissionError, match="not a folder that only this user can read"):
         memory_files.make_folder(folder)
 
 

@@ -88,7 +88,7 @@ def test_quickstart_with_a_pretrained_model(root):
     assert data == "python tools/make_short_task.py runs/smollm2-json-seed2/data --task json --seed 2"
     assert train.startswith("gspo-mega train configs/smollm2_json.yaml model.path=runs/models/smollm2")
     assert train.endswith("train.num_steps=3") and "run.seed=2" in train
-    assert ("batch.share_prefixes=prompts" in train) != Path("/dev/nvidia0").exists()
+    assert ("batch.share_prefixes=prompts" in train) != any(Path("/dev").glob("nvidia[0-9]*"))
     assert before.startswith("gspo-mega eval runs/models/smollm2") and "eval.temperature=0" in after
     assert after.startswith("gspo-mega eval runs/smollm2-json-seed2/train/hf")
     assert shown == "python tools/before_and_after.py " + " ".join(

@@ -304,7 +304,7 @@ def test_sglang_is_told_which_layers_have_attention_and_the_rotary_base():
 
 
 def test_servers_of_a_vision_language_class_hold_its_text_part_and_plain_positions():
-    """transformers 4 wrote sections beside the base, 5 writes them together; SGLang may read either level."""
+    """transformers 4 wrote `rope_theta` next to the sections, 5 writes both into one object; SGLang may read either level."""
     sections = {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"}
     for text in (
         {"rope_theta": 5e6, "rope_scaling": sections},
