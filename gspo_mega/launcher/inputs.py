@@ -47,10 +47,10 @@ from gspo_mega.data.row_files import check_first_rows
 from gspo_mega.data.rows import Row
 from gspo_mega.launcher.trial_process import try_inputs
 from gspo_mega.metrics.sink_loading import sink_makers
-from gspo_mega.rewards.functions import BUILTINS, problem_of_answer
+from gspo_mega.rewards.functions import BUILTINS, VERIFIERS, problem_of_answer
 from gspo_mega.rewards.guarded_process import GuardedProcess
 from gspo_mega.rewards.pool import check_reward, scoring_process
-from gspo_mega.rewards.weighted_sum import table_of
+from gspo_mega.rewards.weighted_sum import no_verdict, table_of
 
 Command = Literal["train", "sft", "eval", "certify", "budget"]
 NUM_ROWS_CHECKED = 100
@@ -339,18 +339,45 @@ def try_rewards(loaded: LoadedConfig, command: str, scores: list[str] | None = N
             f"rewards {', '.join(asked)} are services, judges or reward models: they are not tried before a run"
         )
     own = sorted(names - services.keys() - BUILTINS.keys())
-    built_in = sorted(names & BUILTINS.keys()) if scores is not None else []
+    judged = {}
+    if is_one_turn(config.rollout):  # other episodes can say themselves what is correct
+        judged = {one.source: one for one in eval_sets(config.eval, config.data) if one.correct_threshold is None}
+    unsure = BUILTINS.keys() - VERIFIERS if judged else set()
+    built_in = sorted(names & (BUILTINS.keys() if scores is not None else unsure))
     if own and not config.reward.try_first:
         notices.append(f"rewards {', '.join(own)} are not tried before a run (reward.try_first: false)")
         own = []
     if own or built_in:
-        notices += asyncio.run(_try_own_rewards(loaded, samples, frozenset(own + built_in), scores))
+        declares: dict[str, bool] = {}
+        notices += asyncio.run(_try_own_rewards(loaded, samples, frozenset(own + built_in), scores, declares))
+        _check_verdicts(loaded, judged, declares)
     return notices
 
 
+def _check_verdicts(loaded: LoadedConfig, judged: dict[str, HeldOutSet], declares: dict[str, bool]) -> None:
+    """Raises RewardError, with the key, if a held-out set without a threshold has functions of which none said whether
+    a response is correct. `judged`: these sets by their sources; `declares`: by the label of each function that was
+    tried, whether it said so for any response. A set passes if one of its functions was not tried, or has conditions.
+    """
+    config = loaded.config
+    _, _, entries, of_source = table_of(config.reward, source_rewards(config.eval, config.data))
+    for source, held_out in judged.items():
+        functions = of_source.get(source, entries)
+        if any(one.is_verifier or one.only_if or declares.get(one.label, True) for one in functions):
+            continue
+        place = held_out.place
+        said = no_verdict([one.label for one in functions], place)
+        raise RewardError(f"{loaded.where(place)}: {place}: {said}")
+
+
 async def _try_own_rewards(
-    loaded: LoadedConfig, samples: list[_Sample], tried: frozenset[str], scores: list[str] | None
+    loaded: LoadedConfig,
+    samples: list[_Sample],
+    tried: frozenset[str],
+    scores: list[str] | None,
+    declares: dict[str, bool],
 ) -> list[str]:
+    """`declares` gets, by its label, whether each function said of any response that it is correct or not."""
     config = loaded.config
     setup, _, entries, of_source = table_of(config.reward, source_rewards(config.eval, config.data))
     process = await scoring_process(setup, config.reward)
@@ -367,7 +394,7 @@ async def _try_own_rewards(
                 given = []
                 for what, response in sample.responses():
                     try:
-                        seconds, value = await _call(
+                        seconds, value, verdict = await _call(
                             process, config.reward, entry.label, sample, response, f"{where}: tried on {what}"
                         )
                     except RewardError:
@@ -375,6 +402,7 @@ async def _try_own_rewards(
                             raise
                         continue  # the check of the data says what a built-in function cannot read
                     given.append(f"{value:g} for {what}")
+                    declares[entry.label] = declares.get(entry.label, False) or verdict is not None
                     if seconds > config.reward.deadline_seconds:
                         notices.append(
                             f"{where}: its call on {what} took {seconds:.1f} s, and reward.deadline_seconds is"
@@ -389,8 +417,10 @@ async def _try_own_rewards(
 
 async def _call(
     process: GuardedProcess, reward: Reward, label: str, sample: _Sample, response: str, what: str
-) -> tuple[float, float]:
-    """Call one function once. Returns (the seconds that it took, the reward). Raises RewardError if it gives none."""
+) -> tuple[float, float, bool | None]:
+    """Call one function once. Returns (the seconds that it took, the reward, whether the response is correct or None if
+    the function does not say). Raises RewardError if it gives no reward.
+    """
     row = f"row 1 of {sample.path}"
     began = time.monotonic()
     process.send(
@@ -417,7 +447,7 @@ async def _call(
         raise RewardError(f"{what} ({row}): its process ended ({await process.exit_text()}).{hint}")
     if "failure" in reply:
         raise RewardError(f"{what} ({row}): {reply['why']}.{hint}")
-    return time.monotonic() - began, float(reply["value"])
+    return time.monotonic() - began, float(reply["value"]), reply["correct"]
 
 
 @dataclass(frozen=True)

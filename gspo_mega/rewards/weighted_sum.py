@@ -7,7 +7,7 @@ asks the functions.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -166,6 +166,15 @@ def tally(entries: tuple[WeightedFunction, ...], replies: Mapping[str, Reply]) -
         verdicts = [False]
     causes = [reply["cause"] for entry in entries if (reply := replies[entry.label]) and "cause" in reply]
     return Tally(parts, terms, failures, all(verdicts) if verdicts and not failures else None, causes)
+
+
+def no_verdict(labels: Iterable[str], place: str) -> str:
+    """Return the text of an error: none of the functions says what is correct in the held-out set `place`."""
+    return (
+        f"held-out evaluation: no reward function says which responses are correct ({', '.join(labels)}). Return"
+        f" {{'reward': x, 'correct': True or False}} from one, or set {place}.correct_threshold, the reward from which"
+        " a response is correct"
+    )
 
 
 def sum_of(terms: list[float]) -> float:

@@ -28,6 +28,7 @@ from gspo_mega.data.prompts import PromptSource, answer_keys, answer_of, encoder
 from gspo_mega.data.rows import Enough, Row
 from gspo_mega.rewards.functions import problem_of_answer
 from gspo_mega.rewards.mathematics import final_answer
+from gspo_mega.rewards.weighted_sum import no_verdict
 
 # The name of the training data among those whose texts a set is compared with. No set can have this name.
 TRAINING = "training data"
@@ -142,11 +143,7 @@ def is_correct(episode: Episode, threshold: float | None, place: str = "eval") -
     if threshold is not None:
         return episode.reward >= threshold or are_equal_rewards((episode.reward, threshold))
     if episode.correct is None:
-        raise RewardError(
-            "held-out evaluation: no reward function says which responses are correct"
-            f" ({', '.join(episode.reward_parts)}). Return {{'reward': x, 'correct': True or False}} from one, or"
-            f" set {place}.correct_threshold, the reward from which a response is correct"
-        )
+        raise RewardError(no_verdict(episode.reward_parts, place))
     return episode.correct
 
 

@@ -37,6 +37,9 @@ def leaves(**_):
 
 def level(*, metadata, **_):
     return metadata["level"]
+
+def one(**_):
+    return 1.0
 """
 SHAPE = str(Path(__file__).parents[3] / "configs" / "models" / "quickstart_dense.json")
 ROW = {"prompt": "What is 3+4?", "answer": "7", "level": 2}
@@ -94,6 +97,24 @@ def test_what_each_function_gives_for_the_first_row_is_told_to_who_asks(load):
     level = "2 for an empty response, 2 for the row's answer as the response"
     assert own.startswith("reward trial_rewards:level on row 1 of /") and own.endswith(f"train.jsonl: {level}")
     assert built_in.startswith("reward gsm8k on row 1 of ") and ": 0 for an empty response, " in built_in
+
+
+@pytest.mark.parametrize("command", ["train", "sft", "eval"])
+def test_a_held_out_set_of_which_nobody_says_what_is_correct_is_refused_before_a_start(load, command):
+    """A cold start would notice at its first measurement, after hundreds of steps."""
+    evaluation = "eval={path: held_out.jsonl}"
+    with pytest.raises(RewardError, match=r"eval: held-out evaluation: no reward function says .*trial_rewards:one"):
+        try_rewards(load("reward=trial_rewards:one", evaluation), command)
+    with pytest.raises(RewardError, match=r"no reward function says .*json_schema.* set eval.correct_threshold"):
+        try_rewards(load("reward={functions: [{function: json_schema, options: {schema: {}}}]}", evaluation), command)
+    for good in (
+        ["reward=trial_rewards:one", "eval={path: held_out.jsonl, correct_threshold: 0.5}"],
+        ["reward=trial_rewards:numpy_bool", evaluation],
+        ["reward=gsm8k", evaluation],
+        ["reward={functions: [{function: 'trial_rewards:one'}, {function: gsm8k}]}", evaluation],
+        ["reward=trial_rewards:one", evaluation, "rollout.episode=own_episode:talk", "episodes.max_tokens=64"],
+    ):
+        assert try_rewards(load(*good), command) == [], good
 
 
 FOREIGN = """
