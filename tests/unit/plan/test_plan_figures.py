@@ -3,9 +3,11 @@
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from published_qwen3_5 import qwen3_5
 
 from gspo_mega.cli.main import main
 from gspo_mega.config import load_config
@@ -22,6 +24,8 @@ NAMES = {
     "qwen3_4b_lora_1gpu",
     "qwen3_4b_1node",
     "qwen3_8b_2nodes",
+    "qwen3_5_4b_1node",
+    "qwen3_5_35b_a3b_4nodes",
     "llama3_70b_8nodes",
     "deepseek_v3_64nodes",
 } | {
@@ -133,3 +137,10 @@ def test_search_and_refusals_of_the_command(real, capsys):
     assert "8 ranks, one GPU each, on nodes of 4 GPUs; nearest valid: 4" in capsys.readouterr().err
     assert main(["plan", real, "cluster.ranks_per_node=1", "cluster.gpus_per_node=1", "parallel.expert=2"]) == 2
     assert "a server on 2 GPUs does not fit on a node of 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("shape", "size"), [("qwen3_5_4b", "4B"), ("qwen3_5_35b_a3b", "35B-A3B")])
+def test_the_shapes_of_qwen3_5_are_those_of_its_published_folders(shape, size, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(qwen3_5(size)))
+    published, shipped = (read_model_spec(path) for path in (tmp_path, CONFIGS / "models" / f"{shape}.json"))
+    assert replace(published, raw={}) == replace(shipped, raw={}) and published.raw != {}

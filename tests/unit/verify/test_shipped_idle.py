@@ -54,6 +54,6 @@ def test_a_shipped_cluster_is_busy_or_says_why_not(name):
 def test_all_with_gpus_are_tried():
     assert (
         len(SHIPPED) >= 10
-        and {"qwen3_4b_1node.yaml", "qwen3_8b_2nodes.yaml"} <= {*SHIPPED}
+        and {"qwen3_4b_1node.yaml", "qwen3_8b_2nodes.yaml", "qwen3_5_4b_1node.yaml"} <= {*SHIPPED}
         and "qwen3_30b_a3b_8nodes.yaml" in SHIPPED
     )
