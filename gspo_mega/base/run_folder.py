@@ -31,6 +31,7 @@ journal, server registrations and metrics know what is in them. Standard library
       journal/step_<8 digits>        the episodes of one step, and those that were sampled ahead during it
       journal/step_<8 digits>.old-NNNN   the file as it was before the step was sampled again
       metrics.jsonl  tensorboard/  hf/  hf_steps/step_<8 digits>/
+      evaluations/step_<8 digits>.jsonl   some responses of the evaluation of a step's weights
       sinks/<name>.json  sinks/<name>/   how far a sink of metrics has come, and its files
       profile/                       the profiler's traces
       report.html                    what `gspo-mega report` wrote last
@@ -352,6 +353,10 @@ class RunFolder:
     @property
     def journal_dir(self) -> Path:
         return self.path / "journal"
+
+    @property
+    def evaluations_dir(self) -> Path:
+        return self.path / "evaluations"
 
     @property
     def huggingface_dir(self) -> Path:

@@ -171,6 +171,7 @@ def _move_aside(folder: RunFolder, say: Callable[[str], None]) -> None:
         folder.metrics_file,
         folder.tensorboard_dir,
         folder.sinks_dir,
+        folder.evaluations_dir,
         folder.profile_dir,
         folder.huggingface_dir,
         folder.huggingface_steps_dir,

@@ -47,8 +47,9 @@ class LiveReport:
             files = [folder.metrics_file, folder.config_file, folder.journal_dir]
             for attempt in folder.attempts():
                 files += [attempt.state_file, attempt.restart_file, attempt.plan_file]
-            if folder.journal_dir.is_dir():
-                files += sorted(folder.journal_dir.iterdir())
+            for inner in (folder.journal_dir, folder.evaluations_dir):
+                if inner.is_dir():
+                    files += sorted(inner.iterdir())
             for file in files:
                 try:
                     found = file.stat()

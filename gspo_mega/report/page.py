@@ -19,6 +19,7 @@ from typing import Any
 
 from gspo_mega import __version__
 from gspo_mega.base.run_folder import RunFolder
+from gspo_mega.data.held_out_responses import before_and_after
 from gspo_mega.metrics.catalogue import find_metric
 from gspo_mega.report.learning_verdicts import marks_of
 from gspo_mega.report.run_record import RunRecord, read_run
@@ -28,12 +29,23 @@ from gspo_mega.report.verdicts import as_json, phase_seconds, verdicts_of
 _ASSETS = Path(__file__).parent / "assets"
 _STYLES = ("uPlot.min.css", "report.css")
 # In this order, because each script uses those before it.
-_SCRIPTS = ("uPlot.iife.min.js", "data.js", "charts.js", "curves.js", "tokens.js", "trajectories.js", "main.js")
+_SCRIPTS = (
+    "uPlot.iife.min.js",
+    "data.js",
+    "charts.js",
+    "curves.js",
+    "tokens.js",
+    "trajectories.js",
+    "answers.js",
+    "main.js",
+)
 # Comes after the others if the page is served while the run goes on.
 LIVE_SCRIPT = "live.js"
 # The most bytes that the compressed episodes of a page take. With curves and code the page stays below 5 MB.
 MOST_EPISODE_BYTES = 3_600_000
 _MOST_TOKENS = 1_200_000
+# The most characters of held-out prompts and responses. A page that is watched asks for them again at every change.
+_MOST_ANSWER_CHARACTERS = 400_000
 
 
 def make_report(paths: Sequence[str | Path]) -> str:
@@ -72,10 +84,11 @@ def pack(samples: Sequence[Sample]) -> str:
 
 def make_data(records: Sequence[RunRecord], samples: Sequence[Sample]) -> dict[str, Any]:
     """Everything that the page shows except the trajectories, as JSON types."""
+    room = _MOST_ANSWER_CHARACTERS // max(1, len(records))
     data = {
         "version": __version__,
         "created": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "runs": [_run_data(record, sample) for record, sample in zip(records, samples, strict=True)],
+        "runs": [_run_data(record, sample, room) for record, sample in zip(records, samples, strict=True)],
         "metrics": _metric_meanings(records),
     }
     return _finite(data)
@@ -122,7 +135,8 @@ def _finite(value: Any) -> Any:
     return [_finite(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
-def _run_data(record: RunRecord, sample: Sample) -> dict[str, Any]:
+def _run_data(record: RunRecord, sample: Sample, room: int) -> dict[str, Any]:
+    answers, unread = _answers(record.path, room)
     return {
         "name": record.name,
         "path": str(record.path),
@@ -139,9 +153,34 @@ def _run_data(record: RunRecord, sample: Sample) -> dict[str, Any]:
         "versions": record.versions,
         "layout": record.layout,
         "phases": sorted(phase_seconds(record), key=phase_seconds(record).__getitem__, reverse=True),
-        "notes": _notes(record, sample),
+        "notes": _notes(record, sample) + unread,
+        "answers": answers,
         "has_mismatch": sample.has_gaps or bool(record.settings.get("diagnostics.token_mismatch")),
     }
+
+
+def _answers(path: Path, room: int) -> tuple[list[dict[str, Any]], list[str]]:
+    """What the model answered to held-out prompts at first and at last, for each set, with at most `room` characters in
+    all but at least one prompt of each set. Second value: what could not be read, as lines for the user.
+    """
+    changes, problems = before_and_after(RunFolder(path))
+    found = []
+    for change in changes:
+        left, shown = room // len(changes), []
+        for one in change.prompts:
+            prompt = asdict(one) | {side: _answer(getattr(one, side)) for side in ("before", "after")}
+            size = len(json.dumps(prompt, default=str))
+            if shown and size > left:
+                break
+            left -= size
+            shown.append(prompt)
+        found.append(asdict(change) | {"prompts": shown, "num_prompts": len(change.prompts)})
+    return found, problems
+
+
+def _answer(row: dict[str, Any] | None) -> dict[str, Any] | None:
+    keys = ("response", "correct", "reward", "num_tokens", "is_truncated", "failure", "num_scored", "num_correct")
+    return None if row is None else {key: row.get(key) for key in keys}
 
 
 def _notes(record: RunRecord, sample: Sample) -> list[str]:

@@ -174,7 +174,7 @@ class AsyncEvaluations:
 
     def _measure(self, due: dict[str, Any], servers: EvalServers, folder: Path | None) -> None:
         self._num_begun[due["step"]] = self._num_begun.get(due["step"], 0) + 1
-        self._run(due, servers, partial(self._evaluate, due["sets"], servers, folder))
+        self._run(due, servers, partial(self._evaluate, due, servers, folder))
 
     def _run(self, due: dict[str, Any], servers: EvalServers | None, work: Callable[[], Any]) -> None:
         self._running = _Running(due, servers, processes.run_in_thread("evaluation", work))
@@ -182,14 +182,14 @@ class AsyncEvaluations:
     # --- in the evaluation's thread --------------------------------------------------------------------
 
     def _evaluate(
-        self, names: list[str], servers: EvalServers, folder: Path | None
+        self, due: dict[str, Any], servers: EvalServers, folder: Path | None
     ) -> tuple[dict[str, Evaluation], float]:
         """The results by the set's name, and the seconds that they took."""
         began = time.monotonic()
         try:
             if folder is not None:
                 servers.load(folder, self._config.publish.deadline_seconds)
-            found = self._lead.rollouts.evaluate(self._check_open, names, servers=servers)
+            found = self._lead.evaluate(due["step"], self._check_open, due["sets"], servers)
             return found, time.monotonic() - began
         finally:
             with contextlib.suppress(RolloutError):  # the pool's thread has ended, which was reported

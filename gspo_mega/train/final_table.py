@@ -9,7 +9,9 @@ from typing import Any
 
 from gspo_mega.base.episodes import RolloutBatch
 from gspo_mega.base.errors import DataError
+from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.config.derived import corrects_engine_gap
+from gspo_mega.data.held_out_responses import before_and_after
 from gspo_mega.metrics.tables import PHASES
 from gspo_mega.metrics.writer import final_table, read_metrics
 from gspo_mega.train.session import RankSession
@@ -17,6 +19,7 @@ from gspo_mega.train.session import RankSession
 # The rewards at the beginning and the end of a run are means over so many steps, if it has twice as many.
 _REWARD_STEPS = 5
 _PROMPT_CHARACTERS, _RESPONSE_CHARACTERS = 100, 300
+_MOST_HELD_OUT = 2
 
 
 def responses_to_show(batch: RolloutBatch, step: int) -> list[str]:
@@ -27,14 +30,37 @@ def responses_to_show(batch: RolloutBatch, step: int) -> list[str]:
     places = sorted({0, len(scored) // 2, len(scored) - 1})
     lines = [f"responses of step {step}, by reward: the highest, a middle one, the lowest"]
     for row in (scored[place] for place in places):
-        prompt, response = row.prompt.text, row.response_text
-        if len(prompt) > _PROMPT_CHARACTERS:
-            prompt = f"... {prompt[-_PROMPT_CHARACTERS:]}"
-        if len(response) > _RESPONSE_CHARACTERS:
-            response = f"{response[:_RESPONSE_CHARACTERS]} ..."
-        lines.append(f"  {row.reward:>7.3f}  {json.dumps(prompt, ensure_ascii=False)}")
-        lines.append(f"  {'':>7}  -> {json.dumps(response, ensure_ascii=False)}")
+        lines.append(f"  {row.reward:>7.3f}  {_beginning_cut(row.prompt.text)}")
+        lines.append(f"  {'':>7}  -> {_end_cut(row.response_text)}")
     return lines
+
+
+def held_out_to_show(folder: RunFolder) -> list[str]:
+    """Lines that show what the model answered to two held-out prompts before training and after it: those that were
+    answered wrongly at first and rightly at the end, if there are such. Nothing without two evaluations.
+    """
+    change = next(iter(before_and_after(folder)[0]), None)
+    prompts = [] if change is None else [one for one in change.prompts if one.before is not None][:_MOST_HELD_OUT]
+    if change is None or not prompts:
+        return []
+    lines = [f"held-out answers at step {change.first_step} and at step {change.last_step}"]
+    for one in prompts:
+        lines.append(f"  {'':>7}  {_beginning_cut(one.prompt)}")
+        for row in (one.before, one.after):
+            assert row is not None
+            mark = {True: "right", False: "wrong"}.get(row["correct"], "-")
+            lines.append(f"  {mark:>7}  -> {_end_cut(row['response'])}")
+    return lines
+
+
+def _beginning_cut(text: str) -> str:
+    cut = f"... {text[-_PROMPT_CHARACTERS:]}" if len(text) > _PROMPT_CHARACTERS else text
+    return json.dumps(cut, ensure_ascii=False)
+
+
+def _end_cut(text: str) -> str:
+    cut = f"{text[:_RESPONSE_CHARACTERS]} ..." if len(text) > _RESPONSE_CHARACTERS else text
+    return json.dumps(cut, ensure_ascii=False)
 
 
 def _reward_rows(metrics_file: Path) -> list[list[str]]:
@@ -108,6 +134,8 @@ def run_table(session: RankSession, saving_seconds: float = 0.0) -> tuple[str, d
     text = ["", final_table(rows), ""]
     if session.lead is not None and session.lead.shown_responses:
         text += [*session.lead.shown_responses, ""]
+    if answers := held_out_to_show(session.run_folder):
+        text += [*answers, ""]
     text += [
         f"result   {session.run_folder.huggingface_dir}  (Hugging Face format)",
         f"curves   {session.run_folder.metrics_file}"

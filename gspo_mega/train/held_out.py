@@ -4,7 +4,7 @@ on.
 `HeldOut` loads the sets of `eval`, and `summarize` turns sampled and scored groups into an `Evaluation`. The collector
 samples and the scoring pool scores. Below are the statistics of several samples per prompt (avg@k, pass@k and the
 majority's answer, each with the spread between prompts), the comparison of texts that finds held-out prompts in the
-training data, and the file of responses.
+training data, and responses as rows of files.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from gspo_mega.base.errors import DataError, RewardError
 from gspo_mega.base.records import Prompt, are_equal_rewards
 from gspo_mega.config.prompt_sources import HeldOutSet, names_prompts, reward_names
 from gspo_mega.config.schema import Data, OwnReward, Reward, Source
+from gspo_mega.data.held_out_responses import MOST_CHARACTERS, clipped, shown_places
 from gspo_mega.data.prompts import PromptSource, answer_keys, answer_of, encoder_of
 from gspo_mega.data.rows import Enough, Row
 from gspo_mega.rewards.functions import problem_of_answer
@@ -386,21 +387,40 @@ def write_responses(file: TextIO, asked: HeldOutSet, groups: list[Group]) -> Non
     """
     for group in groups:
         for sample, episode in enumerate(group.episodes):
-            row = {
-                "set": asked.name,
-                "row": int(episode.prompt.prompt_id.rpartition(":")[2]) + 1,
-                "sample": sample,
-                "episode_id": episode.episode_id,
-                "prompt": episode.prompt.text,
-                "answer": episode.prompt.answer,
-                "response": episode.response_text,
-                "reward": episode.reward,
-                "correct": is_correct(episode, asked.correct_threshold, asked.place) if episode.is_scored else None,
-                "reward_parts": episode.reward_parts,
-                "failure": episode.failure or episode.reward_error,
-                "num_tokens": episode.num_sampled_tokens,
-                "num_turns": episode.num_turns,
-                "is_truncated": episode.is_truncated,
-            }
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            file.write(json.dumps(_response_row(asked, sample, episode), ensure_ascii=False) + "\n")
     file.flush()
+
+
+def kept_responses(asked: HeldOutSet, groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """The first response to some prompts of a set, with long texts cut, for the run folder
+    (`data/held_out_responses.py`). `num_correct` of the prompt's `num_scored` samples are correct.
+    """
+    rows = []
+    for group in (groups[place] for place in shown_places(len(groups))):
+        row = _response_row(asked, 0, group.episodes[0])
+        marks = [is_correct(one, asked.correct_threshold, asked.place) for one in group.scored or ()]
+        for key in ("prompt", "answer", "response", "failure"):
+            value = row[key] if isinstance(row[key], str) else json.dumps(row[key], ensure_ascii=False)
+            if len(value) > MOST_CHARACTERS:
+                row[key] = clipped(value)
+        rows.append(row | {"num_scored": len(marks), "num_correct": sum(marks)})
+    return rows
+
+
+def _response_row(asked: HeldOutSet, sample: int, episode: Episode) -> dict[str, Any]:
+    return {
+        "set": asked.name,
+        "row": int(episode.prompt.prompt_id.rpartition(":")[2]) + 1,
+        "sample": sample,
+        "episode_id": episode.episode_id,
+        "prompt": episode.prompt.text,
+        "answer": episode.prompt.answer,
+        "response": episode.response_text,
+        "reward": episode.reward,
+        "correct": is_correct(episode, asked.correct_threshold, asked.place) if episode.is_scored else None,
+        "reward_parts": episode.reward_parts,
+        "failure": episode.failure or episode.reward_error,
+        "num_tokens": episode.num_sampled_tokens,
+        "num_turns": episode.num_turns,
+        "is_truncated": episode.is_truncated,
+    }

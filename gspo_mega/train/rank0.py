@@ -14,8 +14,10 @@ import concurrent.futures
 import contextlib
 import threading
 import time
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from gspo_mega.base import processes
 from gspo_mega.base.episodes import Group, RolloutBatch
@@ -23,7 +25,9 @@ from gspo_mega.base.errors import FolderError
 from gspo_mega.base.run_folder import Attempt, RunFolder
 from gspo_mega.checkpoint.load import TrainState
 from gspo_mega.config.derived import hooks_of, least_of_group
+from gspo_mega.config.prompt_sources import HeldOutSet
 from gspo_mega.config.schema import Config
+from gspo_mega.data.held_out_responses import drop_responses, write_responses_of
 from gspo_mega.data.journal.journal import Journal
 from gspo_mega.data.packing import ExpertRoutes
 from gspo_mega.metrics.prometheus import PrometheusEndpoint
@@ -33,8 +37,11 @@ from gspo_mega.metrics.writer import MetricsWriter
 from gspo_mega.models.end_tokens import planned_end_tokens
 from gspo_mega.models.spec import ModelSpec
 from gspo_mega.plan.layout import Layout
+from gspo_mega.rollout.sampler import SamplingServers
+from gspo_mega.train.async_eval import DUE
 from gspo_mega.train.batches import assemble, fill_advantages, scored_batch
 from gspo_mega.train.context import StopRequest, WorkerContext
+from gspo_mega.train.held_out import Evaluation, kept_responses
 from gspo_mega.train.reusable_records import hook_fingerprints, made_by
 from gspo_mega.train.rollouts import Rollouts
 from gspo_mega.train.scatter import Parcels
@@ -121,7 +128,23 @@ class Rank0:
         """
         self.source.restore(state)
         # A run that begins again from step 0 also evaluates its start again, and writes that line again.
-        self.writer.resume_from(state.step if state.step > 0 else -1)
+        last = state.step if state.step > 0 else -1
+        self.writer.resume_from(last)
+        drop_responses(self.run_folder, last, [one["step"] for one in state.summary.get(DUE, ())])
+
+    def evaluate(
+        self, step: int, on_wait: Callable[[], None], names: Collection[str], servers: SamplingServers | None = None
+    ) -> dict[str, Evaluation]:
+        """`Rollouts.evaluate` of the weights of `step`. Some of the responses are kept in the run folder."""
+        kept: list[dict[str, Any]] = []
+
+        def keep(asked: HeldOutSet, groups: list[Group]) -> None:
+            kept.extend(kept_responses(asked, groups))
+
+        found = self.rollouts.evaluate(on_wait, names, keep, servers)
+        self.check_newest_attempt()
+        write_responses_of(self.run_folder, step, kept)
+        return found
 
     def keep_samples(self, step: int, batch: RolloutBatch) -> None:
         """Give the sinks a few responses of a trained batch, one of each group, at the steps that

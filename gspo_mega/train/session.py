@@ -255,7 +255,7 @@ class RankSession:
         with self.phase("eval"):
             if self.lead is not None:
                 with contextlib.suppress(StopRequested):  # the next wait for rollouts finds the request again
-                    evaluation = self.lead.rollouts.evaluate(self.on_wait, names)
+                    evaluation = self.lead.evaluate(self.state.step, self.on_wait, names)
             found = None if evaluation is None else {name: asdict(one) for name, one in evaluation.items()}
             value = self.ranks.agree(found)
         return None if value is None else {name: Evaluation(**one) for name, one in value.items()}

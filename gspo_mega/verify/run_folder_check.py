@@ -1,10 +1,10 @@
 """Read a whole run folder as a continuation would, and say what is damaged: `gspo-mega inspect RUN --verify`.
 
 `check_run_folder` reads the configuration, the attempts' records, metrics.jsonl, every checkpoint with its checksums,
-every frame of the journal, and the tensors of published and exported folders against their manifests. It changes
-nothing, takes no lock, and starts nothing, so it works on a running run too: what a running run removes while it is
-read is left out. It reads with the readers that a run uses (`checkpoint/folders.py`, `data/journal`,
-`metrics/writer.py`), so what it calls sound is what a run accepts.
+the held-out responses, every frame of the journal, and the tensors of published and exported folders against their
+manifests. It changes nothing, takes no lock, and starts nothing, so it works on a running run too: what a running run
+removes while it is read is left out. It reads with the readers that a run uses (`checkpoint/folders.py`,
+`data/journal`, `metrics/writer.py`), so what it calls sound is what a run accepts.
 
 A `Finding` is something that a continuation, or a reader of the result, meets as an error or as a loss. A `Finding`
 with `is_note` is something that looks odd and costs nothing: what a killed process left half-written, or a file that no
@@ -23,11 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gspo_mega.base.errors import CheckpointError, FolderError, GspoMegaError, JournalError
+from gspo_mega.base.errors import CheckpointError, DataError, FolderError, GspoMegaError, JournalError
 from gspo_mega.base.run_folder import RunFolder, read_json
 from gspo_mega.base.untrusted import MOST_BYTES, open_regular, parse_json, read_bytes, read_json_file, read_text
 from gspo_mega.checkpoint import folders
 from gspo_mega.config import load_config
+from gspo_mega.data.held_out_responses import read_responses
 from gspo_mega.data.journal.frames import JournalDamage
 from gspo_mega.data.journal.journal import Journal, PartGoneError
 from gspo_mega.data.journal.steps import TokenGaps, read_file, token_gaps_file
@@ -39,6 +40,7 @@ _VERSION = re.compile(r"v\d{8}")
 _DRAFT = re.compile(r"\..*\.part|.*\.(part|writing|replaced|removed|new)|\.step_\d{8}\.aside")
 _OWN_NAMES = {
     "checkpoints": re.compile(r"step_\d{8}(\.damaged(-\d+)?)?|latest"),
+    "evaluations": re.compile(r"step_\d{8}\.jsonl"),
     "journal": re.compile(r"step_\d{8}(\.gaps|\.old-\d{4,})?"),
     "weights": re.compile(r"v\d{8}(\.delta)?|current\.json|start-.*|start\.lock"),
 }
@@ -85,6 +87,7 @@ def check_run_folder(run: RunFolder) -> tuple[list[Finding], list[str]]:
     _check_start(run, findings)
     num_lines = _check_metrics(run, step, findings)
     num_steps = _check_journal(run, step, prompts, findings)
+    _check_held_out_responses(run, findings)
     num_tensors = _check_weights(run, findings)
     for name, pattern in _OWN_NAMES.items():
         findings += _foreign(run.path / name, pattern)
@@ -293,6 +296,17 @@ def _check_metrics(run: RunFolder, step: int, findings: list[Finding]) -> int:
             )
         )
     return seen
+
+
+def _check_held_out_responses(run: RunFolder, findings: list[Finding]) -> None:
+    for file in sorted(run.evaluations_dir.glob("step_????????.jsonl")):
+        try:
+            list(read_responses(file))
+        except DataError as error:
+            if file.exists():  # else a continuation has removed it meanwhile
+                loss = "what the report shows of this evaluation; a continuation does not read it"
+                remedy = "restore it from a copy, or remove it"
+                findings.append(Finding("folder", file, str(error).removeprefix(f"{file}:"), loss, remedy))
 
 
 # --- the journal ------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import json
 
 import pytest
 from chromium import Browser, program
-from report_runs import HOSTILE, add_gaps, add_metrics, make_run
+from report_runs import HOSTILE, add_gaps, add_held_out, add_metrics, make_run
 
 from gspo_mega.report.page import make_report
 
@@ -28,6 +28,8 @@ def report(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
     file, runs = folder / "report.html", [make_run(folder / "one"), make_run(folder / "two")]
     add_gaps(runs[0], 0)
+    for step, marks in ((0, [False, True, None]), (12, [True, True, False])):
+        add_held_out(runs[0], step, marks)
     file.write_text(make_report(runs), encoding="utf-8")
     return file
 
@@ -156,6 +158,25 @@ def test_trajectories_are_filtered_and_shown_token_by_token(page):
     for colouring in ("advantage", "mask", "version", "mismatch"):
         page.run(f"byId('colouring').value = {colouring!r}; byId('colouring').dispatchEvent(new Event('change'))")
         assert page.run("document.querySelector('#detail .tokens span').style.backgroundColor !== ''")
+
+
+def test_held_out_answers_before_and_after_are_beside_each_other(page):
+    page.key("5")
+    page.until("!byId('answers').hidden")
+    text = page.run("byId('answers').innerText")
+    assert "one: gsm8k" in text and "two: No held-out answers are recorded" in text
+    assert "3 prompts kept of the set; correct: 1 at step 0, 2 at step 12." in text
+    pairs = page.run(
+        "[...document.querySelectorAll('#answers .pair')].map((pair) => [...pair.children].map((one) =>"
+        " [one.className, one.querySelector('h3').innerText, one.querySelector('pre').innerText]))"
+    )
+    before, after = pairs[0]
+    assert before == ["card wrong", "step 0✗ not correct", f"{HOSTILE} 0"], "what was learnt is first"
+    assert after == ["card right", "step 12✓ correct", f"{HOSTILE} 12"]
+    tops = page.run("[...document.querySelectorAll('#answers .pair')[0].children].map((one) => one.offsetTop)")
+    assert tops[0] == tops[1], "next to each other"
+    assert pairs[1][0][0] == "card right" and pairs[2][0][1] == "step 0not scored"
+    assert page.run("document.querySelectorAll('main img, main script, main b').length") == 0
 
 
 def test_what_a_model_wrote_stays_text(page):

@@ -16,6 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from gspo_mega.base.run_folder import RunFolder, read_json
 from gspo_mega.config import load_config
+from gspo_mega.data.held_out_responses import before_and_after
 from gspo_mega.data.journal.journal import Journal
 from gspo_mega.data.journal.steps import TokenGaps
 from gspo_mega.metrics.catalogue import CATALOGUE, find_metric
@@ -186,6 +187,21 @@ def test_the_values_are_those_of_this_run(lines, whole_run):
     assert ["eval/accuracy" in line for line in lines] == [False, True, True], "every 2 steps, and at the end"
     evaluations = 3  # the third before the first step
     assert len(ScoreLog(whole_run[1].path.parents[1] / "scores")) == 16 * NUM_STEPS + 8 * evaluations
+
+
+def test_responses_of_each_evaluation_are_kept_and_shown(whole_run):
+    command, run, _ = whole_run
+    assert sorted(path.name for path in run.evaluations_dir.iterdir()) == [
+        f"step_{step:08d}.jsonl" for step in (0, 2, 3)
+    ]
+    (change,), problems = before_and_after(run)
+    assert (change.first_step, change.last_step, len(change.prompts), problems) == (0, NUM_STEPS, 8, [])
+    measured = {
+        line["step"]: line["eval/accuracy"] for line in read_metrics(run.metrics_file) if line["step"] in (0, 3)
+    }
+    assert sum(one.before["correct"] for one in change.prompts) / 8 == measured[0], "every prompt is kept"
+    assert sum(one.after["correct"] for one in change.prompts) / 8 == measured[3]
+    assert f"held-out answers at step 0 and at step {NUM_STEPS}\n" in command.out
 
 
 def test_the_phases_account_for_the_time(lines):

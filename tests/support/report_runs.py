@@ -10,6 +10,7 @@ from gspo_mega.base.episodes import Group, RolloutBatch, one_turn_row
 from gspo_mega.base.records import Prompt
 from gspo_mega.base.run_folder import RunFolder, atomic_write_json, atomic_write_text
 from gspo_mega.config import load_config, render_config
+from gspo_mega.data.held_out_responses import write_responses_of
 from gspo_mega.data.journal.journal import Journal
 from gspo_mega.data.journal.steps import write_token_gaps
 
@@ -66,6 +67,17 @@ def add_trajectories(
     with journal.begin(step, step, 2, {group.group_id: group for group in groups}) as writer:
         if consumed:
             writer.finish(RolloutBatch(step, groups, {}, {}), {})
+
+
+def add_held_out(path: Path, step: int, marks: Sequence[bool | None], name: str = "gsm8k") -> None:
+    """The responses of an evaluation, one of each prompt: whether it is correct."""
+    rows = [
+        {"set": name, "row": number, "prompt": f"{number} + 1 = <b>", "answer": str(number + 1), "correct": mark}
+        | {"response": f"{HOSTILE} {step}", "reward": float(bool(mark)), "num_tokens": 5, "is_truncated": False}
+        | {"failure": None, "num_scored": 1, "num_correct": int(bool(mark))}
+        for number, mark in enumerate(marks, start=1)
+    ]
+    write_responses_of(RunFolder(path), step, rows)
 
 
 def _group(step: int, number: int) -> Group:

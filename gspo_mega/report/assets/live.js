@@ -25,6 +25,7 @@ async function take({ data, episodes: packed }) {
   showCreated();
   const at = window.scrollY;
   showSummary();
+  if (!byId("answers").hidden) showAnswers();
   fill(byId("metric-names"), Object.keys(DATA.metrics).map((name) => el("option", { value: name })));
   if (curvesDrawn && !refreshCurves()) drawCurves();
   if (runs) {

@@ -1,6 +1,6 @@
 // The summary, and which part of the page is shown.
 "use strict";
-const PARTS = ["summary", "curves", "trajectories", "prompt"];
+const PARTS = ["summary", "curves", "trajectories", "prompt", "answers"];
 const MARKS = { good: "✓ good", note: "· note", warning: "! look" };
 const ENDED = { finished: "took all its steps", stopped: "was asked to stop", requeued: "gave its allocation back", running: "is at work" };
 const WORDS = [
@@ -61,6 +61,7 @@ function choosePart(part) {
   }
   byId("token").hidden = true;
   if (part === "summary") drawOverview();
+  if (part === "answers") showAnswers();
   if (part === "curves" && !curvesDrawn) { curvesDrawn = true; drawCurves(); }
   if (part === "trajectories" || part === "prompt") trajectoriesReady = trajectoriesReady || setUpTrajectories();
   return trajectoriesReady;
@@ -89,7 +90,7 @@ function setUpKeys() {
       choosePart(part);
       byId(`tab-${part}`).focus();
     }
-    if (["1", "2", "3", "4"].includes(event.key)) choosePart(PARTS[Number(event.key) - 1]);
+    if (["1", "2", "3", "4", "5"].includes(event.key)) choosePart(PARTS[Number(event.key) - 1]);
     if (!byId("trajectories").hidden && store && (event.key === "j" || event.key === "k")) next(event.key === "j" ? 1 : -1);
   });
 }

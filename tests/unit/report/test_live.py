@@ -6,7 +6,7 @@ import threading
 from urllib.parse import urlsplit
 
 import pytest
-from report_runs import add_metrics, add_trajectories, make_run
+from report_runs import add_held_out, add_metrics, add_trajectories, make_run
 
 from gspo_mega.base.errors import ConfigError
 from gspo_mega.cli.main import main
@@ -75,6 +75,9 @@ def test_changes_are_what_the_page_lacks(server, run):
     add_trajectories(run, 2)
     found = json.loads(ask(server, f"/changes?{query}&stamp={found['data']['live']['stamp']}&after=2")[1])
     assert found["episodes"] and found["data"]["live"]["after"] == [3]
+    add_held_out(run, 3, [True])
+    found = json.loads(ask(server, f"/changes?{query}&stamp={found['data']['live']['stamp']}&after=3")[1])
+    assert found["data"]["runs"][0]["answers"][0]["last_step"] == 3 and found["episodes"] is None
     status, text, _ = ask(server, f"/changes?{query}&stamp=0&after=x")
     assert status == 400 and "one whole number per run" in text
     assert ask(server, f"/changes?{query}&stamp=0&after=1,2")[0] == 400

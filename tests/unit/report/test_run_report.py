@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from report_runs import HOSTILE, add_gaps, make_run
+from report_runs import HOSTILE, add_gaps, add_held_out, make_run
 
 from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.cli.main import main
@@ -124,6 +124,36 @@ def test_one_file_with_nothing_to_fetch_and_nothing_executable_from_a_model(tmp_
     packed = html.split('id="episodes">')[1].split("</script>")[0]
     runs = json.loads(zlib.decompress(base64.b64decode(packed)))
     assert [len(run["episodes"]) for run in runs] == [4, 4]
+
+
+def test_held_out_answers_of_the_first_and_the_last_evaluation(tmp_path):
+    folder = make_run(tmp_path / "one")
+    assert _data_of(make_report([folder]))["runs"][0]["answers"] == [], "as a run of an earlier release"
+    for step, marks in ((0, [True, False]), (5, [None, None]), (12, [True, True])):
+        add_held_out(folder, step, marks)
+    html = make_report([folder])
+    (shown,) = _data_of(html)["runs"][0]["answers"]
+    assert (shown["name"], shown["first_step"], shown["last_step"], shown["num_prompts"]) == ("gsm8k", 0, 12, 2)
+    first = shown["prompts"][0]
+    assert (first["row"], first["before"]["correct"], first["after"]["correct"]) == (2, False, True)
+    assert first["after"]["response"] == f"{HOSTILE} 12" and HOSTILE not in html
+    (folder / "evaluations" / "step_00000012.jsonl").write_text("nonsense\n")
+    run = _data_of(make_report([folder]))["runs"][0]
+    assert run["answers"][0]["last_step"] == 5 and "step_00000012.jsonl:1: is not a line with" in run["notes"][-1]
+
+
+def test_held_out_answers_of_a_page_are_bounded(tmp_path, monkeypatch):
+    folder = make_run(tmp_path / "one")
+    for name in ("a", "b"):
+        add_held_out(folder, {"a": 0, "b": 1}[name], [True] * 16, name)
+    size = len(_data_of(make_report([folder]))["runs"][0]["answers"][0]["prompts"])
+    monkeypatch.setattr(page, "_MOST_ANSWER_CHARACTERS", 1000)
+    shown = _data_of(make_report([folder]))["runs"][0]["answers"]
+    assert size == 16 and [(one["num_prompts"], len(one["prompts"])) for one in shown] == [(16, 1), (16, 1)]
+
+
+def _data_of(html):
+    return json.loads(html.split('id="data">')[1].split("</script>")[0])
 
 
 def test_data_cannot_end_its_tag():

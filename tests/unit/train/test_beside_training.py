@@ -45,11 +45,13 @@ class Training:
             server.holds = lambda rid, num_tokens: rid.startswith("eval") and self.is_held
         changes = {"eval": Eval(path="unused", blocking=False, servers=1), "model": Model(path=str(model))}
         config = self.run.config.model_copy(update=changes)
-        rollouts = SimpleNamespace(pool=self.run.pool, evaluate=self.evaluate)
-        lead = SimpleNamespace(rollouts=rollouts, run_folder=self.folder, console=self.said.append)
+        rollouts = SimpleNamespace(pool=self.run.pool)
+        lead = SimpleNamespace(
+            rollouts=rollouts, run_folder=self.folder, console=self.said.append, evaluate=self.evaluate
+        )
         self.evaluations = AsyncEvaluations(config, cast(Any, lead), self.state)
 
-    def evaluate(self, check, names, servers):
+    def evaluate(self, step, check, names, servers):
         groups = self.run.collector.sample(PROMPTS, 2, 0.0, on_wait=check, servers=servers)
         if self.error is not None:
             raise self.error

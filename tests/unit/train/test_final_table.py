@@ -8,7 +8,9 @@ import pytest
 
 from gspo_mega.base.episodes import Group, RolloutBatch, one_turn_row
 from gspo_mega.base.records import Prompt
-from gspo_mega.train.final_table import _reward_rows, responses_to_show
+from gspo_mega.base.run_folder import RunFolder
+from gspo_mega.data.held_out_responses import write_responses_of
+from gspo_mega.train.final_table import _reward_rows, held_out_to_show, responses_to_show
 
 
 def batch_of(rewards, response="answer worth {}", prompt="a question", errors=()):
@@ -65,3 +67,25 @@ def test_metrics_that_cannot_be_read_do_not_end_a_run_that_ended_well(tmp_path):
     assert _reward_rows(tmp_path / "metrics.jsonl") == []
     (tmp_path / "metrics.jsonl").write_text("no json\n")
     assert _reward_rows(tmp_path / "metrics.jsonl") == []
+
+
+def test_two_held_out_prompts_before_and_after(tmp_path):
+    folder = RunFolder(tmp_path)
+
+    def row(number, correct, response):
+        return {"set": "a", "row": number, "prompt": f"{number}+1=", "response": response, "correct": correct}
+
+    assert held_out_to_show(folder) == []
+    write_responses_of(folder, 0, [row(1, True, "2"), row(2, False, "9\x1b[2J"), row(3, None, "?")])
+    assert held_out_to_show(folder) == [], "nothing to compare with"
+    write_responses_of(folder, 12, [row(1, True, "2"), row(2, True, "3"), row(3, False, "y" * 1000)])
+    header, *lines = held_out_to_show(folder)
+    assert header == "held-out answers at step 0 and at step 12"
+    assert [line.split() for line in lines] == [
+        ['"2+1="'],
+        ["wrong", "->", '"9\\u001b[2J"'],
+        ["right", "->", '"3"'],
+        ['"1+1="'],
+        ["right", "->", '"2"'],
+        ["right", "->", '"2"'],
+    ]

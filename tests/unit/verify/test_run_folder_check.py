@@ -21,6 +21,7 @@ from gspo_mega.checkpoint import folders
 from gspo_mega.checkpoint.hf_export import tensor_digest
 from gspo_mega.cli.main import main
 from gspo_mega.config import load_config, render_config
+from gspo_mega.data.held_out_responses import write_responses_of
 from gspo_mega.data.journal.frames import FrameFile
 from gspo_mega.data.journal.journal import Journal
 from gspo_mega.verify.run_folder_check import Finding, check_run_folder
@@ -94,6 +95,18 @@ def _export(folder: Path) -> None:
         for name, tensor in tensors.items()
     }
     atomic_write_json(folder / "manifest.json", {"weight_version": 3, "tensors": described})
+
+
+def test_held_out_responses_are_read_and_what_they_hold_is_no_reason_to_stop(run, capsys):
+    write_responses_of(run, 2, [{"set": "a", "row": 1, "prompt": "p", "response": "r", "correct": True}])
+    assert found(run) == []
+    file = run.evaluations_dir / "step_00000002.jsonl"
+    file.write_text(file.read_text()[:-9])
+    finding = only(run)
+    assert finding.where.startswith(str(file)) and "1: is not a line with a held-out response" in finding.problem
+    assert main(["inspect", str(run.path), "--verify"]) == 9
+    file.rename(run.evaluations_dir / "other.txt")
+    assert only(run).is_note
 
 
 def found(run: RunFolder) -> list[Finding]:
