@@ -13,8 +13,10 @@ starts at zero in every sequence:
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,6 +24,17 @@ import torch.nn.functional as F
 
 CHUNK = 64
 """Tokens that are computed together: within a chunk by products of matrices, from chunk to chunk by the state."""
+
+
+@contextlib.contextmanager
+def chunks_of(length: int) -> Iterator[None]:
+    """Let `chunk_gated_delta_rule` compute `length` tokens together, in this process; 1: token by token."""
+    global CHUNK
+    before, CHUNK = CHUNK, length
+    try:
+        yield
+    finally:
+        CHUNK = before
 
 
 def l2norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:

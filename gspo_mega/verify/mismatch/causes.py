@@ -17,8 +17,9 @@ from gspo_mega.config.schema import Config
 from gspo_mega.models.spec import ModelSpec
 from gspo_mega.verify.mismatch.served_folders import ServedFolders
 
-# Settings of an evaluation that are not configuration keys: how the server is asked, how the trainer packs.
-HOW, TOGETHER, PACKING = "@how", "@together", "@packing"
+# Settings of an evaluation that are not configuration keys: how the server is asked, how the trainer packs, how many
+# tokens of a gated delta net it computes together.
+HOW, TOGETHER, PACKING, CHUNK = "@how", "@together", "@packing", "@chunk"
 SAMPLED, CACHED, FLUSHED = "sampled", "cached", "flushed"
 
 SAMPLING, PREFIX_CACHE, ENGINES = "sampling", "prefix cache", "between the engines"
@@ -137,7 +138,7 @@ def _chunks(facts: Facts) -> Settings | Nothing:
         return Nothing("the model has no gated delta nets", True)
     return Nothing(
         "both engines score by chunks of 64 tokens, a constant of the kernels; `sampling` has the rule token by token"
-        " against it",
+        " against it, and on a CPU the last rows have the trainer with other chunks",
         False,
     )
 
@@ -316,11 +317,14 @@ CAUSES: tuple[Cause, ...] = (
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another setting of the trainer on the same tokens, measured as a whole. `keys`: the keys a user would set."""
+    """Another setting of the trainer on the same tokens, measured as a whole. `keys`: the keys a user would set.
+    `is_change`: its row has the difference from the trainer as the run computes, not from the samples.
+    """
 
     name: str
     settings: Callable[[Facts], Settings | Nothing]
     keys: Mapping[str, Any] = field(default_factory=dict)
+    is_change: bool = False
 
 
 def _other_routing(facts: Facts) -> Settings | Nothing:
@@ -329,9 +333,22 @@ def _other_routing(facts: Facts) -> Settings | Nothing:
     return {"moe.routing_replay": "none" if facts.config.moe.routing_replay == "R3" else "R3"}
 
 
+def _other_chunks(length: int) -> Callable[[Facts], Settings | Nothing]:
+    def settings(facts: Facts) -> Settings | Nothing:
+        if facts.spec.delta is None:
+            return Nothing("the model has no gated delta nets", True)
+        if facts.device == "gpu":
+            return Nothing("a constant of the kernels", False)
+        return {CHUNK: length}
+
+    return settings
+
+
 R3 = "other routing"
 ALTERNATIVES: tuple[Alternative, ...] = (
     Alternative(R3, _other_routing, {"moe.routing_replay": "R3", "rollout.return_routed_experts": True}),
+    Alternative("chunks of 16", _other_chunks(16), is_change=True),
+    Alternative("chunks of 1", _other_chunks(1), is_change=True),
 )
 
 

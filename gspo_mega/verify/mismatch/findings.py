@@ -140,12 +140,13 @@ class CauseRow:
 @dataclass(frozen=True)
 class Other:
     """An alternative: the settings in which it differs from the run, its row, and the change of k3 from the run,
-    estimated token by token.
+    estimated token by token. `is_change`: the row has its difference from the run's trainer, not from the samples.
     """
 
     settings: Mapping[str, Any]
     row: AttributionRow
     k3_change: PromptEstimate
+    is_change: bool = False
 
 
 @dataclass(frozen=True)
@@ -205,11 +206,13 @@ def find(
     first, *others = values_of.values()
     moved = {name: explained_share(x - first[name], d, by_token) for other in others for name, x in other.items()}
     alternatives = {}
+    is_change = {alternative.name: alternative.is_change for alternative in ALTERNATIVES}
     for name, point in plan.alternatives.items():
-        other = log_probs[point] - log_probs[plan.sampled]
-        moved_by = probabilities[point] - probabilities[plan.sampled]
-        row = make_row(other, tokens, band, lengths, moved_by)
-        alternatives[name] = Other(point.values, row, _k3_change(other, d, tokens))
+        start = plan.trained if is_change[name] else plan.sampled
+        moves = probabilities[point] - probabilities[start]
+        row = make_row(log_probs[point] - log_probs[start], tokens, band, lengths, moves)
+        change = _k3_change(log_probs[point] - log_probs[plan.sampled], d, tokens)
+        alternatives[name] = Other(point.values, row, change, is_change[name])
     return Findings(
         num_prompts=len(set(tokens.prompt.tolist())),
         num_sequences=len(tokens.prompt),
@@ -338,6 +341,7 @@ def advise(facts: Facts, findings: Findings) -> Advice:
     _origin(findings, advice)
     _block_advice(findings, advice)
     _routing(facts, findings, advice)
+    _chunks(findings, advice)
     _budget(facts, findings, advice)
     _unseen(findings, advice)
     return advice
@@ -480,6 +484,17 @@ def _routing(facts: Facts, findings: Findings, advice: Advice) -> None:
             advice.keys["moe.routing_replay"] = ("none", "R3 makes the mismatch larger here")
     else:
         advice.sentences.append(f"R3 makes no difference that these prompts can show ({figures}).")
+
+
+def _chunks(findings: Findings, advice: Advice) -> None:
+    changes = {name: other.row for name, other in findings.alternatives.items() if other.is_change}
+    if changes:
+        figures = ", ".join(
+            f"{row.maximum:.1e} nats in {name} (k3 {row.k3.value:.0e})" for name, row in changes.items()
+        )
+        advice.sentences.append(
+            f"With the delta rule in other chunks a token's log-prob in the trainer changes by at most {figures}."
+        )
 
 
 def _budget(facts: Facts, findings: Findings, advice: Advice) -> None:

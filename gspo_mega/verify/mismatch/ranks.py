@@ -31,6 +31,7 @@ from gspo_mega.checkpoint.hf_import import import_huggingface
 from gspo_mega.config import Config, load_config
 from gspo_mega.config.derived import least_of_group
 from gspo_mega.config.schema import Budget, Rollout
+from gspo_mega.cpu import delta_rule
 from gspo_mega.data.packing import ExpertRoutes
 from gspo_mega.engine.device_batch import DeviceBatch
 from gspo_mega.engine.losses import PassOutput, require_finite_tokens
@@ -46,7 +47,7 @@ from gspo_mega.train.context import StopRequest, StopRequested, WorkerContext
 from gspo_mega.train.eval_rank import wait_for_servers
 from gspo_mega.train.rollouts import Rollouts
 from gspo_mega.verify.certify.measure import gather_tokens, packing
-from gspo_mega.verify.mismatch.causes import CACHED, HOW, PACKING, SAMPLED, TOGETHER
+from gspo_mega.verify.mismatch.causes import CACHED, CHUNK, HOW, PACKING, SAMPLED, TOGETHER
 from gspo_mega.verify.mismatch.fixed_tokens import FixedTokens, Sampled
 from gspo_mega.verify.mismatch.walks import Point
 
@@ -123,7 +124,8 @@ def _trainer_points(context: WorkerContext, work: dict[str, Any], folder: Path) 
                     destroy_groups()
                 engine, built = build_engine(config), _engine_key(config)
             kind = point.values.get(PACKING, "planned")
-            log_probs, entropies = score_on_trainer(engine, config, tokens, kind)
+            with delta_rule.chunks_of(point.values.get(CHUNK, delta_rule.CHUNK)):
+                log_probs, entropies = score_on_trainer(engine, config, tokens, kind)
             if context.is_lead:
                 np.save(folder / f"{point.name}.npy", log_probs)
                 np.save(folder / f"{point.name}.entropies.npy", entropies)

@@ -78,8 +78,9 @@ def _table(findings: Findings) -> list[str]:
     shares = {name: [_of_squares(findings.parts[order][name].share) for order in orders] for name in first}
     rows = {name: part.row for name, part in first.items()} | {"all together": findings.total}
     shares["all together"] = ["100.0%"] * len(orders)
-    for other in findings.alternatives.values():
-        rows["with " + ", ".join(f"{key}={value}" for key, value in other.settings.items())] = other.row
+    for name, other in findings.alternatives.items():
+        settings = ", ".join(f"{key}={value}" for key, value in other.settings.items())
+        rows[f"change by {name}" if other.is_change else f"with {settings}"] = other.row
     width = max(map(len, rows))
     headings = "  ".join(f"{order:>11}" for order in orders)
     lines = [

@@ -148,3 +148,15 @@ def test_gates_are_those_of_the_layer():
     g, beta = delta_rule.gates(a_log, torch.tensor([[0.5, 3.0]]), dt_bias, torch.tensor([[0.0, 1.0]]))
     torch.testing.assert_close(g, torch.tensor([[-1.7014133, -15.7159902]]), rtol=0, atol=1e-5)
     torch.testing.assert_close(beta, torch.tensor([[0.5, 0.7310586]]))
+
+
+@pytest.mark.parametrize("length", [1, 16, 200])
+def test_another_length_of_chunks_is_the_same_rule_and_ends_with_its_block(length):
+    tensors, bounds = inputs(sum(LENGTHS)), cuts(LENGTHS)
+    usual, _ = chunk_gated_delta_rule(*tensors, cu_seqlens=bounds)
+    with delta_rule.chunks_of(length):
+        assert length == delta_rule.CHUNK
+        out, _ = chunk_gated_delta_rule(*tensors, cu_seqlens=bounds)
+    assert delta_rule.CHUNK == 64
+    torch.testing.assert_close(out, usual, rtol=0, atol=1e-12)
+    assert not torch.equal(out, usual)  # in another order of additions

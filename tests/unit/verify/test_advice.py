@@ -12,7 +12,7 @@ from run_configs import make_config
 from gspo_mega.config.clip_range import band_of
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.verify.mismatch.attribution import TokenPlaces, explained_share, make_row
-from gspo_mega.verify.mismatch.causes import ENGINES, PREFIX_CACHE, R3, Facts, Nothing
+from gspo_mega.verify.mismatch.causes import CHUNK, ENGINES, PREFIX_CACHE, R3, Facts, Nothing
 from gspo_mega.verify.mismatch.faults import EngineFault
 from gspo_mega.verify.mismatch.findings import CauseRow, Findings, Other, _k3_change, advise
 from gspo_mega.verify.mismatch.run import as_json, render
@@ -58,7 +58,12 @@ def findings(run, parts, alternatives=(), nothing=(), faults=(), backward=None, 
         moved={name: share(x - parts[name]) for name, x in (backward or {}).items()},
         nothing=dict(nothing),
         alternatives={
-            name: Other({"moe.routing_replay": "R3"}, make_row(x, tokens, band, LENGTHS), _k3_change(x, d, tokens))
+            name: Other(
+                {"moe.routing_replay": "R3"} if name == R3 else {CHUNK: 16},
+                make_row(x, tokens, band, LENGTHS),
+                _k3_change(x if name == R3 else d + x, d, tokens),
+                is_change=name != R3,
+            )
             for name, x in alternatives
         },
         faults=tuple(faults),
@@ -262,12 +267,15 @@ def test_tokens_are_counted_where_tokens_are_clipped():
 
 def test_the_table_has_a_row_of_each_cause_and_the_object_is_json():
     run = facts()
-    found = findings(run, {"server KV cache": noise(1e-3), ENGINES: noise(1e-9, 1)}, [(R3, noise(1e-3))])
+    others = [(R3, noise(1e-3)), ("chunks of 16", noise(1e-8, 2))]
+    found = findings(run, {"server KV cache": noise(1e-3), ENGINES: noise(1e-9, 1)}, others)
     advice = advise(run, found)
     lines = render(found, advice).splitlines()
-    for name in ("server KV cache", ENGINES, "all together", "with moe.routing_replay=R3"):
+    for name in ("server KV cache", ENGINES, "all together", "with moe.routing_replay=R3", f"change by {others[1][0]}"):
         assert sum(line.startswith(name + " ") for line in lines) == 2, name
     assert max(map(len, lines[: lines.index("verdict")])) <= 140
+    largest = max(abs(others[1][1]))
+    assert f"at most {largest:.1e} nats in chunks of 16" in said(advice)
     values = json.loads(json.dumps(as_json(found, advice, MADE), allow_nan=False))
     assert values["made"] == MADE
     assert values["parts"]["forward"]["server KV cache"]["row"]["k3"]["value"] == pytest.approx(1e-3, rel=0.1)

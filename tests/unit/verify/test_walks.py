@@ -16,6 +16,7 @@ from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.verify.mismatch.causes import (
     ALTERNATIVES,
     CAUSES,
+    CHUNK,
     ENGINES,
     PACKING,
     R3,
@@ -107,6 +108,15 @@ def test_states_of_delta_nets_are_a_cause_where_servers_round_them():
     assert "64 tokens" in plan.nothing["delta rule by chunks"].why
     assert left_between({SAMPLING}, {"delta rule by chunks": plan.nothing["delta rule by chunks"]}) == []
     assert make_plan(facts(DELTA)).nothing["server states"].is_zero
+
+
+def test_other_chunks_of_the_delta_rule_are_evaluated_where_no_kernel_fixes_them():
+    plan = make_plan(facts(DELTA))
+    chunks = {name: point.values.get(CHUNK) for name, point in plan.alternatives.items() if name != R3}
+    assert chunks == {"chunks of 16": 16, "chunks of 1": 1}
+    # The same ranks as the run's, with the same configuration.
+    assert all(plan.alternatives[name].keys == plan.trained.keys for name in chunks)
+    assert set(make_plan(facts(DELTA, "gpu")).alternatives) == {R3}
 
 
 def test_a_models_own_type_of_states_counts(tmp_path):
