@@ -23,6 +23,7 @@ KEY = "quantization_config"
 _ONLY = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
 # All keys that such a configuration may have. Some have no meaning for the stored weights.
 _UNDERSTOOD = {*_ONLY, "weight_block_size", "scale_fmt", "modules_to_not_convert", "ignored_layers", "dequantize"}
+_OTHERS = ("weight_per_tensor", "act_per_tensor")  # other scales than those of blocks, which Qwen3.8-FP8 denies
 _GATES = (".router.weight", ".shared_experts.gate_weight")
 _BLACKWELL_NAMES = ("B200",)
 
@@ -55,7 +56,8 @@ def read_block_fp8(reader: ConfigReader) -> BlockFp8 | None:
     kept = raw.get("modules_to_not_convert") or raw.get("ignored_layers") or []
     if not isinstance(kept, list) or not all(isinstance(name, str) for name in kept):
         wrong.append(f"modules_to_not_convert is {kept!r}, supported: a list of names of modules")
-    wrong += [f"{key} is not known" for key in sorted(raw.keys() - _UNDERSTOOD)]
+    wrong += [f"{key} is {raw[key]!r}, supported: False" for key in _OTHERS if raw.get(key)]
+    wrong += [f"{key} is not known" for key in sorted(raw.keys() - _UNDERSTOOD - {*_OTHERS})]
     if wrong:
         reader.problem(KEY, f"of quantised weights only FP8 in blocks can be read: {'; '.join(wrong)}")
         return None

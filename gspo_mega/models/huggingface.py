@@ -116,6 +116,11 @@ def read_model_spec(
     if raw is None:
         raise ModelError(f"{folder}: it has no config.json; give a Hugging Face folder")
     description_files(folder)  # refuses a bad link now, on a login node, instead of at the first export
+    if (folder / _MODELOPT).is_file() and not raw.get("quantization_config"):
+        raise ModelError(
+            f"{folder / _MODELOPT}: the weights are quantised, which config.json does not say; of quantised weights"
+            " only FP8 in blocks can be read. Give the folder of the plain model"
+        )
     generation = _read_json(folder / "generation_config.json") or {}
     where = str(folder / "config.json")
     spec = spec_from_config(renamed(raw, where), where=where, generation=generation)
@@ -150,6 +155,7 @@ def carried_bytes(folder: Path, beginning: str) -> tuple[int, int]:
         return 0, 0
 
 
+_MODELOPT = "hf_quant_config.json"  # NVIDIA's ModelOpt, as in nvidia/Llama-3.1-70B-Instruct-FP8
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
@@ -347,7 +353,11 @@ def _dtype(reader: ConfigReader) -> str:
     value = reader.raw.get(key) or ("bfloat16" if is_fp4(reader.raw) else "float32")
     name = str(value).removeprefix("torch.")
     if name not in _DTYPES:
-        reader.problem(key, f"{value!r} is not supported; supported: {', '.join(_DTYPES)}")
+        reader.problem(
+            key,
+            f"{value!r} is not supported; supported: {', '.join(_DTYPES)}. Let transformers write the weights anew:"
+            " AutoModelForCausalLM.from_pretrained(FOLDER, dtype='bfloat16').save_pretrained(OTHER)",
+        )
     return name
 
 

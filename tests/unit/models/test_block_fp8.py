@@ -20,7 +20,7 @@ from gspo_mega.models.block_fp8 import (
     stored_bytes,
 )
 from gspo_mega.models.hf_fields import ConfigReader
-from gspo_mega.models.huggingface import read_stored, spec_from_config
+from gspo_mega.models.huggingface import read_model_spec, read_stored, spec_from_config
 from gspo_mega.models.spec import BlockFp8, ModelSpec, shape_differences
 from gspo_mega.models.tensors import hf_tensors
 
@@ -47,6 +47,7 @@ def read(raw: object) -> tuple[BlockFp8 | None, list[str]]:
         (QWEN3_MOE, BlockFp8(kept=tuple(QWEN3_MOE["modules_to_not_convert"]))),
         ({key: value for key, value in DEEPSEEK_V3.items() if key != "fmt"}, BlockFp8()),
         (DEEPSEEK_V3 | {"weight_block_size": [64, 256]}, BlockFp8((64, 256))),
+        (DEEPSEEK_V3 | {"weight_per_tensor": False, "act_per_tensor": False}, BlockFp8()),  # Qwen3.8-2.4T-A95B-FP8
     ],
 )
 def test_published_layouts_are_read(raw, stored):
@@ -71,11 +72,21 @@ def test_a_layout_is_written_as_it_is_read(stored):
         (DEEPSEEK_V3 | {"scale_fmt": "ue4m3"}, "scale_fmt is 'ue4m3'"),
         (DEEPSEEK_V3 | {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert is 'lm_head'"),
         (DEEPSEEK_V3 | {"expert_dtype": "fp4"}, "expert_dtype is not known"),
+        (DEEPSEEK_V3 | {"act_per_tensor": True}, "act_per_tensor is True, supported: False"),
     ],
 )
 def test_other_quantisations_are_refused_by_name(raw, words):
     stored, (problem,) = read(raw)
     assert stored is None and problem.startswith("quantization_config: ") and words in problem
+
+
+def test_weights_that_another_file_says_are_quantised_are_refused(tmp_path):
+    """As NVIDIA publishes FP8 and NVFP4: config.json may be that of the plain model."""
+    (tmp_path / "config.json").write_text((ROOT / "configs/models/qwen3_06b.json").read_text())
+    assert read_model_spec(tmp_path).stored is None
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
+    with pytest.raises(ModelError, match="hf_quant_config.json: the weights are quantised, which config.json does not"):
+        read_model_spec(tmp_path)
 
 
 def qwen3_moe() -> ModelSpec:

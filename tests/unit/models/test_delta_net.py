@@ -50,6 +50,7 @@ SMALL = NEXT_80B | dict(
         (qwen3_5("35B-A3B"), 34.7, 2.9),
         (qwen3_5("122B-A10B"), 122.1, 9.0),
         (qwen3_5("397B-A17B"), 396.3, 16.3),
+        (text_model(qwen3_5("2.4T-A95B")), 2419.8, 93.3),
     ],
 )
 def test_published_configs(raw, total, active):

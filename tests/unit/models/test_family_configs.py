@@ -6,7 +6,7 @@ from gspo_mega.models.spec import MoeSpec, RopeScaling
 from gspo_mega.models.tensors import count_parameters
 
 # As published, shortened to what is read: Llama-2-7b (no rope_theta, no head_dim), Llama-3.1-8B, Qwen2.5-0.5B,
-# Mixtral-8x7B.
+# Mixtral-8x7B. Llama-2-7b's own torch_dtype is float16.
 LLAMA_2 = dict(
     architectures=["LlamaForCausalLM"],
     hidden_act="silu",
@@ -190,6 +190,11 @@ def test_published_configs_of_glm():
 )
 def test_the_part_of_a_head_that_positions_turn(changes, share):
     assert spec_from_config(GLM_AIR | changes).rotary_share == share
+
+
+def test_published_weights_in_float16_are_refused_with_a_way_out():
+    with pytest.raises(ModelError, match="torch_dtype: 'float16' is not supported; .*from_pretrained"):
+        spec_from_config(LLAMA_2 | {"torch_dtype": "float16"})
 
 
 def test_published_configs_of_other_families():
