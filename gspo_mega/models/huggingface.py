@@ -77,6 +77,13 @@ _NOT_COMPUTED = {
     " (llama_4_scaling_beta), which Megatron-Core's attention does not have",
     "MinistralForCausalLM": "SGLang has no model of this name; published Ministral-8B names MistralForCausalLM",
 }
+# Architectures that could be computed, and that nothing here builds.
+_SPARSE = "an indexer chooses the keys that each query sees (index_topk), which is not implemented here"
+_NOT_BUILT = {
+    "DeepseekV32ForCausalLM": _SPARSE,
+    "GlmMoeDsaForCausalLM": _SPARSE,
+    "NemotronHForCausalLM": "layers with Mamba, and experts without a gate (mlp_hidden_act), are not implemented here",
+}
 _WITH_IMAGES = "ForConditionalGeneration"
 
 
@@ -88,7 +95,7 @@ def _why_not(architectures: object) -> str | None:
     if name.endswith(_WITH_IMAGES):
         trained = ", ".join(known for known in ARCHITECTURES if known.endswith(_WITH_IMAGES))
         return f"models named {_WITH_IMAGES} read images or sounds too; only the text part of {trained} is trained"
-    return _NOT_COMPUTED.get(name)
+    return (_NOT_COMPUTED | _NOT_BUILT).get(name)
 
 
 def read_model_spec(

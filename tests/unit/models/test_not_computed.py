@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gspo_mega.base.errors import ModelError
-from gspo_mega.models.huggingface import _NOT_COMPUTED, spec_from_config
+from gspo_mega.models.huggingface import _NOT_BUILT, _NOT_COMPUTED, ARCHITECTURES, spec_from_config
 from gspo_mega.plan.validate_delta import ADAPTERS_NOT_SERVED
 
 
@@ -36,13 +36,6 @@ def scales_no_query_by_its_position() -> bool:
     return not seen and not any("llama" in name or "temperature" in name or "floor_scale" in name for name in settings)
 
 
-def refuses_packs_in_delta_nets() -> bool:
-    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
-
-    source = inspect.getsource(GatedDeltaNet.forward)
-    return "NotImplementedError" in source.partition("if packed_seq_params is not None:")[2][:200]
-
-
 def sglang_lacks(architecture: str) -> bool:
     package = importlib.util.find_spec("sglang")
     if package is None or package.origin is None:
@@ -52,7 +45,6 @@ def sglang_lacks(architecture: str) -> bool:
 
 
 IS_TRUE = {
-    "Qwen3NextForCausalLM": refuses_packs_in_delta_nets,
     "Gemma4ForCausalLM": has_one_width_of_heads,
     "Ministral3ForCausalLM": scales_no_query_by_its_position,
     "MinistralForCausalLM": lambda: sglang_lacks("MinistralForCausalLM"),
@@ -67,6 +59,17 @@ def test_the_reason_is_true_of_what_is_installed(architecture):
     assert f"architectures is [{architecture!r}], which is not supported: {_NOT_COMPUTED[architecture]}" in str(
         refused.value
     )
+
+
+def test_every_reason_is_asked_for():
+    assert IS_TRUE.keys() == _NOT_COMPUTED.keys() and not _NOT_BUILT.keys() & _NOT_COMPUTED.keys()
+
+
+@pytest.mark.parametrize("architecture", _NOT_BUILT)
+def test_what_nothing_here_builds_is_refused_with_its_reason(architecture):
+    assert architecture not in ARCHITECTURES
+    with pytest.raises(ModelError, match=f"'{architecture}'.*which is not supported: .* not implemented here"):
+        spec_from_config({"architectures": [architecture]})
 
 
 def test_the_questions_can_be_answered_with_no(monkeypatch):
