@@ -244,12 +244,14 @@ def validate_speculative(
             " matter what the temperature is",
             "null",
         )
-    if speculative.algorithm == "nextn" and not FAMILIES[spec.family].drafts:
-        yield Violation(
-            "server.speculative.algorithm",
-            f"nextn, and models of {spec.family} have no layers for multi-token prediction",
-            "eagle3, standalone or ngram",
-        )
+    if speculative.algorithm == "nextn" and not spec.num_ignored_layers:
+        if FAMILIES[spec.family].drafts:
+            why = "nextn, and config.json names no layers for multi-token prediction (num_nextn_predict_layers)"
+        elif "mtp." in FAMILIES[spec.family].carried:
+            why = f"nextn, which was not tried with the layers for multi-token prediction of {spec.family} (mtp.)"
+        else:
+            why = f"nextn, and models of {spec.family} have no layers for multi-token prediction"
+        yield Violation("server.speculative.algorithm", why, "eagle3, standalone or ngram")
     folder = speculative.draft_path
     if folder is not None and not (read_draft_shape(Path(folder)) and any(Path(folder).glob("*.safetensors"))):
         yield Violation(

@@ -11,6 +11,7 @@ from gspo_mega.models.tensors import hf_tensors
 from gspo_mega.plan import estimate, plan_run, render_report
 from gspo_mega.plan.memory import server_memory
 from gspo_mega.plan.servers import DraftMemory, draft_memory
+from gspo_mega.plan.validate_servers import validate_speculative
 
 SHAPES = Path(__file__).parents[3] / "configs/models"
 WORDS = ["publish.method=distributed", "publish.verify=replicas", "precision=bf16"]
@@ -75,6 +76,28 @@ def test_where_it_cannot_run(load, shape, speculative, device, text):
     with pytest.raises(PlanError) as error:
         plan_run(load(*WORDS, f"server.speculative={speculative}"), device, shape("dense"))
     assert text in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "text"),
+    [
+        ("certify_mla", {"num_nextn_predict_layers": 1}, None),
+        ("certify_mla", {"num_nextn_predict_layers": 0}, "nextn, and config.json names no layers for multi-token"),
+        ("certify_glm4_moe", {"num_nextn_predict_layers": 1}, None),
+        (
+            "certify_qwen3_next",
+            {},
+            "nextn, which was not tried with the layers for multi-token prediction of qwen3_next",
+        ),
+    ],
+)
+def test_a_model_drafts_by_layers_that_it_has(load, tmp_path, model, changes, text):
+    config = load(*WORDS, NEXTN).config
+    file = tmp_path / "shape.json"
+    file.write_text(json.dumps(json.loads((SHAPES / f"{model}.json").read_text()) | changes))
+    found = validate_speculative(config.server, config.cluster, read_model_spec(file), "gpu")
+    said = [str(violation) for violation in found]
+    assert (said == []) if text is None else (len(said) == 1 and text in said[0]), said
 
 
 def test_the_report_names_the_draft(load, shape, draft):
