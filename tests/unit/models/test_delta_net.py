@@ -75,6 +75,9 @@ def test_a_published_delta_net():
     assert spec.delta.state_elements == 32 * 128 * 128 + 3 * 8192
     assert spec.cache_elements_per_token == 2 * 12 * 2 * 256
     assert spec.moe.norm_topk_prob and spec.moe.shared_gate
+    # RedHatAI/Qwen3-Coder-Next-NVFP4, of this shape, has 296 151 tensors, four in place of each quantised one: three of
+    # every expert, the shared one among them, and four of every attention.
+    assert len(hf_tensors(spec)) == 296_151 - 3 * (48 * 513 * 3 + 12 * 4)
     without = {
         key: value for key, value in NEXT_80B.items() if key not in ("norm_topk_prob", "full_attention_interval")
     }
