@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 # Tests set it in a rank's environment: comma-separated `point=NAME`, `hit=N`, `do=kill|disk_full|denied`, `rank=R`,
-# `record=FILE`.
+# `record=FILE`, `mark=FILE`, `once=1`.
 VARIABLE = "GSPO_MEGA_FAULT"
 
 # Each operation has a point before it (`NAME.before`) and one after it (`NAME.after`).
@@ -98,7 +98,8 @@ class InjectedFault:
     """The action `do` happens when rank `rank` reaches `point` for the `hit`-th time.
 
     `do` is kill (SIGKILL to this process), or disk_full or denied (the operation fails with that OSError). `record` is
-    a file to which the name of every reached point is appended.
+    a file to which the name of every reached point is appended. `mark` is a file that is made when the
+    action happens. With `once` it does not happen again where that file is, as after a restart.
     """
 
     point: str = ""
@@ -106,6 +107,8 @@ class InjectedFault:
     do: str = "kill"
     rank: int = 0
     record: str = ""
+    mark: str = ""
+    once: int = 0
 
     @classmethod
     def parse(cls, text: str) -> InjectedFault:
@@ -153,8 +156,10 @@ def reached(point: str) -> None:
         if fault.point != point:
             continue
         fault.hit -= 1
-        if fault.hit:
+        if fault.hit or (fault.once and Path(fault.mark).exists()):
             continue
+        if fault.mark:
+            Path(fault.mark).touch()
         if fault.do == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         number = errno.ENOSPC if fault.do == "disk_full" else errno.EACCES

@@ -6,7 +6,7 @@
     gspo-mega drill small_run.yaml --table                the table of the faults that were tried
 
 Give it the configuration of a long run with a few steps (train.num_steps=6, checkpoint.every_steps=1) and a small
-batch. An undisturbed run comes first. Each trial then starts the run, strikes one to three faults at random moments,
+batch. An undisturbed run comes first. Each trial then starts the run, strikes several faults at random moments,
 continues the run with the same command until it ends, and compares weights, optimizer, journal and metrics to the bit.
 Rows are in <run.dir>/<run.name>.drill/rows.jsonl (--folder); the command goes on from there, also days later. As root,
 or with user name spaces, a drill has mounts of its own, which end with it. A kind that this machine does not allow is
@@ -51,10 +51,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--live", type=float, default=0.5, metavar="SHARE", help="share of runs that sample from servers (default: 0.5)"
     )
     parser.add_argument(
-        "--per-run", type=int, default=MOST_FAULTS, metavar="N", help=f"1 to N faults per run (default: {MOST_FAULTS})"
+        "--per-run",
+        type=int,
+        default=MOST_FAULTS,
+        metavar="N",
+        help=f"half to all of N faults per run (default: {MOST_FAULTS})",
     )
     parser.add_argument(
         "--patience", type=float, default=900.0, metavar="SECONDS", help="a longer command hangs (default: 900)"
+    )
+    parser.add_argument(
+        "--rows", type=Path, metavar="FILE", help="keep the rows there; drills of several configurations may share it"
     )
     parser.add_argument("--keep", action="store_true", help="keep the folders of sound trials too")
     parser.add_argument("--list", action="store_true", help="list the kinds of faults, and which cannot be tried here")
@@ -70,8 +77,9 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"gspo-mega drill: --kinds: {unknown[0]!r} is none; valid: {', '.join(KINDS)}")
     own = loaded.config.run
     folder = (args.folder or Path(own.dir) / f"{own.name}.drill").absolute()
+    rows = (args.rows or folder / "rows.jsonl").absolute()
     if args.table:
-        return _show(folder, {})
+        return _show(rows, {})
     if not args.has_own_mounts:
         _enter_own_mounts()
     missing = missing_needs(args.has_own_mounts)
@@ -81,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         print("\n".join(f"{name:<30}  {what}{f'  ({why})' if why else ''}" for name, what, why in rows))
         return 0
     words = [str(Path(args.config).absolute()), *args.overrides]
-    settings = Settings(loaded, words, folder, args.seed, args.patience, args.live, args.per_run, args.keep)
+    settings = Settings(loaded, words, folder, args.seed, args.patience, args.live, args.per_run, args.keep, rows)
     deadline = None if args.hours is None else time.monotonic() + args.hours * 3600
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # so that the drill ends its runs before itself
         signal.signal(number, signal.default_int_handler)
@@ -91,15 +99,15 @@ def run(args: argparse.Namespace) -> int:
         drill = Drill(settings, kinds, skipped, say)
         drill.prepare()
         drill.run(args.faults, deadline)
-    return _show(folder, skipped)
+    return _show(rows, skipped)
 
 
-def _show(folder: Path, skipped: dict[str, str]) -> int:
-    rows = read_rows(folder / "rows.jsonl")
+def _show(file: Path, skipped: dict[str, str]) -> int:
+    rows = read_rows(file)
     print(final_table(table(rows, skipped), HEADERS))
     wrong = [row for row in rows if row.tried and (not row.equal or row.problems)]
     tried = [row for row in rows if row.tried]
-    runs, num_kinds = len({row.trial for row in rows}), len({row.kind for row in tried})
+    runs, num_kinds = len({(row.drill, row.trial) for row in tried}), len({row.kind for row in tried})
     print(f"\n{len(tried)} faults of {num_kinds} kinds in {runs} runs; not as an undisturbed one: {len(wrong)}")
     return 1 if wrong else 0
 

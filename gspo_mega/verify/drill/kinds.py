@@ -22,7 +22,8 @@ _PAGE_BYTES = resource.getpagesize()
 class Fault:
     """A drawn fault. `when`: "start", "steps" or "point". `place`, `victim`, `amount`: numbers from 0 to 1 that choose
     the moment in the start or in the steps, one of several processes, and a size. `point`, `hit`: a declared point, and
-    how often it is reached before. `seconds`: how long it lasts, of kinds that end by themselves.
+    how often it is reached before. `is_late`: a run reaches it only near its end. `seconds`: how long it lasts, of
+    kinds that end by themselves.
     """
 
     kind: str
@@ -30,6 +31,7 @@ class Fault:
     place: float = 0.0
     point: str = ""
     hit: int = 1
+    is_late: bool = False
     victim: float = 0.0
     amount: float = 0.0
     seconds: float = 0.0
@@ -64,9 +66,16 @@ class Kind:
     def begins_with_command(self) -> bool:
         return self.strike is None
 
-    def variable(self, fault: Fault) -> str:
-        """The value of `failpoints.VARIABLE` for this fault."""
-        return f"point={fault.point},hit={fault.hit},do={self.do},rank=0" if self.do else ""
+    def is_repeated(self, fault: Fault) -> bool:
+        """Whether the rank is killed at the point after each restart too, until the supervisor gives up."""
+        return self.do == "kill" and fault.amount < _REPEATED
+
+    def variable(self, fault: Fault, mark: Path) -> str:
+        """The value of `failpoints.VARIABLE` for this fault. `mark`: a file that is made when it happens."""
+        if not self.do:
+            return ""
+        once = int(not self.is_repeated(fault))
+        return f"point={fault.point},hit={fault.hit},do={self.do},rank=0,mark={mark},once={once}"
 
     def prefix(self, fault: Fault, log: Path) -> list[str]:
         """The words before the command."""
@@ -166,7 +175,9 @@ def _cut(scene: Scene, fault: Fault) -> str:
 
 
 def _reset(scene: Scene, fault: Fault) -> str:
-    return f"reset {scene.own_network().reset()}"
+    if not (ends := scene.own_network().reset()):
+        raise NotThereError
+    return f"reset {ends} ends of connections"
 
 
 def _wake(scene: Scene) -> None:
@@ -178,6 +189,7 @@ def _mend_network(scene: Scene) -> None:
 
 
 _PAUSE = (0.5, 8.0)
+_REPEATED = 0.15  # the share of kills at a point that come again after each restart
 _ALL = (
     Kind("kill the supervisor", "SIGKILL", _send("supervisor", signal.SIGKILL)),
     Kind("kill a rank", "SIGKILL", _send("rank", signal.SIGKILL)),
@@ -209,7 +221,8 @@ _ALL = (
     Kind("read-only disk", "the kernel mounts it read-only after an error", _read_only, needs=("disk",)),
     Kind("lost disk", "every access fails, what was not flushed is lost", _lost_disk, needs=("disk",)),
     Kind("power cut", "what was not flushed is lost, every process killed", _power_cut, needs=("disk",)),
-    Kind("slow fsync", "each takes 0.05 to 0.5 s more", calls="fsync,fdatasync:delay_enter={delay}", needs=("strace",)),
+    Kind("slow fsync", "the first 40 of each thread take 0.05 to 0.5 s more",
+         calls="fsync,fdatasync:delay_enter={delay}:when=1..40", needs=("strace",)),
     Kind("failing fsync", "one of each thread's fails with EIO", calls="fsync,fdatasync:error=EIO:when={number}",
          needs=("strace",)),
     Kind("failing rename", "one of each thread's fails with EDQUOT",

@@ -177,11 +177,11 @@ class Network:
     def mend(self) -> None:
         self._inside("ip", "link", "set", "lo", "up")
 
-    def reset(self) -> str:
-        """Reset all connections that are open. Returns how many were."""
+    def reset(self) -> int:
+        """Reset all connections that are open. Returns how many ends of them were."""
         listed = self._inside("ss", "-Htn", "state", "established")
         self._inside("ss", "-Kt", "state", "established")
-        return f"{len(listed.splitlines())} ends of connections"
+        return len(listed.splitlines())
 
     def close(self) -> None:
         os.close(self._descriptor)

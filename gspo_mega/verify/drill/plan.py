@@ -1,20 +1,21 @@
-"""Which faults a drill tries, in which order and at which moments: all from its seed and what the reference reached.
+"""Which faults a drill tries and at which moments, by its seed, by what was struck so far and by what a run reaches.
 
-Kinds are dealt like cards, so that each comes up equally often: the deck of all kinds is shuffled, dealt to the end,
-and shuffled again. One deck is for runs that sample, one for runs that train on recorded rollouts; those start sooner,
-and have no servers to strike.
+A trial takes the kinds that were struck least, in random order among equals. A kind that was drawn and not struck
+counts as half of one, so that one which a configuration does not have (no episode worker, say) does not come up
+forever. Runs that train on recorded rollouts start sooner, and have no servers to strike.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gspo_mega.base import failpoints
 from gspo_mega.verify.drill.kinds import KINDS, Fault, Kind
 
-MOST_FAULTS = 3  # of one run, unless the user says otherwise
+MOST_FAULTS = 6  # of one run, unless the user says otherwise
+_EACH_STEP = "rollout.batch"  # the point that every step reaches once
 _WHEN = ("start", "steps", "point")
 _WHEN_WEIGHTS = (0.15, 0.4, 0.45)
 
@@ -28,38 +29,35 @@ class Trial:
     faults: tuple[Fault, ...]
 
 
-def trials(
+def draw_trial(
     seed: int,
+    number: int,
     kinds: Sequence[str],
+    rows: Sequence[Row],
     reached: Mapping[bool, Mapping[str, int]],
     live_share: float,
     most: int = MOST_FAULTS,
-) -> Iterator[Trial]:
-    """The trials of a seed, without end. `reached`: for runs that sample (True) and for the others, how often an
-    undisturbed one reaches each declared point. `live_share`: the share of runs that sample. `most`: faults of a run.
+) -> Trial:
+    """The trial `number` of a seed, after those of `rows`. `reached`: for runs that sample (True) and for the others,
+    how often an undisturbed one reaches each declared point. `live_share`: the share of runs that sample. `most`:
+    faults of a run.
     """
-    decks: dict[bool, list[str]] = {True: [], False: []}
-    number = 0
-    while True:
-        draw = random.Random(f"{seed} {number}")
-        can_replay = any(not KINDS[name].is_live for name in kinds)
-        is_live = draw.random() < live_share or not can_replay
-        names = []
-        for _ in range(draw.randint(1, most)):
-            if not decks[is_live]:
-                decks[is_live] = [name for name in kinds if is_live or not KINDS[name].is_live]
-                draw.shuffle(decks[is_live])
-            names.append(decks[is_live].pop())
-        faults = [draw_fault(KINDS[name], reached[is_live], draw) for name in names]
-        # A command can begin with one fault only. Those of the start come before those of the steps: what a run does
-        # not live to see is not tried.
-        faults.sort(key=lambda one: (not KINDS[one.kind].begins_with_command, one.when != "start"))
-        yield Trial(number, is_live, tuple(faults))
-        number += 1
+    draw = random.Random(f"{seed} {number}")
+    can_replay = any(not KINDS[name].is_live for name in kinds)
+    is_live = draw.random() < live_share or not can_replay
+    names = [name for name in kinds if is_live or not KINDS[name].is_live]
+    counts = dict.fromkeys(names, 0.0)
+    for row in rows:
+        if row.kind in counts:
+            counts[row.kind] += 1.0 if row.tried else 0.5
+    draw.shuffle(names)
+    names.sort(key=counts.__getitem__)
+    names = names[: draw.randint((most + 1) // 2, most)]
+    return Trial(number, is_live, tuple(draw_fault(KINDS[name], reached[is_live], draw, len(names)) for name in names))
 
 
-def draw_fault(kind: Kind, reached: Mapping[str, int], draw: random.Random) -> Fault:
-    """A fault of this kind at a random moment."""
+def draw_fault(kind: Kind, reached: Mapping[str, int], draw: random.Random, num_faults: int = 1) -> Fault:
+    """A fault of this kind at a random moment. `num_faults`: of the run; each has about that part of its length."""
     points = {
         name: count
         for name, count in sorted(reached.items())
@@ -76,19 +74,30 @@ def draw_fault(kind: Kind, reached: Mapping[str, int], draw: random.Random) -> F
     return Fault(
         kind.name,
         when,
-        place=draw.random(),
+        place=draw.random() / max(1, num_faults if when == "steps" else 1),
         point=point,
-        hit=draw.randint(1, max(1, points.get(point, 1) // 2)),
+        hit=draw.randint(1, max(1, points.get(point, 1) // (num_faults + 1))),
+        is_late=2 * points.get(point, 0) < reached.get(_EACH_STEP, 0) if point else False,
         victim=draw.random(),
         amount=draw.random(),
         seconds=draw.uniform(*kind.seconds),
     )
 
 
+def next_fault(left: Sequence[Fault], is_new: bool) -> Fault:
+    """Which of the faults that are left comes next. `is_new`: a command is about to start. It can begin with one fault
+    only, and what a run does not live to see is not tried: points that come once, at a run's end, are the last.
+    """
+    if is_new:
+        return min(left, key=lambda one: (not KINDS[one.kind].begins_with_command, one.when != "start", one.is_late))
+    return min(left, key=lambda one: (KINDS[one.kind].begins_with_command, one.is_late))
+
+
 @dataclass(frozen=True)
 class Row:
     """What came of one fault. `tried`: whether it was struck; a run that ended before is no trial. `ended`: what the
-    run did. `equal`: whether the run's end is an undisturbed one's, to the bit.
+    run did. `equal`: whether the run's end is an undisturbed one's, to the bit. `code`: the version that ran. `drill`:
+    of which drill the trial is, where several keep their rows in one file.
     """
 
     trial: int
@@ -101,6 +110,8 @@ class Row:
     equal: bool
     problems: list[str]
     seconds: float
+    code: str = ""
+    drill: str = ""
 
 
 def table(rows: Sequence[Row], skipped: Mapping[str, str]) -> list[tuple[str, ...]]:

@@ -12,7 +12,9 @@ Then the run's end is compared: of a run on recorded rollouts with the replayed 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import importlib.metadata
 import json
 import subprocess
 import time
@@ -29,7 +31,7 @@ from gspo_mega.config import LoadedConfig, render_config
 from gspo_mega.launcher.prepare import yaml_string
 from gspo_mega.verify.drill.kinds import KINDS, Fault, Kind
 from gspo_mega.verify.drill.outcome import differences, journal_problems, outcome, shorten
-from gspo_mega.verify.drill.plan import MOST_FAULTS, Row, Trial, trials
+from gspo_mega.verify.drill.plan import MOST_FAULTS, Row, Trial, draw_trial, next_fault
 from gspo_mega.verify.drill.scene import POLL_SECONDS, TRAIN, NotThereError, Scene
 from gspo_mega.verify.run_folder_check import check_run_folder
 
@@ -37,6 +39,8 @@ _MOST_COMMANDS = 12
 _DISK_BYTES = 2**28
 # How long a run may take to show that a fault ended it, before the next one is struck.
 _SETTLE_SECONDS = 2.0
+# How often is looked whether a command has ended.
+_WATCH_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,8 @@ class Reference:
 @dataclass(frozen=True)
 class Settings:
     """`words`: the configuration's file and the user's overrides. `patience_seconds`: after which a command that has
-    not ended counts as hung. `command`: what trains, before these words.
+    not ended counts as hung. `rows`: the file of the rows, if not the folder's own; several drills may share it, one
+    after another. `command`: what trains, before these words.
     """
 
     loaded: LoadedConfig
@@ -64,6 +69,7 @@ class Settings:
     live_share: float
     most_faults: int = MOST_FAULTS
     keep: bool = False
+    rows: Path | None = None
     command: Sequence[str] = TRAIN
 
 
@@ -96,8 +102,10 @@ class Drill:
         self.skipped = skipped
         self._kinds = [name for name in kinds if name not in skipped]
         self._name = settings.loaded.config.run.name
-        self._rows_file = settings.folder / "rows.jsonl"
+        self._rows_file = settings.rows or settings.folder / "rows.jsonl"
         self.rows = read_rows(self._rows_file)
+        self._label = f"{Path(settings.words[0]).stem} {_digest(settings.loaded)[:8]} seed {settings.seed}"
+        self._code = code_version()
         self._references: dict[bool, Reference] = {}
         self._wanted: dict[str, Any] = {}
         processes.adopt_orphans()
@@ -178,14 +186,13 @@ class Drill:
 
     def run(self, num_faults: int, deadline: float | None) -> None:
         """Go on until `num_faults` were tried in all, or until `deadline` (of time.monotonic)."""
-        done = 1 + max((row.trial for row in self.rows), default=-1)
         reached = {is_live: reference.reached for is_live, reference in self._references.items()}
         settings = self._settings
-        for trial in trials(settings.seed, self._kinds, reached, settings.live_share, settings.most_faults):
-            if sum(row.tried for row in self.rows) >= num_faults or (deadline and time.monotonic() > deadline):
-                return
-            if trial.number < done:
-                continue
+        while sum(row.tried for row in self.rows) < num_faults and (deadline is None or time.monotonic() < deadline):
+            number = 1 + max((row.trial for row in self.rows if row.drill in ("", self._label)), default=-1)
+            trial = draw_trial(
+                settings.seed, number, self._kinds, self.rows, reached, settings.live_share, settings.most_faults
+            )
             self.rows += self._try(trial)
             text = "".join(json.dumps(asdict(row)) + "\n" for row in self.rows)
             atomic_write_text(self._rows_file, text)  # whole, because a killed drill may have left half a line
@@ -197,9 +204,9 @@ class Drill:
         tried: list[_Struck] = []
         is_equal = False
         try:
-            for fault in trial.faults:
-                tried.append(_Struck(fault))
-                self._strike(scene, trial, tried)
+            left, missed = list(trial.faults), set()
+            while left:
+                self._strike(scene, trial, tried, left, missed)
             self._finish(scene, tried)
             different = self._differences(scene, trial)
             is_equal = not different
@@ -223,6 +230,8 @@ class Drill:
                 is_equal,
                 one.problems,
                 round(seconds, 1),
+                self._code,
+                self._label,
             )
             for one in tried
         ]
@@ -230,33 +239,58 @@ class Drill:
             self._say(_line(row))
         return rows
 
-    def _strike(self, scene: Scene, trial: Trial, tried: list[_Struck]) -> None:
-        """Strike the last fault of `tried` at its moment, unless the run ends before."""
-        struck = tried[-1]
-        fault, kind = struck.fault, KINDS[struck.fault.kind]
+    def _strike(self, scene: Scene, trial: Trial, tried: list[_Struck], left: list[Fault], missed: set[Fault]) -> None:
+        """Strike the fault of `left` that comes next at its moment, unless the run ends before, and move it to `tried`.
+        One whose moment did not come because an earlier fault ended the command, or whose process was not there, gets
+        a second chance, and is then one of `missed`.
+        """
         is_new = scene.command is None or scene.command.has_ended()
         if scene.command is not None and is_new:
-            self._after(scene, tried[:-1])
+            self._after(scene, tried)
             if scene.command.process.returncode == 0:
+                tried += map(_Struck, left)
+                left.clear()
                 return
+        fault = next_fault(left, is_new)
+        kind = KINDS[fault.kind]
+        if kind.begins_with_command and not is_new:
+            self._wait(scene, tried)  # only a command that starts can begin with it
+            return
+        left.remove(fault)
+        struck = _Struck(fault)
+        tried.append(struck)
         if kind.begins_with_command:
-            if is_new:
-                scene.start(kind.prefix(fault, scene.root / "strace"), kind.variable(fault))
-                self._wait(scene, tried)
-                struck.done = _evidence(kind, fault, scene)
+            number = len(tried)
+            mark, log = scene.root / f"mark-{number}", scene.root / f"strace-{number}"
+            scene.start(kind.prefix(fault, log), kind.variable(fault, mark))
+            self._wait(scene, tried, until=lambda: bool(_evidence(kind, fault, mark, log)))
+            struck.done = _evidence(kind, fault, mark, log)
+            if struck.done:
+                self._settle(scene, tried, kind, fault)
+                struck.done = _evidence(kind, fault, mark, log)
             return
         if is_new:
             scene.start()
-        if not self._wait_for(scene, trial, fault, is_new):
-            return
         assert kind.strike is not None
-        try:
-            struck.done = kind.strike(scene, fault)
-        except NotThereError:
+        with contextlib.suppress(NotThereError):
+            if self._wait_for(scene, trial, fault, is_new):
+                struck.done = kind.strike(scene, fault)
+        if not struck.done:
+            if fault not in missed:
+                missed.add(fault)
+                tried.remove(struck)
+                left.append(fault)
             return
-        self._wait(scene, tried, seconds=fault.seconds if kind.release else _SETTLE_SECONDS)
+        self._settle(scene, tried, kind, fault)
         if kind.release is not None and scene.command is not None and not scene.command.has_ended():
             kind.release(scene)
+
+    def _settle(self, scene: Scene, tried: list[_Struck], kind: Kind, fault: Fault) -> None:
+        """Let a fault that was struck have its effect, before the next one or before its release."""
+        if kind.do in ("disk_full", "denied") or kind.is_repeated(fault):
+            self._wait(scene, tried)  # the command ends
+        else:
+            self._wait(scene, tried, seconds=fault.seconds if kind.release else _SETTLE_SECONDS)
 
     def _wait_for(self, scene: Scene, trial: Trial, fault: Fault, is_new: bool) -> bool:
         """Whether the moment of the fault came before the command's end."""
@@ -282,14 +316,22 @@ class Drill:
             time.sleep(POLL_SECONDS)
         return False
 
-    def _wait(self, scene: Scene, tried: list[_Struck], seconds: float | None = None) -> None:
-        """Wait until the command has ended, or for some `seconds`. Kill what hangs."""
+    def _wait(
+        self,
+        scene: Scene,
+        tried: list[_Struck],
+        seconds: float | None = None,
+        until: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Wait until the command has ended, or for some `seconds`, or `until` something. Kill what hangs."""
         command = scene.command
         assert command is not None
         deadline = time.monotonic() + (self._settings.patience_seconds if seconds is None else seconds)
         while not command.has_ended() and time.monotonic() < deadline:
+            if until():
+                return
             command.look()
-            time.sleep(POLL_SECONDS)
+            time.sleep(_WATCH_SECONDS)
         if seconds is None and not command.has_ended():
             _blame(tried, [f"hung: no end after {self._settings.patience_seconds:.0f} s"])
             processes.kill_below((), [command.process.pid])
@@ -299,8 +341,12 @@ class Drill:
         """The command has ended: note how, end what it left, undo faults, and look at the folder."""
         command = scene.command
         assert command is not None
-        if tried and not tried[-1].ended and command.process.returncode != 0:
-            tried[-1].ended = command.said()
+        if command.is_over:
+            return
+        command.is_over = True
+        last = next((one for one in reversed(tried) if one.done), None)
+        if last is not None and not last.ended and command.process.returncode != 0:
+            last.ended = command.said()
         _blame(tried, scene.left_running())
         scene.mend()
         if command.has_traceback():
@@ -367,13 +413,15 @@ def _line(row: Row) -> str:
     return f"trial {row.trial} ({mode})  {row.kind}, {row.moment}: {what}; {verdict}"
 
 
-def _evidence(kind: Kind, fault: Fault, scene: Scene) -> str:
-    """What a fault that began with its command did; empty if it did nothing."""
-    assert scene.command is not None
+def _evidence(kind: Kind, fault: Fault, mark: Path, log: Path) -> str:
+    """What a fault that began with its command did; empty if it did nothing yet. `mark`: a file that a declared point
+    makes; `log`: strace's.
+    """
     if kind.do:
-        return f"{kind.do} {fault.moment}" if scene.points()[fault.point] >= fault.hit else ""
+        again = ", after each restart too" if kind.is_repeated(fault) else ""
+        return f"{kind.do} {fault.moment}{again}" if mark.exists() else ""
     try:
-        lines = (scene.root / "strace").read_text(errors="replace").splitlines()
+        lines = log.read_text(errors="replace").splitlines()
     except OSError:
         return ""
     count = sum("INJECTED" in line or "DELAYED" in line for line in lines)
@@ -387,6 +435,20 @@ def read_rows(file: Path) -> list[Row]:
     except FileNotFoundError:
         return []
     return [Row(**parse_json(line)) for line in lines]
+
+
+def code_version() -> str:
+    """The date and commit of the package's git checkout, with a + if files differ from it; else its version."""
+    folder = Path(__file__).parent
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no", "../..")
+        return git("log", "-1", "--date=format:%Y-%m-%d", "--format=%cd %h") + ("+" if changed else "")
+    except (OSError, subprocess.SubprocessError):
+        return importlib.metadata.version("gspo-mega")
 
 
 def _digest(loaded: LoadedConfig) -> str:

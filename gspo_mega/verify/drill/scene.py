@@ -45,13 +45,16 @@ class NotThereError(Exception):
 
 @dataclass
 class Command:
-    """A started `gspo-mega train`. `record`: the file of the points that rank 0 reaches."""
+    """A started `gspo-mega train`. `record`: the file of the points that rank 0 reaches; `reached`: how often each.
+    `is_over`: it has ended, and what it left was looked at.
+    """
 
     process: subprocess.Popen[bytes]
     started: float
     record: Path
     errors: Path
-    reached: list[str] = field(default_factory=list)
+    reached: Counter[str] = field(default_factory=Counter)
+    is_over: bool = False
     first_reached: float | None = None
     _offset: int = 0
 
@@ -65,7 +68,7 @@ class Command:
             return
         if newline:
             self._offset += len(new) + 1
-            self.reached += new.decode(errors="replace").split("\n")
+            self.reached.update(new.decode(errors="replace").split("\n"))
             self.first_reached = self.first_reached or time.monotonic()
 
     def has_ended(self) -> bool:
@@ -185,7 +188,7 @@ class Scene:
         """How often rank 0 has reached each point in the current command."""
         assert self.command is not None
         self.command.look()
-        return Counter(self.command.reached)
+        return self.command.reached.copy()
 
     def close(self, remove: bool) -> None:
         """End everything. `remove`: also the run's folder; what is on a disk of its own is copied before if not."""

@@ -25,6 +25,17 @@ def test_the_nth_time_on_its_rank_alone(tmp_path):
     failpoints.reached("journal.sync.before")
 
 
+def test_a_fault_leaves_its_mark_and_with_once_does_not_happen_where_that_is(tmp_path):
+    mark = tmp_path / "mark"
+    for once, happens in ((1, True), (1, False), (0, True)):
+        failpoints.arm(f"point=journal.sync.before,do=denied,mark={mark},once={once}", 0)
+        if happens:
+            with pytest.raises(PermissionError):
+                failpoints.reached("journal.sync.before")
+        failpoints.reached("journal.sync.before")
+        assert mark.exists()
+
+
 @pytest.mark.parametrize("text", ["point=nowhere", "do=explode", "who=me", "hit=often"])
 def test_what_cannot_be_armed_is_refused(text):
     with pytest.raises(ValueError):

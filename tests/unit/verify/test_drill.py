@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import random
@@ -29,7 +28,7 @@ from gspo_mega.verify.drill import machine
 from gspo_mega.verify.drill import scene as scene_module
 from gspo_mega.verify.drill.kinds import KINDS, Fault
 from gspo_mega.verify.drill.outcome import differences, journal_problems, outcome
-from gspo_mega.verify.drill.plan import HEADERS, Row, draw_fault, table, trials
+from gspo_mega.verify.drill.plan import HEADERS, Row, draw_fault, draw_trial, next_fault, table
 from gspo_mega.verify.drill.program import read_rows, refuse
 from gspo_mega.verify.drill.scene import Command, NotThereError, Scene
 
@@ -43,34 +42,67 @@ NUM_STEPS, NUM_GROUPS, GROUP_SIZE = 2, 2, 2
 # --- what is drawn ------------------------------------------------------------------------------------------
 
 
-def drawn(seed, count=400, kinds=tuple(KINDS), live_share=0.5):
-    return list(itertools.islice(trials(seed, kinds, REACHED, live_share), count))
+def drawn(seed, count=200, kinds=tuple(KINDS), live_share=0.5, rows=(), struck=lambda fault: True):
+    """Trials, each drawn with the rows of those before it. `struck`: whether a fault is."""
+    trials, rows = [], list(rows)
+    for number in range(count):
+        trials.append(draw_trial(seed, number, kinds, rows, REACHED, live_share))
+        rows += [row(fault.kind, tried=struck(fault)) for fault in trials[-1].faults]
+    return trials
 
 
 def test_a_seed_draws_the_same_trials_and_another_seed_others():
-    assert drawn(1) == drawn(1)
-    assert drawn(1) != drawn(2)
-    assert drawn(1)[:100] == drawn(1, 100), "a longer drill begins as a shorter one"
+    assert drawn(1, 50) == drawn(1, 50)
+    assert drawn(1, 50) != drawn(2, 50)
+    assert drawn(1, 50)[:20] == drawn(1, 20), "a longer drill begins as a shorter one"
 
 
-def test_every_kind_comes_up_equally_often():
-    """Cards of two decks: between two kinds of one deck the counts differ by at most one per deck."""
+def test_kinds_that_were_struck_least_come_next():
+    """Between two kinds that every run has, and between two that only runs with servers have, counts stay close."""
     found = drawn(3)
     assert len(KINDS) >= 20
+    counts = Counter(fault.kind for trial in found for fault in trial.faults)
     for is_live in (True, False):
-        counts = Counter(fault.kind for trial in found if trial.is_live == is_live for fault in trial.faults)
-        assert set(counts) == {name for name, kind in KINDS.items() if is_live or not kind.is_live}
-        assert max(counts.values()) - min(counts.values()) <= 1
+        own = [counts[name] for name, kind in KINDS.items() if kind.is_live == is_live]
+        assert max(own) - min(own) <= 2
     assert 0.4 < sum(trial.is_live for trial in found) / len(found) < 0.6
+    before = [row(name) for name in KINDS if name not in ("full disk", "kill a rank")] * 2
+    first = drawn(4, 1, rows=before, live_share=0.0)[0]
+    assert {"full disk", "kill a rank"} <= {fault.kind for fault in first.faults}
+    assert len({fault.kind for fault in first.faults}) == len(first.faults), "each kind once in a run"
+
+
+def test_a_kind_that_is_never_struck_does_not_take_the_place_of_others():
+    counts = Counter(
+        fault.kind
+        for trial in drawn(6, struck=lambda fault: fault.kind != "kill an episode worker", live_share=1.0)
+        for fault in trial.faults
+    )
+    assert counts["kill an episode worker"] <= 2 * min(counts.values()) + 2
 
 
 def test_what_only_a_server_has_is_struck_only_where_there_is_one():
     for trial in drawn(5):
         assert trial.is_live or not any(KINDS[fault.kind].is_live for fault in trial.faults)
-        starters = [KINDS[fault.kind].begins_with_command for fault in trial.faults]
-        assert starters == sorted(starters, reverse=True), "a fault that begins with the command comes first"
     assert all(trial.is_live for trial in drawn(5, kinds=("kill a scheduler",), live_share=0.0))
     assert not any(trial.is_live for trial in drawn(5, live_share=0.0))
+
+
+def test_what_a_command_begins_with_comes_when_one_begins_and_the_end_of_a_run_comes_last():
+    late = Fault("full disk", "point", point="publish.rename.after", is_late=True)
+    start, steps = Fault("kill a rank", "start"), Fault("kill a rank", "steps")
+    begin = Fault("slow fsync", "start")
+    left, order = [late, start, steps, begin], []
+    for is_new in (True, False, True, False):
+        order.append(next_fault(left, is_new))
+        left.remove(order[-1])
+    assert order == [begin, start, steps, late]
+    reached = {"rollout.batch": 20, "publish.rename.after": 1, "save.rename.before": 20}
+    faults = [draw_fault(KINDS["full disk"], reached, random.Random(n), num_faults=4) for n in range(200)]
+    assert {fault.point for fault in faults if fault.is_late} == {"publish.rename.after"}
+    assert all(fault.is_late == (fault.point == "publish.rename.after") for fault in faults)
+    assert all(fault.hit <= 4 for fault in faults), "each of four faults has its part of the run"
+    assert all(fault.place <= 0.25 for fault in faults if fault.when == "steps")
 
 
 def test_moments_are_points_that_the_run_reaches():
@@ -320,14 +352,14 @@ def test_signals_reach_the_process_of_the_role_and_what_is_left_is_named(sleeper
 def test_points_are_read_as_they_are_reached_and_a_torn_line_waits(tmp_path):
     command = Command(None, 0.0, tmp_path / "reached", tmp_path / "err")
     command.look()
-    assert command.reached == [] and command.first_reached is None
+    assert not command.reached and command.first_reached is None
     with command.record.open("a") as file:
         file.write("save.clear.before\nsave.cl")
     command.look()
     with command.record.open("a") as file:
         file.write("ear.after\n")
     command.look()
-    assert command.reached == ["save.clear.before", "save.clear.after"]
+    assert command.reached == {"save.clear.before": 1, "save.clear.after": 1}
 
 
 def test_a_traceback_is_told_from_an_error_for_a_person(tmp_path):
@@ -342,9 +374,12 @@ def test_a_traceback_is_told_from_an_error_for_a_person(tmp_path):
 
 def test_faults_that_begin_with_the_command_name_their_point_and_calls(tmp_path):
     fault = Fault("", "point", point="save.rename.before", hit=2, amount=0.5)
-    armed = failpoints.InjectedFault.parse(KINDS["no space at a declared point"].variable(fault))
-    assert (armed.point, armed.hit, armed.do) == ("save.rename.before", 2, "disk_full")
-    assert KINDS["full disk"].variable(fault) == "" and KINDS["full disk"].prefix(fault, tmp_path) == []
+    mark = tmp_path / "mark"
+    armed = failpoints.InjectedFault.parse(KINDS["no space at a declared point"].variable(fault, mark))
+    assert (armed.point, armed.hit, armed.do, armed.once) == ("save.rename.before", 2, "disk_full", 1)
+    again = failpoints.InjectedFault.parse(KINDS["kill at a declared point"].variable(replace(fault, amount=0.1), mark))
+    assert (again.do, again.mark, again.once) == ("kill", str(mark), 0), "some kills come again after each restart"
+    assert KINDS["full disk"].variable(fault, mark) == "" and KINDS["full disk"].prefix(fault, tmp_path) == []
     words = KINDS["failing fsync"].prefix(replace(fault, amount=0.0), tmp_path / "log")
     assert words[-1] == "inject=fsync,fdatasync:error=EIO:when=1"
 
