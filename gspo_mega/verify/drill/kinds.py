@@ -95,13 +95,15 @@ def _one(scene: Scene, role: str, fault: Fault) -> int:
     return pids[int(fault.victim * len(pids))]
 
 
-def _send(role: str, number: signal.Signals, of_all: bool = False) -> Callable[[Scene, Fault], str]:
+def _send(
+    role: str, number: signal.Signals, of_all: bool = False, for_good: bool = False
+) -> Callable[[Scene, Fault], str]:
     """Send a signal to one process of a role, or to all."""
 
     def strike(scene: Scene, fault: Fault) -> str:
         pids = scene.pids(role) if of_all else [_one(scene, role, fault)]
         ranks = scene.pids(role) if role == "rank" else []
-        scene.signal(pids, number)
+        scene.signal(pids, number, for_good)
         who = f"rank {ranks.index(pids[0])}" if ranks else role
         return f"{number.name} to {who}"
 
@@ -203,15 +205,15 @@ _ALL = (
     Kind("ask to stop", "SIGTERM to the supervisor", _send("supervisor", signal.SIGTERM)),
     Kind("Ctrl-C twice", "an end at once", _interrupt_twice),
     Kind("stop a rank a while", "SIGSTOP, later SIGCONT", _send("rank", signal.SIGSTOP), _wake, _PAUSE),
-    Kind("stop a rank for good", "SIGSTOP", _send("rank", signal.SIGSTOP)),
+    Kind("stop a rank for good", "SIGSTOP", _send("rank", signal.SIGSTOP, for_good=True)),
     Kind("stop the supervisor a while", "SIGSTOP, later SIGCONT", _send("supervisor", signal.SIGSTOP), _wake, _PAUSE),
     Kind("stop every process a while", "a machine that is suspended",
          _send("everything", signal.SIGSTOP, of_all=True), _wake, _PAUSE),
     Kind("stop a scheduler a while", "SIGSTOP, later SIGCONT", _send("scheduler", signal.SIGSTOP), _wake, _PAUSE,
          is_live=True),
-    Kind("stop a scheduler for good", "SIGSTOP", _send("scheduler", signal.SIGSTOP), is_live=True),
-    Kind("stop gspo-mega serve for good", "SIGSTOP", _send("serve", signal.SIGSTOP), is_live=True),
-    Kind("stop a scorer for good", "SIGSTOP", _send("scorer", signal.SIGSTOP), is_live=True),
+    Kind("stop a scheduler for good", "SIGSTOP", _send("scheduler", signal.SIGSTOP, for_good=True), is_live=True),
+    Kind("stop gspo-mega serve for good", "SIGSTOP", _send("serve", signal.SIGSTOP, for_good=True), is_live=True),
+    Kind("stop a scorer for good", "SIGSTOP", _send("scorer", signal.SIGSTOP, for_good=True), is_live=True),
     Kind("kill at a declared point", "SIGKILL of rank 0 at one of `failpoints.POINTS`", do="kill"),
     Kind("kill inside a publish", "SIGKILL of rank 0 at a point of a publish", do="kill", points="publish.",
          is_live=True),

@@ -97,7 +97,8 @@ def next_fault(left: Sequence[Fault], is_new: bool) -> Fault:
 class Row:
     """What came of one fault. `tried`: whether it was struck; a run that ended before is no trial. `ended`: what the
     run did. `equal`: whether the run's end is an undisturbed one's, to the bit. `code`: the version that ran. `drill`:
-    of which drill the trial is, where several keep their rows in one file.
+    of which drill the trial is, where several keep their rows in one file. `seconds`, `processor_seconds`: the share
+    of one fault in those of the trial.
     """
 
     trial: int
@@ -112,6 +113,7 @@ class Row:
     seconds: float
     code: str = ""
     drill: str = ""
+    processor_seconds: float = 0.0
 
 
 def table(rows: Sequence[Row], skipped: Mapping[str, str]) -> list[tuple[str, ...]]:

@@ -16,6 +16,7 @@ import contextlib
 import hashlib
 import importlib.metadata
 import json
+import resource
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -200,7 +201,7 @@ class Drill:
     def _try(self, trial: Trial) -> list[Row]:
         words = self._words(None if trial.is_live else self._live)
         scene = self._scene(f"trials/{trial.number:04d}", words, trial.faults, with_disk=True)
-        began = time.monotonic()
+        began, used = time.monotonic(), _processor_seconds()
         tried: list[_Struck] = []
         is_equal = False
         try:
@@ -217,7 +218,8 @@ class Drill:
         finally:
             is_sound = is_equal and not any(one.problems for one in tried)
             scene.close(remove=is_sound and not self._settings.keep)
-        seconds = (time.monotonic() - began) / max(len(tried), 1)
+        share = max(len(tried), 1)
+        seconds, processor_seconds = (time.monotonic() - began) / share, (_processor_seconds() - used) / share
         rows = [
             Row(
                 trial.number,
@@ -232,6 +234,7 @@ class Drill:
                 round(seconds, 1),
                 self._code,
                 self._label,
+                round(processor_seconds, 1),
             )
             for one in tried
         ]
@@ -435,6 +438,12 @@ def read_rows(file: Path) -> list[Row]:
     except FileNotFoundError:
         return []
     return [Row(**parse_json(line)) for line in lines]
+
+
+def _processor_seconds() -> float:
+    """Of this process and of all that have ended below it."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 def code_version() -> str:

@@ -104,6 +104,7 @@ class Scene:
         self.network: Network | None = None
         self.command: Command | None = None
         self.stopped: set[int] = set()
+        self.stopped_for_good: set[int] = set()
         self.must_mount_again = False
         self._num_commands = 0
 
@@ -138,17 +139,18 @@ class Scene:
         # A rank's and a scorer's forks have their command line.
         return [pid for pid in found if parents.get(pid) not in found]
 
-    def signal(self, pids: Sequence[int], number: int) -> None:
+    def signal(self, pids: Sequence[int], number: int, for_good: bool = False) -> None:
+        """Send a signal to all of `pids`. `for_good`: `wake` must leave what this stops as it is."""
         if not pids:
             raise NotThereError
         for pid in pids:
             processes.send_signal(pid, number)
         if number == signal.SIGSTOP:
-            self.stopped |= set(pids)
+            (self.stopped_for_good if for_good else self.stopped).update(pids)
 
     def wake(self) -> None:
-        """Let all stopped processes go on."""
-        for pid in self.stopped:
+        """Let the processes go on that were stopped for a while."""
+        for pid in self.stopped - self.stopped_for_good:
             processes.send_signal(pid, signal.SIGCONT)
         self.stopped.clear()
 
@@ -175,6 +177,7 @@ class Scene:
     def mend(self) -> None:
         """Undo every fault. The command has ended."""
         self.stopped.clear()
+        self.stopped_for_good.clear()
         if self.network is not None:
             self.network.close()
             self.network = None

@@ -337,6 +337,14 @@ def test_signals_reach_the_process_of_the_role_and_what_is_left_is_named(sleeper
         time.sleep(0.01)
     assert state_of(rank) == "T"
     sleeper.wake()
+    while state_of(rank) == "T" and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert state_of(rank) != "T"
+    KINDS["stop a rank for good"].strike(sleeper, fault)
+    KINDS["stop a rank a while"].strike(sleeper, fault)
+    sleeper.wake()
+    time.sleep(0.1)
+    assert state_of(rank) == "T", "what is stopped for good is not woken with others"
     with pytest.raises(NotThereError):
         KINDS["kill a scheduler"].strike(sleeper, fault)
     KINDS["low memory of a rank"].strike(sleeper, fault)
