@@ -229,12 +229,6 @@ def load_checkpoint(
             f"{folder} holds the critic {record.get(CRITIC_FOLDER)}, the run's is {model_of(critic)}; start another run"
         )
     saved, here = record["layout"], layout_of(engine.groups)
-    if (saved["expert"] > 1) != (here["expert"] > 1):
-        raise CheckpointError(
-            f"{folder} was saved with parallel.expert {saved['expert']}; its optimizer state cannot be read with"
-            f" parallel.expert {here['expert']}, because Megatron stores expert parameters separately only above 1."
-            " Keep both above 1, or both at 1"
-        )
     world, host = engine.groups.world, engine.groups.host
     state = TrainState(**record["state"])
     models: dict[str, TrainedModel] = {MEGATRON_FOLDER: engine} | ({} if critic is None else {CRITIC_FOLDER: critic})
@@ -244,7 +238,7 @@ def load_checkpoint(
             begin(model)
             model.scales.load(_scales(folder, name, world.rank) if saved == here else {})
         else:
-            _load_model(folder, name, model, saved == here)
+            _load_model(folder, name, model, saved)
             model.scheduler.step(increment=state.num_critic_steps if model is critic else state.num_optimizer_steps)
     problems: list[str] = []
     try:
@@ -256,8 +250,9 @@ def load_checkpoint(
     return state
 
 
-def _load_model(folder: Path, name: str, engine: TrainedModel, is_same_layout: bool) -> None:
-    """Fill one model and its optimizer from its folder `name`. Collective."""
+def _load_model(folder: Path, name: str, engine: TrainedModel, saved: dict[str, int]) -> None:
+    """Fill one model and its optimizer from its folder `name`, which ranks in the layout `saved` wrote. Collective."""
+    here = layout_of(engine.groups)
     world, host = engine.groups.world, engine.groups.host
     raise_together(
         refuse_code(folder / name, world.rank, world.size), host, CheckpointError, f"{folder} cannot be read"
@@ -270,12 +265,13 @@ def _load_model(folder: Path, name: str, engine: TrainedModel, is_same_layout: b
                 part._init_optimizer_states_with_dummy_values()
         loaded = _load_plain(sharded_state(engine, loading=True), folder / name)
         names = ["model"] if len(engine.chunks) == 1 else [f"model{i}" for i in range(len(engine.chunks))]
-        scales = _scales(folder, name, world.rank) if is_same_layout else {}
+        scales = _scales(folder, name, world.rank) if saved == here else {}
         engine.scales.load(scales)  # FP8 parameters are rounded with them when they are filled; this counts as a use
         with without_extra_state(engine.chunks):
             for key, chunk in zip(names, engine.chunks):
                 load_trained(chunk, loaded[key])
-        load_optimizer(engine.optimizer, loaded["optimizer"])
+        is_regrouped = (saved["expert"] > 1) != (here["expert"] > 1)
+        load_optimizer(engine.optimizer, loaded["optimizer"], is_regrouped=is_regrouped)
         weights = _sharded_weights(engine, names)
         read_optimizer_state(engine.optimizer, weights, folder / name, host)
         if engine.scales.is_active and not scales:

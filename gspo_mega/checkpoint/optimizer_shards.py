@@ -81,15 +81,52 @@ def _without_fp32_copies(part: DistributedOptimizer) -> Iterator[None]:
         del vars(inner)["get_unscaled_state"]
 
 
-def load_optimizer(optimizer: ChainedOptimizer, loaded: dict[Any, Any]) -> None:
-    """Give the optimizer what was loaded into a state from `optimizer_state`."""
+def load_optimizer(optimizer: ChainedOptimizer, loaded: dict[Any, Any], *, is_regrouped: bool = False) -> None:
+    """Give the optimizer what was loaded into a state from `optimizer_state`.
+
+    `is_regrouped`: it was saved with `parallel.expert` above 1 and is read with 1, or the other way round.
+    """
     parts = optimizer.chained_optimizers
+    if is_regrouped:
+        loaded = _regrouped(parts, loaded)
     states = [loaded] if len(parts) == 1 else [loaded[index] for index in range(len(parts))]
     for part, state in zip(parts, states):
         if isinstance(part, DistributedOptimizer):
             state.pop("param_state", None)
     optimizer.load_state_dict(loaded)
     free_replaced_copies(optimizer)
+
+
+def _regrouped(parts: list[Any], loaded: dict[Any, Any]) -> dict[Any, Any]:
+    """Return a state of these `parts` with the tensors and the step count of `loaded`, which was saved of more parts or
+    of fewer.
+
+    Megatron has a part of its own for the experts of expert-parallel groups, and none without such groups. Both give
+    the tensors the same names, under which they were read. Parameter groups are those of the configuration.
+    """
+    saved = [loaded, *(value for key, value in loaded.items() if isinstance(key, int))]
+    inner = [state.get("optimizer", state) for state in saved]
+    # torch's AdamW has its step count with each tensor, of which Megatron saves one. Others have it in their groups.
+    of_tensors = [one["state"]["common_step"] for one in inner if "common_step" in one.get("state", {})]
+    of_groups = [group["step"] for one in inner for group in one.get("param_groups", ()) if "step" in group]
+    if len(steps := {int(step) for step in (*of_tensors, *of_groups)}) > 1:
+        raise RuntimeError(f"the optimizer's parts have different step counts: {sorted(steps)}")
+    states = {}
+    for index, part in enumerate(parts):
+        with _without_fp32_copies(part):
+            states[index] = part.state_dict()
+        own = states[index].get("optimizer", states[index])
+        for group in own["param_groups"] if of_groups else ():
+            group["step"] = of_groups[0]
+        if isinstance(part, DistributedOptimizer):
+            continue
+        read = loaded if len(parts) == 1 else loaded[index]
+        own["state"] = dict(read.get("optimizer", read)["state"])
+        if of_tensors:
+            own["state"]["common_step"] = of_tensors[0]
+        if "fp32_from_fp16_params" in read:
+            states[index]["fp32_from_fp16_params"] = read["fp32_from_fp16_params"]
+    return states if len(parts) > 1 else states[0]
 
 
 @torch.no_grad()

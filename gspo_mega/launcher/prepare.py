@@ -53,10 +53,6 @@ _GIT_SECONDS = 30.0
 _PORTS = range(14_000, 20_000)
 _CHOSEN: list[socket.socket] = []  # what keeps the ports that this process chose
 _ABSENT: Any = object()
-_EXPERT_RULE = (
-    "{here} here, {saved} in the run: optimizer state cannot move between 1 and more (Megatron separates expert"
-    " parameters only above 1). Keep both 1 or both above 1"
-)
 
 
 def new_attempt(
@@ -224,13 +220,6 @@ def _check_same_run(folder: RunFolder, loaded: LoadedConfig, command: str) -> No
             f"run folder {folder.path} holds checkpoints but no {folder.config_file.name}. Choose another run.name"
         )
     before_config = load_config(folder.config_file).config
-    saved, here = before_config.parallel.expert, loaded.config.parallel.expert
-    if (saved > 1) != (here > 1):
-        raise ConfigError(
-            f"{loaded.where('parallel.expert')}: parallel.expert: {here} here, {saved} in the folder {folder.path}:"
-            " optimizer state cannot move between 1 and more (Megatron separates expert parameters only above 1)."
-            " Keep both 1 or both above 1, or start another run from this one's Hugging Face folder"
-        )
     differing = differing_keys(before_config, loaded.config)
     if differing:
         lines = [f"run folder {folder.path} holds checkpoints of another configuration:"]
@@ -248,9 +237,6 @@ def continuation_problems(before: Config, now: Config) -> list[str]:
     can.
     """
     problems = []
-    saved, here = before.parallel.expert, now.parallel.expert
-    if (saved > 1) != (here > 1):
-        problems.append(f"parallel.expert: {_EXPERT_RULE.format(here=here, saved=saved)}")
     for key, (old, new) in differing_keys(before, now).items():
         problems += [
             f"{inner}: now {_yaml(one)}, the run has {_yaml(two)}"

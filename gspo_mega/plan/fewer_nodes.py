@@ -1,8 +1,7 @@
 """Layouts of a run on fewer nodes than it asks for (`train.on_lost_node: shrink`).
 
 What is learned from a step stays: batch, algorithm and precision. The sizes of the model's parts stay if they divide
-the ranks that are left, so that only the data-parallel size is smaller; otherwise the layouts are searched. Expert
-parallelism stays above 1, or at 1, because the optimizer's state can be read in no other layout.
+the ranks that are left, so that only the data-parallel size is smaller; otherwise the layouts are searched.
 """
 
 from __future__ import annotations
@@ -69,8 +68,6 @@ def _on(loaded: LoadedConfig, number: int, device: Device | None) -> LoadedConfi
         raise first from None
     for candidate in found[:_MOST_TRIED]:
         parallel = candidate.config.parallel
-        if (parallel.expert > 1) != (config.parallel.expert > 1):
-            continue
         update = {"parallel": parallel, "recompute": candidate.config.recompute}
         other = replace(same, config=same.config.model_copy(update=update))
         try:

@@ -63,8 +63,8 @@ def second_moments_stay_behind() -> None:
 
     read = load._load_model
 
-    def without(folder, name, engine, is_same_layout):
-        read(folder, name, engine, is_same_layout)
+    def without(folder, name, engine, saved):
+        read(folder, name, engine, saved)
         for part in engine.optimizer.chained_optimizers:
             for state in part.optimizer.state.values():
                 state["exp_avg_sq"].zero_()

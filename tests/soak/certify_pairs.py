@@ -14,16 +14,33 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from typing import Any
 
 from gspo_mega.config import load_config
 
-# From a part's name to (file, names of its cases or none for all of them, overrides).
+# From a part's name to (file, names of its cases or none for all of them, overrides). A name `A -> B` is only that pair;
+# of other names every case continues every other one.
 PARTS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "models": ("continue", (), ()),
+    # Each kind of transition once: data, tensor, pipeline, context and expert ranks, more of them and fewer.
     "bf16": (
         "continue",
-        ("one rank", "DP2", "TP2+SP", "TP2xPP2", "PP2xVPP2xDP2", "MoE EP2", "MoE EP2xETP2"),
+        (
+            *("one rank -> DP2", "DP2 -> TP2+SP", "TP2+SP -> TP2xPP2", "TP2xPP2 -> CP2", "CP2 -> one rank"),
+            *("MoE EP2 -> MoE one rank", "MoE one rank -> MoE EP2xETP2", "MoE EP2xETP2 -> MoE EP2"),
+        ),
         ("precision=bf16",),
+    ),
+    "bf16 sharded": (
+        "continue",
+        ("DP2 -> TP2+SP", "TP2+SP -> DP2", "MoE EP2 -> MoE one rank", "MoE one rank -> MoE EP2"),
+        ("precision=bf16", "optimizer.distributed=false"),
+    ),
+    "bf16 gradients": (
+        "continue",
+        ("DP2 -> TP2xPP2", "TP2xPP2 -> DP2"),
+        ("precision=bf16", "optimizer.gradients_dtype=bf16"),
     ),
     "bias": ("mla", ("EP2", "TP2+SPxEP2", "CP2xEP2 on DP2"), ("optimizer.distributed=true",)),
     "adapters": (
@@ -31,6 +48,7 @@ PARTS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
         ("EP2", "TP2+SPxEP2", "PP2xTP2+SPxEP2"),
         ("optimizer.distributed=true",),
     ),
+    "adapters of experts": ("lora", ("EP2 -> CP2", "CP2 -> EP2"), ("optimizer.distributed=true",)),
     "critic": (
         "ppo",
         ("TP2+SPxEP2", "CP2", "PP2xTP2+SPxEP2", "TP2+SP dense", "TP2 dense"),
@@ -40,6 +58,11 @@ PARTS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "replay": (
         "moe",
         ("R3 EP2", "R3 PP2xEP2 with a lighter end", "R3 PP2xVPP2xEP2"),
+        ("certify.num_steps=1", "optimizer.distributed=true"),
+    ),
+    "bf16 replay": (
+        "moe",
+        ("bf16 -> bf16 EP2", "bf16 EP2 -> bf16"),
         ("certify.num_steps=1", "optimizer.distributed=true"),
     ),
     "sharded": (  # without the distributed optimizer, whose state has a form of its own
@@ -62,21 +85,30 @@ def main(chosen: list[str]) -> int:
         for part in chosen or PARTS:
             file, names, overrides = PARTS[part]
             config = f"configs/certify_{file}.yaml"
-            given = [f"run.dir={folder}", "certify.pairs=all", "certify.edges=false", *overrides]
+            pairs = "none" if any(" -> " in name for name in names) else "all"
+            given = [f"run.dir={folder}", f"certify.pairs={pairs}", "certify.edges=false", *overrides]
             if names:
                 cases = {one.name: one.model_dump() for one in load_config(config, (), "certify").config.certify.cases}
-                given.append(f"certify.cases={json.dumps([cases[name] | {'exact': []} for name in names])}")
+                given.append(f"certify.cases={json.dumps([*_chosen(cases, names)])}")
             command = [sys.executable, "-m", "gspo_mega", "certify", config, *given]
             done = subprocess.run(
                 command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
             )
             print(f"== {part}\n{done.stdout}", flush=True)
-            pairs = re.findall(r"^.+ -> .+ +\d+ .*  (pass|FAIL|FAILED|refused|REFUSED)\b", done.stdout, re.M)
-            rows, held = rows + len(pairs), held + pairs.count("pass")
+            shown = re.findall(r"^.+ -> .+ +\d+ .*  (pass|FAIL|FAILED|refused|REFUSED)\b", done.stdout, re.M)
+            rows, held = rows + len(shown), held + shown.count("pass")
             if done.returncode != 0:
                 failed.append(part)
     print(f"{held} of {rows} pairs hold" + (f"; not all of {', '.join(failed)}" if failed else ""))
     return 1 if failed else 0
+
+
+def _chosen(cases: dict[str, dict[str, Any]], names: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """Yield the cases that `names` names, each after the one that it continues."""
+    for name in dict.fromkeys(one for pair in names for one in (pair.partition(" -> ")[0], pair)):
+        source, arrow, case = name.rpartition(" -> ")
+        continued = {"name": name, "continued_from": source} if arrow else {}
+        yield cases[case] | {"exact": []} | continued
 
 
 if __name__ == "__main__":

@@ -74,13 +74,14 @@ def test_the_same_layout_loses_nothing_of_the_state(run):
 
 
 def test_every_reason_is_named_and_there_is_no_command(run):
-    folder = run("optimizer.distributed=false")
-    found = plan_continuation(folder, ["parallel.expert=1", "batch.group_size=6", "optimizer.lr=1.0"], "cpu")
+    found = plan_continuation(
+        run(), ["optimizer.distributed=false", "batch.group_size=6", "optimizer.lr=1.0"], "cpu"
+    )
     assert [problem.partition(":")[0] for problem in found.problems] == [
-        *("parallel.expert", "batch.group_size", "optimizer.lr")
+        *("batch.group_size", "optimizer.distributed", "optimizer.lr")
     ]
     text = render_continuation(found)
-    assert "refused  parallel.expert: 1 here, 2 in the run" in text and "command" not in text
+    assert "optimizer.distributed: now false, the run has true" in text and "command" not in text
 
 
 def test_numbers_of_nodes_that_would_do_are_named(run):

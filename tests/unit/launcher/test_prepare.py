@@ -202,13 +202,13 @@ def test_another_command_moves_the_record_as_well(folder):
     assert (folder.path / "old-0001/journal/step_00000000").read_text() == "recorded"
 
 
-def test_another_layout_continues_but_not_across_expert_parallelism(folder):
-    two = ["cluster.ranks_per_node=2", "parallel.expert=1"]
-    with_checkpoint(folder, overrides=two)
-    new_attempt(folder, load_config(CONFIG, ["cluster.ranks_per_node=1", "parallel.expert=1"], "train"), "train")
+def test_another_layout_continues_but_not_another_form_of_the_optimizers_state(folder):
+    one = ["cluster.ranks_per_node=1", "parallel.expert=1"]
+    with_checkpoint(folder, overrides=["cluster.ranks_per_node=2", "parallel.expert=2"])
+    new_attempt(folder, load_config(CONFIG, one, "train"), "train")
     before = folder.config_file.read_bytes()
-    with pytest.raises(ConfigError, match="parallel.expert: 2 here, 1 in the folder .* cannot move between 1 and more"):
-        new_attempt(folder, load_config(CONFIG, ["cluster.ranks_per_node=2", "parallel.expert=2"], "train"), "train")
+    with pytest.raises(ConfigError, match="optimizer.distributed: now false, the run has true"):
+        new_attempt(folder, load_config(CONFIG, [*one, "optimizer.distributed=false"], "train"), "train")
     assert folder.config_file.read_bytes() == before
 
 

@@ -19,11 +19,15 @@ def small(*overrides):
     return load("quickstart", "model.path=configs/models/quickstart_moe.json", *sizes, *overrides)
 
 
-# Without the distributed optimizer, whose state can be read with any expert-parallel size.
-FOUR_OF_ONE_RANK = (
-    "parallel={tensor: 1, expert: 4}",
-    "cluster={num_nodes: 4, ranks_per_node: 1}",
-    "optimizer.distributed=false",
+FOUR_OF_ONE_RANK = ("parallel={tensor: 1, expert: 4}", "cluster={num_nodes: 4, ranks_per_node: 1}")
+# No layout divides five ranks: four trajectories, and no part of gated delta nets has a size that 5 divides.
+SIX_OF_ONE_RANK = (
+    "model.path=configs/models/certify_qwen3_5.json",
+    "parallel={tensor: 2}",
+    "cluster={num_nodes: 6, ranks_per_node: 1}",
+    "batch.prompts_per_step=1",
+    "batch.group_size=4",
+    "batch.num_mini_batches=1",
 )
 
 
@@ -60,13 +64,11 @@ def test_a_layout_that_does_not_divide_the_ranks_is_searched_with_the_same_batch
     assert (found.batch, found.optimizer, found.precision) == (before.batch, before.optimizer, before.precision)
 
 
-def test_expert_parallelism_is_kept_because_the_checkpoint_has_it():
+def test_experts_are_divided_otherwise_where_their_ranks_are_lost():
     whole = small(*FOUR_OF_ONE_RANK)
-    found = fit_to_nodes(whole, 3, "cpu").config
-    # No size above 1 divides both 3 ranks and 8 experts; 2 ranks and 8 experts are divided by 2.
-    assert (found.cluster.num_nodes, found.parallel.expert) == (2, 2)
-    with pytest.raises(PlanError, match="train.min_nodes: no layout on 1 nodes:\non 1: .*parallel.expert"):
-        fit_to_nodes(whole, 1, "cpu")
+    found = [fit_to_nodes(whole, number, "cpu").config for number in (3, 1)]
+    # No size above 1 divides both 3 ranks and 8 experts.
+    assert [(one.cluster.num_nodes, one.parallel.expert) for one in found] == [(3, 1), (1, 1)]
 
 
 def test_fewer_than_the_least_are_not_enough():
@@ -75,10 +77,11 @@ def test_fewer_than_the_least_are_not_enough():
 
 
 def test_how_many_more_nodes_would_be_used():
-    whole = small(*FOUR_OF_ONE_RANK)
-    assert nodes_to_grow(whole, 4, "cpu") == 0
-    assert nodes_to_grow(whole, 3, "cpu") == 1
-    assert nodes_to_grow(whole, 2, "cpu") == 2, "three nodes have no larger layout than two"
+    whole = small(*SIX_OF_ONE_RANK)
+    assert fit_to_nodes(whole, 5, "cpu").config.cluster.num_nodes == 4
+    assert nodes_to_grow(whole, 6, "cpu") == 0
+    assert nodes_to_grow(whole, 5, "cpu") == 1
+    assert nodes_to_grow(whole, 4, "cpu") == 2, "five nodes have no larger layout than four"
 
 
 def test_the_plan_says_what_the_run_would_go_on_with():

@@ -326,7 +326,7 @@ TABLE: dict[str, dict[str, tuple[int, str] | tuple[int, str, str]]] = {
         "TorchDistFolder.read": (1, RUN, _RESUME),
         "TorchDistFolder._load": (3, RUN, _RESUME),
     },
-    "checkpoint/load.py": {"find_checkpoint": (1, RUN, _RESUME), "load_checkpoint": (4, RUN, _RESUME)},
+    "checkpoint/load.py": {"find_checkpoint": (1, RUN, _RESUME), "load_checkpoint": (3, RUN, _RESUME)},
     "data/journal/episode_log.py": {"EpisodeLog._open": (1, RUN, _DISK)},
     "data/journal/frames.py": {"FrameFile.frames": (2, RUN, _RESUME)},
     "data/journal/journal.py": {"_missing_groups": (1, RUN, _RESUME)},

@@ -170,7 +170,7 @@ def test_every_layout_continues_every_other_of_its_model():
     pairs = [case for case in cases if case.spec.continued_from is not None]
     alone = [case for case in cases if case.spec.continued_from is None]
     by_model = [sum(case.model == one.model for case in alone) for one in references]
-    assert len(pairs) == sum(n * (n - 1) for n in by_model) == 78
+    assert len(pairs) == sum(n * (n - 1) for n in by_model) == 88
     assert all(case.refusal is None and not case.spec.refused for case in cases)
     assert all(case.spec.stops for case in (*alone, *references))
     by_name = {case.name: case for case in alone}
@@ -187,8 +187,7 @@ def test_a_pair_that_train_would_not_continue_is_shown_as_refused():
     _, found = resolve_cases(*load(MOE, cases, "certify.pairs=all"), "cpu")
     refused = {case.name: case.refusal for case in found if case.refusal is not None}
     assert all(case.spec.refused == (case.name in refused) for case in found)
-    assert len(found) == 9 and len(refused) == 6
-    assert "parallel.expert: 2 here, 1 in the run" in refused["EP1 -> EP2"]
+    assert len(found) == 9 and len(refused) == 4 and not any("EP1" in name and "EP2" in name for name in refused)
     assert refused["EP1 -> whole"].endswith("optimizer.distributed: now true, the run has false")
 
 
