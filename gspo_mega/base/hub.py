@@ -30,15 +30,17 @@ def is_hub_id(text: str) -> bool:
 
 def missing_hint(path: str | Path, kind: Kind = "model") -> str:
     """What to add to "no such folder": the nearest path that exists, and how to get `path` from the hub if it may be an
-    id. It is none if its first folder exists here.
+    id, or of a dataset a file in one. It is none if its first folder exists here.
     """
     near = did_you_mean(path)
-    if not is_hub_id(str(path)) or Path(path).parent.is_dir():
+    repository, inside = (str(path), "") if kind == "model" else _split(str(path))
+    if not is_hub_id(repository) or Path(path).parts[0] in (".", "..") or Path(Path(path).parts[0]).is_dir():
         return near
     key, what = ("model", "") if kind == "model" else ("data", " --repo-type dataset")
     return (
-        f"{near or '.'} If it is an id of the Hugging Face hub, it is not in this machine's cache: run"
-        f" hf download {path}{what}, or name a revision (`{key}.revision: main`), which lets the command download it"
+        f"{near or '.'} If it is {'a file of a dataset' if inside else 'an id'} of the Hugging Face hub, it is not in"
+        f" this machine's cache: run hf download {repository}{what}, or name a revision (`{key}.revision: main`),"
+        " which lets the command download it"
     )
 
 

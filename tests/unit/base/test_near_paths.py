@@ -49,6 +49,11 @@ def test_an_absolute_path_stays_absolute(here):
 def test_the_hub_is_named_only_where_the_first_folder_is_not_there(here):
     assert missing_hint("mytask/trian.jsonl", "dataset") == "; did you mean mytask/train.jsonl?"
     assert missing_hint("mytask/other.jsonl", "dataset") == ""
+    inside = missing_hint("openai/gsm8k/main/train-00000-of-00001.parquet", "dataset")
+    assert "run hf download openai/gsm8k --repo-type dataset," in inside and "`data.revision: main`" in inside
+    assert missing_hint("Qwen/Qwen3-0.6B/more") == "", "a model is a whole repository"
+    assert missing_hint("/openai/gsm8k/train.parquet", "dataset") == missing_hint("./a/b/c", "dataset") == ""
+    assert missing_hint("mytask/deeper/train.jsonl", "dataset") == "", "its first folder exists"
     hub = missing_hint("Qwen/Qwen3-0.6B")
     assert "hf download Qwen/Qwen3-0.6B," in hub and "did you mean" not in hub
 
