@@ -1,0 +1,66 @@
+"""`gspo-mega drill` with the same arguments, of runs whose ranks, servers and trials of inputs are forked from processes
+that have imported what they need (`forked_workers.py`): most of a small run's work is importing.
+
+    PYTHONPATH=.:tests/support:tests/integration:tests/soak unshare --mount --propagation private \\
+        python tests/soak/drill_forks.py CONFIG [key=value ...] --faults N ...
+
+Signals and bounds strike the forks, which have the titles of what they are. The kinds that begin with strace or have a
+network of their own are left out, because forks are not below the command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+from pathlib import Path
+
+from forked_workers import ForkedWorkers
+
+from gspo_mega.base import processes
+from gspo_mega.base.errors import GspoMegaError
+from gspo_mega.cli import drill
+from gspo_mega.verify.drill import program
+from gspo_mega.verify.drill.kinds import KINDS
+
+_OF_SERVERS = ("forked_serve", "sglang.srt.server_args", "sglang.launch_server", "sglang.srt.entrypoints.http_server")
+_OF_RANKS = ("gspo_mega.engine", "forked_rank", "forked_trial", "transformers.models.auto.tokenization_auto")
+_NOT_IN_FORKS = {"network", "sockets", "strace"}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    drill.add_arguments(parser)
+    args = parser.parse_args()
+    args.has_own_mounts = True
+    args.kinds = ",".join(name for name, kind in KINDS.items() if not _NOT_IN_FORKS & {*kind.needs})
+    ranks, servers = ForkedWorkers(_OF_RANKS), ForkedWorkers(_OF_SERVERS, TORCHDYNAMO_DISABLE="1")
+    commands = {
+        "trial": ranks.command("forked_trial"),
+        "rank": ranks.command("forked_rank"),
+        "server": servers.command("forked_serve"),
+    }
+    _spare({one._server.pid for one in (ranks, servers) if one._server is not None})
+    train = [sys.executable, str(Path(__file__).parents[1] / "integration/forked_command.py"), json.dumps(commands)]
+    drill.Settings = functools.partial(drill.Settings, command=[*train, "train"])
+    version = program.code_version()
+    program.code_version = lambda: f"{version}, forked"
+    try:
+        return drill.run(args)
+    finally:
+        ranks.close()
+        servers.close()
+
+
+def _spare(forking: set[int]) -> None:
+    """The forking processes are no part of a run, but what they fork is."""
+    below = processes.living_below
+    processes.living_below = lambda pid, without=(): below(pid, without) - forking
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except GspoMegaError as error:
+        sys.exit(str(error))
