@@ -30,6 +30,11 @@ def draft_folder(final: Path, token: str) -> Path:
     return final.with_name(f"{final.name}.{token}.part")
 
 
+def rank_file(folder: str | Path, rank: int) -> Path:
+    """Return the path inside a checkpoint of one rank's file in the folder `rng` or in one of FP8 scales."""
+    return Path(folder) / f"rank_{rank:05d}.safetensors"
+
+
 def remove_drafts(run_folder: RunFolder) -> None:
     """Remove the drafts and half-removed folders that interrupted saves left."""
     for pattern in ("step_*.part", ".step_*.removed"):

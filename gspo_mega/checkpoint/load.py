@@ -33,6 +33,7 @@ from gspo_mega.base.errors import CheckpointError
 from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.checkpoint import folders
 from gspo_mega.checkpoint.collectives import all_gather_json, broadcast_json, raise_together
+from gspo_mega.checkpoint.fp8_scales import read_scales
 from gspo_mega.checkpoint.optimizer_shards import load_optimizer, optimizer_state, read_optimizer_state
 from gspo_mega.checkpoint.quantized import is_fp8_parameter, keep_exact, plain_values
 from gspo_mega.checkpoint.safe_pickle import first_cause, refuse_code, write_tags_by_value
@@ -236,14 +237,14 @@ def load_checkpoint(
         if is_untrained(state, name, critic is not None):
             assert begin is not None
             begin(model)
-            model.scales.load(_scales(folder, name, world.rank) if saved == here else {})
+            model.scales.load(_scales(folder, name, model, saved))
         else:
             _load_model(folder, name, model, saved)
             model.scheduler.step(increment=state.num_critic_steps if model is critic else state.num_optimizer_steps)
     problems: list[str] = []
     try:
         if saved == here:
-            restore_random_state(load_file(folder / rank_file("rng", world.rank)))
+            restore_random_state(load_file(folder / folders.rank_file("rng", world.rank)))
     except (OSError, SafetensorError, KeyError, RuntimeError, ValueError) as error:
         problems.append(f"rank {world.rank}: {first_cause(error)}")
     raise_together(problems, host, CheckpointError, f"{folder} cannot be read")
@@ -252,7 +253,6 @@ def load_checkpoint(
 
 def _load_model(folder: Path, name: str, engine: TrainedModel, saved: dict[str, int]) -> None:
     """Fill one model and its optimizer from its folder `name`, which ranks in the layout `saved` wrote. Collective."""
-    here = layout_of(engine.groups)
     world, host = engine.groups.world, engine.groups.host
     raise_together(
         refuse_code(folder / name, world.rank, world.size), host, CheckpointError, f"{folder} cannot be read"
@@ -265,12 +265,12 @@ def _load_model(folder: Path, name: str, engine: TrainedModel, saved: dict[str, 
                 part._init_optimizer_states_with_dummy_values()
         loaded = _load_plain(sharded_state(engine, loading=True), folder / name)
         names = ["model"] if len(engine.chunks) == 1 else [f"model{i}" for i in range(len(engine.chunks))]
-        scales = _scales(folder, name, world.rank) if saved == here else {}
+        scales = _scales(folder, name, engine, saved)
         engine.scales.load(scales)  # FP8 parameters are rounded with them when they are filled; this counts as a use
         with without_extra_state(engine.chunks):
             for key, chunk in zip(names, engine.chunks):
                 load_trained(chunk, loaded[key])
-        is_regrouped = (saved["expert"] > 1) != (here["expert"] > 1)
+        is_regrouped = (saved["expert"] > 1) != (engine.groups.expert.size > 1)
         load_optimizer(engine.optimizer, loaded["optimizer"], is_regrouped=is_regrouped)
         weights = _sharded_weights(engine, names)
         read_optimizer_state(engine.optimizer, weights, folder / name, host)
@@ -300,20 +300,25 @@ def _load_plain(wanted: dict[str, Any], folder: Path) -> dict[str, Any]:
     return cast(dict[str, Any], dist_checkpointing.load(wanted, str(folder)))
 
 
-def rank_file(folder: str, rank: int) -> Path:
-    """Return the path inside a checkpoint of one rank's file in `rng` or in `fp8_folder`."""
-    return Path(folder) / f"rank_{rank:05d}.safetensors"
-
-
 def fp8_folder(name: str) -> str:
     """Return the name of the folder in a checkpoint with the FP8 scales of the model in the folder `name`."""
     return "fp8" if name == MEGATRON_FOLDER else f"{name}_fp8"
 
 
-def _scales(folder: Path, name: str, rank: int) -> dict[str, torch.Tensor]:
+def _scales(folder: Path, name: str, engine: TrainedModel, saved: dict[str, int]) -> dict[str, torch.Tensor]:
     """Return a model's FP8 state on this rank; empty if the recipe has none, or if an earlier version saved none."""
-    file = folder / rank_file(fp8_folder(name), rank)
-    return load_file(file) if file.is_file() else {}
+    if not engine.scales.is_active:
+        return {}
+    groups, moe = engine.groups, engine.spec.moe
+    return read_scales(
+        folder / fp8_folder(name),
+        engine.scales.module_names(),
+        saved,
+        layout_of(groups),
+        rank=groups.world.rank,
+        expert_rank=groups.expert.rank,
+        num_experts=0 if moe is None else moe.num_experts,
+    )
 
 
 def _separate_steps(engine: TrainedModel) -> None:

@@ -40,7 +40,6 @@ from gspo_mega.checkpoint.load import (
     layout_of,
     model_of,
     random_state,
-    rank_file,
     sharded_state,
 )
 from gspo_mega.checkpoint.safe_pickle import first_cause
@@ -178,9 +177,9 @@ class Saver:
 
         def keep_random_state() -> None:
             with atomic_io.operation("save.random"):
-                save_file(random_state(), draft / rank_file("rng", groups.world.rank))
+                save_file(random_state(), draft / folders.rank_file("rng", groups.world.rank))
                 for name, one in scales.items():
-                    save_file(one.state(), draft / rank_file(name, groups.world.rank))
+                    save_file(one.state(), draft / folders.rank_file(name, groups.world.rank))
 
         self._together(keep_random_state, final)
 
@@ -261,11 +260,11 @@ class Saver:
     def _own_files(self, draft: Path) -> list[Path]:
         """Return the files that this rank wrote. Rank 0 also has the files that belong to no rank."""
         rank = self._groups.world.rank
-        own = [draft / rank_file("rng", rank)]
+        own = [draft / folders.rank_file("rng", rank)]
         for name, model in self._models.items():
             own += (draft / name).glob(f"__{rank}_*.distcp")
             if model.scales.is_active:
-                own.append(draft / rank_file(fp8_folder(name), rank))
+                own.append(draft / folders.rank_file(fp8_folder(name), rank))
             if rank == 0:
                 own += [file for file in (draft / name).iterdir() if not file.name.startswith("__")]
         return own

@@ -20,6 +20,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import logging
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -337,6 +338,7 @@ def _log(line: str) -> None:
 # --- FP8 scales ----------------------------------------------------------------------------------------------
 
 _FORWARD, _BACKWARD = "scaling_fwd", "scaling_bwd"
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _FLAGS = "flags"
 # A scale is 1 until it is measured, and at scale 1 small gradients round to 0. So the first pass measures
 # only the last product of a branch correctly, and the next pass the one before it; a branch has two.
@@ -390,7 +392,7 @@ class Fp8Scales:
         """Update the scales of forward passes. Call it before the first pass with new weights; a second call does
         nothing.
 
-        `measure`: runs a forward pass. It is called if there are no scales yet, because the run or its layout is new.
+        `measure`: runs a forward pass. It is called if there are no scales yet, because the run is new.
         """
         if not self.is_active:
             return
@@ -439,7 +441,7 @@ class Fp8Scales:
 
         Per module and direction `scale` [n] and `amax_history` [steps, n], float32: one scale per tensor, and the
         largest values of past steps, those since the last update first. These are this rank's own until the next
-        update shares them.
+        update shares them. Names of modules have the layer's number in the model, so they belong to no layout.
         """
         if not self.is_active:
             return {}
@@ -452,16 +454,21 @@ class Fp8Scales:
                     tensors[f"{name}/{direction}/amax_history"] = part.amax_history.cpu().clone()
         return tensors
 
+    def module_names(self) -> list[str]:
+        """The names of this rank's modules, as `state` has them."""
+        return [name for name, _ in _modules(self._chunks)] if self.is_active else []
+
     def load(self, tensors: dict[str, torch.Tensor]) -> None:
         """Continue with a `state` of the same layout; with an empty one, start as in a new run.
 
-        Raises KeyError for a module that this rank does not have, and RuntimeError for another shape.
+        Earlier versions counted the layers of each chunk from 0: `0.decoder.layers.0...`. Raises KeyError for a module
+        that this rank does not have, and RuntimeError for another shape.
         """
         if not self.is_active:
             return
         flags = tensors[_FLAGS].tolist() if _FLAGS in tensors else [False] * 3
         self._forward_known, self._backward_known, self._has_trained = flags
-        modules = dict(_modules(self._chunks))
+        modules = dict(_modules(self._chunks)) | dict(_modules(self._chunks, of_chunks=True))
         with _held(self._config), get_fp8_context(self._config), torch.no_grad():
             for name, value in tensors.items():
                 if name == _FLAGS:
@@ -517,11 +524,19 @@ def _is_delayed(config: TransformerConfig) -> bool:
     return bool(config.fp8) and config.fp8_recipe == "delayed"
 
 
-def _modules(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Any]]:
+def _modules(chunks: Sequence[torch.nn.Module], *, of_chunks: bool = False) -> Iterator[tuple[str, Any]]:
+    """Yield Transformer Engine's modules with their names in the model, or with those that each chunk has for them."""
     for index, chunk in enumerate(chunks):
         for name, module in chunk.named_modules():
             if isinstance(getattr(module, "fp8_meta", None), dict):
-                yield f"{index}.{name}", module
+                yield f"{index}.{name}" if of_chunks else _name_in_model(chunk, name), module
+
+
+def _name_in_model(chunk: Any, name: str) -> str:
+    match = _LAYER.fullmatch(name)
+    if match is None:
+        return name
+    return f"decoder.layers.{chunk.decoder.layers[int(match[1])].layer_number - 1}.{match[2]}"
 
 
 def _manager() -> Any:

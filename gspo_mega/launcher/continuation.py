@@ -270,11 +270,6 @@ def _lost_lines(found: Continuation) -> list[str]:
                 else "Nothing draws from them"
             )
         )
-        if config.precision == "fp8" and config.fp8.recipe == "delayed":
-            lines.append(
-                "FP8 scales and their history (recipe delayed): measured anew, with 3 forward passes and 3 of both"
-                " kinds over the first mini-batch; its numbers are rounded otherwise than an undisturbed run's"
-            )
         lines.append("bits: sums are in another order, so numbers differ by rounding; nothing of the state is lost")
         if critic_of(config.algorithm, config.critic) is not None:
             lines.append("the critic moves with the policy, in the same layout")

@@ -18,7 +18,8 @@ from gspo_mega.algorithm.objective import ObjectiveSettings
 from gspo_mega.base import failpoints
 from gspo_mega.base.errors import GspoMegaError
 from gspo_mega.base.run_folder import RunFolder
-from gspo_mega.checkpoint import memory_files, optimizer_shards, save
+from gspo_mega.checkpoint import load, memory_files, optimizer_shards, save
+from gspo_mega.checkpoint.fp8_scales import by_tensor
 from gspo_mega.checkpoint.gather import PolicyTensors
 from gspo_mega.checkpoint.hf_import import import_huggingface
 from gspo_mega.checkpoint.load import TrainState, find_checkpoint, load_checkpoint
@@ -112,9 +113,9 @@ def run(
     bucket_size: int | None = None,
     machines: str | None = None,
     **sections,
-) -> dict | None:
+) -> dict:
     """Carry out `plan` ("start", "train", "save", "commit", "load", "copy", "go on from copies", "fault ...") and return
-    the whole weights on rank 0.
+    the whole weights on rank 0, and each rank's FP8 scales.
 
     "restart" makes a new engine, as a new process would, with weights that are not those of the run. `bucket_size`:
     elements of an overlapped bucket. `machines`: a folder in which every rank has a machine's memory of its own.
@@ -178,6 +179,8 @@ def run(
                 )
             elif act == "read one by one":
                 turns = reading.enter_context(one_parameter_at_a_time())
+            elif act == "scales of an earlier version":
+                reading.enter_context(mock.patch.object(load, "read_scales", lambda *places, **sizes: {}))
             elif act == "load":
                 folder_found, warnings = find_checkpoint(run_folder, groups)
                 state = load_checkpoint(folder_found, engine)
@@ -189,10 +192,13 @@ def run(
             for name, value in PolicyTensors(spec, groups, engine.chunks).stream(torch.float32)
         }
         random = torch.rand(3).tolist()
+        num_experts = 0 if spec.moe is None else spec.moe.num_experts // groups.expert.size
+        scales = dict(by_tensor(engine.scales.state(), expert_rank=groups.expert.rank, num_local_experts=num_experts))
         return (
-            None
+            {"scales": scales}
             if groups.world.rank
             else {
+                "scales": scales,
                 "weights": weights,
                 "lr": lr,
                 "random": random,

@@ -85,24 +85,40 @@ def test_resumed_equals_uninterrupted(pool, models, tmp_path, name):
         assert len(scales) > 8 and (scales != 1).float().mean() > 0.4
 
 
-def test_scales_are_measured_anew_in_another_layout(pool, models, tmp_path):
-    folder, other = models[False]
+def test_delayed_scales_go_along_into_another_layout(pool, models, tmp_path):
+    """From two expert ranks, each with half of the experts, to two pipeline stages with all of them."""
+    folder, other = models[True]
     common = dict(folder=folder, run_dir=str(tmp_path), optimizer=dict(lr=1e-3), precision="fp8")
-    recipe = dict(recipe="delayed")
-    saved = pool.run("checkpoint_jobs:run", parallel={}, plan=["start", "train", "save"], fp8=recipe, **common)[0]
+    common["fp8"] = dict(recipe="delayed", parameters=True)
+    saved = pool.run("checkpoint_jobs:run", parallel=dict(expert=2), plan=["start", "train", "save"], **common)
     loaded = pool.run(
-        "checkpoint_jobs:run",
-        parallel=dict(pipeline=2),
-        plan=["start", "load"],
-        weights_from=other,
-        fp8=recipe,
-        **common,
-    )[0]
-    assert all(np.array_equal(loaded["weights"][name], want) for name, want in saved["weights"].items())
-    trained = pool.run(
-        "checkpoint_jobs:run", parallel=dict(pipeline=2), plan=["start", "load", "train"], fp8=recipe, **common
-    )[0]
+        "checkpoint_jobs:run", parallel=dict(pipeline=2), plan=["start", "load"], weights_from=other, **common
+    )
+    # To the bit: a parameter that is rounded to FP8 with another scale is another number.
+    assert all(np.array_equal(loaded[0]["weights"][name], want) for name, want in saved[0]["weights"].items())
+    before, after = (
+        {name: tensor for rank in ranks for name, tensor in rank["scales"].items()} for ranks in (saved, loaded)
+    )
+    scales = {name: tensor for name, tensor in before.items() if name.endswith("/scale")}
+    assert len(scales) > 40 and before.keys() == after.keys()
+    assert all(torch.equal(after[name], tensor) for name, tensor in scales.items())
+    trained = pool.run("checkpoint_jobs:run", parallel=dict(pipeline=2), plan=["start", "load", "train"], **common)[0]
     assert trained["step"] == 2
+
+
+def test_delayed_scales_go_along_when_stages_are_cut_elsewhere(pool, tmp_path):
+    """The same products of the same numbers: a run that goes on in the other stages has the bits of one that stays."""
+    folder, other = (str(make_folder(tmp_path / f"m{seed}", moe=False, layers=3, seed=seed)) for seed in (3, 9))
+    common = dict(folder=folder, run_dir=str(tmp_path), optimizer=dict(lr=1e-3), precision="fp8")
+    common["fp8"] = dict(recipe="delayed")
+    first, last = dict(pipeline=2, first_stage_layers=1), dict(pipeline=2, last_stage_layers=1)
+    plan = ["start", "train", "train", "save", "train", "train"]
+    straight = pool.run("checkpoint_jobs:run", parallel=first, plan=plan, **common)[0]
+    moved = pool.run(
+        "checkpoint_jobs:run", parallel=last, plan=["start", "load", "train", "train"], weights_from=other, **common
+    )[0]
+    assert moved["step"] == straight["step"] == 4
+    assert [n for n, want in straight["weights"].items() if not np.array_equal(moved["weights"][n], want)] == []
 
 
 @pytest.mark.parametrize("moe", [False, True])
@@ -203,6 +219,10 @@ def test_small_delayed_parameters_keep_their_numbers_in_another_layout(pool, mod
     saved = pool.run("checkpoint_jobs:run", parallel={}, plan=["start", "train", "save"], **common)[0]["weights"]
     other = dict(parallel=dict(pipeline=2), weights_from=models[False][1])
     loaded = pool.run("checkpoint_jobs:run", plan=["start", "load"], **other, **common)[0]["weights"]
+    assert all(np.array_equal(loaded[n], want) for n, want in saved.items())
+    # A checkpoint of an earlier version has no scales for another layout.
+    plan = ["start", "scales of an earlier version", "load"]
+    loaded = pool.run("checkpoint_jobs:run", plan=plan, **other, **common)[0]["weights"]
     errors = [np.linalg.norm(loaded[n] - want) / np.linalg.norm(want) for n, want in saved.items()]
     assert 0 < max(errors) < 0.045  # two roundings
-    assert pool.run("checkpoint_jobs:run", plan=["start", "load", "train"], **other, **common)[0]["step"] == 2
+    assert pool.run("checkpoint_jobs:run", plan=[*plan, "train"], **other, **common)[0]["step"] == 2

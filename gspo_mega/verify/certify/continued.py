@@ -2,8 +2,8 @@
 
 The checkpoint is one of a run, written and read by the code of `gspo-mega train` (`checkpoint/save.py`,
 `train/checkpointing.py`). With it goes a list of what was saved: a digest of every whole tensor of weights, of the
-optimizer's own copies and of both moments, and the counters. What is read in the other layout must be all of that to
-the bit, however the layouts cut it. The engine that reads it begins with weights of its own.
+optimizer's own copies and of both moments, FP8 scales, and the counters. What is read in the other layout must be all
+of that to the bit, however the layouts cut it. The engine that reads it begins with weights of its own.
 
 The random states of ranks are not carried into another layout. `RandomStates` counts those from which optimizer steps
 draw: while there are none, a layout cannot change what a trajectory's numbers are.
@@ -25,6 +25,7 @@ from gspo_mega.base.run_folder import RunFolder, atomic_write_json, read_json
 from gspo_mega.checkpoint.adapters import AdapterTensors
 from gspo_mega.checkpoint.collectives import all_gather_json, raise_together
 from gspo_mega.checkpoint.critic import CriticTensors
+from gspo_mega.checkpoint.fp8_scales import by_tensor
 from gspo_mega.checkpoint.gather import PolicyTensors
 from gspo_mega.checkpoint.load import TrainState, random_state
 from gspo_mega.checkpoint.save import Saver
@@ -124,11 +125,21 @@ def _digests(engine: PolicyEngine, critic: CriticEngine | None) -> dict[str, str
             {float(step) for part in all_gather_json(_adam_steps(model), model.groups.host) for step in part}
         )
         found |= {f"{prefix}Adam's steps": str(steps), f"{prefix}schedule": str(model.scheduler.num_steps)}
+        for scales in all_gather_json(_scale_digests(model), model.groups.host):
+            found |= {f"{prefix}{name}": digest for name, digest in scales.items()}
     return found if engine.groups.is_lead else {}
 
 
 def _values(held: HeldParameter, kind: str) -> torch.Tensor | None:
     return held.main.float() if kind == "copies" else moment(held, kind)
+
+
+def _scale_digests(model: PolicyEngine | CriticEngine) -> dict[str, str]:
+    """Return digests of this rank's FP8 scales, and of the history that ranks share: all but the latest values."""
+    moe = model.spec.moe
+    num_experts = 0 if moe is None else moe.num_experts // model.groups.expert.size
+    numbers = by_tensor(model.scales.state(), expert_rank=model.groups.expert.rank, num_local_experts=num_experts)
+    return {f"FP8 {name}": _digest(tensor[1:] if tensor.dim() > 1 else tensor) for name, tensor in numbers}
 
 
 def _adam_steps(model: PolicyEngine | CriticEngine) -> list[float]:

@@ -74,9 +74,7 @@ def test_the_same_layout_loses_nothing_of_the_state(run):
 
 
 def test_every_reason_is_named_and_there_is_no_command(run):
-    found = plan_continuation(
-        run(), ["optimizer.distributed=false", "batch.group_size=6", "optimizer.lr=1.0"], "cpu"
-    )
+    found = plan_continuation(run(), ["optimizer.distributed=false", "batch.group_size=6", "optimizer.lr=1.0"], "cpu")
     assert [problem.partition(":")[0] for problem in found.problems] == [
         *("batch.group_size", "optimizer.distributed", "optimizer.lr")
     ]
@@ -98,14 +96,6 @@ def test_a_run_of_a_slurm_job_is_submitted_again_where_it_was(run, tmp_path, mon
     found = plan_continuation(folder, ["cluster.num_nodes=2"], "cpu")
     expected = f"cd {started} && launch/slurm/train.sbatch {folder}/config.resolved.yaml cluster.num_nodes=2"
     assert found.command.replace(RunFolder(folder).config_file.name, "config.resolved.yaml") == expected
-
-
-def test_the_scales_of_recipe_delayed_are_said_to_be_lost(run):
-    folder = run(
-        "precision=fp8", "fp8.recipe=delayed", "model.path=configs/models/certify_fp8_dense.json", "parallel={}"
-    )
-    text = render_continuation(plan_continuation(folder, ["cluster.ranks_per_node=4"], "cpu"))
-    assert "FP8 scales and their history (recipe delayed): measured anew" in text
 
 
 def test_only_folders_of_runs_with_a_checkpoint(run, tmp_path):
