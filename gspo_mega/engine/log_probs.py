@@ -34,7 +34,8 @@ from gspo_mega.engine.process_groups import RankGroup
 
 ENTROPY_PARTS = 8  # the entropy's scratch memory is a chunk divided by this
 _FEWEST_ROWS = 4
-WIDENED_NUMBERS = 2**24  # numbers widened at once if no kernel accumulates bf16 in fp32
+WIDENED_NUMBERS = 2**24  # numbers widened at once if no kernel accumulates bf16 in fp32 ...
+CACHED_NUMBERS = 2**20  # ... and of a piece of the vocabulary
 
 
 def _accumulation_dtype(tensor: torch.Tensor) -> torch.dtype:
@@ -54,13 +55,27 @@ def _add_product(
     elif a.is_cuda:
         torch.addmm(out, a, b, out_dtype=out.dtype, beta=beta, alpha=alpha, out=out)
     else:
-        # The CPU has no product of bf16 with an fp32 result: widen a piece of the contraction at a time.
-        step = max(1, WIDENED_NUMBERS // (a.size(0) + b.size(1)))
-        for start in range(0, a.size(1), step):
-            piece = slice(start, start + step)
-            wide = a[:, piece].to(out.dtype), b[piece].to(out.dtype)
-            add_product(out, *wide, beta=beta, alpha=alpha, most_numbers=most_numbers)
-            beta = 1.0
+        # The CPU has no product of bf16 with an fp32 result: widen a piece at a time. Pieces of a long side of the
+        # result, as the vocabulary is in logits and in the head's gradient, stay in the processor's cache, and each
+        # number of the result is written once. Otherwise they are pieces of the contraction.
+        num_rows, length, num_columns = a.size(0), a.size(1), b.size(1)
+        if num_columns >= max(num_rows, length):
+            wide = a.to(out.dtype)
+            step = max(1, min(CACHED_NUMBERS // max(length, 1), most_numbers // max(num_rows, 1)))
+            for columns, piece in zip(out.split(step, dim=1), b.split(step, dim=1), strict=True):
+                add_product(columns, wide, piece.to(out.dtype), alpha=alpha, beta=beta, most_numbers=most_numbers)
+        elif num_rows > max(num_columns, length):
+            wide = b.to(out.dtype)
+            step = max(1, min(CACHED_NUMBERS // max(length, 1), most_numbers // max(num_columns, 1)))
+            for rows, piece in zip(out.split(step), a.split(step), strict=True):
+                add_product(rows, piece.to(out.dtype), wide, alpha=alpha, beta=beta, most_numbers=most_numbers)
+        else:
+            step = max(1, WIDENED_NUMBERS // (num_rows + num_columns))
+            for start in range(0, length, step):
+                part = slice(start, start + step)
+                wide = a[:, part].to(out.dtype), b[part].to(out.dtype)
+                add_product(out, *wide, beta=beta, alpha=alpha, most_numbers=most_numbers)
+                beta = 1.0
 
 
 def _hidden_gradient(grad_logits: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ import torch  # noqa: E402
 from peak_memory import peak_extra_bytes  # noqa: E402
 
 import gspo_mega.engine  # noqa: E402,F401  the CPU backend comes before Megatron
+from gspo_mega.engine import log_probs as log_probs_module  # noqa: E402
 from gspo_mega.engine.log_probs import KeptTokens, token_log_probs  # noqa: E402
 from gspo_mega.engine.process_groups import RankGroup  # noqa: E402
 
@@ -145,14 +146,33 @@ def test_bf16_accumulates_in_fp32():
 
 
 def test_bf16_is_widened_in_pieces(monkeypatch):
-    """The widened copies are bounded whatever the vocabulary, and cutting the contraction up changes only rounding."""
+    """The widened copies are bounded whatever the vocabulary, and cutting it up changes only rounding."""
     hidden, weight, labels = case(40, 3000, 64, torch.bfloat16)
     want = head(hidden, weight, labels, chunk=16)[0]
     gradient = torch.autograd.grad(want.sum(), weight)[0].float()
     monkeypatch.setattr("gspo_mega.engine.log_probs.WIDENED_NUMBERS", 3016 * 7)
+    monkeypatch.setattr("gspo_mega.engine.log_probs.CACHED_NUMBERS", 64 * 130)
     got = head(hidden, weight, labels, chunk=16)[0]
     assert (got - want).abs().max() < 2e-6 * want.abs().max()
     assert relative(torch.autograd.grad(got.sum(), weight)[0].float(), gradient) < 1e-3
+
+
+@pytest.mark.parametrize("shape", [(7, 5, 300), (300, 5, 7), (7, 300, 5), (1, 1, 1)])
+@pytest.mark.parametrize("beta", [0.0, 1.0])
+def test_a_product_of_bf16_is_exact_to_fp32_in_any_pieces(shape, beta, monkeypatch):
+    """The vocabulary as columns, as rows and as the contraction; (rows, contraction, columns)."""
+    rows, length, columns = shape
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(rows, length, generator=generator).bfloat16()
+    b = torch.randn(length, columns, generator=generator).bfloat16()
+    before = torch.randn(rows, columns, generator=generator)
+    want = beta * before.double() + 0.5 * (a.double() @ b.double())
+    for cached, widened, most in ((2**20, 2**24, 2**20), (35, 2**24, 2**20), (2**20, 400, 2**20), (2**20, 2**24, 40)):
+        monkeypatch.setattr(log_probs_module, "CACHED_NUMBERS", cached)
+        monkeypatch.setattr(log_probs_module, "WIDENED_NUMBERS", widened)
+        out = before.clone() if beta else torch.full_like(before, torch.nan)
+        log_probs_module._add_product(out, a, b, alpha=0.5, beta=beta, most_numbers=most)
+        assert (out - want).abs().max() < 2e-6 * max(1, want.abs().max())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
