@@ -28,6 +28,8 @@ from gspo_mega.cpu.batch_invariant import attend as attend_in_fixed_order
 
 _MAX_SCORES = 1 << 22
 """The most query x key positions of all requests in one call. It limits the padded copies and the mask."""
+_WIDENED = 1 << 18
+"""About how many numbers of the keys are widened to float32 at a time."""
 
 
 @dataclass
@@ -235,21 +237,32 @@ def _attend_decode(decode: _Decode, query, keys, values, layer, sinks):
         query = query.index_select(0, decode.members)
     # A key-value head of a request is one matrix of a batch; the query heads that share it are its rows.
     q = query.view(len(bias), -1, layer.qk_head_dim)
-    k = read_cache(keys.view(-1, layer.qk_head_dim), rows, dtype).view(len(bias), -1, layer.qk_head_dim)
-    v = read_cache(values.view(-1, layer.v_head_dim), rows, dtype).view(len(bias), -1, layer.v_head_dim)
-    if sinks is not None:
-        scores = torch.baddbmm(bias, q.float(), k.float().transpose(1, 2), alpha=layer.scaling)
-        sink = sinks.float().view(kv_heads, -1, 1).repeat(len(bias) // kv_heads, 1, 1)
-        weights = torch.cat([scores, sink], dim=-1).softmax(dim=-1)[..., :-1]
-        out = torch.bmm(weights, v.float()).to(dtype)
-    elif dtype == torch.float32:
-        scores = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=layer.scaling)
-        out = torch.bmm(scores.softmax(dim=-1), v)
-    else:  # this keeps its sums in float32
-        out = scaled_dot_product_attention(
-            q[:, None], k[:, None], v[:, None], attn_mask=bias[:, None].to(dtype), scale=layer.scaling
-        )
+    keys, values = keys.view(-1, layer.qk_head_dim), values.view(-1, layer.v_head_dim)
+    if dtype == torch.float32:
+        k, v = (read_cache(part, rows, dtype).view(len(bias), -1, part.shape[-1]) for part in (keys, values))
+        return _weighted(q, k, v, bias, layer.scaling, sinks).reshape(query.shape[0], -1)
+    # Some requests at a time, so that what is widened to float32 stays in the processor's cache. torch's fused
+    # attention takes up to twice as long for one query.
+    num_keys = rows.shape[0] // len(bias)
+    step = max(1, _WIDENED // (num_keys * layer.qk_head_dim * kv_heads)) * kv_heads
+    parts = []
+    for few, few_rows, few_bias in zip(q.split(step), rows.split(step * num_keys), bias.split(step), strict=True):
+        k, v = (read_cache(p, few_rows, dtype).float().view(len(few), num_keys, p.shape[-1]) for p in (keys, values))
+        parts.append(_weighted(few.float(), k, v, few_bias, layer.scaling, sinks).to(dtype))
+    out = parts[0] if len(parts) == 1 else torch.cat(parts)
     return out.reshape(query.shape[0], -1)
+
+
+def _weighted(q, k, v, bias, scaling, sinks):
+    """Return the weighted values [N, heads of one key, dim]. `q` as these, `k` and `v` [N, K, dim], `bias` [N, 1, K],
+    all float32; N are requests x key-value heads, `sinks` as in `_attend_decode`.
+    """
+    scores = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=scaling)
+    if sinks is None:
+        return torch.bmm(scores.softmax(dim=-1), v)
+    per_key = q.shape[1]
+    sink = sinks.float().view(-1, per_key, 1).repeat(len(q) * per_key // len(sinks), 1, 1)
+    return torch.bmm(torch.cat([scores, sink], dim=-1).softmax(dim=-1)[..., :-1], v)
 
 
 def plan_buckets(table, requests, num_queries: list[int], num_keys: list[int]) -> list[Bucket]:

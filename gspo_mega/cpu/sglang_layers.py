@@ -316,16 +316,38 @@ def clamped_experts_forward(
 def sample(probs: torch.Tensor) -> torch.Tensor:
     """Sample one index from each row of `probs` [rows, vocabulary], which need not add up to 1: int32 [rows].
 
-    Inverts the distribution function in float64 with one random number per row, where `torch.multinomial` draws one per
-    token of the vocabulary. Raises RuntimeError for a row that has NaN or infinity, or no value above 0.
+    Inverts the distribution function in float64, where `torch.multinomial` draws one random number per token of the
+    vocabulary. A large vocabulary is sampled in two steps, each with a random number of its own per row: a block of
+    tokens by its sum, then one of its tokens. So only sums are taken over the whole vocabulary, not running sums, which
+    take twenty times as long. Raises RuntimeError for a row that has NaN or infinity, or no value above 0.
     """
+    size = probs.shape[1]
+    if size < _SAMPLED_AT_ONCE:
+        return _invert(probs).view(-1).to(torch.int32)
+    num_whole = size // _BLOCK
+    parts = probs[:, : num_whole * _BLOCK].unflatten(1, (num_whole, _BLOCK)).sum(dim=-1)
+    rest = probs[:, num_whole * _BLOCK :].sum(dim=-1, keepdim=True)
+    first = _invert(torch.cat((parts, rest), dim=1)) * _BLOCK
+    tokens = first + torch.arange(_BLOCK)
+    # The last block may be shorter. Its sum is above 0 if it was drawn.
+    of_block = probs.gather(1, tokens.clamp(max=size - 1)).masked_fill_(tokens >= size, 0.0)
+    return (first + _invert(of_block)).view(-1).to(torch.int32)
+
+
+_BLOCK = 128
+_SAMPLED_AT_ONCE = 2048
+"""Vocabularies below this size are sampled in one step, which is as fast there."""
+
+
+def _invert(probs: torch.Tensor) -> torch.Tensor:
+    """Sample one index from each row: int64 [rows, 1]. Raises as `sample`."""
     summed = probs.cumsum(dim=-1, dtype=torch.float64)
     total = summed[:, -1:]
     if not bool(((total > 0) & (total < torch.inf)).all()):
         raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0, or a row of zeros")
     drawn = torch.rand(total.shape, dtype=torch.float64) * total
     # The first whose sum is above the number drawn: never one of probability 0.
-    return torch.searchsorted(summed, drawn, right=True).view(-1).to(torch.int32)
+    return torch.searchsorted(summed, drawn, right=True)
 
 
 def sampling_plain(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -101,6 +101,32 @@ def test_one_call_equals_the_stock_loop(sizes, decode):
     torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_bf16_is_widened_some_requests_at_a_time(has_sinks, monkeypatch):
+    from gspo_mega.cpu import sglang_attention as module
+
+    torch.manual_seed(0)
+    lengths = torch.tensor([9, 5, 16, 11, 8])
+    table = (torch.randperm(NUM_SLOTS - 1) + 1)[: 5 * 16].view(5, 16)
+    keys, values = torch.randn(2, NUM_SLOTS, KV_HEADS, DIM).bfloat16()
+    query = torch.randn(5, HEADS * DIM).bfloat16()
+    sinks = torch.randn(HEADS) if has_sinks else None
+    plan = module._plan_decode(table, None, torch.arange(5), lengths, 16)
+    expected = torch.zeros(5, HEADS, DIM, dtype=torch.float64)
+    for row, length in enumerate(lengths.tolist()):
+        for head in range(HEADS):
+            k, v = (part[table[row, :length], head * KV_HEADS // HEADS].double() for part in (keys, values))
+            scores = k @ query.view(5, HEADS, DIM)[row, head].double() * DIM**-0.5
+            weights = torch.cat([scores, sinks[head : head + 1].double()] if has_sinks else [scores]).softmax(0)
+            expected[row, head] = weights[:length] @ v
+    for at_once in (1, 2, 100):
+        monkeypatch.setattr(module, "_WIDENED", at_once * 16 * DIM * KV_HEADS)
+        found = module._attend_decode(plan, query, keys, values, layer(), sinks)
+        assert found.dtype == torch.bfloat16
+        # One rounding of the result.
+        torch.testing.assert_close(found.double(), expected.flatten(1), rtol=2**-8, atol=1e-6)
+
+
 @given(st.lists(st.tuples(st.integers(1, 300), st.integers(1, 4000)), min_size=1, max_size=60))
 def test_groups_waste_little_and_hold_everyone_once(sizes):
     pytest.importorskip("sglang")

@@ -45,6 +45,35 @@ def test_small_probabilities_of_a_large_vocabulary_count():
     assert 0.010 < share < 0.020
 
 
+def test_a_large_vocabulary_is_sampled_by_blocks_of_any_number_of_tokens():
+    """Tokens of different blocks, the first and the last of the vocabulary, and next to ones of probability 0."""
+    torch.manual_seed(0)
+    size = 128 * 20 + 5  # the last block is short
+    chances = {0: 0.2, 127: 0.1, 128: 0.15, 1000: 0.05, size - 6: 0.2, size - 5: 0.1, size - 1: 0.2}
+    probs = torch.zeros(size)
+    probs[list(chances)] = torch.tensor(list(chances.values()))
+    num_draws = 40_000
+    counts = torch.bincount(sample(probs.expand(num_draws, -1)).long(), minlength=size)
+    expected = probs * num_draws
+    assert counts[probs == 0].sum() == 0
+    chi_squared = ((counts - expected) ** 2 / expected)[probs > 0].sum()
+    assert chi_squared < 22.5, "6 degrees of freedom, one in a thousand"
+    for place in chances:
+        alone = torch.zeros(2, size)
+        alone[:, place] = 1e-30
+        assert sample(alone).tolist() == [place, place]
+
+
+@pytest.mark.parametrize("value", [float("nan"), 0.0, float("inf")])
+@pytest.mark.parametrize("place", [0, 2500, 2564])
+def test_a_large_row_without_a_distribution_is_an_error(value, place):
+    probs = torch.full((2, 2565), 1 / 2565)
+    probs[1] = 0.0
+    probs[1, place] = value
+    with pytest.raises(RuntimeError, match="probability tensor"):
+        sample(probs)
+
+
 @pytest.mark.parametrize("row", [[0.5, float("nan")], [0.0, 0.0], [float("inf"), 1.0]])
 def test_a_row_without_a_distribution_is_an_error(row):
     with pytest.raises(RuntimeError, match="probability tensor"):
