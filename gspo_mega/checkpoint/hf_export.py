@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from gspo_mega.checkpoint.gather import PolicyTensors
 from gspo_mega.checkpoint.hf_folder import INDEX_NAME, SINGLE_NAME
 from gspo_mega.checkpoint.mtp_layers import CarriedLayers
 from gspo_mega.checkpoint.quantized import PublishedForm, plain_form
+from gspo_mega.models import delta_net
 from gspo_mega.models.block_fp8 import KEY as QUANTIZATION_KEY
 from gspo_mega.models.block_fp8 import quantization_config
 from gspo_mega.models.huggingface import description_files
@@ -299,7 +301,8 @@ def copy_description(
         config["num_nextn_predict_layers"] = 0
     config.pop(QUANTIZATION_KEY, None)
     if stored is not None:
-        config[QUANTIZATION_KEY] = quantization_config(stored)
+        kept = (*stored.kept, *delta_net.unrounded_modules(config))
+        config[QUANTIZATION_KEY] = quantization_config(replace(stored, kept=kept))
     atomic_io.atomic_write_json(target / "config.json", edited(config), at="publish.config")
 
 

@@ -165,6 +165,8 @@ class CpuQuantizedLinear(LinearMethodBase):
         if self.served != "fp8_block" and layer.weight.dtype != layer.loading[4]:
             *arguments, attributes = layer.loading
             self.create_weights(layer, *arguments, **attributes)
+            # That of a gated delta net's projections, which takes several parts at once, is their model's own.
+            layer.weight._weight_loader = layer.weight_loaded_by
 
     def process_weights_after_loading(self, layer: Any) -> None:
         if self.served == "fp8_block":
@@ -172,6 +174,7 @@ class CpuQuantizedLinear(LinearMethodBase):
             layer.operand = dequantize_blocks(layer.weight.data, layer.weight_scale_inv.data)
             return
         require_loaded(layer, "weight")
+        layer.weight_loaded_by = layer.weight.weight_loader
         weight, scale = served_linear(layer.weight.data, self.served)
         layer.weight = Parameter(weight, requires_grad=False)
         layer.weight_scale = Parameter(scale, requires_grad=False)

@@ -2,14 +2,15 @@
 
 Megatron-Core has the layer. Since 0.19 it takes packed sequences and context parallelism; `PackedDeltaNet` adds both to
 that of 0.16, and to both the states of rows that share prefixes. All call three functions of flash-linear-attention,
-for which `cpu/delta_rule.py` stands in on a machine without a GPU. `complete_delta_spec` puts the parts into a layer
-spec.
+for which `cpu/delta_rule.py` stands in on a machine without a GPU. `with_plain_gates` is their input projection in FP8.
+`complete_delta_spec` puts the parts into a layer spec.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +21,11 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm import gated_delta_net
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.ssm.mamba_context_parallel import _all_to_all_cp2hp, _all_to_all_hp2cp
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    linear_with_grad_accumulation_and_async_allreduce,
+)
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -249,6 +254,48 @@ class _PlainNorm:
         own = copy.copy(config)
         own.layernorm_zero_centered_gamma = False
         return norm(config=own, hidden_size=hidden_size, eps=eps)
+
+
+@functools.cache
+def with_plain_gates(column: Any) -> type:
+    """The input projection of a gated delta net in FP8: Transformer Engine's column-parallel layer `column`, whose last
+    rows, betas and alphas, are multiplied unrounded, as published FP8 folders keep them.
+
+    The layer has one weight, in Megatron's form, so that folders, adapters and checkpoints do not depend on the
+    precision. It is never stored in FP8 (`fp8.parameters`), and its gradient is added by autograd, because FP8 computes
+    only a part of it. With sequence parallelism the input is gathered twice.
+    """
+
+    class PlainGates(column):
+        def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any) -> None:
+            own = copy.copy(config)
+            own.gradient_accumulation_fusion = False
+            engine = importlib.import_module("transformer_engine.pytorch")
+            with engine.fp8_model_init(enabled=False):
+                super().__init__(input_size, output_size, config=own, **options)
+            heads: Any = config.linear_num_value_heads  # Megatron declares it as optional
+            self.num_fp8_rows = self.weight.size(0) - 2 * heads // self._tp_group.size()
+
+        def _get_weight_tensors(self) -> list[torch.Tensor]:
+            return [self.weight[: self.num_fp8_rows]]
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+            """Project x [t, 1, hidden], this tensor rank's positions; returns [positions of all tensor ranks, 1, rows
+            of this rank]. Collective over the tensor group.
+            """
+            rounded, _ = super().forward(x)
+            plain = linear_with_grad_accumulation_and_async_allreduce(
+                x,
+                self.weight[self.num_fp8_rows :],
+                None,
+                gradient_accumulation_fusion=False,
+                allreduce_dgrad=False,
+                sequence_parallel=self.sequence_parallel,
+                tp_group=self._tp_group,
+            )
+            return torch.cat([rounded, plain], dim=-1), None
+
+    return PlainGates
 
 
 def complete_delta_spec(layer: ModuleSpec, norm: type, linears: tuple[type, type] | None = None) -> None:

@@ -45,7 +45,7 @@ from gspo_mega.engine.attention import (
     norm_all_heads,
     norm_outputs,
 )
-from gspo_mega.engine.delta_net import GatedAttention, complete_delta_spec, delta_settings
+from gspo_mega.engine.delta_net import GatedAttention, complete_delta_spec, delta_settings, with_plain_gates
 from gspo_mega.engine.invariant_layers import ACTIVATION, is_batch_invariant, use_invariant_parts
 from gspo_mega.engine.precision import (
     dispatcher_settings,
@@ -355,7 +355,8 @@ def _transformer_engine_layer(
         # This module imports Transformer Engine; `require_precision` has checked that it is installed.
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
 
-        complete_delta_spec(layer, norm_class(megatron_config), (TEColumnParallelLinear, TERowParallelLinear))
+        column = with_plain_gates(TEColumnParallelLinear) if megatron_config.fp8 else TEColumnParallelLinear
+        complete_delta_spec(layer, norm_class(megatron_config), (column, TERowParallelLinear))
     return layer
 
 

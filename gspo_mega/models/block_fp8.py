@@ -12,6 +12,7 @@ from typing import Any
 
 from gspo_mega.config.precision import BLACKWELL, WEIGHT_BLOCK, has_powers_of_two, loads_quantized
 from gspo_mega.config.schema import Cluster, Config, Fp8
+from gspo_mega.models import delta_net
 from gspo_mega.models.hf_fields import ConfigReader
 from gspo_mega.models.spec import BlockFp8
 from gspo_mega.models.tensors import TensorEntry
@@ -90,6 +91,20 @@ def publishes_powers_of_two(fp8: Fp8, cluster: Cluster) -> bool:
 
 
 def is_quantizable(entry: TensorEntry) -> bool:
+    """Whether blocks may hold it: the weight of a linear layer, except those of betas and alphas of gated delta nets,
+    whose few rows published folders leave plain.
+    """
+    return is_linear(entry) and entry.role not in delta_net.UNROUNDED
+
+
+def is_rounded(quantization: str, entry: TensorEntry) -> bool:
+    """Whether servers with this `server.quantization` round the tensor. What they quantise while they load it are all
+    linear layers.
+    """
+    return quantization != "none" and (is_quantizable if quantization == "fp8_block" else is_linear)(entry)
+
+
+def is_linear(entry: TensorEntry) -> bool:
     """Whether this is the weight of a linear layer. Norms, biases, embeddings, the LM head, the router and the gate of
     shared experts are never quantised, nor are experts that files stack.
     """

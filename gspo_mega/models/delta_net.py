@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from gspo_mega.models.tensors import TensorEntry
 
 ROLES = ("delta_qkvz", "delta_ba", "delta_qkv", "delta_z", "delta_b", "delta_a", "delta_conv")
+IN_PROJ = "self_attention.in_proj."
+"""In the name of the parameter of all projections, which is never stored in FP8, because betas and alphas are not."""
+UNROUNDED = frozenset({"delta_ba", "delta_b", "delta_a"})
+"""Roles of tensors that neither the trainer nor a server's FP8 blocks round, as in published FP8 folders."""
+_UNROUNDED_MODULES = ("in_proj_b", "in_proj_a", "in_proj_ba")
 _DELTA, _FULL = "linear_attention", "full_attention"
 
 
@@ -42,9 +47,10 @@ def read_delta_net(reader: ConfigReader, num_layers: int) -> dict[str, Any]:
             f"{sizes['value_heads']} is no multiple of linear_num_key_heads {sizes['key_heads']}",
         )
     kinds = raw.get("layer_types")
-    if kinds is None:  # the default of transformers
-        every = reader.size("full_attention_interval") if "full_attention_interval" in raw else 4
-        kinds = [_FULL if every and (layer + 1) % every == 0 else _DELTA for layer in range(num_layers)]
+    if kinds is None:
+        kinds = _kinds_every(
+            reader.size("full_attention_interval") if "full_attention_interval" in raw else 4, num_layers
+        )
     known = (_DELTA, _FULL)
     if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in known for kind in kinds):
         reader.problem("layer_types", f"must be one of {', '.join(known)} for each of the {num_layers} layers")
@@ -53,6 +59,11 @@ def read_delta_net(reader: ConfigReader, num_layers: int) -> dict[str, Any]:
     return dict(
         delta=DeltaNet(layers=layers, **sizes) if any(layers) else None, output_gate=True, zero_centred_norms=True
     )
+
+
+def _kinds_every(every: int, num_layers: int) -> list[str]:
+    """The kinds of layers if config.json does not list them, as transformers' default is."""
+    return [_FULL if every and (layer + 1) % every == 0 else _DELTA for layer in range(num_layers)]
 
 
 def attention_interval(layers: tuple[bool, ...]) -> int | None:
@@ -75,6 +86,23 @@ def read_by_sglang(text: dict[str, Any]) -> dict[str, Any]:
     if isinstance(rope, dict):
         values |= {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
     return values
+
+
+def unrounded_modules(raw: dict[str, Any]) -> tuple[str, ...]:
+    """The modules that a folder of FP8 blocks leaves plain, for `quantization_config`, by its config.json; none for
+    other models. SGLang fuses betas and alphas, and published folders name both forms.
+    """
+    text = raw.get("text_config") or raw
+    if "linear_num_value_heads" not in text:
+        return ()
+    layers = "model.language_model.layers" if "text_config" in raw else "model.layers"
+    kinds = text.get("layer_types") or _kinds_every(text.get("full_attention_interval", 4), text["num_hidden_layers"])
+    return tuple(
+        f"{layers}.{layer}.linear_attn.{name}"
+        for layer, kind in enumerate(kinds)
+        if kind == _DELTA
+        for name in _UNROUNDED_MODULES
+    )
 
 
 def has_norm_around_zero(spec: ModelSpec, entry: TensorEntry) -> bool:

@@ -68,7 +68,10 @@ def layer_activations(
     else:
         attention, mlp = _gpu(config.precision, fused, spec, moe, layout, size, part)
     if spec.delta is not None:  # what both kinds of layers fit in
-        attention = max(attention, _delta_net(spec, spec.delta, layout, size, part))
+        delta = _delta_net(spec, spec.delta, layout, size, part)
+        if config.precision == "fp8":  # what both projections multiply, once more
+            delta += _FP8_BYTES * (part * spec.hidden_size + spec.delta.values / layout.tensor)
+        attention = max(attention, delta)
     return LayerActivations(attention, mlp, part * spec.hidden_size * size, _working(spec, moe, layout, size, part))
 
 

@@ -16,7 +16,7 @@ from gspo_mega.base.untrusted import read_json_file
 from gspo_mega.config.precision import SERVER_DTYPES, WEIGHT_BLOCK, publishes_adapters, server_dtype
 from gspo_mega.config.schema import Config, ModelReward, Precision, Reward, Server
 from gspo_mega.config.validate_servers import draft_folder
-from gspo_mega.models.block_fp8 import is_quantizable, served_layout, stored_bytes
+from gspo_mega.models.block_fp8 import is_quantizable, is_rounded, served_layout, stored_bytes
 from gspo_mega.models.hf_fields import needs_plain_copy
 from gspo_mega.models.spec import ModelSpec
 from gspo_mega.models.tensors import TensorEntry, hf_tensors
@@ -66,7 +66,7 @@ def weight_bytes(server: Server, precision: Precision, spec: ModelSpec, total_pa
     size = DTYPE_BYTES[server_dtype(server, precision)]
     if server.quantization == "none":
         return total_parameters * size
-    quantized = [entry for entry in hf_tensors(spec) if is_quantizable(entry)]
+    quantized = [entry for entry in hf_tensors(spec) if is_rounded(server.quantization, entry)]
     elements = sum(entry.num_elements for entry in quantized)
     scales = sum(_num_scales(server.quantization, entry) for entry in quantized)
     return (total_parameters - elements) * size + elements + scales * _SCALE_BYTES
@@ -78,7 +78,7 @@ def rank_weight_bytes(server: Server, precision: Precision, spec: ModelSpec, tot
         return weight_bytes(server, precision, spec, total_parameters) // server.tensor
     size, found = DTYPE_BYTES[server_dtype(server, precision)], 0.0
     for entry in hf_tensors(spec):
-        quantized = server.quantization != "none" and is_quantizable(entry)
+        quantized = is_rounded(server.quantization, entry)
         scales = _num_scales(server.quantization, entry) * _SCALE_BYTES if quantized else 0
         found += (entry.num_elements * (1 if quantized else size) + scales) / ranks_that_share(server, entry)
     return round(found)

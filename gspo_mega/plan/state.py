@@ -10,6 +10,7 @@ base model is frozen and the adapters are what is trained; `validate_lora` says 
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from pathlib import Path
 
 from gspo_mega.config.derived import penalises_kl, teacher_config, teacher_folders
 from gspo_mega.config.schema import Config, Fp8, Lora, Optimizer, Parallel, Precision
+from gspo_mega.models import delta_net
 from gspo_mega.models.families import HEAD
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.models.low_rank import adapted, adapter_tensors
@@ -40,6 +42,8 @@ _BUCKET_ELEMENTS, _BUCKET_ELEMENTS_A_RANK = 40_000_000, 1_000_000
 # torch rounds page-locked memory up to this size to powers of two, and keeps it for the next request; above it takes
 # what is asked for, and gives it back (`train/gpu_variables.py`).
 PINNED_BLOCK_BYTES = 32 * 2**20
+# Parameters of layers that Transformer Engine multiplies.
+_LINEAR = re.compile(r"\.linear_|\.self_attention\.(in|out)_proj\.")
 # A critic's head, as its module is named.
 _VALUE_HEAD = "value_head.weight"
 # The order in which a layer's parameters are registered; it decides where buckets end. All others come last: those that
@@ -60,9 +64,10 @@ _IN_A_LAYER = (
 
 @dataclass(frozen=True)
 class State:
-    """Elements of one rank. `parameters`: those of its modules. `linear`: the part of them in layers that FP8 computes.
-    `padding`: what the buffers of weights and gradients hold in addition. `optimized`: parameters whose main copy and
-    moments are here. `frozen`: parameters without a gradient, if adapters are trained.
+    """Elements of one rank. `parameters`: those of its modules. `linear`: the part of them in layers that FP8 computes;
+    `kept`: the part of `linear` that `fp8.parameters` does not store in FP8. `padding`: what the buffers
+    of weights and gradients hold in addition. `optimized`: parameters whose main copy and moments are here. `frozen`:
+    parameters without a gradient, if adapters are trained.
     """
 
     parameters: int
@@ -70,6 +75,7 @@ class State:
     padding: int
     optimized: int
     frozen: int = 0
+    kept: int = 0
 
     @property
     def gradients(self) -> int:
@@ -115,7 +121,7 @@ def state_bytes(config: Config, state: State, *, is_critic: bool = False) -> Sta
     optimizer = config.optimizer
     weight, gradient = WEIGHT_BYTES[config.precision], GRADIENT_BYTES[optimizer.gradients_dtype]
     fp8 = config.precision == "fp8"
-    in_fp8 = state.linear if fp8 and config.fp8.parameters else 0
+    in_fp8 = state.linear - state.kept if fp8 and config.fp8.parameters else 0
     # fp32 parameters are their own main copy.
     main = 0 if config.precision == "fp32" else state.optimized * MAIN_BYTES
     moments = 2 * state.optimized * MOMENT_BYTES[optimizer.moments_dtype]
@@ -140,7 +146,7 @@ def state_bytes(config: Config, state: State, *, is_critic: bool = False) -> Sta
 
 def frozen_bytes(precision: Precision, fp8: Fp8, state: State) -> int:
     """Return the bytes of the weights of a frozen model, with the FP8 copies that a forward pass keeps."""
-    in_fp8 = state.linear if precision == "fp8" and fp8.parameters else 0
+    in_fp8 = state.linear - state.kept if precision == "fp8" and fp8.parameters else 0
     weights = (state.parameters - in_fp8) * WEIGHT_BYTES[precision] + in_fp8
     return weights + (state.linear - in_fp8 if precision == "fp8" else 0)
 
@@ -163,7 +169,7 @@ def checkpoint_bytes(precision: Precision, optimizer: Optimizer, total_parameter
 class Share:
     """A rank's part of one parameter. `expert_data`: its gradient is summed over the expert-data group instead of the
     data-context group. `own_bucket`: it is a tied embedding on two stages, which has a bucket to itself. `linear`: with
-    FP8, Transformer Engine multiplies it in FP8.
+    FP8, Transformer Engine multiplies it in FP8. `kept`: even so, `fp8.parameters` does not store it in FP8.
     """
 
     name: str
@@ -171,6 +177,7 @@ class Share:
     expert_data: bool
     own_bucket: bool
     linear: bool
+    kept: bool = False
 
 
 @dataclass(frozen=True)
@@ -263,7 +270,8 @@ class ModelShares:
                 # Megatron reduces experts that are on every rank with everything else.
                 expert_data=is_expert and layout.expert > 1,
                 own_bucket=tied,
-                linear=entry.stage == "layer" and ".linear_" in entry.parameter and len(entry.shape) == 2,
+                linear=entry.stage == "layer" and _LINEAR.search(entry.parameter) is not None and len(entry.shape) == 2,
+                kept=delta_net.IN_PROJ in entry.parameter,
             )
         ]
 
@@ -298,7 +306,9 @@ class ModelShares:
                 ranks = layout.expert_data if expert_data else layout.data * layout.context
                 for linear in (False, True) if fp8_weights else (None,):
                     # FP8 parameters have buffers of their own.
-                    held = [s for s in shares if s.expert_data == expert_data and linear in (None, s.linear)]
+                    held = [
+                        s for s in shares if s.expert_data == expert_data and linear in (None, s.linear and not s.kept)
+                    ]
                     if held:
                         buffers.append(
                             _Buffer(held, ranks, bucket if index == 0 else None, config.optimizer.distributed)
@@ -385,6 +395,7 @@ class _Buffers(list["_Buffer"]):
             padding=sum(b.end - b.num_elements for b in self),
             optimized=sum(map(owned, self)),
             frozen=self.frozen,
+            kept=sum(b.kept for b in self),
         )
 
 
@@ -395,6 +406,7 @@ class _Buffer:
         self.sizes = [s.num_elements for s in shares]
         self.num_elements = sum(self.sizes)
         self.linear = sum(s.num_elements for s in shares if s.linear)
+        self.kept = sum(s.num_elements for s in shares if s.kept)
         self.largest = max(self.sizes)
         self.expert_data = shares[0].expert_data
         self.num_ranks = num_ranks

@@ -48,19 +48,12 @@ def validate_delta_nets(config: Config, spec: ModelSpec) -> Iterator[Violation]:
             " ranks exchange positions for heads",
             ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0),
         )
-    if config.precision == "fp8":
-        yield Violation(
-            "precision",
-            f"fp8: {spec.family}'s published FP8 folders leave betas and alphas plain, and Megatron fuses all"
-            " projections of a gated delta net, so that a part of a parameter would have blocks and a part none",
-            "bf16, fp32",
-        )
-    if config.server.quantization != "none":
+    if config.server.quantization != "none" and spec.stacks_experts and _has_servers(config):
         yield Violation(
             "server.quantization",
-            f"{config.server.quantization} with {spec.family}: quantised servers with gated delta nets have not been"
-            " tried",
-            "none",
+            f"{config.server.quantization}, and {config.model.path} has a layer's experts in stacks, which the trainer"
+            " can only send plain",
+            "none, or a folder with experts one by one, as published FP8 folders have them",
         )
     if attention_interval(spec.delta.layers) is None and _has_servers(config):
         yield Violation(

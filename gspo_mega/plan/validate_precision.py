@@ -74,7 +74,9 @@ def unaligned_sizes(config: Config, spec: ModelSpec, recipe: str | None = None) 
         "attention output (heads x head size)": (spec.num_heads * spec.value_head_dim, tensor),
     }
     if spec.latent is None:
-        sides["query, key and value size"] = ((spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim, tensor)
+        heads = (1 + spec.output_gate) * spec.num_heads + 2 * spec.num_kv_heads
+        gate = ", gate" if spec.output_gate else ""
+        sides[f"query{gate}, key and value size"] = (heads * spec.head_dim, tensor)
     else:
         latent = spec.latent
         sides |= {
@@ -83,6 +85,14 @@ def unaligned_sizes(config: Config, spec: ModelSpec, recipe: str | None = None) 
             "kv_lora_rank": (latent.key_value_rank, 1),
             "kv_lora_rank + qk_rope_head_dim": (latent.key_value_rank + latent.rotary_dim, 1),
             "keys' and values' size (heads x both)": (spec.num_heads * (latent.content_dim + latent.value_dim), tensor),
+        }
+    if (delta := spec.delta) is not None:
+        rounded = 2 * delta.keys + 2 * delta.values
+        sides |= {
+            "gated delta nets' query, key, value and gate size": (rounded, tensor),
+            "gated delta nets' value size": (delta.values, tensor),
+            # Betas and alphas are not rounded; Megatron-Core counts them even so, before ranks divide them.
+            "gated delta nets' projection, with betas and alphas,": (rounded + 2 * delta.value_heads, 1),
         }
     if not spec.has_experts(0):
         sides["intermediate size"] = (spec.intermediate_size, tensor)

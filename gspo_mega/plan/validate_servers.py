@@ -219,6 +219,9 @@ def _undivided(server: Server, spec: ModelSpec) -> Iterator[str]:
             both = heads * (latent.content_dim + latent.value_dim)
             sides["query size (heads x head size)"] = (heads * spec.head_dim, attention)
             sides["keys' and values' size (heads x both)"] = (both, attention)
+    if (delta := spec.delta) is not None:
+        sides["gated delta nets' key size (heads x head size)"] = (delta.keys, attention)
+        sides["gated delta nets' value size (heads x head size)"] = (delta.values, attention)
     if not spec.has_experts(0):
         sides["intermediate size"] = (spec.intermediate_size, tensor)
     if spec.moe is not None:

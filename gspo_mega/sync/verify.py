@@ -23,7 +23,7 @@ import torch
 
 from gspo_mega.algorithm.rounding import OnLoad, served_experts, served_linear
 from gspo_mega.checkpoint.hf_export import tensor_bytes
-from gspo_mega.models.block_fp8 import is_quantizable, is_quantized, scale_name
+from gspo_mega.models.block_fp8 import is_linear, is_quantized, scale_name
 from gspo_mega.models.delta_net import has_norm_around_zero
 from gspo_mega.models.families import FAMILIES, TEXT_PART
 from gspo_mega.models.spec import BlockFp8, ModelSpec
@@ -114,7 +114,7 @@ def server_tensors(
     `on_load`.
     """
     names = server_tensor_names(spec, stored, reports_scales)
-    quantised = {names[entry.name] for entry in checkpoint_tensors(spec) if on_load and is_quantizable(entry)}
+    quantised = {names[entry.name] for entry in checkpoint_tensors(spec) if on_load and is_linear(entry)}
     made = {own_scale_name(name): name for name in quantised}
     made |= {one: names[entry.name] for entry in checkpoint_tensors(spec) if (one := plus_one_name(spec, entry))}
     return ServerTensors(names, made)
@@ -161,7 +161,7 @@ class ExpectedChecksums:
         self._on_load: OnLoad | None = on_load
         self._num_experts = 0 if spec.moe is None else spec.moe.num_experts
         self._missing = Counter(
-            self.names[name] for name, entry in self._entries.items() if on_load and is_quantizable(entry)
+            self.names[name] for name, entry in self._entries.items() if on_load and is_linear(entry)
         )
         self._parts: dict[str, list[torch.Tensor]] = {}
         self._hashes: dict[str, Any] = {}

@@ -78,7 +78,8 @@ def fp32_copies(folder: str, parallel: dict, converted: str | None = None, **sec
 def restored_copies(folder: str, other: str, run_dir: str, parallel: dict, **sections) -> dict[str, float]:
     """Two steps from `folder`, saved, and loaded into an engine that began with `other`. Of this rank's FP8 parameters:
     `num`; how many of their fp32 numbers are `between` FP8's; the largest relative distance of a stored part `from_fp32`
-    ones; how many fp32 and how many stored numbers are `wrong` after loading.
+    ones; how many fp32 and how many stored numbers are `wrong` after loading. Also how many log-probs of a pass are
+    `differing` then.
     """
     spec = read_model_spec(folder)
     groups = create_groups(**parallel)
@@ -109,6 +110,8 @@ def restored_copies(folder: str, other: str, run_dir: str, parallel: dict, **sec
             seen["from_fp32"] = max(seen["from_fp32"], float((mine - want).norm() / want.norm()))
             seen["wrong"] += int((want != got).sum())
             seen["stored_wrong"] += int((before != after).sum())
+        passes = [engine.old_pass(batch).micro_batches for engine in (first, second)]
+        seen["differing"] = sum(int((a.log_probs != b.log_probs).sum()) for a, b in zip(*passes, strict=True))
         return seen
     finally:
         destroy_groups()

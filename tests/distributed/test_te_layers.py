@@ -26,10 +26,16 @@ LAYOUTS = {
 }
 
 
+# Of gated delta nets: sides that every recipe can multiply, on two ranks too.
+DELTA = dict(hidden_size=64, intermediate_size=64, head_dim=32)
+DELTA |= dict(linear_key_head_dim=16, linear_num_value_heads=16, linear_value_head_dim=8)
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("models")
-    return {kind: str(make_folder(root / kind, moe=kind == "moe")) for kind in ("dense", "moe")}
+    made = {kind: str(make_folder(root / kind, moe=kind == "moe")) for kind in ("dense", "moe")}
+    return made | {"delta": str(make_family_folder(root / "delta", "qwen3_5", **DELTA))}
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +95,7 @@ def test_bf16_is_the_same_in_every_layout(computed, layout):
 
 # Of an FP8 product's operands each has 3 bits beside the leading one: a relative error of up to 2^-4.
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "mxfp8", "delayed"])
-@pytest.mark.parametrize("kind", ["dense", "moe"])
+@pytest.mark.parametrize("kind", ["dense", "moe", "delta"])
 def test_fp8_follows_bf16(computed, kind, recipe):
     """Further from bf16 than bf16's own noise, and still the same policy and the same direction."""
     want = computed(kind, {}, align=32, **BF16)
@@ -135,6 +141,9 @@ def test_the_fp32_copies_of_fp8_parameters_are_the_loaded_numbers(rank_pools, mo
         assert num > 0 and between > 1000 and distance == 0.0 and left == 0
 
 
+TENSOR = dict(tensor=2)
+
+
 @pytest.mark.parametrize("owner", ["Megatron", "Adam"])
 def test_a_checkpoint_restores_the_fp32_copies_of_fp8_parameters_to_the_bit(rank_pools, models, tmp_path, owner):
     """And the FP8 numbers themselves, which a checkpoint holds as bf16."""
@@ -143,7 +152,16 @@ def test_a_checkpoint_restores_the_fp32_copies_of_fp8_parameters_to_the_bit(rank
     for seen in rank_pools(2, transformer_engine=True).run("te_jobs:restored_copies", **job):
         # E4M3 has 3 bits beside the leading one: off by at most 2^-4, and by less in the mean.
         assert seen["num"] > 0 and seen["between"] > 1000 and seen["from_fp32"] < 2**-4, seen
-        assert seen["wrong"] == seen["stored_wrong"] == 0, seen
+        assert seen["wrong"] == seen["stored_wrong"] == seen["differing"] == 0, seen
+
+
+def test_a_checkpoint_of_delta_nets_in_fp8_is_restored_to_the_bit(rank_pools, models, tmp_path):
+    """On two tensor ranks: the scales of recipe `delayed`, and fp32 copies of what is stored in FP8 and what is not."""
+    other = str(make_family_folder(tmp_path / "other", "qwen3_5", seed=9, **DELTA))
+    job = dict(folder=models["delta"], other=other, run_dir=str(tmp_path), **fp8_parameters("Adam"))
+    for seen in rank_pools(2, transformer_engine=True).run("te_jobs:restored_copies", **job | {"parallel": TENSOR}):
+        assert seen["num"] > 0 and seen["between"] > 1000 and seen["from_fp32"] < 2**-4, seen
+        assert seen["wrong"] == seen["stored_wrong"] == seen["differing"] == 0, seen
 
 
 @pytest.mark.parametrize("sections", [BF16, dict(precision="fp8", fp8=dict(recipe="blockwise"))], ids=["bf16", "fp8"])

@@ -1,6 +1,8 @@
 """Two steps of `gspo-mega train` for every family: `python tests/soak/families_trained.py [FAMILY ...] [key=value ...]`.
 
-For example `families_trained.py minimax_m2 rollout.return_routed_experts=true moe.routing_replay=R3`.
+For example `families_trained.py minimax_m2 rollout.return_routed_experts=true moe.routing_replay=R3`. With `--wide` every
+matrix consists of whole blocks, and the mismatch may be FP8's:
+`families_trained.py qwen3_5 --wide precision=fp8 server.quantization=fp8_block`.
 
 Each from a folder as published ones are: a tokenizer of the family's usual class, a chat template, both configurations.
 One rank and a real SGLang server; nothing prepares the processes but the product. A line for each family; half a minute
@@ -17,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "integration"), str(ROOT / "tests" / "support")]
 
-from family_runs import FAMILIES, train
+from family_runs import BLOCKS, FAMILIES, train
 
 SHOWN = (
     "reward/mean",
@@ -31,11 +33,12 @@ SHOWN = (
 def main() -> int:
     failed = 0
     overrides = [argument for argument in sys.argv[1:] if "=" in argument]
-    for variant in [argument for argument in sys.argv[1:] if "=" not in argument] or FAMILIES:
+    sizes = BLOCKS | dict(k3=0.1) if "--wide" in sys.argv else {}
+    for variant in [argument for argument in sys.argv[1:] if "=" not in argument and argument != "--wide"] or FAMILIES:
         began = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="family") as folder:
             try:
-                last = train(Path(folder), variant, *overrides)[-1]
+                last = train(Path(folder), variant, *overrides, **sizes)[-1]
                 found = " ".join(f"{key} {last[key]:.3g}" for key in SHOWN if key in last)
             except AssertionError as error:
                 failed += 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -47,7 +47,8 @@ def current_weights(attempt: Attempt, start_folder: str, layout: BlockFp8 | None
         path = str(attempt.run_folder.weights_version_dir(version))
         if not Path(path).is_dir():
             return None, start_folder
-    if read_stored(path) != layout:
+    found = read_stored(path)
+    if (found and replace(found, kept=())) != layout:  # what is kept plain depends on the model
         return None, start_folder
     # The attempt begins with its key. Both files are in the run folder, so that one clock wrote both times.
     began = _modified(attempt.api_key_file)

@@ -21,6 +21,7 @@ import numpy as np
 from gspo_mega.config.clip_range import Band, band_of, no_range_sentence, share_sentence
 from gspo_mega.config.derived import critic_of
 from gspo_mega.config.schema import Config
+from gspo_mega.models import delta_net
 from gspo_mega.models.block_fp8 import SERVED_BLOCK, is_quantizable, publishes_powers_of_two
 from gspo_mega.models.spec import ModelSpec
 from gspo_mega.models.tensors import TensorBlock, TensorEntry, hf_tensors, parameter_blocks, parameter_shape
@@ -96,6 +97,8 @@ def block_difference(spec: ModelSpec, entry: TensorEntry, tensor_parallel: int) 
     `tensor_parallel`: size of the group over which the tensor is sharded (for an expert, the expert-tensor group).
     """
     local = parameter_shape(spec, entry, tensor_parallel)
+    if spec.delta is not None and entry.role in delta_net.ROLES:  # the trainer rounds the rows above betas and alphas
+        local = (local[0] - 2 * spec.delta.value_heads // tensor_parallel, *local[1:])
     for rank in range(tensor_parallel if entry.sharding != "replicated" else 1):
         for block in parameter_blocks(spec, entry, tensor_parallel, rank):
             if not _is_on_the_grid(block, entry.shape[block.dim], local[block.dim]):
@@ -120,6 +123,11 @@ def _reason(spec: ModelSpec, entry: TensorEntry, block: TensorBlock, size: int) 
             f"Megatron interleaves q, k and v by key-value group ({heads} + 1 + 1 heads of {spec.head_dim}): a block of"
             f" {side} rows there has rows of more than one of them, or of other heads (head_dim {spec.head_dim} is no"
             f" multiple of {side})"
+        )
+    if entry.role in delta_net.ROLES:
+        return (
+            f"Megatron has a rank's queries, keys, values and gates of a gated delta net one after the other: a part of"
+            f" {block.length} rows (heads of {entry.name} over {size}) begins or ends inside a block of {side}"
         )
     what = "columns" if block.dim == 1 else "rows"
     beside = " and gate lies above up in one parameter" if entry.role in ("gate", "up") else ""

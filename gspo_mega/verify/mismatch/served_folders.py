@@ -74,7 +74,7 @@ class ServedFolders:
         from gspo_mega.algorithm.fp8 import dequantize_blocks
         from gspo_mega.algorithm.rounding import dequantize_int8_rows, served_experts, served_linear
         from gspo_mega.checkpoint.quantized import PublishedForm, published_form, quantize_weight
-        from gspo_mega.models.block_fp8 import is_quantizable, is_quantized, served_layout
+        from gspo_mega.models.block_fp8 import is_quantized, is_rounded, served_layout
         from gspo_mega.models.tensors import hf_tensors
 
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[
@@ -93,7 +93,7 @@ class ServedFolders:
             )
 
         def rounded(entry: TensorEntry, tensor: torch.Tensor) -> torch.Tensor:
-            if source.spec.stored is not None or not is_quantizable(entry):
+            if source.spec.stored is not None or not is_rounded(kind, entry):
                 return tensor  # a quantized folder's values are rounded already
             if layout is not None:
                 if not is_quantized(layout, entry):

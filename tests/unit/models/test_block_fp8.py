@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 
 from gspo_mega.base.errors import ModelError
+from gspo_mega.checkpoint.hf_export import copy_description
 from gspo_mega.config import load_config
 from gspo_mega.models.block_fp8 import (
+    is_linear,
     is_quantizable,
     is_quantized,
+    is_rounded,
     quantization_config,
     read_block_fp8,
     scale_name,
@@ -19,6 +22,7 @@ from gspo_mega.models.block_fp8 import (
     served_layout,
     stored_bytes,
 )
+from gspo_mega.models.delta_net import unrounded_modules
 from gspo_mega.models.hf_fields import ConfigReader
 from gspo_mega.models.huggingface import read_model_spec, read_stored, spec_from_config
 from gspo_mega.models.spec import BlockFp8, ModelSpec, shape_differences
@@ -142,3 +146,32 @@ def test_servers_get_what_the_configuration_says():
     assert served_layout(blocks) == BlockFp8()
     blackwell = blocks.model_copy(update={"cluster": blocks.cluster.model_copy(update={"gpu": "B200"})})
     assert served_layout(blackwell) == BlockFp8(power_of_two=True)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
+def test_betas_and_alphas_have_no_blocks(tmp_path, family):
+    """As in the published folders of both families, whose config.json names these modules of each delta net."""
+    raw = json.loads((ROOT / f"configs/models/certify_{family}.json").read_text())
+    entries = hf_tensors(spec_from_config(raw))
+    plain = {entry.name.split(".", 3)[-1] for entry in entries if is_linear(entry) and not is_quantizable(entry)}
+    assert plain == (
+        {"linear_attn.in_proj_ba.weight"}
+        if family == "qwen3_next"
+        else {"linear_attn.in_proj_b.weight", "linear_attn.in_proj_a.weight"}
+    )
+    rounded = {e.name.split(".", 3)[-1] for e in entries if is_quantizable(e) and "linear_attn" in e.name}
+    assert "linear_attn.out_proj.weight" in rounded and not any("conv1d" in name for name in rounded)
+    # What a server quantises while it loads are all of them.
+    assert all(is_rounded("fp8_block", e) == is_quantizable(e) for e in entries)
+    assert all(is_rounded("fp8", e) == is_linear(e) and not is_rounded("none", e) for e in entries)
+    names = unrounded_modules(raw)
+    assert len(names) == 3 * 2 and names[0] == "model.layers.0.linear_attn.in_proj_b", "two of the four layers"
+    assert unrounded_modules({"text_config": raw})[0] == "model.language_model.layers.0.linear_attn.in_proj_b"
+    (source := tmp_path / "source").mkdir(), (target := tmp_path / "target").mkdir()
+    (source / "config.json").write_text(json.dumps(raw))
+    copy_description(source, target, "float32", BlockFp8())
+    assert read_stored(target) == BlockFp8(kept=names)
+
+
+def test_other_models_name_no_plain_modules():
+    assert unrounded_modules({"num_hidden_layers": 2}) == ()

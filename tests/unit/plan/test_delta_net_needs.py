@@ -20,6 +20,8 @@ from gspo_mega.models.tensors import (
 from gspo_mega.plan import estimate, plan_run, render_report
 from gspo_mega.plan.activations import layer_activations
 from gspo_mega.plan.memory import server_memory
+from gspo_mega.plan.state import ModelShares, state_bytes
+from gspo_mega.plan.validate_delta import validate_delta_nets
 
 SHAPES = Path(__file__).parents[3] / "configs" / "models"
 SMALL, LARGE = SHAPES / "certify_qwen3_next.json", SHAPES / "qwen3_next_80b.json"
@@ -69,7 +71,6 @@ def test_the_report_says_what_the_model_is(load):
 @pytest.mark.parametrize(
     ("device", "overrides", "text"),
     [
-        ("cpu", ["precision=fp8"], "precision: fp8: qwen3_next's published FP8 folders leave betas and alphas plain"),
         (
             "cpu",
             ["cluster.ranks_per_node=2", "parallel={tensor: 2, expert: 2, sequence: false}"],
@@ -80,7 +81,11 @@ def test_the_report_says_what_the_model_is(load):
             ["cluster.ranks_per_node=8", "parallel={context: 8}"],
             "parallel.context: 8 does not divide the 4 key heads of gated delta nets on a tensor rank",
         ),
-        ("cpu", ["server.quantization=fp8"], "server.quantization: fp8 with qwen3_next"),
+        (
+            "cpu",
+            ["server.quantization=fp8_block"],
+            "gated delta nets' key size (heads x head size) 32, gated delta nets' value size (heads x head size) 96",
+        ),
         (
             "cpu",
             ["lora={rank: 4, alpha: 8}", "publish.lora=adapter"],
@@ -99,6 +104,69 @@ def test_what_cannot_be_is_named(load, device, overrides, text):
     with pytest.raises(PlanError) as refused:
         plan_run(load(*overrides), device, SMALL)
     assert text in str(refused.value)
+
+
+WIDE_FP8 = SHAPES / "certify_fp8_qwen3_5.json"
+
+
+def test_fp8_needs_whole_sides_of_a_ranks_share(load, tmp_path):
+    """Queries, keys, values and gates of delta nets and the input of the output projection, on each rank; what Megatron
+    multiplies together, betas and alphas too, in the whole."""
+
+    def said(*overrides: str, **sizes) -> str:
+        (file := tmp_path / "shape.json").write_text(json.dumps(json.loads(WIDE_FP8.read_text()) | sizes))
+        with pytest.raises(PlanError) as refused:
+            plan_run(load("precision=fp8", *overrides), "cpu", file)
+        return str(refused.value)
+
+    plan_run(load("precision=fp8", "cluster.ranks_per_node=2", "parallel={tensor: 2}"), "cpu", WIDE_FP8)
+    assert "gated delta nets' value size 520" in said(linear_num_value_heads=4, linear_value_head_dim=130)
+    narrow = said("cluster.ranks_per_node=2", "parallel={tensor: 2}", linear_value_head_dim=1)
+    assert "gated delta nets' query, key, value and gate size 544 / 2 ranks" not in narrow  # 272 = 17 x 16
+    assert "gated delta nets' value size 16 / 2 ranks" in narrow
+    text = said("fp8.recipe=mxfp8", linear_num_value_heads=8)
+    assert "gated delta nets' projection, with betas and alphas, 1040" in text and "gate size" not in text
+    # The gate of attention counts: 8 x 40 query rows with gates and 4 x 40 of keys and values are 480 on two ranks.
+    assert "query, gate, key and value size 120 / 2 ranks" in said(
+        "cluster.ranks_per_node=2", "parallel={tensor: 2}", head_dim=10
+    )
+
+
+@pytest.mark.parametrize("size", ["80b", "0.8B"])
+def test_published_models_are_planned_in_fp8(load, tmp_path, size):
+    """On eight tensor ranks, too, where betas and alphas of a rank are 8 rows, which FP8 could not multiply."""
+    file = tmp_path / "shape.json"
+    raw = json.loads(LARGE.read_text()) if size == "80b" else text_model(qwen3_5(size))
+    file.write_text(json.dumps(raw))
+    layout = "parallel={tensor: 8, expert: 8}" if raw.get("num_experts") else "parallel={tensor: 8}"
+    eight = ("precision=fp8", "cluster.ranks_per_node=8", layout, "batch.micro_batch_tokens=1024")
+    plan_run(load(*eight, "fp8.recipe=blockwise", "train.num_steps=1"), "gpu", file)
+
+
+def test_fp8_copies_of_delta_nets_are_planned(load):
+    """Both orientations of every weight that FP8 computes; the input projection is never stored in FP8 only."""
+
+    def bytes_of(*overrides: str):
+        plan = plan_run(load("precision=fp8", *overrides), "cpu", WIDE_FP8)
+        state = ModelShares(plan.spec).state(plan.config, plan.layout, 0).largest
+        return state, state_bytes(plan.config, state)
+
+    state, plain = bytes_of()
+    _, stored = bytes_of("fp8.parameters=true", "optimizer.distributed=true")
+    delta = 2 * 1568 * 256
+    linear = delta + 2 * (256 * 512) + 2 * (768 + 256) * 256 + 4 * 3 * 512 * 256
+    assert (state.linear, state.kept) == (linear, delta)
+    assert plain.fp8_copies == 2 * linear and stored.fp8_copies == linear + delta
+    assert plain.weights - stored.weights == linear - delta
+
+
+def test_experts_in_stacks_are_refused_for_quantised_servers(load):
+    spec = read_model_spec(SHAPES / "certify_qwen3_5_moe.json")
+    for stacked, replays, said in ((True, False, 1), (False, False, 0), (True, True, 0)):
+        train = "train={num_steps: 1, from_rollouts: /recorded}" if replays else "train.num_steps=1"
+        config = load(train, "server.quantization=int8").config
+        found = [v.text for v in validate_delta_nets(config, replace(spec, stacks_experts=stacked))]
+        assert len(found) == said and all("has a layer's experts in stacks" in text for text in found)
 
 
 def test_a_plan_for_gpus_says_that_transformer_engines_layers_have_not_run_there(load):
