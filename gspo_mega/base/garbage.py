@@ -1,4 +1,4 @@
-"""Fewer runs of Python's garbage collector where they cost much time: during imports, and while a batch grows.
+"""Fewer runs of Python's garbage collector where they cost much time, and freed memory that a process keeps.
 
 A large import makes hundreds of thousands of objects that live until the process ends. Python's collector walks all of
 them again and again during the import, which is a quarter to a third of the time of importing torch with Megatron or
@@ -9,19 +9,26 @@ record of a large batch five times, which took half of the time of 20 000 short 
 they are freed without the collector. Inside `RareCollections`, garbage with cycles (from a user's episodes) is looked
 for only when everything has doubled.
 
+glibc takes each tensor of over 32 MiB from the kernel and gives it back when it is freed, so that the kernel fills
+every page with zeros again in the next step. `keep_freed_memory` ends that where tensors are in the host's memory.
+
 Standard library only, so that every room may import it.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Self
 
 # A threshold that no count reaches.
 _NEVER = 2**31 - 1
+# mallopt's parameters M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, and the largest value of one, 2 GiB - 1.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MOST_BYTES = -1, -3, 2**31 - 1
 # The first full collection comes after this many collections of younger objects: about 1.5 million objects stayed then.
 _FIRST = 200
 
@@ -44,6 +51,19 @@ def uncollected() -> Iterator[None]:
         # Python's last collection frees these objects too. Compiled libraries would report what is left then.
         atexit.unregister(gc.unfreeze)
         atexit.register(gc.unfreeze)
+
+
+def keep_freed_memory() -> None:
+    """Have this process keep freed memory for later tensors instead of returning it to the kernel: allocations under
+    2 GiB come from glibc's heap. Does nothing with another C library, or where GLIBC_TUNABLES or MALLOC_* decide.
+    """
+    chosen = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    if chosen or any(name.startswith("MALLOC_") for name in os.environ):
+        return
+    with suppress(AttributeError, OSError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_MMAP_THRESHOLD, _MOST_BYTES)
+        mallopt(_TRIM_THRESHOLD, _MOST_BYTES)
 
 
 class RareCollections:

@@ -25,6 +25,8 @@ import sys
 import types
 from collections.abc import Callable
 
+from gspo_mega.base.garbage import keep_freed_memory
+
 ATTENTION_BACKEND = "cpu_batched"
 """Name under which the batched attention is registered with SGLang."""
 INVARIANT_ATTENTION_BACKEND = "cpu_batch_invariant"
@@ -412,6 +414,7 @@ def activate() -> bool:
     if has_gpu():
         return False
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    keep_freed_memory()
     sys.meta_path.append(_MissingKernelsFinder())
     sys.meta_path.insert(
         0,

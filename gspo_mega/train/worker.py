@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 
 from gspo_mega.base import failpoints, network, processes
 from gspo_mega.base.errors import ConfigError, GspoMegaError, RankError
-from gspo_mega.base.garbage import uncollected
+from gspo_mega.base.garbage import keep_freed_memory, uncollected
 from gspo_mega.base.network import is_loopback
 from gspo_mega.base.run_folder import EXIT_STOPPED, Attempt, atomic_write_json
 from gspo_mega.base.untrusted import printable
@@ -184,6 +184,7 @@ def _prepare_torch(place: RankEnvironment, precision: Precision, engine: Engine,
     on_cpu = cpu.is_cpu_backend()
     if on_cpu:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        keep_freed_memory()
     else:
         torch.cuda.set_device(place.local_rank)
     return on_cpu
