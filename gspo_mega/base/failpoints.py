@@ -13,7 +13,7 @@ import signal
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-# Tests set it in a rank's environment: comma-separated `point=NAME`, `hit=N`, `do=kill|disk_full|denied`, `rank=R`,
+# Tests set it in a rank's environment: comma-separated `point=NAME`, `hit=N`, `do=kill|stop|disk_full|denied`, `rank=R`,
 # `record=FILE`, `mark=FILE`, `once=1`.
 VARIABLE = "GSPO_MEGA_FAULT"
 
@@ -125,8 +125,8 @@ class InjectedFault:
             raise ValueError(
                 f"{VARIABLE}: there is no point {fault.point!r}; OPERATIONS in gspo_mega/base/failpoints.py lists them"
             )
-        if fault.do not in ("kill", "disk_full", "denied"):
-            raise ValueError(f"{VARIABLE}: do={fault.do}; valid: kill, disk_full, denied")
+        if fault.do not in ("kill", "stop", "disk_full", "denied"):
+            raise ValueError(f"{VARIABLE}: do={fault.do}; valid: kill, stop, disk_full, denied")
         return fault
 
 
@@ -162,5 +162,8 @@ def reached(point: str) -> None:
             Path(fault.mark).touch()
         if fault.do == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if fault.do == "stop":  # until a SIGCONT
+            os.kill(os.getpid(), signal.SIGSTOP)
+            continue
         number = errno.ENOSPC if fault.do == "disk_full" else errno.EACCES
         raise OSError(number, os.strerror(number), point)

@@ -162,6 +162,26 @@ class Attempt:
     def beat_file(self, rank: int) -> Path:
         return self.beats_dir / f"rank_{rank}"
 
+    @property
+    def standby_dir(self) -> Path:
+        return self.path / "standby"
+
+    def standby_log(self, index: int) -> Path:
+        return self.logs_dir / f"standby_{index}.log"
+
+    def standby_ready_file(self, rank: int) -> Path:
+        """The record of a process that is ready to become `rank` of the next attempt."""
+        return self.standby_dir / f"ready_{rank}.json"
+
+    def standby_start_file(self, rank: int) -> Path:
+        """What the process that was to become `rank` of this attempt said when it was told to."""
+        return self.standby_dir / f"start_{rank}.json"
+
+    def num_standby_ranks(self) -> int:
+        """Return the number of ranks of this attempt that started in a process which had waited for it."""
+        records = (read_json(path) for path in self.standby_dir.glob("start_*.json"))
+        return sum(isinstance(record, dict) and record.get("used") is True for record in records)
+
     def stacks_file(self, rank: int) -> Path:
         return self.logs_dir / f"stacks_rank_{rank}.txt"
 

@@ -618,6 +618,12 @@ def _validate_command(config: Config, command: str | None) -> Iterator[Violation
             f"{train.min_nodes} with cluster.num_nodes {nodes}: `on_lost_node: shrink` has no fewer nodes to go on"
             " with;" + (f" at most {nodes - 1}" if nodes > 1 else " valid: `on_lost_node: wait`"),
         )
+    if train is not None and train.standby_processes and train.max_restarts == 0:
+        yield Violation(
+            "train.standby_processes",
+            "true with train.max_restarts: 0, so that nothing is ever started in them; valid: false, or max_restarts"
+            " above 0",
+        )
     if config.sft is not None and config.sft.stop_accuracy_low > config.sft.stop_accuracy_high:
         yield Violation(
             "sft.stop_accuracy_low",

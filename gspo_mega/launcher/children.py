@@ -36,15 +36,28 @@ class ChildSpec:
     `environment` is added to this process's environment.
 
     Under Slurm a process is an srun: `ranks` runs all ranks, `watch` watches the supervisor's node, `doctor` checks one
-    node.
+    node. `standby`: the process that may be prepared to do this one's work in a later attempt (`standby.py`).
     """
 
-    kind: Literal["rank", "server", "reward server", "ranks", "watch", "doctor"]
+    kind: Literal["rank", "server", "reward server", "ranks", "watch", "doctor", "standby"]
     index: int
     command: Sequence[str]
     log: Path
     environment: Mapping[str, str] = field(default_factory=dict)
     of: str = ""
+    standby: StandbySpec | None = None
+
+
+@dataclass(frozen=True)
+class StandbySpec:
+    """How the standby of a process is started, in the environment of that process. `arguments`: those of a rank, which
+    the standby is given when it takes over. `ranks`: the ranks that the process runs.
+    """
+
+    command: Sequence[str]
+    arguments: Sequence[str]
+    log: Path
+    ranks: Sequence[int]
 
 
 class Child:
@@ -57,12 +70,12 @@ class Child:
         self.spec = spec
         # A server gets SIGTERM, because it must end its own children first. A rank gets SIGKILL, because in a
         # collective it would not react to SIGTERM.
-        on_our_death = signal.SIGKILL if spec.kind in ("rank", "ranks") else signal.SIGTERM
+        on_our_death = signal.SIGKILL if spec.kind in ("rank", "ranks", "standby") else signal.SIGTERM
         tied = [sys.executable, "-I", "-S", str(_EXEC_TIED_TO_PARENT), str(os.getpid()), str(int(on_our_death))]
         with spec.log.open("ab") as output:
             self._process = subprocess.Popen(
                 [*tied, *spec.command],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE if spec.kind == "standby" else subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 env={**os.environ, **spec.environment},
@@ -80,6 +93,28 @@ class Child:
     def send_signal(self, number: int) -> None:
         """Send a signal to this process, not to its children, if it still runs."""
         self._process.send_signal(number)
+
+    def hand_over(self, line: bytes) -> None:
+        """Write the only line that a standby is ever sent. Raises OSError if it has ended."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(line)
+        finally:
+            self.close_input()
+
+    def close_input(self) -> None:
+        """Close a standby's input. If it has been sent nothing, it ends."""
+        if self._process.stdin is not None:
+            with suppress(OSError):
+                self._process.stdin.close()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait up to `seconds` for the end of this process; returns whether it has ended."""
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
 
     @property
     def exit_code(self) -> int | None:
@@ -113,6 +148,15 @@ class ProcessFamily:
         child = Child(spec)
         self.children.append(child)
         return child
+
+    def leave_out(self, child: Child) -> None:
+        """Make a child, and what it starts, no part of the run: `close` does not end it."""
+        self._strangers.add(child.pid)
+
+    def take_in(self, child: Child) -> None:
+        """Make a child that was no part of the run one of its processes."""
+        self._strangers.discard(child.pid)
+        self.children.append(child)
 
     def reap(self) -> None:
         """Collect adopted orphans that have ended. Call it regularly."""

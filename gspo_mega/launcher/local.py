@@ -37,6 +37,7 @@ from gspo_mega.launcher.children import (
     ChildSpec,
     ConsoleTail,
     ProcessFamily,
+    StandbySpec,
     ignored_interrupt_notice,
     log_to,
     stack_signals,
@@ -59,6 +60,7 @@ from gspo_mega.launcher.prepare import (
     visible_gpus,
 )
 from gspo_mega.launcher.restarts import Restarts
+from gspo_mega.launcher.standby import Standbys, has_standbys
 from gspo_mega.launcher.watchdog import RankWatchdog, ServerFailures, StacksOnSignal
 from gspo_mega.plan import plan_run, refuse_what_does_not_fit, render_report
 from gspo_mega.plan.estimate import MARGIN, Estimate, estimate
@@ -79,6 +81,7 @@ _SETTLE_SECONDS = 0.7
 _END_GRACE_SECONDS = 3.0
 Command = Literal["train", "sft", "eval", "certify", "budget", "compare", "reward_model"]
 WORKER_COMMAND = (sys.executable, "-m", "gspo_mega.train.worker")
+STANDBY_COMMAND = (sys.executable, "-m", "gspo_mega.train.standby")
 
 
 def dry_run(
@@ -140,17 +143,18 @@ def launch(
     *,
     worker_command: Sequence[str] = WORKER_COMMAND,
     serve_command: Sequence[str] | None = None,
+    standby_command: Sequence[str] = STANDBY_COMMAND,
     stop_grace_seconds: float = STOP_GRACE_SECONDS,
     work: Mapping[str, Any] | None = None,
     with_servers: bool = True,
 ) -> int:
     """Run `command` with the ranks and servers of the configuration; returns the exit code.
 
-    `say` shows a line to the user. `worker_command`, `serve_command`: the commands of a rank and of a server without
-    their arguments; the default server is `gspo-mega serve` in the Python of `server.python`. `work` is written as JSON
-    to the attempt's `work_file`, for the ranks. Without `with_servers` no server starts. Call from the main thread.
-    Raises a GspoMegaError with its exit code: ConfigError, ModelError, PlanError before anything starts, RankError for
-    a later failure.
+    `say` shows a line to the user. `worker_command`, `serve_command`, `standby_command`: the commands of a rank, of a
+    server and of a rank's standby without their arguments; the default server is `gspo-mega serve` in the Python of
+    `server.python`. `work` is written as JSON to the attempt's `work_file`, for the ranks. Without `with_servers` no
+    server starts. Call from the main thread. Raises a GspoMegaError with its exit code: ConfigError, ModelError,
+    PlanError before anything starts, RankError for a later failure.
     """
     config = loaded.config
     for key, value, here in (
@@ -201,7 +205,8 @@ def launch(
         say(f"\nrun      {folder.path}, attempt {attempt.number}; logs in {attempt.logs_dir}")
         if (ignored := ignored_interrupt_notice(folder.latest_attempt_link / attempt.stop_file.name)) is not None:
             say(f"notice   {ignored}")
-        ranks = _ranks(config.cluster.ranks_per_node, rank_gpus, attempt, command, worker_command)
+        standby = standby_command if has_standbys(config, command) else None
+        ranks = _ranks(config.cluster.ranks_per_node, rank_gpus, attempt, command, worker_command, standby)
         servers = _servers(server_gpus, attempt, serve, serve_variables)
         servers += _reward_servers(scorers, scorer_gpus, attempt, serve, serve_variables)
         grace_seconds = max(stop_grace_seconds, MARGIN * figures.stop_seconds)
@@ -214,6 +219,7 @@ def launch(
             signals,
             lease.raise_if_lost,
             stack_requests,
+            standbys,
         ).run()
 
     with (
@@ -221,6 +227,7 @@ def launch(
         stop_signals() as signals,
         stack_signals() as stack_requests,
         copies_removed(folder.path),
+        Standbys(say) as standbys,
     ):
         restarts = Restarts.begin(folder, Restarts.allowed(command, config.train), config.checkpoint.peer_copies > 0)
         while True:
@@ -250,11 +257,24 @@ def launch(
 
 
 def _ranks(
-    num_ranks: int, gpus: list[str], attempt: Attempt, command: str, worker_command: Sequence[str]
+    num_ranks: int,
+    gpus: list[str],
+    attempt: Attempt,
+    command: str,
+    worker_command: Sequence[str],
+    standby_command: Sequence[str] | None,
 ) -> list[ChildSpec]:
     arguments = ["--config", str(attempt.run_folder.config_file), "--attempt", str(attempt.path), "--command", command]
+
+    def standby(rank: int) -> StandbySpec | None:
+        if standby_command is None:
+            return None
+        return StandbySpec([*standby_command, *arguments], arguments, attempt.standby_log(rank), [rank])
+
     return [
-        ChildSpec("rank", rank, [*worker_command, *arguments], attempt.rank_log(rank), environment)
+        ChildSpec(
+            "rank", rank, [*worker_command, *arguments], attempt.rank_log(rank), environment, standby=standby(rank)
+        )
         for rank, environment in enumerate(rank_environments(num_ranks, gpus))
     ]
 
@@ -301,9 +321,11 @@ class Supervisor:
         signals: list[int] | None = None,
         check: Callable[[], None] = lambda: None,
         stack_signals: list[int] | None = None,
+        standbys: Standbys | None = None,
     ) -> None:
         """`patience`: how long ranks may be stuck; None disables the watchdog. `signals`, `stack_signals`: the lists
         that the caller's contexts of these names fill. `check` is called repeatedly; an exception from it ends the run.
+        `standbys`: prepared processes, which outlive this attempt.
         """
         self._attempt, self._specs, self._say, self._patience = attempt, specs, say, patience
         self._stop_grace_seconds = stop_grace_seconds
@@ -311,9 +333,11 @@ class Supervisor:
         self._children: list[Child] = []
         self._signals: list[int] = [] if signals is None else signals
         self._check = check
+        self._standbys = Standbys(say) if standbys is None else standbys
         self._stack_signals: list[int] = [] if stack_signals is None else stack_signals
         self._stop_deadline: float | None = None
         self._stop_is_requested = False
+        self._rank_specs = [spec for spec in specs if spec.kind == "rank"]
 
     def run(self) -> int:
         """Start everything, watch, end everything. Returns 0, or after a stop 128 + the signal (75 without a signal).
@@ -324,9 +348,9 @@ class Supervisor:
         family = ProcessFamily()
         self._children = family.children
         try:
-            for spec in self._specs:
-                child = family.start(spec)
-                logger.info("%s started as process %d: %s", child.name, child.pid, " ".join(spec.command))
+            others = [family.start(spec) for spec in self._specs if spec.kind != "rank"]
+            for child in [*others, *self._standbys.start(family, self._attempt, self._rank_specs)]:
+                logger.info("%s started as process %d: %s", child.name, child.pid, " ".join(child.spec.command))
             return self._watch(family)
         finally:
             family.close(_END_GRACE_SECONDS)
@@ -350,6 +374,7 @@ class Supervisor:
             failures.show_new()
             family.reap()
             self._check()
+            self._standbys.watch(family, self._attempt, self._rank_specs)
             stacks.poll()
             if self._must_end_now():
                 return self._stop_code()

@@ -350,6 +350,12 @@ def _entries() -> list[Metric]:
             "automatic restarts of the run after a failure, so far",
         ),
         Metric(
+            "run/num_standby_ranks",
+            "ranks",
+            "value",
+            "ranks of this start that began in a process with all imports done (`train.standby_processes`)",
+        ),
+        Metric(
             "metrics/num_non_finite",
             "metrics",
             "sum",

@@ -39,7 +39,7 @@ from gspo_mega.plan.memory import (
     server_memory,
     servers_host_bytes,
 )
-from gspo_mega.plan.peer_copies import PeerCopyCost, peer_copy_cost, peer_copy_notices
+from gspo_mega.plan.peer_copies import PeerCopyCost, peer_copy_cost, peer_copy_notices, standby_bytes
 from gspo_mega.plan.resolve import Plan
 from gspo_mega.plan.server_buffers import num_senders, publish_group_bytes
 from gspo_mega.plan.servers import (
@@ -111,7 +111,7 @@ class Estimate:
     critic. `rewards`: an entry for each reward model that the run serves. `limit`: bytes of one GPU. `memory` is None
     if the GPU's memory is not known, `time` if `cluster.gpu` is not given. `hashes`: what verifying a publish hashes.
     `delta`: what sending only changes costs, None without `publish.full_every`. `peer_copies`: what copies of the
-    ranks' state in memory cost, None without `checkpoint.peer_copies`.
+    ranks' state in memory cost, None without `checkpoint.peer_copies`. `standby_bytes`: of a node's standby processes.
     `node_host_bytes`: the most that the ranks of one node keep in its host memory. `node_save_bytes`: what they need
     there in addition while they save or load a checkpoint. `stop_seconds`: from a stop request to the end of the save.
     `notices`: what these figures warn of.
@@ -127,6 +127,7 @@ class Estimate:
     limit: int | None
     delta: DeltaCost | None
     peer_copies: PeerCopyCost | None
+    standby_bytes: int
     node_host_bytes: int
     node_save_bytes: int
     memory: GpuMemory | None
@@ -192,7 +193,8 @@ def estimate(plan: Plan, where: Callable[[str], str] = lambda key: "configuratio
     by_stage = [[size for _, size in pair] for pair in (zip(states, critic_states) if critic_states else zip(states))]
     node_host = ranks_per_node * max(sum(size.on_host for size in sizes) for sizes in by_stage) + shared + copies
     peers = peer_copy_cost(config, [*zip(states, critic_states)] if critic_states else [[one] for one in states])
-    node_host += 0 if peers is None else peers.node_bytes
+    standbys = standby_bytes(config, bool(is_on_gpu(config.cluster, plan.device)))
+    node_host += standbys + (0 if peers is None else peers.node_bytes)
     node_save = ranks_per_node * max(saves)
     room = config.cluster.host_memory_gib
     if room is not None and node_host + node_save > room * GIB:
@@ -206,7 +208,8 @@ def estimate(plan: Plan, where: Callable[[str], str] = lambda key: "configuratio
             " (diagnostics.exact_staleness, rollout.max_staleness); for ranks and"
             f" servers in turns on the same GPUs {shared / GIB:.1f} GiB (cluster.colocated); copies of what was"
             f" published {copies / GIB:.1f} GiB (publish.full_every); copies of the ranks' state"
-            f" {(0 if peers is None else peers.node_bytes) / GIB:.1f} GiB (checkpoint.peer_copies). Lower these, or use"
+            f" {(0 if peers is None else peers.node_bytes) / GIB:.1f} GiB (checkpoint.peer_copies); standby"
+            f" processes {standbys / GIB:.1f} GiB (train.standby_processes). Lower these, or use"
             " more nodes or parallelism"
         )
     time = None
@@ -243,6 +246,7 @@ def estimate(plan: Plan, where: Callable[[str], str] = lambda key: "configuratio
         time=time,
         delta=delta,
         peer_copies=peers,
+        standby_bytes=standbys,
         hashes=hash_cost(
             config,
             spec,

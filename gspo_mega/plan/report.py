@@ -24,7 +24,7 @@ from gspo_mega.plan.estimate import Estimate, estimate, signal_seconds
 from gspo_mega.plan.gpus import ASSUMPTIONS, SHA256_BYTES_PER_SECOND, is_on_gpu
 from gspo_mega.plan.layout import Layout, Sizes
 from gspo_mega.plan.memory import GIB
-from gspo_mega.plan.peer_copies import peer_copy_lines
+from gspo_mega.plan.peer_copies import peer_copy_lines, standby_lines
 from gspo_mega.plan.resolve import Plan
 from gspo_mega.plan.sampling_masks import mask_cost, mask_lines
 from gspo_mega.plan.server_buffers import num_owners, num_senders
@@ -57,7 +57,11 @@ def render_report(plan: Plan, figures: Estimate | None = None, only: Collection[
         "state": _state(figures, "penalty" if penalises_kl(plan.config.algorithm, plan.config.critic) else "term"),
         "memory": _memory(figures),
         "time": _time(figures),
-        "save": [*_save(figures), *peer_copy_lines(figures.peer_copies, plan.config.cluster)],
+        "save": [
+            *_save(figures),
+            *peer_copy_lines(figures.peer_copies, plan.config.cluster),
+            *standby_lines(figures.standby_bytes, plan.config.cluster),
+        ],
         "stuck": _stuck(plan, figures),
         "hand-out": [
             *hand_out_lines(hand_out(plan.config, plan.spec, plan.layout)),
@@ -520,6 +524,7 @@ def plan_json(plan: Plan, figures: Estimate) -> str:
             "save_seconds": figures.save_seconds,
             "stop_seconds": figures.stop_seconds,
             "peer_copies": asdict(figures.peer_copies) if figures.peer_copies is not None else None,
+            "standby_bytes": figures.standby_bytes,
         },
         "hand_out": {
             "shards_bytes": handed_out.shards,

@@ -49,10 +49,15 @@ def before_torch(environment: Mapping[str, str], torch: str) -> dict[str, str]:
 
 
 def set_variables(
-    environment: MutableMapping[str, str], local_rank: int, fp8: Fp8 | None = None, devices: Path = Path("/dev")
+    environment: MutableMapping[str, str],
+    local_rank: int,
+    fp8: Fp8 | None = None,
+    devices: Path = Path("/dev"),
+    opens_device: bool = True,
 ) -> None:
     """Set all variables in `environment`; on a machine without GPUs only that of Transformer Engine's block scales.
-    Call this before torch, Megatron or Transformer Engine is imported.
+    Call this before torch, Megatron or Transformer Engine is imported. `opens_device`: make the GPU of `local_rank` the
+    current device, which creates a context on it.
     """
     capability = None
     if any(devices.glob("nvidia[0-9]*")):
@@ -60,8 +65,11 @@ def set_variables(
         import torch
 
         if torch.cuda.is_available():
-            torch.cuda.set_device(local_rank)
-            capability = torch.cuda.get_device_capability()
+            if opens_device:
+                torch.cuda.set_device(local_rank)
+                capability = torch.cuda.get_device_capability()
+            else:
+                capability = torch.cuda.get_device_capability(local_rank)
     environment.update(block_scale_variable(fp8, environment, capability))
 
 

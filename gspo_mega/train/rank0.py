@@ -67,6 +67,9 @@ class Rank0:
         self.console = context.console
         self.shown_responses: list[str] = []  # lines of the final table: responses of the last step
         self.num_restarts = self.run_folder.num_restarts()
+        self.num_standby_ranks: int | None = None  # without standbys the metric has no meaning
+        if config.train is not None and config.train.standby_processes:
+            self.num_standby_ranks = self.attempt.num_standby_ranks()
         self.stop_request = StopRequest(context.attempt_dir)
         self._samples_every = config.metrics.samples_every_steps
         self._sinks = Sinks(

@@ -193,6 +193,8 @@ class StepReport:
             "data/num_unreadable_answers": _num_unreadable(prompts),
             **session.servers.metrics(),
         }
+        if lead.num_standby_ranks is not None:
+            metrics["run/num_standby_ranks"] = lead.num_standby_ranks
         if session.prefetch is not None:
             metrics["time/assemble/ahead_seconds"] = session.prefetch.ahead_seconds
         if self._num_positions:

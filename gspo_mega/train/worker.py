@@ -63,13 +63,18 @@ ENTRY_POINTS = {
 }
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Run one rank. Does not return: the process ends with the rank's exit code."""
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    """The `config`, `attempt` and `command` of a rank; `arguments`: those of this process if None."""
     parser = argparse.ArgumentParser(prog="gspo_mega.train.worker")
     parser.add_argument("--config", required=True, help="config.resolved.yaml of the run")
     parser.add_argument("--attempt", required=True, type=Path, help="attempt folder")
     parser.add_argument("--command", required=True, choices=sorted(ENTRY_POINTS))
-    args = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Run one rank. Does not return: the process ends with the rank's exit code."""
+    args = parse_arguments(arguments)
     attempt = Attempt(args.attempt)
     place = RankEnvironment.read(os.environ)
     failpoints.arm(os.environ.get(failpoints.VARIABLE), place.rank)
@@ -173,10 +178,7 @@ def _prepare_torch(place: RankEnvironment, precision: Precision, engine: Engine,
     """Set the variables that torch reads when it is imported, import torch, and choose this rank's device. Returns
     whether the device is a CPU.
     """
-    set_variables(os.environ, place.local_rank, fp8)  # before any import of torch
-    # Read when the engine is imported on a machine without a GPU.
-    on_cpu_too = has_transformer_engine_layers(precision, engine, has_gpu=False)
-    os.environ[TRANSFORMER_ENGINE_VARIABLE] = "1" if on_cpu_too else "0"
+    set_variables_before_torch(place, precision, engine, fp8)
     import torch
 
     import gspo_mega.cpu.backend as cpu  # before any other import of Megatron, which it enables to run on a CPU
@@ -188,6 +190,18 @@ def _prepare_torch(place: RankEnvironment, precision: Precision, engine: Engine,
     else:
         torch.cuda.set_device(place.local_rank)
     return on_cpu
+
+
+def set_variables_before_torch(
+    place: RankEnvironment, precision: Precision, engine: Engine, fp8: Fp8, opens_device: bool = True
+) -> None:
+    """Set the variables that torch, Megatron and Transformer Engine read when they are imported. `opens_device`: make
+    this rank's GPU the current device, which may create its context.
+    """
+    set_variables(os.environ, place.local_rank, fp8, opens_device=opens_device)
+    # Read when the engine is imported on a machine without a GPU.
+    on_cpu_too = has_transformer_engine_layers(precision, engine, has_gpu=False)
+    os.environ[TRANSFORMER_ENGINE_VARIABLE] = "1" if on_cpu_too else "0"
 
 
 def _init_distributed(place: RankEnvironment, on_cpu: bool, patience: timedelta) -> None:

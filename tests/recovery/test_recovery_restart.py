@@ -1,5 +1,5 @@
 """`gspo-mega train` with real ranks that are killed: started again by itself, it ends where an uninterrupted run does,
-to the bit.
+to the bit, also where its rank starts in a process that was prepared.
 """
 
 from __future__ import annotations
@@ -7,11 +7,15 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
+from contextlib import suppress
 from http.client import HTTPException
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -23,6 +27,8 @@ from gspo_mega.base import failpoints
 from gspo_mega.base.run_folder import read_json
 from gspo_mega.launcher.prepare import free_port
 from gspo_mega.metrics.writer import SINK_FAILURES, read_metrics
+
+APART = ("run/num_restarts", "run/num_standby_ranks", SINK_FAILURES)
 
 
 def scraped(port, running) -> tuple[set[float], dict[int, float]]:
@@ -42,13 +48,31 @@ def scraped(port, running) -> tuple[set[float], dict[int, float]]:
     return attempts, norms
 
 
+def kill_stopped_ranks(folder, running, standbys: dict[int, int]) -> None:
+    """Kill rank 0 of each attempt once it has stopped and its standby is ready; in the second attempt the standby is
+    killed before. `standbys` gets their processes, by attempt.
+    """
+    while running.poll() is None:
+        time.sleep(0.05)
+        attempt = folder.latest_attempt()
+        if attempt is None or attempt.number in standbys or not attempt.standby_ready_file(0).exists():
+            continue
+        with suppress(FileNotFoundError):  # the run has just ended
+            rank = read_json(attempt.beat_file(0))["pid"]
+            if Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[0] == "T":
+                standby = standbys[attempt.number] = read_json(attempt.standby_ready_file(0))["pid"]
+                if attempt.number == 2:
+                    os.kill(standby, signal.SIGKILL)
+                os.kill(rank, signal.SIGKILL)
+
+
 def test_a_run_that_loses_its_rank_twice_ends_by_itself_where_an_uninterrupted_one_does(ranks, straight):
-    # Every start is killed at its second publish: two of three steps need a start of their own.
+    # Every start stops at its second publish and is killed: two of three steps need a start of their own.
     environment = {
         **os.environ,
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
-        failpoints.VARIABLE: "point=step.published,hit=2",
+        failpoints.VARIABLE: "point=step.published,hit=2,do=stop",
     }
     port = free_port()
     command = [
@@ -59,6 +83,7 @@ def test_a_run_that_loses_its_rank_twice_ends_by_itself_where_an_uninterrupted_o
         str(ranks.config_file),
         f"run.dir={ranks.runs / 'restarted'}",
         "profile.steps=[3, 3]",
+        "train.standby_processes=true",
         f"metrics.prometheus.port={port}",
         "metrics.sinks=[jsonl, tensorboard, {sink: wandb, options: {mode: offline}}]",
     ]
@@ -70,19 +95,26 @@ def test_a_run_that_loses_its_rank_twice_ends_by_itself_where_an_uninterrupted_o
         env=environment,
         cwd=ranks.config_file.parent,
     )
-    attempts, served = scraped(port, running)
-    done = subprocess.CompletedProcess(command, running.wait(), *running.communicate())
     folder = ranks.folder("restarted")
+    standbys: dict[int, int] = {}
+    killing = threading.Thread(target=kill_stopped_ranks, args=(folder, running, standbys))
+    killing.start()
+    attempts, served = scraped(port, running)
+    killing.join()
+    done = subprocess.CompletedProcess(command, running.wait(), *running.communicate())
     assert done.returncode == 0, done.stdout + done.stderr + ranks.log("restarted")
     assert done.stdout.count("rank 0 was killed by SIGKILL") == len(folder.attempts()) - 1 == NUM_STEPS - 1
     lines = read_metrics(folder.metrics_file)
     assert [line["run/num_restarts"] for line in lines] == [0, 1, 2]
+    assert [line["run/num_standby_ranks"] for line in lines] == [0, 1, 0]
+    said = [line for line in done.stdout.splitlines() if line.startswith(("standby  rank", "notice   rank 0"))]
+    assert said[0] == "standby  rank 0 started in processes that had imported everything"
+    assert said[1].startswith("notice   rank 0 started in new processes: its standby process was killed by SIGKILL")
+    assert len(said) == 2 and list(standbys) == [1, 2]
+    assert read_json(folder.attempts()[1].beat_file(0))["pid"] == standbys[1]
     found, want = outcome(folder), dict(straight[0])
     for end in (found, want):
-        end["metrics"] = [
-            {name: value for name, value in line.items() if name not in ("run/num_restarts", SINK_FAILURES)}
-            for line in end["metrics"]
-        ]
+        end["metrics"] = [{name: value for name, value in line.items() if name not in APART} for line in end["metrics"]]
     assert {name for name in found.keys() | want.keys() if found.get(name) != want.get(name)} == set()
     assert leftovers(folder) == []
     # What Prometheus would have read meanwhile is what the run wrote.

@@ -34,7 +34,7 @@ def rank(attempt: Path) -> int:
     what, _, who = os.environ.get("STAND_IN", "").partition(" ")
     if what == "once" and int(who) == number and attempt.name == "0001":
         latest = attempt.parent.parent / "checkpoints" / "latest"
-        while not latest.exists() or latest.read_text() != "step_00000002":
+        while not latest.exists() or latest.read_text() != "step_00000002" or not standbys_are_ready(attempt):
             time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGKILL)
     if what in ("raise", "kill") and int(who) == number:
@@ -60,6 +60,29 @@ def rank(attempt: Path) -> int:
     code = steps(attempt)
     write(over, str(code))
     return code
+
+
+def standbys_are_ready(attempt: Path) -> bool:
+    """Those of all ranks, if the run has them."""
+    if "standby_processes: true" not in (attempt / "config.resolved.yaml").read_text():
+        return True
+    return len(list(attempt.glob("standby/ready_*.json"))) == int(os.environ["SLURM_NTASKS"])
+
+
+def standby(attempt: Path) -> int:
+    """Wait to be told to become a rank of another attempt."""
+    number = os.environ["SLURM_PROCID"]
+    (attempt / "standby").mkdir(exist_ok=True)
+    write(attempt / "standby" / f"ready_{number}.json", json.dumps({"seconds": 1.0, "resident_bytes": 2**29}))
+    if not (line := sys.stdin.readline()):
+        return 0
+    order = json.loads(line)
+    os.environ.update(order["environment"])
+    sys.argv = [sys.argv[0], *order["arguments"]]
+    attempt = Path(option("--attempt"))
+    (attempt / "standby").mkdir(exist_ok=True)
+    write(attempt / "standby" / f"start_{number}.json", json.dumps({"used": True, "why": None}))
+    return rank(attempt)
 
 
 def stands_still(attempt: Path, step: int) -> bool:
@@ -88,6 +111,8 @@ def steps(attempt: Path) -> int:
                 continue
             step += 1
             console.write(f"step {step:>{len(last)}}/{last}\n")
+            with (run / "metrics.jsonl").open("a") as metrics:
+                metrics.write(json.dumps({"step": step, "time": time.time()}) + "\n")
             write(done, f"step_{step:08d}")
     return 0
 
@@ -132,4 +157,5 @@ def server(attempt: Path) -> int:
         write(attempt / "servers" / f"server-{index}.json", json.dumps({**entry, "state": "stopped"}))
 
 
-sys.exit(server(Path(option("--attempt"))) if "serve" in sys.argv else rank(Path(option("--attempt"))))
+does = server if "serve" in sys.argv else standby if "gspo_mega.train.standby" in sys.argv else rank
+sys.exit(does(Path(option("--attempt"))))

@@ -228,10 +228,14 @@ def test_the_first_error_of_any_rank_is_the_last_line(submit_stand_ins, what, la
 
 
 def test_a_rank_that_is_killed_begins_another_attempt_on_the_same_nodes(submit_stand_ins):
-    job = submit_stand_ins("train.num_steps=12", STAND_IN="once 1")
+    job = submit_stand_ins("train.num_steps=12", "train.standby_processes=true", STAND_IN="once 1")
     job.wait_for_line("warning  attempt 1 failed: started again from the checkpoint of step ")
+    # srun gives its input to the tasks of both nodes, which become ranks.
+    job.wait_for_line("standby  ranks 0, 1 started in processes that had imported everything")
     job.wait_for_line("resumed from step_")
     assert job.finish() == "COMPLETED", job.log
+    assert "standby  2 processes are ready to become the ranks of a restart" in job.log
+    assert job.run.attempts()[1].num_standby_ranks() == 2
     assert job.steps() == list(range(1, 13)) and "restarted 1 times" not in job.log, "it went through the queue"
     assert [read_state(attempt).state for attempt in job.run.attempts()] == ["failed", "finished"]
     assert "rank 1 on node" in read_state(job.run.attempts()[0]).error

@@ -68,6 +68,7 @@ HOMES: dict[str, set[str]] = {
     "os.environ": {
         "launcher",
         "train/worker.py",
+        "train/standby.py",
         "sync/broadcast_group.py",
         "cpu/backend.py",
         "cpu/te_loading.py",

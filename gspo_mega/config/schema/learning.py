@@ -468,6 +468,14 @@ class Train(Section):
             " restarted if it made no progress since the start before, or if only a person can fix it."
         ),
     )
+    standby_processes: bool = Field(
+        default=False,
+        json_schema_extra=MAY_CHANGE,
+        description=(
+            "Keep a process per rank that has imported everything and waits: an automatic restart starts its ranks in"
+            " these, without the time of the imports, and prepares others after its first step."
+        ),
+    )
     on_lost_node: Literal["wait", "shrink"] = Field(
         default="wait",
         json_schema_extra=MAY_CHANGE,

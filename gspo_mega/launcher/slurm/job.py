@@ -53,6 +53,7 @@ from gspo_mega.launcher.slurm.scontrol import (
 from gspo_mega.launcher.slurm.size import JobSize, Site, job_size, node_options, with_signal_time, words_of
 from gspo_mega.launcher.slurm.steps import AttemptSteps, Starts, StepServers, end_all, preflight
 from gspo_mega.launcher.slurm.stop import SIGNALS, Stop
+from gspo_mega.launcher.standby import Standbys, has_standbys
 from gspo_mega.launcher.watchdog import RankWatchdog, ServerFailures, StacksOnSignal
 from gspo_mega.plan import estimate, plan_run, refuse_what_does_not_fit, render_report
 from gspo_mega.plan.fewer_nodes import fit_to_nodes, layout_name, nodes_to_grow, shrinks
@@ -116,8 +117,13 @@ def launch_slurm(loaded: LoadedConfig, command: Literal["train", "sft"], say: Ca
                 if missing == 0
                 else (*words_of(os.environ, "GSPO_SBATCH"), *node_options(site, missing, size.ranks_per_node))
             ),
+            has_standbys=has_standbys(loaded.config, command),
         )
-        with collect_signals(SIGNALS, context.signals), collect_signals([signal.SIGUSR2], context.stack_signals):
+        with (
+            collect_signals(SIGNALS, context.signals),
+            collect_signals([signal.SIGUSR2], context.stack_signals),
+            context.standbys,
+        ):
             return _Attempts(loaded, command, size, site, context, folder, report, whole).run()
 
 
@@ -258,6 +264,7 @@ class JobContext:
     of a doctor. `patience`: how long ranks may be stuck; None disables the watchdog. `check_lease` raises FolderError
     once another supervisor has the run folder. `by_nccl`: ranks publish to the servers through NCCL. `more_nodes`:
     options of sbatch for the nodes with which a run that has shrunk would go on on more of them; empty if it has not.
+    `has_standbys`: the step of the ranks gets a standby (`train.standby_processes`). Close `standbys` at the end.
     """
 
     allocation: Allocation
@@ -271,10 +278,13 @@ class JobContext:
     more_nodes: tuple[str, ...] = ()
     signals: list[int] = field(default_factory=list)
     stack_signals: list[int] = field(default_factory=list)
+    has_standbys: bool = False
     nodes: LostNodes = field(init=False)
+    standbys: Standbys = field(init=False)
 
     def __post_init__(self) -> None:
         self.nodes = LostNodes(self.allocation, self.say)
+        self.standbys = Standbys(self.say)
 
 
 class SlurmJob:
@@ -298,6 +308,8 @@ class SlurmJob:
             seconds_left,
         )
         self._check_lease, self._by_nccl = context.check_lease, context.by_nccl
+        self._standbys, self._has_standbys = context.standbys, context.has_standbys
+        self._watch_standbys: Callable[[], None] = lambda: None
         self._console = ConsoleTail(attempt.console_log, self._say)
         self._watchdog = None if context.patience is None else RankWatchdog(attempt, steps.num_ranks, context.patience)
         self._stacks = StacksOnSignal(attempt, steps.num_ranks, context.stack_signals, context.say)
@@ -347,7 +359,9 @@ class SlurmJob:
                     self.stop.request(f"all servers{of} are lost", again=True)
             scorers = [(reward_folder(self._attempt, name), f" of reward model {name}") for name in rewards or {}]
             self._failures = ServerFailures([(self._attempt, ""), *scorers], self._say)
-            ranks = starts.start(self._steps.ranks(command, master_port))
+            spec = self._steps.ranks(command, master_port, self._has_standbys)
+            (ranks,) = self._standbys.start(family, self._attempt, [spec])
+            self._watch_standbys = lambda: self._standbys.watch(family, self._attempt, [spec])
             for child in (*(child for fleet in fleets for child in fleet.children), ranks):
                 logger.info("%s: %s", child.name, " ".join(child.spec.command))
             code = self._until_over(ranks, fleets, starts)
@@ -368,6 +382,7 @@ class SlurmJob:
             if self._failures is not None:
                 self._failures.show_new()
             self._check_lease()
+            self._watch_standbys()
             self._stacks.poll()
             self._keep_batch_node_watched(starts)
             if self.stop.handle_signals():

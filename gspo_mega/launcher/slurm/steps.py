@@ -22,7 +22,7 @@ from typing import Protocol
 from gspo_mega.base.errors import RankError
 from gspo_mega.base.run_folder import Attempt, read_json
 from gspo_mega.base.versions import Finding, render
-from gspo_mega.launcher.children import Child, ChildSpec, ProcessFamily
+from gspo_mega.launcher.children import Child, ChildSpec, ProcessFamily, StandbySpec
 from gspo_mega.launcher.slurm.scontrol import ASK_AGAIN_SECONDS, Allocation, Answers, LostNodes, SlurmNode, at, job_runs
 from gspo_mega.launcher.slurm.size import JobSize, Site
 from gspo_mega.plan.servers import RewardPlace
@@ -52,8 +52,10 @@ class AttemptSteps:
     def num_ranks(self) -> int:
         return self._size.num_trainer_nodes * self._size.ranks_per_node
 
-    def ranks(self, command: str, master_port: int) -> ChildSpec:
-        """One step of all ranks, node by node. `master_port` is free on the first node."""
+    def ranks(self, command: str, master_port: int, has_standby: bool = False) -> ChildSpec:
+        """One step of all ranks, node by node. `master_port` is free on the first node. `has_standby`: another step of
+        as many tasks is prepared to take over.
+        """
         allocation, site = self._allocation, self._site
         nodes = allocation.trainer_nodes
         environment = {
@@ -71,25 +73,21 @@ class AttemptSteps:
             f"--ntasks-per-node={self._size.ranks_per_node}",
         ]
         placement += _in_order(nodes)
-        worker = site.trainer.command(
-            "-m",
-            "gspo_mega.train.worker",
-            "--config",
-            str(self._attempt.config_file),
-            "--attempt",
-            str(self._attempt.path),
-            "--command",
-            command,
-        )
+        attempt = self._attempt
+        arguments = ["--config", str(attempt.config_file), "--attempt", str(attempt.path), "--command", command]
         # A failed rank must end all ranks, because the others would wait for it in a collective.
         options = [*placement, "--kill-on-bad-exit=1", *site.trainer.srun_options]
-        return ChildSpec(
-            "ranks",
-            0,
-            self._srun(options, worker, 0, self._size.ranks_per_node),
-            self._attempt.logs_dir / "srun_ranks.log",
-            environment,
-        )
+
+        def step(module: str) -> list[str]:
+            words = site.trainer.command("-m", module, *arguments)
+            return self._srun(options, words, 0, self._size.ranks_per_node)
+
+        standby = None
+        if has_standby:  # srun passes its input on to every task
+            log = attempt.logs_dir / "srun_standby.log"
+            standby = StandbySpec(step("gspo_mega.train.standby"), arguments, log, range(self.num_ranks))
+        log = attempt.logs_dir / "srun_ranks.log"
+        return ChildSpec("ranks", 0, step("gspo_mega.train.worker"), log, environment, standby=standby)
 
     def server(self, index: int) -> ChildSpec:
         """The step of one server, with one task on each of its nodes, which binds the node's address."""

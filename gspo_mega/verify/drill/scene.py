@@ -22,6 +22,7 @@ from pathlib import Path
 from gspo_mega.base import failpoints, processes
 from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.base.untrusted import printable
+from gspo_mega.train.standby import NAME as STANDBY_NAME
 from gspo_mega.verify.drill.machine import OWN_NETWORK, Disk, Network
 
 POLL_SECONDS = 0.005
@@ -29,7 +30,7 @@ TRAIN = (sys.executable, "-m", "gspo_mega", "train")
 # After its supervisor has ended, a run's processes have this long to end.
 _LEFT_SECONDS = 20.0
 _ROLES = {
-    "rank": re.compile(r"gspo_mega\.train\.worker\b"),
+    "rank": re.compile(r"gspo_mega\.train\.(worker|standby)\b"),
     "serve": re.compile(r"\bgspo_mega serve\b"),
     "server": re.compile(r"gspo_mega\.rollout\.server\.entry\b"),
     "scheduler": re.compile(r"sglang::scheduler"),
@@ -136,6 +137,8 @@ class Scene:
         if role == "everything":
             return below
         found = [pid for pid in below if _ROLES[role].search(_command_line(pid))]
+        if role == "rank":  # a standby that took over is one, and one that waits is not
+            found = [pid for pid in found if _name(pid) != STANDBY_NAME]
         # A rank's and a scorer's forks have their command line.
         return [pid for pid in found if parents.get(pid) not in found]
 
@@ -205,6 +208,13 @@ class Scene:
             self.disk.close()
         if remove:
             shutil.rmtree(self.root, ignore_errors=True)
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text(encoding="ascii", errors="replace").strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def _command_line(pid: int) -> str:

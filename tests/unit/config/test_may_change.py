@@ -18,6 +18,7 @@ MAY_CHANGE = {
     "batch.log_prob_chunk_tokens",
     "train.num_steps",
     "train.max_restarts",
+    "train.standby_processes",
     "train.on_lost_node",
     "train.min_nodes",
     "sft.max_steps",

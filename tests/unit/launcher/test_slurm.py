@@ -303,6 +303,10 @@ def test_ranks_and_servers_divide_a_nodes_gpus(steps):
     assert f"{options} --kill-on-bad-exit=1" in line
     container = "apptainer exec --nv t.sif"
     assert f"env CUDA_VISIBLE_DEVICES=0,1,2,3 {container} {sys.executable} -m gspo_mega.train.worker" in line
+    assert ranks.standby is None
+    prepared = steps.ranks("train", 14_000, has_standby=True).standby
+    assert " ".join(prepared.command) == line.replace("gspo_mega.train.worker", "gspo_mega.train.standby")
+    assert " ".join(prepared.command).endswith(" ".join(prepared.arguments)) and list(prepared.ranks) == [*range(8)]
     # Servers 0 and 2 are on the first node, behind its four ranks.
     for index, node, gpus in ((0, 1, "4,5"), (1, 2, "4,5"), (2, 1, "6,7")):
         line = " ".join(steps.server(index).command)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from gspo_mega.base.errors import PlanError
+from gspo_mega.base.errors import ConfigError, PlanError
 from gspo_mega.plan import estimate, peer_copies, plan_run, render_report
 from gspo_mega.plan.memory import GIB
 from gspo_mega.plan.report import plan_json
@@ -40,6 +40,23 @@ def test_a_host_too_small_for_them(load, shape):
     with pytest.raises(PlanError, match=r"copies of the ranks' state [\d.]+ GiB \(checkpoint.peer_copies\)"):
         estimate(plan_run(loaded, "cpu", shape("dense", vocab_size=32000, hidden_size=256)), loaded.where)
     assert GIB == 2**30
+
+
+def test_standby_processes(load, shape):
+    def figures_of(*words):
+        loaded = load(TRAIN, "cluster.ranks_per_node=2", *words)
+        plan = plan_run(loaded, "cpu", shape("dense"))
+        return plan, estimate(plan, loaded.where)
+
+    plan, figures = figures_of("train.standby_processes=true")
+    _, without = figures_of()
+    # Half a GiB for each of two ranks.
+    assert figures.node_host_bytes - without.node_host_bytes == figures.standby_bytes == 2**30
+    (line,) = [line for line in render_report(plan, figures).splitlines() if "train.standby_processes" in line]
+    assert "2 per node, about 1 GiB of its memory" in line
+    assert json.loads(plan_json(plan, figures))["checkpoint"]["standby_bytes"] == 2**30
+    with pytest.raises(ConfigError, match=r"train.standby_processes: true with train.max_restarts: 0"):
+        figures_of("train.standby_processes=true", "train.max_restarts=0")
 
 
 @pytest.mark.parametrize(
