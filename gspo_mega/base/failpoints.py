@@ -13,8 +13,8 @@ import signal
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-# Tests set it in a rank's environment: comma-separated `point=NAME`, `hit=N`, `do=kill|stop|disk_full|denied`, `rank=R`,
-# `record=FILE`, `mark=FILE`, `once=1`.
+# Tests set it in a rank's environment: comma-separated `point=NAME`, `hit=N`, `do=kill|stop|disk_full|denied`,
+# `rank=R`, `record=FILE`, `mark=FILE`, `once=1`.
 VARIABLE = "GSPO_MEGA_FAULT"
 
 # Each operation has a point before it (`NAME.before`) and one after it (`NAME.after`).
@@ -97,7 +97,7 @@ POINTS: dict[str, str] = {
 class InjectedFault:
     """The action `do` happens when rank `rank` reaches `point` for the `hit`-th time.
 
-    `do` is kill (SIGKILL to this process), or disk_full or denied (the operation fails with that OSError). `record` is
+    `do` is kill (SIGKILL to this process), stop (SIGSTOP), or disk_full or denied (the operation fails with that OSError). `record` is
     a file to which the name of every reached point is appended. `mark` is a file that is made when the
     action happens. With `once` it does not happen again where that file is, as after a restart.
     """
