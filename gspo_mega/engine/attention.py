@@ -28,8 +28,9 @@ from megatron.core.transformer.utils import (
     is_layer_window_attention,
     make_sharded_tensors_for_checkpoint,
 )
+from torch.autograd.function import once_differentiable
 
-from gspo_mega.cpu import packed_sdpa
+from gspo_mega.cpu import batch_invariant, packed_sdpa
 from gspo_mega.cpu.forest_attention import forest_of
 from gspo_mega.engine.flex_attention import flex_attend
 from gspo_mega.engine.process_groups import tensor_group
@@ -55,6 +56,52 @@ class ZeroCentredNorm(torch.nn.Module):
         return (normed * (1.0 + self.weight.float())).to(x.dtype)
 
 
+class _NormInPieces(torch.autograd.Function):
+    """RMSNorm of x [N, width] by weight [width], both bf16, in fp32 and rounded once, some rows at a time, so that what
+    is widened stays in the processor's cache. The output has the bits of torch's, which widens all rows.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        output, scales, wide_weight = torch.empty_like(x), x.new_empty(len(x), 1, dtype=torch.float32), weight.float()
+        step = max(1, _CACHED_NUMBERS // x.shape[1])
+        for rows, out, scale in zip(x.split(step), output.split(step), scales.split(step), strict=True):
+            wide = rows.float()
+            torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps), out=scale)
+            out.copy_(wide.mul_(scale).mul_(wide_weight))
+        ctx.save_for_backward(x, weight, scales)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    # `once_differentiable` makes `ctx` positional; autograd passes it so.
+    def backward(ctx, *grads: torch.Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight, scales = ctx.saved_tensors
+        grad_x, wide_weight = torch.empty_like(x), weight.float()
+        grad_weight = torch.zeros_like(wide_weight)
+        step = max(1, _CACHED_NUMBERS // x.shape[1])
+        pieces = (x.split(step), grads[0].split(step), grad_x.split(step), scales.split(step))
+        for rows, grad, out, scale in zip(*pieces, strict=True):
+            normed, wide = rows.float().mul_(scale), grad.float()
+            product = wide * normed
+            grad_weight += product.sum(0)
+            mean = product.mv(wide_weight).div_(-x.shape[1])[:, None]
+            out.copy_(wide.mul_(wide_weight).addcmul_(normed, mean).mul_(scale))
+        return grad_x, grad_weight.to(weight.dtype), None
+
+
+_CACHED_NUMBERS = 2**16
+
+
+class NormInPieces(torch.nn.RMSNorm):
+    """torch's RMSNorm; of bf16 on a CPU in a third of its time, forward and backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not (x.is_cpu and x.dtype == self.weight.dtype == torch.bfloat16) or self.eps is None:
+            return super().forward(x)
+        return _NormInPieces.apply(x.reshape(-1, x.shape[-1]), self.weight, self.eps).view(x.shape)
+
+
 class TorchNorm:
     """RMSNorm or LayerNorm whose parameters are marked as seeing sequence-parallel activations.
 
@@ -65,7 +112,9 @@ class TorchNorm:
     def __new__(
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: object
     ) -> torch.nn.Module:
-        norm_class = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+        norm_class = NormInPieces if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+        if norm_class is NormInPieces and config.activation_func is batch_invariant.silu:
+            norm_class = torch.nn.RMSNorm  # `engine.batch_invariant`: the very operation of the servers
         if config.layernorm_zero_centered_gamma:
             norm = ZeroCentredNorm(hidden_size, eps, config.params_dtype)
         else:
