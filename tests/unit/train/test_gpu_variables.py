@@ -108,16 +108,19 @@ class cuda:
     @staticmethod
     def set_device(index): cuda.chosen = index
     @staticmethod
-    def get_device_capability():
-        assert cuda.chosen == 3, "a rank looks at its own GPU, and opens no other"
+    def get_device_capability(index=None):
+        ours = (cuda.chosen, index) in ((3, None), (None, 3))
+        assert ours, "a rank looks at its own GPU, and opens no other; a standby opens none"
         return (CAPABILITY, 0)
 """
 PROGRAM = """
 import os, sys
 from pathlib import Path
 from gspo_mega.train.gpu_variables import set_variables
-set_variables(os.environ, 3, devices=Path(sys.argv[1]))
+opens_device = sys.argv[2] == "rank"
+set_variables(os.environ, 3, devices=Path(sys.argv[1]), opens_device=opens_device)
 import json, torch
+assert (torch.cuda.chosen is not None) == opens_device
 print(json.dumps([torch.FOUND, os.environ.get("NVTE_FP8_BLOCK_SCALING_FP32_SCALES")]))
 """
 
@@ -127,14 +130,19 @@ def without_ours(**more: str) -> dict[str, str]:
     return {**{name: value for name, value in os.environ.items() if name not in ours}, **more}
 
 
-@pytest.mark.parametrize(("capability", "scales"), [(9, '"1"'), (10, "null")])
-def test_they_are_there_when_torch_is_imported(tmp_path, capability, scales):
+@pytest.mark.parametrize(
+    ("capability", "scales", "process"), [(9, '"1"', "rank"), (10, "null", "rank"), (9, '"1"', "standby")]
+)
+def test_they_are_there_when_torch_is_imported(tmp_path, capability, scales, process):
     (tmp_path / "torch.py").write_text(TORCH.replace("CAPABILITY", str(capability)))
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev" / "nvidia0").touch()
     environment = without_ours(PYTHONPATH=f"{tmp_path}{os.pathsep}{REPOSITORY}")
     said = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path / "dev")], capture_output=True, text=True, env=environment
+        [sys.executable, "-c", PROGRAM, str(tmp_path / "dev"), process],
+        capture_output=True,
+        text=True,
+        env=environment,
     )
     assert said.returncode == 0, said.stderr
     assert (
@@ -158,8 +166,8 @@ def test_every_rank_sets_them_first(monkeypatch):
     class Enough(Exception):
         pass
 
-    def note(environment, local_rank, fp8):
-        seen.append((environment is os.environ, local_rank, fp8.block_scales))
+    def note(environment, local_rank, fp8, opens_device):
+        seen.append((environment is os.environ, local_rank, fp8.block_scales, opens_device))
         raise Enough
 
     monkeypatch.setattr(worker, "set_variables", note)
@@ -167,7 +175,7 @@ def test_every_rank_sets_them_first(monkeypatch):
         config = make_config()
         place = worker.RankEnvironment(rank=9, world_size=16, local_rank=1)
         worker._prepare_torch(place, config.precision, config.engine, config.fp8)
-    assert seen == [(True, 1, "auto")]
+    assert seen == [(True, 1, "auto", True)]
     assert (sys.executable, "-m", "gspo_mega.train.worker") == WORKER_COMMAND
     code = "import sys, gspo_mega.train.worker; sys.exit('torch' in sys.modules or 'megatron' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY).returncode == 0, (
