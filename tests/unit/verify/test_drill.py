@@ -24,6 +24,7 @@ from gspo_mega.base.run_folder import RunFolder, atomic_write_json, atomic_write
 from gspo_mega.cli.main import main
 from gspo_mega.config import load_config
 from gspo_mega.data.journal.journal import Journal
+from gspo_mega.train.standby import NAME
 from gspo_mega.verify.drill import machine
 from gspo_mega.verify.drill import scene as scene_module
 from gspo_mega.verify.drill.kinds import KINDS, Fault
@@ -305,18 +306,30 @@ def test_a_sample_that_was_sampled_twice(run):
 
 @pytest.fixture
 def sleeper(tmp_path, monkeypatch):
-    """A scene whose command is a process that stands still, with a child that looks like a rank."""
+    """A scene whose command is a process that stands still, with a child that looks like a rank, and one that looks like
+    a standby and, once the file `go` is there, like what has become a rank.
+    """
     monkeypatch.setattr(scene_module, "_LEFT_SECONDS", 0.2)
     rank, program = tmp_path / "gspo_mega.train.worker", tmp_path / "program.py"
-    ready = tmp_path / "ready"
+    standby = tmp_path / "gspo_mega.train.standby"
+    ready, waits = tmp_path / "ready", tmp_path / "waits"
     rank.write_text(f"import pathlib, time; pathlib.Path({str(ready)!r}).touch(); time.sleep(60)")
-    program.write_text(f"import subprocess, sys; subprocess.run([sys.executable, {str(rank)!r}])")
+    standby.write_text(
+        "import os, pathlib, time\nname = pathlib.Path('/proc/self/comm')\n"
+        f"name.write_text({NAME!r}); pathlib.Path({str(waits)!r}).touch()\n"
+        f"while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)\n"
+        "name.write_text('python'); time.sleep(60)"
+    )
+    program.write_text(
+        f"import subprocess, sys; one = subprocess.Popen([sys.executable, {str(standby)!r}])\n"
+        f"subprocess.run([sys.executable, {str(rank)!r}])"
+    )
     scene = Scene(tmp_path / "trial", "run", [], own_network=False, disk_bytes=None)
     processes.adopt_orphans()
     process = subprocess.Popen([sys.executable, str(program)], start_new_session=True)
     scene.command = Command(process, time.monotonic(), tmp_path / "reached", tmp_path / "err")
     deadline = time.monotonic() + 30
-    while not ready.exists() and time.monotonic() < deadline:
+    while not (ready.exists() and waits.exists()) and time.monotonic() < deadline:
         time.sleep(0.01)
     yield scene
     scene.close(remove=True)
@@ -326,6 +339,15 @@ def sleeper(tmp_path, monkeypatch):
 
 def state_of(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_a_standby_is_a_rank_once_it_has_become_one(sleeper, tmp_path):
+    (rank,) = sleeper.pids("rank")
+    (tmp_path / "go").touch()
+    deadline = time.monotonic() + 30
+    while len(both := sleeper.pids("rank")) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(both) == 2 and rank in both
 
 
 def test_signals_reach_the_process_of_the_role_and_what_is_left_is_named(sleeper):
