@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 import gspo_mega
-from gspo_mega.base.run_folder import read_json
+from gspo_mega.base.run_folder import Attempt, read_json
 from gspo_mega.config import load_config, render_config
 from gspo_mega.config.precision import TRANSFORMER_ENGINE_VARIABLE
 from gspo_mega.train import standby, worker
@@ -81,3 +84,55 @@ def test_every_source_file_of_the_package_counts_and_so_does_an_installed_packag
     assert differing_file(files, files) is None
     less = {path: value for path, value in files.items() if path != worker.__file__}
     assert differing_file(files, less) == differing_file(less, files) == worker.__file__
+
+
+# The whole program, which imports next to nothing and says what it would go on as.
+PROGRAM = """
+import json, os, sys
+from gspo_mega.train import standby, worker
+standby._FIRST = standby._LATER = ()
+worker.ENTRY_POINTS["train"] = ("json", "loads")
+def says(what):
+    def say(*words):
+        print(json.dumps([what, words[-1], os.environ["MASTER_PORT"], sys.stdin.buffer.read().decode()]), flush=True)
+        os._exit(0)
+    return say
+worker.main, os.execv = says("rank"), says("exec")
+standby.main(sys.argv[1:])
+"""
+
+
+def test_what_it_does_with_the_line_it_is_sent(config, tmp_path):
+    """It becomes the rank, or by exec a new process of it; without a line it ends."""
+    same, other = config("precision=bf16", "optimizer.lr=1e-4"), config("precision=fp32")
+    running = []
+    for name, next_config in (("rank", same), ("exec", other), ("end", None)):
+        attempt, after = tmp_path / name / "0001", tmp_path / name / "0002"
+        after.mkdir(parents=True)
+        place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "14001"}
+        words = ["--config", config("precision=bf16"), "--attempt", str(attempt), "--command", "train"]
+        process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, **place},
+        )
+        running.append((process, Attempt(attempt), Attempt(after), next_config))
+    for process, attempt, after, next_config in running:
+        while not attempt.standby_ready_file(1).exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+        assert Path(f"/proc/{process.pid}/comm").read_text() == f"{standby.NAME}\n"
+        if next_config is None:
+            assert process.communicate() == (b"", None) and process.returncode == 0
+            continue
+        words = ["--config", next_config, "--attempt", str(after.path), "--command", "train"]
+        order = {"arguments": words, "environment": {"MASTER_PORT": "14002"}}
+        said, _ = process.communicate(json.dumps(order).encode() + b"\n")
+        start = read_json(after.standby_start_file(1))
+        if next_config == same:
+            assert json.loads(said) == ["rank", words, "14002", ""] and start["used"] is True
+        else:
+            program = [sys.executable, "-m", "gspo_mega.train.worker", *words]
+            assert json.loads(said) == ["exec", program, "14002", ""]
+            assert (start["used"], start["why"]) == (False, "settings that decide what is imported were changed")
