@@ -23,6 +23,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from gspo_mega.base.errors import ConfigError
@@ -35,6 +36,7 @@ from gspo_mega.verify.drill.kinds import KINDS
 from gspo_mega.verify.drill.machine import missing_needs
 from gspo_mega.verify.drill.plan import HEADERS, MOST_FAULTS, table
 from gspo_mega.verify.drill.program import Drill, Settings, read_rows, refuse
+from gspo_mega.verify.drill.scene import TRAIN
 
 _INSIDE = "--has-own-mounts"
 
@@ -69,7 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(_INSIDE, action="store_true", help=argparse.SUPPRESS)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, command: Sequence[str] = TRAIN) -> int:
+    """`command`: what trains, before the configuration and its overrides."""
     loaded = load_config(args.config, args.overrides, "train")
     refuse(loaded)
     kinds = list(KINDS) if args.kinds is None else [name.strip() for name in args.kinds.split(",")]
@@ -89,7 +92,9 @@ def run(args: argparse.Namespace) -> int:
         print("\n".join(f"{name:<30}  {what}{f'  ({why})' if why else ''}" for name, what, why in rows))
         return 0
     words = [str(Path(args.config).absolute()), *args.overrides]
-    settings = Settings(loaded, words, folder, args.seed, args.patience, args.live, args.per_run, args.keep, rows)
+    settings = Settings(
+        loaded, words, folder, args.seed, args.patience, args.live, args.per_run, args.keep, rows, command
+    )
     deadline = None if args.hours is None else time.monotonic() + args.hours * 3600
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # so that the drill ends its runs before itself
         signal.signal(number, signal.default_int_handler)

@@ -11,7 +11,6 @@ network of their own are left out, because forks are not below the command.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import sys
 from pathlib import Path
@@ -43,11 +42,10 @@ def main() -> int:
     }
     _spare({one._server.pid for one in (ranks, servers) if one._server is not None})
     train = [sys.executable, str(Path(__file__).parents[1] / "integration/forked_command.py"), json.dumps(commands)]
-    drill.Settings = functools.partial(drill.Settings, command=[*train, "train"])
     version = program.code_version()
     program.code_version = lambda: f"{version}, forked"
     try:
-        return drill.run(args)
+        return drill.run(args, [*train, "train"])
     finally:
         ranks.close()
         servers.close()
