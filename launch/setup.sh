@@ -109,11 +109,8 @@ for python in "$venv/bin/python" "${GSPO_PYTHON:-}"; do
   if [[ -n $python && $(version_of "$python") == 3.12 ]]; then version=3.12; elif [[ -n $python ]]; then version=3.11; fi
 done
 if [[ $version == 3.12 ]]; then
-  # A PyTorch with CUDA requires another triton than cpu.txt has; without a GPU it does not use it.
-  triton=$(grep '^triton==' "${requirements[0]}")
-  sed "s/^megatron-core==.*/$(grep '^megatron-core==' "$newer_requirements")/; /^triton==/d" "${requirements[0]}" >"$root/.cache/cpu-py312.txt"
-  sed "\$a $triton" "${requirements[1]}" >"$root/.cache/cpu-py312-no-deps.txt"
-  requirements[0]=$root/.cache/cpu-py312.txt requirements[1]=$root/.cache/cpu-py312-no-deps.txt
+  sed "s/^megatron-core==.*/$(grep '^megatron-core==' "$newer_requirements")/" "${requirements[0]}" >"$root/.cache/cpu-py312.txt"
+  requirements[0]=$root/.cache/cpu-py312.txt
 fi
 stamp=$(wanted_stamp)
 compiler=$(type -P cc || true) # one of reasoning-gym's packages comes as source only

@@ -93,3 +93,13 @@ def test_the_tool_writes_what_pip_accepts_and_another_file_is_refused(tmp_path):
 
     (tmp_path / "pins.txt").write_text("absent-package==1.0\n")
     assert subprocess.run([*tool, "--", *here], env=OFFLINE, capture_output=True).returncode == 1
+
+
+def test_what_resolves_normally_fits_a_pytorch_with_cuda_too():
+    """`launch/setup.sh` installs cpu.txt with pip's resolver. From an ordinary index pip takes the PyTorch with CUDA,
+    which pins packages that the CPU build does not ask for.
+    """
+    of_cuda_build = {"triton": "3.7.1"}  # of torch 2.13.0's requirements, those of which a build without CUDA has none
+    resolved = pins("cpu.txt") | pins("test.txt")
+    assert resolved["torch"] == "2.13.0", "look at the new PyTorch's requirements"
+    assert {name: resolved.get(name, version) for name, version in of_cuda_build.items()} == of_cuda_build
