@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import json
 import re
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from gspo_mega.algorithm.terms import ObjectiveSettings
 from gspo_mega.base.errors import JournalError
 from gspo_mega.config import load_config
 from gspo_mega.config.schema import EpisodeFunction, Episodes
+from gspo_mega.launcher.inputs import try_rewards
 from gspo_mega.plan import plan_run
 from gspo_mega.report.run_record import read_run
 
@@ -43,10 +45,50 @@ def run_script(name, *arguments, cwd=ROOT):
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_each_script_runs(name, tmp_path):
-    arguments = [make_run(tmp_path / "run")] if name == "journal_to_pandas.py" else []
+    arguments = {"journal_to_pandas.py": [make_run(tmp_path / "run")], "own_task.py": [tmp_path / "rows"]}.get(name, [])
     done = run_script(name, *arguments)
     assert done.returncode == 0, done.stderr
     assert done.stdout and not done.stderr
+
+
+# own_task.py
+
+
+@pytest.mark.parametrize(
+    ("response", "reward", "correct"),
+    [
+        ("1. oak\n2. elm\n3. fir", 1.0, True),
+        (" 1. oak\n\n2. elm \n3. fir\n", 1.0, True),
+        ("Here is the list:\n1. oak\n2. elm\n3. fir", 0.5 - 0.05, False),
+        ("1. oak\n2. fir\n3. elm", 0.5 / 3 - 2 * 0.05, False),
+        ("1. elm\n2. fir\n3. oak", 0.0, False),
+        ("2. elm\n1. oak\n3. fir", 0.5, False),
+        ("", 0.0, False),
+    ],
+)
+def test_the_task_of_ones_own_rewards_part_of_a_list(response, reward, correct):
+    from examples.own_task import score
+
+    judged = score(prompt="", response=response, answer="1. oak\n2. elm\n3. fir", metadata={})
+    assert judged["reward"] == pytest.approx(reward) and judged["correct"] is correct
+
+
+def test_the_task_of_ones_own_is_ready_to_run_as_its_text_says(tmp_path):
+    assert run_script("own_task.py", tmp_path).returncode == 0
+    train, held_out = (
+        [json.loads(line)["prompt"] for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("train", "heldout")
+    )
+    assert (len(set(train)), len(set(held_out))) == (400, 100) and not set(train) & set(held_out)
+    from examples import own_task
+
+    text = (own_task.__doc__ or "").replace("\\\n", " ")
+    (command,) = re.findall(r"gspo-mega train (\S+) (.*)", text)
+    overrides = command[1].replace("runs/list-data", str(tmp_path)).split()
+    loaded = load_config(ROOT / command[0], [*overrides, f"run.dir={tmp_path}"])
+    scores: list[str] = []
+    assert try_rewards(loaded, "train", scores) == []
+    assert scores[0].endswith("0 for an empty response, 1 for the row's answer as the response")
 
 
 # gspo_loss.py
