@@ -34,6 +34,8 @@ from gspo_mega.config.validate_episodes import ForeignOptions, validate_foreign_
 
 # Below this length of responses, the published range of a sequence's ratio is narrow.
 _SHORT_TOKENS = 128
+# A run of more steps should be saved in between.
+_MANY_STEPS = 10
 
 
 def notices(config: Config) -> Iterator[str]:
@@ -386,6 +388,13 @@ def _run_notices(config: Config) -> Iterator[str]:
         yield (
             "train.rollouts_only: nothing is trained; all batches come from"
             f" {'model.path' if config.model.weights is None else 'model.weights'}"
+        )
+    checkpoint = config.checkpoint
+    if config.train is not None and config.train.num_steps > _MANY_STEPS and checkpoint.every_steps == 0:
+        first = "its last whole copy in memory, or its first step" if checkpoint.peer_copies else "its first step"
+        yield (
+            "checkpoint.every_steps 0: nothing is saved before the end or a stop, so a run that is killed begins again"
+            f" at {first}"
         )
     sinks = {one.sink for one in config.metrics.sinks}
     if config.metrics.samples_every_steps is not None and sinks <= {"jsonl"}:

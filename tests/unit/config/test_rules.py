@@ -358,6 +358,23 @@ def test_short_responses_with_the_published_range_of_sequences_are_named(write, 
 
 
 @pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["train.num_steps=11"], "its first step"),
+        (
+            ["train.num_steps=11", "checkpoint.peer_copies=1", "cluster.ranks_per_node=2"],
+            "its last whole copy in memory",
+        ),
+        (["train.num_steps=10"], None),
+        (["train.num_steps=11", "checkpoint.every_steps=5"], None),
+    ],
+)
+def test_a_long_run_that_saves_nothing_before_its_end_is_named(write, overrides, said):
+    found = [n for n in load_config(write(), overrides).notices if n.startswith("checkpoint.every_steps 0")]
+    assert len(found) == (said is not None) and all(said in notice for notice in found)
+
+
+@pytest.mark.parametrize(
     "overrides",
     [
         ["algorithm=grpo"],

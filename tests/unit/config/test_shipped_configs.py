@@ -44,6 +44,8 @@ def test_a_shipped_configuration_loads_and_plans(path, tmp_path):
         plan = plan_run(loaded, "cpu", CONFIGS / "models" / "quickstart_moe.json")
         assert plan.layout.world_size == 2 and plan.layout.expert == 2
         assert "2 = 1 node x 2" in render_report(plan)
+    if loaded.config.train is not None:
+        assert loaded.config.checkpoint.every_steps > 0, "a killed run goes on from what was saved"
     resolved = tmp_path / "config.resolved.yaml"
     resolved.write_text(render_config(loaded.config))
     again = load_config(resolved, (), COMMANDS.get(path.name, "train"))
