@@ -8,7 +8,8 @@ into this one. Each round runs TRL and then this package, so that both see the s
 hardly ever ends its answers, so both sample as many tokens; rewards differ within groups, so that every answer trains.
 Both make one optimizer step with 16 prompts x 8 answers, in float32 on the CPU. `135M` is SmolLM2-135M-Instruct, the
 folder that `launch/quickstart.sh --model smollm2` makes, with 8 prompts x 8 answers of at most 64 tokens in bf16: TRL
-holds the weights in bf16, this package fp32 copies besides. Printed: the median of all steps but each run's first two,
+holds the weights in bf16, this package fp32 copies besides, and it computes each prompt of a group once, as that command
+does without a GPU. Printed: the median of all steps but each run's first two,
 and the ratios. TRL's generation is its time in `generate`; ours is `time/rollout_seconds`. With `-ahead` this package
 samples with `rollout.max_staleness: 1`; TRL has no such thing in this mode. `cpu`: seconds of processor time per step,
 mean of the same steps, of all processes of a run; other work on the machine changes them less than seconds on the clock.
@@ -31,6 +32,7 @@ from typing import Any, NamedTuple
 REPOSITORY = Path(__file__).resolve().parents[2]
 PINS = ("trl==1.16.0", "torch==2.13.0+cpu", "transformers==5.19.0")
 SKIPPED_STEPS = 2
+SMOLLM2 = REPOSITORY / "runs/models/smollm2"
 # What processes of a run are called here, by a part of their name or command.
 KINDS = {
     "sglang::schedul": "scheduler",
@@ -49,6 +51,7 @@ class Shape(NamedTuple):
     max_staleness: int = 0
     num_prompts: int = 16
     precision: str = "fp32"
+    settings: tuple[str, ...] = ()  # of this package's runs
 
 
 SMALL = {
@@ -73,7 +76,8 @@ SHAPES = {
     "0.83M-192": Shape(SMALL, new_tokens=192),
     "25M-192": Shape(LARGE, new_tokens=192),
     "0.83M-ahead": Shape(SMALL, max_staleness=1),
-    "135M": Shape(None, new_tokens=64, num_prompts=8, precision="bf16"),
+    # As the quickstart does without a GPU.
+    "135M": Shape(None, new_tokens=64, num_prompts=8, precision="bf16", settings=("batch.share_prefixes=prompts",)),
 }
 
 
@@ -145,7 +149,7 @@ def ours(folder: Path, name: str, shape: Shape, num_steps: int, settings: list[s
         "metrics.sinks": "[jsonl]",
     }
     command = [sys.executable, "-m", "gspo_mega", "train", str(REPOSITORY / "configs/quickstart.yaml")]
-    command += [*(f"{key}={value}" for key, value in overrides.items()), *settings]
+    command += [*(f"{key}={value}" for key, value in overrides.items()), *shape.settings, *settings]
     paths = os.pathsep.join((str(REPOSITORY), str(Path(__file__).parent)))
     log, metrics = folder / f"{name}.log", folder / name / "metrics.jsonl"
     used: dict[int, dict[str, float]] = {}
@@ -268,7 +272,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="runs of each (default: 3)")
     parser.add_argument("--steps", type=int, default=10, help="steps of each run (default: 10)")
     parser.add_argument("--trl-venv", type=Path, default=Path.home() / ".cache/gspo-mega/trl", metavar="FOLDER")
-    parser.add_argument("--smollm2", type=Path, default=REPOSITORY / "runs/models/smollm2", metavar="FOLDER")
+    parser.add_argument("--smollm2", type=Path, default=SMOLLM2, metavar="FOLDER")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of this package's runs")
     arguments = parser.parse_args()
     python = make_venv(arguments.trl_venv)
