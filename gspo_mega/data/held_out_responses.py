@@ -24,7 +24,7 @@ from gspo_mega.base.untrusted import MOST_TEXT_BYTES, parse_json, read_bytes
 MOST_PROMPTS, MOST_CHARACTERS = 16, 4000
 
 _NAME = re.compile(r"step_(\d{8})\.jsonl")
-_NEEDED = ("set", "row", "prompt", "response", "correct")
+_TYPES = {"set": str, "row": int, "prompt": str, "response": str, "correct": (bool, type(None))}
 
 
 def shown_places(num_prompts: int) -> list[int]:
@@ -164,7 +164,7 @@ def read_responses(file: Path) -> Iterator[dict[str, Any]]:
             row = parse_json(line)
         except ValueError:
             row = None
-        if not isinstance(row, dict) or any(key not in row for key in _NEEDED) or not isinstance(row["prompt"], str):
+        if not isinstance(row, dict) or not all(isinstance(row.get(key, ...), kind) for key, kind in _TYPES.items()):
             raise DataError(f"{file}:{number}: is not a line with a held-out response")
         yield row
 

@@ -179,6 +179,10 @@ def test_a_damaged_file_is_named_and_the_others_are_read(folder):
     (change,), problems = before_and_after(folder)
     assert (change.first_step, change.last_step) == (0, 1)
     assert problems == [f"{damaged}:1: is not a line with a held-out response; these held-out responses are not shown"]
+    for key, value in {"set": 1, "row": [1], "prompt": None, "response": {}, "correct": "yes"}.items():
+        damaged.write_text(json.dumps(row(1) | {key: value}) + "\n")
+        with pytest.raises(DataError, match="is not a line with a held-out response"):
+            list(read_responses(damaged))
     damaged.unlink()
     damaged.mkdir()
     with pytest.raises(DataError, match="cannot be read"):
