@@ -63,6 +63,9 @@ def draw_fault(kind: Kind, reached: Mapping[str, int], draw: random.Random, num_
         for name, count in sorted(reached.items())
         if name.startswith(kind.points) and (kind.do in ("", "kill") or name not in failpoints.MOMENTS)
     }
+    late = {name for name, count in points.items() if 2 * count < reached.get(_EACH_STEP, 0)}
+    if kind.do and num_faults > 1:  # its command would come to its end before another fault is struck
+        points = {name: count for name, count in points.items() if name not in late} or points
     when = draw.choices(_WHEN, _WHEN_WEIGHTS)[0]
     if kind.do or kind.points:
         when = "point"
@@ -77,7 +80,7 @@ def draw_fault(kind: Kind, reached: Mapping[str, int], draw: random.Random, num_
         place=draw.random() / max(1, num_faults if when == "steps" else 1),
         point=point,
         hit=draw.randint(1, max(1, points.get(point, 1) // (num_faults + 1))),
-        is_late=2 * points.get(point, 0) < reached.get(_EACH_STEP, 0) if point else False,
+        is_late=point in late,
         victim=draw.random(),
         amount=draw.random(),
         seconds=draw.uniform(*kind.seconds),

@@ -102,6 +102,8 @@ def test_what_a_command_begins_with_comes_when_one_begins_and_the_end_of_a_run_c
     faults = [draw_fault(KINDS["full disk"], reached, random.Random(n), num_faults=4) for n in range(200)]
     assert {fault.point for fault in faults if fault.is_late} == {"publish.rename.after"}
     assert all(fault.is_late == (fault.point == "publish.rename.after") for fault in faults)
+    armed = {draw_fault(KINDS["no right at a declared point"], reached, random.Random(n), 4).point for n in range(50)}
+    assert armed == {"save.rename.before"}, "a command that begins with a fault of its end leaves no time for others"
     assert all(fault.hit <= 4 for fault in faults), "each of four faults has its part of the run"
     assert all(fault.place <= 0.25 for fault in faults if fault.when == "steps")
 
