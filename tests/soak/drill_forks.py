@@ -4,8 +4,8 @@ that have imported what they need (`forked_workers.py`): most of a small run's w
     PYTHONPATH=.:tests/support:tests/integration:tests/soak unshare --mount --propagation private \\
         python tests/soak/drill_forks.py CONFIG [key=value ...] --faults N ...
 
-Signals and bounds strike the forks, which have the titles of what they are. The kinds that begin with strace or have a
-network of their own are left out, because forks are not below the command.
+Signals and bounds strike the forks, which have the titles of what they are. The kinds that begin with strace are left
+out, because forks are not below the command.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gspo_mega.verify.drill.kinds import KINDS
 
 _OF_SERVERS = ("forked_serve", "sglang.srt.server_args", "sglang.launch_server", "sglang.srt.entrypoints.http_server")
 _OF_RANKS = ("gspo_mega.engine", "forked_rank", "forked_trial", "transformers.models.auto.tokenization_auto")
-_NOT_IN_FORKS = {"network", "sockets", "strace"}
+_NOT_IN_FORKS = {"strace"}
 
 
 def main() -> int:

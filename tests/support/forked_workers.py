@@ -9,6 +9,7 @@ the fork, in which `MODULE.main(arguments)` runs, and ends as the fork ends. A f
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import json
 import os
@@ -73,7 +74,8 @@ def _hand_over(path: str, module: str, words: list[str]) -> None:
         server.connect(path)
         # Until the fork's pid is known, signals wait.
         signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
-        job = json.dumps(dict(module=module, words=words, folder=os.getcwd(), environment=dict(os.environ))).encode()
+        job = dict(module=module, words=words, folder=os.getcwd(), environment=dict(os.environ), pid=os.getpid())
+        job = json.dumps(job).encode()
         socket.send_fds(server, [len(job).to_bytes(_STATUS_BYTES, "little")], [0, 1, 2])
         server.sendall(job)
         pid = _number(server)
@@ -174,6 +176,7 @@ def _run(job: dict, connection: socket.socket, descriptors: list[int]) -> None:
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
         os.close(descriptor)
+    _enter_network(job["pid"])
     os.environ.clear()
     os.environ.update(job["environment"])
     os.chdir(job["folder"])
@@ -182,6 +185,14 @@ def _run(job: dict, connection: socket.socket, descriptors: list[int]) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _enter_network(pid: int) -> None:
+    """Have the network of the command, if that has one of its own (`unshare --net`)."""
+    with open(f"/proc/{pid}/ns/net", "rb") as theirs:
+        is_ours = os.fstat(theirs.fileno()).st_ino == os.stat("/proc/self/ns/net").st_ino
+        if not is_ours and ctypes.CDLL(None, use_errno=True).setns(theirs.fileno(), 0):
+            raise OSError(ctypes.get_errno(), "setns")
 
 
 if __name__ == "__main__":
