@@ -98,8 +98,8 @@ class InjectedFault:
     """The action `do` happens when rank `rank` reaches `point` for the `hit`-th time.
 
     `do` is kill (SIGKILL to this process), stop (SIGSTOP), or disk_full or denied (the operation fails with that
-    OSError). `record` is a file to which the name of every reached point is appended. `mark` is a file that is made when
-    the action happens. With `once` it does not happen again where that file is, as after a restart.
+    OSError). `record` is a file to which the name of every reached point is appended. `mark` is a file that is made
+    when the action happens. With `once` it does not happen again where that file is, as after a restart.
     """
 
     point: str = ""
