@@ -1,6 +1,7 @@
 """The plan's bytes against a journal that was really written, and its verdict against the free space."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from gspo_mega.base.records import Prompt, route_type
 from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.base.sampling_masks import SamplingMasks
 from gspo_mega.cli.main import main
+from gspo_mega.data.held_out_responses import MOST_PROMPTS, write_responses_of
 from gspo_mega.data.journal.journal import Journal
 from gspo_mega.data.journal.steps import token_gaps_file, write_token_gaps
 from gspo_mega.metrics.catalogue import CATALOGUE
@@ -18,8 +20,9 @@ from gspo_mega.metrics.sinks import SinkMaker, Sinks
 from gspo_mega.metrics.writer import MetricsWriter
 from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.plan import disk
-from gspo_mega.plan.disk import METRICS_BYTES_PER_STEP, disk_use, journal_bytes
+from gspo_mega.plan.disk import HELD_OUT_RESPONSE_BYTES, METRICS_BYTES_PER_STEP, disk_use, journal_bytes
 from gspo_mega.plan.sampling_masks import mask_cost, mask_lines
+from gspo_mega.train.held_out import kept_responses
 
 # Text is of about four characters a token, never exactly: what the estimate may be off from a journal of the longest
 # lengths.
@@ -214,6 +217,25 @@ def test_plan_shows_it_and_warns_when_it_does_not_fit(load, shape, tmp_path, mon
 
 def test_a_command_that_trains_nothing_has_no_such_lines(load, shape):
     assert disk_use(load().config, read_model_spec(shape("dense")), 1, 1) is None
+
+
+def test_held_out_responses_take_at_most_what_is_said(load, shape, tmp_path):
+    def bytes_of(settings):
+        return use(load, shape, tmp_path, f"eval={{{settings}}}").parts["held-out responses"]
+
+    assert bytes_of("path: h.jsonl, num_prompts: 5") == 2 * 5 * HELD_OUT_RESPONSE_BYTES
+    assert bytes_of("path: h.jsonl, every_steps: 25") == 5 * MOST_PROMPTS * HELD_OUT_RESPONSE_BYTES
+    both = "{name: a, path: a.jsonl}, {name: b, path: b.jsonl, every_steps: 40}"
+    assert bytes_of(f"sets: [{both}]") == (2 + 4) * MOST_PROMPTS * HELD_OUT_RESPONSE_BYTES
+    text = "x" * 50_000
+    prompt = Prompt("held:7", "held", (1,), text, answer=text)
+    row = one_turn_row("step000000-g00000-s000", 0, prompt, [1], [1], [0.0], [0], "stop", response_text=text)
+    row.reward, row.correct = 1.0, True
+    asked = SimpleNamespace(name="held_out", correct_threshold=None, place="eval")
+    rows = kept_responses(asked, [Group.from_rows(0, prompt, [row])])
+    write_responses_of(RunFolder(tmp_path), 0, rows)
+    took = (tmp_path / "evaluations/step_00000000.jsonl").stat().st_size
+    assert 0.95 * HELD_OUT_RESPONSE_BYTES < took <= HELD_OUT_RESPONSE_BYTES
 
 
 def test_the_metrics_of_a_step_take_what_is_said(tmp_path):
