@@ -23,18 +23,15 @@ from gspo_mega.config import load_config
 # of other names every case continues every other one.
 PARTS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "models": ("continue", (), ()),
-    # Each kind of transition once: data, tensor, pipeline, context and expert ranks, more of them and fewer.
+    # Each kind of transition once: data, tensor, pipeline and context ranks, more of them and fewer.
     "bf16": (
         "continue",
-        (
-            *("one rank -> DP2", "DP2 -> TP2+SP", "TP2+SP -> TP2xPP2", "TP2xPP2 -> CP2", "CP2 -> one rank"),
-            *("MoE EP2 -> MoE one rank", "MoE one rank -> MoE EP2xETP2", "MoE EP2xETP2 -> MoE EP2"),
-        ),
+        ("one rank -> DP2", "DP2 -> TP2+SP", "TP2+SP -> TP2xPP2", "TP2xPP2 -> CP2", "CP2 -> one rank"),
         ("precision=bf16",),
     ),
     "bf16 sharded": (
         "continue",
-        ("DP2 -> TP2+SP", "TP2+SP -> DP2", "MoE EP2 -> MoE one rank", "MoE one rank -> MoE EP2"),
+        ("DP2 -> TP2+SP", "TP2+SP -> DP2"),
         ("precision=bf16", "optimizer.distributed=false"),
     ),
     "bf16 gradients": (
@@ -60,10 +57,16 @@ PARTS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
         ("R3 EP2", "R3 PP2xEP2 with a lighter end", "R3 PP2xVPP2xEP2"),
         ("certify.num_steps=1", "optimizer.distributed=true"),
     ),
+    # In bf16 routers decide by rounding, so experts are replayed there, too.
     "bf16 replay": (
         "moe",
+        ("bf16 -> bf16 EP2", "bf16 EP2 -> bf16", "bf16 EP2 -> R3 PP2xEP2 with a lighter end"),
+        ("precision=bf16", "certify.num_steps=1", "optimizer.distributed=true"),
+    ),
+    "bf16 replay sharded": (
+        "moe",
         ("bf16 -> bf16 EP2", "bf16 EP2 -> bf16"),
-        ("certify.num_steps=1", "optimizer.distributed=true"),
+        ("certify.num_steps=1",),
     ),
     "sharded": (  # without the distributed optimizer, whose state has a form of its own
         "dense",
@@ -71,9 +74,12 @@ PARTS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
         (),
     ),
     "fp8 blocks": ("fp8", ("TP2+SPxEP2", "EP2", "dense PP2", "dense TP2+SP", "dense CP2"), ()),
-    "fp8 delayed": (
+    "fp8 delayed": (  # whose scales go along
         "fp8",
-        ("dense PP2", "dense TP2+SP", "dense TP2", "dense CP2"),
+        (
+            *("dense PP2 -> dense CP2", "dense PP2 -> dense TP2+SP", "dense TP2+SP -> dense PP2"),
+            *("PP2 -> PP2xVPP2", "PP2 -> EP2", "EP2 -> PP2"),
+        ),
         ("fp8.recipe=delayed",),
     ),
 }
