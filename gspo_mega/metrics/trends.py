@@ -27,6 +27,8 @@ _LARGEST_FACTOR = 8.0
 _ASSUMED = 1.4
 
 FEWEST_STEPS = 8
+# With fewer steps than this, a difference of more than half of what counts is left undecided.
+FEW_STEPS = 16
 # A difference between the start and the end counts from this many standard errors on. Measured: at most 1% of the runs
 # in which nothing happened are said to learn, and at most 1% to fall.
 LEAST_ERRORS = 2.4
@@ -38,7 +40,7 @@ class Trend(NamedTuple):
     `start`, `end`: means over the steps from the first to the second of `start_steps` and `end_steps`. `peak`: the
     highest mean, at `peak_step`. `since`: the step at which the `kind` began; None if it is of the whole run.
     `level_since`: the step since which the curve has not risen by more than its noise; None if that is in the last
-    third of the run.
+    third of the run. Of a `short` curve with fewer than `FEWEST_STEPS` values the means are NaN.
     """
 
     kind: Literal["learns", "flat", "falls", "collapsed", "short"]
@@ -99,7 +101,9 @@ def trend_of(
         level = _level_since(at, means, width, error)
         since = next(at[place] for place in range(width, len(means)) if means[place] - start > error)
         return Trend("learns", start, end, peak, at[top], since, first, last, level)
-    return Trend("falls" if start - end > error else "flat", start, end, peak, at[top], None, first, last)
+    unclear = len(values) < FEW_STEPS and abs(end - start) > error / 2
+    kind = "falls" if start - end > error else "short" if unclear else "flat"
+    return Trend(kind, start, end, peak, at[top], None, first, last)
 
 
 def _present(
@@ -131,12 +135,24 @@ def _errors_of_counts(values: np.ndarray) -> np.ndarray | None:
 
 
 def _variances_of_ends(values: np.ndarray, errors: np.ndarray | None, width: int) -> list[float]:
-    """The variance of a mean of n values, times n, among the first and among the last `width` values, at least 16."""
+    """The variance of a mean of n values, times n, among the first and among the last `width` values, at least 16.
+
+    It is that of the values around their own straight line: a steady rise within these steps is what is looked for, and
+    is not noise. What the line takes away from the noise of few values is added again (count - 3 was measured).
+    """
     found = []
     for part in (slice(None, max(width, 16)), slice(-max(width, 16), None)):
         known = 0.0 if errors is None else float((errors[part] ** 2).mean())
-        found.append(max(float(noise_until(values[part])[-1]), known))
+        count = len(values[part])
+        around = float(noise_until(_without_slope(values[part]))[-1]) * count / (count - 3)
+        found.append(max(around, known))
     return found
+
+
+def _without_slope(values: np.ndarray) -> np.ndarray:
+    """The values [n] minus the slope of their least-squares line."""
+    places = np.arange(len(values)) - (len(values) - 1) / 2
+    return values - places * (places @ values) / (places @ places)
 
 
 def _collapse(at: Sequence[int], values: np.ndarray, errors: np.ndarray | None) -> Trend | None:

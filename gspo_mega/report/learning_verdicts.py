@@ -113,9 +113,13 @@ def _reward_verdicts(record: RunRecord) -> Iterable[Verdict]:
     moves = f"reward {trend.start:.3f} at the start ({start}), {trend.end:.3f} now ({end})"
     level = f"; no clear rise since step {trend.level_since}" if trend.level_since is not None else ""
     if trend.kind == "short":
-        yield Verdict("note", "Learning", f"{len(present(record.series[REWARD]))} steps are too few to judge", REWARD)
+        few = f"{len(present(record.series[REWARD]))} steps are too few to judge"
+        yield Verdict("note", "Learning", few if math.isnan(trend.start) else f"{few}: {moves}", REWARD)
     elif trend.kind == "learns":
         yield Verdict("good", "Learning", f"learns: {moves}; above its start since step {trend.since}{level}", REWARD)
+    elif trend.kind == "flat" and _held_out_rose(record):
+        text = f"{moves}; this difference is within noise, but held-out accuracy rose"
+        yield Verdict("note", "Learning", text, REWARD)
     elif trend.kind == "flat":
         yield Verdict("warning", "Learning", f"flat: {moves}; the difference is within noise", REWARD)
     elif trend.kind == "falls":
@@ -216,13 +220,23 @@ def _smaller_updates(record: RunRecord) -> str:
     return f"smaller updates: lower optimizer.lr{now} or raise optimizer.warmup_steps{steps}"
 
 
-def _held_out_verdicts(record: RunRecord) -> Iterable[Verdict]:
-    """Compares the first and the last measurement, by two standard errors of their difference."""
+def _held_out(record: RunRecord) -> list[tuple[int, float, float]]:
+    """The measurements of the held-out accuracy: step, accuracy, its standard error."""
     series = record.series.get("eval/accuracy", [])
     errors = record.series.get("eval/accuracy_standard_error", [None] * len(series))
-    found = [
-        (step, value, error or 0.0) for step, value, error in zip(record.steps, series, errors) if value is not None
-    ]
+    values = zip(record.steps, series, errors)
+    return [(step, value, error or 0.0) for step, value, error in values if value is not None]
+
+
+def _held_out_rose(record: RunRecord) -> bool:
+    """Whether the last measurement is above the first by more than two standard errors of their difference."""
+    found = _held_out(record)
+    return bool(found) and found[-1][1] - found[0][1] > 2 * math.hypot(found[0][2], found[-1][2])
+
+
+def _held_out_verdicts(record: RunRecord) -> Iterable[Verdict]:
+    """Compares the first and the last measurement, by two standard errors of their difference."""
+    found = _held_out(record)
     if not found:
         return
     (first, before, wide), (last, after, width) = found[0], found[-1]

@@ -151,6 +151,58 @@ def test_since_when_a_run_has_not_risen():
     assert trend_of(STEPS, noisy([0.3 + 0.005 * step for step in STEPS], 0.02)).level_since is None
 
 
+# The rewards of the first 11 steps of a small pretrained model that learnt its task, and their standard errors.
+QUICK = [0.257, 0.252, 0.303, 0.372, 0.580, 0.629, 0.637, 0.807, 0.961, 0.937, 0.965]
+QUICK_ERRORS = [0.042, 0.047, 0.032, 0.039, 0.069, 0.060, 0.066, 0.043, 0.013, 0.017, 0.013]
+
+
+@pytest.mark.parametrize("num_steps", [8, 9, 10, 11])
+def test_a_quick_rise_is_not_taken_for_noise(num_steps):
+    trend = trend_of(STEPS[:num_steps], QUICK[:num_steps], QUICK_ERRORS[:num_steps])
+    assert (trend.kind, trend.level_since) == ("learns", None)
+
+
+@pytest.mark.parametrize("num_steps", [8, 11])
+def test_the_same_rewards_in_another_order_do_not_learn(num_steps):
+    kinds = []
+    for seed in range(60):
+        pairs = list(zip(QUICK, QUICK_ERRORS))[:num_steps]
+        random.Random(seed).shuffle(pairs)
+        kinds.append(trend_of(STEPS[:num_steps], [one for one, _ in pairs], [error for _, error in pairs]).kind)
+    assert kinds.count("learns") + kinds.count("falls") <= 1 and kinds.count("flat") >= 36, kinds
+
+
+@pytest.mark.parametrize("num_steps", [8, 16])
+def test_short_runs_in_which_nothing_happened_do_not_learn(num_steps, stays=0.5):
+    """`stays`: the part of the noise that is there in the next step too."""
+    kinds = []
+    for seed in range(150):
+        chance, noise, values = random.Random(seed), 0.0, []
+        for _ in range(num_steps + 20):
+            noise = stays * noise + chance.gauss(0, 0.05)
+            values.append(0.5 + noise)
+        kinds.append(trend_of(STEPS[:num_steps], values[20:]).kind)
+    assert max(kinds.count("learns"), kinds.count("falls")) <= 3, kinds
+
+
+def test_few_steps_that_point_up_are_not_called_flat():
+    run = record(reward__mean=[0.30, 0.33, 0.27, 0.35, 0.31, 0.38, 0.40, 0.34, 0.41, 0.43])
+    run.steps = STEPS[:10]
+    said = lines(run)["Learning"]
+    assert said.level == "note" and said.text.startswith("10 steps are too few to judge: reward 0.300 at the start (")
+
+
+def test_no_run_is_called_flat_whose_held_out_accuracy_rose():
+    accuracy, errors = [0.1, *[None] * 78, 0.9], [0.04, *[None] * 78, 0.04]
+    run = record(reward__mean=noisy([0.5] * 80))
+    assert lines(run)["Learning"].text.startswith("flat: ")
+    run.series |= {"eval/accuracy": accuracy, "eval/accuracy_standard_error": errors}
+    said = lines(run)["Learning"]
+    assert said.level == "note" and said.text.endswith("within noise, but held-out accuracy rose")
+    run.series["eval/accuracy"] = [0.1, *[None] * 78, 0.15]
+    assert lines(run)["Learning"].text.startswith("flat: ")
+
+
 def test_the_held_out_accuracy_before_and_after():
     def said(first, last):
         accuracy = [first, *[None] * 78, last]
