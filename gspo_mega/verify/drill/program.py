@@ -228,7 +228,7 @@ class Drill:
                 one.fault.moment,
                 one.done,
                 bool(one.done),
-                one.ended or "went on",
+                one.ended.replace(f"{scene.root}/", "") or "went on",
                 is_equal,
                 one.problems,
                 round(seconds, 1),
