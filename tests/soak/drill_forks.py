@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -40,7 +41,9 @@ def main() -> int:
         "rank": ranks.command("forked_rank"),
         "server": servers.command("forked_serve"),
     }
-    _spare({one._server.pid for one in (ranks, servers) if one._server is not None})
+    forking = {one._server.pid for one in (ranks, servers) if one._server is not None}
+    _spare(forking)
+    _count_forks(forking)
     train = [sys.executable, str(Path(__file__).parents[1] / "integration/forked_command.py"), json.dumps(commands)]
     version = program.code_version()
     program.code_version = lambda: f"{version}, forked"
@@ -55,6 +58,17 @@ def _spare(forking: set[int]) -> None:
     """The forking processes are no part of a run, but what they fork is."""
     below = processes.living_below
     processes.living_below = lambda pid, without=(): below(pid, without) - forking
+
+
+def _count_forks(forking: set[int]) -> None:
+    """The processor seconds of forks are with the forking processes, which collect them."""
+    own, ticks = program._processor_seconds, os.sysconf("SC_CLK_TCK")
+
+    def of_forks(pid: int) -> float:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return sum(map(int, fields[13:15])) / ticks  # cutime, cstime
+
+    program._processor_seconds = lambda: own() + sum(map(of_forks, forking))
 
 
 if __name__ == "__main__":
