@@ -441,6 +441,8 @@ def activate() -> bool:
                 "sglang.srt.models.gpt_oss": keep_sinks_wide,
                 "sglang.srt.arg_groups.model_hook": lambda module: allow_sinks(module, ATTENTION_BACKEND),
                 "sglang.srt.models.minimax_m2": _norm_all_heads,
+                "sglang.srt.models.llama": _plain_layers("LlamaModel"),
+                "sglang.srt.models.qwen2": _plain_layers("Qwen2Model"),
                 "sglang.srt.models.qwen3": _plain_layers("Qwen3Model"),
                 "sglang.srt.models.qwen3_moe": _plain_layers("Qwen3MoeModel"),
                 "sglang.srt.layers.moe.fused_moe_native": _plain_experts,

@@ -7,9 +7,10 @@ log-prob of a sampled token equals the trainer's to the last bit. A server with 
 
 The second part, from `take_over_layers` on, is for speed. On a CPU, dispatch dominates a decode step of a small model:
 SGLang passes every layer through modules, stages and fallbacks made of single operations. Here one function computes
-all layers of Qwen3 and Qwen3-MoE with the same arithmetic on the same parameters, with norms by `rms_norm`, and cosines
-and sines once for all layers. It handles only cases that it knows exactly: float32, unquantized, one rank, the batched
-attention. SGLang computes everything else.
+all layers of Llama, Qwen2, Qwen3 and Qwen3-MoE with the same arithmetic on the same parameters, with norms by
+`rms_norm`, and cosines and sines once for all layers. It handles only cases that it knows exactly: float32 (of Llama
+and Qwen2 bf16, too), unquantized, one rank, the batched attention. SGLang computes everything else. The server's log
+says which of the two does.
 
 Only a server process imports this file.
 """
@@ -17,6 +18,7 @@ Only a server process imports this file.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -27,6 +29,7 @@ from gspo_mega.cpu import batch_invariant as rows
 from gspo_mega.cpu.products import linear
 
 _PLAIN = "_gspo_mega_plain"
+logger = logging.getLogger(__name__)
 
 
 def is_on() -> bool:
@@ -105,15 +108,18 @@ def log_softmax_of(stock: Callable[..., None], backend: str) -> Callable[..., No
 
 
 def take_over_layers(model: Any) -> None:
-    """Have `model`, SGLang's Qwen3Model or Qwen3MoeModel, compute plain batches by `layers_forward`."""
+    """Have `model`, a class of SGLang's models without their heads (LlamaModel, Qwen2Model, ...), compute plain batches
+    by `layers_forward`.
+    """
     stock: Callable[..., Any] = vars(model).get("forward", model.forward)
 
     def forward(self, input_ids, positions, forward_batch, input_embeds=None, pp_proxy_tensors=None):
         invariant = is_on()
         plain = self.__dict__.get(_PLAIN)
         if plain is None:
-            dtype = self.norm.weight.dtype if invariant else torch.float32
-            plain = self.__dict__[_PLAIN] = is_plain_model(self, dtype)
+            plain = self.__dict__[_PLAIN] = is_plain_model(self, invariant)
+            who = "this package's functions" if plain else "SGLang's own modules"
+            logger.info("the layers of %s are computed by %s", type(self).__name__, who)
         if plain and input_embeds is None and pp_proxy_tensors is None and len(input_ids) and _is_plain(forward_batch):
             compute = invariant_layers_forward if invariant else layers_forward
             return compute(self, input_ids, positions, forward_batch)
@@ -136,18 +142,27 @@ def _is_plain(forward_batch: Any) -> bool:
     )
 
 
-def is_plain_model(model: Any, dtype: torch.dtype = torch.float32) -> bool:
-    """Return whether `layers_forward` computes exactly what `model` does. `dtype`: that of the weights."""
+def is_plain_model(model: Any, invariant: bool = False) -> bool:
+    """Return whether `layers_forward` computes exactly what `model` does; `invariant`: `invariant_layers_forward`."""
     from sglang.srt.layers.layernorm import RMSNorm
     from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
     from sglang.srt.layers.radix_attention import AttentionType
     from sglang.srt.layers.rotary_embedding import RotaryEmbedding
+    from sglang.srt.layers.rotary_embedding.rope_variant import Llama3RotaryEmbedding
+    from sglang.srt.models.llama import LlamaDecoderLayer, LlamaMLP
+    from sglang.srt.models.qwen2 import Qwen2DecoderLayer, Qwen2MLP
     from sglang.srt.models.qwen3 import Qwen3DecoderLayer
     from sglang.srt.models.qwen3_moe import Qwen3MoeDecoderLayer
     from sglang.srt.runtime_context import get_exec, get_lora, get_parallel
 
     if get_lora().enable_lora:  # its layers add what the adapters compute
         return False
+    dtype = getattr(getattr(model.norm, "weight", None), "dtype", None)
+    with_head_norms, without = (Qwen3DecoderLayer, Qwen3MoeDecoderLayer), (LlamaDecoderLayer, Qwen2DecoderLayer)
+    if invariant:
+        known = with_head_norms
+    else:
+        known = {torch.float32: with_head_norms + without, torch.bfloat16: without}.get(dtype, ())
 
     def plain_norm(norm: Any) -> bool:
         return (
@@ -158,23 +173,30 @@ def is_plain_model(model: Any, dtype: torch.dtype = torch.float32) -> bool:
             and norm.weight.dtype == dtype
         )
 
-    def plain_layer(layer: Any) -> bool:
-        attention = layer.self_attn
-        rotary = attention.rotary_emb
+    def plain_product(part: Any) -> bool:
+        """Not quantized, and not packed for Intel's AMX."""
         return (
-            type(layer) in (Qwen3DecoderLayer, Qwen3MoeDecoderLayer)
-            and not getattr(layer, "_is_layer_to_capture", False)
-            and all(
-                type(part.quant_method) is UnquantizedLinearMethod for part in (attention.qkv_proj, attention.o_proj)
-            )
+            type(part.quant_method) is UnquantizedLinearMethod
+            and not getattr(part, "use_intel_amx_backend", False)
+            and part.weight.dtype == dtype
+        )
+
+    def plain_layer(layer: Any) -> bool:
+        if type(layer) not in known:
+            return False
+        attention, mlp = layer.self_attn, layer.mlp
+        rotary = attention.rotary_emb
+        products = [attention.qkv_proj, attention.o_proj]
+        if type(mlp) in (LlamaMLP, Qwen2MLP):
+            products += [mlp.gate_up_proj, mlp.down_proj]
+        head_norms = (attention.q_norm, attention.k_norm) if type(layer) in with_head_norms else ()
+        return (
+            not getattr(layer, "_is_layer_to_capture", False)
+            and all(map(plain_product, products))
             and attention.o_proj.bias is None
-            and attention.qkv_proj.weight.dtype == dtype
-            and all(
-                plain_norm(norm)
-                for norm in (layer.input_layernorm, layer.post_attention_layernorm, attention.q_norm, attention.k_norm)
-            )
-            and attention.q_norm.variance_epsilon == attention.k_norm.variance_epsilon
-            and type(rotary) is RotaryEmbedding
+            and all(plain_norm(norm) for norm in (layer.input_layernorm, layer.post_attention_layernorm, *head_norms))
+            and len({norm.variance_epsilon for norm in head_norms}) <= 1
+            and type(rotary) in (RotaryEmbedding, Llama3RotaryEmbedding)
             and rotary is model.layers[0].self_attn.rotary_emb
             and rotary.is_neox_style
             and rotary.rotary_dim == rotary.head_size == attention.head_dim
@@ -194,14 +216,17 @@ def is_plain_model(model: Any, dtype: torch.dtype = torch.float32) -> bool:
 
 
 def layers_forward(model: Any, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any) -> torch.Tensor:
-    """Return the hidden states [tokens, hidden] after the last norm of a plain model."""
+    """Return the hidden states [tokens, hidden] after the last norm of a plain model.
+
+    In bf16 a sum is rounded before its norm, as by the trainer; SGLang norms what it has not rounded yet.
+    """
     from sglang.srt.eplb.expert_distribution import get_global_expert_distribution_recorder
     from sglang.srt.model_executor.forward_context import get_attn_backend
 
     backend: Any = get_attn_backend()
     recorder = get_global_expert_distribution_recorder()
-    rotation = rotation_of(model.layers[0].self_attn.rotary_emb.cos_sin_cache, positions)
     hidden = model.embed_tokens(input_ids)
+    rotation = rotation_of(model.layers[0].self_attn.rotary_emb.cos_sin_cache, positions, hidden.dtype)
     for index, layer in enumerate(model.layers):
         attention = layer.self_attn
         normed = _norm(hidden, layer.input_layernorm)
@@ -213,13 +238,15 @@ def layers_forward(model: Any, input_ids: torch.Tensor, positions: torch.Tensor,
     return _norm(hidden, model.norm)
 
 
-def rotation_of(cache: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines for `rotate`, [tokens, 1, dim] each; the sines have the sign of the half that they are
-    for.
+def rotation_of(
+    cache: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosines and sines for `rotate`, [tokens, 1, dim] each, in the dtype of what is rotated; the sines have the
+    sign of the half that they are for.
 
     `cache` [positions, dim]: the cosines of dim / 2 frequencies and then their sines.
     """
-    cos, sin = cache.index_select(0, positions.flatten()).float().unsqueeze(1).chunk(2, dim=-1)
+    cos, sin = cache.index_select(0, positions.flatten()).to(dtype).unsqueeze(1).chunk(2, dim=-1)
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
@@ -235,18 +262,20 @@ def _heads(
     """Return query, key and value [tokens, heads, dim]; the query is contiguous."""
     dim, heads, kv_heads = attention.head_dim, attention.num_heads, attention.num_kv_heads
     qkv = linear(hidden, attention.qkv_proj.weight, attention.qkv_proj.bias).view(len(hidden), -1, dim)
-    # One norm and one rotation for queries and keys, each with its own weight.
-    weight = torch.cat((attention.q_norm.weight.expand(heads, dim), attention.k_norm.weight.expand(kv_heads, dim)))
-    both = rms_norm(qkv[:, : heads + kv_heads], (dim,), None, attention.q_norm.variance_epsilon).mul_(weight)
+    # One norm, if there is one, and one rotation for queries and keys, each with its own weight.
+    both = qkv[:, : heads + kv_heads]
+    if hasattr(attention, "q_norm"):
+        weight = torch.cat((attention.q_norm.weight.expand(heads, dim), attention.k_norm.weight.expand(kv_heads, dim)))
+        both = rms_norm(both, (dim,), None, attention.q_norm.variance_epsilon).mul_(weight)
     both = rotate(both, rotation)
     return both[:, :heads].contiguous(), both[:, heads:], qkv[:, heads + kv_heads :]
 
 
 def _feed_forward(mlp: Any, hidden: torch.Tensor, forward_batch: Any) -> torch.Tensor:
-    from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+    from sglang.srt.models.llama import LlamaMLP
     from sglang.srt.models.qwen2 import Qwen2MLP
 
-    if type(mlp) is not Qwen2MLP or type(mlp.gate_up_proj.quant_method) is not UnquantizedLinearMethod:
+    if type(mlp) not in (LlamaMLP, Qwen2MLP):
         return mlp(hidden, forward_batch)
     into, out_of = cast("Any", mlp.gate_up_proj), cast("Any", mlp.down_proj)
     gate, up = linear(hidden, into.weight).chunk(2, dim=-1)

@@ -116,6 +116,32 @@ def test_queries_and_keys_together_have_the_bits_of_each_alone():
     assert found[0].is_contiguous()
 
 
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-7)])
+def test_queries_and_keys_without_norms_are_rotated_as_by_sglang(dtype, bound):
+    """Llama's. In bf16 SGLang rounds both products; here one is rounded, and the sum."""
+    torch.manual_seed(0)
+    tokens, heads, kv_heads, dim = 5, 4, 2, 8
+    named = types.SimpleNamespace
+    product = named(weight=torch.randn((heads + 2 * kv_heads) * dim, 16).to(dtype), bias=None)
+    attention = named(head_dim=dim, num_heads=heads, num_kv_heads=kv_heads, qkv_proj=product)
+    angles = 6 * torch.rand(20, dim // 2)
+    cache = torch.cat((angles.cos(), angles.sin()), -1).to(dtype)
+    hidden, positions = torch.randn(tokens, 16).to(dtype), torch.tensor([3, 0, 7, 19, 2])
+    query, key, value = (
+        torch.nn.functional.linear(hidden, product.weight)
+        .view(tokens, -1, dim)
+        .split((heads, kv_heads, kv_heads), dim=1)
+    )
+    found = _heads(attention, hidden, rotation_of(cache, positions, dtype))
+    assert torch.equal(found[2], value)
+    cos, sin = cache[positions, None].chunk(2, -1)
+    for ours, plain in zip(found, (query, key)):
+        one, two = plain.chunk(2, -1)
+        theirs = torch.cat((one * cos - two * sin, two * cos + one * sin), -1)
+        assert ours.dtype == dtype
+        assert (ours - theirs).abs().max() <= bound * plain.abs().max()
+
+
 def test_experts_are_those_of_the_router():
     torch.manual_seed(0)
     layer = types.SimpleNamespace(num_experts=5, w13_weight=torch.randn(5, 12, 4), w2_weight=torch.randn(5, 4, 6))
