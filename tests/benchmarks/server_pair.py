@@ -1,9 +1,10 @@
 """Servers of several source trees, or with other variables, that are up at the same time and take turns at batches.
 
-    python tests/benchmarks/server_pair.py before=OTHER_TREE now=. [now2=.,VARIABLE:VALUE ...] [--batches 10]
+    python tests/benchmarks/server_pair.py before=OTHER_TREE now=. [now2=.,VARIABLE:VALUE ...] [--batches 10] [--shape 0.83M]
 
-Run it outside every tree: Python puts the working directory first. Each batch is that of `against_trl.py --shapes 0.83M`:
-128 answers of 48 tokens. Printed: seconds on the clock, and processor seconds by kind of process, means per batch. They
+Run it outside every tree: Python puts the working directory first. Each batch is that of a shape of `against_trl.py`, by
+default 0.83M: 128 answers of 48 tokens; `135M` is SmolLM2 in bf16 (`--smollm2 FOLDER`), 64 answers of at most 64 tokens.
+Printed: seconds on the clock, and processor seconds by kind of process, means per batch. They
 share the machine's other work, which changes both sides alike. The client is this tree's.
 """
 
@@ -34,19 +35,20 @@ from gspo_mega.rollout.pool import ServerPool
 from gspo_mega.rollout.pooled_server import Load
 
 WARM_UP = 2
+DEADLINE_SECONDS = 600.0  # on a busy machine
 
 
 async def sample(entry: Any, load: Load, prompts: list[list[int]], params: SamplingParams, name: str) -> None:
     """Sample one batch, and flush the cache as a publish does."""
 
     async def one(index: int, prompt: list[int]) -> None:
-        flight = InFlightRequest(120.0, load)
+        flight = InFlightRequest(DEADLINE_SECONDS, load)
         await entry.client.generate(
             prompt,
             params,
             request_id=f"{name}-{index}",
-            deadline_seconds=120.0,
-            report_tokens=load.report_tokens(120.0),
+            deadline_seconds=DEADLINE_SECONDS,
+            report_tokens=load.report_tokens(DEADLINE_SECONDS),
             flight=flight,
         )
 
@@ -58,12 +60,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sides", nargs="+", metavar="NAME=TREE[,VARIABLE:VALUE]")
     parser.add_argument("--batches", type=int, default=10)
+    parser.add_argument("--shape", choices=against_trl.SHAPES, default="0.83M")
+    parser.add_argument("--smollm2", type=Path, default=against_trl.SMOLLM2, metavar="FOLDER")
     arguments = parser.parse_args()
-    shape = against_trl.SHAPES["0.83M"]
+    shape = against_trl.SHAPES[arguments.shape]
     servers: dict[str, tuple[Path, Serve]] = {}
     with tempfile.TemporaryDirectory(prefix="pair-") as text, contextlib.ExitStack() as stack:
         folder = Path(text)
-        against_trl.make_model(folder, shape, folder)
+        against_trl.make_model(folder, shape, arguments.smollm2)
         spec = read_model_spec(folder / "model")
         params = SamplingParams(shape.new_tokens, 1.0, 1.0, -1, tuple(spec.eos_token_ids))
         try:
@@ -76,6 +80,7 @@ def main() -> None:
                     folder / "model",
                     rollout={"max_new_tokens": shape.new_tokens, "max_concurrent_requests": 256},
                     server={"max_total_tokens": 65536},
+                    precision=shape.precision,
                 )
                 own = dict(variable.split(":", 1) for variable in variables)
                 serve = Serve(path, folder / name / "run", PYTHONPATH=str(Path(tree).resolve()), **own)
