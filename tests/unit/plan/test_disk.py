@@ -2,6 +2,7 @@
 
 import json
 from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -232,7 +233,7 @@ def test_held_out_responses_take_at_most_what_is_said(load, shape, tmp_path):
     row = one_turn_row("step000000-g00000-s000", 0, prompt, [1], [1], [0.0], [0], "stop", response_text=text)
     row.reward, row.correct = 1.0, True
     asked = SimpleNamespace(name="held_out", correct_threshold=None, place="eval")
-    rows = kept_responses(asked, [Group.from_rows(0, prompt, [row])])
+    rows = kept_responses(cast(Any, asked), [Group.from_rows(0, prompt, [row])])
     write_responses_of(RunFolder(tmp_path), 0, rows)
     took = (tmp_path / "evaluations/step_00000000.jsonl").stat().st_size
     assert 0.95 * HELD_OUT_RESPONSE_BYTES < took <= HELD_OUT_RESPONSE_BYTES
