@@ -64,7 +64,7 @@ EXIT_BROKEN_PIPE = 141
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. `arguments`: by default those of this process.
 
-    For a GspoMegaError, its text goes to standard error and its `exit_code` is returned.
+    For a GspoMegaError, its text with its notes goes to standard error and its `exit_code` is returned.
     """
     fill_standard_descriptors()
     # A log line that cannot be written is lost. Otherwise Python would show a traceback for each.
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _flush(name)
         return code
     except GspoMegaError as error:
-        show_error(error)
+        show_error("\n\n".join([str(error), *getattr(error, "__notes__", ())]))
         return error.exit_code
     except NoRegularFileError as error:
         show_error(f"gspo-mega {name}: {error.filename}: {error.strerror}")

@@ -32,7 +32,7 @@ from gspo_mega.base.near_paths import missing_run_hint
 from gspo_mega.base.run_folder import Attempt, DamagedFileError, RunFolder, read_json
 from gspo_mega.base.untrusted import open_regular, parse_json, printable, read_text
 from gspo_mega.config import load_config
-from gspo_mega.launcher.attempt_state import SILENCE_SECONDS, RunState, read_state
+from gspo_mega.launcher.attempt_state import SILENCE_SECONDS, RunState, read_state, summary_of
 from gspo_mega.launcher.restarts import WINDOW_SECONDS, last_line, last_restart, starts_again
 from gspo_mega.launcher.watchdog import StackRequest
 from gspo_mega.metrics.writer import progress_line
@@ -246,17 +246,6 @@ def _first_rank_error(attempt: Attempt) -> str | None:
         return None
     first = min(records, key=lambda record: record["time"])
     return f"rank {first['rank']}: {first.get('text') or first.get('type')}"
-
-
-def summary_of(text: str) -> str:
-    """An error in one line: its first line, which says what failed, and its last, which names the cause. Of a
-    traceback, only the last line.
-    """
-    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
-    if not lines:
-        return ""
-    first, last = lines[0], lines[-1]
-    return last if first == last or "Traceback" in first else f"{first} {last}"
 
 
 _STEP = re.compile(r"step_([0-9]+)")

@@ -144,6 +144,12 @@ class StateKeeper:
 
 
 _TAIL_LINES = 20
+_TAIL_BEGINS = "\nend of "
+# What installed packages say of themselves at every start, also of one that ends well. The second line of a warning is
+# the indented line of code that gave it.
+_PACKAGE_WARNING = re.compile(r"\S*/(?:site|dist)-packages/\S+:\d+: \w*Warning: ")
+_PACKAGE_INFO = re.compile(r"\S+ \S+ INFO megatron\.")
+_NAMES_ERROR = re.compile(r"\b(?:\w*Error|\w*Exception|error|fatal)\b")
 _SIGKILL_HINT = ". The usual reason for a SIGKILL from outside is that the machine ran out of memory"
 # srun's lines about ended tasks, one or several (`task 3`, `tasks 0-1,4`), in the order in which they ended.
 _TASK_END = re.compile(r"^srun: error: (\S+): tasks? (\d+)\S*: (.+)$", re.MULTILINE)
@@ -179,6 +185,17 @@ def closing_line(attempt: Attempt, how: str = "Stopped in order") -> str:
     due = result.get("to_measure")
     more = f", which first measures the weights of step {', '.join(map(str, due))}" if due else ""
     return f"{how}{after}. Saved: {saved}. To continue: gspo-mega {command} {shlex.quote(str(folder.path))}{more}"
+
+
+def what_now(attempt: Attempt, why_it_ends: str, error: GspoMegaError) -> str:
+    """The last lines of a run that failed for good: the cause again, why it does not start again, what to do."""
+    lines = [f"failed   {summary_of(str(error))}", f"         {why_it_ends}"]
+    if _SIGKILL_HINT in str(error):
+        lines.append(
+            "         `gspo-mega plan` shows the memory that the run needs. Less of it: lower batch.micro_batch_tokens"
+            " or server.memory_fraction, or run fewer ranks or nothing beside them"
+        )
+    return "\n".join([*lines, f"         {closing_line(attempt, 'Failed')}"])
 
 
 def describe_failure(failed: Sequence[Child], attempt: Attempt) -> RankError:
@@ -282,7 +299,39 @@ def _tail(log: Path) -> str:
         return f"\n(its log {log} cannot be read: {error.strerror})"
     if not lines:
         return f"\n(its log {log} is empty)"
-    return f"\nend of {log}:\n  " + "\n  ".join(lines[-_TAIL_LINES:])
+    lines = _without_package_notes(lines)
+    if not lines:
+        return f"\n(its log {log} has nothing but what packages say when they are imported)"
+    return f"{_TAIL_BEGINS}{log}:\n  " + "\n  ".join(lines[-_TAIL_LINES:])
+
+
+def _without_package_notes(lines: Sequence[str]) -> list[str]:
+    """A log without the warnings of installed packages and Megatron's remarks: they hide what the run itself said."""
+    kept: list[str] = []
+    is_source = False  # whether an indented line belongs to the warning before it
+    for line in lines:
+        is_source = bool(_PACKAGE_WARNING.match(line)) or (is_source and line.startswith("  "))
+        if not is_source and not _PACKAGE_INFO.match(line):
+            kept.append(line)
+    return kept
+
+
+def summary_of(text: str) -> str:
+    """A recorded error in one line: its first line, which says what failed, and its last, which names the cause. Of a
+    traceback, only the last line. Of the end of a log, a line only if it names an error.
+    """
+    said, tail_begins, _ = text.strip().partition(_TAIL_BEGINS)
+    if tail_begins:
+        whole = text.strip().splitlines()
+        last = whole[-1].strip()
+        named = one_line(GspoMegaError(text))
+        ends_in_error = named == said and bool(_NAMES_ERROR.search(last)) and "Warning: " not in last
+        return f"{named}: {last}" if ends_in_error else named
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    if not lines:
+        return ""
+    first, last = lines[0], lines[-1]
+    return last if first == last or "Traceback" in first else f"{first} {last}"
 
 
 def one_line(error: GspoMegaError) -> str:

@@ -31,7 +31,7 @@ from gspo_mega.config.derived import command_name
 from gspo_mega.config.schema import ModelReward
 from gspo_mega.launcher import server_python
 from gspo_mega.launcher.alerts import AlertSender
-from gspo_mega.launcher.attempt_state import StateKeeper, closing_line, describe_failure
+from gspo_mega.launcher.attempt_state import StateKeeper, closing_line, describe_failure, what_now
 from gspo_mega.launcher.children import (
     Child,
     ChildSpec,
@@ -249,6 +249,8 @@ def launch(
             except GspoMegaError as error:
                 if decision is None or not decision.again:
                     alerts.failed(error, restarts=False)
+                    if decision is not None and command == "train":
+                        error.add_note(what_now(attempt, decision.why, error))
                     raise
                 alerts.failed(error, restarts=True, why=decision.why)
                 say(f"\n{error}\n\n{decision.why}")

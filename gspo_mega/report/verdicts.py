@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 
 from gspo_mega.config.algorithms import RECIPES
 from gspo_mega.config.clip_range import Band, make_band, no_range_sentence, share_sentence
+from gspo_mega.launcher.attempt_state import summary_of
 from gspo_mega.metrics.trends import FEWEST_STEPS
 from gspo_mega.report.learning_verdicts import Verdict, collapse_of, learning_verdicts, recent, said_of, total
-from gspo_mega.report.run_record import RunRecord
+from gspo_mega.report.run_record import AttemptRecord, RunRecord
 
 # The fraction of clipped tokens of GSPO, and of GRPO in the same experiment (arXiv:2507.18071, section 5.2).
 PAPER_CLIP_FRACTION, PAPER_TOKEN_CLIP_FRACTION = 0.15, 0.0013
@@ -43,6 +44,8 @@ def verdicts_of(record: RunRecord) -> list[Verdict]:
     found = [*learning_verdicts(record), *_mismatch(record), *_clipping(record), *_critic(record), *_responses(record)]
     found += [*health_verdicts(record), *_run(record), *_time(record)]
     look = [verdict.metric for verdict in found if verdict.level == "warning" and verdict.metric]
+    if record.attempts and has_failed(last := record.attempts[-1]):
+        look.insert(0, f"why attempt {last.number} failed (attempts/{last.number:04d}/logs)")
     text = "look at " + ", ".join(dict.fromkeys(look)) if look else "nothing stands out"
     return [*found, Verdict("warning" if look else "good", "What to look at", text)]
 
@@ -197,14 +200,18 @@ def _run(record: RunRecord) -> Iterable[Verdict]:
         yield Verdict("warning", "Gradients", text, "optimizer/num_skipped")
     if missing:
         yield Verdict("warning", "Metrics", f"{missing:.0f} values were NaN or infinite", "metrics/num_non_finite")
-    failed = [attempt for attempt in record.attempts if attempt.error or attempt.state == "lost"]
+    failed = [attempt for attempt in record.attempts if has_failed(attempt)]
     if failed:
-        error = (failed[-1].error or "its supervisor gave no sign of life").strip().splitlines()[-1]
+        error = summary_of(failed[-1].error or "its supervisor gave no sign of life")
         yield Verdict(
             "warning",
             "Attempts",
             f"{len(failed)} of {len(record.attempts)} failed; attempt {failed[-1].number}: {error}",
         )
+
+
+def has_failed(attempt: AttemptRecord) -> bool:
+    return bool(attempt.error) or attempt.state == "lost"
 
 
 def _time(record: RunRecord) -> Iterable[Verdict]:

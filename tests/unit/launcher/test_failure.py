@@ -4,7 +4,7 @@ import pytest
 
 from gspo_mega.base.errors import GspoMegaError
 from gspo_mega.base.run_folder import Attempt, atomic_write_json
-from gspo_mega.launcher.attempt_state import describe_failure, one_line
+from gspo_mega.launcher.attempt_state import describe_failure, one_line, summary_of, what_now
 
 
 @pytest.fixture
@@ -63,6 +63,48 @@ def test_the_tail_of_a_long_log_and_an_empty_log(attempt):
     text = str(describe_failure([long], attempt))
     assert "line 99" in text and "line 80" in text and "line 79" not in text
     assert "is empty" in str(describe_failure([child(attempt, "rank", 0, 1, log="")], attempt))
+
+
+PACKAGES = """\
+/v/lib/python3.11/site-packages/megatron/core/optimizer/clip_grads.py:29: UserWarning: Transformer Engine and Apex are\
+ not installed. Falling back to local implementations
+  warnings.warn(
+2026-11-28 22:07:46,838 INFO megatron.core.distributed.fsdp.src: Detected Megatron Core, using Megatron-FSDP.
+{}/v/lib/python3.11/site-packages/torch/distributed/c10d_logger.py:83: FutureWarning: `x` is deprecated.
+  return func(*args, **kwargs)
+"""
+
+
+def test_what_packages_say_at_every_start_is_not_shown_as_the_end_of_a_log(attempt):
+    said = "2026-11-28 22:07:53,506 INFO gspo_mega.engine: step 3\n/home/me/reward.py:3: UserWarning: mine\n  warn()\n"
+    text = str(describe_failure([child(attempt, "rank", 1, -9, log=PACKAGES.format(said))], attempt))
+    assert text.endswith("rank_1.log:\n  " + said.rstrip().replace("\n", "\n  "))
+    text = str(describe_failure([child(attempt, "rank", 1, -9, log=PACKAGES.format(""))], attempt))
+    assert text.endswith("rank_1.log has nothing but what packages say when they are imported)")
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("rank 1 failed:\n\nTraceback: x\nKeyError: 3", "rank 1 failed: KeyError: 3"),
+        ("Traceback:\nKeyError: 3", "KeyError: 3"),
+        ("rank 1 was killed\nend of /x:\n  one\n  return func(*args)", "rank 1 was killed"),
+        ("ranks exited\nend of /x:\n  one\n  srun: error: no step", "ranks exited: srun: error: no step"),
+        ("rank 1 was killed\nend of /x:\n  /y.py:3: FutureWarning: an error", "rank 1 was killed"),
+        ("", ""),
+    ],
+)
+def test_a_recorded_error_in_one_line(text, line):
+    assert summary_of(text) == line
+
+
+def test_a_run_that_failed_for_good_says_why_it_ends_and_what_to_do(attempt):
+    killed = describe_failure([child(attempt, "rank", 1, -9)], attempt)
+    said = what_now(attempt, "no automatic restart: the run came no further than the start before", killed).splitlines()
+    assert said[0].startswith("failed   rank 1 was killed by SIGKILL") and "no automatic restart" in said[1]
+    assert "batch.micro_batch_tokens" in said[2] and "To continue: gspo-mega train" in said[3]
+    failed = describe_failure([child(attempt, "rank", 1, 1)], attempt)
+    assert "memory" not in what_now(attempt, "no automatic restart: train.max_restarts is 0", failed)
 
 
 def test_a_servers_exit_code_is_kept_where_it_is_one(attempt):

@@ -272,10 +272,22 @@ def test_each_line_from_its_metric():
     assert said["Held-out reward failures"].text == "2 held-out samples could not be scored; they are in no accuracy"
     assert said["Signal"].text.startswith("90% of groups") and said["Gradients"].text.startswith("1 optimizer")
     assert said["Metrics"].text == "2 values were NaN or infinite"
-    assert said["Attempts"].text == "1 of 2 failed; attempt 1: rank 1: out of memory"
+    assert said["Attempts"].text == "1 of 2 failed; attempt 1: a rank 1: out of memory"
     assert said["Time"].text == "rollout takes 60% of a step"
     run.settings = {"mismatch.budget": 0.9}
     assert lines(run)["Mismatch of trainer and servers"].level == "good"
+
+
+def test_a_failed_run_is_what_stands_out():
+    run = record(reward__mean=noisy([0.3 + 0.004 * step for step in STEPS]))
+    assert lines(run)["What to look at"].text == "nothing stands out"
+    error = "rank 1 was killed by SIGKILL\nend of /x/rank_1.log:\n  loading the model\n  return func(*args, **kwargs)"
+    run.attempts = [AttemptRecord(1, "failed", error=error), AttemptRecord(2, "failed", error=error)]
+    said = lines(run)
+    assert said["Attempts"].text == "2 of 2 failed; attempt 2: rank 1 was killed by SIGKILL"
+    assert said["What to look at"][::2] == ("warning", "look at why attempt 2 failed (attempts/0002/logs)")
+    run.attempts.append(AttemptRecord(3, "finished"))
+    assert lines(run)["What to look at"].text == "nothing stands out"
 
 
 @pytest.mark.parametrize(
