@@ -11,7 +11,7 @@ import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from gspo_mega.base.errors import ConfigError, DataError
 from gspo_mega.base.near_paths import missing_run_hint
@@ -230,7 +230,9 @@ def _add_defaults(model: Any, prefix: str, found: dict[str, Any]) -> None:
 
 def _section_of(annotation: Any) -> Any | None:
     """The class of the section that a field holds, or None if the field holds a value."""
-    for candidate in (annotation, *getattr(annotation, "__args__", ())):
+    if get_origin(annotation) in (tuple, list, dict):  # a value, also if its items are sections
+        return None
+    for candidate in (annotation, *get_args(annotation)):
         if isinstance(candidate, type) and hasattr(candidate, "model_fields"):
             return candidate
     return None

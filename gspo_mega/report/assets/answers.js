@@ -36,7 +36,7 @@ function answersOf(run) {
     const right = compared ? `correct: ${countRight(set, "before")} at step ${set.first_step}, ${countRight(set, "after")} at step ${set.last_step}`
       : `correct: ${countRight(set, "after")} at step ${set.last_step}, the only evaluation so far`;
     const rows = set.prompts.map((one) => el("article", { class: "asked" }, el("h3", {}, `Row ${one.row}`), el("pre", {}, one.prompt),
-      answerText(one.answer) ? el("p", { class: "quiet" }, `answer: ${answerText(one.answer)}`) : null,
+      answerText(one.answer) ? el("p", { class: "quiet asis" }, `answer: ${answerText(one.answer)}`) : null,
       el("div", { class: "pair" }, compared ? answerCard(one.before, set.first_step) : null, answerCard(one.after, set.last_step))));
     return [el("h2", {}, `${DATA.runs.length > 1 ? `${run.name}: ` : ""}${set.name}`), el("p", { class: "quiet" }, `${kept}; ${right}.`), rows];
   });

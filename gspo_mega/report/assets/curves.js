@@ -151,7 +151,7 @@ function draw(box, own, settings, name, group) {
   plot.root.setAttribute("role", "img");
   plot.root.setAttribute("aria-label", `${name}: ${found.map((line) => line.label).join(", ")}${group === drawn ? "; the values are in the table below" : ""}`);
   plot.over.addEventListener("dblclick", () => zoom(null, null));
-  if (range) plot.setScale("x", range);
+  plot.setScale("x", range || stepsOf(plot));
   group.push(plot);
   return plot;
 }
@@ -162,7 +162,13 @@ function plotData({ steps, found }, settings) {
 
 function zoom(min, max) {
   range = min === null ? null : { min, max };
-  drawn.forEach((plot) => plot.setScale("x", range || { min: plot.data[0][0], max: plot.data[0][plot.data[0].length - 1] }));
+  drawn.forEach((plot) => plot.setScale("x", range || stepsOf(plot)));
+}
+
+// The range of all steps. uPlot would put a single step, 0, on an axis from 0 to 100.
+function stepsOf(plot) {
+  const steps = plot.data[0], first = steps[0], last = steps[steps.length - 1];
+  return first === last ? { min: first - 1, max: last + 1 } : { min: first, max: last };
 }
 
 function showTable(details, { steps, found }) {

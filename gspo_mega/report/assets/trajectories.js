@@ -31,6 +31,9 @@ function filterAll() {
     .sort((one, other) => other.s - one.s);  // the newest step first, a step in its own order
 }
 
+// A response in one line.
+const listText = (one) => (one.e ? `${one.text} [${one.e}]` : one.text).replace(/\n/g, "⏎");
+
 // Of a response: `right`, `wrong`, or nothing where no verifier says.
 function verdictOf(one) {
   return one.c === null || one.c === undefined ? "" : one.c ? "right" : "wrong";
@@ -43,7 +46,7 @@ function listPage() {
   byId("earlier").disabled = first === 0;
   byId("later").disabled = first + PAGE >= matching.length;
   fill(byId("list").tBodies[0], shown.map((one) => {
-    const cells = [one.s, DATA.runs.length > 1 ? `${DATA.runs[one.run].name}: ${one.p}` : one.p, number(one.r), number(one.a, 3), one.t, one.f, one.e ? `${one.text} [${one.e}]` : one.text];
+    const cells = [one.s, DATA.runs.length > 1 ? `${DATA.runs[one.run].name}: ${one.p}` : one.p, number(one.r), number(one.a, 3), one.t, one.f, listText(one)];
     return el("tr", { tabindex: 0, "aria-selected": one === chosen ? "true" : "false", onclick: () => choose(one), onkeydown: (event) => { if (event.key === "Enter") choose(one); } },
       cells.map((cell, place) => el("td", { class: place === 6 ? "text" : HEADS[place][1] ? `number${place === 2 ? ` ${verdictOf(one)}` : ""}` : "" }, cell)));
   }));
@@ -78,7 +81,7 @@ function card(one) {
 
 function promptBox(run, id) {
   const prompt = store.runs[run].prompts[id];
-  return [el("h3", {}, "Prompt"), el("pre", {}, prompt.text), prompt.answer ? el("p", { class: "quiet" }, `answer: ${prompt.answer}`) : null].filter(Boolean);
+  return [el("h3", {}, "Prompt"), el("pre", {}, prompt.text), prompt.answer ? el("p", { class: "quiet asis" }, `answer: ${prompt.answer}`) : null].filter(Boolean);
 }
 
 function showDetail() {

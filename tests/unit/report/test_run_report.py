@@ -16,7 +16,7 @@ from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.cli.main import main
 from gspo_mega.report import page
 from gspo_mega.report.page import embedded, make_report
-from gspo_mega.report.run_record import MOST_POINTS, differences, flat, read_run
+from gspo_mega.report.run_record import MOST_POINTS, differences, flat, read_run, schema_defaults
 from gspo_mega.report.sampled_episodes import evenly, gap_codes, sample_run
 
 
@@ -164,6 +164,13 @@ def test_data_cannot_end_its_tag():
 def test_settings_and_defaults():
     assert flat({"a": {"b": 1, "c": []}, "d": {}}) == {"a.b": 1, "a.c": [], "d": {}}
     assert differences({"a": 1, "b": 2, "c": None}, {"a": 1, "b": 3}) == [("b", "2", "3")]
+
+
+def test_a_list_of_sections_has_its_default():
+    sinks = [{"sink": "jsonl", "options": {}}, {"sink": "tensorboard", "options": {}}]
+    assert differences({"metrics.sinks": sinks}, schema_defaults()) == []
+    (changed,) = differences({"metrics.sinks": sinks[:1]}, schema_defaults())
+    assert changed[0] == "metrics.sinks" and "tensorboard" in changed[2]
 
 
 def test_the_plotting_library_is_the_released_file():
