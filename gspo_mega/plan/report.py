@@ -237,11 +237,11 @@ def _sharing(plan: Plan) -> list[str]:
         if step.shared_fraction < _WORTH_SHARING or refused:
             return []
         untried = ", which has not yet run on a GPU," if is_on_gpu(config.cluster, plan.device) else ","
-        return [f"share_prefixes off: with `prompts`{untried} {_saving(step, plan.spec)}"]
+        return [f"batch.share_prefixes off: with `prompts`{untried} {_saving(step, plan.spec)}"]
     what = "the prompt of a group" if batch.share_prefixes == "prompts" else "what rows have in common"
     more = "; what else rows share is not known before a run" if batch.share_prefixes == "full" else ""
     return [
-        f"share_prefixes {batch.share_prefixes}: a pack computes {what} once{more}",
+        f"batch.share_prefixes {batch.share_prefixes}: a pack computes {what} once{more}",
         f"  {_saving(step_positions(config, plan.layout), plan.spec)}",
         f"  a pack has at most {batch.micro_batch_tokens} computed positions, which bounds its layers' memory; its head"
         " has a state for each trained token" + (", also for those that are computed once" if more else ""),

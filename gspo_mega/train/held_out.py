@@ -250,10 +250,15 @@ class LoadedSet:
         if (unreadable := self.source.unreadable_line()) is not None:
             lines.append(f"notice   {unreadable}")
         if same := self._same.get(TRAINING):
-            lines.append(
-                f"notice   {len(same)} of {len(self.prompts)} held-out prompts are also trained on (the first is row"
-                f" {self.rows[min(same)] + 1} of {path}): the accuracy is not held-out"
-            )
+            number, row = len(same), self.rows[min(same)] + 1
+            if number == len(self.prompts):
+                said = f"every held-out prompt ({number}) is also in the training data: the accuracy is not held-out"
+            elif number == 1:
+                said = f"1 of {len(self.prompts)} held-out prompts is also in the training data (row {row} of {path})"
+            else:
+                said = f"{number} of {len(self.prompts)} held-out prompts are also in the training data (the first is"
+                said += f" row {row} of {path})"
+            lines.append(f"notice   {said}")
         if close := self._close.get(TRAINING, set()) - self._same.get(TRAINING, set()):
             lines.append(
                 f"notice   {len(close)} of {len(self.prompts)} held-out prompts share at least half of their runs of"

@@ -131,7 +131,7 @@ def test_a_run_that_could_share_is_told_what_it_would_save(load, shape):
         return [line for line in render_report(plan).splitlines() if "share_prefixes" in line]
 
     (line,) = said("batch.group_size=4")
-    assert "share_prefixes off: with `prompts`, of 224 positions" in line and "128 are computed" in line
+    assert "batch.share_prefixes off: with `prompts`, of 224 positions" in line and "128 are computed" in line
     assert said(device=None) == [line]
     assert "with `prompts`, which has not yet run on a GPU, of 224 positions" in said(device="gpu")[0]
     assert not said("batch.num_mini_batches=9"), "a mini-batch has whole groups, and there are 8"

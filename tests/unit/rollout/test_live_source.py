@@ -68,7 +68,7 @@ def side(config, attempt):
 def test_what_fails_is_left_out_of_the_batch_and_of_the_accuracy(side, attempt):
     report = side.source.describe()
     assert report[1].endswith("held_out.jsonl: 7 prompts; 1 longer than data.max_prompt_tokens and left out")
-    assert "1 of 7 held-out prompts are also trained on (the first is row 8 of held_out.jsonl)" in report[2]
+    assert "1 of 7 held-out prompts is also in the training data (row 8 of held_out.jsonl)" in report[2]
     found = side.evaluate(lambda: None)["held_out"]
     assert (found.num_prompts, found.num_samples, found.num_left_out) == (7, 28, 1)
     assert 0 < found.num_reward_failures < 28 and 0 < found.accuracy < 1

@@ -123,8 +123,10 @@ def test_prompts_that_are_trained_on_are_found_by_what_they_say(make, tokenizer)
     config = make(rows("1+1=", "3+3=", " 5+5=\n", "7+7="), rows("2+2=", "5+5=", "3+3=", "4+4="))
     line, notice = report(config, tokenizer)
     assert line.endswith("held_out.jsonl: 4 prompts")
-    assert notice.startswith("notice   2 of 4 held-out prompts are also trained on (the first is row 2 of ")
+    assert notice.startswith("notice   2 of 4 held-out prompts are also in the training data (the first is row 2 of ")
     assert len(report(make(rows("1+1="), rows("2+2=")), tokenizer)) == 1
+    _, every = report(make(rows("1+1="), rows("1+1=")), tokenizer)
+    assert every == "notice   every held-out prompt (1) is also in the training data: the accuracy is not held-out"
 
 
 def test_of_the_held_out_file_only_what_is_measured_counts(make, tokenizer):

@@ -97,7 +97,7 @@ def test_each_set_reads_its_own_columns(load, tokenizer, tmp_path):
     assert [p.text for p in a.prompts] == ["2+2="] and [p.text for p in b.prompts] == ["(8+8=)", "(9+9=)"]
     assert b.prompts[1].answer == "18" and b.prompts[1].prompt_id == "held-out prompts b:1"
     (line,) = [line for line in held_out.report() if line.startswith("notice")]
-    assert "1 of 2 held-out prompts are also trained on (the first is row 1 of b.jsonl)" in line
+    assert "1 of 2 held-out prompts is also in the training data (row 1 of b.jsonl)" in line
 
 
 def test_sets_are_compared_with_each_other_and_with_the_training_data(load, tokenizer, tmp_path):
