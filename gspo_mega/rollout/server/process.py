@@ -33,6 +33,11 @@ from gspo_mega.rollout.server.spec import ServerSpec
 
 _PREFIX = "gspo-server-"
 
+_NO_CACHE_MEMORY = re.compile(
+    r"leave no GPU memory for the KV cache under --mem-fraction-static=([\d.]+\d)"
+    r".* Raise --mem-fraction-static above ([\d.]+\d)"
+)
+
 _LOCK, _SEGMENTS = "lock", "segments"
 
 # Names that SGLang, and Python's multiprocessing for it, give to segments. A killed server cannot remove its segments.
@@ -126,7 +131,27 @@ def failure_line(log: Path, start: int = 0, errors_only: bool = False) -> str | 
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     named = [found[0] for line in lines if (found := _ERROR.search(line)) is not None]
     last = named[-1] if named else lines[-1] if lines and not errors_only else None
-    return None if last is None else last[:_MOST_WORD]
+    return None if last is None else _in_our_words(last)[:_MOST_WORD]
+
+
+def _in_our_words(line: str) -> str:
+    """SGLang's error of too little memory with the key that this package has for it; other lines as they are."""
+    found = _NO_CACHE_MEMORY.search(line)
+    if found is None:
+        return line
+    return (
+        f"server.memory_fraction {found[1]} leaves no memory for the KV cache beside the weights: above {found[2]} is"
+        " needed. Without a GPU it is a share of the machine's free memory, which what starts beside the server takes"
+        f" from too{_free_now()}"
+    )
+
+
+def _free_now() -> str:
+    try:
+        found = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    except OSError:
+        return ""
+    return "" if found is None else f"; {int(found[1]) / 2**20:.1f} GiB are free now"
 
 
 def log_tail(log: Path, num_lines: int = 30) -> str:

@@ -1,5 +1,6 @@
 """A failed start of a server is shown when it happens, once each, with its cause, its log and how many are left."""
 
+import re
 import time
 from dataclasses import replace
 
@@ -67,3 +68,18 @@ def test_the_last_error_of_a_log_is_its_word(tmp_path, log, expected):
     found = failure_line(file, len("KeyError: of an earlier start\n"))
     assert found == (expected or ("requests.exceptions.ProxyError: no way" if "Proxy" in log else None))
     assert failure_line(tmp_path / "none") is None
+
+
+def test_too_little_memory_is_said_with_the_key_that_changes_it(tmp_path):
+    file = tmp_path / "log"
+    file.write_text(
+        "ValueError: Loaded weights leave no GPU memory for the KV cache under --mem-fraction-static=0.1. Raise"
+        " --mem-fraction-static above 0.132 (minimum viable = 1 - available/pre = 0.1318). If using speculative"
+        " decoding, draft weights are now counted.\n"
+    )
+    found = failure_line(file)
+    assert found.startswith(
+        "server.memory_fraction 0.1 leaves no memory for the KV cache beside the weights: above 0.132 "
+    )
+    assert "the machine's free memory" in found and re.search(r"; \d+\.\d GiB are free now$", found)
+    assert "mem-fraction-static" not in found
