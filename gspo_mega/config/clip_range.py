@@ -100,6 +100,17 @@ def make_band(
     )
 
 
+# k3 in nats per token. No pair of precisions is known to cause more.
+LARGE_MISMATCH = 0.02
+
+
+def must_warn(old_log_probs: str | None, k3: float | None) -> bool:
+    """Whether a mismatch above `mismatch.budget` is a warning. With the trainer's own old log-probs the ratio does not
+    contain it, so it is only worth a notice, unless it is larger than precisions explain.
+    """
+    return old_log_probs == "rollout" or (k3 is not None and k3 > LARGE_MISMATCH)
+
+
 def share_sentence(band: Band, share: str, budget: float) -> str:
     """Return the sentence about a mismatch of `share` widths of the range, which is a text with or without an error."""
     return f"the {band.what} is {share} widths of the clip range; mismatch.budget is {budget:g}"

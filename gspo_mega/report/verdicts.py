@@ -15,7 +15,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from gspo_mega.config.algorithms import RECIPES
-from gspo_mega.config.clip_range import Band, make_band, no_range_sentence, share_sentence
+from gspo_mega.config.clip_range import (
+    LARGE_MISMATCH,
+    Band,
+    make_band,
+    must_warn,
+    no_range_sentence,
+    share_sentence,
+)
 from gspo_mega.launcher.attempt_state import summary_of
 from gspo_mega.metrics.trends import FEWEST_STEPS
 from gspo_mega.report.learning_verdicts import Verdict, collapse_of, learning_verdicts, recent, said_of, total
@@ -23,8 +30,6 @@ from gspo_mega.report.run_record import AttemptRecord, RunRecord
 
 # The fraction of clipped tokens of GSPO, and of GRPO in the same experiment (arXiv:2507.18071, section 5.2).
 PAPER_CLIP_FRACTION, PAPER_TOKEN_CLIP_FRACTION = 0.15, 0.0013
-# k3 in nats per token. No pair of precisions is known to cause more.
-LARGE_MISMATCH = 0.02
 # The largest share that the mismatch may clip without an update before it is mentioned.
 BEARABLE_CLIPS = 0.05
 # Below this explained variance a critic does no more than a baseline.
@@ -69,15 +74,20 @@ def _mismatch(record: RunRecord) -> Iterable[Verdict]:
     within = share.mean <= budget
     text = f"{'within' if within else 'above'} budget: {share_sentence(band, f'{share.mean:.3g}', budget)}"
     over = said_of(share.first, share.last)
+    old_log_probs = record.settings.get("old_log_probs")
+    warns = must_warn(old_log_probs, None if k3 is None else k3.mean)
     if clipped is None or clipped.mean < BEARABLE_CLIPS:
-        yield Verdict("good" if within else "warning", topic, f"{text} ({over})", "mismatch/budget_share")
+        if not within and old_log_probs == "trainer":
+            text += "; with old_log_probs: trainer it is not in the ratio"
+        level = "good" if within else "warning" if warns else "note"
+        yield Verdict(level, topic, f"{text} ({over})", "mismatch/budget_share")
         return
     verb = "bounds the weight of" if band.bounds_weight else "clips"
-    direct = record.settings.get("old_log_probs") == "rollout"
+    direct = old_log_probs == "rollout"
     does = f"it {verb} {clipped.mean:.0%} of {band.units} with no update at all"
     if not direct:
         does += ", were the servers' log-probs the old ones"
-    level = "warning" if direct or not within else "note"
+    level = "warning" if direct or (warns and not within) else "note"
     yield Verdict(level, topic, f"{text}; {does} ({over})", "mismatch/budget_share")
 
 

@@ -29,7 +29,7 @@ from gspo_mega.algorithm.terms import (
     MISMATCH_SUMS,
     objective_settings,
 )
-from gspo_mega.config.clip_range import Band, band_of, share_sentence
+from gspo_mega.config.clip_range import Band, band_of, must_warn, share_sentence
 from gspo_mega.config.derived import corrects_engine_gap
 from gspo_mega.config.precision import server_dtype
 from gspo_mega.config.schema import Config, Engine, Mismatch, Model, Moe, OldLogProbs, Precision, Server
@@ -196,9 +196,12 @@ def gap_warnings(
             _routing_sentence(config.moe, metrics),
             _formats_sentence(config.server, config.precision),
         )
+        warns = must_warn(config.old_log_probs, metrics["mismatch/k3"])
+        kept_out = "" if config.old_log_probs == "rollout" else " old_log_probs: trainer keeps this out of the ratio."
         lines.append(
-            f"warning  the engines' log-probs differ by {share:.2f} of the clip range before any update:"
-            f" {share_sentence(band, f'{share:.2f}', budget)}; k3 {metrics['mismatch/k3']:.1e} nats per token. "
+            f"{'warning' if warns else 'notice '}  the engines' log-probs differ by {share:.2f} of the clip range "
+            f"before any update: {share_sentence(band, f'{share:.2f}', budget)}; k3 {metrics['mismatch/k3']:.1e} nats"
+            f" per token.{kept_out} "
             + (" ".join(filter(None, causes)) or "One step does not show its cause.")
             + _where_to_measure(config.model, config_file, newest_export)
         )

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from gspo_mega.config.clip_range import Band, band_of, no_range_sentence, share_sentence
+from gspo_mega.config.clip_range import Band, band_of, must_warn, no_range_sentence, share_sentence
 from gspo_mega.config.derived import critic_of
 from gspo_mega.config.schema import Config
 from gspo_mega.models import delta_net
@@ -511,7 +511,8 @@ def _budget(facts: Facts, findings: Findings, advice: Advice) -> None:
         return
     text = _capital(share_sentence(band, f"{share.value:.2g} +- {share.error:.1g}", allowed))
     if share.above(allowed):
-        advice.sentences.append(f"{text}: a run will warn of it, once and then rarely.")
+        says = "warn of it" if must_warn(facts.config.old_log_probs, findings.total.k3.value) else "note it"
+        advice.sentences.append(f"{text}: a run will {says}, once and then rarely.")
         parts = next(iter(findings.parts.values()))
         for cause in CAUSES:
             part = parts.get(cause.name)

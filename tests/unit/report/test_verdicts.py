@@ -292,7 +292,7 @@ def test_a_failed_run_is_what_stands_out():
 
 @pytest.mark.parametrize(
     ("old_log_probs", "share", "level"),
-    [("trainer", 0.2, "note"), ("trainer", 0.8, "warning"), ("rollout", 0.2, "warning"), ("rollout", 0.8, "warning")],
+    [("trainer", 0.2, "note"), ("trainer", 0.8, "note"), ("rollout", 0.2, "warning"), ("rollout", 0.8, "warning")],
 )
 def test_clips_by_the_mismatch_are_a_warning_where_the_servers_log_probs_are_the_old_ones(old_log_probs, share, level):
     run = record(mismatch__budget_share=[share] * 80, mismatch__clip_fraction=[0.3] * 80)
@@ -300,6 +300,19 @@ def test_clips_by_the_mismatch_are_a_warning_where_the_servers_log_probs_are_the
     said = lines(run)["Mismatch of trainer and servers"]
     assert said.level == level and "it clips 30% of sequences with no update at all" in said.text
     assert ("were the servers' log-probs the old ones" in said.text) == (old_log_probs == "trainer")
+    run.series["mismatch/k3"] = [0.03] * 80  # more than precisions explain
+    warns = old_log_probs == "rollout" or share > 0.5
+    assert (lines(run)["Mismatch of trainer and servers"].level == "warning") == warns
+
+
+def test_a_mismatch_above_its_budget_is_a_note_where_the_ratio_does_not_contain_it():
+    run = record(mismatch__budget_share=[1.36] * 80, mismatch__clip_fraction=[0.0] * 80, mismatch__k3=[1.7e-3] * 80)
+    run.settings = {"old_log_probs": "trainer"}
+    said = lines(run)["Mismatch of trainer and servers"]
+    assert said.level == "note" and "with old_log_probs: trainer it is not in the ratio" in said.text
+    run.settings = {"old_log_probs": "rollout"}
+    said = lines(run)["Mismatch of trainer and servers"]
+    assert said.level == "warning" and "not in the ratio" not in said.text
 
 
 @pytest.mark.parametrize(("share", "level"), [(0.4, "good"), (0.6, "note"), (None, "good")])

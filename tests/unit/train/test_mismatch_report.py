@@ -115,7 +115,8 @@ def warnings(config, gap, summary, step, **more):
 def test_a_passed_budget_is_said_once_and_then_rarely():
     config, summary = make_config(), {}
     (line,) = warnings(config, gap_of(), summary, 1)
-    assert line.startswith("warning  the engines' log-probs differ by 0.91 of the clip range before any update")
+    assert line.startswith("notice   the engines' log-probs differ by 0.91 of the clip range before any update")
+    assert "old_log_probs: trainer keeps this out of the ratio." in line
     assert "the mean |log s| is 0.91 widths of the clip range; mismatch.budget is 0.5; k3" in line
     assert "`gspo-mega mismatch run/config.resolved.yaml`" in line
     assert "One step does not show its cause." in line
@@ -127,6 +128,14 @@ def test_a_passed_budget_is_said_once_and_then_rarely():
         True,
     ]
     assert warnings(make_config(mismatch=dict(budget=0.95)), gap_of(), {}, 1) == []
+
+
+def test_a_passed_budget_is_a_warning_where_it_moves_the_update_or_no_precision_explains_it():
+    (line,) = warnings(make_config(old_log_probs="rollout"), gap_of(), {}, 1)
+    assert line.startswith("warning  the engines' log-probs differ by 0.91") and "keeps this out" not in line
+    for k3, word in ((0.019, "notice   "), (0.021, "warning  ")):
+        (line,) = warnings(make_config(), gap_of(), {}, 1, **{"mismatch/k3": k3})
+        assert line.startswith(word)
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def test_a_gap_of_fp8_size_is_to_be_recomputed():
     assert advice.keys["old_log_probs"][0] == "trainer"
     assert "server weights 100 % +- 0" in said(advice)
     # As mismatch_report.py does: at the first step, and again after many.
-    assert "a run will warn of it, once and then rarely" in said(advice)
+    assert "a run will note it, once and then rarely" in said(advice)
 
 
 def test_the_shares_are_those_of_the_signs_of_a():
