@@ -185,11 +185,10 @@ class MiniSlurm:
         for name in list(self._daemons):
             self._kill(name)
 
-    def run(self, *command: str, check: bool = True, **more) -> str:
+    def run(self, *command: str, check: bool = True, timeout: float = 60, **more) -> str:
         """Standard output of a command, as a user of the cluster."""
-        done = subprocess.run(
-            command, env={**self.environment, **more.pop("env", {})}, capture_output=True, text=True, timeout=60, **more
-        )
+        environment = {**self.environment, **more.pop("env", {})}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, **more)
         assert not check or done.returncode == 0, (
             f"{command} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
         )

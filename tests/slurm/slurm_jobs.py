@@ -57,7 +57,10 @@ class Job:
         # Servers on a node that crashes leave theirs behind.
         self.environment = {**environment(), "TMPDIR": str(cluster.temporary), **SITE, **site}
         self._first_log = folder / "slurm-%s.out"
-        self.submitted = cluster.run(*sbatch, SCRIPT, *self.arguments, env=self.environment, cwd=folder)
+        # It tries the run's inputs and makes its plan before it submits.
+        self.submitted = cluster.run(
+            *sbatch, SCRIPT, *self.arguments, env=self.environment, cwd=folder, timeout=PATIENCE_SECONDS
+        )
         found = re.search(r"Submitted batch job (\d+)", self.submitted)
         assert found, self.submitted
         self.id = found[1]

@@ -5,6 +5,7 @@ node, and more jobs of real ranks and servers. Those with `submit_stand_ins` hav
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +13,10 @@ from pathlib import Path
 import psutil
 from tiny_models import make_model
 
-from gspo_mega.base.run_folder import read_json
+from gspo_mega.base.run_folder import RunFolder, read_json
 from gspo_mega.launcher.attempt_state import read_state
 from gspo_mega.rollout.server.reward_server import reward_folder
+from gspo_mega.verify.drill.outcome import digests
 
 LONG = ("train.num_steps=8", "checkpoint.every_steps=1", "rollout.max_concurrent_requests=1")
 STEPS = "train.num_steps=500"
@@ -80,6 +82,53 @@ def test_a_trainer_node_that_crashes_costs_the_steps_since_the_checkpoint(submit
     assert job.finish() == "COMPLETED", job.log
     assert sorted(set(job.steps())) == list(range(1, 9))
     assert lost not in job.nodes("ranks") + job.nodes("servers"), "the crashed node was waited for"
+
+
+def test_real_ranks_go_on_with_one_node_of_two_and_then_with_both_again(submit):
+    """Experts over two ranks, then all on one, then over two again. A run without Slurm that takes the recorded
+    rollouts through the same layouts ends with the same weights and optimizer state, to the bit.
+    """
+    job = submit(
+        "train.num_steps=300",
+        "train.on_lost_node=shrink",
+        "checkpoint.every_steps=1",
+        "rollout.max_concurrent_requests=8",
+        GSPO_SBATCH="--exclusive --mem=16000 --time=30 --exclude=node4",
+    )
+    job.wait_for("its second step", lambda: len(job.steps()) >= 2 and job.run.latest_checkpoint_file.exists())
+    lost = job.nodes("ranks")[1]
+    job.cluster.crash_node(lost)
+    job.wait_for_line("warning  1 of 2 trainer nodes (train.on_lost_node: shrink): ")
+    job.wait_for_line("resumed from step_")
+    behind = max(job.steps())
+    job.wait_for("two steps on one node", lambda: max(job.steps()) > behind + 1)
+    job.cluster.start_node(lost)
+    job.wait_for_line("queued again: nodes are free again")
+    job.wait_for_line("resumed from step_", times=2)
+    behind = max(job.steps())
+    job.wait_for("two steps on both", lambda: max(job.steps()) > behind + 1)
+    job.cluster.run("scancel", job.id)
+    assert job.finish() == "CANCELLED"
+    job.cluster.wait_gone()
+
+    changes = [int(step) for step in re.findall(r"^resumed from step_(\d+)", job.log, re.MULTILINE)]
+    ends = [*changes, int(job.run.latest_checkpoint_file.read_text().removeprefix("step_"))]
+    assert len(ends) == 3 and 0 < ends[0] < ends[1] < ends[2]
+    replay = RunFolder(job.run.path.with_name("replay"))
+    for end, ranks in zip(ends, (2, 1, 2), strict=True):
+        alone = f"cluster={{num_nodes: 1, ranks_per_node: {ranks}, num_rollout_nodes: 0}}"
+        words = [*job.arguments, "run.name=replay", alone, f"parallel.expert={ranks}", "train.on_lost_node=wait"]
+        words += [f"train.num_steps={end}", "--from-rollouts", str(job.run.path)]
+        done = subprocess.run(
+            [sys.executable, "-m", "gspo_mega", "train", *words], env=job.environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        layout = read_json(replay.checkpoints_dir / f"step_{end:08d}" / "state.json")["layout"]
+        assert (layout["world"], layout["expert"]) == (ranks, ranks)
+    one, other = (
+        digests(run.checkpoints_dir / run.latest_checkpoint_file.read_text() / "megatron") for run in (job.run, replay)
+    )
+    assert len(one) > 2 and {**one, ".metadata": None} == {**other, ".metadata": None}
 
 
 def test_ranks_and_servers_on_the_same_nodes(submit):
