@@ -9,9 +9,12 @@ import functools
 import json
 import sys
 
-from gspo_mega.launcher import local, trial_process
-
 if __name__ == "__main__":
+    try:
+        from gspo_mega.cli.main import main
+        from gspo_mega.launcher import local, trial_process
+    except KeyboardInterrupt:  # as `gspo_mega/__main__.py`
+        sys.exit(130)
     commands = json.loads(sys.argv[1])
     trial_process._COMMAND = tuple(commands["trial"])
     if "rank" in commands:
@@ -20,6 +23,4 @@ if __name__ == "__main__":
         local.launch = functools.partial(
             local.launch, worker_command=local.WORKER_COMMAND, serve_command=commands["server"]
         )
-    from gspo_mega.cli.main import main
-
     sys.exit(main(sys.argv[2:]))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import gspo_mega
+from gspo_mega import __main__ as entry_point
 from gspo_mega.base.errors import RankError
 from gspo_mega.cli.main import COMMANDS, main
 
@@ -145,3 +146,13 @@ def test_the_scripts_of_the_readme_say_what_they_are_for(script):
         run = subprocess.run([script, word], capture_output=True, text=True, cwd=Path(__file__).parents[3], timeout=60)
         assert (run.returncode, run.stderr) == (0, "")
         assert f"  {script} [" in run.stdout and "#" not in run.stdout and "set -" not in run.stdout
+
+
+def test_ctrl_c_while_the_command_line_is_imported_ends_it_without_a_traceback(monkeypatch):
+    class Interrupted:
+        @property
+        def main(self):
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "gspo_mega.cli.main", Interrupted())
+    assert entry_point.main() == 130
