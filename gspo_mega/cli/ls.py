@@ -17,16 +17,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from gspo_mega.base.errors import ConfigError, GspoMegaError
 from gspo_mega.base.run_folder import RunFolder
-from gspo_mega.base.untrusted import printable, read_text
-from gspo_mega.cli.status import ago, facts_of
-from gspo_mega.launcher.restarts import last_line
+from gspo_mega.base.untrusted import printable
+from gspo_mega.cli.status import ago, command_of, facts_of, num_steps_of
 
 # How far below a named folder runs are looked for: runs/<study>/<arm>/<run>.
 _DEPTH = 4
@@ -59,8 +57,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def list_runs(folders: Sequence[Path], now: float) -> list[dict[str, Any]]:
-    """What `status --json` says of each run below `folders`, and its `command`, `num_steps` (null if not known) and
-    `accuracy` (that of its last evaluation, or null); `problem` where its files cannot be read. The latest sign of life
+    """What `status --json` says of each run below `folders`, and its `command` and `num_steps` (null if not known);
+    `problem` where its files cannot be read. The latest sign of life
     comes first. `now`: unix seconds.
     """
     places = {path.resolve(): path for folder in folders for path in _run_folders(folder, _DEPTH)}
@@ -90,11 +88,8 @@ def _facts(path: Path, now: float) -> dict[str, Any]:
     facts: dict[str, Any] = {"run": str(path)}
     try:
         facts |= facts_of(folder, now) | {"run": str(path)}
-        attempt = folder.latest_attempt()
-        has_command = attempt is not None and attempt.command_file.is_file()
-        facts["command"] = read_text(attempt.command_file).strip() if attempt is not None and has_command else None
-        facts["num_steps"] = _num_steps(folder, facts["command"])
-        facts["accuracy"] = (last_line(folder.metrics_file, "eval/accuracy") or {}).get("eval/accuracy")
+        facts["command"] = command_of(folder.latest_attempt())
+        facts["num_steps"] = num_steps_of(folder, facts["command"])
         for key in _NUMBERS:
             value = facts[key]
             if value is not None and (type(value) not in (int, float) or not -_MOST < value < _MOST):
@@ -103,18 +98,6 @@ def _facts(path: Path, now: float) -> dict[str, Any]:
         # What was read before the problem may be no JSON.
         facts = {"run": str(path), "problem": str(error)}
     return facts
-
-
-def _num_steps(folder: RunFolder, command: str | None) -> int | None:
-    if command is None or not folder.config_file.is_file():
-        return None
-    try:
-        config = yaml.safe_load(read_text(folder.config_file))
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{folder.config_file}: no YAML: {error}") from None
-    section = config.get(command) if isinstance(config, dict) else None
-    found = section.get("num_steps") if isinstance(section, dict) else None
-    return found if type(found) is int and 0 <= found < _MOST else None
 
 
 def render_runs(found: Sequence[dict[str, Any]], now: float) -> str:

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+import yaml
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -39,12 +40,15 @@ from gspo_mega.metrics.writer import progress_line
 from gspo_mega.rollout.registration import Registration, read_registrations
 from gspo_mega.rollout.server.reward_server import reward_folder, reward_names
 
+_MOST_STEPS_OF_A_RUN = 2**63
+
 # Of each line of the report: its name, and its key in what `describe_run` returns.
 _SHOWN = (
     ("run", "run"),
     ("state", "state"),
     ("attempt", "attempt"),
     ("step", "step"),
+    ("accuracy", "accuracy"),
     ("speed", "speed"),
     ("servers", "servers"),
     ("rewards", "reward_models"),
@@ -113,6 +117,11 @@ def describe_run(folder: RunFolder, now: float) -> dict[str, Any]:
         }
     state = read_state(attempt)
     last = last_line(folder.metrics_file)
+    is_over = state is None or state.is_over or state.is_silent(now)
+    try:
+        num_steps = num_steps_of(folder, command_of(attempt))
+    except ConfigError:  # the rest is still worth showing
+        num_steps = None
     return {
         "run": str(folder.path),
         "state": _state(attempt, state, now),
@@ -121,8 +130,9 @@ def describe_run(folder: RunFolder, now: float) -> dict[str, Any]:
             + (f", job {state.slurm_job}" if state is not None and state.slurm_job else "")
             + (f", on {state.host}" if state is not None else "")
         ),
-        "step": _step(folder, last, now),
-        "speed": _speed(last),
+        "step": _step(folder, last, num_steps, now),
+        "accuracy": _accuracy(folder, attempt),
+        "speed": _speed(last, None if num_steps is None or last is None or is_over else num_steps - last["step"]),
         "servers": _servers(attempt),
         "reward_models": _reward_models(attempt),
         "checkpoint": _latest_checkpoint(folder),
@@ -142,18 +152,61 @@ def _state(attempt: Attempt, state: RunState | None, now: float) -> str:
     return f"{state.state} {age}{goes_on}" + (f" ({state.note})" if state.note else "")
 
 
-def _step(folder: RunFolder, last: dict[str, Any] | None, now: float) -> str | None:
+def command_of(attempt: Attempt | None) -> str | None:
+    """The command that an attempt runs; None if it has not said so."""
+    known = attempt is not None and attempt.command_file.is_file()
+    return read_text(attempt.command_file).strip() if attempt is not None and known else None
+
+
+def num_steps_of(folder: RunFolder, command: str | None) -> int | None:
+    """The number of steps that the run is to make; None if its configuration does not say. Raises ConfigError."""
+    if command is None or not folder.config_file.is_file():
+        return None
+    try:
+        config = yaml.safe_load(read_text(folder.config_file))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{folder.config_file}: no YAML: {error}") from None
+    section = config.get(command) if isinstance(config, dict) else None
+    found = section.get("num_steps") if isinstance(section, dict) else None
+    return found if type(found) is int and 0 <= found < _MOST_STEPS_OF_A_RUN else None
+
+
+def _accuracy_fact(folder: RunFolder, attempt: Attempt | None) -> Any | None:
+    """The accuracy of the last evaluation, also of `gspo-mega eval`, which has no steps."""
+    if command_of(attempt) == "eval" and attempt is not None:
+        result = read_json(attempt.result_file)
+        return result.get("accuracy") if isinstance(result, dict) else None
+    return (last_line(folder.metrics_file, "eval/accuracy") or {}).get("eval/accuracy")
+
+
+def _accuracy(folder: RunFolder, attempt: Attempt) -> str | None:
+    accuracy = _accuracy_fact(folder, attempt)
+    if type(accuracy) not in (int, float):
+        return None
+    if command_of(attempt) == "eval":
+        return f"{accuracy:.3f}"
+    line = last_line(folder.metrics_file, "eval/accuracy") or {}
+    return f"{accuracy:.3f}, of the weights of step {line.get('eval/measured_step', line.get('step'))}"
+
+
+def _step(folder: RunFolder, last: dict[str, Any] | None, num_steps: int | None, now: float) -> str | None:
     if last is None:
         return None
     age = ago(now - folder.metrics_file.stat().st_mtime)
     reward = f", reward {last['reward/mean']:.3f}" if last.get("reward/mean") is not None else ""
-    return f"{last['step']}{reward}, {age} ago"
+    of = "" if num_steps is None else f"/{num_steps}"
+    return f"{last['step']}{of}{reward}, {age} ago"
 
 
-def _speed(last: dict[str, Any] | None) -> str | None:
+def _speed(last: dict[str, Any] | None, steps_left: int | None) -> str | None:
+    """`steps_left`: the steps that a run still has to make; None if it is over or if that is not known."""
     if last is None or "speed/tokens_per_second" not in last:
         return None
-    return f"{last['speed/tokens_per_second']:.0f} tokens/s, {last['time/step_seconds']:.1f} s per step"
+    seconds = last["time/step_seconds"]
+    left = (
+        f"; about {ago(steps_left * seconds)} left at this speed" if steps_left is not None and steps_left > 0 else ""
+    )
+    return f"{last['speed/tokens_per_second']:.0f} tokens/s, {seconds:.1f} s per step{left}"
 
 
 def _servers(attempt: Attempt) -> str | None:
@@ -278,6 +331,7 @@ def facts_of(folder: RunFolder, now: float) -> dict[str, Any]:
         "step": last.get("step"),
         "step_time": last.get("time"),
         "reward_mean": last.get("reward/mean"),
+        "accuracy": _accuracy_fact(folder, attempt),
         "tokens_per_second": last.get("speed/tokens_per_second"),
         "step_seconds": last.get("time/step_seconds"),
         "servers": None if attempt is None else _server_facts(attempt),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from gspo_mega.base.errors import ConfigError
 from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.cli.main import main
+from gspo_mega.cli.status import ago, shown_pairs
 from gspo_mega.config import load_config, render_config
 from gspo_mega.launcher import restarts
 from gspo_mega.launcher.attempt_state import StateKeeper
@@ -50,6 +52,27 @@ def test_each_run_is_a_line_the_latest_sign_of_life_first(tmp_path, capsys):
     assert rows[1][:2] == [str(second.path), "sft"] and rows[1][-1] == "step_00000001"
     assert rows[2][:2] == [str(tmp_path / "study/arm/first"), "train"]
     assert rows[2][3:6] == [f"3/{steps}", "0.300", "0.250"]
+
+
+def test_an_evaluation_has_an_accuracy_and_status_says_how_far_a_run_is(tmp_path, capsys):
+    measured = made(tmp_path / "eval", command="eval")
+    measured.latest_attempt().result_file.write_text('{"accuracy": 0.11, "num_samples": 100}')
+    (row,) = [line.split() for line in listed(capsys, tmp_path).splitlines()[1:]]
+    assert row[1] == "eval" and row[5] == "0.110"
+    assert dict(shown_pairs(measured, 0.0))["accuracy"] == "0.110"
+    run = made(tmp_path / "train", steps=3, measured_at=2)
+    speed = {"speed/tokens_per_second": 100.0, "time/step_seconds": 60.0}
+    with run.metrics_file.open("a") as file:
+        file.write(json.dumps({"step": 4, "time": 0.0, "reward/mean": 0.4, **speed}) + "\n")
+    steps = load_config("configs/quickstart.yaml").config.train.num_steps
+    with StateKeeper(run.latest_attempt()):
+        shown = dict(shown_pairs(run, time.time()))
+    assert (
+        shown["step"].startswith(f"4/{steps}, reward 0.400") and shown["accuracy"] == "0.250, of the weights of step 2"
+    )
+    assert shown["speed"].endswith(f"; about {ago((steps - 4) * 60.0)} left at this speed")
+    StateKeeper(run.latest_attempt()).tell("finished")
+    assert "left" not in dict(shown_pairs(run, time.time()))["speed"]
 
 
 def test_json_is_what_status_says_and_a_damaged_run_hides_no_other(tmp_path, capsys):
