@@ -34,7 +34,7 @@ def main() -> int:
     drill.add_arguments(parser)
     args = parser.parse_args()
     args.has_own_mounts = True
-    args.kinds = ",".join(name for name, kind in KINDS.items() if not _NOT_IN_FORKS & {*kind.needs})
+    args.kinds = args.kinds or ",".join(name for name, kind in KINDS.items() if not _NOT_IN_FORKS & {*kind.needs})
     ranks, servers = ForkedWorkers(_OF_RANKS), ForkedWorkers(_OF_SERVERS, TORCHDYNAMO_DISABLE="1")
     commands = {
         "trial": ranks.command("forked_trial"),
