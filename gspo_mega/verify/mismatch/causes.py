@@ -122,13 +122,19 @@ STATES_DTYPE = "mamba_ssm_dtype"
 """SGLang's option, and its key in config.json, for the type of what gated delta nets remember."""
 
 
+def states_dtype(facts: Facts) -> str:
+    """Return torch's name of the type in which servers keep what gated delta nets remember; float32 without them."""
+    if facts.spec.delta is None:
+        return "float32"
+    raw = facts.spec.raw or {}
+    own = raw.get("text_config", raw).get(STATES_DTYPE)
+    return facts.config.server.options.get(STATES_DTYPE) or own or "float32"
+
+
 def _server_states(facts: Facts) -> Settings | Nothing:
     if facts.spec.delta is None:
         return Nothing("the model has no gated delta nets", True)
-    raw = facts.spec.raw or {}
-    own = raw.get("text_config", raw).get(STATES_DTYPE)
-    dtype = facts.config.server.options.get(STATES_DTYPE) or own or "float32"
-    if dtype == "float32":
+    if states_dtype(facts) == "float32":
         return Nothing("servers keep the states of gated delta nets in fp32", True)
     return {f"server.options.{STATES_DTYPE}": "float32"}
 
@@ -239,7 +245,7 @@ CAUSES: tuple[Cause, ...] = (
     Cause(
         "server states",
         "server",
-        "what gated delta nets remember, in another type against fp32",
+        "what gated delta nets remember, in another type against fp32, where tokens are scored again",
         _server_states,
         avoidable=True,
     ),
@@ -359,6 +365,8 @@ def formats(facts: Facts) -> dict[Literal["server", "trainer"], list[str]]:
         server.append(facts.config.server.quantization.split("_")[0])
     if facts.config.server.kv_cache != "auto":
         server.append(facts.config.server.kv_cache)
+    if states_dtype(facts) != "float32":
+        server.append("bf16")
     return {
         "server": server,
         "trainer": ["bf16", "fp8"] if facts.config.precision == "fp8" else [facts.config.precision],

@@ -40,9 +40,11 @@ from gspo_mega.verify.mismatch.causes import (
     ENGINES,
     R3,
     SAMPLING,
+    STATES_DTYPE,
     Facts,
     Nothing,
     left_between,
+    states_dtype,
     units_of,
 )
 from gspo_mega.verify.mismatch.faults import UNITS, EngineFault, Sequences, fault_bounds, find_faults
@@ -349,6 +351,7 @@ def advise(facts: Facts, findings: Findings) -> Advice:
     _origin(findings, advice)
     _block_advice(findings, advice)
     _routing(facts, findings, advice)
+    _states(facts, advice)
     _chunks(findings, advice)
     _budget(facts, findings, advice)
     _unseen(findings, advice)
@@ -492,6 +495,15 @@ def _routing(facts: Facts, findings: Findings, advice: Advice) -> None:
             advice.keys["moe.routing_replay"] = ("none", "R3 makes the mismatch larger here")
     else:
         advice.sentences.append(f"R3 makes no difference that these prompts can show ({figures}).")
+
+
+def _states(facts: Facts, advice: Advice) -> None:
+    if (dtype := states_dtype(facts)) != "float32":
+        advice.sentences.append(
+            f"The servers round what gated delta nets remember to {dtype} after every sampled token. Tokens that are"
+            " scored again in one prefill are not rounded so, so this is in `sampling` and hardly in `server states`: a"
+            f" budget with server.options.{STATES_DTYPE}=float32 tells how much of `sampling` it is."
+        )
 
 
 def _chunks(findings: Findings, advice: Advice) -> None:

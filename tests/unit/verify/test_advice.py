@@ -258,6 +258,14 @@ def test_a_fault_comes_first_and_is_not_called_precision():
     assert "can bear that" not in said(advice)
 
 
+def test_where_the_rounding_of_states_is_found_is_said():
+    delta = "configs/models/certify_qwen3_next.json"
+    run = facts(delta, server=dict(options=dict(mamba_ssm_dtype="bfloat16")))
+    assert "to bfloat16 after every sampled token" in said(advise(run, findings(run, {ENGINES: noise(1e-6)})))
+    plain = facts(delta)
+    assert "after every sampled token" not in said(advise(plain, findings(plain, {ENGINES: noise(1e-6)})))
+
+
 def test_tokens_are_counted_where_tokens_are_clipped():
     run = facts(algorithm="grpo", objective=dict(clip_low=0.2, clip_high=0.27))
     found = findings(run, {ENGINES: noise(1e-3)})

@@ -110,6 +110,17 @@ def test_states_of_delta_nets_are_a_cause_where_servers_round_them():
     assert make_plan(facts(DELTA)).nothing["server states"].is_zero
 
 
+def test_rounded_states_are_rounding_in_the_row_of_sampling():
+    """A sampled token's state is rounded, that of a token scored again is not: 3e-5 of k3 beside fp32 products."""
+
+    def units(**options):
+        run = facts(DELTA, server=dict(dtype="fp32", options=options), precision="fp32")
+        return units_of(run, {SAMPLING: "server"}, {}, UNITS)
+
+    assert units()[SAMPLING] == units(mamba_ssm_dtype="float32")[SAMPLING] == UNITS["fp32"]
+    assert units(mamba_ssm_dtype="bfloat16")[SAMPLING] == UNITS["bf16"]
+
+
 def test_other_chunks_of_the_delta_rule_are_evaluated_where_no_kernel_fixes_them():
     plan = make_plan(facts(DELTA))
     chunks = {name: point.values.get(CHUNK) for name, point in plan.alternatives.items() if name != R3}
