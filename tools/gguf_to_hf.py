@@ -72,6 +72,8 @@ def to_huggingface(file: Path, out_dir: Path, dtype: torch.dtype) -> None:
     with tempfile.TemporaryDirectory(prefix=f".{out_dir.name}-", dir=out_dir.parent) as name:
         folder = Path(name, out_dir.name)
         model.save_pretrained(folder)
+        for path in folder.glob("*.safetensors"):
+            atomic_io.follow_umask(path)
         tokenizer.save_pretrained(folder)
         (folder / "gguf.json").write_text(json.dumps(read, indent=1) + "\n", encoding="utf-8")
         for path in [*folder.iterdir(), folder]:

@@ -31,6 +31,7 @@ if __package__ is None or __package__ == "":
 import torch
 from safetensors.torch import save_file
 
+from gspo_mega.base import atomic_io
 from gspo_mega.base.errors import DataError, GspoMegaError
 from gspo_mega.base.untrusted import printable_output, read_json_file
 from gspo_mega.data import calculator, quickstart
@@ -131,6 +132,7 @@ def write_model(folder: Path, shape: Path, seed: int, chat_template: str) -> Non
         for entry in hf_tensors(read_model_spec(folder))
     }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    atomic_io.follow_umask(folder / "model.safetensors")
 
 
 def write_data(folder: Path, task: Task, num_problems: dict[Split, int], seed: int) -> None:

@@ -105,6 +105,14 @@ def copy_file(source: Path, target: Path, at: str) -> None:
         sync(target)
 
 
+def follow_umask(path: Path) -> None:
+    """Give a file of a library that makes private files, as safetensors does, the permissions of any other new file."""
+    # Asking `os.umask` would change it for all threads for a moment.
+    status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    umask = next(int(line.split()[1], 8) for line in status.splitlines() if line.startswith("Umask:"))
+    path.chmod(0o666 & ~umask)
+
+
 def open_end(path: Path, at: str) -> int:
     """Return a descriptor that appends to an existing file. The caller closes it with `os.close`."""
     with operation(at):

@@ -115,6 +115,7 @@ def export_adapters(
             atomic_io.make_folder(staging, at="publish.folder")
             with atomic_io.operation("publish.tensors"):
                 save_file(tensors, staging / WEIGHTS_NAME, metadata={"format": "pt"})
+                atomic_io.follow_umask(staging / WEIGHTS_NAME)
             atomic_io.sync(staging / WEIGHTS_NAME, at="publish.sync")
             atomic_io.atomic_write_json(staging / CONFIG_NAME, config, at="publish.config")
             atomic_io.remove_tree(replaced, at="publish.drop")

@@ -233,6 +233,7 @@ class _Writer:
             }
         with atomic_io.operation("publish.tensors"):
             save_file(self._pending, self.folder / file, metadata={"format": "pt"})
+            atomic_io.follow_umask(self.folder / file)
         atomic_io.sync(self.folder / file, at="publish.sync")
         with safe_open(self.folder / file, framework="pt") as saved:
             for name, tensor in self._pending.items():

@@ -177,9 +177,11 @@ class Saver:
 
         def keep_random_state() -> None:
             with atomic_io.operation("save.random"):
-                save_file(random_state(), draft / folders.rank_file("rng", groups.world.rank))
-                for name, one in scales.items():
-                    save_file(one.state(), draft / folders.rank_file(name, groups.world.rank))
+                states = {"rng": random_state()} | {name: one.state() for name, one in scales.items()}
+                for name, tensors_of_rank in states.items():
+                    file = draft / folders.rank_file(name, groups.world.rank)
+                    save_file(tensors_of_rank, file)
+                    atomic_io.follow_umask(file)
 
         self._together(keep_random_state, final)
 

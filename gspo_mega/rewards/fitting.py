@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
+from gspo_mega.base import atomic_io
 from gspo_mega.base.errors import ModelError
 from gspo_mega.base.untrusted import read_json_file
 from gspo_mega.rewards.services import filled
@@ -192,6 +193,7 @@ def fit(model: Path, examples: Sequence[Example], out: Path, how: Fitting, say: 
         right = sum(num_right(*scores_of(rows), how.loss) for rows in in_batches(held_out, how.batch_size))
     accuracy = right / len(held_out) if held_out else None
     classifier.save_pretrained(out, max_shard_size="100GB")
+    atomic_io.follow_umask(out / "model.safetensors")
     tokenizer.save_pretrained(out)
     give_served_bias(out)
     fitted = Fitted(losses, accuracy, len(trained), len(held_out))
@@ -209,3 +211,4 @@ def give_served_bias(folder: Path) -> None:
     if "score.bias" not in tensors:
         head = tensors["score.weight"]
         save_file(tensors | {"score.bias": torch.zeros(head.shape[0], dtype=head.dtype)}, weights, {"format": "pt"})
+        atomic_io.follow_umask(weights)

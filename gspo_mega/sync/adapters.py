@@ -132,6 +132,7 @@ def write_random_adapters(folder: Path, settings: Lora, spec: ModelSpec, base: s
         atomic_io.make_folder(folder, at="publish.folder")
         with atomic_io.operation("publish.tensors"):
             save_file(tensors, folder / WEIGHTS_NAME, metadata={"format": "pt"})
+            atomic_io.follow_umask(folder / WEIGHTS_NAME)
         atomic_io.sync(folder / WEIGHTS_NAME, at="publish.sync")
         atomic_io.atomic_write_json(folder / CONFIG_NAME, served_config(settings, spec, base), at="publish.config")
     except OSError as error:

@@ -395,6 +395,7 @@ class _Files:
             file = f"rank{self._rank:05d}-{len(self.counts):05d}.safetensors"
             with atomic_io.operation("publish.tensors"):
                 save_file(self._pending, self._folder / file)
+                atomic_io.follow_umask(self._folder / file)
             atomic_io.sync(self._folder / file, at="publish.sync")
             self.counts[file] = len(self._pending)
             self._pending, self._num_bytes = {}, 0

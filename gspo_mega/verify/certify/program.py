@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from gspo_mega.base import atomic_io
 from gspo_mega.base.errors import RankError
 from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.base.untrusted import read_text
@@ -74,6 +75,7 @@ def make_random_folder(shape_file: str | Path, folder: Path, seed: int) -> Path:
             {entry.name: _draw(spec, entry, index + len(names), seed) for index, entry in enumerate(shard)},
             folder / file,
         )
+        atomic_io.follow_umask(folder / file)
         names |= {entry.name: file for entry in shard}
     size = sum(entry.num_elements * 4 for entry in entries)
     (folder / "model.safetensors.index.json").write_text(

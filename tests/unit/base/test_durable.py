@@ -1,11 +1,20 @@
 """Files of a run are as private as the process's umask says, and a copy is as private as its source."""
 
+import ast
 import os
 import stat
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from gspo_mega.base import atomic_io
+from gspo_mega.checkpoint.hf_export import _Writer
+from gspo_mega.rewards.fitting import give_served_bias
+from gspo_mega.sync.delta import _Files
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -31,6 +40,40 @@ def test_what_is_written_whole_has_the_permissions_that_the_umask_leaves(tmp_pat
     assert mode(tmp_path / "prompts") == 0o666 & ~mask
     assert mode(tmp_path / "key") == 0o600
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["key", "prompts"]
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o027])
+def test_tensors_that_safetensors_wrote_have_the_permissions_that_the_umask_leaves(tmp_path, umask, mask):
+    """safetensors writes a private file, whatever the umask, so another user could not read an exported model."""
+    umask(mask)
+    exported = _Writer(tmp_path, 0, 1 << 20, lambda name, tensor: None)
+    exported.add("weight", torch.ones(3))
+    exported.close()
+    changes = _Files(tmp_path, 1)
+    changes.add("weight", torch.ones(3, dtype=torch.uint8))
+    changes.write()
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForSequenceClassification"]}')
+    save_file({"score.weight": torch.ones(1, 3)}, tmp_path / "model.safetensors")
+    give_served_bias(tmp_path)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert [file.name for file in files] == [
+        "model.safetensors",
+        "rank00000-00000.safetensors",
+        "rank00001-00000.safetensors",
+    ]
+    assert {mode(file) for file in files} == {0o666 & ~mask}
+
+
+def test_whoever_lets_a_library_write_tensors_has_them_follow_the_umask():
+    writers = []
+    for path in [*(ROOT / "gspo_mega").rglob("*.py"), *(ROOT / "tools").glob("*.py")]:
+        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(function, ast.FunctionDef):
+                calls = [ast.unparse(node.func) for node in ast.walk(function) if isinstance(node, ast.Call)]
+                if any(call.rpartition(".")[2] in ("save_file", "save_pretrained") for call in calls):
+                    writers.append((path.name, function.name, "atomic_io.follow_umask" in calls))
+    assert len(writers) >= 9
+    assert [writer for writer in writers if not writer[2]] == []
 
 
 @pytest.mark.parametrize(
