@@ -151,7 +151,7 @@ function draw(box, own, settings, name, group) {
   plot.root.setAttribute("role", "img");
   plot.root.setAttribute("aria-label", `${name}: ${found.map((line) => line.label).join(", ")}${group === drawn ? "; the values are in the table below" : ""}`);
   plot.over.addEventListener("dblclick", () => zoom(null, null));
-  plot.setScale("x", range || stepsOf(plot));
+  if (steps.length) plot.setScale("x", range || stepsOf(plot));
   group.push(plot);
   return plot;
 }
