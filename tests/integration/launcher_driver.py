@@ -28,7 +28,7 @@ def main():
             stop_grace_seconds=float(grace),
         )
     except GspoMegaError as error:
-        print(error, file=sys.stderr)
+        print(error, *getattr(error, "__notes__", ()), sep="\n\n", file=sys.stderr)
         code = error.exit_code
     sys.exit(code)
 

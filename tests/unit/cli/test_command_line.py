@@ -102,6 +102,11 @@ def test_exit_codes_of_errors_and_of_ctrl_c(monkeypatch, capsys):
     monkeypatch.setattr(plan, "run", fail(RankError("rank 1 failed")))
     assert main(["plan"]) == RankError.exit_code == 7
     assert capsys.readouterr().err == "rank 1 failed\n"
+    noted = RankError("rank 1 failed")
+    noted.add_note("failed   and what to do")
+    monkeypatch.setattr(plan, "run", fail(noted))
+    assert main(["plan"]) == 7
+    assert capsys.readouterr().err == "rank 1 failed\n\nfailed   and what to do\n"
     monkeypatch.setattr(plan, "run", fail(KeyboardInterrupt()))
     assert main(["plan"]) == 130
     monkeypatch.setattr(plan, "run", fail(ZeroDivisionError()))
