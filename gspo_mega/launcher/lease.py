@@ -155,6 +155,26 @@ def hold(
             lease.release()
 
 
+def refuse_if_held(folder: RunFolder) -> str | None:
+    """Raise ConfigError if a living process of this machine holds the run folder. Takes, waits for and writes nothing:
+    a lock taken for a moment would turn away a run that starts then. Returns a notice about a holder that cannot be
+    seen from this machine, and otherwise None.
+    """
+    newest = _newest(folder.lease_dir)
+    holder = None if newest is None else _read(folder.lease_dir, newest)
+    if holder is None or holder.is_released:
+        return None
+    alive = holder.is_alive()
+    if alive:
+        raise _in_use(folder, holder)
+    if alive is None:
+        return (
+            f"run folder {folder.path} is held by {holder.described}, which cannot be seen from here: a start waits"
+            f" {LEASE_SECONDS:.0f} s for a sign of life, and is refused if there is one"
+        )
+    return None
+
+
 def _take(folder: RunFolder, say: Callable[[str], None], lease_seconds: float, beat_seconds: float) -> Lease:
     try:
         folder.lease_dir.mkdir(exist_ok=True)

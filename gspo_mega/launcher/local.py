@@ -50,7 +50,7 @@ from gspo_mega.launcher.inputs import (
     check_what_is_read,
     is_replay,
 )
-from gspo_mega.launcher.lease import Lease, hold
+from gspo_mega.launcher.lease import Lease, hold, refuse_if_held
 from gspo_mega.launcher.prepare import (
     check_same_run,
     new_attempt,
@@ -91,8 +91,8 @@ def dry_run(
     it always is for several, so this machine's GPUs do not count.
 
     Shows the plan, notices, what was read, and what a start would do; of what is refused only the reason. Returns 0, or
-    raises what `launch` would. Not checked are what only a start can: whether another process holds the run's folder,
-    whether the checkpoint is whole, the job's nodes.
+    raises what `launch` would. Not checked are what only a start can: whether a process of another machine that holds
+    the run's folder is alive, whether the checkpoint is whole, the job's nodes.
     """
     config = loaded.config
     is_here = not in_job and (config.cluster.num_nodes, config.cluster.num_rollout_nodes, config.server.num_nodes) == (
@@ -112,9 +112,12 @@ def dry_run(
     _refuse_what_does_not_fit(loaded, plan, figures, say)
     check_run_folder(loaded)
     folder = RunFolder(Path(config.run.dir) / config.run.name)
+    held = refuse_if_held(folder)
     check_same_run(folder, loaded, command)
     read: list[str] = []
     notices = check_all_inputs(loaded, command, read)
+    if held is not None:
+        notices = [*notices, held]
     say(render_report(plan, figures))
     for notice in notices:
         say(f"notice   {notice}")

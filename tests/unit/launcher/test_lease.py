@@ -13,7 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from run_configs import smallest_yaml
 
+SHAPE = str(Path(__file__).parents[3] / "configs" / "models" / "quickstart_dense.json")
 HOLDER = Path(__file__).with_name("lease_holder.py")
 # Far longer than the beats; how long nobody waits that needs not.
 NEVER_SECONDS = 600.0
@@ -161,3 +163,41 @@ def test_where_the_file_system_has_no_links(start, tmp_path, monkeypatch):
         with pytest.raises(ConfigError, match=f"process {os.getpid()}"), hold(RunFolder(tmp_path / "run")):
             raise AssertionError
     assert line(start("ENOLCK")) == "held"
+
+
+def test_a_dry_run_says_that_another_run_has_the_folder_and_leaves_it_as_it_is(start, tmp_path, capsys):
+    from gspo_mega.cli.main import main
+
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    (tmp_path / "c.yaml").write_text(
+        smallest_yaml(model=SHAPE, data=tmp_path / "train.jsonl", more="train: {num_steps: 2}\n")
+    )
+    command = ["train", str(tmp_path / "c.yaml"), f"run.dir={tmp_path}", "run.name=run", "--dry-run"]
+    first = start("works")
+    assert line(first) == "held"
+    assert main(command) == 2
+    shown = capsys.readouterr()
+    assert f"run folder {tmp_path}/run is in use by another run (process {first.pid} on" in shown.err
+    assert shown.out == "", "no plan of what is refused"
+    first.stdin.close()
+    first.wait()
+    before = sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "run").rglob("*"))
+    assert main(command) == 2, "of rows without a prompt"
+    assert "in use" not in capsys.readouterr().err
+    assert sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "run").rglob("*")) == before
+    assert line(start("works")) == "held"
+
+
+def test_who_only_asks_is_told_of_a_holder_that_is_not_to_be_seen_from_here(start, tmp_path):
+    from gspo_mega.base.run_folder import RunFolder
+    from gspo_mega.launcher.lease import refuse_if_held
+
+    folder = RunFolder(tmp_path / "run")
+    assert refuse_if_held(folder) is None and not folder.path.exists()
+    other = start("local", "node7")
+    assert line(other) == "held"
+    said = refuse_if_held(folder)
+    assert f"is held by process {other.pid} on node7" in said and "waits 60 s for a sign of life" in said
+    other.stdin.close()
+    other.wait()
+    assert refuse_if_held(folder) is None
