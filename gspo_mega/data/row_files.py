@@ -137,7 +137,7 @@ class TableFile:
             if enough(number):
                 self._num_rows, self.is_whole = number, False
                 break
-        if shown := problems.lines(len(self)):
+        if shown := problems.lines(len(self), is_whole=self.is_whole):
             raise DataError("\n".join(shown))
         self.fingerprint = _fingerprint([part.file for part in self._parts]) if self.is_whole else ""
 
@@ -166,14 +166,15 @@ class TableFile:
 
 def check_first_table_rows(path: str | Path, check: Callable[[Row], str | None], num_rows: int) -> None:
     """Check the table and its first `num_rows` rows as `TableFile` does, without reading further. Raises DataError."""
-    problems, seen = RowProblems("rows"), 0
+    problems, seen, is_whole = RowProblems("rows"), 0, True
     for where, row in _rows(_parts_of(Path(path))):
         seen += 1
         if (problem := _problem_of(row) or check(row)) is not None:
             problems.add(where, problem)
         if seen == num_rows or problems.are_enough:
+            is_whole = False
             break
-    if shown := problems.lines(seen):
+    if shown := problems.lines(seen, is_whole=is_whole):
         raise DataError("\n".join(shown))
     if not seen:
         raise DataError(f"{path}: no rows")

@@ -82,7 +82,7 @@ class JsonlFile:
                     self.is_whole = False
                     break
             start += len(line)
-        if shown := problems.lines(len(starts)):
+        if shown := problems.lines(len(starts), is_whole=self.is_whole):
             raise DataError("\n".join(shown))
         if not starts:
             raise DataError(f"{path}: {NO_ROWS}")
@@ -114,7 +114,7 @@ class JsonlFile:
 
 def check_first_rows(path: str | Path, check: Callable[[Row], str | None], num_rows: int) -> None:
     """Check the file and its first `num_rows` rows as `JsonlFile` does, without reading further. Raises DataError."""
-    problems, seen = RowProblems(), 0
+    problems, seen, is_whole = RowProblems(), 0, True
     with _opened(Path(path)) as file:
         for number, line in enumerate(_lines(path, file), start=1):
             if line.strip():
@@ -122,8 +122,9 @@ def check_first_rows(path: str | Path, check: Callable[[Row], str | None], num_r
                 if (problem := _problem_of(line, check)) is not None:
                     problems.add(f"{path}:{number}", problem)
             if seen == num_rows or problems.are_enough:
+                is_whole = False
                 break
-    if shown := problems.lines(seen):
+    if shown := problems.lines(seen, is_whole=is_whole):
         raise DataError("\n".join(shown))
     if not seen:
         raise DataError(f"{path}: {NO_ROWS}")
@@ -205,16 +206,19 @@ class RowProblems:
         """Whether as many different faults are known as will be shown."""
         return len(self._places) >= MAX_PROBLEMS_SHOWN
 
-    def lines(self, num_rows: int) -> list[str]:
-        """The lines to show. `num_rows`: the number of rows that were checked."""
+    def lines(self, num_rows: int, *, is_whole: bool) -> list[str]:
+        """The lines to show. `num_rows`: the number of rows that were checked, all there are if `is_whole`."""
         shown = []
+        checked = f"{num_rows} {self._what}" if is_whole else f"the first {num_rows} {self._what}"
         for kind, places in self._places.items():
             also = [place.rpartition(":")[2].removeprefix("row ") for place in places[:5]]
             more = f"{', '.join(also)}{', ...' if len(places) > len(also) else ''}"
-            equal = f" (so {len(places)} of {num_rows} {self._what}: {more})" if len(places) > 1 else ""
+            equal = f" (so {len(places)} of {checked}: {more})" if len(places) > 1 else ""
+            if len(places) == num_rows > 1:
+                equal = f" (so in all {checked})" if is_whole else f" (so in all of {checked})"
             shown.append(f"{places[0]}: {self._first[kind]}{equal}")
         if self._num_not_shown:
-            shown.append(f"... and {self._num_not_shown} more of {num_rows} {self._what}")
+            shown.append(f"... and {self._num_not_shown} more of {checked}")
         return shown
 
 

@@ -67,6 +67,26 @@ def test_equal_problems_are_one_line_with_their_number(write_jsonl):
         JsonlFile(two, needs_a)
 
 
+def test_a_problem_of_every_row_that_was_read_says_so_and_how_many_were_read(write_jsonl):
+    """Of a longer file only its first lines are read, so their number is not the file's."""
+    path = write_jsonl([{"b": 1}] * 40)
+    for read, said in (
+        (lambda: JsonlFile(path, needs_a), "(so in all 40 lines)"),
+        (lambda: check_first_rows(path, needs_a, 100), "(so in all 40 lines)"),
+        (lambda: JsonlFile(path, needs_a, lambda num_rows: num_rows == 20), "(so in all of the first 20 lines)"),
+        (lambda: check_first_rows(path, needs_a, 20), "(so in all of the first 20 lines)"),
+    ):
+        with pytest.raises(DataError) as caught:
+            read()
+        assert str(caught.value) == f"{path}:1: no a {said}"
+    some = write_jsonl([{"b": 1}, {"a": 1}, {"b": 1}, {"b": 1}])
+    with pytest.raises(DataError, match=r":1: no a \(so 2 of the first 3 lines: 1, 3\)$"):
+        check_first_rows(some, needs_a, 3)
+    other = write_jsonl([{"b": number} for number in range(25)])
+    with pytest.raises(DataError, match=r"\.\.\. and 5 more of the first 15 lines$"):
+        JsonlFile(other, lambda row: f"b is {row['b']}", lambda num_rows: num_rows == 15)
+
+
 def test_a_pretty_printed_array_is_recognised(write_jsonl):
     with pytest.raises(DataError, match="one JSON object per line"):
         JsonlFile(write_jsonl(["[", '{"a": 1},', '{"a": 2}', "]"]), no_check)

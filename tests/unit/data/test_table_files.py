@@ -135,8 +135,12 @@ def test_problems_are_named_by_file_and_row(tmp_path):
     with pytest.raises(DataError, match=r"b.parquet:row 3: level is 6"):
         check_first_rows(tmp_path / "shards", check, 13)
     check_first_rows(tmp_path / "shards", check, 12)
-    with pytest.raises(DataError, match=r"a.parquet:row 1: no \(so 25 of 25 rows: 1, 2, 3, 4, 5, ...\)$"):
+    with pytest.raises(DataError, match=r"a.parquet:row 1: no \(so in all 25 rows\)$"):
         open_rows(tmp_path / "shards", lambda row: "no")
+    with pytest.raises(DataError, match=r"a.parquet:row 1: no \(so in all of the first 12 rows\)$"):
+        check_first_rows(tmp_path / "shards", lambda row: "no", 12)
+    with pytest.raises(DataError, match=r"a.parquet:row 1: no \(so in all of the first 12 rows\)$"):
+        open_rows(tmp_path / "shards", lambda row: "no", lambda num_rows: num_rows == 12)
     assert open_rows(tmp_path / "shards", no_check).line(12) == f"{second}:row 3"
 
 
