@@ -20,6 +20,9 @@ HELD_OUT = "held-out prompts"
 RESPONSES_FILE = "responses.jsonl"
 # The name of the only set if `eval` has no `sets`.
 ONLY_SET = "held_out"
+# Of each evaluation of a held-out set, responses to so many prompts are kept in the run folder, each text of so many
+# characters.
+MOST_KEPT_PROMPTS, MOST_KEPT_CHARACTERS = 16, 4000
 _ROW_KEYS = ("prompt_key", "answer_key", "answer_keys", "chat_template", "system_prompt")
 _SHARED_KEYS = (
     "num_prompts",

@@ -157,12 +157,12 @@ def is_plain_model(model: Any, invariant: bool = False) -> bool:
 
     if get_lora().enable_lora:  # its layers add what the adapters compute
         return False
-    dtype = getattr(getattr(model.norm, "weight", None), "dtype", None)
+    dtype: Any = getattr(getattr(model.norm, "weight", None), "dtype", None)
     with_head_norms, without = (Qwen3DecoderLayer, Qwen3MoeDecoderLayer), (LlamaDecoderLayer, Qwen2DecoderLayer)
     if invariant:
         known = with_head_norms
     else:
-        known = {torch.float32: with_head_norms + without, torch.bfloat16: without}.get(dtype, ())
+        known = {torch.float32: (*with_head_norms, *without), torch.bfloat16: without}.get(dtype, ())
 
     def plain_norm(norm: Any) -> bool:
         return (

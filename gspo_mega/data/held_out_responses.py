@@ -19,24 +19,22 @@ from gspo_mega.base import atomic_io
 from gspo_mega.base.errors import DataError, FolderError
 from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.base.untrusted import MOST_TEXT_BYTES, parse_json, read_bytes
-
-# The prompts of a set whose responses are kept, and the characters of each text.
-MOST_PROMPTS, MOST_CHARACTERS = 16, 4000
+from gspo_mega.config.prompt_sources import MOST_KEPT_CHARACTERS, MOST_KEPT_PROMPTS
 
 _NAME = re.compile(r"step_(\d{8})\.jsonl")
 _TYPES = {"set": str, "row": int, "prompt": str, "response": str, "correct": (bool, type(None))}
 
 
 def shown_places(num_prompts: int) -> list[int]:
-    """The places of at most `MOST_PROMPTS` prompts of a set of `num_prompts`, evenly spread over it, the first and the
-    last included. The same in every evaluation, so that a prompt's responses can be compared.
+    """The places of at most `MOST_KEPT_PROMPTS` prompts of a set of `num_prompts`, evenly spread over it, the first and
+    the last included. The same in every evaluation, so that a prompt's responses can be compared.
     """
-    if num_prompts <= MOST_PROMPTS:
+    if num_prompts <= MOST_KEPT_PROMPTS:
         return list(range(num_prompts))
-    return [round(place * (num_prompts - 1) / (MOST_PROMPTS - 1)) for place in range(MOST_PROMPTS)]
+    return [round(place * (num_prompts - 1) / (MOST_KEPT_PROMPTS - 1)) for place in range(MOST_KEPT_PROMPTS)]
 
 
-def clipped(text: str, most: int = MOST_CHARACTERS) -> str:
+def clipped(text: str, most: int = MOST_KEPT_CHARACTERS) -> str:
     """The text, or its beginning and its end with the number of characters between them that were left out."""
     if len(text) <= most:
         return text

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gspo_mega.config.derived import filters_groups
-from gspo_mega.config.prompt_sources import eval_sets
+from gspo_mega.config.prompt_sources import MOST_KEPT_CHARACTERS, MOST_KEPT_PROMPTS, eval_sets
 from gspo_mega.config.schema import Config
-from gspo_mega.data.held_out_responses import MOST_CHARACTERS, MOST_PROMPTS
 from gspo_mega.models.spec import ModelSpec
 from gspo_mega.plan.delta import delta_bytes
 from gspo_mega.plan.memory import GIB
@@ -39,7 +38,7 @@ ROUTES_NAME_BYTES = 38
 # depends on what happens, and is left out.
 METRICS_BYTES_PER_STEP = 24 * 1024
 # Of a held-out response that is kept: its prompt, answer and text at their longest, and the names of the fields.
-HELD_OUT_RESPONSE_BYTES = 3 * MOST_CHARACTERS + 600
+HELD_OUT_RESPONSE_BYTES = 3 * MOST_KEPT_CHARACTERS + 600
 
 
 @dataclass(frozen=True)
@@ -88,10 +87,10 @@ def disk_use(config: Config, spec: ModelSpec, total_parameters: int, checkpoint_
     if train.from_rollouts is None and (sets := eval_sets(config.eval, config.data)):
         # Before the first step and after the last one, and between them.
         kept_of = [
-            (2 + ((steps - 1) // one.every_steps if one.every_steps else 0), one.num_prompts or MOST_PROMPTS)
+            (2 + ((steps - 1) // one.every_steps if one.every_steps else 0), one.num_prompts or MOST_KEPT_PROMPTS)
             for one in sets
         ]
-        num_kept = sum(times * min(prompts, MOST_PROMPTS) for times, prompts in kept_of)
+        num_kept = sum(times * min(prompts, MOST_KEPT_PROMPTS) for times, prompts in kept_of)
         parts["held-out responses"] = num_kept * HELD_OUT_RESPONSE_BYTES
     if not train.rollouts_only:
         saves = steps // config.checkpoint.every_steps if config.checkpoint.every_steps else 1

@@ -19,6 +19,8 @@ ADAPTERS_NOT_SERVED = (
     "gated delta nets: SGLang's classes do not say how wide their layers are with adapters (get_hidden_dim), and what"
     " it takes instead does not know out_proj and the gates in q_proj"
 )
+# Families with gated delta nets whose servers ran with FP8 weights.
+_WITH_QUANTISED_SERVERS = ("qwen3_5", "qwen3_5_moe")
 
 
 def validate_delta_nets(config: Config, spec: ModelSpec) -> Iterator[Violation]:
@@ -48,13 +50,8 @@ def validate_delta_nets(config: Config, spec: ModelSpec) -> Iterator[Violation]:
             " ranks exchange positions for heads",
             ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0),
         )
-    if config.server.quantization != "none":
-        yield Violation(
-            "server.quantization",
-            f"{config.server.quantization} with {spec.family}: quantised servers with gated delta nets have not been"
-            " tried",
-            "none",
-        )
+    if config.server.quantization != "none" and _has_servers(config):
+        yield from _validate_quantised_servers(config, spec)
     if attention_interval(spec.delta.layers) is None and _has_servers(config):
         yield Violation(
             "model.path",
@@ -86,3 +83,21 @@ def validate_text_part(config: Config, spec: ModelSpec) -> Iterator[Violation]:
 def _has_servers(config: Config) -> bool:
     replays = config.train is not None and config.train.from_rollouts is not None
     return (publishes(config.train, config.sft) or config.eval is not None) and not replays
+
+
+def _validate_quantised_servers(config: Config, spec: ModelSpec) -> Iterator[Violation]:
+    quantization = config.server.quantization
+    if spec.stacks_experts:
+        yield Violation(
+            "server.quantization",
+            f"{quantization}, and {config.model.path} has a layer's experts in stacks, which the trainer can only send"
+            " plain",
+            "none, or a folder with experts one by one, as published FP8 folders have them",
+        )
+    elif spec.family not in _WITH_QUANTISED_SERVERS or quantization not in ("fp8", "fp8_block"):
+        yield Violation(
+            "server.quantization",
+            f"{quantization} with {spec.family}: of models with gated delta nets, quantised servers were tried with"
+            f" {' and '.join(_WITH_QUANTISED_SERVERS)}, in fp8 and fp8_block",
+            "none",
+        )

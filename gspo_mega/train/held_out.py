@@ -22,9 +22,9 @@ from typing import Any, NamedTuple, TextIO
 from gspo_mega.base.episodes import Episode, Group
 from gspo_mega.base.errors import DataError, RewardError
 from gspo_mega.base.records import Prompt, are_equal_rewards
-from gspo_mega.config.prompt_sources import HeldOutSet, names_prompts, reward_names
+from gspo_mega.config.prompt_sources import MOST_KEPT_CHARACTERS, HeldOutSet, names_prompts, reward_names
 from gspo_mega.config.schema import Data, OwnReward, Reward, Source
-from gspo_mega.data.held_out_responses import MOST_CHARACTERS, clipped, shown_places
+from gspo_mega.data.held_out_responses import clipped, shown_places
 from gspo_mega.data.prompts import PromptSource, answer_keys, answer_of, encoder_of
 from gspo_mega.data.rows import Enough, Row
 from gspo_mega.rewards.functions import problem_of_answer
@@ -406,7 +406,7 @@ def kept_responses(asked: HeldOutSet, groups: Sequence[Group]) -> list[dict[str,
         marks = [is_correct(one, asked.correct_threshold, asked.place) for one in group.scored or ()]
         for key in ("prompt", "answer", "response", "failure"):
             value = row[key] if isinstance(row[key], str) else json.dumps(row[key], ensure_ascii=False)
-            if len(value) > MOST_CHARACTERS:
+            if len(value) > MOST_KEPT_CHARACTERS:
                 row[key] = clipped(value)
         rows.append(row | {"num_scored": len(marks), "num_correct": sum(marks)})
     return rows

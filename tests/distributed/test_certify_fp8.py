@@ -32,11 +32,11 @@ SAMPLE = {
         ["dense TP2+SP", "dense shared prompts TP2+SP"],
     ),
     "delayed": ("certify_fp8", "certify_fp8_dense", ["fp8.recipe=delayed"], "dense PP2", ["dense TP2"]),
-    "delta": ("certify_fp8", "certify_fp8_qwen3_5", SMALL, "delta PP2", ["delta TP2+SP"]),
+    "delta": ("certify_fp8", "certify_fp8_qwen3_5", SMALL, "delta PP2", ["delta CP2"]),
     "delta experts": (
         "certify_fp8",
         "certify_fp8_qwen3_5_moe",
-        [*SMALL, "fp8.recipe=tensorwise"],
+        SMALL,
         "delta experts PP2",
         ["delta experts EP2 distributed optimizer"],
     ),

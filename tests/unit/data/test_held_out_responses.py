@@ -14,8 +14,8 @@ from gspo_mega.base.records import Prompt
 from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.checkpoint.load import TrainState
 from gspo_mega.data.held_out_responses import (
-    MOST_CHARACTERS,
-    MOST_PROMPTS,
+    MOST_KEPT_CHARACTERS,
+    MOST_KEPT_PROMPTS,
     before_and_after,
     clipped,
     drop_responses,
@@ -62,11 +62,11 @@ def test_prompts_are_spread_over_the_set_and_the_same_each_time():
     assert shown_places(17) == [0, 1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 12, 13, 14, 15, 16]
     for size in (17, 31, 256, 1319):
         places = shown_places(size)
-        assert len(set(places)) == MOST_PROMPTS and places[0] == 0 and places[-1] == size - 1
+        assert len(set(places)) == MOST_KEPT_PROMPTS and places[0] == 0 and places[-1] == size - 1
 
 
 def test_a_long_text_keeps_its_beginning_and_its_end():
-    assert clipped("a" * MOST_CHARACTERS) == "a" * MOST_CHARACTERS
+    assert clipped("a" * MOST_KEPT_CHARACTERS) == "a" * MOST_KEPT_CHARACTERS
     assert clipped("abcdefghij", 4) == "ab\n[... 6 characters ...]\nij"
 
 
@@ -88,7 +88,7 @@ def test_what_is_kept_of_an_evaluation_is_bounded():
     rows = kept_responses(
         ASKED, [group(n, (1.0, True), response=long, prompt=long, answer={"tests": [long]}) for n in range(100)]
     )
-    assert len(rows) == MOST_PROMPTS and all(len(json.dumps(one)) < 4 * MOST_CHARACTERS for one in rows)
+    assert len(rows) == MOST_KEPT_PROMPTS and all(len(json.dumps(one)) < 4 * MOST_KEPT_CHARACTERS for one in rows)
     assert all(one["response"].endswith("x 0") for one in rows), "a final answer is at the end"
 
 

@@ -21,6 +21,7 @@ from gspo_mega.plan import estimate, plan_run, render_report
 from gspo_mega.plan.activations import layer_activations
 from gspo_mega.plan.memory import server_memory
 from gspo_mega.plan.state import ModelShares, state_bytes
+from gspo_mega.plan.validate_delta import validate_delta_nets
 
 SHAPES = Path(__file__).parents[3] / "configs" / "models"
 SMALL, LARGE = SHAPES / "certify_qwen3_next.json", SHAPES / "qwen3_next_80b.json"
@@ -80,7 +81,7 @@ def test_the_report_says_what_the_model_is(load):
             ["cluster.ranks_per_node=8", "parallel={context: 8}"],
             "parallel.context: 8 does not divide the 4 key heads of gated delta nets on a tensor rank",
         ),
-        ("cpu", ["server.quantization=fp8"], "server.quantization: fp8 with qwen3_next"),
+        ("cpu", ["server.quantization=fp8", "train.num_steps=1"], "server.quantization: fp8 with qwen3_next"),
         (
             "cpu",
             ["server.quantization=fp8_block"],
@@ -158,6 +159,28 @@ def test_fp8_copies_of_delta_nets_are_planned(load):
     assert (state.linear, state.kept) == (linear, delta)
     assert plain.fp8_copies == 2 * linear and stored.fp8_copies == linear + delta
     assert plain.weights - stored.weights == linear - delta
+
+
+@pytest.mark.parametrize(
+    ("shape", "quantization", "stacked", "said"),
+    [
+        ("certify_fp8_qwen3_5", "fp8", False, None),
+        ("certify_fp8_qwen3_5_moe", "fp8_block", False, None),
+        ("certify_fp8_qwen3_5_moe", "fp8_block", True, "has a layer's experts in stacks"),
+        ("certify_fp8_qwen3_5", "int8", False, "int8 with qwen3_5: "),
+        ("certify_qwen3_next", "fp8", False, "fp8 with qwen3_next: "),
+    ],
+)
+def test_quantised_servers_of_delta_nets_are_accepted_where_they_ran(load, shape, quantization, stacked, said):
+    spec = replace(read_model_spec(SHAPES / f"{shape}.json"), stacks_experts=stacked)
+
+    def texts(train):
+        config = load(train, f"server.quantization={quantization}").config
+        return [one.text for one in validate_delta_nets(config, spec) if one.key == "server.quantization"]
+
+    found = texts("train.num_steps=1")
+    assert found == [] if said is None else len(found) == 1 and said in found[0]
+    assert texts("train={num_steps: 1, from_rollouts: /recorded}") == [], "it has no servers"
 
 
 def test_a_plan_for_gpus_says_that_transformer_engines_layers_have_not_run_there(load):

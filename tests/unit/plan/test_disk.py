@@ -12,7 +12,7 @@ from gspo_mega.base.records import Prompt, route_type
 from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.base.sampling_masks import SamplingMasks
 from gspo_mega.cli.main import main
-from gspo_mega.data.held_out_responses import MOST_PROMPTS, write_responses_of
+from gspo_mega.data.held_out_responses import MOST_KEPT_PROMPTS, write_responses_of
 from gspo_mega.data.journal.journal import Journal
 from gspo_mega.data.journal.steps import token_gaps_file, write_token_gaps
 from gspo_mega.metrics.catalogue import CATALOGUE
@@ -225,9 +225,9 @@ def test_held_out_responses_take_at_most_what_is_said(load, shape, tmp_path):
         return use(load, shape, tmp_path, f"eval={{{settings}}}").parts["held-out responses"]
 
     assert bytes_of("path: h.jsonl, num_prompts: 5") == 2 * 5 * HELD_OUT_RESPONSE_BYTES
-    assert bytes_of("path: h.jsonl, every_steps: 25") == 5 * MOST_PROMPTS * HELD_OUT_RESPONSE_BYTES
+    assert bytes_of("path: h.jsonl, every_steps: 25") == 5 * MOST_KEPT_PROMPTS * HELD_OUT_RESPONSE_BYTES
     both = "{name: a, path: a.jsonl}, {name: b, path: b.jsonl, every_steps: 40}"
-    assert bytes_of(f"sets: [{both}]") == (2 + 4) * MOST_PROMPTS * HELD_OUT_RESPONSE_BYTES
+    assert bytes_of(f"sets: [{both}]") == (2 + 4) * MOST_KEPT_PROMPTS * HELD_OUT_RESPONSE_BYTES
     text = "x" * 50_000
     prompt = Prompt("held:7", "held", (1,), text, answer=text)
     row = one_turn_row("step000000-g00000-s000", 0, prompt, [1], [1], [0.0], [0], "stop", response_text=text)
