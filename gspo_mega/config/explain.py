@@ -52,6 +52,21 @@ _GONE: dict[tuple[str | int, ...], str] = {
 }
 
 
+def explain_errors(errors: Sequence[ErrorDetails]) -> list[tuple[KeyPath, str]]:
+    """Return (location, text) of everything to say about pydantic's `ValidationError.errors()`. A key that is missing
+    because it is mistyped is left to the line about the mistyped one.
+    """
+    said = [line for error in errors for line in explain_all(error)]
+    missing = {tuple(error["loc"]) for error in errors if error["type"] == "missing"}
+    mistyped = {
+        key
+        for key in missing
+        for location, text in said
+        if location[:-1] == key[:-1] and text.startswith("unknown key; ") and text.endswith(_question(key[-1]))
+    }
+    return [(location, text) for location, text in said if location not in mistyped]
+
+
 def explain_all(error: ErrorDetails) -> list[tuple[KeyPath, str]]:
     """Return (location, text) of everything to say about one entry of pydantic's `ValidationError.errors()`: one, or,
     for a section of another library, one for each of its keys that is known here.
@@ -128,14 +143,18 @@ def _unknown_key(location: tuple[str | int, ...]) -> str:
     near = closest(name, siblings)
     said = answer([str(part) for part in location], _own_names())
     if said is not None:
-        also = f"; or did you mean {near!r}?" if near is not None and near not in said else ""
+        also = f"; or {_question(near)}" if near is not None and near not in said else ""
         return f"unknown key; {said}{also}"
     if near is not None:
-        return f"unknown key; did you mean {near!r}?"
+        return f"unknown key; {_question(near)}"
     elsewhere = [".".join(path) for path in all_keys() if path[-1] == name]
     if elsewhere:
         return f"unknown key here; did you mean {' or '.join(map(repr, elsewhere))}?"
     return f"unknown key; valid: {', '.join(siblings)}"
+
+
+def _question(name: str | int) -> str:
+    return f"did you mean {name!r}?"
 
 
 def _model_at(location: tuple[str | int, ...]) -> type[BaseModel] | None:

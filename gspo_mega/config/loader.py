@@ -31,7 +31,7 @@ from gspo_mega.base.errors import ConfigError, FolderError
 from gspo_mega.base.hub import find_model, find_rows, is_hub_id
 from gspo_mega.base.near_paths import did_you_mean
 from gspo_mega.base.untrusted import NoRegularFileError, read_bytes
-from gspo_mega.config.explain import explain_all, known_elsewhere
+from gspo_mega.config.explain import explain_errors, known_elsewhere
 from gspo_mega.config.schema import Config, Metrics
 from gspo_mega.config.schema.section import Section, input_kind
 from gspo_mega.config.strict_yaml import KeyPath, YamlPosition, implicit_resolvers, parse
@@ -196,7 +196,7 @@ def _validate_schema(
         return Config.model_validate_json(json.dumps(tree), strict=True), []
     except ValidationError as error:
         invalid = []
-        for location, text in (said for entry in error.errors() for said in explain_all(entry)):
+        for location, text in explain_errors(error.errors()):
             line = f"{_where(path, origins, location)}: {_key(location)}{text}"
             invalid.append((_order(_nearest_origin(origins, location)), location, line))
         return None, invalid

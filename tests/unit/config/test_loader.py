@@ -70,6 +70,31 @@ def test_all_problems_are_reported_at_once_in_the_order_of_the_file(write):
     assert len(lines) == len(expected) + 1
 
 
+def test_a_mistyped_key_that_is_the_missing_one_is_one_error(write):
+    """What is missing is only the consequence. Another key that is missing, too, keeps its line."""
+    text = """\
+        run: {name: test}
+        model: {path: m}
+        batch: {prompts_per_step: 4, groupsize: 4, micro_batch_tokens: 64}
+        data: {paht: x.jsonl}
+        reward: gsm8k
+        rollout: {max_new_tokens: 16}
+        optimizer: {lr: 1e-6}
+        """
+    path = write(text=text)
+    assert refused(path) == [
+        f"{path}:3:30: batch.groupsize: unknown key; did you mean 'group_size'?",
+        f"{path}:4:1: data.max_prompt_tokens: missing; it has no default (Longer prompts are left out and counted.)",
+        f"{path}:4:8: data.paht: unknown key; did you mean 'path'?",
+    ]
+    # A mistyped section is one error, too; a section that is there does not hide what it misses.
+    path = write(text=text.replace("batch:", "bacth:").replace("paht", "path").replace("reward", "data.path"))
+    lines = refused(path)
+    assert any(": bacth: unknown key; did you mean 'batch'?" in line for line in lines)
+    assert not any(": batch: missing" in line for line in lines)
+    assert any(": reward: missing" in line for line in lines)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
