@@ -1,12 +1,13 @@
 """A user's reward function is tried on a row of the data before anything starts, as the run would call it."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 from run_configs import smallest_yaml
 
-from gspo_mega.base.errors import RewardError
+from gspo_mega.base.errors import ConfigError, EpisodeError, RewardError
 from gspo_mega.cli.main import main
 from gspo_mega.config import load_config
 from gspo_mega.launcher.inputs import check_users_functions, try_rewards
@@ -178,3 +179,36 @@ def test_each_source_has_a_row_of_its_own(load, tmp_path):
         RewardError, match=r"eval.reward: trial_rewards:level: .*row 1 of held_out.jsonl.*KeyError: 'level'"
     ):
         try_rewards(load("reward=trial_rewards:seen", own), "train")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error"),
+    [
+        (["reward=beside_rewards:one"], RewardError),
+        (["rollout.episode=beside_rewards:one", "episodes.max_tokens=64"], EpisodeError),
+        (["metrics.sinks=['beside_rewards:one']"], ConfigError),
+    ],
+)
+def test_a_module_beside_the_configuration_is_not_found_from_another_folder_and_the_error_says_so(
+    load, tmp_path, monkeypatch, overrides, error
+):
+    (tmp_path / "beside_rewards.py").write_text("def one(**_):\n    return 1.0\n")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    before = os.environ.get("PYTHONPATH")
+    with pytest.raises(error) as caught:
+        check_users_functions(load(*overrides))
+    said = str(caught.value)
+    assert (
+        f"there is no module 'beside_rewards' in {tmp_path}/elsewhere (the working directory), in PYTHONPATH (" in said
+    )
+    assert said.endswith(
+        f"; {tmp_path}/beside_rewards.py lies beside the configuration: start the command in {tmp_path}, or add that"
+        " folder to PYTHONPATH"
+    )
+    if error is RewardError:  # what it advises helps
+        monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{before}" if before else str(tmp_path))
+        assert check_users_functions(load(*overrides)) == []
+    with pytest.raises(error) as caught:
+        check_users_functions(load(*(text.replace("beside", "absent") for text in overrides)))
+    assert "there is no module 'absent_rewards'" in str(caught.value) and "lies beside" not in str(caught.value)
