@@ -355,7 +355,9 @@ def _transformer_engine_layer(
         # This module imports Transformer Engine; `require_precision` has checked that it is installed.
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
 
-        column = with_plain_gates(TEColumnParallelLinear) if megatron_config.fp8 else TEColumnParallelLinear
+        column: Any = TEColumnParallelLinear
+        if megatron_config.fp8:
+            column = with_plain_gates(column)
         complete_delta_spec(layer, norm_class(megatron_config), (column, TERowParallelLinear))
     return layer
 
