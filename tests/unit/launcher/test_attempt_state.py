@@ -172,6 +172,7 @@ def test_status_for_programs_has_numbers_names_and_times(folder, capsys):
         "step": 2,
         "step_time": 5.0,
         "reward_mean": 0.25,
+        "accuracy": None,
         "tokens_per_second": 812.4,
         "step_seconds": 3.04,
         "servers": {"by_state": {}, "errors": {}, "preparing": None, "problem": None},
