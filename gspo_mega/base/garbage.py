@@ -20,8 +20,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import gc
-import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Self
 
@@ -55,13 +54,13 @@ def uncollected() -> Iterator[None]:
         atexit.register(gc.unfreeze)
 
 
-def keep_freed_memory() -> None:
+def keep_freed_memory(variables: Mapping[str, str]) -> None:
     """Have this process keep freed memory, up to 1 GiB, for later tensors instead of returning it to the kernel:
     allocations under 128 MiB come from glibc's heap. Does nothing with another C library, or where GLIBC_TUNABLES or
-    MALLOC_* decide.
+    MALLOC_* decide in `variables`, the process's environment.
     """
-    chosen = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
-    if chosen or any(name.startswith("MALLOC_") for name in os.environ):
+    chosen = "glibc.malloc" in variables.get("GLIBC_TUNABLES", "")
+    if chosen or any(name.startswith("MALLOC_") for name in variables):
         return
     with suppress(AttributeError, OSError):
         mallopt = ctypes.CDLL(None).mallopt

@@ -414,7 +414,7 @@ def activate() -> bool:
     if has_gpu():
         return False
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
-    keep_freed_memory()
+    keep_freed_memory(os.environ)
     sys.meta_path.append(_MissingKernelsFinder())
     sys.meta_path.insert(
         0,

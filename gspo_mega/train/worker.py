@@ -186,7 +186,7 @@ def _prepare_torch(place: RankEnvironment, precision: Precision, engine: Engine,
     on_cpu = cpu.is_cpu_backend()
     if on_cpu:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        keep_freed_memory()
+        keep_freed_memory(os.environ)
     else:
         torch.cuda.set_device(place.local_rank)
     return on_cpu

@@ -7,11 +7,11 @@ import sys
 import pytest
 
 PROGRAM = """
-import resource, sys
+import os, resource, sys
 from gspo_mega.base.garbage import keep_freed_memory
 
 if sys.argv[1] == "keeps":
-    keep_freed_memory()
+    keep_freed_memory(os.environ)
 
 def step():
     for _ in range(4):

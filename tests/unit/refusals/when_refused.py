@@ -77,6 +77,11 @@ TABLE: dict[str, dict[str, tuple[int, str] | tuple[int, str, str]]] = {
         "split_mini_batches": (1, RUN, _DEFECT),
         "_fitting_sizes": (2, RUN, _DEFECT),
     },
+    "data/held_out_responses.py": {
+        "write_responses_of": (1, RUN, _DISK),
+        "drop_responses": (1, RUN, _DISK),
+        "read_responses": (2, RUN, _DISK),
+    },
     "data/rows.py": {
         "JsonlFile.__init__": (2, TRIED),
         "JsonlFile.__getitem__": (1, RUN, _DISK),
