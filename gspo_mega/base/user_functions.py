@@ -39,7 +39,7 @@ def import_function(name: str, what: str, error: type[GspoMegaError]) -> Callabl
         if problem.name is not None and (module_name == problem.name or module_name.startswith(problem.name + ".")):
             raise error(
                 f"{what} {name!r}: there is no module {problem.name!r} in {os.getcwd()} (the working directory), in"
-                f" PYTHONPATH ({os.environ.get('PYTHONPATH') or 'not set'}) or among the installed packages"
+                " the folders of PYTHONPATH or among the installed packages"
                 f"{_module_hint(name)}"
             ) from problem
         raise error(f"{what} {name!r}: importing {module_name} fails: {describe(problem)}") from problem

@@ -200,7 +200,8 @@ def test_a_module_beside_the_configuration_is_not_found_from_another_folder_and_
         check_users_functions(load(*overrides))
     said = str(caught.value)
     assert (
-        f"there is no module 'beside_rewards' in {tmp_path}/elsewhere (the working directory), in PYTHONPATH (" in said
+        f"there is no module 'beside_rewards' in {tmp_path}/elsewhere (the working directory), in the folders of PYTHONPATH or"
+        in said
     )
     assert said.endswith(
         f"; {tmp_path}/beside_rewards.py lies beside the configuration: start the command in {tmp_path}, or add that"
