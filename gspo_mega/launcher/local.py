@@ -252,7 +252,8 @@ def launch(
             except GspoMegaError as error:
                 if decision is None or not decision.again:
                     alerts.failed(error, restarts=False)
-                    if decision is not None and command == "train":
+                    # Of one line, such as a user's error, the cause is already the last thing that is said.
+                    if decision is not None and command == "train" and "\n" in str(error):
                         error.add_note(what_now(attempt, decision.why, error))
                     raise
                 alerts.failed(error, restarts=True, why=decision.why)
