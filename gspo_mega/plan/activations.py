@@ -90,7 +90,7 @@ def head_activations(config: Config, spec: ModelSpec, layout: Layout) -> HeadAct
     kept = min(config.rollout.top_k, spec.vocab_size) if has_sampling_masks(config.rollout) else 0
     return HeadActivations(
         row=spec.hidden_size * size + 40 + 4 * kept,
-        token=part * (8 * spec.hidden_size + 4),
+        token=part * _norm(spec.hidden_size, size),
         working=(4 if layout.sequence_parallel else 2) * spec.hidden_size * size,
         chunk_forward=chunk * (vocabulary * 4 + 32 * kept) + entropy_part,
         chunk_backward=chunk * (vocabulary * (4 if size == 4 else 6) + spec.hidden_size * 4 + 32 * kept)
@@ -129,7 +129,7 @@ def _cpu(
     length and without context parallelism. `fused`: the operations that are.
     """
     hidden, gate = spec.hidden_size, _gate(fused, spec)
-    norm = part * (8 * hidden + 4)  # fp32 input, the same normalised, one scale
+    norm = part * _norm(hidden, size)
     attention = (
         norm
         + part * hidden * size
@@ -148,15 +148,23 @@ def _cpu(
     )
 
 
+def _norm(width: int, size: int) -> int:
+    """Return what an RMSNorm keeps: its input and one scale, in fp32 also the input normalised."""
+    return (8 if size == 4 else size) * width + 4
+
+
 def _cpu_heads(spec: ModelSpec, layout: Layout, size: int) -> float:
     """Return what grouped-query attention keeps after the norm and the projection's input."""
     heads, kv_heads, query, key = _heads(spec, layout)
     attention = 0.0
     if spec.qk_norm:
-        # In fp32 no copy is made of the keys: they keep the fused projection's whole output alive.
-        attention += (
-            8 * query + 4 * heads + 4 * kv_heads + 4 * key + 4 * (_projected(spec, layout) if size == 4 else key)
-        )
+        if size == 4:  # no copy is made of the keys: they keep the fused projection's whole output alive
+            attention += 8 * query + 4 * key + 4 * _projected(spec, layout)
+        elif spec.num_kv_heads < layout.tensor:  # gathered whole, and kept alive whole
+            attention += size * _projected(spec, layout)
+        else:
+            attention += 4 * (query + key)
+        attention += 4 * (heads + kv_heads)
     attention += 4 * spec.head_dim * size  # cosines and sines, of queries and of keys
     # Keys, values, queries, output, log-sum-exp; with sinks each head's are wider by the query heads that share a key.
     wider = 1 + (spec.num_heads / spec.num_kv_heads / spec.head_dim if spec.sinks else 0)
@@ -171,9 +179,10 @@ def _cpu_latent(spec: ModelSpec, latent: LatentAttention, layout: Layout, size: 
     is projected up.
     """
     heads = spec.num_heads / layout.tensor
-    kept = part * ((8 + size) * latent.key_value_rank + 4 + (4 * latent.rotary_dim if size == 4 else 0))
+    # The latent is a view of the projection's output, which has the rotary part beside it.
+    kept = part * (_norm(latent.key_value_rank, size) + size * latent.key_value_rank + size * latent.rotary_dim)
     if latent.query_rank is not None:
-        kept += part * ((8 + size) * latent.query_rank + 4)
+        kept += part * (_norm(latent.query_rank, size) + size * latent.query_rank)
     kept += 4 * latent.rotary_dim * size  # cosines and sines, of queries and of keys
     kept += heads * (4 * spec.head_dim * size + 4)  # keys, values as wide, queries, output, log-sum-exp
     return kept + heads * latent.value_dim * size  # what the output projection multiplies

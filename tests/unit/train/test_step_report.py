@@ -110,6 +110,7 @@ class Session(SimpleNamespace):
             servers=SimpleNamespace(metrics=dict),
             layout=SimpleNamespace(world_size=2),
             lead=SimpleNamespace(
+                num_standby_ranks=None,
                 check_newest_attempt=lambda: None,
                 source=source,
                 num_restarts=1,
