@@ -188,8 +188,8 @@ def closing_line(attempt: Attempt, how: str = "Stopped in order") -> str:
 
 
 def what_now(attempt: Attempt, why_it_ends: str, error: GspoMegaError) -> str:
-    """The last lines of a run that failed for good: the cause again, why it does not start again, what to do."""
-    lines = [f"failed   {summary_of(str(error))}", f"         {why_it_ends}"]
+    """The last lines of a run that failed for good, after its error: why it does not start again, what to do."""
+    lines = [f"failed   {why_it_ends}"]
     if _SIGKILL_HINT in str(error):
         lines.append(
             "         `gspo-mega plan` shows the memory that the run needs. Less of it: lower batch.micro_batch_tokens"
