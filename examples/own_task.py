@@ -12,9 +12,9 @@ that has some of the lines gets some of it, so that responses to one prompt diff
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,9 @@ def score(*, prompt: str, response: str, answer: str, metadata: dict[str, Any]) 
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(description="Write train.jsonl and heldout.jsonl.")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder for the files; created if missing")
+    folder = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
     made = list(rows(500, seed=1))
     for name, part in (("train", made[:400]), ("heldout", made[400:])):

@@ -193,7 +193,7 @@ def what_now(attempt: Attempt, why_it_ends: str, error: GspoMegaError) -> str:
     if _SIGKILL_HINT in str(error):
         lines.append(
             "         `gspo-mega plan` shows the memory that the run needs. Less of it: lower batch.micro_batch_tokens"
-            " or server.memory_fraction, or run fewer ranks or nothing beside them"
+            " or server.memory_fraction, or run fewer ranks, and nothing else on the machine"
         )
     return "\n".join([*lines, f"         {closing_line(attempt, 'Failed')}"])
 

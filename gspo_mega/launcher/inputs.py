@@ -203,8 +203,8 @@ def check_users_functions(loaded: LoadedConfig) -> list[dict[str, Any]]:
 
 
 def _beside(file: Path, text: str) -> str:
-    """Return the end of an error's text about a module that is not found, if the module lies beside the YAML `file`,
-    where inputs are looked for and modules are not; else an empty text.
+    """Return the end of an error's text about a module that is not found, if the module is in the folder of the YAML
+    `file`, where inputs are looked for and modules are not; else an empty text.
     """
     missing = re.search(r"there is no module '([\w.]+)'", text)
     if missing is None:
@@ -214,7 +214,9 @@ def _beside(file: Path, text: str) -> str:
     found = next((path for path in (package.with_suffix(".py"), package) if path.exists()), None)
     if found is None:
         return ""
-    return f"; {found} lies beside the configuration: start the command in {folder}, or add that folder to PYTHONPATH"
+    return (
+        f"; {found} is in the configuration's folder: start the command in {folder}, or add that folder to PYTHONPATH"
+    )
 
 
 def is_replay(loaded: LoadedConfig, command: str) -> bool:
@@ -364,26 +366,29 @@ def try_rewards(loaded: LoadedConfig, command: str, scores: list[str] | None = N
         notices.append(f"rewards {', '.join(own)} are not tried before a run (reward.try_first: false)")
         own = []
     if own or built_in:
-        declares: dict[str, bool] = {}
-        notices += asyncio.run(_try_own_rewards(loaded, samples, frozenset(own + built_in), scores, declares))
-        _check_verdicts(loaded, judged, declares)
+        silent: dict[str, set[str]] = {}
+        notices += asyncio.run(_try_own_rewards(loaded, samples, frozenset(own + built_in), scores, silent))
+        _check_verdicts(loaded, judged, silent)
     return notices
 
 
-def _check_verdicts(loaded: LoadedConfig, judged: dict[str, HeldOutSet], declares: dict[str, bool]) -> None:
+def _check_verdicts(loaded: LoadedConfig, judged: dict[str, HeldOutSet], silent: dict[str, set[str]]) -> None:
     """Raises RewardError, with the key, if a held-out set without a threshold has functions of which none said whether
-    a response is correct. `judged`: these sets by their sources; `declares`: by the label of each function that was
-    tried, whether it said so for any response. A set passes if one of its functions was not tried, or has conditions.
+    some tried response is correct. `judged`: these sets by their sources; `silent`: by the label of each function that
+    was tried, the responses of which it did not say so. A set passes if one of its functions was not tried, or has
+    conditions.
     """
     config = loaded.config
     _, _, entries, of_source = table_of(config.reward, source_rewards(config.eval, config.data))
     for source, held_out in judged.items():
         functions = of_source.get(source, entries)
-        if any(one.is_verifier or one.only_if or declares.get(one.label, True) for one in functions):
+        if any(one.is_verifier or one.only_if or one.label not in silent for one in functions):
             continue
-        place = held_out.place
-        said = no_verdict([one.label for one in functions], place)
-        raise RewardError(f"{loaded.where(place)}: {place}: {said}")
+        unjudged = set.intersection(*(silent[one.label] for one in functions))
+        if unjudged:
+            place = held_out.place
+            said = no_verdict([one.label for one in functions], place)
+            raise RewardError(f"{loaded.where(place)}: {place}: {said}. Tried on {' and '.join(sorted(unjudged))}")
 
 
 async def _try_own_rewards(
@@ -391,9 +396,9 @@ async def _try_own_rewards(
     samples: list[_Sample],
     tried: frozenset[str],
     scores: list[str] | None,
-    declares: dict[str, bool],
+    silent: dict[str, set[str]],
 ) -> list[str]:
-    """`declares` gets, by its label, whether each function said of any response that it is correct or not."""
+    """`silent` gets, by its label, the responses of which each function did not say whether they are correct."""
     config = loaded.config
     setup, _, entries, of_source = table_of(config.reward, source_rewards(config.eval, config.data))
     process = await scoring_process(setup, config.reward)
@@ -418,7 +423,7 @@ async def _try_own_rewards(
                             raise
                         continue  # the check of the data says what a built-in function cannot read
                     given.append(f"{value:g} for {what}")
-                    declares[entry.label] = declares.get(entry.label, False) or verdict is not None
+                    silent.setdefault(entry.label, set()).update({what} if verdict is None else ())
                     if seconds > config.reward.deadline_seconds:
                         notices.append(
                             f"{where}: its call on {what} took {seconds:.1f} s, and reward.deadline_seconds is"

@@ -146,7 +146,7 @@ def test_bf16_accumulates_in_fp32():
 
 
 def test_bf16_is_widened_in_pieces(monkeypatch):
-    """The widened copies are bounded whatever the vocabulary, and cutting it up changes only rounding."""
+    """The widened copies are bounded for any vocabulary, and cutting it up changes only rounding."""
     hidden, weight, labels = case(40, 3000, 64, torch.bfloat16)
     want = head(hidden, weight, labels, chunk=16)[0]
     gradient = torch.autograd.grad(want.sum(), weight)[0].float()

@@ -140,9 +140,9 @@ def _in_our_words(line: str) -> str:
     if found is None:
         return line
     return (
-        f"server.memory_fraction {found[1]} leaves no memory for the KV cache beside the weights: above {found[2]} is"
-        " needed. Without a GPU it is a share of the machine's free memory, which what starts beside the server takes"
-        f" from too{_free_now()}"
+        f"server.memory_fraction {found[1]} leaves no memory for the KV cache once the weights are loaded: above"
+        f" {found[2]} is needed. Without a GPU it is a share of the machine's free memory, which ranks and others"
+        f" use, too{_free_now()}"
     )
 
 

@@ -44,7 +44,7 @@ def test_what_is_written_whole_has_the_permissions_that_the_umask_leaves(tmp_pat
 
 @pytest.mark.parametrize("mask", [0o022, 0o077, 0o027])
 def test_tensors_that_safetensors_wrote_have_the_permissions_that_the_umask_leaves(tmp_path, umask, mask):
-    """safetensors writes a private file, whatever the umask, so another user could not read an exported model."""
+    """safetensors writes a private file, regardless of the umask, so another user could not read an exported model."""
     umask(mask)
     exported = _Writer(tmp_path, 0, 1 << 20, lambda name, tensor: None)
     exported.add("weight", torch.ones(3))

@@ -41,6 +41,9 @@ def level(*, metadata, **_):
 
 def one(**_):
     return 1.0
+
+def sometimes(*, response, **_):
+    return {"reward": 1.0, "correct": True} if response else 0.0
 """
 SHAPE = str(Path(__file__).parents[3] / "configs" / "models" / "quickstart_dense.json")
 ROW = {"prompt": "What is 3+4?", "answer": "7", "level": 2}
@@ -108,6 +111,8 @@ def test_a_held_out_set_of_which_nobody_says_what_is_correct_is_refused_before_a
         try_rewards(load("reward=trial_rewards:one", evaluation), command)
     with pytest.raises(RewardError, match=r"no reward function says .*json_schema.* set eval.correct_threshold"):
         try_rewards(load("reward={functions: [{function: json_schema, options: {schema: {}}}]}", evaluation), command)
+    with pytest.raises(RewardError, match=r"no reward function says .*Tried on an empty response$"):
+        try_rewards(load("reward=trial_rewards:sometimes", evaluation), command)
     for good in (
         ["reward=trial_rewards:one", "eval={path: held_out.jsonl, correct_threshold: 0.5}"],
         ["reward=trial_rewards:numpy_bool", evaluation],
@@ -204,7 +209,7 @@ def test_a_module_beside_the_configuration_is_not_found_from_another_folder_and_
         in said
     )
     assert said.endswith(
-        f"; {tmp_path}/beside_rewards.py lies beside the configuration: start the command in {tmp_path}, or add that"
+        f"; {tmp_path}/beside_rewards.py is in the configuration's folder: start the command in {tmp_path}, or add that"
         " folder to PYTHONPATH"
     )
     if error is RewardError:  # what it advises helps
@@ -212,4 +217,6 @@ def test_a_module_beside_the_configuration_is_not_found_from_another_folder_and_
         assert check_users_functions(load(*overrides)) == []
     with pytest.raises(error) as caught:
         check_users_functions(load(*(text.replace("beside", "absent") for text in overrides)))
-    assert "there is no module 'absent_rewards'" in str(caught.value) and "lies beside" not in str(caught.value)
+    assert "there is no module 'absent_rewards'" in str(caught.value) and "configuration's folder" not in str(
+        caught.value
+    )

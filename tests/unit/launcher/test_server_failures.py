@@ -79,7 +79,7 @@ def test_too_little_memory_is_said_with_the_key_that_changes_it(tmp_path):
     )
     found = failure_line(file)
     assert found.startswith(
-        "server.memory_fraction 0.1 leaves no memory for the KV cache beside the weights: above 0.132 "
+        "server.memory_fraction 0.1 leaves no memory for the KV cache once the weights are loaded: above 0.132 "
     )
     assert "the machine's free memory" in found and re.search(r"; \d+\.\d GiB are free now$", found)
     assert "mem-fraction-static" not in found
