@@ -289,7 +289,7 @@ def with_plain_gates(column: Any) -> type:
                 self.weight[self.num_fp8_rows :],
                 None,
                 gradient_accumulation_fusion=False,
-                allreduce_dgrad=False,
+                allreduce_dgrad=False,  # the plan refuses tensor ranks without sequence parallelism
                 sequence_parallel=self.sequence_parallel,
                 tp_group=self._tp_group,
             )

@@ -36,12 +36,12 @@ from gspo_mega.train import worker
 
 # Its name in /proc until it becomes a rank, by which `ps` and drills tell it from one.
 NAME = "gspo-standby"
-# Added to the niceness of the thread that imports. Beside a rank on the same core it gets a quarter of it; with the
+# Added to the niceness of the thread that imports. On a core that a rank uses it gets a quarter of the time; with the
 # lowest priority it would take minutes on a machine without a free core.
 _NICER = 5
 # In the order of a rank: the CPU backend enables Megatron to run on a CPU.
 _FIRST = ("torch", "gspo_mega.cpu.backend")
-# What a rank imports only when it first needs it, beside the module of its command.
+# What a rank imports only when it first needs it, apart from the module of its command.
 _LATER = (
     "gspo_mega.engine",
     "gspo_mega.checkpoint.load",
