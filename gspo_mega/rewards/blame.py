@@ -5,7 +5,8 @@ over 0. A failure that the machine, the run or the user's own code causes says n
 is tried again if that may help, and otherwise has failed. The table is in docs/rewards.md.
 
 Only built-in functions are judged in this way. A user's function may fail for reasons that cannot be told apart here,
-so its exception, crash or timeout is a failed scoring.
+so its exception, crash or timeout is a failed scoring. That somebody else killed its process can be told, and the
+scoring is tried again as for a built-in one.
 """
 
 from __future__ import annotations
@@ -35,6 +36,13 @@ def is_own_end(exit_code: int) -> bool:
     `Popen.returncode`.
     """
     return exit_code < 0 and -exit_code in _OWN_SIGNALS
+
+
+def is_killed_by_others(exit_code: int) -> bool:
+    """Return whether a process ended by a signal that its own computing does not raise. `exit_code`: as in
+    `Popen.returncode`.
+    """
+    return exit_code < 0 and not is_own_end(exit_code)
 
 
 def cause_of(error: BaseException, control: Callable[[], Any]) -> str | None:

@@ -28,7 +28,7 @@ from gspo_mega.base.episodes import ENDED_BY_LIMIT, OWN_REWARD, Episode
 from gspo_mega.base.errors import RewardError
 from gspo_mega.config.schema import OwnReward, Reward
 from gspo_mega.config.validate_rewards import MOST_ATTEMPTS, MOST_DEADLINES, services_by_name
-from gspo_mega.rewards.blame import CAUSES, is_own_end
+from gspo_mega.rewards.blame import CAUSES, is_killed_by_others, is_own_end
 from gspo_mega.rewards.functions import BUILTINS, zero_for
 from gspo_mega.rewards.guarded_process import GuardedProcess, ProcessKind
 from gspo_mega.rewards.remote import OwnServers
@@ -292,9 +292,10 @@ class ScoringPool:
                 return
         if reply is None:
             why = f"the scoring process ended ({await slot.process.exit_text()})"
-            crashed = is_own_end(slot.process.exit_code or 0)
+            code = slot.process.exit_code or 0
             last = slot.sent[0].num_lost + 1 >= MOST_ATTEMPTS
-            await self._give_up(slot, "crash", why, "crash" if crashed and last else None, again=self._is_own(slot))
+            again = self._is_own(slot) or is_killed_by_others(code)
+            await self._give_up(slot, "crash", why, "crash" if is_own_end(code) and last else None, again)
             return
         if reply.get("id") != slot.sent[0].request["id"]:
             # That happens when a function forks and returns twice.

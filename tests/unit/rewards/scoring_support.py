@@ -51,6 +51,15 @@ def close_everything(**_):
     os.closerange(3, 100)
     time.sleep(1000)
 
+def wait_once(*, response, **_):
+    """Notes its pid in the file `response` and waits; is 1 where another has done so, unless the file's name says always."""
+    began = os.path.exists(response)
+    with open(response, "a") as file:
+        file.write(f"{os.getpid()} ")
+    if not began or response.endswith("always"):
+        time.sleep(1000)
+    return 1
+
 def raise_(text):
     raise ValueError(text)
 '''

@@ -1,5 +1,8 @@
 """Scoring with real processes and real user functions that do what such functions do."""
 
+import asyncio
+import os
+import signal
 import time
 
 import pytest
@@ -7,7 +10,7 @@ from scoring_support import BEHAVE, alive, score, settings, trajectory
 
 from gspo_mega.config.schema import RewardFunction
 from gspo_mega.rewards import guarded_process
-from gspo_mega.rewards.pool import FAILURE_KINDS, MAX_RESPONSE_CHARACTERS
+from gspo_mega.rewards.pool import FAILURE_KINDS, MAX_RESPONSE_CHARACTERS, ScoringPool
 
 pytestmark = pytest.mark.usefixtures("folder", "no_process_is_left")
 
@@ -62,6 +65,29 @@ def test_a_failure_is_that_trajectorys_alone(response, kind, why):
     assert why in trajectories[1].reward_error and len(trajectories[1].reward_error) < 700
     assert trajectories[0].reward_error is None and trajectories[2].reward_error is None
     assert pool.failure_counts == dict.fromkeys(FAILURE_KINDS, 0) | {kind: 1}
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(("name", "times", "reward"), [("once", 1, 1.0), ("always", 3, None)])
+def test_a_function_whose_process_somebody_else_kills_is_called_again(number, name, times, reward, folder):
+    called, one, killed = folder / name, trajectory(str(folder / name)), set()
+
+    async def run():
+        async with ScoringPool(settings("user_rewards:wait_once", deadline_seconds=50.0)) as pool:
+            scoring = asyncio.create_task(pool.score(one))
+            while not scoring.done():
+                await asyncio.sleep(0.02)
+                pids = called.read_text().split(" ")[:-1] if called.exists() else []
+                for pid in {*pids[:times]} - killed:
+                    os.kill(int(pid), number)
+                    killed.add(pid)
+        return pool
+
+    pool = asyncio.run(run())
+    assert one.reward == reward and len(killed) == times
+    if reward is None:
+        assert f"(signal {number.name}) (tried 3 times)" in one.reward_error
+    assert pool.failure_counts["crash"] == (reward is None)
 
 
 def test_a_hang_is_ended_from_outside_and_costs_nobody_else():
