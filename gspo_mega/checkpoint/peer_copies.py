@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -149,7 +150,7 @@ def fill(models: dict[str, TrainedModel], tensors: dict[str, torch.Tensor], numb
     kept: dict[str, dict[str, Any]] = {}  # by what they belong to
     for name, value in {**tensors, **numbers}.items():
         owner, _, key = name.rpartition("/")
-        kept.setdefault(owner, {})[key] = value
+        kept.setdefault(owner, {})[sys.intern(key)] = value  # pickle writes a key again for each string object
     for folder, model in models.items():
         for name, part, main in _optimized(model):
             for key, value in kept.get(f"{folder}/state/{name}", {}).items():

@@ -46,10 +46,16 @@ def test_a_lost_machine_is_replaced_from_its_neighbour_and_the_end_is_the_same(r
     common |= dict(folder=models[moe, 5], precision="bf16")
     pool, job = rank_pools(2), "checkpoint_jobs:run"
     # Training goes on beside the copy of step 2, and the state that it copies is that of step 2.
-    straight = pool.run(job, plan=["start", "draw", "train", "train", "train", "train"], **common)[0]
+    straight = pool.run(job, plan=["start", "draw", "train", "train", "train", "train", "save"], **common)[0]
+    saved = RunFolder(run).checkpoint_dir(4)
+    settings_of_megatron = (saved / "megatron/common.pt").read_bytes()
+    shutil.rmtree(saved)
     machines = tmp_path / "machines"
     copied = pool.run(
-        job, plan=["start", "draw", "train", "copy", "train", "copy", "train"], machines=str(machines), **common
+        job,
+        plan=["start", "draw", "train", "save", "start", "load", "copy", "train", "copy", "train"],
+        machines=str(machines),
+        **common,
     )[0]
     assert copied["warnings"] == []
     figures = copied["figures"]
@@ -64,7 +70,7 @@ def test_a_lost_machine_is_replaced_from_its_neighbour_and_the_end_is_the_same(r
     shutil.rmtree(machines / "machine_1")
     resumed = pool.run(
         job,
-        plan=["start", "go on from copies", "train", "train"],
+        plan=["start", "go on from copies", "train", "train", "save"],
         machines=str(machines),
         weights_from=models[moe, 9],
         **common,
@@ -73,6 +79,7 @@ def test_a_lost_machine_is_replaced_from_its_neighbour_and_the_end_is_the_same(r
     assert [resumed[key] for key in ("step", "lr", "random")] == [straight[key] for key in ("step", "lr", "random")]
     for weight, want in straight["weights"].items():
         assert np.array_equal(resumed["weights"][weight], want), weight
+    assert (saved / "megatron/common.pt").read_bytes() == settings_of_megatron
     assert names(machines, 0) == ["rank_00000.own.step_00000002", "rank_00001.peer.step_00000002"], "older ones went"
 
 
