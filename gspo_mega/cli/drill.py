@@ -9,8 +9,8 @@ Give it the configuration of a long run with a few steps (train.num_steps=6, che
 batch. An undisturbed run comes first. Each trial then starts the run, strikes several faults at random moments,
 continues the run with the same command until it ends, and compares weights, optimizer, journal and metrics to the bit.
 Rows are in <run.dir>/<run.name>.drill/rows.jsonl (--folder); the command goes on from there, also days later. As root,
-or with user name spaces, a drill has mounts of its own, which end with it. A kind that this machine does not allow is
-left out by name.
+or with user name spaces, a drill has mounts of its own, which end with it. A kind that this machine does not allow, or
+whose process the run does not have, is left out by name.
 
 Exit code 0: every run ended as an undisturbed one; 1: one did not, or left something behind; its folder is kept.
 """
@@ -35,7 +35,7 @@ from gspo_mega.metrics.writer import final_table
 from gspo_mega.verify.drill.kinds import KINDS
 from gspo_mega.verify.drill.machine import missing_needs
 from gspo_mega.verify.drill.plan import HEADERS, MOST_FAULTS, table
-from gspo_mega.verify.drill.program import Drill, Settings, read_rows, refuse
+from gspo_mega.verify.drill.program import Drill, Settings, missing_processes, read_rows, refuse
 from gspo_mega.verify.drill.scene import TRAIN
 
 _INSIDE = "--has-own-mounts"
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace, command: Sequence[str] = TRAIN) -> int:
         return _show(rows, {})
     if not args.has_own_mounts:
         _enter_own_mounts()
-    missing = missing_needs(args.has_own_mounts)
+    missing = missing_needs(args.has_own_mounts) | missing_processes(loaded.config)
     skipped = {name: missing[need] for name in kinds for need in reversed(KINDS[name].needs) if need in missing}
     if args.list:
         rows = [(name, KINDS[name].what, f"not here: {skipped[name]}" if name in skipped else "") for name in kinds]

@@ -46,9 +46,10 @@ class Fault:
 @dataclass(frozen=True)
 class Kind:
     """`what`: one line for people. `strike`: do it now, and return what was done; None if it begins with the command.
-    `release`: undo it after a time drawn from `seconds`. `needs`: of `machine.missing_needs`. `is_live`: only runs that
-    sample from servers have what it strikes. `points`: it is struck only at points with this beginning. `do`: of
-    `failpoints`, `calls`: strace's injection, of kinds that begin with the command.
+    `release`: undo it after a time drawn from `seconds`. `needs`: of `machine.missing_needs`, and of
+    `program.missing_processes`. `is_live`: only runs that sample from servers have what it strikes. `points`: it is
+    struck only at points with this beginning. `do`: of `failpoints`, `calls`: strace's injection, of kinds that begin
+    with the command.
     """
 
     name: str
@@ -201,11 +202,14 @@ _ALL = (
     Kind("kill a scheduler", "SIGKILL", _send("scheduler", signal.SIGKILL), is_live=True),
     Kind("kill a detokenizer", "SIGKILL", _send("detokenizer", signal.SIGKILL), is_live=True),
     Kind("kill a scorer", "SIGKILL", _send("scorer", signal.SIGKILL), is_live=True),
-    Kind("kill an episode worker", "SIGKILL", _send("episode worker", signal.SIGKILL), is_live=True),
+    Kind("kill an episode worker", "SIGKILL", _send("episode worker", signal.SIGKILL), is_live=True,
+         needs=("episode worker",)),
+    Kind("kill a standby", "SIGKILL", _send("standby", signal.SIGKILL), needs=("standby",)),
     Kind("ask to stop", "SIGTERM to the supervisor", _send("supervisor", signal.SIGTERM)),
     Kind("Ctrl-C twice", "an end at once", _interrupt_twice),
     Kind("stop a rank a while", "SIGSTOP, later SIGCONT", _send("rank", signal.SIGSTOP), _wake, _PAUSE),
     Kind("stop a rank for good", "SIGSTOP", _send("rank", signal.SIGSTOP, for_good=True)),
+    Kind("stop a standby for good", "SIGSTOP", _send("standby", signal.SIGSTOP, for_good=True), needs=("standby",)),
     Kind("stop the supervisor a while", "SIGSTOP, later SIGCONT", _send("supervisor", signal.SIGSTOP), _wake, _PAUSE),
     Kind("stop every process a while", "a machine that is suspended",
          _send("everything", signal.SIGSTOP, of_all=True), _wake, _PAUSE),

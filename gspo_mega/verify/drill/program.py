@@ -28,7 +28,7 @@ from gspo_mega.base import processes
 from gspo_mega.base.errors import ConfigError, FolderError, GspoMegaError
 from gspo_mega.base.run_folder import RunFolder, atomic_write_json, atomic_write_text, read_json
 from gspo_mega.base.untrusted import parse_json, read_text
-from gspo_mega.config import LoadedConfig, render_config
+from gspo_mega.config import Config, LoadedConfig, render_config
 from gspo_mega.launcher.prepare import yaml_string
 from gspo_mega.verify.drill.kinds import KINDS, Fault, Kind
 from gspo_mega.verify.drill.outcome import differences, journal_problems, outcome, shorten
@@ -91,6 +91,17 @@ def refuse(loaded: LoadedConfig) -> None:
                 f"{loaded.where(key)}: {key}: {value}: a drill runs on one machine, trains on what it samples, and"
                 f" compares every step's rollouts; set {key}={json.dumps(valid)}"
             )
+
+
+def missing_processes(config: Config) -> dict[str, str]:
+    """{need of a kind: why no run of this configuration has such a process}."""
+    assert config.train is not None
+    missing = {}
+    if config.rollout.episode.function == "one_turn":
+        missing["episode worker"] = "rollout.episode is one_turn"
+    if not config.train.standby_processes:
+        missing["standby"] = "train.standby_processes is false"
+    return missing
 
 
 class Drill:

@@ -136,9 +136,9 @@ class Scene:
         below = sorted(processes.living_below(os.getpid()))
         if role == "everything":
             return below
-        found = [pid for pid in below if _ROLES[role].search(_command_line(pid))]
-        if role == "rank":  # a standby that took over is one, and one that waits is not
-            found = [pid for pid in found if _name(pid) != STANDBY_NAME]
+        found = [pid for pid in below if _ROLES["rank" if role == "standby" else role].search(_command_line(pid))]
+        if role in ("rank", "standby"):  # a standby that took over is a rank
+            found = [pid for pid in found if (_name(pid) == STANDBY_NAME) == (role == "standby")]
         # A rank's and a scorer's forks have their command line.
         return [pid for pid in found if parents.get(pid) not in found]
 

@@ -30,7 +30,7 @@ from gspo_mega.verify.drill import scene as scene_module
 from gspo_mega.verify.drill.kinds import KINDS, Fault
 from gspo_mega.verify.drill.outcome import differences, journal_problems, outcome
 from gspo_mega.verify.drill.plan import HEADERS, Row, draw_fault, draw_trial, next_fault, table
-from gspo_mega.verify.drill.program import read_rows, refuse
+from gspo_mega.verify.drill.program import missing_processes, read_rows, refuse
 from gspo_mega.verify.drill.scene import Command, NotThereError, Scene
 
 REACHED = {
@@ -344,12 +344,18 @@ def state_of(pid: int) -> str:
 
 
 def test_a_standby_is_a_rank_once_it_has_become_one(sleeper, tmp_path):
-    (rank,) = sleeper.pids("rank")
+    (rank,), (standby,) = sleeper.pids("rank"), sleeper.pids("standby")
+    assert KINDS["stop a standby for good"].strike(sleeper, Fault("", "steps")) == "SIGSTOP to standby"
+    sleeper.wake()  # not what was stopped for good
+    assert state_of(rank) != "T" and state_of(standby) == "T"
+    processes.send_signal(standby, signal.SIGCONT)
     (tmp_path / "go").touch()
     deadline = time.monotonic() + 30
     while len(both := sleeper.pids("rank")) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert len(both) == 2 and rank in both
+    assert {*both} == {rank, standby} and not sleeper.pids("standby")
+    with pytest.raises(NotThereError):
+        KINDS["kill a standby"].strike(sleeper, Fault("", "steps"))
 
 
 def test_signals_reach_the_process_of_the_role_and_what_is_left_is_named(sleeper):
@@ -416,12 +422,21 @@ def test_faults_that_begin_with_the_command_name_their_point_and_calls(tmp_path)
     assert words[-1] == "inject=fsync,fdatasync:error=EIO:when=1"
 
 
+def test_processes_that_a_configuration_does_not_have_are_named():
+    """The soak's configurations: each kind that needs a process is struck in one of them and left out of another."""
+    folder = Path(__file__).parents[2] / "soak/drills"
+    missing = {path.stem: missing_processes(load_config(path, [], "train").config) for path in folder.glob("*.yaml")}
+    assert [name for name in sorted(missing) if "standby" not in missing[name]] == ["standbys"]
+    assert [name for name in sorted(missing) if "episode worker" not in missing[name]] == ["turns"]
+    assert missing["ahead"]["standby"] == "train.standby_processes is false"
+
+
 def test_needs_that_are_missing_are_named(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     found = machine.missing_needs(has_own_mounts=False)
     assert set(found) == {"mounts", "disk", "network", "sockets", "strace"}
     assert "root, or user name spaces" in found["disk"]
-    assert {need for kind in KINDS.values() for need in kind.needs} <= set(found)
+    assert {need for kind in KINDS.values() for need in kind.needs} <= {*found, "standby", "episode worker"}
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
