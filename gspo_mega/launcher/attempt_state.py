@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from gspo_mega.base.errors import GspoMegaError, RankError, RolloutError
+from gspo_mega.base.machine_faults import RAN_OUT_OF_MEMORY
 from gspo_mega.base.run_folder import Attempt, DamagedFileError, atomic_write_json, read_json
 from gspo_mega.base.untrusted import read_text
 from gspo_mega.launcher.children import Child
@@ -190,7 +191,7 @@ def closing_line(attempt: Attempt, how: str = "Stopped in order") -> str:
 def what_now(attempt: Attempt, why_it_ends: str, error: GspoMegaError) -> str:
     """The last lines of a run that failed for good, after its error: why it does not start again, what to do."""
     lines = [f"failed   {why_it_ends}"]
-    if _SIGKILL_HINT in str(error):
+    if _SIGKILL_HINT in str(error) or f"failed: {RAN_OUT_OF_MEMORY}" in str(error):
         lines.append(
             "         `gspo-mega plan` shows the memory that the run needs. Less of it: lower batch.micro_batch_tokens"
             " or server.memory_fraction, or run fewer ranks, and nothing else on the machine"
@@ -259,9 +260,11 @@ def _from_record(record: dict, attempt: Attempt) -> RankError:
     rank = record["rank"]
     if record["is_user_error"]:
         return _rank_error(record["text"], record["exit_code"])
+    log = attempt.rank_log(rank)
+    if (fault := record.get("machine_fault")) is not None:
+        return _rank_error(f"rank {rank} failed: {fault}\n(where, and all of its output: {log})", record["exit_code"])
     return _rank_error(
-        f"rank {rank} failed:\n\n{record['traceback'].rstrip()}\n\n(all of its output: {attempt.rank_log(rank)})",
-        record["exit_code"],
+        f"rank {rank} failed:\n\n{record['traceback'].rstrip()}\n\n(all of its output: {log})", record["exit_code"]
     )
 
 

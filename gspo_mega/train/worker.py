@@ -33,6 +33,7 @@ from typing import Any, NoReturn
 from gspo_mega.base import failpoints, network, processes
 from gspo_mega.base.errors import ConfigError, GspoMegaError, RankError
 from gspo_mega.base.garbage import keep_freed_memory, uncollected
+from gspo_mega.base.machine_faults import machine_fault
 from gspo_mega.base.network import is_loopback
 from gspo_mega.base.run_folder import EXIT_STOPPED, Attempt, atomic_write_json
 from gspo_mega.base.untrusted import printable
@@ -271,8 +272,8 @@ def error_record(error: BaseException, rank: int) -> dict:
     """The content of errors/rank_<r>.json.
 
     `is_user_error`: the user needs only the text. That is so for a GspoMegaError, except RankError, whose traceback
-    matters. Any other error is a defect and shows `traceback`. `exit_code` is what the command returns. `time`: unix
-    seconds.
+    matters. `machine_fault`: what the machine did to this rank, in words; then the traceback is left to the log. Any
+    other error is a defect and shows `traceback`. `exit_code` is what the command returns. `time`: unix seconds.
     """
     is_user_error = isinstance(error, GspoMegaError) and not isinstance(error, RankError)
     return {
@@ -282,6 +283,7 @@ def error_record(error: BaseException, rank: int) -> dict:
         "traceback": "".join(traceback.format_exception(error)),
         "time": time.time(),
         "is_user_error": is_user_error,
+        "machine_fault": None if isinstance(error, GspoMegaError) else machine_fault(error),
         "exit_code": error.exit_code if isinstance(error, GspoMegaError) else RankError.exit_code,
     }
 

@@ -5,7 +5,8 @@ that have imported what they need (`forked_workers.py`): most of a small run's w
         python tests/soak/drill_forks.py CONFIG [key=value ...] --faults N ...
 
 Signals and bounds strike the forks, which have the titles of what they are. The kinds that begin with strace are left
-out, because forks are not below the command.
+out, because forks are not below the command. For the same reason the command cannot end what a killed fork leaves
+behind; of this, a process that the drill has stopped for good does not end by itself and is ended here.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from gspo_mega.base.errors import GspoMegaError
 from gspo_mega.cli import drill
 from gspo_mega.verify.drill import program
 from gspo_mega.verify.drill.kinds import KINDS
+from gspo_mega.verify.drill.scene import Scene
 
 _OF_SERVERS = ("forked_serve", "sglang.srt.server_args", "sglang.launch_server", "sglang.srt.entrypoints.http_server")
 _OF_RANKS = ("gspo_mega.engine", "forked_rank", "forked_trial", "transformers.models.auto.tokenization_auto")
@@ -43,6 +46,7 @@ def main() -> int:
     }
     forking = {one._server.pid for one in (ranks, servers) if one._server is not None}
     _spare(forking)
+    _end_what_was_stopped()
     _count_forks(forking)
     train = [sys.executable, str(Path(__file__).parents[1] / "integration/forked_command.py"), json.dumps(commands)]
     version = program.code_version()
@@ -58,6 +62,17 @@ def _spare(forking: set[int]) -> None:
     """The forking processes are no part of a run, but what they fork is."""
     below = processes.living_below
     processes.living_below = lambda pid, without=(): below(pid, without) - forking
+
+
+def _end_what_was_stopped() -> None:
+    left_running = Scene.left_running
+
+    def ended(scene: Scene) -> list[str]:
+        for pid in scene.stopped_for_good:
+            processes.send_signal(pid, signal.SIGKILL)
+        return left_running(scene)
+
+    Scene.left_running = ended
 
 
 def _count_forks(forking: set[int]) -> None:

@@ -24,7 +24,7 @@ def child(attempt, kind, index, exit_code, log="one\ntwo\n"):
     )
 
 
-def record(attempt, rank, time, *, text="text", user=False, exit_code=7):
+def record(attempt, rank, time, *, text="text", user=False, exit_code=7, **more):
     atomic_write_json(
         attempt.error_file(rank),
         {
@@ -35,6 +35,7 @@ def record(attempt, rank, time, *, text="text", user=False, exit_code=7):
             "time": time,
             "is_user_error": user,
             "exit_code": exit_code,
+            **more,
         },
     )
 
@@ -45,6 +46,15 @@ def test_the_earliest_record_is_the_cause(attempt):
     error = describe_failure([child(attempt, "rank", 0, 7), child(attempt, "rank", 1, 5)], attempt)
     assert "rank 1 failed" in str(error) and "Traceback: cause" in str(error) and "echo" not in str(error)
     assert error.exit_code == 5
+
+
+def test_what_the_machine_did_is_said_without_a_traceback(attempt):
+    for fault, has_hint in (("it ran out of memory: can't allocate", True), ("another rank cannot be reached", False)):
+        record(attempt, 0, 12.0, machine_fault=fault)
+        error = describe_failure([child(attempt, "rank", 0, 7)], attempt)
+        assert str(error) == f"rank 0 failed: {fault}\n(where, and all of its output: {attempt.rank_log(0)})"
+        assert one_line(error) == f"rank 0 failed: {fault}"
+        assert ("gspo-mega plan" in what_now(attempt, "no restart", error)) == has_hint
 
 
 def test_a_killed_rank_comes_before_the_records_of_its_peers(attempt):

@@ -1,3 +1,4 @@
+import errno
 import importlib.util
 import os
 import socket
@@ -6,7 +7,10 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
 from gspo_mega.base.errors import CheckpointError, ConfigError, NumericsError, RankError
 from gspo_mega.base.run_folder import RunFolder, read_json
@@ -78,6 +82,58 @@ def test_a_record_tells_users_errors_from_defects(error, is_user_error, code):
     assert (record["rank"], record["is_user_error"], record["exit_code"]) == (2, is_user_error, code)
     assert record["text"] == str(error)
     assert "test_a_record_tells" in record["traceback"]
+
+
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:5036: {}. This is typically"
+
+
+def too_much_memory():
+    torch.empty(2**60)
+
+
+def too_much_in_numpy():
+    np.zeros(2**55)
+
+
+def chained():
+    try:
+        raise RuntimeError(GLOO.format("Connection closed by peer"))
+    except RuntimeError as error:
+        raise ValueError("no batch") from error
+
+
+@pytest.mark.parametrize(
+    ("act", "fault"),
+    [
+        (too_much_memory, "it ran out of memory: "),
+        (too_much_in_numpy, "it ran out of memory: Unable to allocate"),
+        (MemoryError(), "it ran out of memory"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to"), "it ran out of memory: CUDA out of memory. Tried to"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "it ran out of memory: [Errno 12]"),
+        (ImportError("libx.so: failed to map segment from shared object"), "it ran out of memory: libx.so"),
+        (RuntimeError(GLOO.format("Connection reset by peer")), "another rank cannot be reached: [/pytorch"),
+        (RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 60000ms for recv"), "another rank"),
+        (dist.DistBackendError("NCCL error in: x, ncclRemoteError: A call failed"), "another rank cannot be reached"),
+        (dist.DistNetworkError("The client socket has timed out"), "another rank cannot be reached: The client"),
+        (chained, "another rank cannot be reached: [/pytorch"),
+        (RuntimeError("shape mismatch"), None),
+        (KeyError("out of memory"), None),
+        (ConnectionResetError("reset by peer"), None),
+        (NumericsError("out of memory"), None),
+    ],
+)
+def test_a_record_says_what_the_machine_did(act, fault):
+    try:
+        if isinstance(act, Exception):
+            raise act
+        act()
+    except Exception as caught:
+        record = error_record(caught, 2)
+    assert (record["machine_fault"] or "").startswith(fault or "") and (record["machine_fault"] is None) == (
+        fault is None
+    )
+    assert not record["is_user_error"] or fault is None
+    assert len(record["machine_fault"] or "") < 400 and "Traceback" not in (record["machine_fault"] or "")
 
 
 def test_entry_points_exist():
