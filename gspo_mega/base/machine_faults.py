@@ -11,8 +11,12 @@ import re
 
 RAN_OUT_OF_MEMORY = "it ran out of memory"
 _UNREACHABLE = "another rank cannot be reached"
+# The last is oneDNN's, which has no memory for the code of a product; of a product that it does not know it says
+# "could not create a primitive descriptor".
 _NO_MEMORY = re.compile(
-    r"(?:can't|cannot|could not) allocate memory|not enough memory|out of memory|bad_alloc|failed to map segment", re.I
+    r"(?:can't|cannot|could not) allocate memory|not enough memory|out of memory|bad_alloc|failed to map segment"
+    r"|could not create a primitive$",
+    re.I,
 )
 _NO_PEER = re.compile(
     r"gloo.*(?:(?:reset|closed) by peer|broken pipe|timed out|timeout|unreachable|refused|aborted)"

@@ -116,6 +116,8 @@ def chained():
         (dist.DistBackendError("NCCL error in: x, ncclRemoteError: A call failed"), "another rank cannot be reached"),
         (dist.DistNetworkError("The client socket has timed out"), "another rank cannot be reached: The client"),
         (chained, "another rank cannot be reached: [/pytorch"),
+        (RuntimeError("could not create a primitive"), "it ran out of memory: could not create a primitive"),
+        (RuntimeError("could not create a primitive descriptor for a matmul primitive"), None),
         (RuntimeError("shape mismatch"), None),
         (KeyError("out of memory"), None),
         (ConnectionResetError("reset by peer"), None),
