@@ -6,6 +6,9 @@
       data.path=runs/list-data/train.jsonl eval.path=runs/list-data/heldout.jsonl eval.num_prompts=64 \\
       rollout.temperature=0.7 eval.temperature=0.7 train.num_steps=10 eval.every_steps=5 batch.share_prefixes=prompts
 
+For a task of your own, copy this file as my_task.py next to your YAML file, in which you write `reward: my_task:score`.
+The command finds the module there, from whichever folder you start it.
+
 The model is asked for a numbered list of three words and for nothing else. The reward is 1 for exactly that. A response
 that has some of the lines gets some of it, so that responses to one prompt differ while hardly any is right.
 """

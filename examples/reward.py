@@ -7,8 +7,8 @@
         - {function: "examples.reward:score", options: {longest: 400}}
         - {function: format, weight: 0.1}
 
-The name is `package.module:function`. The module is looked for in the folder from which the run is started, and on the
-Python path. It needs nothing of `gspo_mega`.
+The name is `package.module:function`. The module is looked for in the folder from which the run is started, then on the
+Python path, and last in the YAML file's folder. It needs nothing of `gspo_mega`.
 
     python examples/reward.py          from the repository's root
 
@@ -65,5 +65,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     if Path.cwd() != ROOT:
-        sys.exit(f"start it from {ROOT}: a run, too, looks for modules in the folder that it is started from")
+        sys.exit(f"start it from {ROOT}, where the module examples.reward is found")
     main()

@@ -44,6 +44,7 @@ def configuration_page() -> str:
         "- A command line may override keys: `gspo-mega train CONFIG optimizer.lr=1e-5 eval=null`.\n"
         "- Relative paths start in the working directory. An input of the file that is not there is looked for in the\n"
         "  file's folder, then in the folder above; a notice says which one is read. `~/` is the home folder.\n"
+        "- Modules of yours are looked for in the file's folder, too, as `run.modules_dir` says.\n"
         "- `gspo-mega plan CONFIG` resolves the file and checks the rules between keys.\n"
         "- When a run continues, its configuration must be the one that it was started with, except for the keys and\n"
         "  sections that are marked *may change*.\n"

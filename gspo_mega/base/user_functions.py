@@ -1,5 +1,10 @@
 """Find a function that a user names as `package.module:function`, and say where it is and how it failed.
 
+Modules are looked for in the working directory, then where Python looks, and last in `run.modules_dir`, which is the
+folder of the configuration. A process that imports users' functions is told that folder (`look_last_in`): the ranks and
+the trial of inputs by their configuration, a guarded process by the one that starts it. The folder joins the end of
+`sys.path` only when a user's module is in no other place, so it hides nothing, not even a package that is missing.
+
 At the end are hooks: functions in place of a built-in part of a run (docs/hooks.md). A hook runs in the process of the
 trainer that needs its answer, so an error of it ends the run; the error names the key, the function and its line. A
 hook has to be deterministic: it is called again where a step is repeated, and a run continues to the bit only if it
@@ -14,14 +19,87 @@ import difflib
 import importlib
 import inspect
 import os
+import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from types import CodeType, ModuleType
 from typing import Any
 
 from gspo_mega.base.errors import GspoMegaError, HookError
 from gspo_mega.base.near_paths import near_path
+
+_last_place: list[str] = []  # what `look_last_in` was told
+
+
+def look_last_in(folder: str | None) -> None:
+    """Have this process look for users' modules in `folder`, too, where no other place has them."""
+    _last_place[:] = [] if folder is None else [os.path.abspath(folder)]
+
+
+def last_place() -> str | None:
+    """Return the folder that this process was told; None if it was told none."""
+    return _last_place[0] if _last_place else None
+
+
+def places() -> list[str]:
+    """Return the folders in which users' modules are looked for, in this order."""
+    return list(dict.fromkeys([os.getcwd(), *sys.path, *_last_place]))
+
+
+def file_only_in(folder: str, name: str) -> str | None:
+    """Return the file of the module of `name`, `package.module:function`, if `folder` has it and no place before does.
+    Imports nothing.
+    """
+    module, folder = name.partition(":")[0], os.path.abspath(folder)
+    file = _file_in(folder, module)
+    before = [os.getcwd(), *(place for place in sys.path if os.path.abspath(place) != folder)]
+    return None if file is None or any(_file_in(place, module) for place in before) else file
+
+
+def _file_in(folder: str, module: str) -> str | None:
+    """Return the file of a module below `folder`; None if there is none, or only a folder of that name without code."""
+    search, file = [folder], None
+    for part in module.split("."):
+        spec = PathFinder.find_spec(part, search)
+        if spec is None:
+            return None
+        search, file = list(spec.submodule_search_locations or ()), spec.origin
+    return file
+
+
+def _import_module(name: str) -> ModuleType:
+    """Import a module from the first place that has it."""
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as problem:
+        if not _is_part(problem.name, name) or not _add_place_of(name):
+            raise
+    else:
+        # To Python any folder is a package, so one of the module's name in the working directory is imported.
+        is_only_folder = module.__spec__ is not None and module.__spec__.origin is None
+        if not is_only_folder or not _add_place_of(name):
+            return module
+        del sys.modules[name]
+    return _import_module(name)
+
+
+def _add_place_of(module: str) -> bool:
+    """Append to `sys.path` the first place that has a module and is not there; return whether there is one. A console
+    script does not look in the working directory.
+    """
+    for place in (os.getcwd(), *_last_place):
+        if place not in sys.path and _file_in(place, module) is not None:
+            sys.path.append(place)
+            importlib.invalidate_caches()
+            return True
+    return False
+
+
+def _is_part(module: str | None, name: str) -> bool:
+    """Whether `module` is the module `name` or a package around it."""
+    return module is not None and f"{name}.".startswith(f"{module}.")
 
 
 def import_function(name: str, what: str, error: type[GspoMegaError]) -> Callable[..., Any]:
@@ -34,12 +112,14 @@ def import_function(name: str, what: str, error: type[GspoMegaError]) -> Callabl
     if not all(part.isidentifier() for part in [*module_name.split("."), *path.split(".")]):
         raise error(f"{what} {name!r}: not of the form package.module:function{_module_hint(name)}")
     try:
-        module = importlib.import_module(module_name)
+        module = _import_module(module_name)
     except ModuleNotFoundError as problem:
-        if problem.name is not None and (module_name == problem.name or module_name.startswith(problem.name + ".")):
+        if _is_part(problem.name, module_name):
+            here, last = os.getcwd(), last_place()
+            also = "" if last in (None, here) else f" or in {last} (run.modules_dir)"
             raise error(
-                f"{what} {name!r}: there is no module {problem.name!r} in {os.getcwd()} (the working directory), in"
-                " the folders of PYTHONPATH or among the installed packages"
+                f"{what} {name!r}: there is no module {problem.name!r} in {here} (the working directory), in"
+                f" the folders of PYTHONPATH{',' if also else ' or'} among the installed packages{also}"
                 f"{_module_hint(name)}"
             ) from problem
         raise error(f"{what} {name!r}: importing {module_name} fails: {describe(problem)}") from problem
@@ -57,15 +137,18 @@ def import_function(name: str, what: str, error: type[GspoMegaError]) -> Callabl
 
 def _module_hint(name: str) -> str:
     """Return the end of a message about a module that cannot be found: the file's name written as a module, or the
-    module in the working directory that is nearest.
+    module in the working directory, or else in the last place, that is nearest.
     """
     module, colon, function = name.partition(":")
     written = module.removeprefix("./").removesuffix(".py").replace("/", ".")
     if not all(part.isidentifier() for part in written.split(".")):
         return ""
-    near = near_path(written.replace(".", "/") + ".py")
-    if near is not None:
-        written = near.removesuffix(".py").replace("/", ".")
+    for folder in ("", *_last_place):
+        file = os.path.join(folder, written.replace(".", "/") + ".py")
+        if (near := near_path(file)) is not None:
+            written = os.path.relpath(near, folder or None).removesuffix(".py").replace("/", ".")
+        if near is not None or os.path.exists(file):
+            break
     return f"; did you mean {written}{colon}{function or ''}?" if written != module else ""
 
 

@@ -8,16 +8,18 @@ editors. This module imports neither torch nor numpy, so that it runs on a login
 
 Last come the files and folders that a configuration reads, whose keys the schema marks (`schema/section.py`).
 `find_inputs` makes a file usable from any working directory: a relative path that is not there is looked for next to
-the YAML file. `resolve_hub_ids` replaces ids of the Hugging Face hub by their folders in this machine's cache. A path
-that exists is never taken for an id. An id that is not in the cache stays as it is, and whoever reads it says so. The
-resolved configuration has the folder, whose name is the commit. A run is continued with that folder only, so an id
-whose branch has moved in the cache is refused then, as any other path is.
+the YAML file. In the same folder, `run.modules_dir`, users' modules are looked for last. `resolve_hub_ids` replaces ids
+of the Hugging Face hub by their folders in this machine's cache. A path that exists is never taken for an id. An id
+that is not in the cache stays as it is, and whoever reads it says so. The resolved configuration has the folder, whose
+name is the commit. A run is continued with that folder only, so an id whose branch has moved in the cache is refused
+then, as any other path is.
 """
 
 from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,6 +33,7 @@ from gspo_mega.base.errors import ConfigError, FolderError
 from gspo_mega.base.hub import find_model, find_rows, is_hub_id
 from gspo_mega.base.near_paths import did_you_mean
 from gspo_mega.base.untrusted import NoRegularFileError, read_bytes
+from gspo_mega.base.user_functions import file_only_in
 from gspo_mega.config.explain import explain_errors, known_elsewhere
 from gspo_mega.config.schema import Config, Metrics
 from gspo_mega.config.schema.section import Section, input_kind
@@ -41,6 +44,7 @@ from gspo_mega.config.validate_learning import resolve_defaults
 # The largest file that is read.
 _MOST_BYTES = 16 * 1024**2
 _SINKS = ("metrics", "sinks")
+_FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), command: str | 
             "\n".join(f"{_where(path, origins, tuple(v.key.split('.')))}: {v.key}: {v.text}" for v in violations)
         )
     config, found = find_inputs(config, path, lambda key: isinstance(_nearest_origin(origins, key), YamlPosition))
+    modules_dir = os.path.abspath(config.run.modules_dir or path.parent)
+    config = _with(config, ("run", "modules_dir"), modules_dir)
+    found += _notices_of_modules(config)
     config, missing = resolve_hub_ids(resolve_defaults(config), command)
     if missing:
         raise ConfigError(
@@ -379,6 +386,24 @@ def find_inputs(config: Config, file: Path, is_in_file: Callable[[Key], bool]) -
                 config = _with(config, key, str(found))
                 notices.append(f"{'.'.join(map(str, key))}: {text} is not in {Path.cwd()}; {found} is read")
     return config, notices
+
+
+def _notices_of_modules(config: Config) -> list[str]:
+    """A notice of each function of the user whose module only `run.modules_dir` has."""
+    notices = []
+    for key, text in _texts(config.model_dump()):
+        if _FUNCTION.fullmatch(text) and (file := file_only_in(str(config.run.modules_dir), text)) is not None:
+            notices.append(f"{'.'.join(map(str, key))}: {file} is read (run.modules_dir)")
+    return notices
+
+
+def _texts(value: Any, key: Key = ()) -> Iterator[tuple[Key, str]]:
+    """Every text inside a value, options of the user's functions included, with its key."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, dict | list | tuple):
+        for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _texts(inner, (*key, name))
 
 
 def resolve_hub_ids(config: Config, command: str | None) -> tuple[Config, list[tuple[str, str]]]:

@@ -25,6 +25,7 @@ from gspo_mega.agents.demonstrated import demonstration_encoder
 from gspo_mega.base import errors
 from gspo_mega.base.errors import GspoMegaError
 from gspo_mega.base.records import Prompt
+from gspo_mega.base.user_functions import look_last_in
 from gspo_mega.config import Config, load_config
 from gspo_mega.config.derived import critic_of, is_one_turn, penalises_kl, teachers
 from gspo_mega.config.prompt_sources import eval_sets, names_prompts, sources_of
@@ -368,6 +369,7 @@ def main() -> None:
     asked = json.loads(sys.stdin.readline())
     command = asked["command"]
     loaded = load_config(asked["config"], command="train" if command == "replay" else command)
+    look_last_in(loaded.config.run.modules_dir)
     answer_to = sys.stdout
     sys.stdout = sys.stderr  # libraries and tokenizers may print
     trial = Trial(loaded.config, command or "train", asked["tools"], asked["keeps_weights"])

@@ -15,7 +15,6 @@ import asyncio
 import itertools
 import json
 import os
-import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +26,7 @@ from gspo_mega.agents.pool import check_functions
 from gspo_mega.agents.protocol import runs_in_worker
 from gspo_mega.base.errors import ConfigError, DataError, EpisodeError, FolderError, JournalError, RewardError
 from gspo_mega.base.run_folder import RunFolder
+from gspo_mega.base.user_functions import look_last_in
 from gspo_mega.config.derived import command_name, has_sampling_masks, is_one_turn
 from gspo_mega.config.loader import LoadedConfig
 from gspo_mega.config.prompt_sources import (
@@ -174,11 +174,12 @@ def check_users_functions(loaded: LoadedConfig) -> list[dict[str, Any]]:
     Returns the schemas of the tools. Raises RewardError; EpisodeError and ConfigError with the place of the key.
     """
     config = loaded.config
+    look_last_in(config.run.modules_dir)
     try:
         sink_makers(config.metrics)
     except ConfigError as error:
         key = str(error).partition(":")[0]
-        raise ConfigError(f"{loaded.where(key)}: {error}{_beside(loaded.path, str(error))}") from None
+        raise ConfigError(f"{loaded.where(key)}: {error}") from None
     command = config.alerts.command
     if command is not None and shutil.which(command[0]) is None:
         raise ConfigError(
@@ -189,7 +190,7 @@ def check_users_functions(loaded: LoadedConfig) -> list[dict[str, Any]]:
         check_reward(config.reward, source_rewards(config.eval, config.data))
     except RewardError as error:
         key = _key_in(config, str(error))
-        raise RewardError(f"{loaded.where(key)}: {key}: {error}{_beside(loaded.path, str(error))}") from None
+        raise RewardError(f"{loaded.where(key)}: {key}: {error}") from None
     episode = config.rollout.episode
     if episode.function == "foreign" and (problem := program_problem(episode.options["command"])) is not None:
         raise EpisodeError(f"{loaded.where('rollout.episode')}: rollout.episode.options.command: {problem}")
@@ -198,25 +199,8 @@ def check_users_functions(loaded: LoadedConfig) -> list[dict[str, Any]]:
             return check_functions(config.episodes, config.rollout.episode, config.rollout.tools)
         except EpisodeError as error:
             key = "rollout.tools" if str(error).startswith("tool ") else "rollout.episode"
-            raise EpisodeError(f"{loaded.where(key)}: {key}: {error}{_beside(loaded.path, str(error))}") from None
+            raise EpisodeError(f"{loaded.where(key)}: {key}: {error}") from None
     return []
-
-
-def _beside(file: Path, text: str) -> str:
-    """Return the end of an error's text about a module that is not found, if the module is in the folder of the YAML
-    `file`, where inputs are looked for and modules are not; else an empty text.
-    """
-    missing = re.search(r"there is no module '([\w.]+)'", text)
-    if missing is None:
-        return ""
-    folder = file.absolute().parent
-    package = folder.joinpath(*missing[1].split("."))
-    found = next((path for path in (package.with_suffix(".py"), package) if path.exists()), None)
-    if found is None:
-        return ""
-    return (
-        f"; {found} is in the configuration's folder: start the command in {folder}, or add that folder to PYTHONPATH"
-    )
 
 
 def is_replay(loaded: LoadedConfig, command: str) -> bool:

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 from gspo_mega.base.errors import GspoMegaError
 from gspo_mega.base.processes import adopt_orphans, die_with_parent, kill_below
+from gspo_mega.base.user_functions import look_last_in
 
 _CLONE_NEWUSER = 0x10000000
 _CLONE_NEWNET = 0x40000000
@@ -31,13 +32,16 @@ _AWAITED = {signal.SIGTERM, signal.SIGCHLD}
 
 def begin() -> tuple[Any, Any, dict[str, Any]]:
     """Continue in a child of this process, which was started as `python -m module PARENT_PID` and becomes the guard.
-    Users' modules are found in the working folder. Returns the pipes of requests and replies, and the first request.
+    Users' modules are found in the working folder, and last in `modules_dir` of the first request. Returns the pipes of
+    requests and replies, and the first request.
     """
     go_on_guarded(int(sys.argv[1]))
     requests, replies = _take_over_pipes()
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    return requests, replies, json.loads(requests.readline())
+    setup = json.loads(requests.readline())
+    look_last_in(setup.pop("modules_dir", None))
+    return requests, replies, setup
 
 
 def go_on_guarded(parent_pid: int) -> None:

@@ -19,6 +19,7 @@ from typing import Any, Self
 
 from gspo_mega.base.errors import GspoMegaError
 from gspo_mega.base.network import no_proxy_variables, proxy_variables_for_user_code
+from gspo_mega.base.user_functions import last_place
 
 # Importing a user's module may mean importing a large library from a slow disk.
 START_DEADLINE_SECONDS = 120.0
@@ -101,7 +102,8 @@ class GuardedProcess:
 
     @classmethod
     async def start(cls, kind: ProcessKind, setup: dict[str, Any], loads: str, variables: Sequence[str] = ()) -> Self:
-        """Start a process and have it load what `setup` names (`kind.module` defines the format).
+        """Start a process and have it load what `setup` names (`kind.module` defines the format), from the places in
+        which this process looks (`base/user_functions.py`).
 
         `loads`: what is loaded, in words. `variables`: environment variables that the functions get besides
         `ENVIRONMENT`. Raises `kind.error` if one of them is not set, a function cannot be loaded, or the process ends
@@ -123,7 +125,7 @@ class GuardedProcess:
             ),
         )
         try:
-            await process._load(setup, loads)
+            await process._load({**setup, "modules_dir": last_place()}, loads)
         except BaseException:
             await process.end()
             raise

@@ -14,7 +14,6 @@ import hashlib
 import importlib.util
 import json
 import os
-import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from gspo_mega.agents.protocol import BUILTINS as EPISODES
 from gspo_mega.base.episodes import Group, RolloutBatch
 from gspo_mega.base.records import Prompt, distinct_values
 from gspo_mega.base.untrusted import open_regular, read_bytes
+from gspo_mega.base.user_functions import places
 from gspo_mega.config.derived import has_sampling_masks, has_served_teacher, hooks_of, num_served_top, teachers
 from gspo_mega.config.prompt_sources import sources_of
 from gspo_mega.config.schema import (
@@ -382,7 +382,7 @@ def _with_packages(name: str) -> list[str]:
 
 def _spec(name: str) -> ModuleSpec | None:
     """The spec of a module, found without running it or its parent packages."""
-    path = [os.getcwd(), *sys.path]
+    path = places()
     spec = None
     for part in _with_packages(name):
         try:

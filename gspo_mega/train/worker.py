@@ -37,6 +37,7 @@ from gspo_mega.base.machine_faults import machine_fault
 from gspo_mega.base.network import is_loopback
 from gspo_mega.base.run_folder import EXIT_STOPPED, Attempt, atomic_write_json
 from gspo_mega.base.untrusted import printable
+from gspo_mega.base.user_functions import look_last_in
 from gspo_mega.config import LoadedConfig, load_config
 from gspo_mega.config.deadlines import COLLECTIVE_SECONDS, preflight_seconds
 from gspo_mega.config.precision import TRANSFORMER_ENGINE_VARIABLE, has_transformer_engine_layers
@@ -86,6 +87,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     processes.raise_open_file_limit()  # rank 0 has a connection for every open request of every server
     try:
         loaded = load_config(args.config, command=args.command)
+        look_last_in(loaded.config.run.modules_dir)
         network.set_no_proxy([os.environ["MASTER_ADDR"], loaded.config.server.host])
         bounds = patience(loaded.config)
         StackDumps(attempt, place.rank, place.world_size)

@@ -20,6 +20,15 @@ class Run(Section):
         description="Folder that holds run folders. Shared by all nodes.",
     )
     seed: int = Field(default=1, ge=0, lt=2**31, description="Seeds prompt order, sampling and every rank's RNG.")
+    modules_dir: str | None = Field(
+        default=None,
+        min_length=1,
+        json_schema_extra=LOCAL_INPUT | MAY_CHANGE,
+        description=(
+            "Folder in which a module of yours (`module:function`) is looked for if it is neither in the working"
+            " directory nor where Python looks. null: the folder of this file. All nodes need it at the same path."
+        ),
+    )
 
 
 class Model(Section):

@@ -22,6 +22,7 @@ from pydantic import BaseModel
 from gspo_mega.base.errors import ConfigError
 from gspo_mega.config import Config, load_config, render_config
 from gspo_mega.config.schema.section import input_kind
+from gspo_mega.launcher.prepare import differing_keys
 
 CONFIG = Path("configs/quickstart.yaml").absolute()
 COMMIT = "c0ffee" + "0" * 34
@@ -261,7 +262,7 @@ def test_other_models_are_found_in_the_cache_and_every_marked_key_is_one_of_thes
         ),
         ("ModelReward.path", "model"),
         *((key, "dataset") for key in ("Data.path", "Source.path", "Eval.path", "EvalSet.path")),
-        *((key, "local") for key in ("Model.weights", "Lora.path", "Train.from_rollouts")),
+        *((key, "local") for key in ("Run.modules_dir", "Model.weights", "Lora.path", "Train.from_rollouts")),
     }
 
 
@@ -312,6 +313,25 @@ def test_a_path_in_the_file_starts_in_the_working_directory_or_the_files_folder_
     loaded = load_config(file)
     assert loaded.config.data.path == "rows/train.jsonl"
     assert [notice for notice in loaded.notices if notice.startswith("data.path")] == []
+
+
+def test_modules_are_looked_for_in_the_files_folder_also_where_the_run_continues_elsewhere(elsewhere):
+    project, here = elsewhere
+    file = in_file(project)
+    own = str(project / "runs_of_mine")
+    (project / "runs_of_mine/my_gym.py").touch()
+    talk = "rollout.episode={function: 'my_talk:f', options: {environment: 'my_gym:Env', mode: 'a:b:c'}}"
+    loaded = load_config(file, [talk, "episodes.max_tokens=64", "data.chat_template=true"])
+    assert loaded.config.run.modules_dir == own
+    said = [notice for notice in loaded.notices if "modules_dir" in notice]
+    assert said == [f"rollout.episode.options.environment: {own}/my_gym.py is read (run.modules_dir)"]
+    (here / "config.resolved.yaml").write_text(render_config(loaded.config), encoding="utf-8")
+    again = load_config(here / "config.resolved.yaml").config
+    assert again == loaded.config
+    moved = load_config(here / "config.resolved.yaml", [f"run.modules_dir={project}"]).config
+    assert moved.run.modules_dir == str(project) and differing_keys(again, moved) == {}
+    (here / "lib").mkdir()
+    assert load_config(file, ["run.modules_dir=lib"]).config.run.modules_dir == str(here / "lib")
 
 
 def test_a_path_on_the_command_line_starts_in_the_working_directory_only(elsewhere):

@@ -22,6 +22,7 @@ MAY_CHANGE = {
     "train.on_lost_node",
     "train.min_nodes",
     "sft.max_steps",
+    "run.modules_dir",
     "eval.every_steps",
     "eval.blocking",
     "eval.servers",

@@ -1,7 +1,7 @@
 """A user's reward function is tried on a row of the data before anything starts, as the run would call it."""
 
 import json
-import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -187,36 +187,80 @@ def test_each_source_has_a_row_of_its_own(load, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "error"),
+    ("overrides", "error", "key"),
     [
-        (["reward=beside_rewards:one"], RewardError),
-        (["rollout.episode=beside_rewards:one", "episodes.max_tokens=64"], EpisodeError),
-        (["metrics.sinks=['beside_rewards:one']"], ConfigError),
+        (["reward=beside_rewards:one"], RewardError, "reward.functions.0.function"),
+        (["rollout.episode=beside_rewards:talk", "episodes.max_tokens=64"], EpisodeError, "rollout.episode.function"),
+        (["metrics.sinks=['beside_rewards:Sink']"], ConfigError, "metrics.sinks.0.sink"),
     ],
 )
-def test_a_module_beside_the_configuration_is_not_found_from_another_folder_and_the_error_says_so(
-    load, tmp_path, monkeypatch, overrides, error
+def test_a_module_beside_the_configuration_is_found_from_another_folder_and_a_notice_says_so(
+    load, tmp_path, monkeypatch, overrides, error, key
 ):
-    (tmp_path / "beside_rewards.py").write_text("def one(**_):\n    return 1.0\n")
+    (tmp_path / "beside_rewards.py").write_text(BESIDE)
+    (tmp_path / "beside_helper.py").write_text("TEXT = ''")
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "beside_rewards").mkdir(parents=True)  # a folder without code is no module
+    monkeypatch.chdir(elsewhere)
+    path = list(sys.path)
+
+    def check(*given: str) -> tuple[str, ...]:
+        """As a process does that has imported nothing. Returns the configuration's notices."""
+        monkeypatch.setattr(sys, "path", list(path))
+        monkeypatch.delitem(sys.modules, "beside_rewards", raising=False)
+        loaded = load(*given)
+        assert check_users_functions(loaded) == []
+        return loaded.notices
+
+    assert f"{key}: {tmp_path}/beside_rewards.py is read (run.modules_dir)" in check(*overrides)
+    (elsewhere / "beside_rewards").rmdir()
+    with pytest.raises(error, match="there is no module 'beside_rewards'"):
+        check(*overrides, f"run.modules_dir={elsewhere}")
+    with pytest.raises(error) as caught:
+        check(*(text.replace("beside", "absent") for text in overrides))
+    assert (
+        f"there is no module 'absent_rewards' in {elsewhere} (the working directory), in the folders of PYTHONPATH, among"
+        f" the installed packages or in {tmp_path} (run.modules_dir)"
+    ) in str(caught.value)
+    with pytest.raises(error, match=r"did you mean beside_rewards:\w+\?"):
+        check(*(text.replace("beside", "besides") for text in overrides))
+
+
+def test_a_sink_of_the_working_directory_is_found_by_a_console_script_which_does_not_look_there(
+    load, tmp_path, monkeypatch
+):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "sink_of_here.py").write_text(BESIDE.replace("import beside_helper", ""))
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place])
+    assert check_users_functions(load("metrics.sinks=['sink_of_here:Sink']")) == []
+
+
+BESIDE = """
+import beside_helper
+
+def one(**_): raise ValueError(beside_helper.TEXT)
+async def talk(task, model, tools): return 1.0
+class Sink:
+    def __init__(self, run): pass
+    def write(self, *_): pass
+    def close(self): pass
+"""
+
+
+@pytest.mark.parametrize("command", [["plan", "--command", "train"], ["train", "--dry-run"], ["train"]])
+def test_commands_call_a_reward_beside_the_configuration_and_that_of_the_working_directory_comes_first(
+    load, tmp_path, monkeypatch, capsys, command
+):
+    file = str(load().path)
+    (tmp_path / "beside_rewards.py").write_text(BESIDE)
+    (tmp_path / "beside_helper.py").write_text("TEXT = 'called beside it'")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    before = os.environ.get("PYTHONPATH")
-    with pytest.raises(error) as caught:
-        check_users_functions(load(*overrides))
-    said = str(caught.value)
-    assert (
-        f"there is no module 'beside_rewards' in {tmp_path}/elsewhere (the working directory), in the folders of PYTHONPATH or"
-        in said
-    )
-    assert said.endswith(
-        f"; {tmp_path}/beside_rewards.py is in the configuration's folder: start the command in {tmp_path}, or add that"
-        " folder to PYTHONPATH"
-    )
-    if error is RewardError:  # what it advises helps
-        monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{before}" if before else str(tmp_path))
-        assert check_users_functions(load(*overrides)) == []
-    with pytest.raises(error) as caught:
-        check_users_functions(load(*(text.replace("beside", "absent") for text in overrides)))
-    assert "there is no module 'absent_rewards'" in str(caught.value) and "configuration's folder" not in str(
-        caught.value
-    )
+    given = [command[0], file, "reward=beside_rewards:one", f"run.dir={tmp_path}/runs", *command[1:]]
+    assert main(given) == 2
+    assert "ValueError: called beside it (beside_rewards.py:4)" in capsys.readouterr().err
+    Path("beside_rewards.py").write_text("\ndef one(**_): raise ValueError('called here')")
+    assert main(given) == 2
+    assert "ValueError: called here (beside_rewards.py:2)" in capsys.readouterr().err
+    assert not [text for text in load_config(file, given[2:3], "train").notices if "modules_dir" in text]

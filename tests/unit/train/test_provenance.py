@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from gspo_mega.base import user_functions
 from gspo_mega.config import load_config
 from gspo_mega.train.reusable_records import first_weights, made_by, source_digest
 
@@ -65,6 +66,22 @@ def test_relative_imports_of_a_package_are_followed(sources):
     before = source_digest("pack.score:f")
     sources({"pack/tools": "x = 2"})
     assert source_digest("pack.score:f") != before
+
+
+def test_a_module_that_only_the_configurations_folder_has_counts_and_one_of_the_working_directory_comes_first(
+    sources, tmp_path, monkeypatch
+):
+    sources({"task/beside": "import beside_helper", "task/beside_helper": "x = 1"})
+    (tmp_path / "beside").mkdir()  # a folder without code is no module
+    nothing = source_digest("beside:score")
+    user_functions.look_last_in(str(tmp_path / "task"))
+    first = source_digest("beside:score")
+    sources({"task/beside_helper": "x = 2"})
+    second = source_digest("beside:score")
+    sources(beside="import beside_helper")
+    assert len({nothing, first, second}) == 3 and source_digest("beside:score") == second, "the same sources elsewhere"
+    sources(beside="x = 3")
+    assert source_digest("beside:score") not in (nothing, first, second)
 
 
 def test_folders_without_an_init_are_packages_at_any_depth(sources):
