@@ -7,7 +7,8 @@ metrics.jsonl and make the calls, so neither ranks nor the supervisor wait. Each
     stall      the watchdog found no progress, or no line of metrics came for alerts.stall_seconds
     collapse   the reward lost a third of its highest mean, and of what had been learnt, by more than chance
                (`metrics/trends.py`): at most 1 % of runs of 2000 steps in which nothing happened get this alert
-    budget     the engines' log-probs differ by more than mismatch.budget
+    budget     the engines' log-probs differ by more than mismatch.budget, and the run warns of it: the ratio contains
+               this (old_log_probs: rollout), or it is larger than precisions explain
 
 `call_command` and `call_url` make one call: a command that gets the JSON on its standard input, or a URL to which it is
 posted. Each returns its outcome in words, within a deadline.
@@ -31,6 +32,7 @@ from urllib.parse import urlsplit
 from gspo_mega.base.errors import GspoMegaError, StuckError
 from gspo_mega.base.run_folder import Attempt
 from gspo_mega.base.untrusted import open_regular, parse_json
+from gspo_mega.config.clip_range import must_warn
 from gspo_mega.config.schema import Config
 from gspo_mega.launcher.attempt_state import one_line
 from gspo_mega.metrics.trends import trend_of
@@ -50,6 +52,7 @@ class AlertSender:
         self, config: Config, attempt: Attempt, say: Callable[[str], None], poll_seconds: float = _POLL_SECONDS
     ) -> None:
         self._settings, self._budget, self._name = config.alerts, config.mismatch.budget, config.run.name
+        self._old_log_probs = config.old_log_probs
         self._attempt, self._say, self._poll_seconds = attempt, say, poll_seconds
         self._metrics = _NewLines(attempt)
         self._told: set[Cause] = set()
@@ -91,12 +94,15 @@ class AlertSender:
         rewards = self._metrics.rewards
         for line in new:
             share = line.get("mismatch/budget_share")
-            if share is not None and share > self._budget:
-                self._tell(
-                    "budget",
-                    f"the engines' log-probs differ by {share:.2f} of the clip range (mismatch.budget"
-                    f" {self._budget:g}) in step {line['step']}",
-                )
+            k3 = line.get("mismatch/k3")
+            if share is not None and share > self._budget and must_warn(self._old_log_probs, k3):
+                size = f"{share:.2f} of the clip range (mismatch.budget {self._budget:g}) in step {line['step']}"
+                if self._old_log_probs == "trainer":
+                    size = (
+                        f"k3 {k3:.2g} nats per token, more than precisions explain, in step {line['step']}"
+                        " (old_log_probs: trainer keeps this out of the ratio)"
+                    )
+                self._tell("budget", f"the engines' log-probs differ by {size}")
         if new and rewards:
             trend = trend_of(*zip(*rewards, strict=True))
             if trend.kind == "collapsed":

@@ -137,7 +137,7 @@ class Alerts(Section):
             "Events that are reported, each at most once per attempt. failure: the attempt failed. stall: the"
             " watchdog found no"
             " progress, or stall_seconds passed. collapse: the reward fell (docs/report.md). budget: mismatch.budget"
-            " was passed."
+            " was passed, with old_log_probs: trainer only if the mismatch is larger than precisions explain."
         ),
     )
     stall_seconds: float | None = Field(

@@ -74,7 +74,7 @@ def test_stuck_ranks_are_a_stall_also_behind_another_error(tmp_path):
 
 
 def test_a_collapse_and_a_passed_budget_are_told_once(tmp_path):
-    run = Run(tmp_path)
+    run = Run(tmp_path, "old_log_probs=rollout")
     run.write(range(1, 31), reward__mean=lambda step: step / 30, mismatch__budget_share=0.1)
     assert run.alerts._calls == []
     run.write(range(31, 61), reward__mean=lambda step: 0.02 * (step % 2), mismatch__budget_share=0.7)
@@ -84,6 +84,21 @@ def test_a_collapse_and_a_passed_budget_are_told_once(tmp_path):
     assert told["budget"] == "the engines' log-probs differ by 0.70 of the clip range (mismatch.budget 0.5) in step 31"
     assert told["collapse"].startswith("reward/mean fell from 0.883 (step 30) to 0.01")
     assert told["collapse"].endswith("; the fall began at step 31")
+
+
+def test_with_the_trainers_old_log_probs_only_a_mismatch_that_precisions_do_not_explain_is_told(tmp_path):
+    """The mismatch is not in the ratio then, so the run's own line about it is a notice and not a warning."""
+    run = Run(tmp_path)
+    run.write(range(1, 4), mismatch__budget_share=3.0, mismatch__k3=6e-4)
+    run.write([4], mismatch__budget_share=3.0)
+    assert run.alerts._calls == []
+    run.write([5, 6], mismatch__budget_share=9.0, mismatch__k3=0.03)
+    (body,) = run.told()
+    assert body["cause"] == "budget"
+    assert body["text"] == (
+        "the engines' log-probs differ by k3 0.03 nats per token, more than precisions explain, in step 5"
+        " (old_log_probs: trainer keeps this out of the ratio)"
+    )
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -100,13 +115,13 @@ def test_what_earlier_attempts_wrote_is_no_news(tmp_path):
     folder = RunFolder(tmp_path / "run")
     folder.path.mkdir()
     folder.metrics_file.write_text('{"step": 1, "time": 0.0, "mismatch/budget_share": 0.9}\n')
-    run = Run(tmp_path)
+    run = Run(tmp_path, "old_log_probs=rollout")
     run.write([2], mismatch__budget_share=0.1)
     assert run.told() == []
 
 
 def test_what_is_not_asked_for_is_not_told(tmp_path):
-    run = Run(tmp_path, "alerts.on=[collapse]")
+    run = Run(tmp_path, "alerts.on=[collapse]", "old_log_probs=rollout")
     run.write([1], mismatch__budget_share=0.9)
     run.alerts.failed(RankError("x"), restarts=False)
     assert run.told() == [] and run.said == []
