@@ -31,6 +31,7 @@ journal, server registrations and metrics know what is in them. Standard library
       journal/step_<8 digits>        the episodes of one step, and those that were sampled ahead during it
       journal/step_<8 digits>.old-NNNN   the file as it was before the step was sampled again
       metrics.jsonl  tensorboard/  hf/  hf_steps/step_<8 digits>/
+      metrics.superseded.jsonl       lines of steps that were trained again after a restart
       evaluations/step_<8 digits>.jsonl   some responses of the evaluation of a step's weights
       sinks/<name>.json  sinks/<name>/   how far a sink of metrics has come, and its files
       profile/                       the profiler's traces
@@ -357,6 +358,11 @@ class RunFolder:
     @property
     def metrics_file(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def superseded_metrics_file(self) -> Path:
+        """Lines that were in `metrics_file` until a run went on from an earlier step and wrote these steps again."""
+        return self.path / "metrics.superseded.jsonl"
 
     @property
     def tensorboard_dir(self) -> Path:

@@ -165,6 +165,7 @@ def _move_aside(folder: RunFolder, say: Callable[[str], None]) -> None:
     recorded = [
         folder.journal_dir,
         folder.metrics_file,
+        folder.superseded_metrics_file,
         folder.tensorboard_dir,
         folder.sinks_dir,
         folder.evaluations_dir,

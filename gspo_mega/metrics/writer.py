@@ -19,6 +19,7 @@ from typing import Any
 
 from gspo_mega.base import atomic_io
 from gspo_mega.base.errors import DataError, FolderError
+from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.base.untrusted import parse_json, read_bytes
 from gspo_mega.metrics.catalogue import find_metric
 from gspo_mega.metrics.prometheus import PrometheusEndpoint
@@ -80,7 +81,8 @@ class MetricsWriter:
         self._file: Any = None
 
     def resume_from(self, step: int) -> None:
-        """Drop the lines of steps after `step` (-1: all lines), because a continued run writes them again.
+        """Drop the lines of steps after `step` (-1: all lines), because a continued run writes them again. The file
+        `metrics.superseded.jsonl` keeps them.
 
         Raises DataError for a line that this class did not write, RuntimeError after the first `write`.
         """
@@ -90,9 +92,12 @@ class MetricsWriter:
             if self._sinks is not None:
                 self._sinks.keep_lines(0)
             return
-        kept = [line for line in self._whole_lines() if self._step_of(line) <= step]
+        kept, dropped = [], []
+        for line in self._whole_lines():
+            (kept if self._step_of(line) <= step else dropped).append(line)
         replacement = self.path.with_suffix(".jsonl.new")
         with self._folder_errors():
+            self._keep_aside(b"".join(line for _, line in dropped))
             with replacement.open("wb") as file:
                 file.writelines(line for _, line in kept)
                 file.flush()
@@ -101,6 +106,13 @@ class MetricsWriter:
             atomic_io.sync(self.path.parent)  # otherwise a power cut could bring the old file back
         if self._sinks is not None:
             self._sinks.keep_lines(len(kept))
+
+    def _keep_aside(self, lines: bytes) -> None:
+        """Append `lines` to the superseded ones, unless a start that was killed after this has done so already."""
+        path = RunFolder(self.path.parent).superseded_metrics_file
+        before = read_bytes(path, _MOST_OWN_BYTES) if path.exists() else b""
+        if lines and not before.endswith(lines):
+            atomic_io.write_whole(path, before + lines)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one line. NaN and infinite values become null, and `metrics/num_non_finite` counts them.

@@ -94,7 +94,7 @@ def check_run_folder(run: RunFolder) -> tuple[list[Finding], list[str]]:
     return findings, [
         f"checkpoints  {checkpoints} read",
         f"journal      {num_steps} steps read",
-        f"metrics      {num_lines} lines read",
+        f"metrics      {num_lines} lines read{_superseded(run)}",
         f"weights      {num_tensors} tensors compared with their manifests",
     ]
 
@@ -222,6 +222,14 @@ def _check_start(run: RunFolder, findings: list[Finding]) -> None:
                         "move the file away",
                     )
                 )
+
+
+def _superseded(run: RunFolder) -> str:
+    path = run.superseded_metrics_file
+    if not path.is_file():
+        return ""
+    number = read_bytes(path, 64 * MOST_BYTES).count(b"\n")
+    return f"; {path.name} has {number} of steps that were trained again after a restart"
 
 
 def _check_metrics(run: RunFolder, step: int, findings: list[Finding]) -> int:

@@ -120,6 +120,16 @@ def test_a_rank_that_is_not_the_first_is_killed(ranks):
     assert outcome(ranks.folder("two-killed")) == want
 
 
+def test_metrics_of_steps_that_are_trained_again_are_kept_aside(ranks, straight):
+    assert ranks.train("again", "point=step.published,hit=3", f"checkpoint.every_steps={NUM_STEPS}") == [KILLED]
+    folder = ranks.folder("again")
+    lost = read_metrics(folder.metrics_file)
+    assert [line["step"] for line in lost] == [1, 2]
+    assert ranks.train("again") == [0], ranks.log("again")
+    assert outcome(folder) == straight[0]
+    assert read_metrics(folder.superseded_metrics_file) == lost
+
+
 def test_a_run_without_any_checkpoint_trains_on_what_its_journal_has(ranks, straight):
     assert ranks.train("early", "point=journal.append.after,hit=5") == [KILLED]
     assert ranks.train("early") == [0], ranks.log("early")

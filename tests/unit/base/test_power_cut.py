@@ -223,6 +223,8 @@ def test_a_line_of_metrics_is_on_disk_when_it_is_written(disk):
         for left in disk.leavings():
             steps = [line["step"] for line in read_metrics(left / "metrics.jsonl")]
             assert steps in ([1, 2], [1, 2, 3]), "it is never empty"
+            aside = RunFolder(left).superseded_metrics_file
+            assert steps[-1] == 3 or [line["step"] for line in read_metrics(aside)] == [3], "no line is lost"
         writer.write(3, {"reward/mean": 0.25})
         for left in disk.leavings():
             assert [line["reward/mean"] for line in read_metrics(left / "metrics.jsonl")] == [0.5, 0.5, 0.25]

@@ -66,6 +66,21 @@ def test_resume_drops_later_steps_and_continues(tmp_path):
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1]
 
 
+def test_lines_that_a_continued_run_replaces_are_kept_aside_once(tmp_path):
+    aside = RunFolder(tmp_path).superseded_metrics_file
+    write_steps(tmp_path, range(1, 6))
+    before = (tmp_path / "metrics.jsonl").read_bytes().splitlines()
+    write_steps(tmp_path, [], resume=5)
+    assert not aside.exists(), "nothing is replaced"
+    write_steps(tmp_path, [], resume=3)
+    assert aside.read_bytes().splitlines() == before[3:]
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([*before, b""]))  # killed before the lines left this file
+    write_steps(tmp_path, [4], resume=3)
+    assert aside.read_bytes().splitlines() == before[3:]
+    write_steps(tmp_path, [], resume=-1)
+    assert [line["step"] for line in strict_lines(aside)] == [4, 5, 1, 2, 3, 4]
+
+
 @pytest.mark.parametrize("resume", [None, 2])
 def test_a_torn_last_line_is_cut_off(tmp_path, resume):
     write_steps(tmp_path, [1, 2])

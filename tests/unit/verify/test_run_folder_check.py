@@ -158,6 +158,12 @@ def test_a_sound_folder_reports_nothing_and_stays_as_it_is(run, capsys):
         f"{run.path}: nothing is damaged",
     ]
     assert looks(run.path) == before
+    run.superseded_metrics_file.write_bytes(run.metrics_file.read_bytes())
+    assert main(["inspect", str(run.path), "--verify"]) == 0
+    assert (
+        "metrics      3 lines read; metrics.superseded.jsonl has 3 of steps that were trained again after a restart\n"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize("step, loss", [(3, "step_00000002 is sound and is taken instead"), (2, "to fall back on")])
