@@ -117,9 +117,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), command: str | 
             "\n".join(f"{_where(path, origins, tuple(v.key.split('.')))}: {v.key}: {v.text}" for v in violations)
         )
     config, found = find_inputs(config, path, lambda key: isinstance(_nearest_origin(origins, key), YamlPosition))
-    modules_dir = os.path.abspath(config.run.modules_dir or path.parent)
-    config = _with(config, ("run", "modules_dir"), modules_dir)
-    found += _notices_of_modules(config)
+    config, read = find_modules(config, path.parent)
+    found += read
     config, missing = resolve_hub_ids(resolve_defaults(config), command)
     if missing:
         raise ConfigError(
@@ -388,13 +387,16 @@ def find_inputs(config: Config, file: Path, is_in_file: Callable[[Key], bool]) -
     return config, notices
 
 
-def _notices_of_modules(config: Config) -> list[str]:
-    """A notice of each function of the user whose module only `run.modules_dir` has."""
+def find_modules(config: Config, folder: Path) -> tuple[Config, list[str]]:
+    """Return the configuration with `run.modules_dir`, by default `folder`, and a notice of each function of the user
+    whose module only that folder has.
+    """
     notices = []
+    config = _with(config, ("run", "modules_dir"), os.path.abspath(config.run.modules_dir or folder))
     for key, text in _texts(config.model_dump()):
         if _FUNCTION.fullmatch(text) and (file := file_only_in(str(config.run.modules_dir), text)) is not None:
             notices.append(f"{'.'.join(map(str, key))}: {file} is read (run.modules_dir)")
-    return notices
+    return config, notices
 
 
 def _texts(value: Any, key: Key = ()) -> Iterator[tuple[Key, str]]:
