@@ -8,8 +8,10 @@ journal, server registrations and metrics know what is in them. Standard library
       lock                           held (flock) by the one supervisor of the run
       lease/<8 digits>               the lock for file systems without flock: who holds the run, with a heartbeat
       attempts/0001/                 one start of the run; attempts/latest -> 0001
-        api_key                      0600; the servers' key, made anew for every attempt
+        api_key                      0600; the servers' key, made anew for every attempt that keeps no servers
         servers/<server_id>.json     written by `gspo-mega serve`
+        kept_servers/<server_id>.json   whether a server of the attempt before goes on in this one, or why not
+        weight_groups                names of the process groups through which rank 0 sent weights to servers
         software/<server_id>.json    the server's PyTorch and NCCL versions, if weights go through NCCL
         software/machine-<n>-<role>.json   the packages' versions of a node's Python, which its doctor found (Slurm)
         errors/rank_<r>.json         written by a rank that failed
@@ -127,6 +129,24 @@ class Attempt:
     def server_parts_dir(self) -> Path:
         """The orders to the parts of servers on several nodes, and the reports from them."""
         return self.path / "server_parts"
+
+    @property
+    def kept_servers_dir(self) -> Path:
+        return self.path / "kept_servers"
+
+    def kept_server_file(self, server_id: str) -> Path:
+        """What a server of the attempt before said when it was told to go on in this one."""
+        return self.kept_servers_dir / f"{server_id}.json"
+
+    def num_kept_servers(self) -> int:
+        """Return the number of the policy's servers that this attempt took over from the one before."""
+        records = (read_json(path) for path in self.kept_servers_dir.glob("[!.]*.json"))
+        return sum(isinstance(record, dict) and record.get("is_kept") is True for record in records)
+
+    @property
+    def weight_groups_file(self) -> Path:
+        """The names of the groups that servers were asked to join, one per line. A group may have ended since."""
+        return self.path / "weight_groups"
 
     @property
     def software_dir(self) -> Path:

@@ -24,12 +24,13 @@ from gspo_mega.base.errors import ConfigError, PublishError
 from gspo_mega.base.network import address_problem
 from gspo_mega.base.run_folder import Attempt, RunFolder, atomic_write_json
 from gspo_mega.checkpoint.served_folders import CopyMaker, StartWeights, needed_copy
-from gspo_mega.config import load_config
+from gspo_mega.config import Config, load_config
 from gspo_mega.config.deadlines import preflight_seconds
 from gspo_mega.launcher.attempt_state import SILENCE_SECONDS, beats, read_state
 from gspo_mega.launcher.lease import hold
 from gspo_mega.launcher.prepare import device_here, task_of_step
 from gspo_mega.rollout.server.multinode import PartSupervisor
+from gspo_mega.rollout.server.next_attempt import Orders
 from gspo_mega.rollout.server.reward_server import own_model, reward_config, reward_folder
 from gspo_mega.rollout.server.start_weights import StartCopy
 from gspo_mega.rollout.server.supervise import ServerSupervisor
@@ -43,6 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--attempt", type=Path, metavar="DIR", help="attempt folder to register in (default: the running attempt)"
     )
     parser.add_argument("--index", type=int, metavar="K", help="index of this server in the attempt (server-K)")
+    parser.add_argument(
+        "--next-attempts",
+        action="store_true",
+        help="read from the input into which attempts this server goes on (train.keep_servers)",
+    )
     parser.add_argument("--reward-model", metavar="NAME", help="serve this entry of reward.model instead of the policy")
     parser.add_argument(
         "--host", metavar="ADDRESS", help="this machine's address to bind and register, instead of server.host"
@@ -65,10 +71,9 @@ def run(args: argparse.Namespace) -> int:
     num_nodes = config.server.num_nodes if args.reward_model is None else 1
     part = which_part(num_nodes, args.part, args.hosts, args.index, task_of_step())
     host = args.host if args.hosts is None else args.hosts.split(",")[part]
-    if host is not None:
-        if (problem := address_problem(host)) is not None:
-            raise ConfigError(f"gspo-mega serve: --host: {problem}")
-        config = config.model_copy(update={"server": config.server.model_copy(update={"host": host})})
+    if host is not None and (problem := address_problem(host)) is not None:
+        raise ConfigError(f"gspo-mega serve: --host: {problem}")
+    config = _at(config, host)
     folder = RunFolder(Path(config.run.dir) / config.run.name)
     attempt = running_attempt(folder, time.time(), SILENCE_SECONDS) if args.attempt is None else Attempt(args.attempt)
     index = args.index
@@ -84,18 +89,36 @@ def run(args: argparse.Namespace) -> int:
     if args.reward_model is not None:
         model = own_model(config.reward, args.reward_model)
         config, attempt = reward_config(config, model), reward_folder(attempt, model.name)
+
+    def config_of(file: str) -> Config:
+        """The configuration of this server by another file, or the same file later."""
+        found = _at(load_config(file, args.overrides).config, host)
+        return found if args.reward_model is None else reward_config(found, own_model(found.reward, args.reward_model))
+
+    orders = Orders(sys.stdin.fileno()) if args.next_attempts else None
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     # The server's processes inherit it: each open request needs a connection.
     processes.raise_open_file_limit()
     if args.reward_model is not None:
-        return ServerSupervisor(config, attempt, index, start=Path(config.model.path), classifies=True).run()
+        own = Path(config.model.path)
+        return ServerSupervisor(
+            config, attempt, index, start=own, classifies=True, orders=orders, config_of=config_of
+        ).run()
     if part > 0:
         return PartSupervisor(config.server, attempt, index, part).run()
     if config.publish.method == "distributed" and device_here() == "gpu":
         # The server's start takes longer, so this does not delay it.
         asked = (attempt, index, preflight_seconds(config.cluster))
         threading.Thread(target=_record_own_software, args=asked, daemon=True, name="software").start()
-    return ServerSupervisor(config, attempt, index, start=_start(StartWeights.of(config), folder, index)).run()
+    start = _start(StartWeights.of(config), folder, index)
+    return ServerSupervisor(config, attempt, index, start=start, orders=orders, config_of=config_of).run()
+
+
+def _at(config: Config, host: str | None) -> Config:
+    """The configuration with the address of this machine, if one is given."""
+    if host is None:
+        return config
+    return config.model_copy(update={"server": config.server.model_copy(update={"host": host})})
 
 
 def which_part(num_nodes: int, part: int | None, hosts: str | None, index: int | None, task: int | None) -> int:

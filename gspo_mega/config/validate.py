@@ -20,7 +20,7 @@ from gspo_mega.config.deadlines import RELATIONS
 from gspo_mega.config.derived import command_name, critic_config, critic_of, is_one_turn, penalises_kl
 from gspo_mega.config.notices import notices
 from gspo_mega.config.prompt_sources import eval_sets, names_prompts, own_rewards
-from gspo_mega.config.schema import Alerts, Batch, Certify, Cluster, Config, Engine, Precision, Profile
+from gspo_mega.config.schema import Alerts, Batch, Certify, Cluster, Config, Engine, Precision, Profile, Train
 from gspo_mega.config.validate_episodes import validate_episodes
 from gspo_mega.config.validate_hooks import validate_hooks
 from gspo_mega.config.validate_learning import (
@@ -624,9 +624,32 @@ def _validate_command(config: Config, command: str | None) -> Iterator[Violation
             "true with train.max_restarts: 0, so that nothing is ever started in them; valid: false, or max_restarts"
             " above 0",
         )
+    if train is not None and train.keep_servers:
+        yield from _validate_kept_servers(config, train)
     if config.sft is not None and config.sft.stop_accuracy_low > config.sft.stop_accuracy_high:
         yield Violation(
             "sft.stop_accuracy_low",
             f"{config.sft.stop_accuracy_low:g} is above stop_accuracy_high {config.sft.stop_accuracy_high:g}; at most"
             " that",
         )
+
+
+def _validate_kept_servers(config: Config, train: Train) -> Iterator[Violation]:
+    """Yield what contradicts `train.keep_servers`: servers that outlive a failed start of the run."""
+    cluster, server = config.cluster, config.server
+    why = None
+    if train.max_restarts == 0:
+        why = "train.max_restarts: 0, so that no restart ever takes servers over; valid: false, or max_restarts above 0"
+    elif cluster.colocated:
+        why = (
+            "cluster.colocated: true: a restart's ranks begin on the GPUs that servers would still hold; valid: false,"
+            " or servers with GPUs of their own"
+        )
+    elif (cluster.num_nodes, cluster.num_rollout_nodes, server.num_nodes) != (1, 0, 1):
+        why = (
+            f"cluster.num_nodes: {cluster.num_nodes}, cluster.num_rollout_nodes: {cluster.num_rollout_nodes},"
+            f" server.num_nodes: {server.num_nodes}: the servers of a Slurm job are steps that end with each start of"
+            " the run; valid: false, or a run on one machine without Slurm"
+        )
+    if why is not None:
+        yield Violation("train.keep_servers", f"true with {why}")

@@ -37,6 +37,7 @@ class ChildSpec:
 
     Under Slurm a process is an srun: `ranks` runs all ranks, `watch` watches the supervisor's node, `doctor` checks one
     node. `standby`: the process that may be prepared to do this one's work in a later attempt (`standby.py`).
+    `takes_orders`: it reads orders from its input, one per line (`kept_servers.py`).
     """
 
     kind: Literal["rank", "server", "reward server", "ranks", "watch", "doctor", "standby"]
@@ -46,6 +47,7 @@ class ChildSpec:
     environment: Mapping[str, str] = field(default_factory=dict)
     of: str = ""
     standby: StandbySpec | None = None
+    takes_orders: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class Child:
         with spec.log.open("ab") as output:
             self._process = subprocess.Popen(
                 [*tied, *spec.command],
-                stdin=subprocess.PIPE if spec.kind == "standby" else subprocess.DEVNULL,
+                stdin=subprocess.PIPE if spec.kind == "standby" or spec.takes_orders else subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 env={**os.environ, **spec.environment},
@@ -94,6 +96,12 @@ class Child:
         """Send a signal to this process, not to its children, if it still runs."""
         self._process.send_signal(number)
 
+    def order(self, line: bytes) -> None:
+        """Write a line to a process that takes orders. Raises OSError if it has ended."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(line)
+        self._process.stdin.flush()
+
     def hand_over(self, line: bytes) -> None:
         """Write the only line that a standby is ever sent. Raises OSError if it has ended."""
         assert self._process.stdin is not None
@@ -103,7 +111,7 @@ class Child:
             self.close_input()
 
     def close_input(self) -> None:
-        """Close a standby's input. If it has been sent nothing, it ends."""
+        """Close the process's input, if it has one. A standby that has been sent nothing ends."""
         if self._process.stdin is not None:
             with suppress(OSError):
                 self._process.stdin.close()
@@ -152,6 +160,7 @@ class ProcessFamily:
     def leave_out(self, child: Child) -> None:
         """Make a child, and what it starts, no part of the run: `close` does not end it."""
         self._strangers.add(child.pid)
+        self.children = [other for other in self.children if other is not child]
 
     def take_in(self, child: Child) -> None:
         """Make a child that was no part of the run one of its processes."""

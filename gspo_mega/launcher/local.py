@@ -50,6 +50,7 @@ from gspo_mega.launcher.inputs import (
     check_what_is_read,
     is_replay,
 )
+from gspo_mega.launcher.kept_servers import KeptServers, keeps_servers, refuse_in_job
 from gspo_mega.launcher.lease import Lease, hold, refuse_if_held
 from gspo_mega.launcher.prepare import (
     check_same_run,
@@ -95,6 +96,8 @@ def dry_run(
     the run's folder is alive, whether the checkpoint is whole, the job's nodes.
     """
     config = loaded.config
+    if in_job:
+        refuse_in_job(loaded)
     is_here = not in_job and (config.cluster.num_nodes, config.cluster.num_rollout_nodes, config.server.num_nodes) == (
         1,
         0,
@@ -210,8 +213,9 @@ def launch(
             say(f"notice   {ignored}")
         standby = standby_command if has_standbys(config, command) else None
         ranks = _ranks(config.cluster.ranks_per_node, rank_gpus, attempt, command, worker_command, standby)
-        servers = _servers(server_gpus, attempt, serve, serve_variables)
-        servers += _reward_servers(scorers, scorer_gpus, attempt, serve, serve_variables)
+        keeps = keeps_servers(config, command)
+        servers = _servers(server_gpus, attempt, serve, serve_variables, keeps)
+        servers += _reward_servers(scorers, scorer_gpus, attempt, serve, serve_variables, keeps)
         grace_seconds = max(stop_grace_seconds, MARGIN * figures.stop_seconds)
         return Supervisor(
             attempt,
@@ -223,6 +227,7 @@ def launch(
             lease.raise_if_lost,
             stack_requests,
             standbys,
+            kept,
         ).run()
 
     with (
@@ -230,6 +235,7 @@ def launch(
         stop_signals() as signals,
         stack_signals() as stack_requests,
         copies_removed(folder.path),
+        KeptServers(say) as kept,
         Standbys(say) as standbys,
     ):
         restarts = Restarts.begin(folder, Restarts.allowed(command, config.train), config.checkpoint.peer_copies > 0)
@@ -286,14 +292,25 @@ def _ranks(
 
 
 def _servers(
-    gpus: list[list[str]], attempt: Attempt, serve_command: Sequence[str], variables: Mapping[str, str]
+    gpus: list[list[str]],
+    attempt: Attempt,
+    serve_command: Sequence[str],
+    variables: Mapping[str, str],
+    keeps: bool = False,
 ) -> list[ChildSpec]:
+    """`keeps`: they may outlive the attempt."""
     specs = []
     for index, share in enumerate(gpus):
-        arguments = [str(attempt.run_folder.config_file), "--attempt", str(attempt.path), "--index", str(index)]
+        command = [*serve_command, *_serve_arguments(attempt, index, keeps)]
         environment = {**variables, **({"CUDA_VISIBLE_DEVICES": ",".join(share)} if share else {})}
-        specs.append(ChildSpec("server", index, [*serve_command, *arguments], attempt.server_log(index), environment))
+        log = attempt.server_log(index)
+        specs.append(ChildSpec("server", index, command, log, environment, takes_orders=keeps))
     return specs
+
+
+def _serve_arguments(attempt: Attempt, index: int, keeps: bool) -> list[str]:
+    arguments = [str(attempt.run_folder.config_file), "--attempt", str(attempt.path), "--index", str(index)]
+    return [*arguments, "--next-attempts"] if keeps else arguments
 
 
 def _reward_servers(
@@ -302,15 +319,18 @@ def _reward_servers(
     attempt: Attempt,
     serve_command: Sequence[str],
     variables: Mapping[str, str],
+    keeps: bool = False,
 ) -> list[ChildSpec]:
-    """The servers of reward models. `scorers`: (the model's entry, the server's index in it); `gpus`: those of each."""
+    """The servers of reward models. `scorers`: (the model's entry, the server's index in it); `gpus`: those of each.
+    `keeps`: they may outlive the attempt.
+    """
     specs = []
     for (model, index), share in zip(scorers, gpus, strict=True):
         folder = make_reward_folder(attempt, model.name)
-        arguments = [str(attempt.run_folder.config_file), "--attempt", str(attempt.path), "--index", str(index)]
-        command = [*serve_command, *arguments, "--reward-model", model.name]
+        command = [*serve_command, *_serve_arguments(attempt, index, keeps), "--reward-model", model.name]
         environment = {**variables, **({"CUDA_VISIBLE_DEVICES": ",".join(share)} if share else {})}
-        specs.append(ChildSpec("reward server", index, command, folder.server_log(index), environment, of=model.name))
+        log = folder.server_log(index)
+        specs.append(ChildSpec("reward server", index, command, log, environment, of=model.name, takes_orders=keeps))
     return specs
 
 
@@ -328,10 +348,11 @@ class Supervisor:
         check: Callable[[], None] = lambda: None,
         stack_signals: list[int] | None = None,
         standbys: Standbys | None = None,
+        kept: KeptServers | None = None,
     ) -> None:
         """`patience`: how long ranks may be stuck; None disables the watchdog. `signals`, `stack_signals`: the lists
         that the caller's contexts of these names fill. `check` is called repeatedly; an exception from it ends the run.
-        `standbys`: prepared processes, which outlive this attempt.
+        `standbys`, `kept`: prepared processes, and servers, which outlive this attempt.
         """
         self._attempt, self._specs, self._say, self._patience = attempt, specs, say, patience
         self._stop_grace_seconds = stop_grace_seconds
@@ -340,6 +361,7 @@ class Supervisor:
         self._signals: list[int] = [] if signals is None else signals
         self._check = check
         self._standbys = Standbys(say) if standbys is None else standbys
+        self._kept = KeptServers(say) if kept is None else kept
         self._stack_signals: list[int] = [] if stack_signals is None else stack_signals
         self._stop_deadline: float | None = None
         self._stop_is_requested = False
@@ -349,15 +371,22 @@ class Supervisor:
         """Start everything, watch, end everything. Returns 0, or after a stop 128 + the signal (75 without a signal).
 
         Call from the main thread, inside `stop_signals`. If something failed, raises RankError with the text for the
-        user and the exit code. However this returns, no process and no descendant is left.
+        user and the exit code. However this returns, no process and no descendant is left, but for those that outlive
+        the attempt.
         """
         family = ProcessFamily()
-        self._children = family.children
         try:
-            others = [family.start(spec) for spec in self._specs if spec.kind != "rank"]
-            for child in [*others, *self._standbys.start(family, self._attempt, self._rank_specs)]:
-                logger.info("%s started as process %d: %s", child.name, child.pid, " ".join(child.spec.command))
+            others = [spec for spec in self._specs if spec.kind != "rank"]
+            children = self._kept.begin(family, self._attempt, others)
+            children += self._standbys.start(family, self._attempt, self._rank_specs)
+            children += self._kept.take_over(family, self._attempt)
+            for child in children:
+                logger.info("%s runs as process %d: %s", child.name, child.pid, " ".join(child.spec.command))
+            self._children = family.children
             return self._watch(family)
+        except GspoMegaError as error:
+            self._kept.keep(family, self._attempt, error)
+            raise
         finally:
             family.close(_END_GRACE_SECONDS)
             for child in family.children:

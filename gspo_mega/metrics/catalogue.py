@@ -356,6 +356,12 @@ def _entries() -> list[Metric]:
             "ranks of this start that began in a process with all imports done (`train.standby_processes`)",
         ),
         Metric(
+            "run/num_kept_servers",
+            "servers",
+            "value",
+            "the policy's servers that this start took over from the one before (`train.keep_servers`)",
+        ),
+        Metric(
             "metrics/num_non_finite",
             "metrics",
             "sum",

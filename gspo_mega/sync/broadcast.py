@@ -73,6 +73,10 @@ class _Delivery:
     refused: dict[str, str] = field(default_factory=dict)
 
 
+def _nothing(_: str) -> None:
+    """A note that nobody keeps."""
+
+
 class GroupSender:
     """Rank 0's side of sending. `bytes_by_rank` counts the bytes that each rank has given to groups, over all sends."""
 
@@ -85,12 +89,14 @@ class GroupSender:
         servers_per_group: int | None = None,
         own: OwnTensors | None = None,
         others: Sequence[RemoteSender] = (),
+        note_group: Callable[[str], object] = _nothing,
     ) -> None:
         """`address` is this machine as the servers and other ranks reach it. `backend` is gloo, or nccl between GPUs.
         `servers_per_group` says how many servers share a group; None means all. `others` are the other sending ranks.
+        `note_group` gets the name of each group before a server is asked to join it.
         """
         self._bucket_bytes = bucket_bytes
-        self._groups = ServerGroups(address, backend, timeout_seconds, servers_per_group)
+        self._groups = ServerGroups(address, backend, timeout_seconds, servers_per_group, note_group)
         self._own = own or OwnTensors(0)
         self._others = tuple(others)
         self.bytes_by_rank: Counter[int] = Counter()
@@ -239,8 +245,18 @@ class ServerGroups:
     `num_not_made` counts groups of several servers that could not be made because one of them did not join.
     """
 
-    def __init__(self, address: str, backend: str, timeout_seconds: float, servers_per_group: int | None) -> None:
-        """`address`, `backend` and `timeout_seconds` as for `ServerGroup`. `servers_per_group`: None for all."""
+    def __init__(
+        self,
+        address: str,
+        backend: str,
+        timeout_seconds: float,
+        servers_per_group: int | None,
+        note_group: Callable[[str], object] = _nothing,
+    ) -> None:
+        """`address`, `backend`, `timeout_seconds` and `note_group` as for `ServerGroup`. `servers_per_group`: None for
+        all.
+        """
+        self._note_group = note_group
         self._address = address
         self._backend = backend
         self._timeout_seconds = timeout_seconds
@@ -278,7 +294,9 @@ class ServerGroups:
     def _make(self, sender: Sender, fleet: Fleet, servers: Sequence[ServerControl]) -> None:
         if (sender.rank, members(servers)) not in self._links:
             seconds = min(_JOIN_SECONDS, fleet.deadline.left(servers[0].server_id) / 2)
-            link = ServerGroup(sender, servers, self._address, self._backend, self._timeout_seconds, seconds)
+            link = ServerGroup(
+                sender, servers, self._address, self._backend, self._timeout_seconds, seconds, self._note_group
+            )
             self._links[sender.rank, link.members] = link
 
     def tidy(self, failed: Sequence[ServerControl]) -> None:
@@ -320,8 +338,10 @@ class ServerGroup:
         backend: str,
         timeout_seconds: float,
         seconds: float,
+        note_group: Callable[[str], object] = _nothing,
     ) -> None:
         """`address` is rank 0's machine as servers and senders reach it. `timeout_seconds` limits one gloo broadcast.
+        `note_group` gets the group's name.
 
         Raises GspoMegaError if a server does not join within `seconds`. Then the others do not join either.
         """
@@ -330,6 +350,7 @@ class ServerGroup:
         self.members = members(servers)
         # Servers identify groups by name and may outlive a trainer, so the name is random.
         self.name = f"weights-{secrets.token_hex(8)}"
+        note_group(self.name)
         self.is_cut = False
         self._lock = threading.Lock()
         self._sending: PendingBroadcast | None = None

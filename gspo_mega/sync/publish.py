@@ -89,8 +89,8 @@ class PublishResult:
         return sum(self.bytes_sent_by_rank.values())
 
 
-def _nothing(weight_version: int) -> None:
-    """A commit or announcement that does nothing."""
+def _nothing(_: object) -> None:
+    """A commit, an announcement or a note that does nothing."""
 
 
 class Publisher:
@@ -99,7 +99,8 @@ class Publisher:
     `chunks` are this rank's unwrapped GPT chunks. `weights_dir` is the run's folder of versions, visible to all nodes.
     `address` is rank 0's machine as the servers reach it (for method distributed; `server.host` by default). Servers
     have the precision that the configuration gives them; the model's configuration and tokenizer come from
-    `model.path`. `held` returns the versions that servers are loading, which stay on disk. Construction is collective.
+    `model.path`. `held` returns the versions that servers are loading, which stay on disk. `note_group` gets the name
+    of each group that servers are asked to join. Construction is collective.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class Publisher:
         weights_dir: str | Path,
         address: str | None = None,
         held: Callable[[], Collection[int]] = tuple,
+        note_group: Callable[[str], object] = _nothing,
     ) -> None:
         self.versions = PublishedVersions(weights_dir)
         self._held = held
@@ -157,6 +159,7 @@ class Publisher:
             settings.servers_per_group,
             self._own,
             [RemoteSender(rank, OrderChannel(groups.host, rank)) for rank in self._senders if rank != 0],
+            note_group,
         )
 
     def publish(

@@ -70,6 +70,7 @@ class Rank0:
         self.num_standby_ranks: int | None = None  # without standbys the metric has no meaning
         if config.train is not None and config.train.standby_processes:
             self.num_standby_ranks = self.attempt.num_standby_ranks()
+        self.keeps_servers = config.train is not None and config.train.keep_servers
         self.stop_request = StopRequest(context.attempt_dir)
         self._samples_every = config.metrics.samples_every_steps
         self._sinks = Sinks(

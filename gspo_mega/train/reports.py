@@ -195,6 +195,8 @@ class StepReport:
         }
         if lead.num_standby_ranks is not None:
             metrics["run/num_standby_ranks"] = lead.num_standby_ranks
+        if lead.keeps_servers:  # servers answer later than ranks start
+            metrics["run/num_kept_servers"] = lead.attempt.num_kept_servers()
         if session.prefetch is not None:
             metrics["time/assemble/ahead_seconds"] = session.prefetch.ahead_seconds
         if self._num_positions:

@@ -179,9 +179,16 @@ class RankSession:
             self.run_folder.weights_dir,
             local_address(config.server.host),
             self._versions_in_use,
+            self._note_group,
         )
         self._cleanup.callback(publisher.close)
         return LiveServers(config.server, config.rollout, publisher, self.ranks, self.lead, self.phases, self.gpus)
+
+    def _note_group(self, name: str) -> None:
+        """Rank 0: record a group that servers join, which they leave if they outlive this process."""
+        if self.config.train is not None and self.config.train.keep_servers:
+            with contextlib.suppress(OSError), self.attempt.weight_groups_file.open("a", encoding="ascii") as file:
+                file.write(f"{name}\n")
 
     def _versions_in_use(self) -> set[int]:
         """Rank 0: the published versions that must stay on disk even if they are old."""

@@ -279,6 +279,7 @@ def test_the_run_folder_has_all_that_was_promised(whole_run):
 SUMMARY_KEYS = ("mean", "sd", "min", "max", "p1", "p99")
 # What a plain run says nothing about: what only failures, filters, a cold start, NaNs or options that are off bring up.
 NOT_OF_A_PLAIN_RUN = {
+    "run/num_kept_servers",  # with train.keep_servers: test_run_kept.py
     "run/num_standby_ranks",  # with train.standby_processes: tests/recovery/test_recovery_restart.py
     "rollout/num_request_failures_<kind>",
     # What episodes of several turns alone can do: branch, fail, restart; and requests of agents to the endpoint, see

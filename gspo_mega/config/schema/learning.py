@@ -476,6 +476,14 @@ class Train(Section):
             " these, without the time of the imports, and prepares others after its first step."
         ),
     )
+    keep_servers: bool = Field(
+        default=False,
+        json_schema_extra=MAY_CHANGE,
+        description=(
+            "On one machine: servers that are ready when a run fails stay for its automatic restart. They are emptied"
+            " and get the restart's weights, but do not start anew."
+        ),
+    )
     on_lost_node: Literal["wait", "shrink"] = Field(
         default="wait",
         json_schema_extra=MAY_CHANGE,

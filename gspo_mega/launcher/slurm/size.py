@@ -23,6 +23,7 @@ from gspo_mega.base.errors import ConfigError, GspoMegaError, PlanError
 from gspo_mega.base.untrusted import printable_output
 from gspo_mega.config import LoadedConfig, load_config
 from gspo_mega.launcher.inputs import check_before_job, is_replay
+from gspo_mega.launcher.kept_servers import refuse_in_job
 from gspo_mega.plan import Estimate, estimate, plan_run, refuse_what_does_not_fit, render_report
 from gspo_mega.plan.estimate import grace_seconds, signal_seconds
 from gspo_mega.plan.fewer_nodes import fewer_nodes_lines, shrinks
@@ -163,8 +164,10 @@ def job_size(loaded: LoadedConfig, site: Site, command: str = "train") -> JobSiz
     """Decide which server runs where (`place_servers`). A run on recorded rollouts has neither servers nor nodes for
     them.
 
-    Raises PlanError if a node has too few GPUs, JournalError if the record is too short.
+    Raises PlanError if a node has too few GPUs or servers are to outlive an attempt, JournalError if the record is too
+    short.
     """
+    refuse_in_job(loaded)
     config = loaded.config
     cluster, server = config.cluster, config.server
     replays = is_replay(loaded, command)

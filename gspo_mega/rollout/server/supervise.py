@@ -5,6 +5,8 @@ server's weights (the publisher does) and knows no other server. This process im
 
 `RestartBudget` says how many restarts a server may have before it is given up.
 
+With `train.keep_servers`, a server may go on into the next attempt of its run (`next_attempt.py`).
+
 `drain` spends the last seconds of a server that is asked to stop: its open requests leave it, then it may end. Clients
 see the state `draining`, and end their own requests with the tokens so far. Requests that are left when the time is
 nearly over are cut short here, and their answers have their tokens, too.
@@ -12,6 +14,7 @@ nearly over are cut short here, and their answers have their tokens, too.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import logging
@@ -27,14 +30,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn, Protocol
 
-from gspo_mega.base.errors import ConfigError, GspoMegaError, RankError
+from gspo_mega.base.errors import ConfigError, GspoMegaError, RankError, RolloutError
 from gspo_mega.base.network import with_port
-from gspo_mega.base.run_folder import Attempt, read_json
-from gspo_mega.config.precision import publishes_adapters
+from gspo_mega.base.run_folder import Attempt, atomic_write_json, read_json
+from gspo_mega.base.untrusted import read_text
+from gspo_mega.config.precision import publishes, publishes_adapters
 from gspo_mega.config.schema import Config
 from gspo_mega.models.block_fp8 import served_layout
 from gspo_mega.rollout.registration import Registration, ensure_secret, read_secret, server_may_start
 from gspo_mega.rollout.server.multinode import ServerParts
+from gspo_mega.rollout.server.next_attempt import Order, Orders, answer, differs, forget
 from gspo_mega.rollout.server.process import RunningServer, free_port, log_tail, remove_abandoned
 from gspo_mega.rollout.server.spec import ServerSpec, served_precision, spec_from_config
 from gspo_mega.rollout.server.start_weights import CopyWait, StartCopy, current_weights
@@ -81,7 +86,8 @@ class ServerSupervisor:
 
     `entry` is the command that runs a server, without --spec and --parent; it may use the Python of another
     environment. `start` is the folder to start from before anything is published. It may be a copy that is still to be
-    made; None means `model.path`. `classifies` says that the server's model scores texts.
+    made; None means `model.path`. `classifies` says that the server's model scores texts. `orders`, if there are any,
+    say into which attempt the server goes on, and `config_of` reads the configuration that it would have there.
     """
 
     def __init__(
@@ -92,8 +98,11 @@ class ServerSupervisor:
         entry: Sequence[str] = (sys.executable, "-m", "gspo_mega.rollout.server.entry"),
         start: Path | StartCopy | None = None,
         classifies: bool = False,
+        orders: Orders | None = None,
+        config_of: Callable[[str], Config] | None = None,
     ) -> None:
         self._entry = list(entry)
+        self._orders, self._config_of = orders, config_of
         self._classifies = classifies
         self._copy = start if isinstance(start, StartCopy) else None
         self._start_folder = str(start.path if isinstance(start, StartCopy) else start or config.model.path)
@@ -393,7 +402,63 @@ class ServerSupervisor:
             left = deadline - time.monotonic()
             if left <= 0:
                 return
-            self._stop.wait(min(left, _POLL_SECONDS))
+            if self._orders is None:
+                self._stop.wait(min(left, _POLL_SECONDS))
+            elif (order := self._orders.wait(min(left, _POLL_SECONDS))) is not None:
+                self._go_on(order)
+
+    def _go_on(self, order: Order) -> None:
+        """Go on in another attempt, as a server that has just become ready there. If that is not possible, say why and
+        raise _Stop.
+        """
+        began, server_id, attempt = time.monotonic(), self._registration.server_id, Attempt(order.attempt)
+        try:
+            config = self._forget(order)
+        except GspoMegaError as error:
+            logger.warning("%s: does not go on in %s: %s", server_id, attempt.path, error)
+            self._register(state="restarting", error=str(error))  # its requests are lost, so it has nothing to drain
+            answer(attempt, server_id, str(error), time.monotonic() - began)
+            raise _Stop from None
+        with contextlib.suppress(OSError):
+            self._register(state="stopped")
+        if (software := read_json(self._attempt.software_dir / f"{server_id}.json")) is not None:
+            attempt.software_dir.mkdir(parents=True, exist_ok=True)
+            atomic_write_json(attempt.software_dir / f"{server_id}.json", software)
+        self._config, self._attempt, self._log = config, attempt, attempt.server_log(self._index)
+        self._parts = ServerParts(attempt, self._index, config.server.num_nodes)
+        assert self._running is not None
+        self._running = replace(self._running, log=self._log)
+        self._num_failures = 0
+        self._register(
+            state="ready",
+            generation=self._registration.generation + 1,
+            weight_version=None,
+            error=None,
+            num_failures=0,
+            failed_starts=0,
+            recent_failures=[],
+        )
+        answer(attempt, server_id, None, time.monotonic() - began)
+        logger.info("%s: goes on in %s", server_id, attempt.path)
+
+    def _forget(self, order: Order) -> Config:
+        """Let SGLang forget what it did in this attempt, and return the configuration of the next one. Raises
+        GspoMegaError if the server cannot go on.
+        """
+        state, running = self._registration.state, self._running
+        if state != "ready" or running is None:
+            raise RolloutError(f"it is {state}")
+        if (how := running.how_it_ended) is not None:
+            raise RolloutError(how)
+        config = self._config if self._config_of is None else self._config_of(order.config)
+        if differs(config, self._config, self._start_folder):
+            raise ConfigError("it would be started with other settings now")
+        groups = []
+        with contextlib.suppress(FileNotFoundError):
+            groups = read_text(self._attempt.weight_groups_file).split()
+        is_published_to = not self._classifies and publishes(config.train, config.sft)
+        forget(self._registration.address, self._attempt.api_key_file, groups, is_published_to=is_published_to)
+        return config
 
     def _end(self) -> None:
         if self._running is not None:

@@ -27,7 +27,7 @@ from gspo_mega.metrics.writer import read_metrics
 
 # Metrics of how long something took, of what a publish sent, of how often the run was started, and of copies in memory,
 # of which a new start has none that an earlier one made.
-_APART = ("time", "run/num_restarts", "run/num_standby_ranks", "checkpoint/peer_bytes")
+_APART = ("time", "run/num_restarts", "run/num_standby_ranks", "run/num_kept_servers", "checkpoint/peer_bytes")
 _APART_PREFIXES = ("time/", "speed/")
 # Megatron's .metadata is a pickle that holds the same in another order of references; all tensors are in other files.
 _NOT_COMPARED = ("state.json", "megatron/.metadata", "critic/.metadata")

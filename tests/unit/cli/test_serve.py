@@ -24,8 +24,9 @@ def served(tmp_path, monkeypatch):
     started = []
 
     class Supervisor:
-        def __init__(self, config, attempt, index, start):
+        def __init__(self, config, attempt, index, start, orders, config_of):
             started.append((attempt.number, index))
+            assert orders is None, "nobody writes orders to a server that was not told so"
 
         def run(self):
             return 0

@@ -19,6 +19,7 @@ MAY_CHANGE = {
     "train.num_steps",
     "train.max_restarts",
     "train.standby_processes",
+    "train.keep_servers",
     "train.on_lost_node",
     "train.min_nodes",
     "sft.max_steps",

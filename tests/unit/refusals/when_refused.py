@@ -196,7 +196,9 @@ TABLE: dict[str, dict[str, tuple[int, str] | tuple[int, str, str]]] = {
     "rollout/server/supervise.py": {
         "ServerSupervisor._serve": (2, RUN, _SERVERS),
         "ServerSupervisor._death_of": (1, RUN, _SERVERS),
+        "ServerSupervisor._forget": (3, RUN, _SERVERS),
     },
+    "rollout/server/next_attempt.py": {"_Caller.call": (1, RUN, _SERVERS), "_Caller.try_to": (3, RUN, _SERVERS)},
     "rollout/pool.py": {
         "ServerPool.__init__": (1, RUN, _DISK),
         "ServerPool.wait_ready": (1, RUN, _SERVERS),
