@@ -20,7 +20,7 @@ while true; do
     for how in ${HOW:-forked whole}; do
         program=("$python" -m gspo_mega drill)
         [ "$how" = whole ] || program=(unshare --mount --propagation private "$python" "$tests/soak/drill_forks.py")
-        for one in turns:0.8 ahead:0.5 standbys:0.2 one_turn:0.2; do
+        for one in turns:0.8 ahead:0.5 standbys:0.2 kept:1.0 one_turn:0.2; do
             [ "$(grep -c '"tried": true' "$rows")" -lt "$faults" ] || exit 0
             left=$(awk -v end="$end" -v now="$(date +%s)" 'BEGIN {h = (end - now) / 3600; print h < 0.15 ? h : 0.15}')
             case $left in -* | 0) exit 0 ;; esac

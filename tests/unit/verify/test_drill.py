@@ -426,7 +426,7 @@ def test_processes_that_a_configuration_does_not_have_are_named():
     """The soak's configurations: each kind that needs a process is struck in one of them and left out of another."""
     folder = Path(__file__).parents[2] / "soak/drills"
     missing = {path.stem: missing_processes(load_config(path, [], "train").config) for path in folder.glob("*.yaml")}
-    assert [name for name in sorted(missing) if "standby" not in missing[name]] == ["standbys"]
+    assert [name for name in sorted(missing) if "standby" not in missing[name]] == ["kept", "standbys"]
     assert [name for name in sorted(missing) if "episode worker" not in missing[name]] == ["turns"]
     assert missing["ahead"]["standby"] == "train.standby_processes is false"
 
