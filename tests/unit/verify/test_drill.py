@@ -346,6 +346,9 @@ def state_of(pid: int) -> str:
 def test_a_standby_is_a_rank_once_it_has_become_one(sleeper, tmp_path):
     (rank,), (standby,) = sleeper.pids("rank"), sleeper.pids("standby")
     assert KINDS["stop a standby for good"].strike(sleeper, Fault("", "steps")) == "SIGSTOP to standby"
+    deadline = time.monotonic() + 10
+    while state_of(standby) != "T" and time.monotonic() < deadline:
+        time.sleep(0.01)
     sleeper.wake()  # not what was stopped for good
     assert state_of(rank) != "T" and state_of(standby) == "T"
     processes.send_signal(standby, signal.SIGCONT)
