@@ -25,6 +25,7 @@ _ALGORITHMS = {
     "routing": ("GSPO", "GRPO"),
     "turns": ("GSPO",),
     "critic": ("GSPO", "PPO"),
+    "mini_batches": ("GSPO", "GRPO"),
 }
 
 
@@ -53,6 +54,11 @@ def by_layer(found: Sequence[str]) -> str:
 
 def table(rows: Sequence[Row]) -> str:
     """One block's rows by arm as Markdown, and what can be said between its arms."""
+    return "\n".join(mini_batch_lines(rows) if rows[0].block == "mini_batches" else arm_lines(rows)) + "\n"
+
+
+def arm_lines(rows: Sequence[Row]) -> list[str]:
+    """The table of arms, and the differences between them."""
     arms = arms_of(rows)
     lines = [
         "| arm | runs | accuracy | area | tokens clipped | sequences clipped | tokens with other experts"
@@ -74,7 +80,60 @@ def table(rows: Sequence[Row]) -> str:
             f"{sum(row.outcome != 'trained' for row in arm)} of {len(arm)}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, *differences(rows)]) + "\n"
+    return [*lines, *differences(rows)]
+
+
+def mini_batch_lines(rows: Sequence[Row]) -> list[str]:
+    """The table of the block `mini_batches`, the differences between its arms, and what 16 mini-batches in place of 4
+    cost GRPO more than GSPO.
+    """
+    lines = [
+        "| arm | runs | accuracy | share of sums | area | reward, all steps | largest setback | tokens clipped"
+        " | sequences clipped | spread of token log-ratios | of sequences' | tokens | norm of gradients, mean, largest"
+        " | collapsed |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, arm in arms_of(rows).items():
+        cells = [
+            f"`{name}`",
+            str(len(arm)),
+            f"{said([row.accuracy for row in arm])} ({' '.join(f'{row.accuracy:.3f}' for row in arm)})",
+            *(said([getattr(row, column) for row in arm]) for column in ("share", "area", "reward", "setback")),
+            *(said([getattr(row, column) for row in arm], ".2g") for column in ("token_clip", "sequence_clip")),
+            *(said([getattr(row, column) for row in arm], ".2g") for column in ("token_spread", "sequence_spread")),
+            format(fmean(row.response_tokens for row in arm), ".0f"),
+            f"{fmean(row.grad_norm for row in arm):.2g}, {max(row.grad_norm_max for row in arm):.2g}",
+            f"{sum(row.outcome != 'trained' for row in arm)} of {len(arm)}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, *differences(rows), *costs(rows)]
+
+
+def costs(rows: Sequence[Row]) -> list[str]:
+    """What 16 mini-batches change in an algorithm's results, GRPO's change less GSPO's, and from where on such a
+    difference of differences can be told.
+    """
+    arms = arms_of(rows)
+    four = ("grpo-16", "grpo-4", "gspo-16", "gspo-4")
+    runs = [len(arms.get(name, ())) for name in four]
+    if min(runs) == 0:
+        return []
+    lines = ["", "| 16 mini-batches less 4 | GRPO | GSPO | GRPO less GSPO | detectable from |", "|---|---|---|---|---|"]
+    for column, what in (("accuracy", "final accuracy"), ("share", "share"), ("area", "area"), ("reward", "reward")):
+
+        def value(row: Row, column: str = column) -> float:
+            return getattr(row, column)
+
+        grpo, grpo_4, gspo, gspo_4 = (fmean(map(value, arms[name])) for name in four)
+        difference = (grpo - grpo_4) - (gspo - gspo_4)
+        try:
+            detectable = smallest_detectable(*compared_spread(rows, value), runs)
+        except ValueError:
+            detectable = math.inf
+        mark = "**" if abs(difference) >= detectable > 0 else ""
+        cells = [what, f"{grpo - grpo_4:+.3f}", f"{gspo - gspo_4:+.3f}", f"{mark}{difference:+.3f}{mark}"]
+        lines.append(f"| {' | '.join([*cells, f'{detectable:.3f}'])} |")
+    return lines
 
 
 # What a claim compares an arm with, where that is not the block's first: replay with the same algorithm without, and
@@ -84,6 +143,7 @@ _COMPARED_WITH = {
     "gspo_token-return_to_go": "gspo_token-episode",
     "ppo-8_responses": "ppo",
     "ppo-frozen": "ppo",
+    "grpo-16": "grpo-4",
 }
 
 
@@ -154,7 +214,7 @@ def main(arguments: list[str] | None = None) -> int:
             (options.out / f"claims_{block}.svg").write_text(
                 draw_arms(mine, TITLE, _ALGORITHMS[block]), encoding="utf-8"
             )
-            parts += [f"### {block.capitalize()}\n", table(mine)]
+            parts += [f"### {block.replace('_', '-').capitalize()}\n", table(mine)]
     page = options.page.read_text(encoding="utf-8")
     options.page.write_text(with_table(page, "claims", "\n".join(parts)), encoding="utf-8")
     print("\n".join(parts))

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import fmean
 from typing import Any
 
@@ -25,7 +25,15 @@ class Row:
     last mini-batch than in the old pass, mean over all steps, NaN where routes are replayed; `changed_last`: over the
     last ten. `replaced`: the share of single choices of experts that are replaced in the same time; `replaced_layers`:
     of each layer from the first, in percent. `changed_from_rollout`: as `changed`, of trainer and server. `explained`: the critic's explained variance, mean
-    of the last ten steps, NaN without a critic. `outcome`: trained, collapsed (as `tolerance.py` says it), not finite.
+    of the last ten steps, NaN without a critic.
+
+    Since the block `mini_batches`, NaN before: `share`, the mean reward of the held-out responses that `accuracy` is
+    of; `reward`, the mean over all steps, `setback`, the largest fall of its ten-step mean from an earlier one;
+    `response_tokens`, the mean length; `token_spread`, the root mean square of tokens' log-ratios of current to old
+    policy, `sequence_spread`, the standard deviation of their means over a sequence, both over all mini-batches and
+    steps; `grad_norm`, before clipping, mean over steps, and `grad_norm_max`, the largest of an optimizer step.
+
+    `outcome`: trained, collapsed (as `tolerance.py` says it), not finite.
     """
 
     protocol: int
@@ -49,6 +57,14 @@ class Row:
     changed_from_rollout: float
     explained: float
     entropy_last: float
+    share: float
+    reward: float
+    setback: float
+    response_tokens: float
+    token_spread: float
+    sequence_spread: float
+    grad_norm: float
+    grad_norm_max: float
     minutes: float
     outcome: str
     date: str
@@ -101,4 +117,11 @@ def measured(lines: Sequence[Mapping[str, float]]) -> dict[str, Any]:
         "changed_from_rollout": fmean(values("routing/changed_since_rollout")),
         "explained": fmean(values("critic/explained_variance")[-WINDOW:]),
         "entropy_last": fmean(values("policy/entropy")[-WINDOW:]),
+        "reward": fmean(rewards),
+        "setback": max(best - later for best, later in zip(accumulate(windows, max), windows, strict=True)),
+        "response_tokens": fmean(values("response/length_mean")),
+        "token_spread": math.sqrt(2 * fmean(values("policy/k2"))),
+        "sequence_spread": fmean(values("policy/log_ratio/update/sd")),
+        "grad_norm": fmean(values("optimizer/grad_norm")),
+        "grad_norm_max": max(values("optimizer/grad_norm_max")),
     }

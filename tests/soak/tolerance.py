@@ -117,13 +117,16 @@ class Study:
     def config(self) -> Path:
         return CONFIG
 
+    @property
+    def data(self) -> Path:
+        return self.folder / "files" / "data"
+
     def places(self, run_dir: Path, name: str, model: Path) -> list[str]:
-        data = self.folder / "files" / "data"
         paths = {
             "run.dir": run_dir,
             "model.path": model,
-            "data.path": data / "train.jsonl",
-            "eval.path": data / "heldout.jsonl",
+            "data.path": self.data / "train.jsonl",
+            "eval.path": self.data / "heldout.jsonl",
         }
         return [f"run.name={name}", *(f"{key}={json.dumps(str(path))}" for key, path in paths.items())]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import claims
 import claims_arms
+import claims_counting
 import claims_rows
 import claims_turns
 import pytest
@@ -24,15 +25,21 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 
 def test_every_run_has_a_name_of_its_own_and_a_configuration():
     runs = claims_arms.in_order(claims_arms.ARMS, claims_arms.SEEDS)
-    assert len({(arm.block, arm.name, seed) for arm, seed in runs}) == len(runs) == 48
+    assert len({(arm.block, arm.name, seed) for arm, seed in runs}) == len(runs) == 60
     assert [(arm.name, seed) for arm, seed in runs[:4]] == [("gspo", 1), ("grpo", 1), ("ppo", 1), ("gspo", 2)]
     for arm, seed in runs:
         config = load_config(CONFIGS / arm.config, [f"run.name={arm.name}-seed{seed}", *arm.overrides()]).config
         assert config.algorithm == arm.algorithm and config.moe.routing_replay == arm.replay
-        assert config.batch.num_mini_batches == 4 and config.eval.every_steps == 10
+        assert config.batch.num_mini_batches == arm.mini_batches and config.eval.every_steps == 10
         if arm.block == "turns":
             assert config.objective.clip_low == 3e-3 and config.advantage.turns == arm.advantages
             assert config.train.num_steps * config.batch.prompts_per_step * config.batch.group_size == 40 * 256
+            continue
+        if arm.block == "mini_batches":
+            expected = (0.0015, 0.002) if arm.algorithm == "gspo" else (0.2, 0.27)
+            assert (config.objective.clip_low, config.objective.clip_high) == expected
+            samples = config.train.num_steps * config.batch.prompts_per_step * config.batch.group_size
+            assert samples == 40 * 128 and config.optimizer.lr == 3e-4
             continue
         num_steps = {"learning": 80, "routing": 40, "critic": 80}[arm.block]
         assert config.train.num_steps * config.batch.prompts_per_step * config.batch.group_size == num_steps * 256
@@ -68,6 +75,21 @@ def test_what_is_read_off_a_run():
     assert found["replaced"] == pytest.approx(0.004) and found["replaced_layers"] == "0.000 0.200 1.000"
     assert found["reward_best"] == found["reward_last"] == pytest.approx(sum(range(11, 21)) / 200)
     assert math.isnan(found["explained"]) and math.isnan(found["changed_from_rollout"])
+    assert found["reward"] == pytest.approx(10.5 / 20) and found["setback"] == 0.0
+
+
+def test_how_ratios_spread_and_how_far_the_reward_falls_back():
+    rewards = [0.1] * 5 + [0.5] * 10 + [0.2] * 10 + [0.4] * 10
+    steps = [
+        {"step": step, "reward/mean": reward, "policy/k2": 0.02, "policy/log_ratio/update/sd": 0.003}
+        | {"response/length_mean": 145.0, "optimizer/grad_norm": 0.5, "optimizer/grad_norm_max": step / 10}
+        for step, reward in enumerate(rewards, 1)
+    ]
+    found = claims_rows.measured([{"step": 0, "eval/accuracy": 0.0}, *steps, {"step": 35, "eval/accuracy": 1.0}])
+    assert found["setback"] == pytest.approx(0.3) and found["reward_last"] == pytest.approx(0.4)
+    assert found["token_spread"] == pytest.approx(0.2), "k2 is half of the mean square"
+    assert (found["sequence_spread"], found["response_tokens"]) == (pytest.approx(0.003), 145.0)
+    assert (found["grad_norm"], found["grad_norm_max"]) == (pytest.approx(0.5), 3.5)
 
 
 @pytest.fixture
@@ -226,3 +248,31 @@ def test_what_a_problem_needs():
     assert claims_turns.needed("47*86=") == {"4042"} and claims_turns.needed("47*86-42=") == {"4042", "4000"}
     with pytest.raises(ValueError, match="'47' is no problem"):
         claims_turns.needed("47")
+
+
+def test_counting_on_is_written_ones_first():
+    row = claims_counting.row_of(417, 23)
+    assert row["prompt"] == "714+320:" and row["response"] == row["answer"]
+    assert row["answer"].startswith("a714+320=044b044+320=364c364+320=684") and row["answer"].endswith("=396")
+    assert len(row["answer"]) == 144 and (417 + 12 * 23) == 693
+    assert claims_counting.row_of(990, 15)["answer"].startswith("a099+510=500b500+510=020"), "modulo 1000"
+
+
+def test_no_problem_is_in_both_files():
+    train, heldout = ([row["prompt"] for row in claims_counting.rows(split, 5000)] for split in (False, True))
+    assert len(set(train)) == len(set(heldout)) == 5000 and not set(train) & set(heldout)
+    assert heldout[:9] == [row["prompt"] for row in claims_counting.rows(True, 9)]
+
+
+def test_sums_count_up_to_the_first_mistake():
+    row = claims_counting.row_of(417, 23)
+    right = row["answer"]
+
+    def score(response):
+        found = claims_counting.score(prompt=row["prompt"], response=response, answer=right, metadata={})
+        return found["reward"], found["correct"]
+
+    assert score(right) == (1.0, True) and score("") == (0.0, False)
+    assert score(right[:30]) == (2 / 12, False)
+    assert score(right[:40] + "x" + right[41:]) == (3 / 12, False)
+    assert score(right + right[:5]) == (12 / 13, False)
