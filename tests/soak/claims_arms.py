@@ -16,7 +16,7 @@ NUM_STEPS = {"learning": 80, "routing": 40, "critic": 80, "mini_batches": 40}
 UNTRAINED = 1e-12  # a learning rate with which the critic, whose head begins at zero, stays at zero
 EVAL_EVERY = 10
 # The block `mini_batches`, and in it the quickstart's range for four times its length.
-LONG_RESPONSES = ("batch.prompts_per_step=16", "optimizer.lr=3e-4", "eval.num_prompts=128", "checkpoint.every_steps=40")
+LONG_RESPONSES = ("batch.prompts_per_step=16", "eval.num_prompts=128", "checkpoint.every_steps=40")
 GSPO_RANGE = ("objective.clip_low=1.5e-3", "objective.clip_high=2e-3")
 
 

@@ -39,7 +39,7 @@ def test_every_run_has_a_name_of_its_own_and_a_configuration():
             expected = (0.0015, 0.002) if arm.algorithm == "gspo" else (0.2, 0.27)
             assert (config.objective.clip_low, config.objective.clip_high) == expected
             samples = config.train.num_steps * config.batch.prompts_per_step * config.batch.group_size
-            assert samples == 40 * 128 and config.optimizer.lr == 3e-4
+            assert samples == 40 * 128 and config.optimizer.lr == 1e-4
             continue
         num_steps = {"learning": 80, "routing": 40, "critic": 80}[arm.block]
         assert config.train.num_steps * config.batch.prompts_per_step * config.batch.group_size == num_steps * 256
