@@ -46,7 +46,8 @@ was chosen by its accuracy alone: after 420 steps .47 of 64 held-out problems, .
 first run; four steps of gspo-16 with seed 99 were run before for their time, at which nothing else was looked.
 Protocol 2 differs from 1 in its learning rate alone, which was 3e-4 in 1: there the first run, gspo-4 with seed 1, fell from a
 reward of .56 to .32 in its first batch and did not come back to .56 in 40, so that there was nothing that 16 mini-batches could
-cost. It was changed before any other arm was run; the row is in the file.
+cost. It was changed before any other arm was run; the row is in the file. Whole seeds after the third are added while there
+is time, whatever the first three show (written during the first run of protocol 2).
 Measured besides: the share of sums (mean reward of the held-out responses of the final accuracy), the mean reward over
 all steps, the largest fall of the ten-step mean reward (setback), the spread of tokens' log-ratios and of
 their means over a sequence, gradient norms, the mean length of responses, which must be >= 128.
