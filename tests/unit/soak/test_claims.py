@@ -209,6 +209,30 @@ def test_an_arm_is_compared_with_what_its_claim_is_about():
     assert claims_figures.compared(["gspo-routes_none", "grpo-routes_R2"]) == []
 
 
+def test_what_sixteen_mini_batches_cost_one_algorithm_more_than_the_other(study):
+    import claims_figures
+
+    one = dataclasses.replace(study.train(claims_arms.ARMS[0], 1), block="mini_batches", share=0.5)
+    accuracies = {"gspo-4": (0.60, 0.62), "gspo-16": (0.59, 0.61), "grpo-4": (0.61, 0.59), "grpo-16": (0.30, 0.32)}
+    rows = [
+        dataclasses.replace(one, arm=arm, seed=seed, accuracy=accuracy, response_tokens=144.6)
+        for arm, values in accuracies.items()
+        for seed, accuracy in enumerate(values, 1)
+    ]
+    lines = claims_figures.table(rows).splitlines()
+    assert (
+        lines[2].startswith("| `gspo-4` | 2 | 0.610 ± 0.010 (0.600 0.620) | 0.500 ± 0.000 |") and "| 145 |" in lines[2]
+    )
+    assert [line.split("|")[1].strip() for line in lines if " less `" in line] == [
+        "`gspo-16` less `gspo-4`",
+        "`grpo-4` less `gspo-4`",
+        "`grpo-16` less `grpo-4`",
+    ]
+    # A spread of .0141 with 4 degrees of freedom: (2.776 + .941) x .0141 x sqrt(4 / 2) = .0743.
+    assert "| final accuracy | -0.290 | -0.010 | **-0.280** | 0.074 |" in lines
+    assert claims_figures.costs(rows[:6]) == [], "an arm is missing"
+
+
 class Calls:
     """A policy that makes these calls one after the other, and a calculator; keeps the rewards of turns."""
 
