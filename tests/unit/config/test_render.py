@@ -39,7 +39,7 @@ TEXT = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=2
 )
 FLOATS = st.floats(min_value=1e-300, max_value=1e300) | st.sampled_from([1e-6, 1e22, 3e-4, 0.1 + 0.2])
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | FLOATS | TEXT,
+    st.none() | st.booleans() | st.integers(1 - 2**64, 2**64 - 1) | FLOATS | TEXT,  # larger ones are refused
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
     max_leaves=8,
 )
