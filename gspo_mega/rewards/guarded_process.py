@@ -20,6 +20,8 @@ from typing import Any, Self
 from gspo_mega.base.errors import GspoMegaError
 from gspo_mega.base.network import no_proxy_variables, proxy_variables_for_user_code
 from gspo_mega.base.user_functions import last_place
+from gspo_mega.config.validate_rewards import MOST_ATTEMPTS
+from gspo_mega.rewards.blame import is_killed_by_others
 
 # Importing a user's module may mean importing a large library from a slow disk.
 START_DEADLINE_SECONDS = 120.0
@@ -103,33 +105,38 @@ class GuardedProcess:
     @classmethod
     async def start(cls, kind: ProcessKind, setup: dict[str, Any], loads: str, variables: Sequence[str] = ()) -> Self:
         """Start a process and have it load what `setup` names (`kind.module` defines the format), from the places in
-        which this process looks (`base/user_functions.py`).
+        which this process looks (`base/user_functions.py`). One that somebody else kills meanwhile is started again.
 
         `loads`: what is loaded, in words. `variables`: environment variables that the functions get besides
         `ENVIRONMENT`. Raises `kind.error` if one of them is not set, a function cannot be loaded, or the process ends
         or hangs while loading.
         """
-        process = cls(
-            kind,
-            await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                kind.module,
-                str(os.getpid()),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                env=environment_of(kind, variables) | dict(kind.own_variables),
-                start_new_session=True,
-                limit=kind.longest_reply_bytes,
-            ),
-        )
-        try:
-            await process._load({**setup, "modules_dir": last_place()}, loads)
-        except BaseException:
-            await process.end()
-            raise
-        return process
+        attempt = 0
+        while True:
+            attempt += 1
+            process = cls(
+                kind,
+                await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-m",
+                    kind.module,
+                    str(os.getpid()),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.PIPE,
+                    env=environment_of(kind, variables) | dict(kind.own_variables),
+                    start_new_session=True,
+                    limit=kind.longest_reply_bytes,
+                ),
+            )
+            try:
+                await process._load({**setup, "modules_dir": last_place()}, loads)
+                return process
+            except BaseException as error:
+                is_killed = isinstance(error, kind.error) and is_killed_by_others(process.exit_code or 0)
+                await process.end()
+                if not is_killed or attempt == MOST_ATTEMPTS:
+                    raise
 
     async def _load(self, setup: dict[str, Any], loads: str) -> None:
         self.send(setup)

@@ -241,7 +241,7 @@ class Drill:
                 bool(one.done),
                 one.ended.replace(f"{scene.root}/", "") or "went on",
                 is_equal,
-                one.problems,
+                [problem.replace(f"{scene.root}/", "") for problem in one.problems],
                 round(seconds, 1),
                 self._code,
                 self._label,

@@ -95,6 +95,22 @@ def test_check_reward_finds_it_before_the_run(folder):
         check_reward(settings("crashing:f"))
 
 
+@pytest.mark.parametrize(("times", "is_loaded"), [(2, True), (3, False)])
+def test_a_process_that_somebody_else_kills_while_it_loads_is_started_again(folder, times, is_loaded):
+    (folder / "killed.py").write_text(
+        "import os, signal\nfrom pathlib import Path\n"
+        "begun = Path('begun')\nbegun.write_text(begun.read_text() + 'x' if begun.exists() else 'x')\n"
+        f"if len(begun.read_text()) <= {times}: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "def f(**_): return 1\n"
+    )
+    if is_loaded:
+        check_reward(settings("killed:f"))
+    else:
+        with pytest.raises(RewardError, match=r"ended while it loaded them \(signal SIGKILL\)"):
+            check_reward(settings("killed:f"))
+    assert len((folder / "begun").read_text()) == 3
+
+
 def test_a_pool_whose_functions_cannot_be_loaded_leaves_nothing():
     async def run():
         async with ScoringPool(settings("user_rewards:none", num_workers=3)):
