@@ -45,7 +45,7 @@ def test_success_shows_rank_0s_lines_once_and_ends_the_server(start):
     attempt = run.folder.latest_attempt()
     assert "chatter" in attempt.rank_log(1).read_text()
     assert str(attempt.logs_dir) in out
-    assert "server 0 started" in attempt.supervisor_log.read_text()
+    assert "server 0 runs as process" in attempt.supervisor_log.read_text()
     assert run.left_running() == []
 
 

@@ -196,12 +196,35 @@ WILDCARDS = (
         (["server.options.dp_size=2"], "server.options.dp_size", "which publishing does not reach"),
         (["server.options.random_seed=1"], "server.options.random_seed", "set by this package from run.seed"),
         ([SFT.replace("0.2", "0.6")], "sft.stop_accuracy_low", "above stop_accuracy_high"),
+        (
+            ["train.num_steps=1", "train.keep_servers=true", "train.max_restarts=0"],
+            "train.keep_servers",
+            "no restart ever takes servers",
+        ),
+        (
+            ["train.num_steps=1", "train.keep_servers=true", "cluster.colocated=true"],
+            "train.keep_servers",
+            "a restart's ranks begin on the GPUs",
+        ),
+        *(
+            (
+                ["train.num_steps=1", "train.keep_servers=true", override],
+                "train.keep_servers",
+                "are steps that end with each start of the run",
+            )
+            for override in ("cluster.num_nodes=2", "cluster.num_rollout_nodes=1")
+        ),
     ],
 )
 def test_contradictions_are_refused_by_key(write, overrides, key, said):
     text = refused(write(), *overrides)
     assert f": {key}: " in text and said in text
     assert len(text.splitlines()) == 1
+
+
+def test_a_server_of_several_nodes_is_not_kept(write):
+    text = refused(write(), "train.num_steps=1", "train.keep_servers=true", "server.num_nodes=2")
+    assert ": train.keep_servers: true with " in text and "server.num_nodes: 2: the servers of a Slurm job" in text
 
 
 @pytest.mark.parametrize(

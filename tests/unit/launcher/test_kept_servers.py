@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from gspo_mega.base import processes
-from gspo_mega.base.errors import ConfigError, FolderError, PlanError, PublishError, RankError, StuckError
+from gspo_mega.base.errors import FolderError, PlanError, PublishError, RankError, StuckError
 from gspo_mega.base.run_folder import Attempt, RunFolder
 from gspo_mega.config import load_config
 from gspo_mega.launcher import kept_servers, local
@@ -230,21 +230,6 @@ def test_kept_servers_end_with_a_supervisor_that_is_killed_between_two_attempts(
 
 def load(*overrides: str):
     return load_config(CONFIG, ["train.keep_servers=true", *overrides], "train")
-
-
-@pytest.mark.parametrize(
-    "override, reason",
-    [
-        ("train.max_restarts=0", "train.max_restarts: 0, so that no restart ever takes servers over"),
-        ("cluster.colocated=true", "cluster.colocated: true: a restart's ranks begin on the GPUs"),
-        ("cluster.num_nodes=2", "cluster.num_nodes: 2, .*: the servers of a Slurm job are steps that end with"),
-        ("cluster.num_rollout_nodes=1", "cluster.num_rollout_nodes: 1, .*: the servers of a Slurm job are steps"),
-        ("server.num_nodes=2", "server.num_nodes: 2: the servers of a Slurm job are steps"),
-    ],
-)
-def test_where_it_cannot_work_it_is_refused_by_name(override, reason):
-    with pytest.raises(ConfigError, match=f"train.keep_servers: true with .*{reason}"):
-        load(override)
 
 
 def test_in_a_slurm_job_it_is_refused_before_the_job_begins():
