@@ -111,6 +111,7 @@ class Session(SimpleNamespace):
             layout=SimpleNamespace(world_size=2),
             lead=SimpleNamespace(
                 num_standby_ranks=None,
+                keeps_servers=False,
                 check_newest_attempt=lambda: None,
                 source=source,
                 num_restarts=1,
