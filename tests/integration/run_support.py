@@ -246,6 +246,17 @@ def distinct(*, prompt: str, response: str, answer: object, metadata: dict) -> f
     return zlib.crc32(response.encode()) % 1000 / 1000
 
 
+def held(*, prompt: str, response: str, answer: object, metadata: dict, hold: str) -> float:
+    """As `distinct`. While there is a file `hold`, all scorings but the first wait."""
+    if os.path.exists(hold):
+        try:
+            os.close(os.open(f"{hold}.first", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            while os.path.exists(hold):
+                time.sleep(0.02)
+    return distinct(prompt=prompt, response=response, answer=answer, metadata=metadata)
+
+
 def unreliable(*, prompt: str, response: str, answer: object, metadata: dict, log: str) -> float:
     """Every other prompt is a constant group of ones. Of the other prompts' samples, in the order of scoring, the first
     of eight raises, the second is NaN, and for the rest the response throws a coin.

@@ -42,16 +42,17 @@ def call(server: Registration, key: Path, path: str, body: dict) -> None:
 
 
 def test_the_same_server_goes_on_after_its_rank_is_killed(tmp_path, quickstart_files, monkeypatch):
-    record, run = tmp_path / "reached", RunFolder(tmp_path / "runs" / "run")
+    record, hold, run = tmp_path / "reached", tmp_path / "hold", RunFolder(tmp_path / "runs" / "run")
     # A start publishes its own weights twice, to prove that updates arrive. So its second step stops it.
     monkeypatch.setenv(failpoints.VARIABLE, f"point=publish.sent,hit=4,do=stop,record={record}")
 
     def overrides(name: str, *more: str) -> list[str]:
         small = [one for one in small_overrides(quickstart_files, tmp_path / "runs", name) if "eval." not in one]
         shape = ["eval=null", "cluster.ranks_per_node=1", "parallel.expert=1", f"train.num_steps={NUM_STEPS}"]
-        reward = "reward.functions=[{function: 'run_support:distinct'}]"
-        rest = ["checkpoint.every_steps=1", "publish.method=distributed", "train.keep_servers=true", reward]
-        return [str(REPOSITORY / "configs/quickstart.yaml"), *small, *shape, *rest, *more]
+        reward = [f"reward.functions=[{{function: 'run_support:held', options: {{hold: '{hold}'}}}}]"]
+        reward.append(f"reward.deadline_seconds={PATIENCE_SECONDS}")
+        rest = ["checkpoint.every_steps=1", "publish.method=distributed", "train.keep_servers=true"]
+        return [str(REPOSITORY / "configs/quickstart.yaml"), *small, *shape, *reward, *rest, *more]
 
     def rank() -> int:
         attempt = run.latest_attempt()
@@ -78,6 +79,7 @@ def test_the_same_server_goes_on_after_its_rank_is_killed(tmp_path, quickstart_f
         groups = run.attempt(1).weight_groups_file.read_text().split()
         assert len(groups) == 1 and groups[0].startswith("weights-")
         num_reached = len(record.read_text())
+        hold.touch()  # the next rollout does not end
         kill()
         count = 2
         command.wait_for("a rollout", lambda: "rollout.trajectory" in record.read_text()[num_reached:])
@@ -86,6 +88,7 @@ def test_the_same_server_goes_on_after_its_rank_is_killed(tmp_path, quickstart_f
         until(lambda: is_stopped(killed))
         reached = record.read_text()[num_reached:]
         assert reached.rfind("rollout.trajectory") > reached.rfind("rollout.batch"), "it is killed in a rollout"
+        hold.unlink()
         kill()
         until(lambda: server(3).state == "ready")
         assert processes.living_below(serving.pid) >= of_sglang and len(of_sglang) >= 2
