@@ -121,11 +121,11 @@ def test_a_rank_that_is_not_the_first_is_killed(ranks):
 
 
 def test_metrics_of_steps_that_are_trained_again_are_kept_aside(ranks, straight):
-    assert ranks.train("again", "point=step.published,hit=3", f"checkpoint.every_steps={NUM_STEPS}") == [KILLED]
-    folder = ranks.folder("again")
+    assert ranks.train("superseded", "point=step.published,hit=3", f"checkpoint.every_steps={NUM_STEPS}") == [KILLED]
+    folder = ranks.folder("superseded")
     lost = read_metrics(folder.metrics_file)
     assert [line["step"] for line in lost] == [1, 2]
-    assert ranks.train("again") == [0], ranks.log("again")
+    assert ranks.train("superseded") == [0], ranks.log("again")
     assert outcome(folder) == straight[0]
     assert read_metrics(folder.superseded_metrics_file) == lost
 
