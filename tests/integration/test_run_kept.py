@@ -8,10 +8,10 @@ import http.client
 import json
 import os
 import signal
-import time
 from pathlib import Path
 
 from run_support import PATIENCE_SECONDS, REPOSITORY, Command, small_overrides
+from waiting import until
 
 from gspo_mega.base import failpoints, processes
 from gspo_mega.base.run_folder import RunFolder, read_json
@@ -20,13 +20,6 @@ from gspo_mega.rollout.registration import Registration, read_registrations, rea
 from gspo_mega.verify.drill.outcome import differences, journal_problems, outcome
 
 GROUP_SIZE, NUM_STEPS = 4, 3
-
-
-def until(true) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def is_stopped(pid: int) -> bool:
@@ -85,12 +78,12 @@ def test_the_same_server_goes_on_after_its_rank_is_killed(tmp_path, quickstart_f
         command.wait_for("a rollout", lambda: "rollout.trajectory" in record.read_text()[num_reached:])
         killed = rank()
         os.kill(killed, signal.SIGSTOP)
-        until(lambda: is_stopped(killed))
+        until(lambda: is_stopped(killed), PATIENCE_SECONDS)
         reached = record.read_text()[num_reached:]
         assert reached.rfind("rollout.trajectory") > reached.rfind("rollout.batch"), "it is killed in a rollout"
         hold.unlink()
         kill()
-        until(lambda: server(3).state == "ready")
+        until(lambda: server(3).state == "ready", PATIENCE_SECONDS)
         assert processes.living_below(serving.pid) >= of_sglang and len(of_sglang) >= 2
         assert command.finish() == 0, command.err
         for number in (1, 2, 3):

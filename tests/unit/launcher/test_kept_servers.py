@@ -9,11 +9,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from waiting import until
 
 from gspo_mega.base import processes
 from gspo_mega.base.errors import FolderError, PlanError, PublishError, RankError, StuckError
@@ -58,15 +58,8 @@ for line in sys.stdin:
 time.sleep(600)
 """
 CONFIG = Path(__file__).parents[3] / "configs/quickstart.yaml"
-DEADLINE_SECONDS = 60.0
+SUPPORT = str(Path(__file__).parents[2] / "support")
 FAILURE = RankError("rank 0 was killed by SIGKILL")
-
-
-def wait_until(true) -> None:
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def is_gone(pid: int) -> bool:
@@ -100,8 +93,8 @@ class Run:
         self.family = ProcessFamily()
         self.kept.begin(self.family, attempt, specs)
         self.kept.take_over(self.family, attempt)
-        wait_until(lambda: all((folder.path / f"ran_{index}").exists() for index in range(len(specs))))
-        wait_until(lambda: len(list(folder.servers_dir.glob("server-?.json"))) == len(specs))
+        until(lambda: all((folder.path / f"ran_{index}").exists() for index in range(len(specs))))
+        until(lambda: len(list(folder.servers_dir.glob("server-?.json"))) == len(specs))
         return attempt
 
     def fail(self, attempt, error=FAILURE) -> None:
@@ -209,7 +202,7 @@ def test_what_is_kept_for_a_restart_that_does_not_come_ends_with_the_command(run
     pids = processes.living_below(os.getpid())
     assert len(pids) == 4
     run.kept.__exit__()
-    wait_until(lambda: all(map(is_gone, pids)))
+    until(lambda: all(map(is_gone, pids)))
 
 
 def test_kept_servers_end_with_a_supervisor_that_is_killed_between_two_attempts(tmp_path):
@@ -219,13 +212,15 @@ def test_kept_servers_end_with_a_supervisor_that_is_killed_between_two_attempts(
         "time.sleep(600)"
     )
     supervisor = subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path), os.path.dirname(__file__)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", program, str(tmp_path), os.path.dirname(__file__), SUPPORT],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     pid = int(supervisor.stdout.readline())
     assert not is_gone(pid)
     supervisor.kill()
     supervisor.communicate()
-    wait_until(lambda: is_gone(pid))
+    until(lambda: is_gone(pid))
 
 
 def load(*overrides: str):

@@ -174,7 +174,7 @@ def test_a_server_that_goes_on_is_one_that_has_just_become_ready_with_unknown_we
     assert read_json(second.kept_server_file("server-0"))["is_kept"] is True and second.num_kept_servers() == 1
     assert read_json(second.software_dir / "server-0.json") == {"torch": "2.9"}
     assert server._log == server._running.log == second.server_log(0)
-    server._register()  # its heart beats on in the new folder alone
+    server._register()  # its heart beats on only in the new folder
     assert read_registrations(first.servers_dir) == [left]
 
 
