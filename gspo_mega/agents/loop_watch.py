@@ -37,6 +37,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple
 
+from gspo_mega.base import processes
 from gspo_mega.base.errors import EpisodeError
 
 # How many threads one worker has for tools and for what episodes hand to `asyncio.to_thread`.
@@ -51,7 +52,9 @@ _TICK, _CURRENT, _THREADS = 0, 1, 2  # places on the page, of 8 bytes each
 
 _DUMP_SIGNAL = signal.SIGUSR1
 
-_DUMP_SECONDS = 0.3
+# A process that waits for a processor may write its stack late; one that is stopped never does.
+_DUMP_SECONDS = 10.0
+_DUMP_POLL_SECONDS = 0.1
 
 _T = TypeVar("_T")
 
@@ -257,7 +260,7 @@ class LoopWatch:
         """
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, _DUMP_SIGNAL)
-            await asyncio.sleep(_DUMP_SECONDS)
+            await self._dumped(pid)
         text = os.pread(self._file, 64 * 1024, _PAGE_BYTES).decode("utf-8", "replace")
         frames = [found for line in text.splitlines() if (found := _FRAME.match(line))]  # the innermost first
         library = sysconfig.get_path("stdlib")
@@ -265,6 +268,15 @@ class LoopWatch:
         if not own:
             return ""
         return f" at {Path(own[0]['file']).name}:{own[0]['line']} ({own[0]['function']})"
+
+    async def _dumped(self, pid: int) -> None:
+        """Wait until the process `pid` has written its stack: it has begun, and has written no more for a while."""
+        until, size = time.monotonic() + _DUMP_SECONDS, _PAGE_BYTES
+        while time.monotonic() < until:
+            await asyncio.sleep(_DUMP_POLL_SECONDS)
+            last, size = size, os.fstat(self._file).st_size
+            if size == last and (size > _PAGE_BYTES or processes.state_of(pid) in ("T", "t", "Z", None)):
+                return
 
 
 class OwnClock:

@@ -185,6 +185,12 @@ def children() -> set[int]:
         return {pid for pid in pids if (found := _state_and_parent(pid)) is not None and found[1] == us}
 
 
+def state_of(pid: int) -> str | None:
+    """Return the state letter of a process as `/proc/PID/stat` has it (`T`: stopped), or None if it is gone."""
+    found = _state_and_parent(pid)
+    return found[0] if found is not None else None
+
+
 def _state_and_parent(pid: int) -> tuple[str, int] | None:
     """Return the state letter and the parent of a process, or None if it is gone."""
     try:

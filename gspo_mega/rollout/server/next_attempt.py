@@ -126,6 +126,7 @@ class _Caller:
         self._host = address.removeprefix("http://")
         self._api_key_file, self._seconds = api_key_file, seconds
         self._until = time.monotonic() + seconds
+        self._answered: set[str] = set()
 
     def call(self, path: str, body: object = None) -> None:
         if (status := self.try_to(path, body)) != 200:
@@ -135,7 +136,7 @@ class _Caller:
         """Return the status of the answer. Raises RolloutError if there is none."""
         left = self._until - time.monotonic()
         if left <= 0:
-            raise RolloutError(f"its SGLang needs more than {self._seconds:g} s to forget what it did ({path})")
+            raise self._too_slow(path)
         connection = http.client.HTTPConnection(self._host, timeout=left)
         try:
             headers = {"Authorization": f"Bearer {read_secret(self._api_key_file)}", "Content-Type": "application/json"}
@@ -144,10 +145,16 @@ class _Caller:
             )
             answer = connection.getresponse()
             answer.read()
+            self._answered.add(path)
             return answer.status
         except TimeoutError as error:
+            if path in self._answered:  # it does answer: this call began when nearly no time was left
+                raise self._too_slow(path) from error
             raise RolloutError(f"its SGLang does not answer {path} within {self._seconds:g} s") from error
         except (OSError, ConfigError, http.client.HTTPException) as error:
             raise RolloutError(f"its SGLang does not answer {path}: {error!r}") from error
         finally:
             connection.close()
+
+    def _too_slow(self, path: str) -> RolloutError:
+        return RolloutError(f"its SGLang needs more than {self._seconds:g} s to forget what it did ({path})")

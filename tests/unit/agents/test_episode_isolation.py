@@ -3,6 +3,8 @@
 import asyncio
 import os
 import re
+import subprocess
+import sys
 import time
 
 import pytest
@@ -213,6 +215,32 @@ def test_the_line_that_blocks_is_named_beside_many_deep_threads():
     )
     [end], _, _ = run([text])
     assert end.failure.kind == "blocked" and re.search(r" at user_episodes.py:\d+ \(stuck\);", end.failure.text), end
+
+
+LATE = """
+import signal, sys, time
+from gspo_mega.agents.loop_watch import WatchedLoop
+
+loop = WatchedLoop(sys.argv[1])
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+print("ready", flush=True)
+time.sleep(1.5)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
+time.sleep(60)
+"""
+
+
+def test_the_line_that_blocks_is_named_although_the_process_says_it_late(tmp_path):
+    """As on a machine whose processors are all taken: here the signal waits."""
+    (tmp_path / "late.py").write_text(LATE)
+    watch = loop_watch.LoopWatch()
+    with subprocess.Popen([sys.executable, tmp_path / "late.py", watch.path], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout.readline() == b"ready\n"
+            assert re.fullmatch(r" at late.py:(8|9) \(<module>\)", asyncio.run(watch.where(process.pid)))
+        finally:
+            process.kill()
+    watch.close()
 
 
 def test_a_fork_of_an_episode_says_nothing():

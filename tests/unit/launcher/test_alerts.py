@@ -138,12 +138,12 @@ def test_no_line_for_long_is_a_stall(tmp_path):
 
 def test_a_command_that_hangs_is_killed_with_its_children(tmp_path):
     script = "import subprocess; subprocess.run(['sleep', '1000'])"
-    run = Run(tmp_path, "alerts.deadline_seconds=0.5", command=[sys.executable, "-c", script])
+    run = Run(tmp_path, "alerts.deadline_seconds=2", command=[sys.executable, "-c", script])
     started = time.monotonic()
     run.alerts.failed(RankError("x"), restarts=False)
-    assert time.monotonic() - started < 0.4, "it is not waited for"
+    assert time.monotonic() - started < 1.8, "it is not waited for"
     assert run.told() == []
-    assert run.said == [f"alert    failure: {sys.executable} was killed after 0.5 s (alerts.deadline_seconds)"]
+    assert run.said == [f"alert    failure: {sys.executable} was killed after 2 s (alerts.deadline_seconds)"]
 
 
 @pytest.fixture
