@@ -79,8 +79,8 @@ say "4 of 5  GSPO: an SGLang server samples, two Megatron-Core ranks train, weig
 if grep -qE 'amx_bf16|avx512_bf16' /proc/cpuinfo; then
   echo "quickstart: this processor multiplies bf16 itself; the training takes six to ten minutes on two idle cores"
 else
-  echo "quickstart: this processor has no bf16 products (AMX, AVX-512); a step takes several times as long, so allow an hour," \
-    "or try train.num_steps=3 first"
+  echo "quickstart: this processor has no bf16 products (AMX, AVX-512), so they are computed in fp32; allow half an hour on two" \
+    "idle cores, or try train.num_steps=3 first"
 fi
 code=0
 .venv/bin/gspo-mega train "$config" model.path="$model" "${run[@]}" ${overrides[@]+"${overrides[@]}"} || code=$?

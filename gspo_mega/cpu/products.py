@@ -1,14 +1,18 @@
-"""Matrix products in fp32 on processors for which torch's BLAS has no kernels of their own.
+"""Matrix products on processors for which torch's libraries have no kernels of their own.
 
 torch's CPU builds compute fp32 products with MKL. On a processor that is not Intel's, MKL takes kernels for AVX2, even
 where the processor has AVX-512: on an AMD EPYC of family 26 they reach 110 GFLOP/s of one core's 260. oneDNN, which is
 part of the same build and computes torch's bf16 products, makes its kernels for the instructions that are there. torch
 has no switch that sends fp32 products to it, but one operation does: the one to which `torch.compile` lowers linear
-layers.
+layers. `uses_onednn` says when it is called.
 
-`uses_onednn` says when it is called. Elsewhere, for other dtypes and on GPUs, these functions are torch's own. Both add
-a contraction up in fp32, in different orders, so results differ by rounding. One process always takes the same one, and
-neither depends on where a tensor lies in memory.
+oneDNN has no bf16 kernels for a processor without AVX-512, as those of most laptops are, and torch's own loops reach a
+ninth of its fp32 products (9 and 82 GFLOP/s on an AMD EPYC of family 25). `widens_bf16` says when bf16 operands are
+widened to fp32, which is exact, and the result is rounded to bf16. Elsewhere, for other dtypes and on GPUs, these
+functions are torch's own.
+
+All of them add a contraction up in fp32, in different orders, so results differ by rounding. One process always takes
+the same one, and none depends on where a tensor lies in memory.
 """
 
 from __future__ import annotations
@@ -21,6 +25,8 @@ from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
+
+_WIDENED_NUMBERS = 2**20  # of a weight at once: 4 MiB
 
 
 @functools.cache
@@ -35,6 +41,12 @@ def uses_onednn() -> bool:
     )
 
 
+@functools.cache
+def widens_bf16() -> bool:
+    """Return whether bf16 products on this machine's CPU are made by fp32 ones: oneDNN has no kernels for them."""
+    return not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def _vendor() -> str:
     """Return the maker's name that the processor gives, "" if it is not known."""
     try:
@@ -46,6 +58,11 @@ def _vendor() -> str:
 
 def _is_onednns(*tensors: torch.Tensor) -> bool:
     return uses_onednn() and all(t.dtype == torch.float32 and t.is_cpu for t in tensors)
+
+
+def is_widened(*tensors: torch.Tensor) -> bool:
+    """Return whether operations on these tensors are made in fp32: they are bf16, where `widens_bf16` holds."""
+    return all(t.dtype == torch.bfloat16 and t.is_cpu for t in tensors) and widens_bf16()
 
 
 @functools.cache
@@ -69,15 +86,32 @@ def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Return x W^T + bias [..., n]. x [..., k], weight [n, k], bias [n], of one float dtype. It has no gradient where
-    oneDNN computes it.
+    oneDNN computes it, or where bf16 is widened.
     """
+    if is_widened(x, weight):
+        return _widened_linear(x, weight, bias)
     if bias is not None or not _is_onednns(x, weight):
         return torch.nn.functional.linear(x, weight, bias)
     return _product(x, weight)
 
 
+def _widened_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`linear` of bf16 by fp32 products. Some rows of the weight are widened at a time, so that they stay in the
+    processor's cache.
+    """
+    wide = x.float()
+    out = x.new_empty((*x.shape[:-1], weight.size(0)))
+    step = max(1, _WIDENED_NUMBERS // max(weight.size(1), 1))
+    for start in range(0, len(weight), step):
+        part = slice(start, start + step)
+        out[..., part] = linear(wide, weight[part].float(), None if bias is None else bias[part].float())
+    return out
+
+
 def transposed_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return a^T b [n, k], of any strides. a [m, n] and b [m, k], of one float dtype."""
+    if is_widened(a, b):
+        return transposed_product(a.float(), b.float()).to(a.dtype)
     if not _is_onednns(a, b):
         return a.t().matmul(b)
     # oneDNN's first operand is copied to be contiguous: take the smaller.
@@ -104,13 +138,14 @@ def add_product(
 
 
 class _Linear(torch.autograd.Function):
-    """x W^T + bias with oneDNN's products in both passes. x [..., k], weight [n, k], bias [n] or None."""
+    """x W^T + bias with this module's products in both passes. x [..., k], weight [n, k], bias [n] or None."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        output = _product(x, weight)
-        return output if bias is None else output.add_(bias)
+        if bias is None or is_widened(x, weight):
+            return linear(x, weight, bias)
+        return linear(x, weight).add_(bias)
 
     @staticmethod
     @once_differentiable
@@ -119,17 +154,22 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad = grads[0].reshape(-1, weight.size(0))
         return (
-            _product(grad, weight.t()).view(x.shape) if ctx.needs_input_grad[0] else None,
+            linear(grad, weight.t()).view(x.shape) if ctx.needs_input_grad[0] else None,
             transposed_product(grad, x.reshape(-1, weight.size(1))) if ctx.needs_input_grad[1] else None,
             grad.sum(dim=0) if ctx.needs_input_grad[2] else None,
         )
 
 
+def trained_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`linear` with gradients; oneDNN computes no fp32 here."""
+    return _Linear.apply(x, weight, None) if is_widened(x, weight) else torch.nn.functional.linear(x, weight)
+
+
 def replace_linear(layers: ModuleType) -> None:
-    """Have Megatron's linear layers of one tensor rank compute by oneDNN. `layers`: its module of tensor-parallel
-    layers. Does nothing where oneDNN is not used.
+    """Have Megatron's linear layers of one tensor rank compute with this module's products. `layers`: its module of
+    tensor-parallel layers. Does nothing where they are torch's own.
     """
-    if not uses_onednn():
+    if not (uses_onednn() or widens_bf16()):
         return
     for name in ("linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight"):
         setattr(layers, name, _plain_or(getattr(layers, name)))
@@ -150,7 +190,8 @@ def _plain_or(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
         **options: Any,
     ) -> torch.Tensor:
         fused = gradient_accumulation_fusion or allreduce_dgrad or sequence_parallel
-        if not fused and not others and options.get("grad_output_buffer") is None and _is_onednns(input, weight):
+        is_own = _is_onednns(input, weight) or is_widened(input, weight)
+        if not fused and not others and options.get("grad_output_buffer") is None and is_own:
             return _Linear.apply(input, weight, bias)
         return stock(
             input,

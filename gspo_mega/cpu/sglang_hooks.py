@@ -301,10 +301,10 @@ class _Functional:
 
 
 def _products(module: types.ModuleType) -> None:
-    """Compute unquantized linear layers in fp32 by the CPU's faster kernels."""
-    from gspo_mega.cpu.products import linear, uses_onednn
+    """Compute unquantized linear layers by the CPU's faster kernels."""
+    from gspo_mega.cpu.products import linear, uses_onednn, widens_bf16
 
-    if uses_onednn():
+    if uses_onednn() or widens_bf16():
         vars(module)["F"] = _Functional(linear)
 
 

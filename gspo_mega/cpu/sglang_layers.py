@@ -26,7 +26,7 @@ import torch
 from torch.nn.functional import rms_norm, silu
 
 from gspo_mega.cpu import batch_invariant as rows
-from gspo_mega.cpu.products import linear
+from gspo_mega.cpu.products import linear, widens_bf16
 
 _PLAIN = "_gspo_mega_plain"
 logger = logging.getLogger(__name__)
@@ -73,14 +73,15 @@ def _norm(x: torch.Tensor, norm: Any) -> torch.Tensor:
 
 def head_of(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Wrap `stock`, SGLang's `LogitsProcessor._compute_lm_head`, to compute the trainer's product on a batch-invariant
-    server, and plain products in fp32 by `products.py`.
+    server, and plain products by `products.py`.
     """
 
     def compute(self: Any, hidden_states: torch.Tensor, lm_head: Any, *rest: Any, **options: Any) -> torch.Tensor:
         if is_on():
             return rows.logits(hidden_states, lm_head.weight)
         weight = getattr(lm_head, "weight", None)
-        plain = torch.is_tensor(weight) and weight.dtype == hidden_states.dtype == torch.float32
+        own = (torch.float32, torch.bfloat16) if widens_bf16() else (torch.float32,)
+        plain = torch.is_tensor(weight) and weight.dtype == hidden_states.dtype and weight.dtype in own
         if plain and not any(rest) and not any(options.values()) and not hasattr(lm_head, "set_lora"):
             return linear(hidden_states, cast("torch.Tensor", weight))
         return stock(self, hidden_states, lm_head, *rest, **options)

@@ -30,6 +30,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from gspo_mega.config.schema import Lora
+from gspo_mega.cpu.products import trained_linear
 from gspo_mega.engine.process_groups import ParallelGroups, RankGroup
 from gspo_mega.models import delta_net
 from gspo_mega.models.low_rank import adapted, adapter_tensors, half_parameter, is_of_linear_layer
@@ -125,7 +126,7 @@ class Adapter(nn.Module):
         [positions, ..., in] in the model's dtype, this rank's part. Collective over the tensor group, as the layer.
         """
         inputs = functional.dropout(inputs, self.dropout, self.training)
-        inner = functional.linear(inputs, self.whole_a())
+        inner = trained_linear(inputs, self.whole_a())
         if self.group.size > 1 and self.sharding == "rows":
             # The gradient of `inner` is a sum over the ranks' rows.
             if self.sequence_parallel:
@@ -138,7 +139,7 @@ class Adapter(nn.Module):
                 inner = reduce_scatter_to_sequence_parallel_region(inner, group=self.group.group)
             else:
                 inner = reduce_from_tensor_model_parallel_region(inner, group=self.group.group)
-        return functional.linear(inner * self.scale, self.whole_b())
+        return trained_linear(inner * self.scale, self.whole_b())
 
     def halves(self) -> dict[str, nn.Parameter]:
         """This rank's parts of A and B by canonical name."""

@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 
 from gspo_mega.cpu.batch_invariant import divide, label_log_probs
 from gspo_mega.cpu.batch_invariant import logits as invariant_logits
-from gspo_mega.cpu.products import add_product
+from gspo_mega.cpu.products import add_product, widens_bf16
 from gspo_mega.engine.process_groups import RankGroup
 
 ENTROPY_PARTS = 8  # the entropy's scratch memory is a chunk divided by this
@@ -82,7 +82,7 @@ def _hidden_gradient(grad_logits: torch.Tensor, weight: torch.Tensor) -> torch.T
     """grad_logits [n, v] @ weight [v, H], added up in fp32 (float64 stays): [n, H], of the model's dtype where a kernel
     rounds the whole sum once. The CPU's kernel of bf16 products does, and needs no widened copy of the head.
     """
-    if grad_logits.dtype == torch.bfloat16 and not grad_logits.is_cuda and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if grad_logits.dtype == torch.bfloat16 and not grad_logits.is_cuda and not widens_bf16():
         return grad_logits @ weight
     product = grad_logits.new_empty((grad_logits.size(0), weight.size(1)), dtype=_accumulation_dtype(grad_logits))
     _add_product(product, grad_logits, weight, most_numbers=grad_logits.numel())

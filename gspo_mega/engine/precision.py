@@ -54,7 +54,7 @@ from gspo_mega.config.precision import (
 from gspo_mega.config.schema import Certify, Config, Engine, Fp8, Parallel, Precision
 from gspo_mega.cpu import te_loading
 from gspo_mega.cpu.backend import is_cpu_backend
-from gspo_mega.cpu.products import uses_onednn
+from gspo_mega.cpu.products import uses_onednn, widens_bf16
 from gspo_mega.models.block_fp8 import publishes_powers_of_two
 from gspo_mega.plan.validate_precision import precision_problem
 
@@ -189,6 +189,8 @@ def describe_backends() -> list[str]:
     if is_cpu_backend():
         if uses_onednn():
             lines.append("fp32 products by oneDNN: MKL has no AVX-512 kernels for this processor")
+        if widens_bf16():
+            lines.append("bf16 products by fp32 ones: oneDNN has no bf16 kernels for this processor")
         if not te_loading.is_loaded():
             return [*lines, "no GPU: Megatron's plain layers over gloo"]
         version = transformer_engine_version()
