@@ -198,7 +198,7 @@ TABLE: dict[str, dict[str, tuple[int, str] | tuple[int, str, str]]] = {
         "ServerSupervisor._death_of": (1, RUN, _SERVERS),
         "ServerSupervisor._forget": (3, RUN, _SERVERS),
     },
-    "rollout/server/next_attempt.py": {"_Caller.call": (1, RUN, _SERVERS), "_Caller.try_to": (3, RUN, _SERVERS)},
+    "rollout/server/next_attempt.py": {"_Caller.call": (1, RUN, _SERVERS), "_Caller.try_to": (2, RUN, _SERVERS)},
     "rollout/pool.py": {
         "ServerPool.__init__": (1, RUN, _DISK),
         "ServerPool.wait_ready": (1, RUN, _SERVERS),
