@@ -24,6 +24,13 @@ import torch.nn.functional as F
 
 CHUNK = 64
 """Tokens that are computed together: within a chunk by products of matrices, from chunk to chunk by the state."""
+_narrowest = torch.float32  # that something is computed in
+
+
+def compute_in(dtype: torch.dtype) -> None:
+    """Choose, for this process, the narrowest dtype in which these functions compute: fp32, or fp64."""
+    global _narrowest
+    _narrowest = dtype
 
 
 @contextlib.contextmanager
@@ -39,7 +46,7 @@ def chunks_of(length: int) -> Iterator[None]:
 
 def l2norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     """Return x / sqrt(sum of squares over the last dimension + eps), computed in fp32 or wider, in the dtype of x."""
-    wide = x.to(_wide(x))
+    wide = x.to(computed_in(x))
     return (wide * torch.rsqrt((wide * wide).sum(dim=-1, keepdim=True) + eps)).to(x.dtype)
 
 
@@ -63,7 +70,7 @@ def causal_conv1d(
     """
     bounds = _bounds(x, cu_seqlens)
     width = weight.size(1)
-    dtype = _wide(x)
+    dtype = computed_in(x)
     filters = weight.to(dtype)[:, None]
     outputs, states = [], []
     for index, (start, end) in enumerate(itertools.pairwise(bounds)):
@@ -97,10 +104,10 @@ def chunk_gated_delta_rule(
     q, k [batch, t, key heads, key size]; v [batch, t, heads, value size]; g, the logarithm of the decay, and beta
     [batch, t, heads]. There may be several heads to a key head. `scale`: key size ** -0.5 if None. `initial_state` [S
     or batch, heads, key size, value size]: the state before each sequence. `cu_seqlens` [S+1]: the sequences of a pack,
-    whose batch is 1. Everything is computed in fp32, or in fp64 if `v` has it. Returns o, of the shape and dtype of v,
-    and the states after each sequence, fp32, or None.
+    whose batch is 1. Everything is computed in fp32, or in fp64 if `v` has it or `compute_in` says so. Returns o, of
+    the shape and dtype of v, and the states after each sequence in the dtype of the computation, or None.
     """
-    dtype = _wide(v)
+    dtype = computed_in(v)
     if use_qk_l2norm_in_kernel:
         q, k = l2norm(q.to(dtype)), l2norm(k.to(dtype))
     bounds = _bounds(v, cu_seqlens)
@@ -185,8 +192,9 @@ def gates(
     return -a_log.float().exp() * F.softplus(a.float() + dt_bias.float()), b.float().sigmoid()
 
 
-def _wide(x: torch.Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+def computed_in(x: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which these functions compute for `x`: fp64 if it has that, or if `compute_in` says so."""
+    return torch.float64 if x.dtype == torch.float64 else _narrowest
 
 
 def _bounds(x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> list[int]:

@@ -94,12 +94,15 @@ def compute_as_gpu_of(recipe: str | None) -> None:
 def compute_sharply(on: bool) -> None:
     """Choose, from now on, how this process computes: as a sharp certificate of FP8 does, or as a run does (False).
 
-    A sharp certificate compares layouts, so nothing but FP8's rounding may tell them apart. Products and attention sum
-    in fp64 and are rounded once, because a processor's fp32 kernels add in an order that depends on the number of rows.
-    Scales of a whole tensor are on a grid, so that an amax that is off by a rounding gives the same scale: powers of
-    two for recipe `tensorwise`, `GRID_STEPS_PER_OCTAVE` steps per octave for `delayed`.
+    A sharp certificate compares layouts, so nothing but FP8's rounding may tell them apart. Products, attention and
+    gated delta nets are computed in fp64 and rounded once, because a processor's fp32 kernels add in an order that
+    depends on the number of rows, and some give another sigmoid where a row is shorter. Scales of a whole tensor are on
+    a grid, so that an amax that is off by a rounding gives the same scale: powers of two for recipe `tensorwise`,
+    `GRID_STEPS_PER_OCTAVE` steps per octave for `delayed`.
     """
-    importlib.import_module("gspo_mega.cpu.te_layers").sum_in(torch.float64 if on else torch.float32)
+    dtype = torch.float64 if on else torch.float32
+    importlib.import_module("gspo_mega.cpu.te_layers").sum_in(dtype)
+    importlib.import_module("gspo_mega.cpu.delta_rule").compute_in(dtype)
     importlib.import_module("gspo_mega.cpu.te_fp8").put_delayed_scales_on_grid(on)
     # Transformer Engine has a variable for this, which it reads once; these are the attributes that it fills then.
     recipe = importlib.import_module("transformer_engine.common.recipe").Float8CurrentScaling

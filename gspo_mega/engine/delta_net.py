@@ -31,6 +31,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from gspo_mega.algorithm.terms import local_rows
+from gspo_mega.cpu.delta_rule import computed_in
 from gspo_mega.cpu.forest_attention import ForestNodes, forest_of
 from gspo_mega.models.spec import ModelSpec
 
@@ -137,13 +138,14 @@ class PackedDeltaNet(GatedDeltaNet):
         query, key = (x.unflatten(-1, (-1, key_dim)) for x in (query, key))
         shared = own.num_value_heads // own.num_key_heads
         query, key = (_KERNELS.l2norm(x.contiguous()).repeat_interleave(shared, dim=2) for x in (query, key))
-        a_log, dt_bias = (_own(parameter, parts, rank) for parameter in (self.A_log, self.dt_bias))
+        wide = computed_in(alpha)
+        a_log, dt_bias = (_own(parameter, parts, rank).to(wide) for parameter in (self.A_log, self.dt_bias))
         inputs = (
             query,
             key,
             value.unflatten(-1, (-1, value_dim)).contiguous(),
-            -a_log.float().exp() * F.softplus(alpha.float() + dt_bias.float()),
-            beta.sigmoid().contiguous(),
+            (-a_log.exp() * F.softplus(alpha.to(wide) + dt_bias)).float(),
+            (beta.to(wide).sigmoid().to(beta.dtype) if wide == torch.float64 else beta.sigmoid()).contiguous(),
         )
         if forks is None:
             out, _ = _KERNELS.chunk_gated_delta_rule(*inputs, cu_seqlens=bounds)
