@@ -17,7 +17,6 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 
 from gspo_mega.algorithm.terms import local_positions
 from gspo_mega.cpu.forest_attention import ForestNodes, forest_attend, forest_of
-from gspo_mega.cpu.products import is_widened
 
 
 @dataclass
@@ -120,9 +119,6 @@ def attend(
         if window is not None:
             return _attend_to_windows(query, key, value, forest, softmax_scale, sinks, window)
         return forest_attend(query, key, value, forest, softmax_scale, sinks)
-    if is_widened(query, key, value):  # torch's backward kernel in bf16 takes three times as long there
-        wide = query.float(), key.float(), value.float()
-        return attend(*wide, params, context_group, softmax_scale, sinks, window).to(query.dtype)
     key, value = (_gathered(x, context_group) for x in (key, value))
     layout = padded_layout(params, cp_size, cp_rank)
     value_dim = value.size(-1)

@@ -60,7 +60,7 @@ def _is_onednns(*tensors: torch.Tensor) -> bool:
     return uses_onednn() and all(t.dtype == torch.float32 and t.is_cpu for t in tensors)
 
 
-def is_widened(*tensors: torch.Tensor) -> bool:
+def _is_widened(*tensors: torch.Tensor) -> bool:
     """Return whether operations on these tensors are made in fp32: they are bf16, where `widens_bf16` holds."""
     return all(t.dtype == torch.bfloat16 and t.is_cpu for t in tensors) and widens_bf16()
 
@@ -88,7 +88,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """Return x W^T + bias [..., n]. x [..., k], weight [n, k], bias [n], of one float dtype. It has no gradient where
     oneDNN computes it, or where bf16 is widened.
     """
-    if is_widened(x, weight):
+    if _is_widened(x, weight):
         return _widened_linear(x, weight, bias)
     if bias is not None or not _is_onednns(x, weight):
         return torch.nn.functional.linear(x, weight, bias)
@@ -110,7 +110,7 @@ def _widened_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
 
 def transposed_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return a^T b [n, k], of any strides. a [m, n] and b [m, k], of one float dtype."""
-    if is_widened(a, b):
+    if _is_widened(a, b):
         return transposed_product(a.float(), b.float()).to(a.dtype)
     if not _is_onednns(a, b):
         return a.t().matmul(b)
@@ -143,7 +143,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        if bias is None or is_widened(x, weight):
+        if bias is None or _is_widened(x, weight):
             return linear(x, weight, bias)
         return linear(x, weight).add_(bias)
 
@@ -162,7 +162,7 @@ class _Linear(torch.autograd.Function):
 
 def trained_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`linear` with gradients; oneDNN computes no fp32 here."""
-    return _Linear.apply(x, weight, None) if is_widened(x, weight) else torch.nn.functional.linear(x, weight)
+    return _Linear.apply(x, weight, None) if _is_widened(x, weight) else torch.nn.functional.linear(x, weight)
 
 
 def replace_linear(layers: ModuleType) -> None:
@@ -190,7 +190,7 @@ def _plain_or(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
         **options: Any,
     ) -> torch.Tensor:
         fused = gradient_accumulation_fusion or allreduce_dgrad or sequence_parallel
-        is_own = _is_onednns(input, weight) or is_widened(input, weight)
+        is_own = _is_onednns(input, weight) or _is_widened(input, weight)
         if not fused and not others and options.get("grad_output_buffer") is None and is_own:
             return _Linear.apply(input, weight, bias)
         return stock(
