@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 CHUNK = 64
 """Tokens that are computed together: within a chunk by products of matrices, from chunk to chunk by the state."""
-_narrowest = torch.float32  # that something is computed in
+_narrowest = torch.float32  # the dtype of all computation, unless a tensor is wider
 
 
 def compute_in(dtype: torch.dtype) -> None:

@@ -6,8 +6,8 @@ part of the same build and computes torch's bf16 products, makes its kernels for
 has no switch that sends fp32 products to it, but one operation does: the one to which `torch.compile` lowers linear
 layers. `uses_onednn` says when it is called.
 
-oneDNN has no bf16 kernels for a processor without AVX-512, as those of most laptops are, and torch's own loops reach a
-ninth of its fp32 products (9 and 82 GFLOP/s on an AMD EPYC of family 25). `widens_bf16` says when bf16 operands are
+oneDNN has no bf16 kernels for a processor without AVX-512, and torch's own loops are nine times slower than its fp32
+products (9 and 82 GFLOP/s on an AMD EPYC of family 25). `widens_bf16` says when bf16 operands are
 widened to fp32, which is exact, and the result is rounded to bf16. Elsewhere, for other dtypes and on GPUs, these
 functions are torch's own.
 
@@ -161,7 +161,7 @@ class _Linear(torch.autograd.Function):
 
 
 def trained_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`linear` with gradients; oneDNN computes no fp32 here."""
+    """`linear` with gradients, for adapters: bf16 is widened as there, and fp32 products are torch's own."""
     return _Linear.apply(x, weight, None) if _is_widened(x, weight) else torch.nn.functional.linear(x, weight)
 
 
