@@ -12,6 +12,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
+from exact_numbers import exact_engine
 from layout_jobs import layout_config, pack
 from safetensors.torch import load_file
 
@@ -35,8 +36,8 @@ def through_layouts(
     tokens: np.ndarray | None = None,
     fault: str | None = None,
 ) -> dict | None:
-    """For each layout: largest |logit - Hugging Face's| over all tokens and the vocabulary, and the tensors whose bytes
-    did not come back. On rank 0; None elsewhere."""
+    """For each layout: largest |logit - Hugging Face's| over all tokens and the vocabulary, `logits` of fp32 and `exact`
+    of fp64, and the tensors whose bytes did not come back. On rank 0; None elsewhere."""
     with _injected(fault):
         seen = {name: _through(Path(folder), parallel, precision, tokens) for name, parallel in layouts.items()}
     return seen if dist.get_rank() == 0 else None
@@ -51,9 +52,6 @@ def _through(folder: Path, parallel: dict, precision: str, tokens: np.ndarray | 
         engine = PolicyEngine(config, spec, groups, num_optimizer_steps=1)
         import_huggingface(folder, spec, groups, engine.chunks)
         engine.after_weights_loaded()
-        difference = (
-            -1.0 if tokens is None else _logits_difference(engine, spec, groups, tokens, np.load(folder / "logits.npy"))
-        )
         source = load_file(folder / "model.safetensors")
         dtype = next(iter(source.values())).dtype
         found = {name: tensor.clone() for name, tensor in PolicyTensors(spec, groups, engine.chunks).stream(dtype)}
@@ -65,14 +63,21 @@ def _through(folder: Path, parallel: dict, precision: str, tokens: np.ndarray | 
             and not torch.equal(found[name], source[name])
         )
         extra = sorted(found.keys() - source.keys())
-        return {"logits": difference, "changed": changed + extra}
+        if tokens is None:
+            return {"changed": changed + extra}
+        own = (engine, spec, groups, tokens)
+        return {
+            "logits": logits_difference(*own, np.load(folder / "logits.npy")),
+            "exact": exact_logits_difference(*own, np.load(folder / "exact_logits.npy")),
+            "changed": changed + extra,
+        }
     finally:
         destroy_groups()
 
 
 def gradients_through_layouts(folder: str, layouts: dict[str, dict], tokens: np.ndarray) -> dict | None:
-    """For each layout and tensor: the relative L2 difference of its gradient to `gradients.safetensors`. The loss is the
-    sum of the log-probs of all tokens but the first. On rank 0; None elsewhere.
+    """For each layout and tensor: the relative L2 difference of its gradient to `gradients.safetensors`, both computed in
+    fp64. The loss is the sum of the log-probs of all tokens but the first. On rank 0; None elsewhere.
     """
     seen = {name: _gradient_differences(Path(folder), parallel, tokens) for name, parallel in layouts.items()}
     return seen if dist.get_rank() == 0 else None
@@ -89,10 +94,11 @@ def _gradient_differences(folder: Path, parallel: dict, tokens: np.ndarray) -> d
         import_huggingface(folder, spec, groups, engine.chunks)
         engine.after_weights_loaded()
         # Every data rank has the sequence, and gradients are summed over them.
-        engine.accumulate_gradients(
-            [pack([_sequence(tokens)], [0], 2 * groups.tensor.size * groups.context.size)],
-            lambda batch, log_probs, entropies: PassOutput(loss=log_probs.double().sum() / groups.data.size),
-        )
+        with exact_engine(engine):
+            engine.accumulate_gradients(
+                [pack([_sequence(tokens)], [0], 2 * groups.tensor.size * groups.context.size)],
+                lambda batch, log_probs, entropies: PassOutput(loss=log_probs.double().sum() / groups.data.size),
+            )
         wanted = load_file(folder / "gradients.safetensors")
         found = PolicyTensors(spec, groups, engine.chunks, values=lambda parameter: parameter.main_grad)
         return {
@@ -114,7 +120,13 @@ def _sequence(tokens: np.ndarray) -> dict:
     )
 
 
-def _logits_difference(engine: PolicyEngine, spec, groups, tokens: np.ndarray, reference: np.ndarray) -> float:
+def exact_logits_difference(engine: PolicyEngine, *of) -> float:
+    """`logits_difference`, computed in fp64, in which the engine's weights then stay."""
+    with exact_engine(engine):
+        return logits_difference(engine, *of)
+
+
+def logits_difference(engine: PolicyEngine, spec, groups, tokens: np.ndarray, reference: np.ndarray) -> float:
     """Of whole logits, put together from all tensor ranks of the last stage; the largest over the ranks. Collective."""
     caught: list[torch.Tensor] = []
     hook = engine.chunks[-1].register_forward_hook(lambda module, inputs, output: caught.append(output))
@@ -126,13 +138,13 @@ def _logits_difference(engine: PolicyEngine, spec, groups, tokens: np.ndarray, r
         routing=RoutingPass(engine.routers, 1),
     )
     hook.remove()
-    difference = torch.zeros(())
+    difference = torch.zeros((), dtype=torch.float64)
     if groups.is_last_stage:
         with torch.no_grad():
             hidden = _gathered(caught[0], groups.tensor) if engine.megatron_config.sequence_parallel else caught[0]
             part = hidden[:, 0] @ engine.chunks[-1].head_weight().T
             logits = _gathered(part.T.contiguous(), groups.tensor).T[: len(tokens), : spec.vocab_size]
-        difference = (logits - torch.from_numpy(reference)).abs().max()
+        difference = (logits.double() - torch.from_numpy(reference)).abs().max()
     dist.all_reduce(difference, op=dist.ReduceOp.MAX)
     return float(difference)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import family_jobs
 import numpy as np
 import torch
+from exact_numbers import exact_engine
 from layout_jobs import layout_config, recorded_sequences, shard
 from token_values import token_values
 
@@ -88,6 +89,23 @@ def run(folder: str, parallel: dict, steps: int = 3, random_start: bool = True, 
         destroy_groups()
 
 
+def exact_gradients(folder: str, parallel: dict, lora: dict, **sections) -> dict:
+    """The gradients of `run`, computed in fp64 and added up in fp32, by the names of the adapters' halves."""
+    with _engine(folder, parallel, lora, **sections) as engine:
+        settings, own = engine.config.lora, (engine.spec, engine.groups, engine.chunks)
+        assert settings is not None
+        fill_adapters(settings, *own, start_tensors(settings, engine.spec))
+        groups = engine.groups
+        multiple = 2 * groups.context.size * groups.tensor.size
+        batch = shard(recorded_sequences(), groups.data.rank, groups.data.size, multiple)
+        with exact_engine(engine):
+            engine.old_pass(batch)
+            engine.policy_gradients(batch, ObjectiveSettings(), 11.0, None)
+        complete_gradients(engine)
+        found = AdapterTensors(settings, *own, lambda parameter: parameter.main_grad).stream(torch.float32)
+        return {name: value.clone().numpy() for name, value in found}
+
+
 def _linears(chunk) -> list:
     return [module for name, module in chunk.named_modules() if name.rpartition(".")[2].startswith("linear_")]
 
@@ -113,9 +131,11 @@ def write_again(folder: str, out: str, parallel: dict, lora: dict, served: bool)
 
 
 def logits_difference(folder: str, reference: str, tokens: np.ndarray, parallel: dict, lora: dict) -> float:
-    """The largest difference of logits from those in `reference`, with adapters from `lora.path`, on every rank."""
+    """The largest difference of logits from those in `reference`, with adapters from `lora.path`, on every rank. Computed
+    in fp64.
+    """
     with _engine(folder, parallel, lora) as engine:
-        return family_jobs._logits_difference(engine, engine.spec, engine.groups, tokens, np.load(reference))
+        return family_jobs.exact_logits_difference(engine, engine.spec, engine.groups, tokens, np.load(reference))
 
 
 def refused(folder: str, lora: dict) -> str:

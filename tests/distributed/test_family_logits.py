@@ -9,6 +9,7 @@ from family_models import PROOFS, VARIANTS, make_family_folder, save_gradients, 
 from gspo_mega.models.families import FAMILIES
 
 TOLERANCE = 1e-5
+EXACT = 2e-6  # in fp64, but for the angles of rotary embeddings, which both sides compute in fp32
 DENSE = {"one": {}, "TP2": dict(tensor=2), "PP2": dict(pipeline=2)}
 EXPERTS = {"one": {}, "PP2": dict(pipeline=2), "EP2": dict(expert=2), "TP2xEP2": dict(tensor=2, expert=2)}
 
@@ -28,7 +29,10 @@ def test_logits_are_those_of_hugging_face_in_every_layout(rank_pools, tmp_path, 
         "family_jobs:through_layouts", folder=str(folder), layouts=layouts_of(variant), tokens=token_ids()
     )[0]
     assert {name: s["changed"] for name, s in seen.items()} == dict.fromkeys(seen, [])
-    assert max(s["logits"] for s in seen.values()) < TOLERANCE, seen
+    assert max(s["exact"] for s in seen.values()) < EXACT, seen
+    # Gated delta nets amplify what fp32 rounds: transformers' own fp32 is 1.1e-5 from the exact logits.
+    if not FAMILIES[VARIANTS[variant][0]].delta_net:
+        assert max(s["logits"] for s in seen.values()) < TOLERANCE, seen
 
 
 @pytest.mark.parametrize("variant", ["gpt_oss", "minimax_m2", "olmo3-yarn", "qwen3_next"])

@@ -29,33 +29,36 @@ def test_adapters_of_latent_attention_equal_those_of_one_rank(rank_pools, tmp_pa
     compare(rank_pools, make_family_folder(tmp_path / "latent", "deepseek_v3"), COPIED, targets=LATENT)
 
 
+# In fp32 layouts would differ by more than the tolerance on some processors: delta nets amplify what it rounds.
 def test_adapters_beside_gated_delta_nets_equal_those_of_one_rank(rank_pools, tmp_path):
-    compare(rank_pools, make_family_folder(tmp_path / "delta", "qwen3_5"), dict(world=2, tensor=2), CONTEXT)
+    compare(
+        rank_pools, make_family_folder(tmp_path / "delta", "qwen3_5"), dict(world=2, tensor=2), CONTEXT, exactly=True
+    )
 
 
-def compare(rank_pools, folder, *layouts, targets=()):
-    want = run(rank_pools, folder, dict(world=1), targets)
+def compare(rank_pools, folder, *layouts, targets=(), exactly=False):
+    want = run(rank_pools, folder, dict(world=1), targets, exactly)
     for layout in layouts:
-        check(run(rank_pools, folder, layout, targets), want, folder)
+        check(run(rank_pools, folder, layout, targets, exactly), want, folder, tolerance=1e-6 if exactly else 1e-5)
 
 
-def run(rank_pools, folder, layout, targets=()) -> dict:
+def run(rank_pools, folder, layout, targets=(), exactly=False) -> dict:
+    """`exactly`: gradients are those of fp64."""
     parallel = dict(layout)
     world, distributed = parallel.pop("world"), parallel.pop("distributed", False)
-    return rank_pools(world).run(
-        "lora_jobs:run",
-        folder=str(folder),
-        parallel=parallel,
-        optimizer=dict(lr=1e-3, distributed=distributed),
-        lora={**LORA, "targets": targets},
-    )[0]
+    job = dict(folder=str(folder), parallel=parallel, lora={**LORA, "targets": targets})
+    ranks = rank_pools(world)
+    found = ranks.run("lora_jobs:run", optimizer=dict(lr=1e-3, distributed=distributed), **job)[0]
+    if exactly:
+        found["gradient"] = ranks.run("lora_jobs:exact_gradients", **job)[0]
+    return found
 
 
 def half_of(name: str, half: str) -> str:
     return f"base_model.model.{name.removesuffix('.weight')}.lora_{half}.weight"
 
 
-def check(got, want, folder):
+def check(got, want, folder, tolerance=1e-5):
     assert got["first"].keys() == want["first"].keys()
     for name, value in want["first"].items():  # the start does not depend on the layout
         assert np.array_equal(got["first"][name], value), name
@@ -63,7 +66,7 @@ def check(got, want, folder):
     assert np.abs(got["log_probs"] - want["log_probs"]).max() < 1e-5
     for name, gradient in want["gradient"].items():
         assert np.abs(gradient).max() > 0, f"{name} has no gradient: the comparison would prove nothing"
-        assert relative(got["gradient"][name] - gradient, gradient) < 1e-5, name
+        assert relative(got["gradient"][name] - gradient, gradient) < tolerance, name
     assert np.allclose(got["grad_norms"], want["grad_norms"], rtol=1e-5)
     start = load_file(folder / "model.safetensors")
     updates = {name: value - start[name] for name, value in want["merged"].items()}

@@ -10,6 +10,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from exact_numbers import exact_logits
 from family_models import make_family_folder, token_ids
 from layout_models import make_folder
 from safetensors.torch import load_file, save_file
@@ -37,13 +38,13 @@ def peft_itself():
 
 
 def logits(folder, tokens, adapter=None) -> np.ndarray:
+    """[t, vocabulary] float64."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     if adapter is not None:
         model = peft_itself().PeftModel.from_pretrained(model, str(adapter))
-    with torch.no_grad():
-        return model(torch.from_numpy(tokens)[None]).logits[0].numpy()
+    return exact_logits(model, torch.from_numpy(tokens)).numpy()
 
 
 def engine_differs(ranks, base, tokens, want, parallel, lora) -> float:

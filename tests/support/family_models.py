@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import transformers
+from exact_numbers import exact_logits, kept_in_fp64
 from safetensors.torch import load_file, save_file
 
 from gspo_mega.models.families import FAMILIES
@@ -343,8 +344,8 @@ def token_ids() -> np.ndarray:
 def make_family_folder(
     folder: Path, variant: str, dtype: torch.dtype = torch.float32, seed: int = 5, **changes: Any
 ) -> Path:
-    """A checkpoint as transformers saves it, every weight random (biases and norms too), and beside it `logits.npy` of
-    fp32. `changes`: other values of the variant's keys.
+    """A checkpoint as transformers saves it, every weight random (biases and norms too), and its logits: `logits.npy` of
+    fp32, `exact_logits.npy` of fp64. `changes`: other values of the variant's keys.
     """
     family, own = VARIANTS[variant]
     changes = {key: value for key, value in changes.items() if key in _SHARED | own}
@@ -380,8 +381,10 @@ def make_family_folder(
     if not (folder / "generation_config.json").is_file():
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2}))
     (folder / "tokenizer.json").write_text('{"stands for": "a tokenizer"}')
+    tokens = torch.from_numpy(token_ids())
     with torch.no_grad():
-        np.save(folder / "logits.npy", model.float().eval()(torch.from_numpy(token_ids())[None]).logits[0].numpy())
+        np.save(folder / "logits.npy", model.float().eval()(tokens[None]).logits[0].numpy())
+    np.save(folder / "exact_logits.npy", exact_logits(model, tokens).numpy())
     return folder
 
 
@@ -391,11 +394,15 @@ def _transpose_stacks(file: Path) -> None:
 
 
 def save_gradients(folder: Path, variant: str) -> None:
-    """Beside the checkpoint: `gradients.safetensors`, of the sum of the log-probs of all tokens but the first."""
-    model = getattr(transformers, FAMILIES[VARIANTS[variant][0]].architecture).from_pretrained(folder, dtype="float32")
+    """`gradients.safetensors`, in the checkpoint's folder: of the sum of the log-probs of all tokens but the first,
+    computed in fp64.
+    """
+    model_class = getattr(transformers, FAMILIES[VARIANTS[variant][0]].architecture)
+    model = model_class.from_pretrained(folder, dtype="float64", experts_implementation="eager")
     ids = torch.from_numpy(token_ids())
-    log_probs = model(ids[None]).logits[0, :-1].log_softmax(dim=-1)
-    log_probs.gather(1, ids[1:, None]).sum().backward()
+    with kept_in_fp64():
+        log_probs = model(ids[None]).logits[0, :-1].log_softmax(dim=-1)
+        log_probs.gather(1, ids[1:, None]).sum().backward()
     with torch.no_grad():  # as transformers saves weights: under the names of checkpoints, expert by expert
         for parameter in model.parameters():
             parameter.copy_(0 if parameter.grad is None else parameter.grad)  # text has none in a vision tower
