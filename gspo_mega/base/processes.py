@@ -32,6 +32,10 @@ _POLL_SECONDS = 0.02
 # Within this time, a thread that waits for its own child has collected that child's exit code.
 _REAP_AFTER_SECONDS = 1.0
 
+# Seconds that the reward `code` gives all tests of one program, unless its option `total_seconds` says otherwise. Here
+# because a scoring process, which starts often, would import the whole configuration for it.
+DEFAULT_TOTAL_SECONDS = 8.0
+
 # Open files that a process needs besides requests: logs, checkpoints, libraries, sockets of torch.distributed.
 SPARE_OPEN_FILES = 512
 

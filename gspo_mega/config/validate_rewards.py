@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from gspo_mega.base.errors import Violation
+from gspo_mega.base.processes import DEFAULT_TOTAL_SECONDS
 from gspo_mega.config.prompt_sources import eval_sets
 from gspo_mega.config.schema import Config, JudgeReward, ModelReward, OwnReward, RemoteReward, Reward, Watchdog
 
-# Seconds that the reward `code` gives all tests of one program, unless its option `total_seconds` says otherwise.
-DEFAULT_TOTAL_SECONDS = 8.0
 # A scoring on a machine that is held up may take this many times its deadline, and is tried this often.
 MOST_DEADLINES = 3
 MOST_ATTEMPTS = 3

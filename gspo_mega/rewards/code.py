@@ -29,8 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_mega.base.errors import RewardError
-from gspo_mega.base.processes import LineProcess
-from gspo_mega.config.validate_rewards import DEFAULT_TOTAL_SECONDS
+from gspo_mega.base.processes import DEFAULT_TOTAL_SECONDS, LineProcess
 from gspo_mega.rewards.blame import HeldUp
 from gspo_mega.rewards.fenced_code import program_of
 

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
     ("module", "heavy"),
     [
         ("agents.episode_worker", ("numpy", "pydantic", "yaml", "torch")),
-        ("rewards.scoring_worker", ("torch", "transformers")),
+        ("rewards.scoring_worker", ("numpy", "pydantic", "yaml", "torch", "transformers")),
         ("cpu.sglang_hooks", ("numpy", "torch", "transformers")),
         ("cli.serve", ("torch", "megatron")),
         ("cli.plan", ("torch", "megatron")),
