@@ -23,15 +23,15 @@ SAMPLE = {
         "PP2",
         ["PP2xVPP2", "TP2+SPxEP2", "EP2 distributed optimizer", "CP2", "shared prompts EP2"],
     ),
-    "mxfp8": ("certify_fp8", "certify_fp8_dense", ["fp8.recipe=mxfp8"], "dense PP2", ["dense TP2+SP"]),
+    "mxfp8": ("certify_fp8", "certify_fp8_dense", ["fp8.recipe=mxfp8", *SMALL], "dense PP2", ["dense TP2+SP"]),
     "tensorwise": (
         "certify_fp8",
         "certify_fp8_dense",
-        ["fp8.recipe=tensorwise"],
+        ["fp8.recipe=tensorwise", *SMALL],
         "dense PP2",
         ["dense TP2+SP", "dense shared prompts TP2+SP"],
     ),
-    "delayed": ("certify_fp8", "certify_fp8_dense", ["fp8.recipe=delayed"], "dense PP2", ["dense TP2"]),
+    "delayed": ("certify_fp8", "certify_fp8_dense", ["fp8.recipe=delayed", *SMALL], "dense PP2", ["dense TP2"]),
     "delta": ("certify_fp8", "certify_fp8_qwen3_5", SMALL, "delta PP2", ["delta CP2"]),
     "delta experts": (
         "certify_fp8",

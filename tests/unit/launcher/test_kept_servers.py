@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from waiting import until
+from waiting import alive, until
 
 from gspo_mega.base import processes
 from gspo_mega.base.errors import FolderError, PlanError, PublishError, RankError, StuckError
@@ -63,7 +63,7 @@ FAILURE = RankError("rank 0 was killed by SIGKILL")
 
 
 def is_gone(pid: int) -> bool:
-    return pid not in processes.parents()
+    return not alive([pid])
 
 
 class Run:
