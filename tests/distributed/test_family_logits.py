@@ -9,7 +9,7 @@ from family_models import PROOFS, VARIANTS, make_family_folder, save_gradients, 
 from gspo_mega.models.families import FAMILIES
 
 TOLERANCE = 1e-5
-EXACT = 2e-6  # in fp64, but for the angles of rotary embeddings, which both sides compute in fp32
+EXACT = 2e-6  # in fp64, but for the angles of rotary embeddings, which Megatron computes in fp32
 DENSE = {"one": {}, "TP2": dict(tensor=2), "PP2": dict(pipeline=2)}
 EXPERTS = {"one": {}, "PP2": dict(pipeline=2), "EP2": dict(expert=2), "TP2xEP2": dict(tensor=2, expert=2)}
 
