@@ -295,10 +295,11 @@ def test_lengths_control_discarding_is_seen(ahead, monkeypatch):
     """The certificate's control: trained responses are shorter than sampled ones, and `check` sees it."""
 
     def admission_of(config):
-        return Discarding(4, 4, scheduler.Freshness(1), "completion", num_steps=14)
+        return Discarding(4, 4, scheduler.Freshness(1), "completion", num_steps=10)
 
     monkeypatch.setattr(scheduler, "admission_of", admission_of)
-    run = ahead(max_staleness=1, token_seconds=0.01, train_seconds=0.0, num_steps=14)
+    # A token takes longer than a busy machine holds a thread up, or the order of completion would not be that of lengths.
+    run = ahead(max_staleness=1, token_seconds=0.03, train_seconds=0.0, num_steps=10)
     run.run()
     trained = [episode.num_sampled_tokens for episode in run.episodes]
     sampled = [len(sample_of(name)[0]) for name in run.asked()]
