@@ -130,12 +130,16 @@ def write_again(folder: str, out: str, parallel: dict, lora: dict, served: bool)
         export_adapters(Path(out), settings, *own, folder, served=served)
 
 
-def logits_difference(folder: str, reference: str, tokens: np.ndarray, parallel: dict, lora: dict) -> float:
-    """The largest difference of logits from those in `reference`, with adapters from `lora.path`, on every rank. Computed
-    in fp64.
+def logits_differences(
+    folder: str, references: tuple[str, str], tokens: np.ndarray, parallel: dict, lora: dict
+) -> tuple[float, float]:
+    """The largest difference of logits from those in files, with adapters from `lora.path`, on every rank: in fp32 from
+    the first reference, in fp64 from the second.
     """
+    rounded, exact = map(np.load, references)
     with _engine(folder, parallel, lora) as engine:
-        return family_jobs.exact_logits_difference(engine, engine.spec, engine.groups, tokens, np.load(reference))
+        of = (engine, engine.spec, engine.groups, tokens)
+        return family_jobs.logits_difference(*of, rounded), family_jobs.exact_logits_difference(*of, exact)
 
 
 def refused(folder: str, lora: dict) -> str:
