@@ -101,10 +101,9 @@ def _gradient_differences(folder: Path, parallel: dict, tokens: np.ndarray) -> d
             )
         wanted = load_file(folder / "gradients.safetensors")
         found = PolicyTensors(spec, groups, engine.chunks, values=lambda parameter: parameter.main_grad)
-        return {
-            name: float((tensor - wanted[name]).norm() / wanted[name].norm())
-            for name, tensor in found.stream(torch.float32)
-        }
+        apart = {name: float((tensor - wanted[name]).norm()) for name, tensor in found.stream(torch.float32)}
+        # An expert that no token chose has no gradient: here, too, or the difference is infinite.
+        return {name: value and float(np.divide(value, float(wanted[name].norm()))) for name, value in apart.items()}
     finally:
         destroy_groups()
 
@@ -127,7 +126,9 @@ def exact_logits_difference(engine: PolicyEngine, *of) -> float:
 
 
 def logits_difference(engine: PolicyEngine, spec, groups, tokens: np.ndarray, reference: np.ndarray) -> float:
-    """Of whole logits, put together from all tensor ranks of the last stage; the largest over the ranks. Collective."""
+    """Of whole logits, put together from all tensor ranks of the last stage; the largest over the ranks, inf for NaN,
+    which neither gloo's maximum nor Python's keeps. Collective.
+    """
     caught: list[torch.Tensor] = []
     hook = engine.chunks[-1].register_forward_hook(lambda module, inputs, output: caught.append(output))
     batch = [pack([_sequence(tokens)], [0], 2 * groups.tensor.size)]
@@ -144,7 +145,7 @@ def logits_difference(engine: PolicyEngine, spec, groups, tokens: np.ndarray, re
             hidden = _gathered(caught[0], groups.tensor) if engine.megatron_config.sequence_parallel else caught[0]
             part = hidden[:, 0] @ engine.chunks[-1].head_weight().T
             logits = _gathered(part.T.contiguous(), groups.tensor).T[: len(tokens), : spec.vocab_size]
-        difference = (logits.double() - torch.from_numpy(reference)).abs().max()
+        difference = (logits.double() - torch.from_numpy(reference)).abs().nan_to_num(nan=torch.inf).max()
     dist.all_reduce(difference, op=dist.ReduceOp.MAX)
     return float(difference)
 

@@ -195,8 +195,8 @@ class CaseDifference:
     place: str = ""
 
     def note(self, value: float, place: str) -> None:
-        # NaN counts as larger than everything.
-        if not value <= self.value:
+        # NaN counts as larger than everything, also than what comes after it.
+        if not (value <= self.value or math.isnan(self.value)):
             self.value, self.place = value, place
 
 

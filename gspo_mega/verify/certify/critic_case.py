@@ -190,7 +190,8 @@ def compare_critic(
         for row, trajectory in enumerate(measurement.policy.batch.trajectories):
             end = begin + trajectory.num_response_tokens
             apart = np.abs(numbers.values[begin:end] - want.values[begin:end]).max(initial=0.0)
-            values.note(float(max(apart, abs(numbers.after[row] - want.after[row]))), trajectory.trajectory_id)
+            values.note(float(apart), trajectory.trajectory_id)
+            values.note(float(abs(numbers.after[row] - want.after[row])), trajectory.trajectory_id)
             begin = end
     return {
         "values": asdict(values),
